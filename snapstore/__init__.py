@@ -14,6 +14,7 @@ The data path, folder by folder; each folder's docstring names the file to read 
               up the chain, verify -> state/restore_plan put together
 
 Ranks of a torch.distributed job save one snapshot together: save/rank_job -> save/together, over distributed/.
+Trainers are served by integrations/, one module for each.
 
 `save/pipeline.py` and `restore/pipeline.py` tell these two stories; docs/design/walk.md walks through them frame by
 frame. `protocol/` keeps saves and deletions apart, and deletes (`gc`); `retention.py` says what to keep; `check/` finds
@@ -30,54 +31,67 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     __version__: str
-    from .catalog.history import View
-    from .check.report import CheckResult, Problem
-    from .distributed.base import Ranks
-    from .distributed.torch_ranks import TorchRanks
-    from .errors import (
-        AlreadyExistsError,
-        CapabilityError,
-        ConflictError,
-        FormatError,
-        IntegrityError,
-        InvalidInputError,
-        NotFoundError,
-        RanksError,
-        SnapstoreError,
-        StorageError,
-        StorageFullError,
-        UnknownFormatError,
-        UnsupportedLeafError,
-    )
-    from .format.records import Config, ManifestRef, Snapshot
-    from .inspect.diff import DiffResult, TensorDiff
-    from .inspect.stats import GroupStats, StatsResult
-    from .manager import SnapshotManager
-    from .options import SaveOptions
-    from .protocol.forget import ForgetResult
-    from .protocol.gc import GcResult
-    from .repair.report import RepairAction, RepairResult
-    from .repository import Repository
-    from .retention import (
-        KeepBest,
-        KeepDaily,
-        KeepEvery,
-        KeepHourly,
-        KeepLast,
-        KeepMonthly,
-        KeepSteps,
-        KeepWeekly,
-        KeepWithin,
-        KeepYearly,
-        Policy,
-        SnapshotLike,
-    )
-    from .rewrite.compact import CompactResult
-    from .rewrite.recode import RecodeResult
-    from .save.handle import SaveHandle
-    from .state.per_rank import PerRank
-    from .state.rng import RngState
-    from .storage.base import ObjectInfo, ObjectStore
+    from .catalog.history import View as View
+    from .check.report import CheckResult as CheckResult
+    from .check.report import Problem as Problem
+    from .copy.copy import CopyResult as CopyResult
+    from .distributed.base import Ranks as Ranks
+    from .distributed.torch_ranks import TorchRanks as TorchRanks
+    from .errors import AlreadyExistsError as AlreadyExistsError
+    from .errors import CapabilityError as CapabilityError
+    from .errors import ConflictError as ConflictError
+    from .errors import FormatError as FormatError
+    from .errors import IntegrityError as IntegrityError
+    from .errors import InvalidInputError as InvalidInputError
+    from .errors import NotFoundError as NotFoundError
+    from .errors import RanksError as RanksError
+    from .errors import SnapstoreError as SnapstoreError
+    from .errors import StorageError as StorageError
+    from .errors import StorageFullError as StorageFullError
+    from .errors import UnknownFormatError as UnknownFormatError
+    from .errors import UnsupportedLeafError as UnsupportedLeafError
+    from .format.records import Config as Config
+    from .format.records import ManifestRef as ManifestRef
+    from .format.records import Snapshot as Snapshot
+    from .inspect.diff import DiffResult as DiffResult
+    from .inspect.diff import TensorDiff as TensorDiff
+    from .inspect.divergence import DivergenceResult as DivergenceResult
+    from .inspect.lazy import LazyTensors as LazyTensors
+    from .inspect.lazy import TensorHandle as TensorHandle
+    from .inspect.stats import GroupStats as GroupStats
+    from .inspect.stats import StatsResult as StatsResult
+    from .manager import SnapshotManager as SnapshotManager
+    from .options import SaveOptions as SaveOptions
+    from .protocol.forget import ForgetResult as ForgetResult
+    from .protocol.gc import GcResult as GcResult
+    from .repair.report import RepairAction as RepairAction
+    from .repair.report import RepairResult as RepairResult
+    from .repository import Repository as Repository
+    from .retention import KeepBest as KeepBest
+    from .retention import KeepDaily as KeepDaily
+    from .retention import KeepEvery as KeepEvery
+    from .retention import KeepHourly as KeepHourly
+    from .retention import KeepLast as KeepLast
+    from .retention import KeepMonthly as KeepMonthly
+    from .retention import KeepSteps as KeepSteps
+    from .retention import KeepWeekly as KeepWeekly
+    from .retention import KeepWithin as KeepWithin
+    from .retention import KeepYearly as KeepYearly
+    from .retention import Policy as Policy
+    from .retention import SnapshotLike as SnapshotLike
+    from .rewrite.compact import CompactResult as CompactResult
+    from .rewrite.recode import RecodeResult as RecodeResult
+    from .save.handle import SaveHandle as SaveHandle
+    from .state.fit import FitOptions as FitOptions
+    from .state.fit import Mismatches as Mismatches
+    from .state.fit import NameOptions as NameOptions
+    from .state.folder import Unpacked as Unpacked
+    from .state.folder import pack_folder as pack_folder
+    from .state.folder import unpack_folder as unpack_folder
+    from .state.per_rank import PerRank as PerRank
+    from .state.rng import RngState as RngState
+    from .storage.base import ObjectInfo as ObjectInfo
+    from .storage.base import ObjectStore as ObjectStore
 
 _HOME = {
     "AlreadyExistsError": "errors",
@@ -86,7 +100,10 @@ _HOME = {
     "CompactResult": "rewrite.compact",
     "Config": "format.records",
     "ConflictError": "errors",
+    "CopyResult": "copy.copy",
     "DiffResult": "inspect.diff",
+    "DivergenceResult": "inspect.divergence",
+    "FitOptions": "state.fit",
     "ForgetResult": "protocol.forget",
     "FormatError": "errors",
     "GcResult": "protocol.gc",
@@ -103,7 +120,10 @@ _HOME = {
     "KeepWeekly": "retention",
     "KeepWithin": "retention",
     "KeepYearly": "retention",
+    "LazyTensors": "inspect.lazy",
     "ManifestRef": "format.records",
+    "Mismatches": "state.fit",
+    "NameOptions": "state.fit",
     "NotFoundError": "errors",
     "ObjectInfo": "storage.base",
     "ObjectStore": "storage.base",
@@ -127,65 +147,17 @@ _HOME = {
     "StorageError": "errors",
     "StorageFullError": "errors",
     "TensorDiff": "inspect.diff",
+    "TensorHandle": "inspect.lazy",
     "TorchRanks": "distributed.torch_ranks",
     "UnknownFormatError": "errors",
+    "Unpacked": "state.folder",
     "UnsupportedLeafError": "errors",
     "View": "catalog.history",
+    "pack_folder": "state.folder",
+    "unpack_folder": "state.folder",
 }
 
-__all__ = [
-    "AlreadyExistsError",
-    "CapabilityError",
-    "CheckResult",
-    "CompactResult",
-    "Config",
-    "ConflictError",
-    "DiffResult",
-    "ForgetResult",
-    "FormatError",
-    "GcResult",
-    "GroupStats",
-    "IntegrityError",
-    "InvalidInputError",
-    "KeepBest",
-    "KeepDaily",
-    "KeepEvery",
-    "KeepHourly",
-    "KeepLast",
-    "KeepMonthly",
-    "KeepSteps",
-    "KeepWeekly",
-    "KeepWithin",
-    "KeepYearly",
-    "ManifestRef",
-    "NotFoundError",
-    "ObjectInfo",
-    "ObjectStore",
-    "PerRank",
-    "Policy",
-    "Problem",
-    "Ranks",
-    "RanksError",
-    "RecodeResult",
-    "RepairAction",
-    "RepairResult",
-    "Repository",
-    "RngState",
-    "SaveHandle",
-    "SaveOptions",
-    "Snapshot",
-    "SnapshotLike",
-    "SnapshotManager",
-    "SnapstoreError",
-    "StatsResult",
-    "StorageError",
-    "StorageFullError",
-    "TensorDiff",
-    "TorchRanks",
-    "UnknownFormatError",
-    "UnsupportedLeafError",
-    "View",
-]
+__all__ = list(_HOME)
 
 
 if not TYPE_CHECKING:  # or a misspelt name would pass a type checker

@@ -26,11 +26,9 @@ from . import retention
 from .distributed.base import Ranks
 from .distributed.preemption import Preemption, SignalHandler
 from .errors import (
-    AlreadyExistsError,
     CapabilityError,
     IntegrityError,
     InvalidInputError,
-    NotFoundError,
     SnapstoreError,
 )
 from .format.argument_checks import check_name, check_step
@@ -40,7 +38,7 @@ from .ranks import choose
 from .repository import Repository
 from .save.background import Background
 from .save.handle import SaveHandle, Slot
-from .steps import Steps
+from .steps import Steps, open_like
 from .storage.base import ObjectStore
 
 if TYPE_CHECKING:
@@ -63,6 +61,10 @@ class SnapshotManager(Steps):
         save_interval_steps: `should_save` is True at multiples of this.
         keep: a retention policy, or several, ORed. After each commit, the other snapshots are forgotten and collected
             in the background. The policies are stored, so that `snapstore forget --run` knows them.
+        mirror: a second repository, mostly on S3, behind the first one: each commit is copied there in the background.
+            It is made if there is none; if the first one is new, that one is made like it. A step that only the mirror
+            has is copied back when it is restored.
+        mirror_keep: the policies of the mirror; (): it keeps everything; None: those of `keep`.
         async_save: save in the background; else `save` returns when the snapshot is committed.
         on_busy: while a save runs, `save` waits for it ("wait"), or skips ("skip"); with `force` it waits.
         staging: where the copies of CUDA tensors lie. "device": in device memory, up to twice their size; takes
@@ -91,6 +93,8 @@ class SnapshotManager(Steps):
         parent: str | None = None,
         save_interval_steps: int = 1,
         keep: retention.Policy | Sequence[retention.Policy] = (),
+        mirror: str | Path | ObjectStore | None = None,
+        mirror_keep: retention.Policy | Sequence[retention.Policy] | None = None,
         async_save: bool = True,
         on_busy: Literal["wait", "skip"] = "wait",
         staging: Literal["auto", "device", "host"] = "auto",
@@ -107,6 +111,7 @@ class SnapshotManager(Steps):
             raise InvalidInputError(f"on_busy {on_busy!r}: expected 'wait' or 'skip'")
         self.save_interval_steps = save_interval_steps
         self.keep = retention.check(keep)
+        kept_there = self.keep if mirror_keep is None else retention.check(mirror_keep)
         self.read_only = read_only
         self._async, self._skip_busy = async_save, on_busy == "skip"
         from .save.rank_job import RankJob  # with all that threads run (threads.py)
@@ -121,7 +126,7 @@ class SnapshotManager(Steps):
         self._owned = not isinstance(repository, Repository)
         try:
             alike = f"open, replicas={replicas!r}, on_busy={on_busy!r}, run={run!r}"
-            opened = partial(self._opened, repository, options, parent)
+            opened = partial(self._opened, repository, options, parent, mirror, kept_there)
             self.repository: Repository = opened() if self._job is None else self._job.open(alike, opened)
         except BaseException as error:
             if self._job is not None:
@@ -145,27 +150,26 @@ class SnapshotManager(Steps):
         return f"SnapshotManager({self.repository.url!r}, run={self.run!r})"
 
     def _opened(
-        self, url: str | Path | ObjectStore | Repository, options: SaveOptions | None, parent: str | None
+        self,
+        url: str | Path | ObjectStore | Repository,
+        options: SaveOptions | None,
+        parent: str | None,
+        mirror: str | Path | ObjectStore | None,
+        mirror_keep: Sequence[retention.Policy],
     ) -> Repository:
         """Return the repository, with the policies and the parent of the run."""
-        repository = url if isinstance(url, Repository) else self._open(url, options)
+        if isinstance(url, Repository):
+            repository = url
+        else:
+            repository = open_like(url, mirror, options, read_only=self.read_only)
         if self._job is None or self._job.leads:
             if self.keep and not self.read_only:
                 repository.set_policies(self.run, self.keep)
             if parent is not None and (view := repository.view()).newest(self.run) is None:
                 repository.lineage.go_on_from(self.run, view.resolve(parent))
+            if mirror is not None:
+                self._start_mirror(repository, mirror, mirror_keep, read_only=self.read_only)
         return repository
-
-    def _open(self, url: str | Path | ObjectStore, options: SaveOptions | None) -> Repository:
-        try:
-            return Repository.open(url, options=options)
-        except NotFoundError:
-            if self.read_only:
-                raise
-            try:
-                return Repository.create(url, options=options)
-            except AlreadyExistsError:  # another process was first
-                return Repository.open(url, options=options)
 
     # -- save
 
@@ -353,6 +357,8 @@ class SnapshotManager(Steps):
             return
         handle._finish(snapshot, None)
         del inputs
+        if self._mirror is not None:
+            self._mirror.note(snapshot)
         if self.keep and (self._job is None or self._job.leads):
             try:
                 self._retain()
@@ -366,7 +372,8 @@ class SnapshotManager(Steps):
         """Forget and collect. A failure costs space, not snapshots: only damage is raised, and not by `save`."""
         try:
             self._retention_error = None
-            if self.repository.forget(self.keep, run=self.run, force=True).forgotten:
+            keep = self.keep if self._mirror is None else self._mirror.holding(self.keep)
+            if self.repository.forget(keep, run=self.run, force=True).forgotten:
                 self.repository.gc()
         except IntegrityError:
             raise
@@ -406,10 +413,13 @@ class SnapshotManager(Steps):
         """Close; tell the other ranks of the error that has ended this one, if any."""
         if self._closed:
             return
+        end = None if timeout is None else time.monotonic() + timeout
         ended = self._background.join(timeout)
         if not ended and self._running is not None:
             self._running.unwanted = f"close(timeout={timeout:.6g}) has given it up"
             ended = self._background.join(GIVE_UP_S)
+        if self._mirror is not None:
+            self._mirror.close(None if end is None else max(0.0, end - time.monotonic()))
         self._closed = True
         if self._ending is not None:
             self._ending.close()
@@ -420,7 +430,7 @@ class SnapshotManager(Steps):
         if not ended:
             raise TimeoutError(f"run {self.run!r}: the running save has not ended {timeout:.6g} s after close")
         self._staging.clear()
-        if self._owned:
+        if self._owned and (self._mirror is None or self._mirror.has_ended):
             self.repository.close()
         self.check_for_errors()
 

@@ -25,7 +25,9 @@ class SaveOptions:
         pack_bytes: a pack is closed at this size. The default is for states of up to 512 GiB: see `pack_bytes_of`.
         threads: of the CPU engine; None: SNAPSTORE_THREADS, else every core.
         codec: "portable": zstd and deflate, which every machine reads. "ans": nvCOMP's own format for CUDA tensors. It
-            is faster, but only a GPU with the same major release of nvCOMP reads it; `recode` converts it.
+            is faster, but only a GPU with the same major release of nvCOMP reads it; `recode` converts it. "auto":
+            "portable", but chunks in host memory are stored as they are if the store takes bytes faster than the CPU
+            engine codes them: the first save measures both, in about a second (docs/guides/planning.md).
         verify_writes: "off", "sample" (one new chunk in 64) or "full": decode new chunks before the commit.
             "full" also asks the store for every new pack and manifest by name and size.
     """
@@ -33,7 +35,7 @@ class SaveOptions:
     restore_cost: float = DEFAULT_RESTORE_COST
     pack_bytes: int = DEFAULT_PACK_BYTES
     threads: int | None = None
-    codec: Literal["portable", "ans"] = "portable"
+    codec: Literal["portable", "ans", "auto"] = "portable"
     verify_writes: Literal["off", "sample", "full"] = "sample"
 
     def __post_init__(self) -> None:
@@ -45,7 +47,7 @@ class SaveOptions:
         if not 4096 <= self.pack_bytes <= 1024**3:
             raise InvalidInputError(f"pack_bytes {self.pack_bytes}: expected 4 KiB to 1 GiB")
         for name, choice, choices in (
-            ("codec", self.codec, CODECS),
+            ("codec", self.codec, (*CODECS, "auto")),
             ("verify_writes", self.verify_writes, ("off", "sample", "full")),
         ):
             if choice not in choices:

@@ -14,7 +14,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from .distributed.base import Ranks
-from .distributed.local import LocalRanks
+from .distributed.local import local_ranks
 from .errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def choose(run: str, ranks: Ranks | Literal[False] | None) -> tuple[Ranks | None
         _warn_of_launcher(run)
         return None, False
     if count == 1:  # its tensors may be sharded on a mesh of one
-        return LocalRanks(1)[0], True
+        return local_ranks(1)[0], True
     from .distributed.torch_ranks import TorchRanks
 
     log.info("run=%s this is rank %d of %d: all ranks save together; ranks=False saves alone", run, rank, count)

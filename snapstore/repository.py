@@ -1,19 +1,21 @@
 """Repository: the data under one URL, and one call per verb. Each call leads to a module of its own.
 
+The calls that only look at snapshots are in snapshots.py.
+
 Several threads may use one Repository, also for several saves at once. It must not be used across a fork.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
 
 from .catalog import policy_store
 from .catalog.config import new_config, read_config, read_or_reconstruct_config
-from .catalog.history import PUT_BACK, View
+from .catalog.history import PUT_BACK
 from .catalog.index import open_index
 from .context import Context
 from .engine.registry import Engines
@@ -32,6 +34,7 @@ from .ranks import check as check_ranks
 from .retention import Policy
 from .retention import check as check_policies
 from .save.lineage import Lineage
+from .snapshots import Snapshots
 from .storage.base import ObjectStore
 from .storage.urls import open_store
 from .text import counted, some
@@ -39,8 +42,7 @@ from .threads import when_dropped
 
 if TYPE_CHECKING:
     from .check.report import CheckResult
-    from .inspect.diff import DiffResult
-    from .inspect.stats import StatsResult
+    from .copy.copy import CopyResult
     from .repair.report import RepairResult
     from .rewrite.compact import CompactResult
     from .rewrite.recode import RecodeResult
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("snapstore")
 
 
-class Repository:
+class Repository(Snapshots):
     """The data under one URL. Make one with `create` or `open`; close it with `close` or a `with` block.
 
     Attributes:
@@ -59,7 +61,7 @@ class Repository:
 
     def __init__(self, store: ObjectStore, config: Config, options: SaveOptions, *, config_problem: str = "") -> None:
         self.url, self.store, self.config, self.options = store.url, store, config, options
-        engines = Engines(config.digest_seed, options.threads, options.codec, required=options.codec != "portable")
+        engines = Engines(config.digest_seed, options.threads, options.codec, required=options.codec == "ans")
         index = open_index(store, config, reconstructed=bool(config_problem))
         self.context = Context(store, index, engines, config, options, config_problem)
         self._finalizer = when_dropped(self, self.context.close)
@@ -71,9 +73,14 @@ class Repository:
         url: str | Path | ObjectStore,
         *,
         chunk_bytes: int = chunking.DEFAULT_CHUNK_BYTES,
+        like: Repository | None = None,
         options: SaveOptions | None = None,
     ) -> Repository:
         """Make a repository under a URL.
+
+        Args:
+            like: take over the chunk size and the digest seed of this one, so that snapshots can be copied between
+                the two.
 
         Raises:
             AlreadyExistsError: there is one.
@@ -82,7 +89,9 @@ class Repository:
         """
         chunking.check_chunk_bytes(chunk_bytes)
         store = open_store(url, create=True)
-        config = new_config(chunk_bytes, new_seed())
+        config = new_config(
+            like.config.chunk_bytes if like else chunk_bytes, like.config.digest_seed if like else new_seed()
+        )
         try:
             store.stat("config")
         except NotFoundError:
@@ -111,6 +120,19 @@ class Repository:
         config, problem = read_or_reconstruct_config(store) if damaged else (read_config(store), "")
         return cls(store, config, options or SaveOptions(), config_problem=problem)
 
+    @classmethod
+    def open_or_create(
+        cls, url: str | Path | ObjectStore, *, like: Repository | None = None, options: SaveOptions | None = None
+    ) -> Repository:
+        """Open the repository under a URL, or make one where there is none; see `open` and `create`."""
+        try:
+            return cls.open(url, options=options)
+        except NotFoundError:
+            try:
+                return cls.create(url, like=like, options=options)
+            except AlreadyExistsError:  # another process was first
+                return cls.open(url, options=options)
+
     def close(self) -> None:
         """Release threads, index and temporary files. It may be called twice."""
         if self._finalizer.detach():
@@ -127,30 +149,7 @@ class Repository:
     def __repr__(self) -> str:
         return f"Repository({self.url!r})"
 
-    # -- look
-
-    def view(self) -> View:
-        """List the store and return all records."""
-        return self.context.index.refresh()
-
-    def snapshots(self, run: str | None = None) -> list[Snapshot]:
-        """Return the committed snapshots of a run, or of all runs, in the order in which they were saved."""
-        return self.view().snapshots(run)
-
-    def snapshot(self, ref: str) -> Snapshot:
-        """Return the snapshot that a reference names: `run@step`, `run@latest`, `run@tag` or an id.
-
-        Raises:
-            NotFoundError, InvalidInputError: see `View.resolve`.
-        """
-        return self.view().resolve(ref)
-
-    def children(self, ref: str) -> list[Snapshot]:
-        """Return the committed snapshots, of any run, whose parent is this one."""
-        view = self.view()
-        return view.children(view.resolve(ref).id)
-
-    # -- save and restore
+    # -- save
 
     def save(
         self,
@@ -198,63 +197,6 @@ class Repository:
         request = SaveRequest(run, step, parent, bases, metrics, metadata, tags, full)
         request.resolve(self.context, self.lineage)
         return store(self.context, self.lineage, request, inputs_of_state(state, self.context.engines), None)
-
-    def restore(
-        self, ref: str, *, keys: str | Sequence[str] | None = None, device: Any = None, types: Sequence[type] = ()
-    ) -> Any:
-        """Return the state of a snapshot, as nested containers.
-
-        Args:
-            ref: of any run. The parent of the next save stays as it is: to fork, name one with `save(parent=ref)`.
-            keys: dotted paths, or globs over them such as "model.*"; only the bytes that they need are read.
-            device: where new tensors go.
-            types: classes to make values of; other classes of users come back in plain forms, nothing is imported.
-
-        Raises:
-            NotFoundError, InvalidInputError: a reference or key names nothing; a type does not take what is stored.
-            CapabilityError: `device` is a CUDA device that is not there, or the state does not fit into memory.
-            IntegrityError: the snapshot is damaged. If it is the newest of its run, the newest whole one is named.
-        """
-        from .check.newest_whole import newest_whole_named
-        from .restore.pipeline import read
-
-        with newest_whole_named(self.context, ref):
-            return read(self.context, ref, keys=keys, device=device, types=types)[1]
-
-    def restore_into(
-        self, ref: str, target: Any, *, keys: str | Sequence[str] | None = None, types: Sequence[type] = ()
-    ) -> Snapshot:
-        """Fill `target` with the state of a snapshot, and return the snapshot.
-
-        Args:
-            ref, keys, types: see `restore`; the classes in `target` need not be named.
-            target: nested containers, tensors and objects with load_state_dict, shaped like the saved state.
-
-        Raises:
-            NotFoundError: the reference or a key names nothing.
-            InvalidInputError: `target` does not fit; the differences are named part by part, and nothing was written.
-            IntegrityError: the snapshot is damaged; `target` may be half written.
-        """
-        from .check.newest_whole import newest_whole_named
-        from .restore.pipeline import read_into
-
-        with newest_whole_named(self.context, ref):
-            return read_into(self.context, ref, target, keys=keys, types=types)
-
-    def named_tensors(
-        self, ref: str, *, keys: str | Sequence[str] | None = None, device: Any = None
-    ) -> Iterator[tuple[str, Any]]:
-        """Yield (dotted path, tensor or array) of a snapshot one by one, for a state larger than memory.
-
-        They come in the order in which they were saved; the paths of tied tensors follow each other. Each is verified
-        before it is yielded. Plain values are left out: `restore` them with keys.
-
-        Args:
-            ref, keys, device: see `restore`, and for what is raised.
-        """
-        from .restore.streaming import TensorReader
-
-        return iter(TensorReader(self.context, ref, keys=keys, device=device))
 
     # -- tags
 
@@ -396,6 +338,47 @@ class Repository:
             dry_run=dry_run,
         )
 
+    def copy(
+        self,
+        refs: Sequence[str] | None = None,
+        *,
+        to: str | Path | ObjectStore | Repository,
+        run: str | None = None,
+        dry_run: bool = False,
+    ) -> CopyResult:
+        """Copy snapshots into another repository, as they are stored: verified, and nothing is sent that is there.
+
+        Ids, steps, tags, metrics, metadata and lineage stay; policies are not copied. It may run beside saves, copies
+        and gcs of both. An interrupted copy is taken up by the next one, after the last snapshot that was committed.
+
+        Args:
+            refs: the snapshots to copy. None: all committed ones, but the ones that the destination has forgotten.
+            to: the destination; where there is none, one is made, with the chunk size and digest seed of this one.
+            run: with no `refs`: only those of this run.
+
+        Returns:
+            The work done, and the snapshots that could not be copied; nothing of them was committed.
+
+        Raises:
+            NotFoundError, InvalidInputError: a reference or the run names nothing; the digests of the destination have
+                another seed; or it is this repository.
+            StorageError: one of the stores failed; snapshots before that are copied.
+        """
+        from .copy.copy import CopyResult, copy
+
+        states = (COMMITTED,) if refs is None else (COMMITTED, FORGOTTEN)
+        chosen = self.snapshots(run) if refs is None else self._resolve_all(refs, states)
+        if refs is None and run is not None and not chosen:
+            raise NotFoundError(f"no run {run!r} in this repository; runs: {', '.join(self.view().runs()) or 'none'}")
+        if isinstance(to, Repository):
+            return copy(self.context, to.context, chosen, named=refs is not None, dry_run=dry_run)
+        try:
+            target = Repository.open(to) if dry_run else Repository.open_or_create(to, like=self, options=self.options)
+        except NotFoundError:
+            return CopyResult(str(to), copied=chosen, dry_run=True)
+        with target:
+            return copy(self.context, target.context, chosen, named=refs is not None, dry_run=dry_run)
+
     def _resolve_all(self, refs: Sequence[str], states: tuple[str, ...]) -> list[Snapshot]:
         """Return the named snapshots, each once."""
         if isinstance(refs, str):
@@ -484,16 +467,3 @@ class Repository:
             )
         view = self.context.index.rebuild(keep_unreadable=not forget_missing)
         return len(view.snapshots(states=None)) + len(view.damaged) + len(view.unread)
-
-    def stats(self) -> StatsResult:
-        """Return bytes by tensor group and codec, dedup, ratio and chain depths."""
-        from .inspect.stats import stats
-
-        return stats(self.context)
-
-    def diff(self, a: str, b: str) -> DiffResult:
-        """Return the differences between two snapshots, tensor by tensor."""
-        from .inspect.diff import diff
-
-        view = self.view()
-        return diff(self.context, view.resolve(a), view.resolve(b))

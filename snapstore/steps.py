@@ -10,20 +10,60 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from . import retention
-from .errors import InvalidInputError, NotFoundError
+from .errors import InvalidInputError, NotFoundError, StorageError
 from .format import records
 from .format.argument_checks import check_step
 from .format.records import MAX_OBJECT_BYTES, Snapshot
+from .options import SaveOptions
 from .ranks import place
 from .repository import Repository
+from .storage.base import ObjectStore
 
 if TYPE_CHECKING:
+    from .context import Context
+    from .copy.mirror import Mirror
     from .restore.exchange import Exchange
     from .restore.sources import AsRank
     from .save.rank_job import RankJob
+    from .state.fit import FitOptions, NameOptions
+
+
+#: A place of a repository.
+Url = str | Path | ObjectStore
+
+
+def open_like(url: Url, mirror: Url | None, options: SaveOptions | None, *, read_only: bool) -> Repository:
+    """Open the repository under a URL. Where there is none, make one like its mirror; or, read-only, open the mirror.
+
+    Raises:
+        NotFoundError: read-only, and there is neither.
+        StorageError: a store failed; or there is none, and the mirror, whose seed a new one needs, does not answer.
+    """
+    try:
+        return Repository.open(url, options=options)
+    except NotFoundError:
+        if mirror is None and read_only:
+            raise
+    like = None
+    try:
+        like = None if mirror is None else Repository.open(mirror, options=options)
+    except NotFoundError:
+        if read_only:
+            raise
+    except StorageError as error:
+        text = f"{url}: no repository here, and the mirror that a new one is made like cannot be read: {error}"
+        raise StorageError(text) from error
+    if like is not None and read_only:
+        return like
+    try:
+        return Repository.open_or_create(url, like=like, options=options)
+    finally:
+        if like is not None:
+            like.close()
 
 
 class Steps:
@@ -41,13 +81,21 @@ class Steps:
     if TYPE_CHECKING:
         _job: RankJob | None
         _exchange: Exchange | None
+        _mirror: Mirror | None
+    else:
+        _mirror = None  # rank 0 may have one
 
     def _wait_idle(self) -> None:
         """Wait until no save runs; raise if steps cannot be looked at any more."""
 
     def all_steps(self) -> list[int]:
         """Return the steps that have a committed snapshot, ascending, each once."""
-        return sorted({snapshot.step for snapshot in self.repository.snapshots(self.run)})
+        return sorted({snapshot.step for snapshot in self._snapshots()})
+
+    def _snapshots(self) -> list[Snapshot]:
+        """Return the committed snapshots of the run, those of a mirror first; each once."""
+        found = {s.id: s for s in self._mirror.snapshots()} if self._mirror is not None else {}
+        return list((found | {s.id: s for s in self.repository.snapshots(self.run)}).values())
 
     def latest_step(self) -> int | None:
         """Return the step of the newest committed snapshot, by the order of the saves; None if there is none.
@@ -56,14 +104,46 @@ class Steps:
         """
 
         def find() -> int | None:
-            newest = self.repository.view().latest(self.run)
+            newest = self.repository.view().latest(self.run) if self._mirror is None else self._mirror.newest()[0]
             return newest.step if newest else None
 
         return self._answered("latest_step", find)
 
     def highest_step(self) -> int | None:
         """Return the highest step that has a committed snapshot; None if there is none."""
-        return self.repository.view().highest_step(self.run)
+        highest = self.repository.view().highest_step(self.run)
+        return highest if self._mirror is None else max(self.all_steps(), default=highest)
+
+    def _start_mirror(
+        self,
+        repository: Repository,
+        mirror: Url,
+        keep: Sequence[retention.Policy],
+        *,
+        read_only: bool,
+    ) -> None:
+        """Open the mirror of a repository, and begin to copy; raises as `Mirror.start` does."""
+        from .copy.mirror import Mirror
+
+        opened = Repository.open if read_only else partial(Repository.open_or_create, like=repository)
+        opened = partial(opened, mirror, options=repository.options)
+        url = mirror if isinstance(mirror, str) else getattr(mirror, "url", str(mirror))
+        found = Mirror(self.run, url, repository.context, opened, keep, read_only=read_only)
+        found.start()
+        self._mirror = found
+
+    def not_mirrored(self) -> list[int]:
+        """Return the steps that are committed and not yet in the mirror, in the order of their saves; rank 0 knows."""
+        return self._mirror.behind() if self._mirror is not None else []
+
+    def wait_until_mirrored(self, timeout: float | None = None) -> list[int]:
+        """Wait until the mirror has every commit, for at most `timeout` seconds, or until an attempt fails.
+
+        Returns:
+            The steps that are not mirrored.
+        """
+        self._wait_idle()
+        return self._mirror.wait(timeout) if self._mirror is not None else []
 
     def best_step(self) -> int | None:
         """Return the step of the best committed snapshot by the first KeepBest policy; None if none has its metric.
@@ -77,7 +157,7 @@ class Steps:
         raise InvalidInputError("best_step: no KeepBest among the policies; pass keep=[KeepBest('metric'), ...]")
 
     def _best_by(self, policy: retention.KeepBest) -> int | None:
-        ranked = policy.ranked(retention.current(self.repository.snapshots(self.run)))
+        ranked = policy.ranked(retention.current(self._snapshots()))
         return ranked[0].step if ranked else None
 
     def _answered(self, question: str, find: Callable[[], int | None]) -> int | None:
@@ -96,6 +176,7 @@ class Steps:
         types: Sequence[type] = (),
         per_rank: Literal["same", "drop"] | int = "same",
         read: Literal["own", "exchange"] = "own",
+        **names: Unpack[NameOptions],
     ) -> Any:
         """Return the state of a step (or tag; None: the newest), once no save is running. See `Repository.restore`.
 
@@ -107,6 +188,7 @@ class Steps:
             read: "own": this rank reads what it needs, and the ranks do not communicate. "exchange": the ranks of a
                 node read each chunk once, and exchange it by collectives of torch.distributed. All ranks of the job
                 call it alike, with the same `step`; an error of one is raised on all. The result is the same.
+            names: `part` and `rename`.
 
         Raises:
             InvalidInputError: with "exchange": this manager's ranks are not those of the whole job.
@@ -115,10 +197,11 @@ class Steps:
             SnapstoreError: see `Repository.restore`; with "exchange" also the error of another rank.
         """
         from .restore import pipeline
+        from .state.fit import Fit
 
-        context = self.repository.context
-        with self._reading(step, read, per_rank) as (ref, as_rank):
-            snapshot, state = pipeline.read(context, ref, keys=keys, device=device, types=types, as_rank=as_rank)
+        with self._reading(step, read, per_rank) as (context, ref, as_rank):
+            chosen = Fit(keys, **names)
+            snapshot, state = pipeline.read(context, ref, keys=chosen, device=device, types=types, as_rank=as_rank)
         self.repository.lineage.go_on_from(self.run, snapshot)
         return state
 
@@ -131,36 +214,40 @@ class Steps:
         types: Sequence[type] = (),
         per_rank: Literal["same", "drop"] | int = "same",
         read: Literal["own", "exchange"] = "own",
+        **fit: Unpack[FitOptions],
     ) -> Snapshot:
         """Fill `target` with the state of a step (or tag; None: the newest), and return the snapshot.
 
-        Waits for the running save. See `Repository.restore_into`, and `restore` for `per_rank`, `read` and several
-        ranks. The run's next save goes on from it.
+        Waits for the running save. See `Repository.restore_into`, also for `part`, `rename` and `strict` in `fit`, and
+        `restore` for `per_rank`, `read` and several ranks. The run's next save goes on from it.
         """
         from .restore.pipeline import read_into
+        from .state.fit import Fit
 
-        with self._reading(step, read, per_rank) as (ref, as_rank):
-            snapshot = read_into(self.repository.context, ref, target, keys=keys, types=types, as_rank=as_rank)
+        with self._reading(step, read, per_rank) as (context, ref, as_rank):
+            snapshot = read_into(context, ref, target, keys=Fit(keys, **fit), types=types, as_rank=as_rank)
         self.repository.lineage.go_on_from(self.run, snapshot)
         return snapshot
 
     @contextmanager
     def _reading(
         self, step: int | str | None, read: str, per_rank: Literal["same", "drop"] | int
-    ) -> Iterator[tuple[str | Snapshot, AsRank]]:
-        """Yield the reference of a step, once no save is running, and how this rank reads it."""
+    ) -> Iterator[tuple[Context, str | Snapshot, AsRank]]:
+        """Yield where a step lies, its reference, once no save is running, and how this rank reads it."""
         from .check.newest_whole import newest_whole_named
 
         if read not in ("own", "exchange"):
             raise InvalidInputError(f"read {read!r}: expected 'own' or 'exchange'")
         self._wait_idle()
+        step = self._of_both_stores(step)
         exchange = self._exchange_of(read)
         with exchange.call(self._job.questions.prefix) if exchange and self._job else nullcontext():
-            ref, as_rank = self._ref(step, read), self._as_rank(per_rank)
-            context, is_others = self.repository.context, partial(getattr, exchange, "has_heard", False)
+            context = self._nearest(step)
+            ref, as_rank = self._ref(context, step, read), self._as_rank(per_rank)
+            is_others = partial(getattr, exchange, "has_heard", False)
             named = ref if isinstance(ref, str) else f"id:{ref.id}"
             with newest_whole_named(context, named, is_others), exchange.told() if exchange else nullcontext():
-                yield ref, replace(as_rank, exchange=exchange)
+                yield context, ref, replace(as_rank, exchange=exchange)
 
     def _exchange_of(self, read: str) -> Exchange | None:
         """Return what exchanges chunks with other ranks; None: this process reads by itself."""
@@ -177,12 +264,30 @@ class Steps:
             self._exchange = Exchange(self._job.ranks, self._job.prefix)
         return self._exchange
 
-    def _ref(self, step: int | str | None, read: str) -> str | Snapshot:
+    def _of_both_stores(self, step: int | str | None) -> int | str | None:
+        """Return the step that "best" or "highest" means in both stores together; a tag of that name goes first."""
+        if self._mirror is None or self._job is not None or step not in ("best", "highest"):
+            return step
+        if any(step in snapshot.tags for snapshot in self._snapshots()):
+            return step
+        if step == "highest":
+            return self.highest_step()
+        has_best = any(isinstance(policy, retention.KeepBest) for policy in self.keep)
+        found = self.best_step() if has_best else None
+        return step if found is None else found
+
+    def _nearest(self, step: int | str | None) -> Context:
+        """Return where a step is to be read; what only a mirror has is copied back by rank 0."""
+        if self._mirror is None:
+            return self.repository.context
+        return self._mirror.nearest("latest" if step is None else str(step))
+
+    def _ref(self, context: Context, step: int | str | None, read: str) -> str | Snapshot:
         """Return the reference of a step; with several ranks, the snapshot that rank 0 means: it alone lists."""
         if self._job is None:
-            return self._local_ref(step)
+            return self._local_ref(context, step)
         question = f"restore {step!r}" + (f" by {read}" if read != "own" else "")
-        key = self._job.questions.ask(question, lambda: self.repository.snapshot(self._local_ref(step)).key)
+        key = self._job.questions.ask(question, lambda: self.repository.snapshot(self._local_ref(context, step)).key)
         assert key is not None
         return records.decode(self.repository.store.get(key, limit_bytes=MAX_OBJECT_BYTES), Snapshot, key)
 
@@ -192,9 +297,11 @@ class Steps:
         rank, count = (self._job.ranks.rank, self._job.ranks.count) if self._job is not None else place()
         return AsRank(per_rank, rank, count)
 
-    def _local_ref(self, step: int | str | None) -> str:
+    def _local_ref(self, context: Context, step: int | str | None) -> str:
         if step is not None:
             return f"{self.run}@{step if isinstance(step, str) else check_step(step)}"
-        if self.repository.view().latest(self.run) is None:
+        if self._mirror is not None and (newest := self._mirror.newest()[0]):
+            return f"id:{newest.id}"
+        if context.index.refresh().latest(self.run) is None:
             raise NotFoundError(f"run {self.run!r}: has no committed snapshot in {self.repository.url} to restore")
         return f"{self.run}@latest"

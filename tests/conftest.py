@@ -6,16 +6,21 @@ time, whatever profile the environment suggests.
 Every test has a cache of its own, so that none sees another's indexes, and none writes to the user's.
 """
 
+import gc
 import itertools
 import os
 import random
 import shutil
+import sys
 import tempfile
+import time
 from pathlib import Path
 
 import hypothesis
 import pytest
 
+#: Until then threads have closed what the collector found; judges a hang.
+PATIENCE_S = 20.0
 _CACHES = pytest.StashKey[Path]()
 _NUMBERS = itertools.count()
 
@@ -42,7 +47,27 @@ def cache(request, monkeypatch):
     folder = request.config.stash[_CACHES] / str(next(_NUMBERS))
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(folder))
     yield folder
-    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        require_closed(request, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def require_closed(request, folder):
+    """A repository that a test leaves open changes what later tests of this process find."""
+    indexes = sys.modules.get("snapstore.catalog.lmdb_file")
+
+    def left():
+        mine = (os.getpid(), str(folder.resolve()))
+        return [name for name in list(indexes.Environment._open) if (name[0], name[1][: len(mine[1])]) == mine]
+
+    if indexes is not None and left():
+        request.node.funcargs.clear()  # what fixtures return, which pytest drops after this
+        gc.collect()
+        until = time.monotonic() + PATIENCE_S
+        while left() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not left(), "the test leaves a repository open: close it, or what keeps it"
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from snapstore import KeepEvery, KeepLast, PerRank, Repository, RngState, SaveOptions, Snapshot, SnapshotManager
-from snapstore.distributed.local import LocalRanks
+from snapstore.distributed.local import local_ranks
 from snapstore.format.records import ABORTED, COMMITTED, FORGOTTEN, FORMAT_VERSION, SWEPT
 from snapstore.state.tensors import TORCH_DTYPES
 
@@ -291,7 +291,7 @@ def save_job(folder: Path, first: int, steps: int, world: int) -> list[Snapshot 
     random.seed(7)
     np.random.seed(7)
     torch.manual_seed(7)
-    ranks = LocalRanks(world)
+    ranks = local_ranks(world)
     with ThreadPoolExecutor(world) as pool:
         manager_of = partial(SnapshotManager, folder, run="job", async_save=False, options=OPTIONS)
         managers = list(pool.map(lambda rank: manager_of(ranks=rank), ranks))
@@ -369,14 +369,10 @@ def require_job(repo: Repository, step: int) -> None:
 
 
 def main() -> int:
-    """Make the golden repository again."""
+    """Make the golden repository of a new version."""
     if FOLDER.exists():
-        if sys.argv[1:] != ["--replace"]:
-            print(
-                f"{FOLDER} is there; a released version's golden repository never changes (--replace)", file=sys.stderr
-            )
-            return 2
-        shutil.rmtree(FOLDER)
+        print(f"{FOLDER} is there: the golden repository of a frozen version never changes", file=sys.stderr)
+        return 2
     write(FOLDER)
     expected = expectations(FOLDER)
     shutil.rmtree(FOLDER / "tmp", ignore_errors=True)

@@ -1,8 +1,8 @@
 """History: answer questions about snapshots from one listing of their records.
 
 In: the ruling record of every snapshot, the keys of records that are damaged or cannot be read, and records that have
-vanished. Out: references resolved, lineage, sequence numbers, all from memory. An answer that one of those records
-might change is an error. A View never changes: any thread may use it.
+vanished. Out: references resolved, lineage, sequence numbers, all from memory; `run@best` alone reads the policies of
+the run. An answer that one of those records might change is an error. A View never changes: any thread may use it.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from .. import retention
 from ..errors import IntegrityError, InvalidInputError, NotFoundError, StorageError
 from ..format import records
 from ..format.keys import parse_record_key
 from ..format.records import COMMITTED, FORGOTTEN, Snapshot
+from ..storage.base import ObjectStore
 from ..text import counted, strip_hint
+from . import policy_store
 
 #: The advice for records that have vanished: the index may hold the last copy.
 PUT_BACK = (
@@ -22,6 +25,8 @@ PUT_BACK = (
     "purpose, 'snapstore index rebuild --forget-missing', after which 'snapstore gc --unexplained' deletes their bytes"
 )
 
+#: References, for people.
+FORMS = "run@step, run@latest, run@highest, run@best, run@tag or an id"
 #: An id in a reference: fewer digits without `id:` might be meant as a step.
 _ID = re.compile(r"id:|[0-9a-fA-F]{8,32}\Z")
 
@@ -45,9 +50,11 @@ class View:
         unread: Mapping[str, str] | None = None,
         seqs: Mapping[str, int] | None = None,
         repeated: Mapping[str, str] | None = None,
+        store: ObjectStore | None = None,
     ) -> None:
         wrong = misnumbered(ruling := list(ruling))
         self._by_id = {snapshot.id: snapshot for snapshot in ruling if snapshot.key not in wrong}
+        self._store = store  # has the policies that `run@best` means
         self.damaged = {**damaged, **wrong}
         self.unread, self.repeated = dict(unread or {}), dict(repeated or {})
         self.vanished = [snapshot.key for snapshot in vanished]
@@ -99,6 +106,19 @@ class View:
     def is_unknown(self, snapshot_id: str) -> bool:
         """Return whether there is such a snapshot, and its record cannot be read or is gone."""
         return any(name == snapshot_id for _, _, name, _ in self._unknown())
+
+    def require_record(self, snapshot_id: str) -> None:
+        """Raise if there is such a snapshot, and its record cannot be read or is gone.
+
+        Raises:
+            StorageError: it could not be read; it may be next time.
+            IntegrityError: it is damaged or gone.
+        """
+        for _, _, name, key in self._unknown():
+            if name == snapshot_id and key in self.unread:
+                raise StorageError(f"its record {key} cannot be read: {strip_hint(self.unread[key])}; try again")
+            if name == snapshot_id:
+                raise IntegrityError(f"its record {key} is damaged or gone; run 'snapstore check'")
 
     def _require_known(
         self, asked: str, run: str, found: Snapshot | None, step: int | None = None, snapshot_id: str = ""
@@ -201,10 +221,12 @@ class View:
         return old
 
     def resolve(self, ref: str, states: tuple[str, ...] = (COMMITTED, FORGOTTEN)) -> Snapshot:
-        """Return the snapshot that a reference names: `run@step`, `run@latest`, `run@tag` or an id.
+        """Return the snapshot that a reference names: `run@step`, `run@tag`, `run@latest` or another word, or an id.
 
-        An id is `id:` and its first digits, or at least 8 digits, as `snapstore log` prints them. A step or an id finds
-        a forgotten snapshot if there is no committed one; `latest` and tags name committed ones only.
+        The words are `latest`, the newest save; `highest`, the highest step; and `best`, by the first KeepBest policy
+        of the run. A tag `highest` or `best` comes first. An id is `id:` and its first digits, or at least 8 digits,
+        as `snapstore log` prints them. A step or an id finds a forgotten snapshot if there is no committed one; tags
+        and words name committed ones only.
 
         Raises:
             InvalidInputError: it is not a reference, or an ambiguous prefix.
@@ -217,7 +239,7 @@ class View:
             return self._resolve_id(ref, states)
         run, at, name = ref.rpartition("@")
         if not at or not run or not name:
-            raise InvalidInputError(f"reference {ref!r}: expected run@step, run@latest, run@tag or an id")
+            raise InvalidInputError(f"reference {ref!r}: expected {FORMS}")
         of_run = self.snapshots(run, states)
         if not of_run:
             self._require_known(ref, run, None)
@@ -231,6 +253,8 @@ class View:
             found = [s for s in committed if name in s.tags]
             if not found and step is not None:
                 found = [s for s in committed if s.step == step] or [s for s in of_run if s.step == step]
+            if not found and committed and name in ("highest", "best"):
+                return self._first_of(ref, run, committed)
         best = max(found, key=lambda s: (s.seq, s.id), default=None)
         if best is None or name not in best.tags:  # a tag is on one snapshot of its run
             self._require_known(ref, run, best, step)
@@ -241,6 +265,24 @@ class View:
                 f"reference {ref!r}: run {run!r} has no such step or tag; last steps: {steps}; tags: {tags}"
             )
         return best
+
+    def _first_of(self, ref: str, run: str, committed: Sequence[Snapshot]) -> Snapshot:
+        """Return the highest step, or the best by its metric, of the committed snapshots of a run."""
+        self._require_known(ref, run, None)
+        current = retention.current(committed)
+        if ref.endswith("@highest"):
+            return max(current, key=lambda s: s.step)
+        policies = policy_store.read(self._store, run) if self._store is not None else []
+        best = next((policy for policy in policies if isinstance(policy, retention.KeepBest)), None)
+        if best is None:
+            raise NotFoundError(
+                f"reference {ref!r}: run {run!r} has no KeepBest policy, which would say by which metric, and no such "
+                "tag; save it with SnapshotManager(..., keep=[KeepBest('metric')])"
+            )
+        ranked = best.ranked(current)
+        if not ranked:
+            raise NotFoundError(f"reference {ref!r}: no snapshot of run {run!r} has the metric {best.metric!r}")
+        return ranked[0]
 
     def _resolve_id(self, ref: str, states: tuple[str, ...]) -> Snapshot:
         prefix = ref.removeprefix("id:").lower()

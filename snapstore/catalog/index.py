@@ -174,10 +174,10 @@ class Index:
             self._note_listing(infos[key] for key in known)
             paused = self._paused(infos)
             damaged, unread = self._read_records({key: infos[key] for key in infos.keys() - known - paused.keys()})
-            unread = paused | unread
-            unknown = damaged.keys() | unread.keys()
+            unknown = damaged.keys() | (unread := paused | unread).keys()
+            seqs = self._seqs_of(unknown) if unknown else None
             shown = [self._records[key].snapshot for key in ruling.keys() - unknown]
-            return View(shown, damaged, vanished, unread, self._seqs_of(unknown) if unknown else None, repeated)
+            return View(shown, damaged, vanished, unread, seqs, repeated, self._store)
 
     def _list_ruling(self, times: int) -> tuple[dict[str, ObjectInfo | None], list[Snapshot]]:
         """List the records.

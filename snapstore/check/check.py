@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from ..context import Context
 from ..errors import InvalidInputError
-from .recoverable import unrecoverable
+from .recoverable import recover_record
 from .report import COPY, DROP, CheckResult, require_level
 from .scan_objects import scan_objects
 from .scan_records import scan_records
@@ -52,7 +52,7 @@ def check(
     require_level(level)
     records = scan_records(context)
     scan = scan_objects(context, records, level, share=share, subset=subset, max_decoded_bytes=max_decoded_bytes)
-    lost = unrecoverable(context, scan.records)
+    lost = {key for key in scan.records.unreadable if recover_record(context, scan.records, key) is None}
     instead = f"abandons the snapshot; to keep it, {COPY}"
     problems = [
         replace(problem, command=DROP, help=instead) if problem.key in lost else problem

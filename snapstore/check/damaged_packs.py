@@ -5,7 +5,7 @@ In: manifests. Out: columns over their references, for scan_objects.py and repai
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from ..arrays import Column
 from ..catalog.read_twice import answers
-from ..chunks.reader import ChunkReader, Wanted, whole
+from ..chunks.reader import ChunkReader, whole
 from ..context import Context
 from ..engine.cpu import ProvingEngine
 from ..errors import DAMAGE, CapabilityError, FormatError, SnapstoreError, StorageError
@@ -172,7 +172,9 @@ def unbuilt(
     """
     engine = None if proven is None else ProvingEngine(context.engines.cpu)
     try:
-        for _ in ChunkReader(context, engine).rebuild(_discarded(m, rows)):
+        packs, lengths = m.header.pack_names, m.table.lengths
+        rebuilt = (whole(m.table, packs, row, np.empty(int(lengths[row]), np.uint8)) for row in rows)
+        for _ in ChunkReader(context, engine).rebuild(rebuilt):
             pass
         if proven is not None and engine is not None:
             proven.update(zip(rows, engine.proven, strict=True))
@@ -194,11 +196,3 @@ def _without_traceback(error: SnapstoreError) -> SnapstoreError:
     """Return the error without its traceback, which would keep the chunk's memory alive."""
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
-
-
-def _discarded(m: Manifest, rows: Iterable[int]) -> Iterator[Wanted]:
-    """Yield rows to rebuild, into memory that nothing reads."""
-    packs = m.header.pack_names
-    lengths = m.table.lengths
-    for row in rows:
-        yield whole(m.table, packs, row, np.empty(int(lengths[row]), np.uint8))

@@ -27,11 +27,6 @@ from .report import stand_in
 from .scan_records import RecordScan, has_all
 
 
-def unrecoverable(context: Context, scan: RecordScan) -> set[str]:
-    """Return keys of the damaged records of which nothing tells what they said."""
-    return {key for key in scan.unreadable if recover_record(context, scan, key) is None}
-
-
 def recover_record(context: Context, scan: RecordScan, key: str) -> tuple[Snapshot, str] | None:
     """Return the revision that follows a damaged one, and a message that says where it comes from; None: there is none.
 

@@ -122,7 +122,9 @@ class _ObjectScanner:
         snapshots = View(self._ruling.values(), {}, []).snapshots(states=_STATES)
         if self._level == "restore":
             for snapshot in reversed(snapshots):
-                self._prove(snapshot)
+                with suppress(*DAMAGE):  # remembers the good chains, also chains of older snapshots
+                    for _, m in all_manifests(snapshot, self._read):
+                        self._rebuilder.failures(snapshot.ref, m, self._packs, prove=True)
         needed = set(self._records.quarantined)
         for snapshot in snapshots:
             keys = self._scan_snapshot(snapshot)
@@ -440,16 +442,6 @@ class _ObjectScanner:
         return found
 
     # -- chunks
-
-    def _prove(self, snapshot: Snapshot) -> None:
-        """Rebuild a snapshot's chunks and remember the good chains, also chains of older snapshots.
-
-        The scan calls this from the newest snapshot to the oldest, so that it decodes each blob about once. Failures
-        are reported later, snapshot by snapshot.
-        """
-        with suppress(*DAMAGE):
-            for _, m in all_manifests(snapshot, self._read):
-                self._rebuilder.failures(snapshot.ref, m, self._packs, prove=True)
 
     def _report_chunks(self, snapshot: Snapshot, m: Manifest, failed: Mapping[int, SnapstoreError]) -> None:
         """Report chunks that cannot be rebuilt, and condemn the newest blob of each."""

@@ -78,12 +78,6 @@ def require_memory(nbytes: int, what: str) -> None:
         )
 
 
-def decodable_bytes(stored_bytes: int) -> int:
-    """Return how many bytes a verb may decode of a repository that stores `stored_bytes`."""
-    limit = from_environment(DECODED)
-    return MIN_DECODED_BYTES + DECODED_RATIO * stored_bytes if limit is None else limit
-
-
 @dataclass(slots=True)
 class Budget:
     """How many bytes one verb may decode. One thread at a time uses it.
@@ -110,7 +104,9 @@ class Budget:
         """
         total = self.spent_bytes + nbytes
         if self.limit_bytes is None and total > max(free_bytes, MIN_DECODED_BYTES):
-            self.limit_bytes = decodable_bytes(sum(info.size_bytes for info in self.store.list("packs/")))
+            stored_bytes = sum(info.size_bytes for info in self.store.list("packs/"))
+            limit = from_environment(DECODED)
+            self.limit_bytes = MIN_DECODED_BYTES + DECODED_RATIO * stored_bytes if limit is None else limit
         if self.limit_bytes is not None and total > self.limit_bytes:
             raise CapabilityError(
                 f"{what}: has to decode {human_bytes(total)} ({total} bytes), expected at most "

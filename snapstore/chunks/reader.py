@@ -123,7 +123,7 @@ class ChunkReader:
         if size > engine.decode_bytes:  # one chunk claims much: check first that its blobs exist
             for one in reads:
                 if one.length:
-                    self._get(batch.keys[one.pack], one.offset + one.length - 1, 1)
+                    self._get(batch.keys[one.pack], [one.offset + one.length - 1], [memoryview(bytearray(1))])
         buffer = engine.buffer(size)
         stored = buffer[:size]
         if self._readers is None or self._readers.count < engine.readers:
@@ -131,20 +131,21 @@ class ChunkReader:
                 self._readers.close()
             self._readers = Threads(engine.readers)
 
-        def read(one: pack.Read) -> None:
-            room = stored[one.position : one.position + one.length]
-            self._get(batch.keys[one.pack], one.offset, one.length, room.data)
+        def read(some: list[pack.Read]) -> None:
+            rooms = [stored[one.position : one.position + one.length].data for one in some]
+            self._get(batch.keys[some[0].pack], [one.offset for one in some], rooms)
 
-        return _Reading(batch, engine, buffer, stored, positions, self._readers.start(read, reads))
+        wait = self._readers.start(read, _by_pack(reads, engine.readers))
+        return _Reading(batch, engine, buffer, stored, positions, wait)
 
-    def _get(self, key: str, offset: int, length: int, into: memoryview | None = None) -> None:
-        """Read one range of a pack.
+    def _get(self, key: str, offsets: Sequence[int], into: Sequence[memoryview]) -> None:
+        """Read ranges of a pack.
 
         Raises:
             IntegrityError: the pack is missing, or too short.
         """
         try:
-            self._store.get_range(key, offset, length, into)
+            self._store.get_ranges(key, offsets, into)
         except NotFoundError as error:
             raise IntegrityError(f"{strip_hint(error)}: a pack is missing; run 'snapstore check'") from error
 
@@ -197,6 +198,22 @@ class ChunkReader:
                     pending, cost, count = [], 0, 0
         if pending and engine is not None:
             yield engine, _columns(pending)
+
+
+def _by_pack(reads: Sequence[pack.Read], threads: int) -> list[list[pack.Read]]:
+    """Return small reads of one pack together, so that it is opened once; as few as keep the threads busy."""
+    most = max(1, len(reads) // (4 * threads))
+    found: list[list[pack.Read]] = []
+    size = 0
+    for one in reads:
+        last = found[-1] if found else None
+        size += one.length
+        if last is not None and last[0].pack == one.pack and len(last) < most and size <= pack.JOIN_MAX_BYTES:
+            last.append(one)
+        else:
+            found.append([one])
+            size = one.length
+    return found
 
 
 def _ended(wait: Callable[[], object]) -> None:

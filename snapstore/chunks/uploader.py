@@ -10,7 +10,6 @@ import hashlib
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
 
 import numpy as np
 
@@ -20,7 +19,8 @@ from ..errors import AlreadyExistsError, IntegrityError, NotFoundError, StorageE
 from ..format import blob
 from ..format.keys import pack_key
 from ..format.pack import Encoded, PackWriter
-from ..format.records import MadeFor
+from ..protocol.commit import Claim
+from ..protocol.session import SharedSession
 from ..storage.base import ObjectStore
 from ..threads import Threads
 
@@ -39,17 +39,8 @@ PUT_ATTEMPTS = 4
 COMPARED_BYTES = 4 * 1024 * 1024
 
 
-class Putter(Protocol):
-    """The owner of new packs and manifests: a claim, or a rank's part in the session of its job."""
-
-    id: str
-    store: ObjectStore
-    made_for: MadeFor
-    written: set[str]
-
-    def heartbeat(self) -> None:
-        """Tell others that this process lives; cheap to call often."""
-        ...
+#: The owner of new packs and manifests: a claim, or a rank's part in the session of its job.
+Putter = Claim | SharedSession
 
 
 class PackUploader:

@@ -1,10 +1,10 @@
 """The shell: one function per verb, each a thin cover over a method of Repository (docs/cli.md).
 
 Read app.py first: options, exit codes and errors that all verbs share. The verbs are in save_restore.py, inspect.py,
-retention.py and maintenance.py; output.py prints, files.py reads and writes state files, doctor/ tests a machine.
+transfer.py, retention.py, maintenance.py and planning.py; output.py prints, doctor/ tests a machine.
 
 A fast start is a feature: a verb imports what it needs when it runs. `--help` imports no part of the store, and only
-`save`, `restore`, `diff` and `doctor` import torch.
+`save`, `restore`, `import`, `export`, `diff` and `doctor` import torch.
 """
 
 from __future__ import annotations
@@ -13,10 +13,17 @@ import io
 import signal
 import sys
 
-from . import inspect, maintenance, retention, save_restore  # importing a module registers its verbs
+from . import (
+    inspect,
+    maintenance,
+    planning,
+    retention,
+    save_restore,
+    transfer,
+)  # importing a module registers its verbs
 from .app import commands
 
-__all__ = ["commands", "inspect", "main", "maintenance", "retention", "save_restore"]
+__all__ = ["commands", "inspect", "main", "maintenance", "planning", "retention", "save_restore", "transfer"]
 
 
 def main() -> None:

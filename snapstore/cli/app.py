@@ -33,7 +33,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on s
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Print more on stderr, and tracebacks.")]
 DryRun = Annotated[bool, typer.Option("-n", "--dry-run", help="Print what would be done; change nothing.")]
 Place = Annotated[str | None, typer.Argument(metavar="[URL]", help="The place; default: --repo or SNAPSTORE_REPO.")]
-Ref = Annotated[str, typer.Argument(metavar="REF", help="run@step, run@latest, run@tag or an id.")]
+Ref = Annotated[
+    str, typer.Argument(metavar="REF", help="run@step, run@latest, run@highest, run@best, run@tag or an id.")
+]
 
 #: In the order of `--help`.
 VERBS = (
@@ -43,6 +45,8 @@ VERBS = (
     "show",
     "diff",
     "restore",
+    "import",
+    "export",
     "tag",
     "untag",
     "forget",
@@ -52,7 +56,9 @@ VERBS = (
     "repair",
     "compact",
     "recode",
+    "copy",
     "stats",
+    "estimate",
     "index",
     "doctor",
     "demo",
@@ -163,7 +169,7 @@ def _before_the_verb(
 
 
 def verb(**settings: Any) -> Callable[[Callable[..., int | None]], Callable[..., None]]:
-    """Register a function as the verb of its name; `settings` are those of `Typer.command`."""
+    """Register a function as the verb of its name, without a last `_`; `settings` are those of `Typer.command`."""
 
     def register(function: Callable[..., int | None]) -> Callable[..., None]:
         @functools.wraps(function)
@@ -185,7 +191,7 @@ def verb(**settings: Any) -> Callable[[Callable[..., int | None]], Callable[...,
         parameters = [parameter.replace(kind=keyword) for parameter in own] + shared
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        commands.command(function.__name__, **settings)(run)
+        commands.command(function.__name__.rstrip("_"), **settings)(run)
         return run
 
     return register

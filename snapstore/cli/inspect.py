@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .app import PARTIAL, Ref, Shell, UsageError, verb
-from .output import line, local, note, note_unknown, plain, print_json, snapshot_json, spinner, table
+from .output import fields_json, line, local, note, note_unknown, plain, print_json, snapshot_json, spinner, table
 
 if TYPE_CHECKING:
     from ..catalog.history import View
@@ -26,6 +26,9 @@ def log(
         bool, typer.Option("--all", help="Also list forgotten, collected and aborted snapshots.")
     ] = False,
     limit: Annotated[int | None, typer.Option("-n", "--limit", metavar="N", help="Only the newest N of a run.")] = None,
+    mirror: Annotated[
+        str | None, typer.Option("--mirror", metavar="URL", help="Mark what this repository does not have.")
+    ] = None,
 ) -> int | None:
     """List snapshots, oldest first, run by run."""
     if limit is not None and limit < 1:
@@ -37,6 +40,7 @@ def log(
         if limit is not None:
             snapshots = _newest(snapshots, limit)
         damaged, superseded = _damaged(repository, snapshots), view.superseded()
+    behind = _not_mirrored(snapshots, mirror) if mirror else set()
     if shell.as_json:
         print_json(
             {
@@ -44,11 +48,13 @@ def log(
                 "superseded": [s.id for s in snapshots if s.id in superseded],
                 "damaged": [s.id for s in snapshots if s.id in damaged],
                 "made_up": [s.id for s in snapshots if s.is_reconstructed],
+                **({"not_mirrored": [s.id for s in snapshots if s.id in behind]} if mirror else {}),
             }
         )
     else:
         made_up = {s.id for s in snapshots if s.is_reconstructed}
-        _print_log(snapshots, {"superseded": superseded, "damaged": damaged, "reconstructed": made_up})
+        marks = {"superseded": superseded, "damaged": damaged, "reconstructed": made_up, "not mirrored": behind}
+        _print_log(snapshots, marks)
     if damaged:
         from ..text import counted
 
@@ -56,6 +62,16 @@ def log(
     if any(s.is_reconstructed for s in snapshots):
         note(f"marked reconstructed: {_RECONSTRUCTED}")
     return PARTIAL if note_unknown(view) else None
+
+
+def _not_mirrored(snapshots: list[Snapshot], url: str) -> set[str]:
+    """Return the ids of the committed snapshots that a mirror has never had whole."""
+    from ..copy.mirror import MIRRORED
+    from ..repository import Repository
+
+    with Repository.open(url) as repository:
+        had = {s.id for s in repository.view().snapshots(states=MIRRORED)}
+    return {s.id for s in snapshots if s.state == "committed" and s.id not in had}
 
 
 _DAMAGED = "needs a pack that a repair found damaged; run 'snapstore check --read-data' to see what is lost"
@@ -156,12 +172,9 @@ def show(shell: Shell, ref: Ref) -> None:
                 "children": [snapshot_json(s) for s in children],
                 "reasons": reasons,
                 "metadata": metadata,
-                "chunks": snapshot.chunks,
-                "new_chunks": snapshot.new_chunks,
-                "stall_s": snapshot.stall_s,
-                "total_s": snapshot.total_s,
+                **fields_json(snapshot, "chunks", "new_chunks", "stall_s", "total_s"),
                 "ranks": ranks,
-                "manifests": [{name: getattr(m, name) for name in columns} for m in snapshot.manifests],
+                "manifests": [fields_json(m, *columns) for m in snapshot.manifests],
                 "tensors": tensors,
                 "plain": [{"path": dotted(path), "value": value} for path, value in values],
                 "superseded": superseded,
@@ -293,9 +306,17 @@ def _depth(path: Any) -> int:
 
 @verb()
 def diff(
-    shell: Shell, a: Annotated[str, typer.Argument(metavar="A")], b: Annotated[str, typer.Argument(metavar="B")]
+    shell: Shell,
+    a: Annotated[str, typer.Argument(metavar="A")],
+    b: Annotated[str, typer.Argument(metavar="B")],
+    first: Annotated[
+        bool, typer.Option("--first", help="Where two runs first differ: the step, the tensor and the element.")
+    ] = False,
 ) -> None:
-    """Compare two snapshots, tensor by tensor."""
+    """Compare two snapshots, tensor by tensor; or find where two runs diverge."""
+    if first:
+        _first_difference(shell, a, b)
+        return
     with shell.repository() as repository, spinner(f"comparing {a} and {b}"):
         found = repository.diff(a, b)
     if shell.as_json:
@@ -303,7 +324,7 @@ def diff(
             {
                 "a": snapshot_json(found.a),
                 "b": snapshot_json(found.b),
-                "tensors": [asdict(t) for t in found.tensors],
+                **fields_json(found, "tensors"),
                 "plain": [{"path": path, "before": before, "after": after} for path, before, after in found.plain],
             }
         )
@@ -318,6 +339,29 @@ def diff(
     if found.plain:
         table(["value", "before", "after"], found.plain)
     line(f"{len(found.tensors) - len(differing)} of {len(found.tensors)} tensors are the same")
+
+
+def _first_difference(shell: Shell, a: str, b: str) -> None:
+    with shell.repository() as repository, spinner(f"comparing {a} and {b}"):
+        found = repository.first_difference(a, b)
+    if shell.as_json:
+        columns = ("steps", "path", "index", "chunk", "before", "after", "note")
+        shown = {name: getattr(found, name) for name in columns}
+        print_json({"a": snapshot_json(found.a), "b": snapshot_json(found.b), **shown})
+        return
+    from ..text import counted
+
+    looked = counted(len(found.steps), "common step")
+    if found.path is None:
+        line(f"all tensors are the same in {looked}, up to {found.a.ref} and {found.b.ref}")
+        return
+    before = counted(len(found.steps) - 1, "common step")
+    line(f"first difference: {found.a.ref} and {found.b.ref}, after {before} without any")
+    if found.index is None:
+        line(f"{found.path or '(root)'}: {found.note}")
+    else:
+        place = f"{found.path or '(root)'}{list(found.index) if found.index else ''}"
+        line(f"{place} in chunk {found.chunk}: {found.before} -> {found.after}")
 
 
 def _percent(share: float | None) -> str:

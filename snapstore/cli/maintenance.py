@@ -1,4 +1,4 @@
-"""The verbs check, repair, compact, recode, index, doctor and demo: verify, repair and rewrite a repository."""
+"""The verbs check, repair, compact, recode, copy, index, doctor and demo: verify, repair, rewrite, copy."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ import typer
 from typer.core import TyperCommand
 
 from .app import CORRUPT, ERROR, PARTIAL, DryRun, Place, Shell, UsageError, verb
-from .output import line, note, note_unknown, print_json, spinner
+from .output import fields_json, line, note, note_unknown, print_json, spinner
 
 if TYPE_CHECKING:
-    from ..check.report import CheckResult, Problem
+    from ..check.report import CheckResult
+    from ..copy.copy import CopyResult
     from ..format.records import Snapshot
     from ..repair.report import RepairResult
     from ..rewrite.compact import CompactResult
@@ -65,31 +66,16 @@ def check(
 ) -> int | None:
     """Verify the repository and list the restorable snapshots."""
     share, subset = _portion(ALL if read_data is None else read_data)
-    most = None if max_decoded is None else _size(max_decoded, "--max-decoded")
+    most = None if max_decoded is None else size_of(max_decoded, "--max-decoded")
     level = "restore" if restore else "metadata" if read_data is None else "data"
     with shell.repository(damaged=True) as repository, spinner(f"checking, level {level}"):
         result = repository.check(level, share=share, subset=subset, max_decoded_bytes=most)
     if shell.as_json:
-        print_json(
-            {
-                "ok": result.ok,
-                "problems": _as_json(result.problems),
-                "notes": _as_json(result.notes),
-                "restorable": [s.id for s in result.restorable],
-                "damaged": [s.id for s in result.damaged],
-                "unknown": [s.id for s in result.unknown],
-                "packs": result.packs,
-                "packs_read": result.packs_read,
-                "decoded_bytes": result.decoded_bytes,
-            }
-        )
+        names = ("ok", "problems", "notes", "restorable", "damaged", "unknown", "packs", "packs_read", "decoded_bytes")
+        print_json(fields_json(result, *names))
     else:
         _print_check(result)
     return None if result.ok else CORRUPT
-
-
-def _as_json(problems: Sequence[Problem]) -> list[dict[str, Any]]:
-    return [asdict(problem) for problem in problems]
 
 
 def _portion(text: str) -> tuple[float, tuple[int, int]]:
@@ -161,18 +147,10 @@ def repair(
     with shell.repository(damaged=True) as repository, spinner(f"checking, level {level.value}"):
         report = repository.repair(apply=apply, level=level.value, drop=drop, purge=purge)
     if shell.as_json:
-        print_json(
-            {
-                "applied": report.applied,
-                "ok": report.ok,
-                "problems": _as_json(report.found.problems),
-                "actions": [asdict(action) for action in report.actions],
-                "healed": [s.id for s in report.healed],
-                "lost": [{"id": s.id, "message": why, "help": report.helps.get(s.id, "")} for s, why in report.lost],
-                "dropped": [s.id for s in report.dropped],
-                "open": report.open,
-            }
-        )
+        lost = [{"id": s.id, "message": why, "help": report.helps.get(s.id, "")} for s, why in report.lost]
+        document = fields_json(report, "applied", "ok") | fields_json(report.found, "problems")
+        document |= fields_json(report, "actions", "healed") | {"lost": lost}
+        print_json(document | fields_json(report, "dropped", "open"))
     else:
         _print_repair(report)
     if report.left or not (report.applied or report.found.ok):
@@ -228,26 +206,18 @@ def compact(
     The next gc frees the old bytes.
     Safe beside running saves. Exit code 3: some snapshots could not be rewritten, and stay as they were.
     """
-    limit = None if max_repack_size is None else _size(max_repack_size)
+    limit = None if max_repack_size is None else size_of(max_repack_size)
     with shell.repository() as repository, spinner("compacting"):
         report = repository.compact(refs or None, max_repack_bytes=limit, dry_run=dry_run)
     if shell.as_json:
-        counts = ("encoded", "moved", "bytes_read", "bytes_written", "bytes_before", "bytes_after")
-        print_json(
-            {
-                "rewritten": [s.id for s in report.rewritten],
-                "skipped": [s.id for s in report.skipped],
-                "failed": [{"id": s.id, "message": message} for s, message in report.failed],
-                **{name: getattr(report, name) for name in counts},
-                "dry_run": dry_run,
-            }
-        )
+        names = ("encoded", "moved", "bytes_read", "bytes_written", "bytes_before", "bytes_after", "dry_run")
+        print_json(fields_json(report, "rewritten", "skipped", "failed", *names))
     else:
         _print_compact(report)
     return PARTIAL if report.failed else None
 
 
-def _size(text: str, option: str = "--max-repack-size") -> int:
+def size_of(text: str, option: str = "--max-repack-size") -> int:
     """Parse `10G` into bytes; K, M, G, T and P are powers of 1024."""
     from ..chunks.limits import parse_size
     from ..errors import InvalidInputError
@@ -304,18 +274,8 @@ def recode(
         result = repository.recode(refs or None, codec=codec.value, dry_run=dry_run)
         view = repository.view()
     if shell.as_json:
-        print_json(
-            {
-                "codec": result.codec,
-                "recoded": [s.id for s in result.recoded],
-                "skipped": [s.id for s in result.skipped],
-                "failed": [{"id": s.id, "message": message} for s, message in result.failed],
-                "blobs": result.blobs,
-                "bytes_before": result.bytes_before,
-                "bytes_after": result.bytes_after,
-                "dry_run": dry_run,
-            }
-        )
+        names = ("codec", "recoded", "skipped", "failed", "blobs", "bytes_before", "bytes_after", "dry_run")
+        print_json(fields_json(result, *names))
     else:
         _print_recode(result)
     unknown = everything and note_unknown(view)
@@ -334,6 +294,51 @@ def _print_recode(result: RecodeResult) -> None:
     )
     if result.recoded and not result.dry_run:
         note("'snapstore gc' frees the old bytes")
+
+
+@verb()
+def copy(
+    shell: Shell,
+    to: Annotated[str, typer.Option("--to", metavar="URL", help="The destination; made if there is none.")],
+    refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...", help="Copy these snapshots.")] = None,
+    run: Annotated[str | None, typer.Option("--run", metavar="R", help="Copy a run.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Copy every committed snapshot.")] = False,
+    dry_run: DryRun = False,
+) -> int | None:
+    """Copy snapshots into another repository.
+
+    Nothing is decoded, and nothing is sent that is there. Repeat an interrupted copy to go on. Safe beside running
+    saves. Exit code 3: some snapshots could not be copied.
+    """
+    if bool(refs) + (run is not None) + everything != 1:
+        raise UsageError("name snapshots, or pass --run R or --all: one of the three")
+    with shell.repository() as repository, spinner(f"copying to {to}"):
+        result = repository.copy(refs or None, to=to, run=run, dry_run=dry_run)
+        unknown = everything and note_unknown(repository.view())
+    if shell.as_json:
+        lists = ("copied", "present", "left_out")
+        print_json(
+            {
+                "url": result.url,
+                **{name: [s.id for s in getattr(result, name)] for name in lists},
+                "failed": [{"id": s.id, "message": message} for s, message in result.failed],
+                **{name: getattr(result, name) for name in ("blobs", "read_bytes", "stored_bytes", "dry_run")},
+            }
+        )
+    else:
+        _print_copy(result)
+    return PARTIAL if result.failed or unknown else None
+
+
+def _print_copy(result: CopyResult) -> None:
+    from ..text import counted, human_bytes
+
+    _print_failed(result.failed)
+    copied = f"{counted(len(result.copied), 'snapshot')} {'would be ' if result.dry_run else ''}copied to {result.url}"
+    sizes = f"; {human_bytes(result.read_bytes)} read, {human_bytes(result.stored_bytes)} stored"
+    line(f"{copied}, {len(result.present)} there already, {len(result.failed)} failed{'' if result.dry_run else sizes}")
+    if result.left_out:
+        note(f"{counted(len(result.left_out), 'snapshot')} left out, which the destination has forgotten: name them")
 
 
 class IndexAction(StrEnum):
@@ -379,7 +384,7 @@ def doctor(
         findings = probes.machine() + (probes.place(url) if (url := place or shell.url) else [])
     ok = all(finding.ok is not False for finding in findings)
     if shell.as_json:
-        print_json({"ok": ok, "findings": [{"name": f.name, "ok": f.ok, "message": f.message} for f in findings]})
+        print_json({"ok": ok, "findings": [asdict(finding) for finding in findings]})
     else:
         width = max(len(finding.name) for finding in findings)
         for finding in findings:

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..state.containers import step
@@ -82,21 +83,26 @@ def _time(created: float) -> dt.datetime:
         return (dt.datetime.max if created > 0 else dt.datetime.min).replace(tzinfo=dt.UTC)
 
 
+def fields_json(result: Any, *names: str) -> dict[str, Any]:
+    """Return fields of a result: snapshots as ids, (snapshot, message) as a map, dataclasses as all their fields."""
+    from ..format.records import Snapshot
+
+    def form(value: Any) -> Any:
+        if isinstance(value, list):
+            return [form(item) for item in value]
+        if isinstance(value, tuple):
+            return {"id": value[0].id, "message": value[1]}
+        value = value.id if isinstance(value, Snapshot) else value
+        return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+    return {name: form(getattr(result, name)) for name in names}
+
+
 def snapshot_json(snapshot: Snapshot) -> dict[str, Any]:
     """Return a snapshot as every verb prints it."""
-    return {
-        "id": snapshot.id,
-        "run": snapshot.run,
-        "step": snapshot.step,
-        "state": snapshot.state,
-        "parent": snapshot.parent,
-        "created": iso(snapshot.created),
-        "logical_bytes": snapshot.logical_bytes,
-        "stored_bytes": snapshot.stored_bytes,
-        "depth": snapshot.depth,
-        "tags": snapshot.tags,
-        "metrics": snapshot.metrics,
-    }
+    fields = fields_json(snapshot, "id", "run", "step", "state", "parent")
+    names = ("logical_bytes", "stored_bytes", "depth", "tags", "metrics")
+    return {**fields, "created": iso(snapshot.created), **fields_json(snapshot, *names)}
 
 
 def line(text: str = "") -> None:

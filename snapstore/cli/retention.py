@@ -9,7 +9,7 @@ import typer
 
 from ..errors import ConflictError
 from .app import PARTIAL, DryRun, Ref, Shell, UsageError, verb
-from .output import line, note, print_json, snapshot_json, spinner, table
+from .output import fields_json, line, note, print_json, snapshot_json, spinner, table
 
 if TYPE_CHECKING:
     from ..format.records import Snapshot
@@ -207,7 +207,7 @@ def gc(
 
     if shell.as_json:
         names = ("deleted_objects", "deleted_bytes", "stored_bytes", "waiting_for", "fenced")
-        print_json({**{name: getattr(result, name) for name in names}, "dry_run": dry_run})
+        print_json(fields_json(result, *names, "dry_run"))
     else:
         line(
             f"{'would delete' if dry_run else 'deleted'} {counted(result.deleted_objects, 'object')}, "

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .app import Place, Ref, Shell, UsageError, verb
-from .output import line, note, print_json, snapshot_json, spinner
+from .output import fields_json, line, note, print_json, snapshot_json, spinner
 
 if TYPE_CHECKING:
+    from ..convert.files import Written
     from ..format.records import Snapshot
     from ..repository import Repository
-    from .files import Written
+    from ..state.fit import Fit
 
 
 @verb()
@@ -23,17 +25,25 @@ def init(
     chunk_bytes: Annotated[
         int | None, typer.Option("--chunk-bytes", metavar="N", help="The unit of dedup; 1 MiB by default.")
     ] = None,
+    like: Annotated[
+        str | None,
+        typer.Option("--like", metavar="URL", help="Take over chunk size and digest seed, to copy from there."),
+    ] = None,
 ) -> None:
     """Create a repository."""
     from ..format.chunking import DEFAULT_CHUNK_BYTES
     from ..repository import Repository
 
+    if like is not None and chunk_bytes is not None:
+        raise UsageError("pass --chunk-bytes or --like, not both")
     size = DEFAULT_CHUNK_BYTES if chunk_bytes is None else chunk_bytes
-    with Repository.create(shell.need_url(place), chunk_bytes=size) as repository:
+    with (
+        nullcontext() if like is None else Repository.open(like) as other,
+        Repository.create(shell.need_url(place), chunk_bytes=size, like=other) as repository,
+    ):
         config = repository.config
         if shell.as_json:
-            columns = {name: getattr(config, name) for name in ("uuid", "version", "chunk_bytes")}
-            print_json({"url": repository.url, **columns})
+            print_json({"url": repository.url, **fields_json(config, "uuid", "version", "chunk_bytes")})
         else:
             line(f"created a repository at {repository.url}")
 
@@ -41,7 +51,9 @@ def init(
 @verb()
 def save(
     shell: Shell,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A .pt, .pth, .bin or .safetensors file.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE|DIR", help="A .pt, .pth, .bin or .safetensors file, or a folder.")
+    ],
     run: Annotated[str, typer.Option("--run", metavar="R", help="The run of the snapshot.")],
     step: Annotated[int, typer.Option("--step", metavar="N", help="The step of the snapshot.")],
     tag: Annotated[list[str] | None, typer.Option("--tag", metavar="T", help="A tag; may be repeated.")] = None,
@@ -56,19 +68,23 @@ def save(
         typer.Option("--base", metavar="REF", help="Also dedup against this; may be repeated."),
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="Store no deltas.")] = False,
+    follow_links: Annotated[
+        bool, typer.Option("--follow-links", help="Store the files that links out of a folder lead to.")
+    ] = False,
 ) -> None:
-    """Save the state in a file as a snapshot.
+    """Save the state in a file, or a folder of files, as a snapshot.
 
-    A file that holds Python objects is refused, because it could run any code.
+    A file of torch that holds Python objects is refused, because it could run any code. The files of a folder are
+    stored as bytes.
     """
     from ..storage.urls import expand_home
 
     metrics, file = _metrics(metric or []), Path(expand_home(file))
     with shell.repository() as repository:
-        from . import files
+        from ..convert import files
 
         with spinner(f"saving {file}"):
-            state, about = files.read(file)
+            state, about = files.read_any(file, follow_links=follow_links)
             snapshot = repository.save(
                 state,
                 run=run,
@@ -111,35 +127,48 @@ def _metrics(given: list[str]) -> dict[str, float]:
 def restore(
     shell: Shell,
     ref: Ref,
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="A .pt or .safetensors file.")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE|DIR", help="A .pt or .safetensors file, or a folder.")
+    ],
     keys: Annotated[
         list[str] | None, typer.Option("--keys", metavar="GLOB", help="Only these paths ('model.*'); may be repeated.")
+    ] = None,
+    part: Annotated[
+        str | None, typer.Option("--part", metavar="NAME", help="Only the value of this top-level key.")
+    ] = None,
+    rename: Annotated[
+        list[str] | None,
+        typer.Option("--rename", metavar="OLD=NEW", help="Another name; 'module.=' cuts a prefix; may be repeated."),
     ] = None,
     tensors_only: Annotated[
         bool, typer.Option("--tensors-only", help="Leave out values that .safetensors cannot hold.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
-    """Verify the state of a snapshot and write it to a file."""
+    """Verify the state of a snapshot and write it to a file; or a saved folder, to a new folder."""
     from ..storage.urls import expand_home
 
-    output = Path(expand_home(output))
+    output, names = Path(expand_home(output)), _names(rename or [])
     with shell.repository() as repository:
-        from . import files
+        from ..convert import files
+        from ..state.fit import Fit
 
+        fit = Fit(keys or None, part, names or None)
+        if not files.is_known(output) and fit == Fit() and _unpack(shell, repository, ref, output):
+            return
         files.check_output(output, force=force)
         snapshot = repository.snapshot(ref)
         with spinner(f"restoring {snapshot.ref}"):
             # By id: the reference may name another snapshot now.
-            written = _write(repository, snapshot, output, keys or None, force=force, only=tensors_only)
+            written = _write(repository, snapshot, output, fit, force=force, only=tensors_only)
     size = output.stat().st_size
     if shell.as_json:
         counts = {"tensors": written.tensors, "bytes": size, "dropped": written.dropped}
         changed = [value._asdict() for value in written.changed]
         print_json({"snapshot": snapshot_json(snapshot), "file": str(output), **counts, "changed": changed})
         return
+    from ..convert.safetensors_file import LEAVES_NAMED
     from ..text import counted, human_bytes, some
-    from .safetensors_file import LEAVES_NAMED
 
     what = f"{counted(written.tensors, 'tensor')}, {human_bytes(size)}"
     line(f"restored {snapshot.ref} (id:{snapshot.id[:12]}) to {output}: {what}")
@@ -150,25 +179,48 @@ def restore(
         note(f"written as another type for torch.load(weights_only=True): {some(changes, LEAVES_NAMED)}")
 
 
-def _write(
-    repository: Repository, snapshot: Snapshot, output: Path, keys: list[str] | None, *, force: bool, only: bool
-) -> Written:
+def _unpack(shell: Shell, repository: Repository, ref: str, output: Path) -> bool:
+    """Write the folder that a snapshot holds; return whether it holds one."""
+    from ..state.folder import is_folder, unpack_folder
+    from ..text import counted, human_bytes
+
+    tensors = repository.tensors(ref)
+    if not is_folder(tensors):
+        return False
+    snapshot = tensors.snapshot
+    with spinner(f"restoring {snapshot.ref}"):
+        done = unpack_folder(tensors, output)
+    if shell.as_json:
+        counts = {"files": done.files, "bytes": done.nbytes}
+        print_json({"snapshot": snapshot_json(snapshot), "folder": str(output), **counts})
+    else:
+        what = f"{counted(done.files, 'file')}, {human_bytes(done.nbytes)}"
+        line(f"restored {snapshot.ref} (id:{snapshot.id[:12]}) to {output}: {what}")
+    return True
+
+
+def _names(given: list[str]) -> dict[str, str]:
+    """Parse an `OLD=NEW` each."""
+    found: dict[str, str] = {}
+    for text in given:
+        old, equals, new = text.partition("=")
+        if not old or not equals or old in found:
+            raise UsageError(f"--rename {text!r}: expected OLD=NEW, each name once, such as module.=")
+        found[old] = new
+    return found
+
+
+def _write(repository: Repository, snapshot: Snapshot, output: Path, fit: Fit, *, force: bool, only: bool) -> Written:
     """Write a snapshot to a file; return the contents of the file."""
+    from ..check.newest_whole import newest_whole_named
+    from ..convert import files
+    from ..restore.sources import ALONE
     from ..restore.streaming import TensorReader
-    from . import files
 
     ref = f"id:{snapshot.id}"
-    if output.suffix.lower() != files.SAFETENSORS:
-        return files.write(output, repository.restore(ref, keys=keys), force=force)
-    reader = TensorReader(repository.context, ref, keys=keys)
-    about = _safetensors_metadata(snapshot)
-    return files.write_safetensors(output, reader, metadata=about, force=force, tensors_only=only)
-
-
-def _safetensors_metadata(snapshot: Snapshot) -> dict[str, str]:
-    """Return the metadata of the .safetensors file that a snapshot was saved from."""
-    metadata: Any = snapshot.metadata
-    about = metadata.get("safetensors") if isinstance(metadata, dict) else None
-    if not isinstance(about, dict):
-        return {}
-    return {name: value for name, value in about.items() if isinstance(name, str) and isinstance(value, str)}
+    with newest_whole_named(repository.context, ref):
+        if output.suffix.lower() != files.SAFETENSORS:
+            reader = TensorReader(repository.context, ref, keys=fit, as_rank=ALONE)
+            return files.write_torch(output, reader, force=force)
+        reader, about = TensorReader(repository.context, ref, keys=fit), files.safetensors_metadata(snapshot)
+        return files.write_safetensors(output, reader, metadata=about, force=force, tensors_only=only)

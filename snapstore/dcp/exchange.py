@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn
 
 import msgspec
 import numpy as np
@@ -33,7 +33,6 @@ from ..save.merged_trees import merge_trees, orders_of
 from ..save.rank_state import PartTree, decode_trees
 from ..text import some
 
-M = TypeVar("M", bound=msgspec.Struct)
 _MARK = "snapstore.plan."
 #: Ranks, and the hashes (n,) of the keys that these ranks hold and no other one, little-endian uint64.
 Groups = list[tuple[list[int], bytes]]
@@ -93,25 +92,6 @@ class Told(msgspec.Struct, frozen=True, array_like=True):
     held: dict[str, int]
     trees: bytes = b""
     replicas: dict[str, list[tuple[str, bytes]]] = {}
-
-
-def encode(message: Planned | Answer | Told) -> bytes:
-    """Return the bytes of a message."""
-    return msgspec.msgpack.encode(message)
-
-
-def decode(data: Any, kind: type[M]) -> M:
-    """Return a message from its bytes.
-
-    Raises:
-        RanksError: it is none: another writer, or another release of snapstore, runs on a rank.
-    """
-    try:
-        return msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, TypeError) as error:
-        raise RanksError(
-            f"a message is no {kind.__name__} ({error}); pass a SnapstoreWriter of one release on all ranks"
-        ) from error
 
 
 def digest_of(plan: SavePlan) -> bytes:

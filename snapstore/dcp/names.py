@@ -104,8 +104,8 @@ def _as_it_is(plain: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class _Closed:
-    """A container that DCP does not walk into."""
+class Closed:
+    """A value that DCP is not to walk into: of each rank's own, or an object."""
 
     value: Any
 
@@ -132,7 +132,7 @@ def flat_leaves(tree: Any, decoded: Decoded, where: str) -> dict[str, Leaf]:
             raise InvalidInputError(
                 f"{where}: two values have the key {key!r} in DCP: use Repository.restore or restore_into"
             )
-        leaves[key] = Leaf(path, value.value if type(value) is _Closed else value)
+        leaves[key] = Leaf(path, value.value if type(value) is Closed else value)
 
     walk: Callable[..., None] = traverse_state_dict
     walk(_opened(tree, decoded), visit, is_tensor)
@@ -142,7 +142,7 @@ def flat_leaves(tree: Any, decoded: Decoded, where: str) -> dict[str, Leaf]:
 def _opened(node: Any, decoded: Decoded) -> Any:
     """Return a tree with its objects closed."""
     if id(node) in decoded.makers:
-        return _Closed(node)
+        return Closed(node)
     if id(node) in decoded.plain:
         return node
     if is_mapping(node):

@@ -21,6 +21,7 @@ from ..errors import InvalidInputError
 from ..save.inputs import PartInput
 from ..state.per_rank import is_per_rank
 from ..state.sharded import Sharding, locals_of, sharding_of
+from .names import Closed
 from .target import NO_PROCESS
 
 #: The key of the only leaf of a state that was staged.
@@ -70,13 +71,6 @@ def staged_of(planner: SavePlanner) -> Staged | None:
             "async_stager=torch.distributed.checkpoint.staging.DefaultStager() beside it, or change the state first"
         )
     return staged
-
-
-@dataclass(frozen=True, slots=True)
-class Closed:
-    """A value of each rank's own at the top of a state. DCP would put its state there, as if all ranks had the same."""
-
-    value: Any
 
 
 def closed(state: dict[str, Any]) -> dict[str, Any]:

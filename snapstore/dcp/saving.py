@@ -7,9 +7,7 @@ The bytes stay here as bases of the next save.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,16 +15,14 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from ..distributed.messages import Begin, Ref, Report
-from ..errors import RanksError, SnapstoreError
+from ..distributed.messages import Begin
+from ..errors import RanksError
 from ..format import records
 from ..format.manifest import Manifest
 from ..format.records import RANKS, Snapshot
-from ..protocol.commit import HEARTBEAT_S
 from ..protocol.session import Session, SharedSession
 from ..repository import Repository
-from ..save.bases import Bases, load_bases
-from ..save.chunk_writer import BaseDamagedError
+from ..save.bases import load_bases
 from ..save.holders import Holders, require_kept
 from ..save.inputs import PartInput, SaveRequest, inputs_of, plain_names, plain_names_of
 from ..save.manifest_writer import Written, write
@@ -36,7 +32,7 @@ from ..save.rank_state import encode_trees, rank_state, trees_of
 from ..save.root_writer import Children, read_headers, write_roots
 from ..save.shares import Name, RankShares, Replicas
 from ..save.staging import Mode, Staging
-from ..save.together import shared_session
+from ..save.together import report_of, shared_session
 from ..state.containers import shown
 from ..state.flatten import flatten
 from .exchange import (
@@ -68,26 +64,8 @@ class Share:
     """
 
     written: Written
-    bases: Bases
     buffers: Mapping[str, Sequence[str]]
     inputs: Sequence[PartInput]
-
-
-class Heart:
-    """A thread that keeps a session alive, until it is closed: rank 0 waits in DCP while slower ranks write."""
-
-    def __init__(self, session: Session) -> None:
-        self._session, self._stop = session, threading.Event()
-        threading.Thread(target=self._run, name="snapstore-dcp-heart", daemon=True).start()
-
-    def _run(self) -> None:
-        while not self._stop.wait(HEARTBEAT_S / 2):
-            with suppress(SnapstoreError):  # the commit finds out, and says so
-                self._session.heartbeat()
-
-    def close(self) -> None:
-        """Stop."""
-        self._stop.set()
 
 
 class Saver:
@@ -217,24 +195,16 @@ class Saver:
         with staging.saving(inputs):
             inputs = self._shared(inputs)
             near = NearChildren(inputs, rank, world_size) if world_size else None
-            bases, written = load_bases(context, session, cached, near), None
-            while written is None:
-                staging.use_base(inputs, bases.snapshot.id if bases.snapshot else None)
-                try:
-                    written = write(context, session, inputs, bases, full=False, rank=rank, world_size=world_size)
-                except BaseDamagedError as damage:
-                    log.warning("run=%s saving in full, a base is damaged: %s", session.run, damage)
-                    bases = Bases()
-            if context.options.verify_writes == "full":
-                session.confirm(written.sizes)
+            bases = load_bases(context, session, cached, near)
+            written = write(context, session, inputs, bases, full=False, staging=staging, place=self.place)
             staging.keep_as_base(inputs, session.id)  # if nothing is committed, no record names it as a base
-        self._manifests = {m.sha256: read for m, read in zip(written.manifests, written.in_memory, strict=True)}
+        self._manifests = written.manifests_by_name
         buffers: dict[str, list[str]] = {}
         for part in inputs:
             for one in part.replicas:
                 if one.is_buffer:
                     buffers.setdefault(f"{part.name}\0{one.group_id}", []).append(shown(one.name[1]))
-        return Share(written, bases, buffers, inputs)
+        return Share(written, buffers, inputs)
 
     def digest_of_trees(self, inputs: Sequence[PartInput]) -> bytes:
         """Return a digest of the trees of a state (16 bytes)."""
@@ -243,17 +213,12 @@ class Saver:
     def told(self, answer: Answer, share: Share) -> Told:
         """Return what rank 0 is told of a share."""
         state, written = rank_state(share.inputs), share.written
-        report = Report(
-            step=answer.begin.step,
-            manifests=[Ref.of(ref) for ref in written.manifests],
+        report = report_of(
+            answer.begin,
+            written,
             request=b"",
             trees=xxhash.xxh3_128_digest(b"".join(state.tree_digests.values())),
             replicas={f"{part}\0{group}": d for part, of in state.replica_digests.items() for group, d in of.items()},
-            bases=[n for n, key in enumerate(answer.begin.bases) if any(name in key for name in share.bases.ids)],
-            chunks=written.chunks,
-            new_chunks=written.new_chunks,
-            stored_bytes=written.stored_bytes,
-            depth=written.depth,
         )
         details = {}
         if answer.details:
@@ -295,9 +260,7 @@ class Saver:
         ids, features = [base.id for base in bases], [RANKS] if self.place[1] else []
         snapshot = commit(session, request, written, ids, generation, features)
         self._context.index.add(snapshot, written.headers)
-        self._repository.lineage.note_saved(
-            snapshot, {m.sha256: read for m, read in zip(written.manifests, written.in_memory, strict=True)}
-        )
+        self._repository.lineage.note_saved(snapshot, written.manifests_by_name)
         return snapshot
 
     def clear(self) -> None:

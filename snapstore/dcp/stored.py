@@ -19,7 +19,7 @@ from ..errors import CapabilityError, FormatError, IntegrityError, NotFoundError
 from ..format.records import SWEPT, Snapshot
 from ..repository import Repository
 from ..restore.manifests import decoding_of
-from ..restore.pipeline import load, require_decoding_of, ruling_now
+from ..restore.pipeline import load, opened, require_decoding_of, ruling_now
 from ..restore.sources import AsRank, Sources
 from ..state.containers import CONTAINERS, children
 from ..state.restore_buffers import RestoreBuffers
@@ -97,23 +97,16 @@ class StoredState:
     def __init__(self, repository: Repository, ref: str, types: Sequence[type], as_rank: AsRank) -> None:
         self._context, self._types, self._as_rank = repository.context, types, as_rank
         self.leaves: dict[str, Leaf] = {}
-        self.snapshot: Snapshot = self._context.index.refresh().resolve(ref)
-        while True:
-            try:
-                self._open()
-                break
-            except (IntegrityError, FormatError) as error:
-                ruling = ruling_now(self._context, self.snapshot, error)
-                self.snapshot = ruling if ruling.state != SWEPT else self._context.index.refresh().resolve(ref)
+        opened(self._context, ref, self._open)
         gone = [key for key, leaf in self.leaves.items() if leaf.value is ELSEWHERE]
         if gone:
             log.warning("%s: leaving out %d keys: %s", self.snapshot.ref, len(gone), self._sources.elsewhere)
         self.leaves = {key: leaf for key, leaf in self.leaves.items() if leaf.value is not ELSEWHERE}
 
-    def _open(self) -> None:
+    def _open(self, snapshot: Snapshot) -> None:
         """Read the manifests."""
-        where = self.snapshot.ref
-        self._sources = Sources(self._context, self.snapshot, None, self._as_rank)
+        self.snapshot, where = snapshot, snapshot.ref
+        self._sources = Sources(self._context, snapshot, None, self._as_rank)
         self._parts = self._sources.parts
         self._decoded = decoding_of(where, ObjectTypes(self._types))
         self.leaves = flat_leaves(decode(self._parts, decoded=self._decoded), self._decoded, where)
@@ -132,8 +125,8 @@ class StoredState:
                 ruling = ruling_now(self._context, self.snapshot, error)
                 if ruling.state == SWEPT:
                     raise NotFoundError(f"{self.snapshot.ref}: was forgotten and deleted by a gc meanwhile") from error
-                specs, self.snapshot = [part.specs for part in self._parts], ruling
-                self._open()
+                specs = [part.specs for part in self._parts]
+                self._open(ruling)
                 if [part.specs for part in self._parts] != specs:
                     raise
 

@@ -32,7 +32,8 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ..distributed.messages import Begin
+from ..distributed.base import Heart
+from ..distributed.messages import Begin, decode, encode
 from ..errors import AlreadyExistsError, InvalidInputError, NotFoundError
 from ..format.records import Snapshot
 from ..options import SaveOptions
@@ -49,9 +50,7 @@ from .exchange import (
     KeyHolders,
     Planned,
     Told,
-    decode,
     digest_of,
-    encode,
     key_of,
     marks_of_cache,
     plain_keys,
@@ -60,7 +59,7 @@ from .exchange import (
 )
 from .names import step_of
 from .planner import STAGED, Staged, opened, staged_of, state_of
-from .saving import Heart, Saver, Share
+from .saving import Saver, Share
 from .target import Place, Target, Url, place_in
 
 log = logging.getLogger("snapstore")
@@ -201,7 +200,8 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         session.__enter__()
         session.shared = len(plans) > 1
         self._session, self._request = session, request
-        self._heart = Heart(session)
+        self._heart = Heart()
+        self._heart.add(session.heartbeat)
         bases = [snapshot.key for snapshot in session.usable_bases]
         begin = Begin(session.id, step, bases, full=False, quarantine=bool(session.quarantined))
         wanted = set(range(len(plans))) if self._details else wanted_trees(planned)

@@ -120,15 +120,15 @@ class Heard:
 
 
 class Heart:
-    """A thread that lets a rank beat, and calls functions that are added, until it is closed.
+    """A thread that lets a rank beat, if there are ranks, and calls functions that are added, until it is closed.
 
     It lives as long as the channel and not only while a save runs: a rank that has not called `save` yet is late, and
     not dead.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._calls: list[Callable[[], object]] = [ranks.beat]
-        self._period_s = _period_s(ranks)
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        self._calls: list[Callable[[], object]] = [] if ranks is None else [ranks.beat]
+        self._period_s = CALL_S if ranks is None else _period_s(ranks)
         self._soon, self._stopped = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="snapstore-heart", daemon=True)
         self._thread.start()
@@ -174,8 +174,15 @@ class Watch:
     """
 
     def __init__(
-        self, ranks: Ranks, what: str, who: Callable[[], Sequence[int]], limit_s: float, ends: str | None = None
+        self,
+        ranks: Ranks,
+        what: str,
+        who: Callable[[], Sequence[int]],
+        limit_s: float,
+        ends: str | None = None,
+        also: Callable[[], object] = lambda: None,
     ) -> None:
+        self._also = also
         self._ranks, self._what, self._who = ranks, what, who
         self._limit_s, self._began, self._next = limit_s, time.monotonic(), 0.0
         self._ends, self._next_ends, self._has_ended = ends, self._began + LOOK_ENDED_S, False
@@ -186,6 +193,7 @@ class Watch:
         Raises:
             RanksError: not all of them are, or one has ended, or the time is over.
         """
+        self._also()
         now = time.monotonic()
         if self._ends is not None and now >= self._next_ends:
             self._next_ends = now + LOOK_ENDED_S

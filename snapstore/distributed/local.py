@@ -1,157 +1,64 @@
-"""LocalRanks: the ranks of one process: threads over one dict, with messages that are late, lost or doubled by a seed.
+"""Local ranks: the ranks of one process: threads over one dict.
 
-In: a number of ranks. Out: one `Ranks` for each. It is for tests: everything that may go wrong with messages goes
-wrong here.
+In: a number of ranks. Out: one `Ranks` for each: of a job of one rank, whose tensors may be sharded on a mesh of one;
+and of tools that save as several ranks do. `tests/kit/local_ranks.py` has ranks whose messages are late or lost.
 """
 
 from __future__ import annotations
 
-import random
-import threading
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
-from ..errors import RanksError
 from ..format.records import new_id
-from .base import ChannelError
-
-
-@dataclass(slots=True)
-class MessageFaults:
-    """How often messages go wrong.
-
-    Attributes:
-        drop, delay, double: the share of messages that are lost, late, or posted again later, 0 to 1.
-        delay_s: the longest that a message is late [s].
-    """
-
-    drop: float = 0.0
-    delay: float = 0.0
-    double: float = 0.0
-    delay_s: float = 0.05
-    seed: int = 0
-
-
-class _Board:
-    """The dict, which all ranks share. A value can be read once its time has come [s, time.monotonic]."""
-
-    def __init__(self, faults: MessageFaults) -> None:
-        self.lock = threading.Lock()
-        self.values: dict[str, tuple[float, bytes]] = {}
-        self.beaten: dict[int, float] = {}
-        self.faults, self.random = faults, random.Random(faults.seed)
-        self.sent_bytes: dict[int, int] = {}
-        self.first: LocalRank | None = None
 
 
 class LocalRank:
     """One of the ranks; see `Ranks`.
 
-    Attributes:
-        posted: the keys that it has posted.
-        dead: it posts and beats no more, as a process that was killed; and is told so by an error. If `is_hosted` is
-            set on rank 0, the messages of all end with it.
+    Args:
+        values: of all keys that are set; the ranks share it.
+        beaten: when each rank has beaten last [s, time.monotonic]; the ranks share it.
     """
 
-    def __init__(self, board: _Board, rank: int, count: int, attempt: str, silent_s: float, total_s: float) -> None:
-        self._board, self.rank, self.count, self.attempt = board, rank, count, attempt
-        self.silent_s, self.total_s = silent_s, total_s
-        self.is_hosted = False
-        self.posted: list[str] = []
-        self.dead = False
+    is_hosted = False
+    silent_s, total_s = 600.0, 3600.0
+
+    def __init__(self, values: dict[str, bytes], beaten: dict[int, float], rank: int, attempt: str) -> None:
+        self._values, self._beaten = values, beaten
+        self.rank, self.count, self.attempt = rank, len(beaten), attempt
 
     def post(self, key: str, value: bytes) -> None:
-        """Set a key for all ranks, unless a fault keeps it from them."""
-        self._require_life()
-        board, faults = self._board, self._board.faults
-        self.posted.append(key)
-        with board.lock:
-            board.sent_bytes[self.rank] = board.sent_bytes.get(self.rank, 0) + len(key) + len(value)
-            dice = [board.random.random() for _ in range(4)]
-            due = time.monotonic() + (faults.delay_s * dice[3] if dice[1] < faults.delay else 0.0)
-            if dice[0] >= faults.drop:
-                board.values.setdefault(key, (due, value))
-            if dice[2] < faults.double:  # and once more, later: also if it was removed meanwhile
-                timer = threading.Timer(faults.delay_s * dice[3], self._again, [key, value])
-                timer.daemon = True
-                timer.start()
-
-    def _again(self, key: str, value: bytes) -> None:
-        with self._board.lock:
-            self._board.values.setdefault(key, (0.0, value))
+        """Set a key for all ranks."""
+        self._values.setdefault(key, value)
 
     def look(self, key: str) -> bytes | None:
-        """Return the value of a key that has arrived."""
-        self._require_life()
-        with self._board.lock:
-            due, value = self._board.values.get(key, (0.0, None))
-        return value if due <= time.monotonic() else None
+        """Return the value of a key."""
+        return self._values.get(key)
 
     def look_all(self, keys: Sequence[str]) -> list[bytes] | None:
-        """Return the values of keys that have all arrived."""
+        """Return the values of keys that are all set."""
         found = [value for key in keys if (value := self.look(key)) is not None]
         return found if len(found) == len(keys) else None
 
     def remove(self, keys: Sequence[str]) -> None:
         """Forget keys."""
-        self._require_life()
-        with self._board.lock:
-            for key in keys:
-                self._board.values.pop(key, None)
+        for key in keys:
+            self._values.pop(key, None)
 
     def beat(self) -> None:
         """Note that this rank lives."""
-        self._require_life()
-        with self._board.lock:
-            self._board.beaten[self.rank] = time.monotonic()
+        self._beaten[self.rank] = time.monotonic()
 
     def silences(self, ranks: Collection[int]) -> list[float]:
         """Return how long each of some ranks has been silent [s]."""
-        self._require_life()
         now = time.monotonic()
-        with self._board.lock:
-            return [now - self._board.beaten[rank] for rank in ranks]
+        return [now - self._beaten[rank] for rank in ranks]
 
     def close(self) -> None:
         """Do nothing: the dict is no thread and no socket."""
 
-    def _require_life(self) -> None:
-        if self.dead:
-            raise RanksError(f"rank {self.rank}: its process is gone", ranks=[self.rank])
-        first = self._board.first
-        if first is not None and first.dead and first.is_hosted:
-            raise ChannelError.of(f"rank 0 of {self.count}: its process is gone, and the messages with it")
 
-
-class LocalRanks(list[LocalRank]):
-    """The ranks of one attempt.
-
-    Args:
-        count: of ranks.
-        faults: what goes wrong with their messages.
-
-    Attributes:
-        sent_bytes: keys and values that each rank has posted [bytes].
-        keys: that are set now.
-    """
-
-    def __init__(
-        self, count: int, *, silent_s: float = 600.0, total_s: float = 3600.0, faults: MessageFaults | None = None
-    ) -> None:
-        self._board = _Board(faults or MessageFaults())
-        attempt, now = new_id(), time.monotonic()
-        super().__init__(LocalRank(self._board, rank, count, attempt, silent_s, total_s) for rank in range(count))
-        self._board.beaten = dict.fromkeys(range(count), now)
-        self._board.first = self[0]
-
-    @property
-    def sent_bytes(self) -> dict[int, int]:
-        """Return the bytes that each rank has posted, keys included."""
-        return self._board.sent_bytes
-
-    @property
-    def keys(self) -> list[str]:
-        """Return the keys that are set."""
-        with self._board.lock:
-            return sorted(self._board.values)
+def local_ranks(count: int) -> list[LocalRank]:
+    """Return all ranks of one attempt."""
+    values, beaten, attempt = dict[str, bytes](), dict.fromkeys(range(count), time.monotonic()), new_id()
+    return [LocalRank(values, beaten, rank, attempt) for rank in range(count)]

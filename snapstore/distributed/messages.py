@@ -18,8 +18,7 @@ read for another save.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -206,16 +205,15 @@ class RelayedError(Exception):
 
 #: The digests of replicas: (path, digest) of each.
 Replicas = list[tuple[str, bytes]]
-M = TypeVar("M", Begin, Report, Failed, Ask, Outcome, Answer, Word, Ready, list[list[int]], list[Ref], Replicas)
-Message = Begin | Report | Failed | Ask | Outcome | Answer | Word | Ready
+M = TypeVar("M")
 
 
-def encode(message: Message | Sequence[Sequence[int]] | Sequence[Ref] | Replicas) -> bytes:
+def encode(message: Any) -> bytes:
     """Return the bytes of a message."""
     return msgspec.msgpack.encode(message)
 
 
-def decode(data: bytes, kind: type[M]) -> M:
+def decode(data: Any, kind: type[M]) -> M:
     """Return a message from its bytes.
 
     Raises:
@@ -223,10 +221,10 @@ def decode(data: bytes, kind: type[M]) -> M:
     """
     try:
         return msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, TypeError) as error:
         raise RanksError(
-            f"a message of {len(data)} bytes is no {kind.__name__} ({error}); "
-            "install one release of snapstore on all ranks"
+            f"a message is no {kind.__name__} ({error}); install one release of snapstore on all ranks, and pass a "
+            "SnapstoreWriter on all of them"
         ) from error
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -64,7 +65,8 @@ class NodeGroup:
         self._group: Any = None
         self.device = _device()
         for ranks in nodes:
-            group = self._checked(ranks, lambda: _new_group(ranks, limit_s)) if len(ranks) > 1 else None  # noqa: B023
+            made = partial(distributed.new_group, list(ranks), timeout=timedelta(seconds=limit_s))
+            group = self._checked(ranks, made) if len(ranks) > 1 else None
             if rank in ranks:
                 self.ranks, self._group = ranks, group
 
@@ -121,10 +123,6 @@ class NodeGroup:
                 f"a collective with {named(others)} of this node failed: {str(error).splitlines()[0][:200]}",
                 ranks=others,
             ) from error
-
-
-def _new_group(ranks: Sequence[int], limit_s: float) -> Any:
-    return distributed.new_group(list(ranks), timeout=timedelta(seconds=limit_s))
 
 
 def _device() -> torch.device:

@@ -39,11 +39,6 @@ class Preemption:
         """Note that the job is to end; for signal handlers: it only sets a flag."""
         self._noticed = True
 
-    @property
-    def is_noticed(self) -> bool:
-        """Return whether this process was told that the job is to end, or all ranks have agreed on it."""
-        return self._noticed or self._agreed is not None
-
     def reached(self, step: int) -> bool:
         """Return whether the job is to end, and this is the agreed step, or a later one."""
         if self._ranks is None:

@@ -6,7 +6,8 @@ In: memories and columns of positions in them. Out: the same, selected or joined
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
@@ -67,6 +68,15 @@ class EncodeBatch:
     bases: Chunks  # (n,) plain bytes of the candidate bases
     base_digests: Bytes  # (n, 16)
     delta_limits: Column  # (n,) the most stored bytes that a delta may take
+    raw: bool = False  # the CPU engine stores chunks as they are, or as sparse deltas
+
+    def take(self, rows: Column) -> EncodeBatch:
+        """Return these rows."""
+        columns: list[Any] = [getattr(self, field.name) for field in fields(self)]
+        taken: list[Any] = [
+            c if isinstance(c, bool) else c.take(rows) if isinstance(c, Chunks) else c[rows] for c in columns
+        ]
+        return EncodeBatch(*taken)
 
 
 @dataclass(frozen=True, slots=True)

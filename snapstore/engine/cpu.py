@@ -108,7 +108,8 @@ class CpuEngine:
     def start_encode(self, batch: EncodeBatch) -> Callable[[], Sequence[Encoded]]:
         """Begin to encode a batch on the threads."""
         jobs = _encode_jobs(batch)
-        encoded = self._threads.start(lambda job: encode_chunk(job, self._buffer_for(job)), jobs)
+        encode = store_chunk if batch.raw else encode_chunk
+        encoded = self._threads.start(lambda job: encode(job, self._buffer_for(job)), jobs)
         return lambda: [HostEncoded(encoded())]
 
     def _buffer_for(self, job: EncodeJob) -> Bytes:
@@ -249,6 +250,25 @@ def encode_chunk(job: EncodeJob, out: Bytes) -> EncodedChunk:
             source, base, chosen = difference, job.base_digest, of_difference
     data = blob.encode(source, job.element_size, job.layout, chosen, job.digest, base, out)
     return EncodedChunk(data, base is not None, out)
+
+
+def store_chunk(job: EncodeJob, out: Bytes) -> EncodedChunk:
+    """Store one chunk in `out` (see `blob.bound`) as it is, in one raw plane; or as a sparse delta if few changed."""
+    if job.base is not None:
+        difference = planes.scratch.room("difference", job.chunk.size)
+        planes.difference(job.chunk, job.base, job.element_size, difference)
+        elements = job.chunk.size // job.element_size
+        if sparse.worth_trying(int(np.count_nonzero(difference.view(f"u{job.element_size}"))), elements):
+            digests = (job.digest, job.base_digest)
+            most = job.chunk.size
+            data = blob.encode_sparse(difference, job.base, job.element_size, job.layout, digests, most, out)
+            if data is not None and delta_choice.pays(len(data), most, job.delta_limit):
+                return EncodedChunk(data, True, out)
+    return EncodedChunk(blob.encode(job.chunk, 1, planes.BYTES, _NOISE, job.digest, None, out), False, out)
+
+
+#: A plane that no codec makes smaller.
+_NOISE = planes.Statistics(np.array([8.0]), np.array([0.0]))
 
 
 def _statistics(source: Bytes, element_size: int, layout: int) -> planes.Statistics:

@@ -17,11 +17,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..arrays import Bytes
-from ..errors import CapabilityError
+from ..errors import CapabilityError, SnapstoreError
 from ..format.codecs import nvcomp
 from ..state.arrays import Memory, as_memory
+from ..storage.base import ObjectStore
+from ..text import human_bytes
 from .base import Engine
 from .cpu import CpuEngine
+from .rates import codec_for, measure
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +40,7 @@ class Engines:
 
     Args:
         digest_seed: the repository's.
-        codec: "portable" or "ans": how CUDA engines code new blobs.
+        codec: "portable", "ans" or "auto": how new blobs are coded; see `SaveOptions`.
         required: whether the caller asked for the GPU, so that its lack is an error.
     """
 
@@ -51,9 +54,28 @@ class Engines:
     _lacking: str | None = field(init=False, default=None)
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
     _pid: int = field(init=False, default_factory=os.getpid)
+    _stores_raw: bool | None = field(init=False, default=None)  # None: not measured yet
 
     def __post_init__(self) -> None:
         self.cpu = CpuEngine(self.digest_seed, self.threads)
+        if self.codec != "auto":
+            self._stores_raw = False
+
+    def stores_raw(self, store: ObjectStore) -> bool:
+        """Return whether saves store chunks in host memory as they are; with "auto" the first call measures it."""
+        with self._lock:
+            if self._stores_raw is None:
+                self._stores_raw = False
+                try:
+                    rates = measure(store, self.threads)
+                except SnapstoreError as error:
+                    log.warning("codec='auto': the store cannot be measured, so chunks are coded: %s", error)
+                    return False
+                self._stores_raw = codec_for(rates.write, rates.encode) == "raw"
+                found = human_bytes(int(rates.write)), human_bytes(int(rates.encode))
+                done = "stored as they are" if self._stores_raw else "coded"
+                log.info("codec='auto': the store takes %s/s, the engine codes %s/s: chunks are %s", *found, done)
+            return self._stores_raw
 
     def of(self, memory: Memory) -> Engine:
         """Return the engine that works where a memory lies."""
@@ -92,7 +114,7 @@ class Engines:
 
         with self._lock:
             if device not in self._cuda:
-                self._cuda[device] = engine_for(device, self.codec, self.cpu)
+                self._cuda[device] = engine_for(device, "ans" if self.codec == "ans" else "portable", self.cpu)
             return self._cuda[device]
 
     def _note_lack(self, error: CapabilityError) -> None:

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -80,25 +79,31 @@ ENTRY = _row(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """A blob's header, checked."""
+class Header(NamedTuple):
+    """A blob's header, with its block lengths once it is checked."""
 
+    magic: bytes
+    version: int
+    zero: int
+    checksum: int
     transform: int
     element_size: int
     layout: int
+    unused_byte: int
     raw_bytes: int
     payload_bytes: int
     block_bytes: int
     codecs: bytes
+    blocks: int
+    unused_word: int
     digest: bytes
     base: bytes
-    block_lengths: tuple[int, ...]
+    block_lengths: tuple[int, ...] = ()
 
     @property
     def payload_start(self) -> int:
         """Return the offset of the payload in the blob."""
-        return HEADER.size + 4 * len(self.block_lengths)
+        return HEADER.size + 4 * self.blocks
 
 
 def bound(raw_bytes: Any, element_size: Any) -> Any:
@@ -285,52 +290,33 @@ def parse(blob: memoryview, where: str) -> Header:
     """
     if len(blob) < HEADER.size:
         raise IntegrityError(f"{where}: blob of {len(blob)} bytes, expected at least {HEADER.size}")
-    (
-        magic,
-        version,
-        zero,
-        check,
-        transform,
-        element_size,
-        layout,
-        _,
-        raw_bytes,
-        payload_bytes,
-        block_bytes,
-        codec_ids,
-        count,
-        _,
-        chunk_digest,
-        base,
-    ) = HEADER.unpack_from(blob)
-    if magic != MAGIC:
+    h = Header(*HEADER.unpack_from(blob))
+    if h.magic != MAGIC:
         hint = "run 'snapstore check --read-data'"
-        raise FormatError(f"{where}: not a blob: magic {magic!r}, expected {MAGIC!r}; {hint}")
-    if version != VERSION:
+        raise FormatError(f"{where}: not a blob: magic {h.magic!r}, expected {MAGIC!r}; {hint}")
+    if h.version != VERSION:
         raise UnknownFormatError(
-            f"{where}: blob version {version}, this snapstore reads {VERSION}; use the release that writes it, or a "
+            f"{where}: blob version {h.version}, this snapstore reads {VERSION}; use the release that writes it, or a "
             "newer one; run 'snapstore check --read-data' to see whether it is damaged"
         )
-    if zero:  # the one field that the checksum does not cover
-        raise IntegrityError(f"{where}: {zero} in a field that must be zero; run 'snapstore check --read-data'")
-    length = HEADER.size + 4 * count + payload_bytes
+    if h.zero:  # the one field that the checksum does not cover
+        raise IntegrityError(f"{where}: {h.zero} in a field that must be zero; run 'snapstore check --read-data'")
+    length = length_of(h)
     if length > len(blob):
         raise IntegrityError(f"{where}: blob declares {length} bytes, {len(blob)} are there")
-    if checksum(blob[16:length]) != check:
+    if checksum(blob[16:length]) != h.checksum:
         raise IntegrityError(f"{where}: checksum mismatch in stored bytes; run 'snapstore check --read-data'")
-    if transform not in TRANSFORMS or layout not in (planes.BYTES, planes.ROTATED):
+    if h.transform not in TRANSFORMS or h.layout not in (planes.BYTES, planes.ROTATED):
         raise UnknownFormatError(
-            f"{where}: blob of transform {transform}, layout {layout}, which this snapstore does not read; use the "
+            f"{where}: blob of transform {h.transform}, layout {h.layout}, which this snapstore does not read; use the "
             "release that wrote it, or a newer one"
         )
-    if transform == DIFFERENCE and layout != planes.BYTES and codec_ids[0] != codecs.SPARSE:
-        raise IntegrityError(f"{where}: a difference in planes of layout {layout}, expected {planes.BYTES}")
-    if element_size not in (1, 2, 4, 8) or raw_bytes % element_size or not block_bytes:
-        raise IntegrityError(f"{where}: {raw_bytes} bytes of element size {element_size} in blocks of {block_bytes}")
-    lengths = struct.unpack_from(f"<{count}I", blob, HEADER.size)
-    return Header(
-        transform, element_size, layout, raw_bytes, payload_bytes, block_bytes, codec_ids, chunk_digest, base, lengths
-    )
+    if h.transform == DIFFERENCE and h.layout != planes.BYTES and h.codecs[0] != codecs.SPARSE:
+        raise IntegrityError(f"{where}: a difference in planes of layout {h.layout}, expected {planes.BYTES}")
+    if h.element_size not in (1, 2, 4, 8) or h.raw_bytes % h.element_size or not h.block_bytes:
+        got = f"{h.raw_bytes} bytes of element size {h.element_size} in blocks of {h.block_bytes}"
+        raise IntegrityError(f"{where}: {got}")
+    return h._replace(block_lengths=struct.unpack_from(f"<{h.blocks}I", blob, HEADER.size))
 
 
 def length_of(header: Header) -> int:
@@ -340,18 +326,17 @@ def length_of(header: Header) -> int:
 
 def entry(blob: memoryview, offset: int) -> bytes:
     """Return the footer entry (an ENTRY) of a blob from `encode`."""
-    fields = HEADER.unpack_from(blob)
-    _, _, _, _, transform, element_size, _, _, raw_bytes, _, _, codec_ids, _, _, chunk_digest, base = fields
+    h = Header(*HEADER.unpack_from(blob))
     return struct.pack(
         "<QIIBB6x8s16s16s8I",
         offset,
         len(blob),
-        raw_bytes,
-        transform,
-        element_size,
-        codec_ids,
-        chunk_digest,
-        base,
+        h.raw_bytes,
+        h.transform,
+        h.element_size,
+        h.codecs,
+        h.digest,
+        h.base,
         *stored_plane_bytes(blob),
     )
 

@@ -56,11 +56,14 @@ def is_run(inner: Sizes, sizes: Sizes) -> bool:
     return True
 
 
-def counts_before(ends: npt.NDArray[np.int64], at: Offsets, inner: Sizes, sizes: Sizes) -> npt.NDArray[np.int64]:
+def counts_before(
+    ends: npt.NDArray[np.int64], at: Offsets, inner: Sizes, sizes: Sizes, steps: Sequence[int] = ()
+) -> npt.NDArray[np.int64]:
     """Return how many elements of a box at `at` lie before each place of the box of `sizes` around it, in C order.
 
     Args:
         ends: (n,) places, 0 to the number of elements.
+        steps: from each element of the inner box to the next, one per dimension; by default 1.
 
     Returns:
         (n,) int64.
@@ -68,11 +71,11 @@ def counts_before(ends: npt.NDArray[np.int64], at: Offsets, inner: Sizes, sizes:
     counts = np.zeros(len(ends), np.int64)
     is_within = np.ones(len(ends), bool)
     left, stride, own = ends, math.prod(sizes), math.prod(inner)
-    for offset, count, size in zip(at, inner, sizes, strict=True):
+    for offset, count, size, step in zip(at, inner, sizes, steps or [1] * len(sizes), strict=True):
         stride, own = stride // size, own // count
         row, left = np.divmod(left, stride)
-        counts += np.where(is_within, np.clip(row - offset, 0, count) * own, 0)
-        is_within &= (row >= offset) & (row < offset + count)
+        counts += np.where(is_within, np.clip(-((offset - row) // step), 0, count) * own, 0)
+        is_within &= (row >= offset) & (row < offset + count * step) & ((row - offset) % step == 0)
     return counts
 
 

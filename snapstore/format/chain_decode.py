@@ -13,8 +13,7 @@ from ..arrays import Bytes
 from ..errors import FormatError, IntegrityError
 from . import codecs, planes
 from .blob import FULL, NO_BASE, Header, decode_planes, parse
-from .codecs import sparse
-from .codecs.key_order import KeyOrder
+from .codecs import sparse_decode
 from .hashing import digest
 
 
@@ -104,33 +103,38 @@ def _apply_links(
     blobs: Sequence[memoryview], headers: Sequence[Header], wheres: Sequence[str], base: Bytes | None, out: Bytes
 ) -> Iterator[int]:
     """Fill `out` with the chunk of each blob in turn, from the oldest to the newest; yield the number of the blob."""
-    orders: dict[tuple[int, int], KeyOrder] = {}  # of the elements in `out`, by their size and layout
+    deltas: Iterator[bool] = iter(())  # applies sparse deltas that follow each other
     for i in range(len(blobs) - 1, -1, -1):
         blob, header, where = blobs[i], headers[i], wheres[i]
-        kind = (header.element_size, header.layout)
         if base is None:
             planes.merge(decode_planes(blob, header, where), out, header.layout)
         elif header.codecs[0] == codecs.SPARSE:
             if base is not out:
                 out[:] = base
-            orders = {kind: _apply_sparse(blob, header, where, out, orders.get(kind))}
+            if any(header.codecs[1:]):
+                raise IntegrityError(f"{where}: sparse, but codecs {header.codecs.hex()}")
+            try:
+                if not next(deltas, False):
+                    deltas = _sparse_deltas(blobs[: i + 1], headers[: i + 1], out)
+                    next(deltas)
+            except IntegrityError as error:
+                raise IntegrityError(f"{where}: {error}") from error
         else:
             planes.add(decode_planes(blob, header, where), base, out)
-            orders = {}
         base = out
         yield i
 
 
-def _apply_sparse(blob: memoryview, header: Header, where: str, out: Bytes, order: KeyOrder | None) -> KeyOrder:
-    """Turn the base of a sparse delta, which `out` holds, into its chunk; return the order of its elements."""
-    if any(header.codecs[1:]):
-        raise IntegrityError(f"{where}: sparse, but codecs {header.codecs.hex()}")
-    payload = blob[header.payload_start : header.payload_start + header.payload_bytes]
-    lengths, layout = header.block_lengths, header.layout
-    try:
-        return sparse.apply(payload, lengths, out, header.element_size, layout, header.block_bytes, order)
-    except IntegrityError as error:
-        raise IntegrityError(f"{where}: {error}") from error
+def _sparse_deltas(blobs: Sequence[memoryview], headers: Sequence[Header], out: Bytes) -> Iterator[bool]:
+    """Apply the last blob, a sparse delta, and those before it that apply to the same elements; yield after each."""
+    newest, links = headers[-1], list[sparse_decode.Stored]()
+    for blob, header in zip(reversed(blobs), reversed(headers), strict=True):
+        kinds = [(h.codecs[0], h.element_size, h.layout) for h in (header, newest)]
+        if kinds[0] != kinds[1]:
+            break
+        payload = blob[header.payload_start : header.payload_start + header.payload_bytes]
+        links.append(sparse_decode.Stored(payload, header.block_lengths, header.block_bytes))
+    return sparse_decode.apply_all(links, out.view(f"u{newest.element_size}"), newest.layout)
 
 
 def _compare(out: Bytes, expected: bytes, where: str, seed: int) -> None:

@@ -100,7 +100,7 @@ class ChunkTable:
 
     def refs_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the indices of all references of `rows`, chunk after chunk."""
-        return _spans(self.starts[rows], self.ref_counts[rows].astype(np.int64))
+        return spans(self.starts[rows], self.ref_counts[rows].astype(np.int64))
 
     def take(self, rows: npt.NDArray[np.int64]) -> ChunkTable:
         """Return the table of the chunks `rows`."""
@@ -110,7 +110,7 @@ class ChunkTable:
     def from_links(self, rows: npt.NDArray[np.int64], refs: npt.NDArray[np.int64]) -> ChunkTable:
         """Return a table of older chunks: of the references `refs` (k,), which are in the chains of `rows` (k,)."""
         counts = self.starts[rows + 1] - refs
-        kept = _spans(refs, counts)
+        kept = spans(refs, counts)
         columns = {name: getattr(self, name)[kept] for name in COLUMNS if name not in _PER_CHUNK}
         columns |= {"digests": self.ref_digests[refs], "lengths": self.lengths[rows]}
         return ChunkTable(ref_counts=counts.astype(np.uint16), **columns)
@@ -158,7 +158,7 @@ class ChunkTable:
             raise FormatError(f"{where}: a reference beyond the end of its pack")
 
 
-def _spans(starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def spans(starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Return starts[0], starts[0] + 1, ..., counts[0] of them, then those of the next start, and so on."""
     ends = np.cumsum(counts)
     return np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1] if len(ends) else 0)

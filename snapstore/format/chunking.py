@@ -37,11 +37,6 @@ def check_chunk_bytes(chunk_bytes: object) -> int:
     return chunk_bytes
 
 
-def chunk_count(nbytes: int, chunk_bytes: int) -> int:
-    """Return into how many chunks `nbytes` are cut."""
-    return -(-nbytes // chunk_bytes)
-
-
 def page_ends(data: Bytes) -> list[int]:
     """Return where each page of a packed tree ends; the last one is its length.
 

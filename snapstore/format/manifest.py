@@ -13,8 +13,10 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from ..errors import FormatError, IntegrityError, NotFoundError
+from ..state.containers import display
 from ..state.tree_decode import unpack_nodes
 from ..storage.base import ObjectStore
 from ..text import counted
@@ -126,6 +128,15 @@ class Manifest:
         return {names[number]: sizes[number] for number in used}
 
     @property
+    def owners(self) -> npt.NDArray[np.int64]:
+        """Return the number of the tensor that each chunk belongs to, (n,)."""
+        owners = np.full(len(self.table), -1, np.int64)
+        for number, entry in enumerate(self.tensors):
+            for box in entry.boxes:
+                owners[box.first_chunk : box.first_chunk + box.chunks] = number
+        return owners
+
+    @property
     def content(self) -> bytes:
         """Return everything but its chunks, packed: compared as bytes, a NaN equals itself."""
         return msgspec.msgpack.encode((self.tree, self.tensors, self.inline))
@@ -150,6 +161,11 @@ class Manifest:
         table = replace(self.table, ref_packs=renumber[self.table.ref_packs])
         columns = ((getattr(table, name), getattr(other.table, name)) for name in COLUMNS)
         return all(np.array_equal(*pair) for pair in columns) and self.content == other.content
+
+
+#: The fields of a header that its contents have too.
+_SAME = ["save_id", "rank", "sequence", "part", "chunk_bytes", "digest_seed", "logical_bytes", "features"]
+_SAME += ["world_size", "children", "box_map"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,10 +210,8 @@ class ManifestContents:
 
         `depth` is the table's: a root manifest's is to be given again.
         """
-        names = ["save_id", "rank", "sequence", "part", "chunk_bytes", "digest_seed", "logical_bytes", "made_for"]
-        names += ["features", "world_size", "children", "box_map"]
         return cls(
-            **{name: getattr(m.header, name) for name in names},
+            **{name: getattr(m.header, name) for name in (*_SAME, "made_for")},
             tree=m.tree,
             tensors=m.tensors,
             inline=m.inline,
@@ -223,26 +237,16 @@ def encode(contents: ManifestContents) -> bytes:
         c.unknown_sections,
     )
     header = ManifestHeader(
-        save_id=c.save_id,
+        **{name: getattr(c, name) for name in _SAME},
         snapshot=snapshot,
         revision=revision,
-        rank=c.rank,
-        sequence=c.sequence,
-        part=c.part,
-        chunk_bytes=c.chunk_bytes,
-        digest_seed=c.digest_seed,
         tensors=len(c.tensors),
         chunks=len(table),
         refs=len(table.ref_kinds),
-        logical_bytes=c.logical_bytes,
         depth=max(int(table.depths.max(initial=0)), c.depth),
         packs=bytes.fromhex("".join(c.packs)),
         pack_sizes=np.asarray(c.pack_sizes, "<u8").tobytes(),
         sections=sections,
-        features=list(c.features),
-        world_size=c.world_size,
-        children=list(c.children),
-        box_map=c.box_map,
         unknown=c.unknown_keys,
     )
     return layout.join(open_maps.encode(header, "children"), body)
@@ -480,7 +484,7 @@ def decode(data: bytes, where: str) -> Manifest:
 
 
 def _check_entry(entry: TensorEntry, chunks: int, inline: int, where: str) -> None:
-    name = ".".join(map(str, entry.path))
+    name = display(entry.path)
     for box in entry.boxes:
         if box.first_chunk < 0 or box.chunks < 0 or box.first_chunk + box.chunks > chunks:
             raise FormatError(f"{where}: {name}: chunks {box.first_chunk}+{box.chunks} of {chunks}")

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import msgspec
 
 from ..errors import FormatError
-from ..state.tensors import family
+from ..state.containers import display
+from ..state.tensors import TensorSpec, family
 from ..storage.base import ObjectStore
 from . import manifest
 from .box_map import BoxMap
@@ -123,6 +124,15 @@ def read_children(store: ObjectStore, ref: ManifestRef, root: Manifest, digest_s
     return children
 
 
+def require_same_form(spec: TensorSpec, whole: TensorSpec, where: str) -> None:
+    """Raise FormatError unless an entry of a child has the kind, dtype and shape that the root says."""
+    if (family(spec.kind), spec.dtype, spec.shape) != (family(whole.kind), whole.dtype, whole.shape):
+        raise FormatError(
+            f"{where}: {display(spec.path)}: {spec.kind} {spec.dtype} {list(spec.shape)}, the root says {whole.kind} "
+            f"{whole.dtype} {list(whole.shape)}"
+        )
+
+
 class RankCheck:
     """Checks the children of one root manifest: `add` each of them, then `finish`.
 
@@ -161,7 +171,7 @@ class RankCheck:
         for entry, number in match_entries(self._by_path, child.tensors):
             if number is not None:
                 if has_own:
-                    raise FormatError(f"{where}: {_shown(entry)}: behind values that are the rank's own")
+                    raise FormatError(f"{where}: {display(entry.path)}: behind values that are the rank's own")
                 self._add_entry(number, entry, sums, where)
                 self._compare_map(number, entry, child.header.rank)
                 continue
@@ -183,10 +193,12 @@ class RankCheck:
             raise FormatError(f"{self._where}: the child of rank {self._left[-1]} is missing")
         for number in self._cover.wrong()[:1]:
             raise FormatError(
-                f"{self._where}: {_shown(self._root.tensors[number])}: the boxes of its {header.world_size} ranks "
-                "overlap, or leave a gap"
+                f"{self._where}: {display(self._root.tensors[number].path)}: the boxes of its {header.world_size} "
+                "ranks overlap, or leave a gap"
             )
-        self._require_mapped()
+        for number, entry in enumerate(self._root.tensors if self._map else ()):
+            if self._map and self._map.count(number) not in (None, self._mapped[number]):
+                raise FormatError(f"{self._where}: {display(entry.path)}: its box map names boxes that no child has")
         packs = dict(zip(header.pack_names, header.pack_size_list, strict=True))
         if len(packs) < len(header.pack_names) or packs != self._packs:
             odd = sorted(packs.items() ^ self._packs.items())
@@ -217,12 +229,7 @@ class RankCheck:
 
     def _add_entry(self, number: int, entry: TensorEntry, sums: ChunkSums, where: str) -> None:
         spec, whole = spec_of(entry), self._specs[number]
-        kinds = family(spec.kind), family(whole.kind)
-        if kinds[0] != kinds[1] or (spec.dtype, spec.shape) != (whole.dtype, whole.shape):
-            raise FormatError(
-                f"{where}: {_shown(entry)}: {spec.kind} {spec.dtype} {list(spec.shape)}, the root says {whole.kind} "
-                f"{whole.dtype} {list(whole.shape)}"
-            )
+        require_same_form(spec, whole, where)
         if not entry.boxes and not entry.inline:
             return  # it only counts
         check_boxes(entry, sums, where)
@@ -235,15 +242,7 @@ class RankCheck:
         if named is None:
             return
         if sorted(named) != sorted([*box.offsets, *box.sizes] for box in entry.boxes):
-            raise FormatError(f"{self._where}: {_shown(entry)}: its box map names other boxes of rank {rank}: {named}")
+            raise FormatError(
+                f"{self._where}: {display(entry.path)}: its box map names other boxes of rank {rank}: {named}"
+            )
         self._mapped[number] += len(named)
-
-    def _require_mapped(self) -> None:
-        """Check that the children have every box that the root's map names."""
-        for number, entry in enumerate(self._root.tensors if self._map else ()):
-            if self._map and self._map.count(number) not in (None, self._mapped[number]):
-                raise FormatError(f"{self._where}: {_shown(entry)}: its box map names boxes that no child has")
-
-
-def _shown(entry: TensorEntry) -> str:
-    return ".".join(map(str, entry.path))

@@ -73,10 +73,10 @@ def diff(context: Context, a: Snapshot, b: Snapshot) -> DiffResult:
         IntegrityError, FormatError: an object that must be read is damaged.
         CapabilityError: the comparison must decode more than this machine or the limits allow.
     """
-    with _naming(a):
+    with naming(a):
         manifests_a = read_manifests(context.store, context.engines.digest_seed, a)
         before = tensors_by_path(context, a.manifests, manifests_a)
-    with _naming(b):
+    with naming(b):
         manifests_b = read_manifests(context.store, context.engines.digest_seed, b)
         after = tensors_by_path(context, b.manifests, manifests_b)
     changed = [(before[key], after[key]) for key in before.keys() & after.keys() if _is_read(before[key], after[key])]
@@ -90,17 +90,17 @@ def diff(context: Context, a: Snapshot, b: Snapshot) -> DiffResult:
         elif key not in before:
             tensors.append(TensorDiff(path, "added"))
         else:
-            pieces = _pieces(context, a, before[key]), _pieces(context, b, after[key])
+            pieces = pieces_of(context, a, before[key]), pieces_of(context, b, after[key])
             tensors.append(_compare(path, before[key], after[key], pieces))
-    with _naming(a):
+    with naming(a):
         tree_a = decode_tree(context, manifests_a, a.ref)
-    with _naming(b):
+    with naming(b):
         tree_b = decode_tree(context, manifests_b, b.ref)
     return DiffResult(a, b, tensors, _plain_changes(tree_a, tree_b))
 
 
 @contextmanager
-def _naming(snapshot: Snapshot) -> Iterator[None]:
+def naming(snapshot: Snapshot) -> Iterator[None]:
     """Name the snapshot in errors about damage."""
     try:
         yield
@@ -140,14 +140,14 @@ def _compare(
     return TensorDiff(path, "changed", changed / max(1, spec_a.nbytes // spec_a.itemsize), relative)
 
 
-def _pieces(context: Context, snapshot: Snapshot, stored: StoredTensor) -> Iterator[Bytes]:
+def pieces_of(context: Context, snapshot: Snapshot, stored: StoredTensor) -> Iterator[Bytes]:
     """Yield a tensor's bytes in pieces of whole elements, all but the last of one length, at most a mebibyte each.
 
     As float64 a piece may take eight times that.
     """
     step = stored.spec.itemsize * max(1, COMPARED_BYTES // stored.spec.itemsize)
     left = np.empty(0, np.uint8)
-    with _naming(snapshot):
+    with naming(snapshot):
         for piece in tensor_bytes(context, stored, snapshot.ref):
             left = np.concatenate([left, piece]) if left.size else piece
             end = left.size - left.size % step

@@ -119,7 +119,9 @@ class _Tally:
         heads[table.starts[:-1]] = True
         packs = [m.header.packs[i : i + 32] for i in range(0, len(m.header.packs), 32)]
         columns = (table.ref_packs, table.ref_offsets, table.ref_lengths, heads)
-        rows = zip(*(column.tolist() for column in columns), _owners(m), strict=True)
+        groups = [group_of(entry.path) for entry in m.tensors]
+        owners = [groups[number] for number in np.repeat(m.owners, table.ref_counts).tolist()]
+        rows = zip(*(column.tolist() for column in columns), owners, strict=True)
         for number, offset, length, head, owner in rows:
             name = (packs[number], offset)
             self._blobs[name] = (length, head or self._blobs.get(name, (0, False))[1])
@@ -144,15 +146,6 @@ def group_of(path: Sequence[str | int]) -> str:
     if len(path) >= 3 and any(isinstance(element, int) for element in path[1:-1]):
         return f"{path[0]}.*.{path[-1]}"
     return str(path[0]) if path else "(root)"
-
-
-def _owners(m: Manifest) -> list[str]:
-    """Return the group of each reference's chunk, (k,)."""
-    by_row = [""] * len(m.table)
-    for entry in m.tensors:
-        for box in entry.boxes:
-            by_row[box.first_chunk : box.first_chunk + box.chunks] = [group_of(entry.path)] * box.chunks
-    return [by_row[row] for row in np.repeat(np.arange(len(m.table)), m.table.ref_counts).tolist()]
 
 
 def _codec_bytes(entries: npt.NDArray[np.void]) -> dict[str, int]:

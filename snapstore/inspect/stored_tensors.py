@@ -38,7 +38,7 @@ class StoredTensor:
         found = [
             (box.offsets, box.sizes, data if data is not None else _digests(m, box))
             for m, entry in self.pieces
-            for box, data in _boxes(m, entry)
+            for box, data in boxes_of(m, entry)
         ]
         return sorted(found, key=lambda of: of[:2])
 
@@ -87,21 +87,21 @@ def tensor_bytes(context: Context, stored: StoredTensor, what: str) -> Iterator[
     """
     if len(stored.pieces) == 1 and len(stored.pieces[0][1].boxes) <= 1:
         m, entry = stored.pieces[0]
-        for box, data in _boxes(m, entry):
-            yield from _chunks(context, m, box) if data is None else [np.frombuffer(data, np.uint8)]
+        for box, data in boxes_of(m, entry):
+            yield from chunks_of(context, m, box) if data is None else [np.frombuffer(data, np.uint8)]
         return
     spec = stored.spec
     limits.require_memory(2 * spec.nbytes, f"{what}: putting a tensor of several ranks together")
     together = np.empty((*spec.shape, spec.itemsize), np.uint8)
     for m, entry in stored.pieces:
-        for box, data in _boxes(m, entry):
-            chunks = [np.frombuffer(data, np.uint8)] if data is not None else list(_chunks(context, m, box))
+        for box, data in boxes_of(m, entry):
+            chunks = [np.frombuffer(data, np.uint8)] if data is not None else list(chunks_of(context, m, box))
             room = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
             together[room] = np.concatenate(chunks).reshape(*box.sizes, spec.itemsize)
     yield together.reshape(-1)
 
 
-def _boxes(m: Manifest, entry: TensorEntry) -> Iterator[tuple[Box, bytes | None]]:
+def boxes_of(m: Manifest, entry: TensorEntry) -> Iterator[tuple[Box, bytes | None]]:
     """Yield the boxes of an entry, with their bytes if they lie inline; an entry without boxes is one, if not empty."""
     at = entry.inline[0] if entry.inline else 0
     if not entry.boxes and entry.inline:
@@ -119,15 +119,16 @@ def _digests(m: Manifest, box: Box) -> bytes:
     return m.table.digests[box.first_chunk : box.first_chunk + box.chunks].tobytes()
 
 
-def _chunks(context: Context, m: Manifest, box: Box) -> Iterator[Bytes]:
-    """Yield the bytes of a box, chunk by chunk."""
-    lengths = m.table.lengths[box.first_chunk : box.first_chunk + box.chunks].tolist()
+def chunks_of(context: Context, m: Manifest, box: Box, first: int = 0) -> Iterator[Bytes]:
+    """Yield the bytes of a box, chunk by chunk, from a chunk on."""
+    lengths = m.table.lengths[box.first_chunk + first : box.first_chunk + box.chunks].tolist()
     outs: list[Bytes] = []
+    names = m.header.pack_names
 
     def wanted() -> Iterator[Wanted]:
         for i, length in enumerate(lengths):
             outs.append(np.empty(length, np.uint8))
-            yield whole(m.table, m.header.pack_names, box.first_chunk + i, outs[-1])
+            yield whole(m.table, names, box.first_chunk + first + i, outs[-1])
 
     for done in ChunkReader(context).rebuild(wanted()):
         yield from outs[:done]

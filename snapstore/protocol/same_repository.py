@@ -27,13 +27,13 @@ from ..storage.base import ObjectStore
 log = logging.getLogger("snapstore")
 
 
-class _Opened(Protocol):
+class Opened(Protocol):
     """An open repository."""
 
     context: Context
 
 
-R = TypeVar("R", bound=_Opened)
+R = TypeVar("R", bound=Opened)
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Self
 
+import msgspec
+
 from ..catalog.history import View
 from ..catalog.needed_keys import needed_keys
 from ..context import Context
@@ -19,8 +21,9 @@ from ..errors import FormatError, IntegrityError, NotFoundError, StorageError
 from ..format import manifest, records
 from ..format.keys import record_key
 from ..format.manifest import ManifestHeader
-from ..format.records import ABORTED, COMMITTED, MadeFor, Snapshot
+from ..format.records import COMMITTED, MadeFor, Snapshot
 from .commit import Claim
+from .liveness import aborted
 from .same_repository import confirmed
 
 log = logging.getLogger("snapstore")
@@ -98,15 +101,7 @@ class Session(Claim):
         return self.publish(snapshot)
 
     def _aborted(self, reason: str) -> Snapshot:
-        return Snapshot(
-            id=self.id,
-            run=self.run,
-            step=self.step,
-            seq=self.seq,
-            state=ABORTED,
-            write_id=records.new_id(),
-            reason=reason,
-        )
+        return msgspec.structs.replace(aborted(self.run, self.step, self.id, reason), seq=self.seq, created=0.0)
 
 
 class SharedSession:

@@ -33,7 +33,6 @@ from ..errors import RanksError
 from ..protocol.this_process import boot_id, host_name
 from ..state.arrays import Memory
 from ..state.restore_buffers import RestoreBuffers, Want
-from ..state.restore_plan import RestorePlan
 from .overlaps import Overlap, Shape
 from .pipeline import load
 
@@ -105,7 +104,7 @@ class Exchange:
         context: Context,
         wants: Sequence[Want],
         overlaps: Mapping[Want, Sequence[Overlap]],
-        target: RestorePlan | RestoreBuffers,
+        target: RestoreBuffers,
     ) -> None:
         """Read the wanted arrays; see `pipeline.load`, which raises the same.
 
@@ -195,7 +194,7 @@ class Needed:
     def __init__(self, wants: Sequence[Want], overlaps: Mapping[Want, Sequence[Overlap]]) -> None:
         pairs = [(want, overlap) for want in wants for overlap in overlaps[want]]
         self._all = wants
-        self._inline = {want: [overlap for overlap in overlaps[want] if not overlap.stored.chunks] for want in wants}
+        self.inline = {want: [overlap for overlap in overlaps[want] if not overlap.stored.chunks] for want in wants}
         self.wants = [want for want, overlap in pairs if overlap.stored.chunks]
         self.overlaps = [overlap for _, overlap in pairs if overlap.stored.chunks]
         self.counts = np.array([len(overlap.rows) for overlap in self.overlaps], np.int64)
@@ -218,13 +217,9 @@ class Needed:
             Needs([o.shape for o in found], **{name: column.tobytes() for name, column in columns.items()})
         )
 
-    def has_inline(self, want: Want) -> bool:
-        """Return whether bytes of an array lie in a manifest, so no chunk brings them."""
-        return bool(self._inline[want])
-
     def rest(self, is_shared: Bytes, completed: set[Want]) -> tuple[list[Want], dict[Want, list[Overlap]]]:
         """Return the wants that are not complete, and of their overlaps those without shared chunks."""
-        found = {want: list(inline) for want, inline in self._inline.items() if want not in completed}
+        found = {want: list(inline) for want, inline in self.inline.items() if want not in completed}
         ends = np.cumsum(self.counts)
         for want, overlap, end in zip(self.wants, self.overlaps, ends.tolist(), strict=True):
             own = ~is_shared[end - len(overlap.rows) : end]
@@ -362,7 +357,7 @@ class _Rounds:
         call: JointCall,
         mine: Needed,
         plan: Plan,
-        target: RestorePlan | RestoreBuffers,
+        target: RestoreBuffers,
     ) -> None:
         self._context, self._group, self._call = context, group, call
         self._mine, self._plan, self._target = mine, plan, target
@@ -461,7 +456,7 @@ class _Rounds:
         else:
             overlap.put_span(home, data, first)
         self._left[want] -= 1
-        if not self._left[want] and not self._mine.has_inline(want):
+        if not self._left[want] and not self._mine.inline[want]:
             self._target.complete(want)
             self.completed.add(want)
 

@@ -22,7 +22,7 @@ from ..arrays import Bytes, Column
 from ..chunks.reader import Wanted
 from ..format import boxes
 from ..format.manifest import Manifest
-from ..state.arrays import Memory, copy_box, fill
+from ..state.arrays import Memory, copy_box
 
 #: Chunks that go through a buffer are rebuilt in groups of at most this much, or one by one [bytes].
 BUFFERED_BYTES = 8 * 1024 * 1024
@@ -129,11 +129,7 @@ class Overlap:
     def put_inline(self, home: Memory) -> None:
         """Copy the overlap out of the inline bytes of the manifest."""
         nbytes, start = math.prod(self.stored_sizes), self.stored.inline
-        data, span = np.frombuffer(self.stored.m.inline, np.uint8, nbytes, start), self.span
-        if span is not None:
-            at = self.target_start + boxes.start_of(self.target_at, self.target_sizes)
-            fill(home[at : at + span[1] - span[0]], data[span[0] : span[1]])
-            return
+        data = np.frombuffer(self.stored.m.inline, np.uint8, nbytes, start)
         source = data, self.stored_sizes, self.stored_at
         copy_box((self.target(home), self.target_sizes, self.target_at), source, self.sizes)
 

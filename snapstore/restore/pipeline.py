@@ -6,9 +6,10 @@ record and the manifests are enough: no index is needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from ..chunks import limits
 from ..chunks.reader import ChunkReader, Wanted
@@ -17,11 +18,15 @@ from ..engine.cuda import require_device
 from ..errors import FormatError, IntegrityError, InvalidInputError, SnapstoreError, out_of_memory
 from ..format.records import SWEPT, Snapshot
 from ..state.classes import Types
+from ..state.fit import Fit
 from ..state.restore_buffers import RestoreBuffers, Want
 from ..state.restore_plan import RestorePlan
 from .manifests import decoding_of, spend_decoding
 from .overlaps import Overlap, Reads
 from .sources import ALONE, AsRank, Sources
+
+log = logging.getLogger("snapstore")
+T = TypeVar("T")
 
 
 def read(
@@ -29,7 +34,7 @@ def read(
     ref: str | Snapshot,
     *,
     into: Any = None,
-    keys: str | Sequence[str] | None = None,
+    keys: str | Sequence[str] | Fit | None = None,
     device: Any = None,
     types: Sequence[type] = (),
     as_rank: AsRank = ALONE,
@@ -76,12 +81,23 @@ def ruling_now(context: Context, snapshot: Snapshot, error: SnapstoreError) -> S
     return ruling
 
 
+def opened(context: Context, ref: str, open_it: Callable[[Snapshot], T]) -> T:
+    """Return what opening the snapshot of a reference gives; it is opened again if it is rewritten meanwhile."""
+    snapshot = context.index.refresh().resolve(ref)
+    while True:
+        try:
+            return open_it(snapshot)
+        except (IntegrityError, FormatError) as error:
+            ruling = ruling_now(context, snapshot, error)
+            snapshot = ruling if ruling.state != SWEPT else context.index.refresh().resolve(ref)
+
+
 def read_into(
     context: Context,
     ref: str | Snapshot,
     target: Any,
     *,
-    keys: str | Sequence[str] | None = None,
+    keys: str | Sequence[str] | Fit | None = None,
     types: Sequence[type] = (),
     as_rank: AsRank = ALONE,
 ) -> Snapshot:
@@ -96,7 +112,7 @@ def restore(
     snapshot: Snapshot,
     *,
     into: Any = None,
-    keys: str | Sequence[str] | None = None,
+    keys: str | Sequence[str] | Fit | None = None,
     device: Any = None,
     types: Sequence[type] = (),
     as_rank: AsRank = ALONE,
@@ -104,6 +120,7 @@ def restore(
     """Return the state of a snapshot, or `into` filled with it.
 
     Args:
+        keys: or a `Fit`, which also says under which names.
         into: its sharded tensors get the boxes that they hold; no rank communicates.
         types: classes whose values are made; those in `into` are made too. Others come back in their plain forms.
         as_rank: which rank reads, and whose own values it gets.
@@ -115,11 +132,12 @@ def restore(
             more decoding than its stored bytes explain. Nothing was written.
         IntegrityError, FormatError: the snapshot is damaged; `into` may be half written.
     """
-    sources = Sources(context, snapshot, keys, as_rank)
+    fit = Fit.of(keys)
+    sources = Sources(context, snapshot, fit.parts_keys, as_rank)
     target = RestorePlan(
         sources.parts,
         into=into,
-        keys=keys,
+        keys=fit,
         device=device,
         on_device=context.engines.on_device,
         decoded=decoding_of(snapshot.ref, Types(types, into)),
@@ -128,13 +146,15 @@ def restore(
     specs = (sources.parts[want.part].specs[want.entry] for want in target.wants)
     if device is not None and any(spec.kind in ("tensor", "parameter") for spec in specs):
         require_device(device)
-    limits.require_memory(target.fresh_bytes(), f"{snapshot.ref}: restoring {len(target.wants)} tensors")
+    limits.require_memory(target.buffers.fresh_bytes(), f"{snapshot.ref}: restoring {len(target.wants)} tensors")
     overlaps = sources.overlaps(target.wants)
     require_decoding_of(context, overlaps, f"{snapshot.ref}: restoring")
     try:
-        (as_rank.exchange.load if as_rank.exchange else load)(context, target.wants, overlaps, target)
+        (as_rank.exchange.load if as_rank.exchange else load)(context, target.wants, overlaps, target.buffers)
     finally:
         context.engines.release_memory()
+    if target.left_out:
+        log.warning("%s: restored with strict=False: %s", snapshot.ref, target.left_out)
     return target.finish()
 
 
@@ -142,7 +162,7 @@ def load(
     context: Context,
     wants: Sequence[Want],
     overlaps: Mapping[Want, Sequence[Overlap]],
-    target: RestorePlan | RestoreBuffers,
+    target: RestoreBuffers,
 ) -> None:
     """Read the wanted arrays, in stored order; an array's memory is taken when it is reached.
 

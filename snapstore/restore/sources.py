@@ -20,11 +20,12 @@ from ..errors import FormatError, InvalidInputError
 from ..format import manifest
 from ..format.box_map import ranks_with
 from ..format.manifest import Manifest, TensorEntry, manifest_name, part_name
-from ..format.rank_checks import Cover, entries_by_path, match_entries
+from ..format.rank_checks import Cover, entries_by_path, match_entries, require_same_form
 from ..format.records import ManifestRef, Snapshot
 from ..format.tensor_layout import ChunkSums, check_boxes, check_whole, spec_of
+from ..state.containers import display
 from ..state.restore_buffers import Want
-from ..state.tensors import TensorSpec, family
+from ..state.tensors import TensorSpec
 from ..text import counted
 from ..threads import Threads
 from .manifests import read_manifests, stored_parts
@@ -228,7 +229,7 @@ class _Open:
             cover.add(starts.index(found.target_start), found.target_at[:-1], found.sizes[:-1])
         if self.left or cover.wrong():
             problem = f"{self.left} of its elements are missing" if self.left > 0 else "its boxes overlap"
-            raise FormatError(f"{where}: {_shown(self.spec)}: {problem}; run 'snapstore check'")
+            raise FormatError(f"{where}: {display(self.spec.path)}: {problem}; run 'snapstore check'")
 
 
 def _check(child: Manifest, entries: Sequence[tuple[_Open, TensorEntry]]) -> None:
@@ -239,12 +240,7 @@ def _check(child: Manifest, entries: Sequence[tuple[_Open, TensorEntry]]) -> Non
     """
     sums, where = ChunkSums(child.table), f"{part_name(child.header.part)}, rank {child.header.rank}"
     for one, entry in entries:
-        spec, whole = spec_of(entry), one.spec
-        if (family(spec.kind), spec.dtype, spec.shape) != (family(whole.kind), whole.dtype, whole.shape):
-            raise FormatError(
-                f"{where}: {_shown(spec)}: {spec.kind} {spec.dtype} {list(spec.shape)}, the root says {whole.kind} "
-                f"{whole.dtype} {list(whole.shape)}"
-            )
+        require_same_form(spec_of(entry), one.spec, where)
         if entry.boxes:
             check_boxes(entry, sums, where)
         else:
@@ -260,7 +256,3 @@ def _stored_boxes(m: Manifest, entry: TensorEntry, itemsize: int) -> Iterator[St
     for box in entry.boxes:
         yield StoredBox(m, box.offsets, box.sizes, box.first_chunk, box.chunks, at)
         at += 0 if box.chunks else math.prod(box.sizes) * itemsize
-
-
-def _shown(spec: TensorSpec) -> str:
-    return ".".join(map(str, spec.path))

@@ -17,16 +17,97 @@ from ..engine.cuda import require_device
 from ..errors import FormatError, IntegrityError, NotFoundError, out_of_memory
 from ..format.records import SWEPT, Snapshot
 from ..state.containers import CONTAINERS, display, leaves
+from ..state.fit import Fit
 from ..state.restore_buffers import RestoreBuffers, Want
 from ..state.selection import Selection
 from ..state.tensors import Slot, StoredPart, TensorSpec, family
 from ..state.tree_decode import decode, part_names
 from .manifests import decoding_of
 from .overlaps import Overlap
-from .pipeline import load, require_decoding_of, ruling_now
+from .pipeline import load, opened, require_decoding_of, ruling_now
 from .sources import SHARED_ONLY, AsRank, Sources
 
 Named = tuple[str, Slot]
+
+
+class OpenSnapshot:
+    """The tensors of a snapshot by name, as its manifests were when they were read.
+
+    Args:
+        keys, as_rank: see `TensorReader`; or a `Fit`, which also says under which names.
+
+    Attributes:
+        sources: where their bytes lie.
+        parts, selection: of the snapshot, and of them.
+        tree, decoded: the decoded tree, with slots for arrays, and which of its containers are of classes.
+        places: for each stored array, in the order of the manifests, its (dotted path, slot); tied ones have several.
+        others: dotted paths of the selected leaves that are no tensors and no arrays.
+
+    Raises:
+        NotFoundError: a key names nothing.
+        IntegrityError, FormatError: the snapshot is damaged.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        snapshot: Snapshot,
+        keys: str | Sequence[str] | Fit | None,
+        as_rank: AsRank = SHARED_ONLY,
+    ) -> None:
+        self._context, self._keys, self._as_rank = context, keys, as_rank
+        self.snapshot = snapshot
+        fit = Fit.of(keys)
+        self.sources = Sources(context, snapshot, fit.parts_keys, as_rank)
+        self.parts: list[StoredPart] = self.sources.parts
+        self.selection, self.decoded = Selection(fit.keys), decoding_of(snapshot.ref)
+        tree = decode(self.parts, partial=fit.parts_keys is not None, decoded=self.decoded)
+        names = part_names(self.parts)
+        self.tree = tree = fit.apply(tree, names, self.decoded.makers)
+        self.selection.resolve(tree, names if fit.part is None else ())
+        places: dict[tuple[int, int], list[Named]] = {}
+        self.others: list[str] = []
+        for path, leaf in leaves(tree, ()):
+            if not self.selection.matches(path):
+                continue
+            if type(leaf) is Slot and family(leaf.tag) != "bytes":
+                places.setdefault((leaf.part, leaf.index), []).append((display(path), leaf))
+            elif type(leaf) not in CONTAINERS:  # an empty container is a leaf too
+                self.others.append(display(path))
+        self.places = [places[place] for place in sorted(places)]
+
+    @classmethod
+    def of(
+        cls, context: Context, ref: str, keys: str | Sequence[str] | Fit | None, as_rank: AsRank = SHARED_ONLY
+    ) -> OpenSnapshot:
+        """Open the snapshot that a reference names, also if it is rewritten meanwhile."""
+        return opened(context, ref, lambda snapshot: cls(context, snapshot, keys, as_rank))
+
+    def spec(self, slot: Slot) -> TensorSpec:
+        """Return the spec of a stored array."""
+        return self.parts[slot.part].specs[slot.index]
+
+    @property
+    def specs(self) -> list[tuple[str, TensorSpec]]:
+        """Return (dotted path, spec) of every tensor and array."""
+        return [(path, self.spec(slot)) for named in self.places for path, slot in named]
+
+    def reopened(self, error: IntegrityError | FormatError) -> OpenSnapshot:
+        """Return the snapshot with the packs that a recode or compact has written since; its tensors are the same.
+
+        Raises:
+            NotFoundError: the snapshot was deleted meanwhile.
+            The error again: it rules as it was read, so it is damaged.
+        """
+        ruling = ruling_now(self._context, self.snapshot, error)
+        if ruling.state == SWEPT:
+            raise NotFoundError(
+                f"{self.snapshot.ref} (id:{self.snapshot.id[:12]}): was forgotten and deleted by a gc while it was read"
+            ) from error
+        new = OpenSnapshot(self._context, ruling, self._keys, self._as_rank)
+        if new.specs != self.specs:
+            raise error
+        return new
 
 
 class TensorReader:
@@ -54,49 +135,28 @@ class TensorReader:
         context: Context,
         ref: str,
         *,
-        keys: str | Sequence[str] | None = None,
+        keys: str | Sequence[str] | Fit | None = None,
         device: Any = None,
         as_rank: AsRank = SHARED_ONLY,
     ) -> None:
-        self._context, self._keys, self._device, self._as_rank = context, keys, device, as_rank
-        self.snapshot = context.index.refresh().resolve(ref)
-        while True:
-            try:
-                self._open(self.snapshot)
-                break
-            except (IntegrityError, FormatError) as error:
-                ruling = ruling_now(context, self.snapshot, error)
-                self.snapshot = ruling if ruling.state != SWEPT else context.index.refresh().resolve(ref)
+        self._context, self._device = context, device
+        self._use(OpenSnapshot.of(context, ref, keys, as_rank))
+        self.others = self._opened.others
         if device is not None and any(family(spec.kind) == "tensor" for _, spec in self.specs):
             require_device(device)
         most = max((sum(self._spec(slot).nbytes for _, slot in group) for group in self._groups), default=0)
         limits.require_memory(most, f"{self.snapshot.ref}: reading its largest tensor")
         require_decoding_of(context, self._overlaps, f"{self.snapshot.ref}: restoring")
 
-    def _open(self, snapshot: Snapshot) -> None:
-        """Read the manifests, and find the selected tensors."""
-        sources = Sources(self._context, snapshot, self._keys, self._as_rank)
-        self._parts: list[StoredPart] = sources.parts
-        self._selection = Selection(self._keys)
-        tree = decode(self._parts, partial=self._keys is not None, decoded=decoding_of(snapshot.ref))
-        self._selection.resolve(tree, part_names(self._parts))
-        places: dict[tuple[int, int], list[Named]] = {}
-        self.others: list[str] = []
-        for path, leaf in leaves(tree, ()):
-            if not self._selection.matches(path):
-                continue
-            if type(leaf) is Slot and family(leaf.tag) != "bytes":
-                places.setdefault((leaf.part, leaf.index), []).append((display(path), leaf))
-            elif type(leaf) not in CONTAINERS:  # an empty container is a leaf too
-                self.others.append(display(path))
-        self._groups = list(self._grouped([places[place] for place in sorted(places)]))
-        slots = [(path, slot) for group in self._groups for path, slot in group]
-        self.specs = [(path, self._spec(slot)) for path, slot in slots]
-        wants = dict.fromkeys(Want(slot.part, slot.index) for _, slot in slots)
-        self._overlaps: dict[Want, list[Overlap]] = sources.overlaps(wants)
+    def _use(self, opened: OpenSnapshot) -> None:
+        """Plan the reads of a snapshot."""
+        self._opened, self.snapshot, self.specs = opened, opened.snapshot, opened.specs
+        self._groups = list(self._grouped(opened.places))
+        wants = dict.fromkeys(Want(slot.part, slot.index) for group in self._groups for _, slot in group)
+        self._overlaps: dict[Want, list[Overlap]] = opened.sources.overlaps(wants)
 
     def _spec(self, slot: Slot) -> TensorSpec:
-        return self._parts[slot.part].specs[slot.index]
+        return self._opened.spec(slot)
 
     def _grouped(self, sources: Sequence[list[Named]]) -> Iterator[list[Named]]:
         """Yield the paths and slots of stored tensors, in groups that are read together."""
@@ -125,7 +185,7 @@ class TensorReader:
                 try:
                     arrays = self._read(self._groups[number])
                 except (IntegrityError, FormatError) as error:
-                    self._reopen(error)
+                    self._use(self._opened.reopened(error))
                     continue
                 number += 1
                 while arrays:
@@ -135,22 +195,51 @@ class TensorReader:
 
     def _read(self, group: Sequence[Named]) -> deque[tuple[str, Any]]:
         """Return the arrays of a group by path; those of one stored tensor share memory."""
-        engines = self._context.engines
+        engines, opened = self._context.engines, self._opened
         with out_of_memory(f"restore {self.snapshot.ref}", "free memory, then read the rest of it with keys"):
-            buffers = RestoreBuffers(self._parts, self._selection, self._device, on_device=engines.on_device)
+            buffers = RestoreBuffers(opened.parts, opened.selection, self._device, on_device=engines.on_device)
             for _, slot in group:
                 buffers.add(slot)
             load(self._context, buffers.wants(), self._overlaps, buffers)
             return deque((path, buffers.build(slot)) for path, slot in group)
 
-    def _reopen(self, error: IntegrityError | FormatError) -> None:
-        """Go on with the packs that a recode or compact has written since; it leaves the tensors as they are."""
-        ruling = ruling_now(self._context, self.snapshot, error)
-        if ruling.state == SWEPT:
-            raise NotFoundError(
-                f"{self.snapshot.ref} (id:{self.snapshot.id[:12]}): was forgotten and deleted by a gc while it was read"
-            ) from error
-        specs, self.snapshot = self.specs, ruling
-        self._open(ruling)
-        if self.specs != specs:
-            raise error
+    def unread(self) -> tuple[Any, list[Any]]:
+        """Return the selected state, whose tensors are not read, and the arrays of it in the order of `specs`.
+
+        The tensors have no values: their memory is taken, but never touched, so it costs nothing. Tied ones share it.
+        All other leaves are read, arrays included.
+
+        Raises:
+            NotFoundError: the snapshot was deleted meanwhile.
+            IntegrityError, FormatError: it is damaged.
+            CapabilityError: there is no memory for it.
+        """
+        while True:
+            try:
+                with out_of_memory(f"read {self.snapshot.ref}", "free memory, or read parts of it with keys"):
+                    return self._read_others()
+            except (IntegrityError, FormatError) as error:
+                self._use(self._opened.reopened(error))
+            finally:
+                self._context.engines.release_memory()
+
+    def _read_others(self) -> tuple[Any, list[Any]]:
+        opened = self._opened
+        buffers = RestoreBuffers(opened.parts, opened.selection, None, decoded=opened.decoded)
+        tree = opened.selection.prune(opened.tree, ())
+        for _, leaf in leaves(tree, ()):
+            if type(leaf) is Slot:
+                buffers.add(leaf)
+        others, most = [], 0
+        for want in buffers.wants():
+            spec = opened.parts[want.part].specs[want.entry]
+            if family(spec.kind) == "tensor":
+                buffers.buffer(want)
+            else:
+                others.append(want)
+                most += spec.nbytes
+        limits.require_memory(most, f"{self.snapshot.ref}: reading its values")
+        overlaps = opened.sources.overlaps(others)
+        require_decoding_of(self._context, overlaps, f"{self.snapshot.ref}: reading its values")
+        load(self._context, others, overlaps, buffers)
+        return buffers.build(tree), [buffers.build(slot) for group in self._groups for _, slot in group]

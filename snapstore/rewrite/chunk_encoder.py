@@ -132,10 +132,7 @@ def _joined(digests: Sequence[bytes]) -> Bytes:
 
 def kinds_of(m: Manifest) -> tuple[Column, Column]:
     """Return the element size [bytes] and the layout of planes of every chunk of a manifest, (n,) each."""
-    sizes, layouts = np.ones(len(m.table), np.uint8), np.full(len(m.table), planes.BYTES, np.uint8)
-    for entry in m.tensors:
-        spec = spec_of(entry)
-        for box in entry.boxes:
-            own = slice(box.first_chunk, box.first_chunk + box.chunks)
-            sizes[own], layouts[own] = spec.element_size, planes.ROTATED if spec.is_float else planes.BYTES
-    return sizes, layouts
+    specs = [spec_of(entry) for entry in m.tensors]
+    sizes = np.array([spec.element_size for spec in specs], np.uint8)
+    layouts = np.array([planes.ROTATED if spec.is_float else planes.BYTES for spec in specs], np.uint8)
+    return sizes[m.owners], layouts[m.owners]

@@ -62,7 +62,7 @@ class Neighbours:
         rows, bases, at = self._bases(view, snapshot, m, rows)
         if not len(rows):
             return
-        tensors = _tensors_of(m)[rows]
+        tensors = m.owners[rows]
         order = np.argsort(tensors, kind="stable")
         groups = sorted(np.split(order, np.flatnonzero(np.diff(tensors[order])) + 1), key=lambda group: int(group[0]))
         samples = np.array([group[0] for group in groups])
@@ -133,12 +133,3 @@ class Neighbours:
         """Return what a restore pays at most for links on top of full chunks of a manifest (k,)."""
         heights = self._live.heights.numbers_of(m.table.digests[rows])
         return np.asarray(heights * HEIGHT_UNITS * ChainCosts(m.table).full[rows])
-
-
-def _tensors_of(m: Manifest) -> Column:
-    """Return the number of the tensor that every chunk of a manifest belongs to, (n,)."""
-    numbers = np.full(len(m.table), -1, np.int64)
-    for number, entry in enumerate(m.tensors):
-        for box in entry.boxes:
-            numbers[box.first_chunk : box.first_chunk + box.chunks] = number
-    return numbers

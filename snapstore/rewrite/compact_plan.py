@@ -200,7 +200,8 @@ class LiveBlobs:
         """Return a manifest; None, and note its snapshot as damaged, if it cannot be read."""
         try:
             m = read_twice(self._store, partial(self._read, ref))
-            _check_chains(m.table, ref.key)
+            if (m.table.ref_offsets >> np.uint64(_OFFSET_BITS)).any():
+                raise FormatError(f"{ref.key}: a reference beyond the first TiB of a pack")
         except DAMAGE as error:
             self.damaged[snapshot.id] = f"{snapshot.ref}: {error}"
             return None
@@ -390,12 +391,6 @@ _FRAME = HEADER.size + TRAILER.size + 32
 def room(lengths: Column) -> Column:
     """Return the bytes that blobs need in a pack: padded, and with their entries in the footer."""
     return -(-lengths // ALIGNMENT) * ALIGNMENT + ENTRY.itemsize
-
-
-def _check_chains(table: ChunkTable, where: str) -> None:
-    """Raise FormatError for chains that no snapstore writes, and that would be counted wrongly."""
-    if (table.ref_offsets >> np.uint64(_OFFSET_BITS)).any():
-        raise FormatError(f"{where}: a reference beyond the first TiB of a pack")
 
 
 def rows_of(table: ChunkTable, refs: Column) -> Column:

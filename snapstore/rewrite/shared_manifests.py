@@ -69,13 +69,19 @@ def beside(index: Index, ruling: Snapshot, shared: Written) -> set[str]:
 
 
 def put_list(context: Context, claim: Claim, refs: Sequence[ManifestRef], written: Written) -> str | UnsetType:
-    """Put the list of the manifests that a revision will name, and return its name; unset: all are its snapshot's."""
+    """Put the list of the manifests that a revision will name, and return its name; unset: all are its snapshot's.
+
+    Raises:
+        StorageError, ConflictError: the list is not there; see `Claim.confirm`.
+    """
     own = {ref.sha256 for ref, data in written.values() if data}
     headers = [_header(context, ref) for ref in refs if ref.sha256 not in own]
     if all(header and header.snapshot == claim.made_for.snapshot for header in headers):
         return UNSET
     names = ManifestList.of(claim.id, claim.made_for, refs)
-    put_once(claim, names.key, records.encode(names))
+    data = records.encode(names)
+    put_once(claim, names.key, data)
+    claim.confirm({names.key: len(data)})
     return names.sha256
 
 

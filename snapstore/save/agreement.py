@@ -100,7 +100,8 @@ def compare_replicas(
         digests = ask([first.few[0], first.other[0]], first.group)
         mine, theirs = digests[first.few[0]], digests[first.other[0]]
         if missing := mine.keys() ^ theirs.keys():
-            raise holders_error(request, first.few, first.other, sorted(missing))
+            text = not_held(first.few, first.other, sorted(missing))
+            raise InvalidInputError(f"save {request.run}@{request.step}: {text}")
         names = [name for name, digest in mine.items() if theirs[name] != digest]
         raise replicas_error(request, first.few, first.other, names)
     about = frozenset(one.group for one in unlike).union(ask([0], BUFFERS)[0])
@@ -138,13 +139,6 @@ def replicas_error(
         "; they must be equal on all ranks: broadcast them, put what is each rank's own into snapstore.PerRank, or "
         f"store rank 0's with replicas='rank0'. {_STAGES_ADVICE}; nothing was committed"
     )
-
-
-def holders_error(
-    request: SaveRequest, few: Sequence[int], other: Sequence[int], names: Sequence[str]
-) -> InvalidInputError:
-    """Return the error of tensors that only some of the ranks hold which should hold the same."""
-    return InvalidInputError(f"save {request.run}@{request.step}: {not_held(few, other, names)}")
 
 
 def not_held(few: Sequence[int], other: Sequence[int], names: Sequence[str]) -> str:

@@ -9,13 +9,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Bytes, Column
-from ..chunks.uploader import Putter
 from ..context import Context
 from ..errors import DAMAGE, StorageError
 from ..format import manifest
@@ -24,6 +22,7 @@ from ..format.delta_choice import ChainCosts
 from ..format.keys import pack_key
 from ..format.manifest import Manifest, TensorEntry
 from ..format.records import MAX_COUNTED, ManifestRef, Snapshot
+from ..protocol.session import Session, SharedSession
 from ..state.containers import display
 from ..storage.base import ObjectStore
 from .near_children import NearChildren
@@ -60,16 +59,8 @@ class _Run:
     in_first_base: bool
 
 
-class SessionLike(Putter, Protocol):
-    """The session of a save as the writers of its ranks see it; `protocol.session.Session` is one."""
-
-    run: str
-    quarantined: set[str]
-    usable_bases: list[Snapshot]
-
-    def confirm(self, sizes: Mapping[str, int]) -> None:
-        """Check that objects which were put are there, by key and size [bytes]."""
-        ...
+#: The session of a save as the writers of its ranks see it.
+AnySession = Session | SharedSession
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -201,7 +192,7 @@ class Bases:
 
 
 def load_bases(
-    context: Context, session: SessionLike, cached: Mapping[str, Manifest], near: NearChildren | None = None
+    context: Context, session: AnySession, cached: Mapping[str, Manifest], near: NearChildren | None = None
 ) -> Bases:
     """Return the chunks that a save may reference, out of the base snapshots that its session allows.
 
@@ -244,7 +235,7 @@ def load_bases(
     return Bases(bases, _damaged_packs(context.store, session, bases), context.options.restore_cost)
 
 
-def _damaged_packs(store: ObjectStore, session: SessionLike, bases: Sequence[Base]) -> set[str]:
+def _damaged_packs(store: ObjectStore, session: AnySession, bases: Sequence[Base]) -> set[str]:
     """Return the names of packs that are missing, of another size, or in quarantine: known chunks are not read again.
 
     Returns all packs if the store cannot tell, for example because of a bad sector: a full save needs none of them.

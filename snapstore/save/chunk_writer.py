@@ -29,7 +29,7 @@ from ..format.boxes import cut, strip_start
 from ..format.pack import Encoded
 from ..state.arrays import Memory
 from ..state.held_array import changed
-from .bases import Bases, SessionLike, place_of
+from .bases import AnySession, Bases, place_of
 from .inputs import TensorInput
 
 log = logging.getLogger("snapstore")
@@ -135,7 +135,7 @@ class ChunkWriter:
     """
 
     def __init__(
-        self, context: Context, session: SessionLike, bases: Bases, *, full: bool, state_bytes: int = 0
+        self, context: Context, session: AnySession, bases: Bases, *, full: bool, state_bytes: int = 0
     ) -> None:
         self.bases, self._session, self._full = bases, session, full
         self._context, self._engines, self._chunk_bytes = context, context.engines, context.config.chunk_bytes
@@ -341,6 +341,7 @@ class ChunkWriter:
             bases,
             self.bases.table.digests[taken] if has else np.zeros((len(new), 16), np.uint8),
             costs.delta_limits(taken, restore_cost) if has else np.zeros(len(new), np.int64),
+            raw=self._engines.stores_raw(self._context.store),
         )
 
     def _base_bytes(self, batch: _Hashing, new: Column, base_digests: Bytes) -> Chunks:

@@ -145,18 +145,17 @@ class Exchange:
     def _wait(self, what: str, look: Callable[[], T | None], who: Sequence[int] | Callable[[], Sequence[int]]) -> T:
         """Return what `look` returns, once it is not None."""
         ranks, key = self._ranks, self._key
-        watch = Watch(ranks, what, who if callable(who) else lambda: who, ranks.total_s, self._prefix)
 
-        def watch_all() -> None:
+        def look_for_the_end() -> None:
             self._check()
             if (data := ranks.look(key("failed"))) is not None:
                 raise messages.raised(decode(data, Failed), ranks.rank)
             if (data := ranks.look(key("outcome"))) is not None:
                 failed = decode(data, Outcome).failed
                 raise messages.raised(failed, ranks.rank) if failed else RanksError("rank 0 has ended this save")
-            watch()
 
-        return wait_for(look, watch_all)
+        everyone = who if callable(who) else lambda: who
+        return wait_for(look, Watch(ranks, what, everyone, ranks.total_s, self._prefix, look_for_the_end))
 
 
 def require_kept(kept: Iterable[Name], old: Holders, new: Holders) -> None:

@@ -133,7 +133,6 @@ class SmallCopies:
         place = {k: i for i, k in enumerate(hashed.at.tolist())}
         more = np.array([k not in place for k in stored.at.tolist()], bool)
         self._at = np.concatenate([hashed.at, stored.at[more]])
-        self._positions: list[int] = self._at.tolist()
         self._offsets = np.concatenate([hashed.offsets, stored.offsets[more]])
         self._nbytes = np.concatenate([hashed.nbytes, stored.nbytes[more]])
         starts = np.cumsum(self._nbytes) - self._nbytes
@@ -148,13 +147,9 @@ class SmallCopies:
     def copy(self, match: Match) -> tuple[Callable[[], list[Bytes]], Callable[[int], Bytes]]:
         """Copy them; return what gives the bytes to store, and the i-th ones to hash, (nbytes,) uint8 each.
 
-        Call it after `match.confirm`, which keeps their memory.
-
-        Raises:
-            DifferentStructureError: one has moved since the match, or was resized meanwhile.
+        The bytes count only after `match.confirm`.
         """
         together = copy_addresses(match.addresses[self._at] + self._offsets, self._nbytes)
-        match.confirm_places(self._positions)
         stored, hashed = self._stored, self._hashed
         return lambda: [together[first:end] for first, end in stored], lambda i: together[slice(*hashed[i])]
 

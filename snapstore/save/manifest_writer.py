@@ -9,6 +9,7 @@ is cut into pages, which are stored as tensors are: known pages cost nothing.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ import numpy as np
 
 from ..arrays import Column
 from ..context import Context
-from ..errors import DAMAGE, StorageError
+from ..errors import DAMAGE, IntegrityError, SnapstoreError, StorageError
 from ..format import manifest, records
 from ..format.box_map import BoxMap
 from ..format.chunk_table import ChunkTable
@@ -29,11 +30,14 @@ from ..format.records import RANKS, ManifestList, ManifestRef
 from ..state.arrays import as_bytes
 from ..state.tensors import TensorSpec
 from ..state.tree_encode import pack
-from .bases import Bases, SessionLike
-from .chunk_writer import ChunkWriter, Rows
+from .bases import AnySession, Bases
+from .chunk_writer import BaseDamagedError, ChunkWriter, Rows
 from .inputs import BoxOf, PartInput, TensorInput
 from .replicas import digest_arrays
 from .shares import Name
+from .staging import Staging
+
+log = logging.getLogger("snapstore")
 
 #: A packed tree of nothing.
 NO_TREE = b"\xc0"
@@ -61,14 +65,23 @@ class Written:
     new_chunks: int = 0
     depth: int = 0
     sizes: dict[str, int] = field(default_factory=dict)
+    bases: Bases = field(default_factory=Bases)
 
     @classmethod
     def of_chunks(cls, chunks: ChunkWriter) -> Written:
         """Return the packs of finished chunks."""
         sizes = dict(zip(map(pack_key, chunks.packs.names), chunks.packs.sizes, strict=True))
-        return cls(stored_bytes=sum(sizes.values()), chunks=chunks.rows, new_chunks=chunks.new_chunks, sizes=sizes)
+        stored_bytes, new_chunks = sum(sizes.values()), chunks.new_chunks
+        return cls(
+            stored_bytes=stored_bytes, chunks=chunks.rows, new_chunks=new_chunks, sizes=sizes, bases=chunks.bases
+        )
 
-    def add(self, session: SessionLike, data: bytes, bases: Sequence[Manifest]) -> list[tuple[str, bytes]]:
+    @property
+    def manifests_by_name(self) -> dict[str, Manifest]:
+        """Return the manifests by SHA-256."""
+        return {ref.sha256: m for ref, m in zip(self.manifests, self.in_memory, strict=True)}
+
+    def add(self, session: AnySession, data: bytes, bases: Sequence[Manifest]) -> list[tuple[str, bytes]]:
         """Add a manifest, or the one among those of the bases that says the same; return what is to be put for it.
 
         A manifest of a base is read first: no snapshot is to depend on one that is damaged or gone.
@@ -92,7 +105,7 @@ class Written:
         self._note_put(ref.key, data)
         return [(ref.key, data)]
 
-    def add_list(self, session: SessionLike) -> list[tuple[str, bytes]]:
+    def add_list(self, session: AnySession) -> list[tuple[str, bytes]]:
         """List the manifests, which a record will name, if some are another snapshot's; return what is to be put."""
         if all(m.header.save_id.hex() == session.id for m in self.in_memory):
             return []
@@ -108,53 +121,73 @@ class Written:
 
 def write(
     context: Context,
-    session: SessionLike,
+    session: AnySession,
     inputs: Sequence[PartInput],
     bases: Bases,
     *,
     full: bool,
-    rank: int = 0,
-    world_size: int = 0,
+    staging: Staging | None = None,
+    place: tuple[int, int] = (0, 0),
 ) -> Written:
-    """Store the inputs; all of it is durable on return.
+    """Store the inputs; all of it is durable on return. If a base cannot be read, they are stored again without bases.
 
     Args:
         bases: the chunks that may be referenced.
         full: store no chains of deltas.
-        rank, world_size: of one of several ranks. It writes child manifests, and none for a part of which it stores
-            nothing. A `world_size` of 0: there is one process, which writes all.
+        staging: lends the inputs their bytes of the base.
+        place: rank and world size of one of several ranks. It writes child manifests, and none for a part of which it
+            stores nothing. A world size of 0: there is one process, which writes all.
 
     Raises:
         InvalidInputError: the caller's memory was changed meanwhile.
-        IntegrityError: a blob does not decode to its chunk; nothing refers to it.
-        BaseDamagedError: a base cannot be read: write again without bases.
+        IntegrityError: a blob does not decode to its chunk; nothing refers to it; or a base cannot be read, and the
+            inputs are an iterator's.
     """
-    layouts: list[Layout] = []
-    wholes: Sequence[TensorSpec] = ()
+    rank, world_size = place
     share_bytes = sum(tensor.spec.nbytes for part in inputs if world_size for tensor in part.tensors)
-    with ChunkWriter(context, session, bases, full=full, state_bytes=world_size * share_bytes) as chunks:
-        for part in inputs:
-            if part.own_nodes is None:
-                layouts.append(Layout(part.name, first_row=chunks.rows, wholes=len(part.specs)))
-                chunks.begin_part(part.name, rank)
-                digest_arrays(part.replicas, context.engines)
-                wholes = part.specs
-            else:
-                layouts[-1].append_alike(wholes, part.tensors)
-            layout = layouts[-1]  # a rank's own values follow the boxes of their part
-            for node, index in part.own_nodes or ():
-                node[1] = len(layout.entries) + index
-            for number, tensor in enumerate(part.tensors):
-                session.heartbeat()
-                if tensor.spec.nbytes >= INLINE_BYTES:
-                    layout.append(tensor, chunks.add(tensor, tensor.number(number)), b"")
-                else:
-                    layout.append(tensor, 0, _inline_bytes(context, tensor))
-            if not world_size or part.own_nodes is not None:
-                add_tree(chunks, layout, pack(part.tree))
-            chunks.end_part()
-        chunks.finish()
-        return _write_manifests(context, session, chunks, layouts, (rank, world_size))
+    while True:
+        if staging is not None:
+            staging.use_base(inputs, bases.snapshot.id if bases.snapshot else None)
+        layouts: list[Layout] = []
+        wholes: Sequence[TensorSpec] = ()
+        try:
+            with ChunkWriter(context, session, bases, full=full, state_bytes=world_size * share_bytes) as chunks:
+                for part in inputs:
+                    if part.own_nodes is None:
+                        layouts.append(Layout(part.name, first_row=chunks.rows, wholes=len(part.specs)))
+                        chunks.begin_part(part.name, rank)
+                        digest_arrays(part.replicas, context.engines)
+                        wholes = part.specs
+                    else:
+                        layouts[-1].append_alike(wholes, part.tensors)
+                    layout = layouts[-1]  # a rank's own values follow the boxes of their part
+                    for node, index in part.own_nodes or ():
+                        node[1] = len(layout.entries) + index
+                    for number, tensor in enumerate(part.tensors):
+                        session.heartbeat()
+                        if tensor.spec.nbytes >= INLINE_BYTES:
+                            layout.append(tensor, chunks.add(tensor, tensor.number(number)), b"")
+                        else:
+                            layout.append(tensor, 0, _inline_bytes(context, tensor))
+                    if not world_size or part.own_nodes is not None:
+                        add_tree(chunks, layout, pack(part.tree))
+                    chunks.end_part()
+                chunks.finish()
+                return _write_manifests(context, session, chunks, layouts, place)
+        except BaseDamagedError as damage:
+            _require_repeatable(inputs, damage)
+            log.warning("run=%s step=%d saving in full, a base is damaged: %s", session.run, session.step, damage)
+            bases = Bases()
+
+
+def _require_repeatable(inputs: Sequence[PartInput], damage: BaseDamagedError) -> None:
+    """Raise the error of the damaged base if the inputs are an iterator's, which cannot be read again."""
+    if any(part.once for part in inputs):
+        cause = damage.__cause__
+        raise (type(cause) if isinstance(cause, SnapstoreError) else IntegrityError)(
+            f"a base of this save cannot be read: {damage}; nothing was committed, and the iterator cannot be read "
+            "again; repair the base ('snapstore repair'), or save with full=True; either way pass a new iterator"
+        ) from damage
 
 
 @dataclass(slots=True)
@@ -253,7 +286,7 @@ def _inline_bytes(context: Context, tensor: TensorInput) -> bytes:
 
 def _write_manifests(
     context: Context,
-    session: SessionLike,
+    session: AnySession,
     chunks: ChunkWriter,
     layouts: Sequence[Layout],
     writer: tuple[int, int],
@@ -290,6 +323,8 @@ def _write_manifests(
         puts += written.add_list(session)
     for wait in [chunks.packs.start_put(key, data) for key, data in puts]:
         wait()
+    if context.options.verify_writes == "full":
+        session.confirm(written.sizes)
     session.heartbeat()
     return written
 

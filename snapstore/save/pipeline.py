@@ -13,13 +13,12 @@ from contextlib import nullcontext
 
 from ..catalog.history import View
 from ..context import Context
-from ..errors import IntegrityError, SnapstoreError, out_of_memory
+from ..errors import SnapstoreError, out_of_memory
 from ..format.records import Snapshot
 from ..protocol import tags
 from ..protocol.session import Session
 from ..text import human_bytes
-from .bases import Bases, load_bases
-from .chunk_writer import BaseDamagedError
+from .bases import load_bases
 from .inputs import PartInput, SaveRequest
 from .lineage import Lineage
 from .manifest_writer import Written, write
@@ -53,37 +52,15 @@ def save(
                 Session(context, request.run, request.step, parent=request.parent, also=request.bases) as session,
             ):
                 session.watch = request.require_wanted
-                bases, written = load_bases(context, session, lineage.cached_manifests()), None
-                while written is None:
-                    if staging:
-                        staging.use_base(inputs, bases.snapshot.id if bases.snapshot else None)
-                    try:
-                        written = write(context, session, inputs, bases, full=request.full)
-                    except BaseDamagedError as damage:
-                        bases = without_bases(request, inputs, damage)
-                if context.options.verify_writes == "full":
-                    session.confirm(written.sizes)
-                snapshot = commit(session, request, written, bases.ids, bases.generation)
+                bases = load_bases(context, session, lineage.cached_manifests())
+                written = write(context, session, inputs, bases, full=request.full, staging=staging)
+                snapshot = commit(session, request, written, written.bases.ids, written.bases.generation)
             if staging:
                 staging.keep_as_base(inputs, snapshot.id)
         context.index.add(snapshot, written.headers)
-        lineage.note_saved(
-            snapshot, {m.sha256: read for m, read in zip(written.manifests, written.in_memory, strict=True)}
-        )
+        lineage.note_saved(snapshot, written.manifests_by_name)
         log_saved(snapshot)
         return take_tags(context, request, snapshot, before) if before is not None else snapshot
-
-
-def without_bases(request: SaveRequest, inputs: Sequence[PartInput], damage: BaseDamagedError) -> Bases:
-    """Return no bases: the inputs are to be written again, in full.
-
-    Raises:
-        SnapstoreError: they are those of an iterator, which cannot be read again.
-    """
-    if any(part.once for part in inputs):
-        raise _cannot_repeat(damage) from damage
-    log.warning("run=%s step=%d saving in full, a base is damaged: %s", request.run, request.step, damage)
-    return Bases()
 
 
 def log_saved(snapshot: Snapshot) -> None:
@@ -108,15 +85,6 @@ def take_tags(context: Context, request: SaveRequest, snapshot: Snapshot, before
     except SnapstoreError as error:  # the save is committed; of two that hold a tag, the tag means the newest
         log.warning("run=%s tags %s stay on an older snapshot as well: %s", request.run, request.tags, error)
         return snapshot
-
-
-def _cannot_repeat(damage: BaseDamagedError) -> SnapstoreError:
-    """Return the error of a save from an iterator that would have to start again without bases."""
-    cause = damage.__cause__
-    return (type(cause) if isinstance(cause, SnapstoreError) else IntegrityError)(
-        f"a base of this save cannot be read: {damage}; nothing was committed, and the iterator cannot be read again; "
-        "repair the base ('snapstore repair'), or save with full=True; either way pass a new iterator"
-    )
 
 
 def commit(

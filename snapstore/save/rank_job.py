@@ -12,7 +12,7 @@ from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import Protocol, TypeVar
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from ..context import Context
@@ -31,6 +31,7 @@ from ..distributed.preemption import Preemption
 from ..distributed.questions import Questions
 from ..errors import InvalidInputError, RanksError, out_of_memory
 from ..format.records import Snapshot
+from ..protocol.same_repository import Opened
 from .holders import Exchange, Holders, require_kept
 from .inputs import PartInput, SaveRequest, plain_names
 from .lineage import Lineage
@@ -41,18 +42,6 @@ from .rank_writer import RankWriter
 from .shares import Name, RankShares, Replicas
 from .staging import Learn, Staging
 from .together import Job
-
-
-class Opened(Protocol):
-    """A repository that is open."""
-
-    context: Context
-
-    @property
-    def url(self) -> str:
-        """Return where it is."""
-        ...
-
 
 R = TypeVar("R", bound=Opened)
 _users: WeakKeyDictionary[Ranks, count[int]] = WeakKeyDictionary()
@@ -112,8 +101,8 @@ class RankJob:
         repository = first[0] if first else opened()
         if (uuid := repository.context.config.uuid) != expected:
             raise InvalidInputError(
-                f"rank {self.ranks.rank}: the repository at {repository.url} is not the one of rank 0 (uuid: expected "
-                f"{expected}, got {uuid}); pass one repository on all ranks, in a place that all share"
+                f"rank {self.ranks.rank}: the repository at {repository.context.store.url} is not the one of rank 0 "
+                f"(uuid: expected {expected}, got {uuid}); pass one repository on all ranks, in a place that all share"
             )
         return repository
 

@@ -12,28 +12,27 @@ import xxhash
 
 from ..context import Context
 from ..distributed.base import Ranks, named
-from ..distributed.messages import DIGEST_BYTES, REQUEST_FIELDS, Ref, Report
+from ..distributed.messages import DIGEST_BYTES, REQUEST_FIELDS, Begin, Ref, Report
 from ..errors import IntegrityError
 from ..format.hashing import checksum
 from ..format.manifest import Manifest
 from ..format.records import RANKS, Snapshot
-from ..protocol.session import Session, SharedSession
-from .bases import Bases, load_bases
-from .chunk_writer import BaseDamagedError
+from ..protocol.session import Session
+from .bases import AnySession, Bases, load_bases
 from .inputs import PartInput, SaveRequest
 from .lineage import Lineage
 from .manifest_writer import Written, write
 from .merged_trees import merge_trees, orders_of
 from .near_children import NearChildren
-from .pipeline import commit, without_bases
+from .pipeline import commit
 from .rank_state import decode_trees, encode_trees, rank_state
 from .root_writer import ChildHeaders, Children, write_roots
 from .staging import Staging
-from .together import Share
+from .together import report_of
 
 
 class RankWriter:
-    """The bytes of one rank's save; see `DataSide`.
+    """The bytes of one rank's save, which `together` puts in order.
 
     Args:
         inputs: what `staging.copy` gave for this rank's shares; or `inputs_of` them: then the caller waits.
@@ -59,18 +58,14 @@ class RankWriter:
         self.headers: dict[str, bytes] = {}
         self.manifests: dict[str, Manifest] = {}
 
-    def write(self, session: Session | SharedSession, *, full: bool) -> Share:
-        """Write this rank's packs and child manifests; all of it is durable on return."""
+    def write(self, session: AnySession, begin: Begin) -> Report:
+        """Write this rank's packs and child manifests, and return its report; all of it is durable on return."""
         context, rank, count = self._context, self._ranks.rank, self._ranks.count
         near = NearChildren(self._inputs, rank, count, self._lineage.own_children(self._request.run))
-        bases, written = load_bases(context, session, self._lineage.cached_manifests(), near), None
-        while written is None:
-            self._staging.use_base(self._inputs, bases.snapshot.id if bases.snapshot else None)
-            try:
-                written = write(context, session, self._inputs, bases, full=full, rank=rank, world_size=count)
-            except BaseDamagedError as damage:
-                bases = without_bases(self._request, self._inputs, damage)
-        self._bases = bases
+        bases = load_bases(context, session, self._lineage.cached_manifests(), near)
+        place, staging = (rank, count), self._staging
+        written = write(context, session, self._inputs, bases, full=begin.full, staging=staging, place=place)
+        self._bases = written.bases
         self._note(written)
         if not rank:  # rank 0's own that a base has already; `take_report` sees to those of the others
             self._child_headers.start([ref for ref in written.manifests if ref.sha256 not in self.headers])
@@ -80,12 +75,12 @@ class RankWriter:
         for part in sorted(state.replica_digests):
             for group, digest in state.replica_digests[part].items():
                 replicas.setdefault(group, []).append(digest)
-        return Share(
+        return report_of(
+            begin,
             written,
             request=request_digests(self._request),
             trees=xxhash.xxh3_128_digest(self._trees),
             replicas={group: xxhash.xxh3_128_digest(b"".join(digests)) for group, digests in replicas.items()},
-            bases=self._bases.ids,
             held_bytes=sum(state.held_bytes.values()),
         )
 
@@ -94,7 +89,11 @@ class RankWriter:
         return self._trees
 
     def replicas(self, group: str) -> list[tuple[str, bytes]]:
-        """Return the path and the digest of each tensor that a group of ranks holds alike."""
+        """Return the path and the digest of each tensor that a group of ranks holds alike.
+
+        Args:
+            group: its id, or the end of several ids; see `Replica.group_id`.
+        """
         return [found for part in self._state.replica_digests for found in self._state.tensor_digests(part, group)]
 
     def take_report(self, rank: int, manifests: Sequence[Ref]) -> None:
@@ -145,7 +144,7 @@ class RankWriter:
 
     def _note(self, written: Written) -> None:
         self.headers |= written.headers
-        self.manifests |= {ref.sha256: m for ref, m in zip(written.manifests, written.in_memory, strict=True)}
+        self.manifests |= written.manifests_by_name
 
 
 def request_digests(request: SaveRequest) -> bytes:

@@ -28,7 +28,7 @@ from ..state.containers import shown
 from ..state.tree_encode import pack
 from ..text import some
 from ..threads import Pending, Threads, when_dropped
-from .bases import Bases, SessionLike, load_bases
+from .bases import AnySession, Bases, load_bases
 from .chunk_writer import ChunkWriter, Rows
 from .manifest_writer import Layout, Written, add_tree, entry_of, table_of
 from .near_children import NearChildren
@@ -94,7 +94,7 @@ class Children:
 
 def write_roots(
     context: Context,
-    session: SessionLike,
+    session: AnySession,
     parts: Sequence[PartTree],
     children: Children,
     world_size: int,
@@ -154,7 +154,7 @@ def write_roots(
     return written
 
 
-def _put_all(context: Context, session: SessionLike, written: Written, puts: Sequence[tuple[str, bytes]]) -> None:
+def _put_all(context: Context, session: AnySession, written: Written, puts: Sequence[tuple[str, bytes]]) -> None:
     """Put manifests; all that was written is durable on return."""
     with Threads(PUTS_AT_ONCE) as threads:
         threads.start(lambda item: put_once(session, *item), puts)()
@@ -164,7 +164,7 @@ def _put_all(context: Context, session: SessionLike, written: Written, puts: Seq
 
 
 def _write_trees(
-    context: Context, session: SessionLike, parts: Sequence[PartTree], trees: Sequence[bytes], bases: Bases
+    context: Context, session: AnySession, parts: Sequence[PartTree], trees: Sequence[bytes], bases: Bases
 ) -> tuple[Written, list[tuple[Layout, tuple[ChunkTable, list[str], list[int]]]]]:
     """Store the pages of large trees; return what was put, and for each part its layout and what `table_of` says."""
     with ChunkWriter(context, session, bases, full=True) as chunks:

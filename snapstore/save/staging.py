@@ -299,8 +299,8 @@ class Staging:
             for device, group in known.hashed.on_devices.items():
                 if (found := self._start_digests(group.sources(device, match))) is not None:
                     digests.append((group.rows, found))
-            match.confirm()
             small, small_replica = known.small.copy(match)
+            match.confirm()
             copies.append((known.copied.small.rows, small))
             for row, held in known.copied.held(match):
                 copies.append(([row], partial(list, [self._copy_to_host(known.keys[row], held, INLINE_BYTES)])))

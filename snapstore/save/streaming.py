@@ -17,6 +17,7 @@ import numpy as np
 from ..engine.registry import Engines
 from ..errors import InvalidInputError, UnsupportedLeafError
 from ..state.arrays import describe, device_of
+from ..state.containers import Path, display
 from ..state.flatten import flatten
 from ..state.held_array import Held
 from ..state.stateful import is_stateful
@@ -57,7 +58,7 @@ def _tensors(pairs: Iterator[Any], keys: list[Any], nodes: list[Any], engines: E
                 f"{path}: the iterator gave this path twice, as pairs {positions[path]} and {number}; "
                 "each path may come once; nothing was committed"
             )
-        tensor = _input(path, value, number, engines)
+        tensor = input_of((path,), value, engines)
         del pair, value
         grad = [tensor.spec.requires_grad] if tensor.spec.kind != "array" else []
         keys.append(encode_plain(path))
@@ -98,13 +99,18 @@ def _checked(pair: Any, number: int) -> tuple[str, Any]:
     return path, value
 
 
-def _input(path: str, value: Any, number: int, engines: Engines) -> TensorInput:
-    """Return a tensor as an input: a small one as a copy, a large one or one on a device lent by the caller."""
+def input_of(path: Path, value: Any, engines: Engines) -> TensorInput:
+    """Return a tensor, array or bytes as an input: small ones as a copy, large ones or those of a device as lent.
+
+    Raises:
+        UnsupportedLeafError: it has no stored form.
+    """
     try:
         kind, dtype, shape = describe(value)
     except UnsupportedLeafError as error:
-        raise UnsupportedLeafError(f"{path}: {error}; nothing was committed") from error
-    spec = TensorSpec((path,), kind, dtype, shape, kind != "array" and value.requires_grad, None)
+        raise UnsupportedLeafError(f"{display(path)}: {error}; nothing was committed") from error
+    grad = kind in ("tensor", "parameter") and value.requires_grad
+    spec = TensorSpec(path, kind, dtype, shape, grad, None)
     held = Held(value, spec)
     key = ("", spec.path, 0)
     if spec.nbytes >= engines.cpu.batch_bytes or device_of(value, engines.on_device) is not None:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -53,70 +53,14 @@ from .inputs import SaveRequest
 from .manifest_writer import Written
 from .outcomes import in_save, read_committed, read_record, settle
 
+if TYPE_CHECKING:
+    from .rank_writer import RankWriter
+
 log = logging.getLogger("snapstore")
 #: How often a rank that writes looks whether the save was given up [s].
 LOOK_S = 0.5
 #: Rank 0 looks for the reports one by one, and then pauses for so many times as long.
 PASS_PAUSE = 20
-
-
-@dataclass(slots=True)
-class Share:
-    """The part of a save that one rank has written.
-
-    Attributes:
-        written: its packs and child manifests, durable.
-        request, trees, replicas: see `Report`.
-        bases: ids of the snapshots that it has built on.
-        held_bytes: bytes of shared tensors that it has stored.
-    """
-
-    written: Written
-    request: bytes = b""
-    trees: bytes = b""
-    replicas: Mapping[str, bytes] = field(default_factory=dict)
-    bases: Sequence[str] = ()
-    held_bytes: int = 0
-
-
-class DataSide(Protocol):
-    """The bytes of one rank's save, for the protocol to put in order."""
-
-    def write(self, session: Session | SharedSession, *, full: bool) -> Share:
-        """Write this rank's packs and child manifests; all of it is durable on return."""
-        ...
-
-    def trees(self) -> bytes:
-        """Return the trees of this rank's parts, with the whole shapes of their tensors."""
-        ...
-
-    def replicas(self, group: str) -> list[tuple[str, bytes]]:
-        """Return the path and the digest of each tensor that a group of ranks holds alike.
-
-        Args:
-            group: its id, or the end of several ids; see `Replica.group_id`.
-        """
-        ...
-
-    def take_report(self, rank: int, manifests: Sequence[Ref]) -> None:
-        """Take the child manifests of another rank, which are durable; called on rank 0 once for each."""
-        ...
-
-    def merge(self, trees: Sequence[tuple[list[int], bytes]]) -> None:
-        """Take (the ranks whose trees are equal, those trees), by the first rank; InvalidInputError: they differ."""
-        ...
-
-    def write_roots(self, session: Session, reports: Mapping[int, Report]) -> Written:
-        """Write the root manifests; called on rank 0, when all children are durable and the trees are merged.
-
-        Args:
-            reports: of all ranks, in their order, with all their child manifests.
-        """
-        ...
-
-    def commit(self, session: Session, roots: Written, reports: Sequence[Report], bases: Sequence[str]) -> Snapshot:
-        """Create the record."""
-        ...
 
 
 @dataclass(slots=True)
@@ -139,7 +83,7 @@ class Job:
     old_keys: set[str] = field(default_factory=set)
     warned: set[frozenset[str]] = field(default_factory=set)
 
-    def save(self, number: int, request: SaveRequest, data: DataSide) -> Snapshot:
+    def save(self, number: int, request: SaveRequest, data: RankWriter) -> Snapshot:
         """Save on this rank; every rank calls it with the same number, and gets the same snapshot or an error.
 
         Raises:
@@ -174,7 +118,7 @@ class Job:
 class _Save:
     """One save on one rank."""
 
-    def __init__(self, job: Job, number: int, request: SaveRequest, data: DataSide) -> None:
+    def __init__(self, job: Job, number: int, request: SaveRequest, data: RankWriter) -> None:
         self._job, self._context, self._ranks = job, job.context, job.ranks
         self._number, self._request, self._data = number, request, data
         self._next_look = 0.0
@@ -217,8 +161,7 @@ class _Save:
         bases = [snapshot.key for snapshot in session.usable_bases]
         begin = Begin(session.id, request.step, bases, request.full, bool(session.quarantined))
         ranks.post(self._key("begin"), encode(begin))
-        share = self._write(session, full=request.full)
-        reports = {0: self._report(share, begin)} | self._collect(session)
+        reports = {0: self._data.write(session, begin)} | self._collect(session)
         compare(reports, request)
         self._data.merge(self._trees(reports, session))
         compare_replicas(reports, request, partial(self._digests, session), self._job.warned)
@@ -310,14 +253,13 @@ class _Save:
 
     def _watch_ranks(self, session: Session, what: str, who: Callable[[], Sequence[int]]) -> Callable[[], None]:
         """Return what raises once one of `who` is silent or too late, or a rank has failed."""
-        watch = Watch(self._ranks, f"{what} of step {self._request.step}", who, self._ranks.total_s, self._job.prefix)
 
-        def watch_all() -> None:
+        def look() -> None:
             session.heartbeat()
             self._watch_failures(now=True)
-            watch()
 
-        return watch_all
+        ranks, what = self._ranks, f"{what} of step {self._request.step}"
+        return Watch(ranks, what, who, ranks.total_s, self._job.prefix, look)
 
     def _watch_failures(self, *, now: bool = False) -> None:
         """Raise RelayedError once another rank has failed; it looks twice a second, or `now`."""
@@ -334,8 +276,8 @@ class _Save:
         ranks, rank = self._ranks, self._ranks.rank
         try:
             begin = self._wait_for_begin()
-            share = self._write_share(begin)
-            report = self._report(share, begin)
+            with shared_session(self._context, self._request.run, begin, self._watch_outcome) as session:
+                report = self._data.write(session, begin)
             if report.manifests is not None and len(report.manifests) > messages.MAX_REPORTED_MANIFESTS:
                 ranks.post(self._key(f"manifests/{rank}"), encode(report.manifests))
                 report = msgspec.structs.replace(report, manifests=None)
@@ -360,13 +302,9 @@ class _Save:
         """
         ranks, request = self._ranks, self._request
         what = f"rank 0 to begin the save of step {request.step}"
-        watch = Watch(ranks, what, lambda: [0], ranks.total_s, self._job.prefix)
-
-        def watch_all() -> None:
-            self._watch_outcome(now=True)
-            watch()
-
-        begin = decode(wait_for(lambda: ranks.look(self._key("begin")), watch_all), Begin)
+        also = partial(self._watch_outcome, now=True)
+        watch = Watch(ranks, what, lambda: [0], ranks.total_s, self._job.prefix, also)
+        begin = decode(wait_for(lambda: ranks.look(self._key("begin")), watch), Begin)
         if begin.step != request.step:
             raise InvalidInputError(
                 f"run {request.run!r}: this rank saves step {request.step}, rank 0 step {begin.step}; call save alike "
@@ -374,11 +312,6 @@ class _Save:
             )
         self._remove_old_keys()
         return begin
-
-    def _write_share(self, begin: Begin) -> Share:
-        """Write this rank's packs and child manifests."""
-        with shared_session(self._context, self._request.run, begin, self._watch_outcome) as session:
-            return self._write(session, full=begin.full)
 
     def _watch_outcome(self, *, now: bool = False) -> None:
         """Raise RelayedError once rank 0 has given the save up; it looks twice a second, or `now`."""
@@ -435,29 +368,20 @@ class _Save:
         self._ranks.remove(list(self._job.old_keys))
         self._job.old_keys.clear()
 
-    def _write(self, session: Session | SharedSession, *, full: bool) -> Share:
-        share = self._data.write(session, full=full)
-        if self._context.options.verify_writes == "full":
-            session.confirm(share.written.sizes)
-        return share
 
-    def _report(self, share: Share, begin: Begin) -> Report:
-        """Return the report of a share."""
-        ids = [key.rpartition("-")[2].partition(".")[0] for key in begin.bases]
-        written = share.written
-        return Report(
-            step=self._request.step,
-            manifests=[Ref.of(ref) for ref in written.manifests],
-            request=share.request,
-            trees=share.trees,
-            replicas=dict(share.replicas),
-            held_bytes=share.held_bytes,
-            bases=[number for number, name in enumerate(ids) if name in share.bases],
-            chunks=written.chunks,
-            new_chunks=written.new_chunks,
-            stored_bytes=written.stored_bytes,
-            depth=written.depth,
-        )
+def report_of(begin: Begin, written: Written, **told: Any) -> Report:
+    """Return the report of what a rank has written; `told`: the other fields of it."""
+    ids = [key.rpartition("-")[2].partition(".")[0] for key in begin.bases]
+    return Report(
+        step=begin.step,
+        manifests=[Ref.of(ref) for ref in written.manifests],
+        bases=[number for number, name in enumerate(ids) if name in written.bases.ids],
+        chunks=written.chunks,
+        new_chunks=written.new_chunks,
+        stored_bytes=written.stored_bytes,
+        depth=written.depth,
+        **told,
+    )
 
 
 def shared_session(context: Context, run: str, begin: Begin, watch: Callable[[], object]) -> SharedSession:

@@ -302,16 +302,6 @@ def memory_view(value: Any, on_device: OnDevice = None) -> Memory | None:
     return memory if direct else memory.numpy()
 
 
-def fill(memory: Memory, data: np.ndarray[Any, Any]) -> None:
-    """Copy host bytes, (nbytes,) uint8, into memory of the same size."""
-    if isinstance(memory, np.ndarray):
-        memory[:] = data
-    else:
-        import torch
-
-        memory.copy_(torch.from_numpy(data.copy()))  # a copy: torch warns of read-only memory
-
-
 def copy_box(target: Boxed, source: Boxed, sizes: Sequence[int]) -> None:
     """Copy a box of bytes out of one box of bytes into another, both in C order.
 

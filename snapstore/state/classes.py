@@ -33,10 +33,10 @@ PATHS: dict[str, type[pathlib.PurePath]] = {
     "pure posix": pathlib.PurePosixPath,
     "pure windows": pathlib.PureWindowsPath,
 }
-_PATH_NAMES = {kind: name for name, kind in PATHS.items()}
+PATH_NAMES = {kind: name for name, kind in PATHS.items()}
 TIMES = frozenset({date, datetime, time, timedelta, timezone})
 #: Leaves of the standard library, which come back exactly.
-KNOWN_LEAVES = TIMES | _PATH_NAMES.keys()
+KNOWN_LEAVES = TIMES | PATH_NAMES.keys()
 _BASES = (dict, list, str, int, float)  # whose subclasses have a plain form
 SCALARS = frozenset({type(None), bool, int, float, str, bytes})
 NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
@@ -48,12 +48,6 @@ Make = Callable[[Any], Any]  # makes a value of its plain form
 
 
 # --- leaves of the standard library ---
-
-
-def path_parts(value: Any) -> tuple[str, str] | None:
-    """Return (kind, text) of a path of pathlib, None for any other value."""
-    name = _PATH_NAMES.get(type(value))
-    return None if name is None else (name, str(value))
 
 
 def make_path(kind: str, text: str) -> pathlib.PurePath:

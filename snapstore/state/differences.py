@@ -73,7 +73,7 @@ class Differences:
     def _lines(self, part: Path, stored: Collection[Any], into: Collection[Any], each: int) -> list[str]:
         """Return the lines of one part: its counts, some of its differences, and what helps."""
         found, renamed = self._parts[part], self._renamed.get(part, [])
-        kinds = Counter(_kind(text) for _, text in found)
+        kinds = Counter(_COUNTED.get(text.partition(":")[0], "that cannot be filled") for _, text in found)
         for kind, there in ((IN_INTO, into), (IN_SNAPSHOT, stored)):
             if part and kinds.keys() == {kind} and part[0] not in there and found[0][0] != part:
                 return [f"{shown(part)}: {kind} ({counted(len(found), 'name')})"]
@@ -132,10 +132,6 @@ def _names(tree: Any) -> dict[Any, None]:
     return {element: None for element, _, _ in children(tree)} if type(tree) in CONTAINERS else {}
 
 
-def _kind(text: str) -> str:
-    return _COUNTED.get(text.partition(":")[0], "that cannot be filled")
-
-
 def renamed(stored: Iterable[Any], into: Iterable[Any]) -> dict[str, str]:
     """Return the names of the snapshot, each with its name in `into`, that differ by wrappers' prefixes alone.
 
@@ -173,7 +169,8 @@ def advice(pairs: dict[str, str], path: Path, *, is_module: bool) -> str:
         instead = f"{{{f'{before!r} + ' if before else ''}{name}: value for name, value in {here}.items()}}"
     sides = [f"{_prefix(lead)} in {side}" for lead, side in ((before, "the snapshot"), (now, "`into`")) if lead]
     where = ", and ".join(sides) if len(sides) > 1 else f"{sides[0]} alone"
-    return f"the names have {where}; pass {instead} instead of {here}"
+    rename = f", or rename={{{before!r}: {now!r}}}" if before else ""
+    return f"the names have {where}; pass {instead} instead of {here}{rename}"
 
 
 def _advice_inside(stored: list[str], into: list[str], here: str, is_module: bool) -> str:

@@ -123,6 +123,14 @@ class RestoreBuffers:
         """
         self._source(slot).slots.append(slot)
 
+    def remove(self, slot: Slot) -> None:
+        """Take a place back; an array that no other place wants is not read. A place that is not there is no error."""
+        source = self._sources.get(Want(*self._origin(slot.part, slot.index), self._boxes.get(slot)))
+        if source is not None and slot in source.slots:
+            source.slots.remove(slot)
+            if not source.slots:
+                del self._sources[source.want]
+
     def claim(self, slot: Slot, target: Any, *, owned: bool) -> None:
         """Use an array of `into` for a place; `owned` if it is in the state of an object, which loads it itself."""
         self._targets[slot] = target
@@ -131,10 +139,7 @@ class RestoreBuffers:
         sharding = sharding_of(target)
         if sharding is None:
             return
-        whole = self._source(slot)
-        whole.slots.remove(slot)
-        if not whole.slots:
-            del self._sources[whole.want]
+        self.remove(slot)
         if sharding.is_apart:
             self._in_shards[slot] = self._targets.pop(slot)
             for box, local in zip(sharding.boxes, locals_of(target), strict=True):

@@ -34,9 +34,10 @@ import numpy as np
 from ..errors import InvalidInputError, SnapstoreError
 from ..text import some
 from . import classes
-from .arrays import Memory, OnDevice, dtype_name, mismatch
+from .arrays import OnDevice, dtype_name, mismatch
 from .containers import CONTAINERS, MAX_DEPTH, Path, children, is_mapping, leaves, like, shown
 from .differences import IN_INTO, IN_SNAPSHOT, MAX_LINES, Differences, advice, renamed
+from .fit import Fit, Mismatches
 from .per_rank import PerRank, has_objects
 from .restore_buffers import RestoreBuffers, Want
 from .selection import Selection
@@ -79,7 +80,7 @@ class RestorePlan:
     Args:
         parts: All parts, or with `keys` at least `parts_needed`.
         into: The state to fill; None builds a new state.
-        keys: Names, or patterns (fnmatch, case-sensitive), over dotted paths; None selects everything.
+        keys: Names, or patterns (fnmatch, case-sensitive), over dotted paths; None selects everything. Or a `Fit`.
         device: The device of new tensors when `into` is None; CPU by default.
         on_device: Whether bytes for arrays on a device arrive in memory of that device; None: all arrive in host
             memory.
@@ -89,6 +90,8 @@ class RestorePlan:
 
     Attributes:
         wants: Every array to read, in the order of the manifests.
+        buffers: Their memory.
+        left_out: The names that are left out, with `strict=False`.
 
     Raises:
         InvalidInputError: `into` differs from the snapshot; the differences are counted by part, and up to 50 listed.
@@ -101,7 +104,7 @@ class RestorePlan:
         parts: Sequence[StoredPart],
         *,
         into: Any = None,
-        keys: str | Sequence[str] | None = None,
+        keys: str | Sequence[str] | Fit | None = None,
         device: str | torch.device | None = None,
         on_device: OnDevice = None,
         decoded: Decoded | None = None,
@@ -112,29 +115,43 @@ class RestorePlan:
                 "device: has no effect with `into`, whose tensors stay where they are; pass only one"
             )
         self._into = into
-        self._selection, self._all_selected = Selection(keys), keys is None
+        fit = Fit.of(keys)
+        self._selection, self._all_selected = Selection(fit.keys), fit.keys is None
+        self.left_out = fit.strict if isinstance(fit.strict, Mismatches) else None if fit.strict else Mismatches()
         decoded = decoded or Decoded()
-        self._buffers = RestoreBuffers(parts, self._selection, device, on_device=on_device, decoded=decoded)
+        self.buffers = RestoreBuffers(parts, self._selection, device, on_device=on_device, decoded=decoded)
         self._differences = Differences()
-        self._differ = self._differences.add
         self._updates: list[Callable[[], None]] = []
         self._loads: list[_Load] = []
-        stored = decode(parts, partial=keys is not None, decoded=decoded)
-        self._selection.resolve(stored, part_names(parts))
-        missing = [shown(path) for path in decoded.elsewhere if self._selection.matches(path)]
+        stored = decode(parts, partial=fit.parts_keys is not None, decoded=decoded)
+        names = part_names(parts)
+        stored = fit.apply(stored, names, decoded.makers)
+        self._selection.resolve(stored, names if fit.part is None else ())
+        others = (path for path, leaf in leaves(stored, ()) if leaf is ELSEWHERE) if decoded.elsewhere else ()
+        missing = [shown(path) for path in others if self._selection.matches(path)]
         if missing and elsewhere is not None:
             raise InvalidInputError(f"{some(missing, 5)}: {elsewhere}")
         self._stored = self._selection.prune(stored, ()) if into is None else stored
         for path, slot in _slots(stored, (), decoded.plain):
             if self._selection.matches(path):
-                self._buffers.add(slot)
+                self.buffers.add(slot)
         if into is not None:
             self._plan_root()
-        self.wants: list[Want] = self._buffers.wants()
+        self.wants: list[Want] = self.buffers.wants()
 
     # --- plan: compare, and change nothing ---
 
+    def _differ(self, path: Path, text: str) -> None:
+        """Note a difference: as an error, or as a name that is left out."""
+        if self.left_out is not None and text in (IN_INTO, IN_SNAPSHOT):
+            (self.left_out.unexpected if text == IN_INTO else self.left_out.missing).append(shown(path))
+        else:
+            self._differences.add(path, text)
+
     def _plan_root(self) -> None:
+        if self.left_out is not None:
+            self.left_out.clear()
+        some_arrays = bool(self.buffers.wants())
         replaced = self._plan(self._stored, self._into, ())
         if replaced is not None:
             self._differ((), "would have to be replaced: `into` must be a container or object that can change in place")
@@ -142,7 +159,9 @@ class RestorePlan:
             raise InvalidInputError(
                 *self._differences.message(self._stored, self._into, all_selected=self._all_selected)
             )
-        self._buffers.find_overlaps()
+        if some_arrays and not self.buffers.wants():
+            raise InvalidInputError(f"nothing of the snapshot fits `into`, also with strict=False: {self.left_out}")
+        self.buffers.find_overlaps()
 
     def _plan(self, stored: Any, target: Any, path: Path) -> Replace | None:
         """Plan one place; return how to make its new value if the parent must replace it."""
@@ -178,18 +197,18 @@ class RestorePlan:
                 self._differ(leaf, IN_SNAPSHOT)
 
     def _plan_array(self, slot: Slot, target: Any, path: Path) -> None:
-        spec = self._buffers.spec(slot)
+        spec = self.buffers.spec(slot)
         problem = mismatch(spec, target)
         if problem:
             self._differ(path, problem)
         else:
-            self._buffers.claim(slot, target, owned=False)
+            self.buffers.claim(slot, target, owned=False)
 
     def _plan_plain(self, stored: Any, target: Any, path: Path) -> Replace | None:
         if type(target) in CONTAINERS or is_array(target):
             self._differ(path, f"type: expected {type(target).__name__} as in `into`, got {_stored_name(stored)}")
             return None
-        return None if _same(stored, target) else lambda: self._buffers.build(stored)
+        return None if _same(stored, target) else lambda: self.buffers.build(stored)
 
     def _plan_view(self, stored: Any, target: Any, view: Any, path: Path) -> Replace | None:
         """Plan a dataclass, namespace, named tuple, or subclass of dict or list by its members; it stays the object."""
@@ -209,9 +228,9 @@ class RestorePlan:
         if type(target) is not type(stored) or getattr(target, "maxlen", 0) != getattr(stored, "maxlen", 0):
             self._differ(path, f"type: expected {type(target).__name__} as in `into`, got {type(stored).__name__}")
         elif type(target) is tuple:
-            return None if _same(stored, target) else lambda: self._buffers.build(stored)
+            return None if _same(stored, target) else lambda: self.buffers.build(stored)
         else:
-            self._updates.append(lambda: _refill(target, self._buffers.build(stored)))
+            self._updates.append(lambda: _refill(target, self.buffers.build(stored)))
         return None
 
     def _plan_container(self, stored: Any, target: Any, path: Path) -> Replace | None:
@@ -234,9 +253,10 @@ class RestorePlan:
             absent.pop(element, None)
             extra.pop(element, None)
         for element, child in absent.items():
-            for leaf, _ in leaves(child, (*path, element)):
+            for leaf, value in leaves(child, (*path, element)):
                 if self._selection.matches(leaf):
                     self._differ(leaf, IN_INTO)
+                    self._leave_out(value)
         for element, child in extra.items():
             self._plan_missing(child, (*path, element))
         if type(target) is tuple and replacements:
@@ -246,14 +266,24 @@ class RestorePlan:
             self._updates.append(lambda: setattr(target, "_metadata", stored._metadata))
         return None
 
+    def _leave_out(self, stored: Any) -> None:
+        """Read no array that no place wants."""
+        for _, slot in _slots(stored, (), ()):
+            self.buffers.remove(slot)
+
     def _plan_object(self, stored: Any, target: Any, path: Path, extent: str) -> None:
         needed = extent == "some" or not _is_plain(stored) or is_strict_module(target)
         present = state_of(target, path) if needed else None  # may be slow: a loader starts its workers
         if is_strict_module(target) and is_mapping(stored):
             self._compare_names(stored, present, path)
         if needed:
-            self._match(stored, with_sharded_state(target, stored, present, self._buffers.spec), path)
-        build = self._merge(stored, present, path) if extent == "some" else lambda: self._buffers.build(stored)
+            self._match(stored, with_sharded_state(target, stored, present, self.buffers.spec), path)
+        if self.left_out is not None and is_strict_module(target) and is_mapping(stored):
+            build = self._common(stored, present, path)
+        elif extent == "some":
+            build = self._merge(stored, present, path)
+        else:
+            build = self._builder(stored)
         self._loads.append(_Load(path, target, stored, build))
 
     def _compare_names(self, stored: Any, present: Any, path: Path) -> None:
@@ -279,10 +309,10 @@ class RestorePlan:
         """Find arrays in an object's own state that can be filled directly."""
         if type(stored) is Slot:
             if family(stored.tag) != "bytes" and is_array(present) and self._selection.matches(path):
-                spec = self._buffers.spec(stored)
+                spec = self.buffers.spec(stored)
                 problem = mismatch(spec, present)
                 if problem is None:
-                    self._buffers.claim(stored, present, owned=True)
+                    self.buffers.claim(stored, present, owned=True)
                 elif problem.startswith(("shape", "dtype")):
                     self._differ(path, problem)
             return
@@ -297,11 +327,21 @@ class RestorePlan:
             if key in there:
                 self._match(child, there[key], (*path, element))
 
+    def _common(self, stored: Any, present: Any, path: Path) -> Replace:
+        """Plan a module's state under the names that it has; it keeps what the snapshot lacks."""
+        items: dict[Any, Replace] = {key: _constant(child) for _, key, child in children(present)}
+        for element, key, child in children(stored):
+            if key not in items:
+                self._leave_out(child)
+            elif self._selection.matches((*path, element)):
+                items[key] = self._builder(child)
+        return lambda: like(stored, [(key, make()) for key, make in items.items()])
+
     def _merge(self, stored: Any, present: Any, path: Path) -> Replace:
         """Plan an object's state that is selected in part: the rest stays as the object has it."""
         extent = self._selection.extent(stored, path)
         if extent != "some":
-            return (lambda: present) if extent == "none" else (lambda: self._buffers.build(stored))
+            return (lambda: present) if extent == "none" else (lambda: self.buffers.build(stored))
         sequences = not is_mapping(stored) and type(present) is type(stored) and len(present) == len(stored)
         if not (is_mapping(stored) and is_mapping(present)) and not sequences:
             self._differ(path, "`keys` selects some of it, but `into` has a different structure here; select all of it")
@@ -315,20 +355,6 @@ class RestorePlan:
                 items[key] = self._builder(self._selection.prune(child, below))
         return lambda: like(present, [(key, make()) for key, make in items.items()])
 
-    # --- read the arrays ---
-
-    def fresh_bytes(self) -> int:
-        """Return the bytes of host memory for arrays that `into` has no memory for."""
-        return self._buffers.fresh_bytes()
-
-    def buffer(self, want: Want) -> Memory:
-        """Return the memory for an entry of `wants`; see `RestoreBuffers.buffer`."""
-        return self._buffers.buffer(want)
-
-    def complete(self, want: Want) -> None:
-        """Copy the bytes of an entry to every place that wants them; see `RestoreBuffers.complete`."""
-        self._buffers.complete(want)
-
     # --- finish ---
 
     def finish(self) -> Any:
@@ -341,12 +367,12 @@ class RestorePlan:
             InvalidInputError: A `load_state_dict` failed or cast values, or arrays of `into` share memory and the
                 snapshot has different values for them.
         """
-        waiting = self._buffers.waiting()
+        waiting = self.buffers.waiting()
         if waiting:
             raise RuntimeError(f"{shown(waiting[0])}: finish() before complete()")
         if self._into is None:
-            return self._buffers.build(self._stored)
-        self._buffers.fill_overlapping()
+            return self.buffers.build(self._stored)
+        self.buffers.fill_overlapping()
         for update in self._updates:
             update()
         # Generators come last: loading the others (a loader that starts its workers) may draw random numbers.
@@ -376,14 +402,14 @@ class RestorePlan:
         if type(stored) is Slot:
             if not is_array(present) or not self._selection.matches(path):
                 return
-            spec = self._buffers.spec(stored)
+            spec = self.buffers.spec(stored)
             dtype = dtype_name(present)
             if family(spec.kind) == "tensor" and isinstance(present, np.ndarray):  # a file for torch has no arrays
                 dtype = present.dtype.name
             if dtype != spec.dtype:
                 yield f"{shown(path)}: dtype: expected {spec.dtype}, got {dtype}"
-            elif self._buffers.is_overlapping(stored):
-                self._buffers.require_equal(stored, present, path)
+            elif self.buffers.is_overlapping(stored):
+                self.buffers.require_equal(stored, present, path)
         elif type(stored) in CONTAINERS and type(present) in CONTAINERS and is_mapping(stored) == is_mapping(present):
             there = {key: child for _, key, child in children(present)}
             for element, key, child in children(stored):
@@ -391,7 +417,7 @@ class RestorePlan:
                     yield from self._casts(child, there[key], (*path, element))
 
     def _builder(self, tree: Any) -> Replace:
-        return lambda: self._buffers.build(tree)
+        return lambda: self.buffers.build(tree)
 
 
 def _slots(tree: Any, path: Path, plain: Container[int]) -> Iterator[tuple[Path, Slot]]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from fnmatch import translate
+from functools import lru_cache
 from typing import Any
 
 from ..errors import InvalidInputError, NotFoundError
@@ -37,7 +38,6 @@ class Selection:
         self._by_start: dict[str, list[tuple[str, str]]] = {}  # the text before the first wildcard -> (literal, key)
         self._lengths: list[int] = []  # of these texts
         self._sort_keys(())
-        self._expressions: dict[str, re.Pattern[str]] = {}
         self._selected: dict[Path, bool] = {}
         self._extents: dict[int, str] = {}
 
@@ -66,7 +66,8 @@ class Selection:
         wild = {key for key in self._keys if key not in self._names}
         if wild:
             lengths = sorted({len(key) for key in wild})
-            self._sort_keys({name for path in paths for name in _prefixes(display(path), lengths) if name in wild})
+            starts = ((text, start) for text in map(display, paths) for start in _starts(text, lengths))
+            self._sort_keys({start for text, start in starts if start in wild and _ends_at_dot(text, len(start))})
         left = dict.fromkeys(self._keys)
         for path in paths:
             found = list(self._keys_of(path))
@@ -89,13 +90,8 @@ class Selection:
         text = display(path)
         for start in _starts(text, self._lengths):
             for key in [key for literal, key in self._by_start.get(start, ()) if literal in text]:
-                if _ends_at_dot(text, len(key)) if key in self._names else self._expression(key).match(text):
+                if _ends_at_dot(text, len(key)) if key in self._names else _compiled(key).match(text):
                     yield key
-
-    def _expression(self, pattern: str) -> re.Pattern[str]:
-        if pattern not in self._expressions:
-            self._expressions[pattern] = _compiled(pattern)
-        return self._expressions[pattern]
 
     def extent(self, tree: Any, path: Path) -> str:
         """Return whether "all", "some" or "none" of the leaves of a decoded tree are selected."""
@@ -156,11 +152,6 @@ def _starts(text: str, lengths: Iterable[int]) -> Iterator[str]:
         yield text[:length]
 
 
-def _prefixes(text: str, lengths: Iterable[int]) -> Iterator[str]:
-    """Yield those beginnings of a text that end before a dot or with the text."""
-    return (start for start in _starts(text, lengths) if _ends_at_dot(text, len(start)))
-
-
 def _ends_at_dot(text: str, length: int) -> bool:
     return text[length : length + 1] in ("", ".")
 
@@ -175,6 +166,7 @@ def _longest_literal(key: str) -> str:
     return max(re.split("[*?]", key.partition("[")[0]), key=len)
 
 
+@lru_cache(maxsize=4096)
 def _compiled(pattern: str) -> re.Pattern[str]:
     """Return a pattern that matches a dotted path, or a prefix of it that ends before a dot."""
     return re.compile(translate(pattern).removesuffix(r"\Z").removesuffix(r"\z") + r"(?=\.|\Z)")

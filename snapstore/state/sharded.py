@@ -87,7 +87,7 @@ def sharding_of(value: Any) -> Sharding | None:
     if hasattr(value, "local_shards") and hasattr(value, "metadata"):
         return _of_sharded_tensor(value)
     if hasattr(value, "__create_chunk_list__"):
-        return _of_chunks(value)
+        return _alone(tuple(value.size()), _chunk_boxes(value))
     return None
 
 
@@ -314,10 +314,6 @@ def _of_megatron(value: Any) -> Sharding:
 
 def _chunk_boxes(value: Any) -> Boxes:
     return tuple(b for chunk in value.__create_chunk_list__() for b in _nonempty(chunk.offsets, chunk.sizes))
-
-
-def _of_chunks(value: Any) -> Sharding:
-    return _alone(tuple(value.size()), _chunk_boxes(value))
 
 
 def _locals_of_other(value: Any) -> list[Any]:

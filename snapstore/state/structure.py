@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, chain
 from operator import attrgetter, eq, methodcaller, not_
 from typing import Any, NoReturn
@@ -37,19 +37,20 @@ _PROPERTIES: list[Any] = [
     *(methodcaller(name) for name in ("stride", "is_conj", "is_neg")),
 ]
 _address: Any = methodcaller("data_ptr")
-#: Tensors that are checked together: what torch reads of them stays in a core's cache from one check to the next.
-BLOCK_TENSORS = 512
+#: Arrays that are looked at together.
+BLOCK_ARRAYS = 512
 
 
 @dataclass(slots=True, eq=False)
 class Match:
-    """A state that was recognised. Its tensors may be copied before `confirm`, but not used.
+    """A state that was recognised. Its tensors may be copied, but the copies count only after `confirm`.
 
     Attributes:
         trees: by the name of the part.
         tensors: one for each of `Structure.rows`.
-        addresses: (n,) of these tensors. As many bytes as the structure says lie there; after `confirm`, while this
-            object lives.
+        addresses: (n,) of these tensors. As many bytes as the structure says lie there. This object keeps host memory.
+            Memory of a device is kept by its tensors; if they let go of it, its allocator gives it to work behind that
+            which the current stream has got by now.
         others: the position of its spec, and the array, of every other array.
     """
 
@@ -60,47 +61,75 @@ class Match:
     others: list[tuple[int, Held]]
     _all: list[Any]
     _places: list[int]
-    _storages: list[Any] = field(default_factory=list)
+    _storages: list[Any]
 
     def confirm(self) -> None:
-        """Check that the tensors have the known form, and lie where they lay at the match; keep their memory.
+        """Check that the tensors still lie where they lay at the match; call this after their bytes were read.
 
         Raises:
             DifferentStructureError: one does not.
         """
-        known = self.structure
-        for block in known._blocks:  # each one fits into the processor's cache
-            tensors = self._all[block.rows]
-            self._storages += _storages(tensors)  # then their addresses are asked again
-            if not block.has_form(tensors) or not known._lie_at(self._all, self._places, block.positions):
-                raise DifferentStructureError
-
-    def confirm_places(self, at: Sequence[int]) -> None:
-        """Check once more that tensors at positions `at` lie where they lay, after they were read.
-
-        Raises:
-            DifferentStructureError: one does not.
-        """
-        firsts = self.structure._firsts
-        if not self.structure._lie_at(self._all, self._places, at if firsts is None else [firsts[k] for k in at]):
+        if not _lie_at(self._all, self._places, self.structure.positions):
             raise DifferentStructureError
 
 
 class _Block:
-    """Tensors of a known state whose form is checked together.
+    """Arrays of a known state that are looked at together: what torch reads of them stays in a core's cache meanwhile.
 
     Args:
-        tensors: all of the state.
-        start: where these begin among them.
+        arrays: these of the state.
+
+    Attributes:
+        batched: positions of the arrays that a match gives as columns, with the local tensors of DTensors.
+        properties: of these.
+        places: their addresses at the last match; None before.
+
+    Raises:
+        ValueError: see `KnownShards`.
     """
 
-    def __init__(self, tensors: Sequence[Any], start: int) -> None:
-        self.rows = slice(start, start + BLOCK_TENSORS)
-        chosen = tensors[self.rows]
-        self.positions = list(range(start, start + len(chosen)))
-        self.properties = [list(map(take, chosen)) for take in _PROPERTIES]
+    def __init__(self, arrays: list[Any]) -> None:
+        self._shards = KnownShards(arrays)
+        self._count = len(arrays)
+        local = self._shards.localize(arrays)
+        self.batched = [i for i, array in enumerate(local) if _is_batched(array)]
+        tensors = self.tensors_of(local)
+        self._positions = list(range(len(tensors)))
+        self._on_host = [k for k in self._positions if tensors[k].device.type == "cpu"]
+        self.properties = [list(map(take, tensors)) for take in _PROPERTIES]
         _, shapes, _, strides, *_ = self.properties
-        self._guards = _guards(chosen, shapes, strides)
+        self._guards = _guards(tensors, shapes, strides)
+        self.places: Sequence[int] | None = None
+
+    def localize(self, arrays: list[Any]) -> list[Any]:
+        """Return arrays with the local tensors of DTensors.
+
+        Raises:
+            DifferentStructureError: another sharding.
+        """
+        try:
+            return self._shards.localize(arrays)
+        except ValueError as error:
+            raise DifferentStructureError from error
+
+    def tensors_of(self, arrays: list[Any]) -> list[Any]:
+        """Return the batched ones of arrays."""
+        return arrays if len(self.batched) == self._count else [arrays[i] for i in self.batched]
+
+    def storages(self, tensors: Sequence[Any]) -> list[Any] | None:
+        """Return the storages in host memory; None if a tensor has moved since the last match.
+
+        Raises:
+            DifferentStructureError: none has, but one has another form.
+        """
+        if self.places is None:
+            return None
+        storages = _storages([tensors[k] for k in self._on_host])  # then the addresses are asked
+        if not _lie_at(tensors, self.places, self._positions):
+            return None
+        if not self.has_form(tensors):
+            raise DifferentStructureError
+        return storages
 
     def has_form(self, tensors: Sequence[Any]) -> bool:
         """Return whether tensors have the known properties."""
@@ -136,23 +165,27 @@ class Structure:
         self,
         root: Container,
         own_counts: Mapping[str, int],
-        arrays: Sequence[Array],
+        arrays: list[Array],
         rows: Sequence[int],
         sizes: Mapping[str, int],
         specs: Sequence[TensorSpec],
     ) -> None:
         self._root, self._own_counts, self.sizes, self.specs = root, own_counts, sizes, specs
+        starts = range(0, len(arrays), BLOCK_ARRAYS)
+        self._slices = [slice(start, start + BLOCK_ARRAYS) for start in starts]
         try:
-            self._sharded = KnownShards(arrays)
-            local = self._sharded.localize(list(arrays))
+            self._blocks = [_Block(arrays[chosen]) for chosen in self._slices]
         except ValueError as error:
             raise DifferentStructureError from error
-        self._note_arrays(local, rows)
+        self._batched = [start + i for start, block in zip(starts, self._blocks, strict=True) for i in block.batched]
+        self._note_arrays(arrays, rows)
 
-    def _note_arrays(self, arrays: Sequence[Array], rows: Sequence[int]) -> None:
-        batched = [_is_batched(array) for array in arrays]
-        self._batched = [i for i, is_batched in enumerate(batched) if is_batched]
-        self._others = [(i, rows[i]) for i, is_batched in enumerate(batched) if not is_batched]
+    def _note_arrays(self, arrays: list[Array], rows: Sequence[int]) -> None:
+        local = [
+            array for block, of in zip(self._blocks, self._slices, strict=True) for array in block.localize(arrays[of])
+        ]
+        batched = set(self._batched)
+        self._others = [(i, rows[i]) for i in range(len(arrays)) if i not in batched]
         starts = dict(zip(self.sizes, accumulate(self.sizes.values(), initial=0), strict=False))
         ties = [(row, self.specs[row].tie) for row in rows]
         memories = [row if tie is None else starts[tie[0]] + tie[1] for row, tie in ties]
@@ -165,10 +198,10 @@ class Structure:
             first.setdefault(rows[i], k)
         self.rows = list(first)
         self._firsts = None if len(first) == len(self._batched) else list(first.values())
-        tensors = [arrays[i] for i in self._batched]
+        tensors = [local[i] for i in self._batched]
+        self.positions = list(range(len(tensors)))
         self._places: list[int] = []  # of the last match
-        self._all_places = list(range(len(tensors)))
-        self._blocks = [_Block(tensors, start) for start in range(0, len(tensors), BLOCK_TENSORS)]
+        self._addresses = np.zeros(0, np.int64)
         columns = zip(*(block.properties for block in self._blocks), strict=True)
         dtypes, shapes, _, _, *views = [list(chain.from_iterable(parts)) for parts in columns] or [[]] * 6
         specs = [self.specs[rows[i]] for i in self._batched]
@@ -207,44 +240,51 @@ class Structure:
         Raises:
             DifferentStructureError: the arrays have another structure, or one that must be looked at more closely.
         """
+        local: list[Array] = []
+        tensors: list[Any] = []
+        storages: list[Any] | None = []
         try:
-            arrays = self._sharded.localize(arrays)
-        except ValueError as error:
+            for block, of_block in zip(self._blocks, self._slices, strict=True):  # each fits into the processor's cache
+                found = block.localize(arrays[of_block])
+                local += found
+                tensors += (batched := block.tensors_of(found))
+                if storages is not None:
+                    in_memory = block.storages(batched)
+                    storages = None if in_memory is None else storages + in_memory
+            if storages is None:
+                storages = self._locate(tensors)
+        except (RuntimeError, NotImplementedError) as error:  # not strided
             raise DifferentStructureError from error
-        tensors = arrays if not self._others else [arrays[i] for i in self._batched]
-        places = self._locate(tensors)
-        others = self._hold_others(arrays)
-        addresses = np.array(places, np.int64)
+        others = self._hold_others(local)
+        addresses = self._addresses
         chosen = tensors
         if self._firsts is not None:
             chosen, addresses = [tensors[k] for k in self._firsts], addresses[self._firsts]
-        return Match(self, trees, chosen, addresses, others, tensors, places)
+        return Match(self, trees, chosen, addresses, others, tensors, self._places, storages)
 
-    def _locate(self, tensors: Sequence[Any]) -> list[int]:
-        """Return addresses of tensors whose known bytes lie within their storages, tied as is known."""
-        try:
-            if self._places and self._lie_at(tensors, self._places, self._all_places):
-                return self._places  # the last match has looked at the storages
-            storages = _storages(tensors)
-            places = _addresses(tensors)
-            devices = [tensor.device for tensor in tensors]
-        except (RuntimeError, NotImplementedError) as error:  # not strided
-            raise DifferentStructureError from error
+    def _locate(self, tensors: Sequence[Any]) -> list[Any]:
+        """Note where tensors lie that have moved; return their storages. Known bytes must lie within, tied as is known.
+
+        Raises:
+            DifferentStructureError: they do not, or a tensor has another form.
+        """
+        storages = _storages(tensors)
+        places = _addresses(tensors)
+        devices = [tensor.device for tensor in tensors]
         starts = np.array(list(map(_address, storages)), np.int64)
         ends = starts + np.array([storage.nbytes() for storage in storages], np.int64)
         at = np.array(places, np.int64)
         lies_within = (at > 0) & (starts <= at) & (at + self._extents <= ends)
         if devices != self._devices or not lies_within.all() or _first_places(places) != self._tied_to:
             raise DifferentStructureError
-        self._places = places
-        return places
-
-    def _lie_at(self, tensors: Sequence[Any], places: Sequence[int], at: Sequence[int]) -> bool:
-        """Return whether the tensors at positions `at` begin at these addresses."""
-        at_once = getattr(sys.modules["torch"]._C, "_tensors_data_ptrs_at_indices_equal", None) if at else None
-        if at_once is None:
-            return _addresses([tensors[k] for k in at]) == [places[k] for k in at]
-        return bool(at_once(tensors, places, at))
+        ends_of = accumulate(len(block.batched) for block in self._blocks)
+        of_blocks = [slice(end - len(block.batched), end) for block, end in zip(self._blocks, ends_of, strict=True)]
+        if not all(block.has_form(tensors[of]) for block, of in zip(self._blocks, of_blocks, strict=True)):
+            raise DifferentStructureError
+        for block, of in zip(self._blocks, of_blocks, strict=True):
+            block.places = places[of]
+        self._places, self._addresses = places, at
+        return storages
 
     def _match(
         self, known: Container, value: Any, arrays: list[Array], trees: dict[str, Node], outer: list[Any]
@@ -258,9 +298,10 @@ class Structure:
             raise DifferentStructureError
         values: Any = value
         if known.kind in MAPPINGS:
-            if list(value) != known.keys or list(map(type, value)) != known.key_types:
+            keys = list(value)
+            if keys != known.keys or list(map(type, keys)) != known.key_types:
                 raise DifferentStructureError
-            values = list(value.values())
+            values = _values_of(value, keys)
         if list(map(type, values)) != known.types:
             raise DifferentStructureError
         if known.kind is OrderedDict:
@@ -365,6 +406,14 @@ def _arrays_of_table(table: tuple[list[int], list[str], list[type]], values: Seq
     return arrays
 
 
+def _lie_at(tensors: Sequence[Any], places: Sequence[int], at: Sequence[int]) -> bool:
+    """Return whether the tensors at positions `at` begin at these addresses."""
+    at_once = getattr(sys.modules["torch"]._C, "_tensors_data_ptrs_at_indices_equal", None) if at else None
+    if at_once is None:
+        return _addresses([tensors[k] for k in at]) == [places[k] for k in at]
+    return bool(at_once(tensors, places, at))
+
+
 def _storages(tensors: Sequence[Any]) -> list[Any]:
     return list(map(sys.modules["torch"].Tensor.untyped_storage, tensors)) if tensors else []
 
@@ -377,11 +426,7 @@ def _is_batched(array: Array) -> bool:
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(array, torch.Tensor) or not array.numel():
         return False
-    return array.device.type != "cpu" or _lies_in_one_piece(array)
-
-
-def _lies_in_one_piece(tensor: Any) -> bool:
-    return bool(tensor.is_contiguous()) and not tensor.is_conj() and not tensor.is_neg()
+    return array.device.type != "cpu" or (array.is_contiguous() and not array.is_conj() and not array.is_neg())
 
 
 def _extent(tensor: Any) -> int:
@@ -408,6 +453,13 @@ def _first_places(keys: Sequence[int]) -> list[int]:
     """Return for each key the position where it comes first."""
     first: dict[int, int] = {}
     return [first.setdefault(key, i) for i, key in enumerate(keys)]
+
+
+def _values_of(mapping: dict[Any, Any], keys: list[Any]) -> list[Any]:
+    """Return the values of a dict or OrderedDict in the order of its keys."""
+    if type(mapping) is OrderedDict and list(dict.keys(mapping)) == keys:  # its own iterator looks each key up
+        return list(dict.values(mapping))
+    return list(mapping.values())
 
 
 def _check_versions(known: Container, value: Any) -> None:

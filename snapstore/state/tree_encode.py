@@ -91,7 +91,7 @@ class Encoder:
             fields = [list(form.fields)] if form.fields else []
             node = ["object", form.kind, form.module, form.name, self.node(form.plain, path), *fields]
             self.leave(value)
-        return node if node is not _NO_NODE else self.problem(path, f"{_type_name(value)} {_advice(value)}")
+        return node if node is not _NO_NODE else self.problem(path, f"{type_name(value)} {_advice(value)}")
 
     def key(self, key: Any, path: Path) -> Node:
         """Return the node of a dict key."""
@@ -100,7 +100,7 @@ class Encoder:
         except UnsupportedLeafError as error:
             return self.problem(path, str(error))
         if node is _NO_NODE:
-            return self.problem(path, f"a dict key of type {_type_name(key)} has no stored form: {_KEY_FORM}")
+            return self.problem(path, f"a dict key of type {type_name(key)} has no stored form: {_KEY_FORM}")
         return node
 
     def problem(self, path: Path, text: str) -> None:
@@ -208,7 +208,8 @@ _AMBIGUOUS = "has keys or members that differ only in their class, such as an En
 _KEY_FORM = "use str, int or another plain hashable value"
 
 
-def _type_name(value: Any) -> str:
+def type_name(value: Any) -> str:
+    """Return the name of a value's type, with its module if that is not `builtins`."""
     kind = type(value)
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
@@ -236,8 +237,8 @@ def _scalar(value: Any, depth: int) -> Node:
 
 def _library_node(value: Any) -> Node:
     """Return the node of a path or time."""
-    if parts := classes.path_parts(value):
-        return ["path", parts[0], _text_node(parts[1])]
+    if name := classes.PATH_NAMES.get(type(value)):
+        return ["path", name, _text_node(str(value))]
     if type(value) is timedelta:
         return ["timedelta", value.days, value.seconds, value.microseconds]
     if type(value) is timezone:
@@ -341,7 +342,7 @@ def _members(tag: str, values: Iterable[Any], depth: int) -> list[Any]:
     for value in values:
         nodes.append(_hashable(value, depth + 1))
         if nodes[-1] is _NO_NODE:
-            raise UnsupportedLeafError(f"{tag} holds a {_type_name(value)}, which {_NO_FORM}")
+            raise UnsupportedLeafError(f"{tag} holds a {type_name(value)}, which {_NO_FORM}")
     return [tag, nodes]
 
 
@@ -385,5 +386,5 @@ def encode_plain(value: Any, path: Path = ()) -> Node:
 
 def _refuse(value: Any, path: Path) -> NoReturn:
     raise UnsupportedLeafError(
-        f"{_type_name(value)}: only plain values of at most {INLINE_BYTES} bytes are allowed here"
+        f"{type_name(value)}: only plain values of at most {INLINE_BYTES} bytes are allowed here"
     )

@@ -33,6 +33,7 @@ from ..text import some
 from .arrays import memory_key
 from .classes import is_namespace
 from .containers import Path, shown, step
+from .tree_encode import type_name
 
 #: torch's unpickler reads ints up to this size [bytes].
 MAX_INT_BYTES = 255
@@ -124,7 +125,7 @@ class _Converter:
         elif new is None and kind.__str__ is not object.__str__:
             new = str(value)
         if new is None:
-            self.problems.append(f"{shown(path)} ({_name(value)})")
+            self.problems.append(f"{shown(path)} ({type_name(value)})")
         return new if type(new) is kind else self._change(path, value, new)
 
     def _array(self, value: np.ndarray[Any, Any], path: Path) -> Any:
@@ -175,7 +176,7 @@ class _Converter:
         return self.value(key, path)
 
     def _change(self, path: Path, value: Any, new: Any) -> Any:
-        self.changed.append(Changed(shown(path), _name(value), type(new).__name__))
+        self.changed.append(Changed(shown(path), type_name(value), type(new).__name__))
         return new
 
 
@@ -189,8 +190,3 @@ def _nested(array: Any) -> Any:
     if not isinstance(array, np.ndarray):
         return array
     return [_nested(row) for row in array] if array.ndim else array[()]
-
-
-def _name(value: Any) -> str:
-    kind = type(value)
-    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -104,6 +104,11 @@ class ObjectStore(Protocol):
         """
         ...
 
+    def get_ranges(self, key: str, offsets: Sequence[int], into: Sequence[memoryview]) -> None:
+        """Fill each memory from its offset of `key` on; raises as `get_range` does. A local store opens `key` once."""
+        for offset, memory in zip(offsets, into, strict=True):
+            self.get_range(key, offset, len(memory), memory)
+
     def stat(self, key: str) -> ObjectInfo:
         """Return size, time and tag of `key`.
 
@@ -114,7 +119,7 @@ class ObjectStore(Protocol):
 
     def sizes(self, keys: Collection[str]) -> dict[str, int]:
         """Return the size [bytes] of each key that has an object, in few requests."""
-        ...
+        return sizes_one_by_one(self, keys)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Yield every object whose key starts with `prefix` (empty, or ending in `/`), in no particular order.
@@ -133,7 +138,7 @@ class ObjectStore(Protocol):
 
     def sync(self, prefix: str) -> None:
         """Make durable what `list(prefix)` shows, so that it is safe to act on it (local: fsync the directories)."""
-        ...
+        check_prefix(prefix)
 
     def lock(self, key: str, data: Buffer) -> None:
         """Create `key` as `put` does, and keep a lock on it until `release` or the death of this process.
@@ -160,7 +165,7 @@ class ObjectStore(Protocol):
 
     def clean(self) -> int:
         """Remove temporary files of dead writers, which are not objects; return the bytes freed."""
-        ...
+        return 0
 
     def prepare(self) -> None:
         """Check that a new repository can be created here: the cheap part of `snapstore doctor`.
@@ -177,7 +182,7 @@ class ObjectStore(Protocol):
         The name of a local root means another place when its volume is unmounted, when another volume is mounted over
         it, or when the folder is renamed. A store whose name always means the same place does nothing.
         """
-        ...
+        return nullcontext()
 
     def sandbox(self) -> AbstractContextManager[ObjectStore]:
         """Return a context with an empty store inside this place, to try things out.

@@ -26,7 +26,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from .base import (
     RESERVED,
     Buffer,
     ObjectInfo,
+    ObjectStore,
     byte_view,
     check_key,
     check_limit,
@@ -46,7 +47,6 @@ from .base import (
     is_component,
     memory_for,
     not_found,
-    sizes_one_by_one,
     too_short,
 )
 from .folders import (
@@ -73,7 +73,7 @@ _MOST_BAD_INODES = 64  # more mean a failing disk, which may take half a minute 
 _TEMP_NAME = re.compile(r"[0-9a-f]{32}")
 
 
-class LocalStore:
+class LocalStore(ObjectStore):
     """An `ObjectStore` in a directory of a file system with hard links and fsync.
 
     Args:
@@ -135,18 +135,30 @@ class LocalStore:
 
     def get_range(self, key: str, offset: int, length: int, into: memoryview | None = None) -> memoryview:
         """Return a range of `key`; see `ObjectStore.get_range`. The size is checked before memory is allocated."""
-        with self._open(key) as (fd, size_bytes):
-            check_range(key, offset, length)
-            if offset + length > size_bytes:
-                raise too_short(key, self.url, offset, length, size_bytes)
-            view = memory_for(key, length, into)
-            done = 0
-            while done < length:
-                got = os.preadv(fd, [view[done : done + _READ_PIECE_BYTES]], offset + done)
-                if got == 0:
-                    raise too_short(key, self.url, offset, length, offset + done)
-                done += got
-            return view
+        with self._open(key) as opened:
+            return self._read_range(opened, key, offset, length, into)
+
+    def get_ranges(self, key: str, offsets: Sequence[int], into: Sequence[memoryview]) -> None:
+        """Fill each memory from its offset of `key` on; see `ObjectStore.get_ranges`."""
+        with self._open(key) as opened:
+            for offset, memory in zip(offsets, into, strict=True):
+                self._read_range(opened, key, offset, len(memory), memory)
+
+    def _read_range(
+        self, opened: tuple[int, int], key: str, offset: int, length: int, into: memoryview | None
+    ) -> memoryview:
+        fd, size_bytes = opened
+        check_range(key, offset, length)
+        if offset + length > size_bytes:
+            raise too_short(key, self.url, offset, length, size_bytes)
+        view = memory_for(key, length, into)
+        done = 0
+        while done < length:
+            got = os.preadv(fd, [view[done : done + _READ_PIECE_BYTES]], offset + done)
+            if got == 0:
+                raise too_short(key, self.url, offset, length, offset + done)
+            done += got
+        return view
 
     def stat(self, key: str) -> ObjectInfo:
         """Return size, time and tag of `key`; a file whose inode cannot be read has size 0 and the present time."""
@@ -160,10 +172,6 @@ class LocalStore:
         if not stat.S_ISREG(status.st_mode):
             raise not_found(key, self.url)
         return _info(key, status)
-
-    def sizes(self, keys: Collection[str]) -> dict[str, int]:
-        """Return the size of each key that has an object."""
-        return sizes_one_by_one(self, keys)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Yield every object under `prefix`; skip entries that vanish meanwhile, raise for any other failure.

@@ -10,8 +10,8 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from ..errors import InvalidInputError
@@ -19,6 +19,7 @@ from .base import (
     GET_LIMIT_BYTES,
     Buffer,
     ObjectInfo,
+    ObjectStore,
     already_exists,
     byte_view,
     check_key,
@@ -27,7 +28,6 @@ from .base import (
     check_range,
     memory_for,
     not_found,
-    sizes_one_by_one,
     too_short,
 )
 
@@ -35,7 +35,7 @@ _NAMED: dict[str, MemoryStore] = {}
 _NAMED_LOCK = threading.Lock()
 
 
-class MemoryStore:
+class MemoryStore(ObjectStore):
     """An `ObjectStore` that lives and dies with this process.
 
     Args:
@@ -84,10 +84,6 @@ class MemoryStore:
         _, info = self._object(key)
         return info
 
-    def sizes(self, keys: Collection[str]) -> dict[str, int]:
-        """Return the size of each key that has an object."""
-        return sizes_one_by_one(self, keys)
-
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Return every object under `prefix` at the time of this call."""
         check_prefix(prefix)
@@ -106,10 +102,6 @@ class MemoryStore:
         """Return the time of `clock` [s since the epoch]."""
         return self.clock()
 
-    def sync(self, prefix: str) -> None:
-        """Do nothing: no object survives the process."""
-        check_prefix(prefix)
-
     def touch(self, key: str) -> None:
         """Set `modified_s` to now; see `ObjectStore.touch`."""
         data, info = self._object(key)
@@ -126,14 +118,6 @@ class MemoryStore:
         check_key(key)
         with self._mutex:
             return key in self._locked
-
-    def pinned(self) -> AbstractContextManager[None]:
-        """Do nothing: the dictionary is always the same."""
-        return nullcontext()
-
-    def clean(self) -> int:
-        """Do nothing: a put leaves no temporary files."""
-        return 0
 
     def prepare(self) -> None:
         """Require an empty store."""

@@ -481,6 +481,19 @@ class StoreMachine(RuleBasedStateMachine):
         with pytest.raises(expected):
             self.store.get_range(key, offset, length, into)
 
+    @rule(key=keys, ranges=st.lists(st.tuples(st.integers(-1, 70), st.integers(0, 70)), max_size=4))
+    def get_ranges(self, key, ranges):
+        data = self.model.get(key)
+        offsets = [offset for offset, _ in ranges]
+        into = [memoryview(bytearray(length)) for _, length in ranges]
+        if data is not None and all(0 <= offset <= offset + length <= len(data) for offset, length in ranges):
+            self.store.get_ranges(key, offsets, into)
+            assert [bytes(view) for view in into] == [data[offset : offset + length] for offset, length in ranges]
+        elif ranges:
+            expected = NotFoundError if data is None else (InvalidInputError, IntegrityError)
+            with pytest.raises(expected):
+                self.store.get_ranges(key, offsets, into)
+
     @rule(keys=st.lists(keys, max_size=4))
     def delete(self, keys):
         self.store.delete(keys)

@@ -432,6 +432,35 @@ def test_sparse_deltas_of_every_kind(engine, by_itself, size, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", SIZES)
+def test_chains_of_sparse_deltas(engine, by_itself, size, layout):
+    """Links that move few or many elements to other groups, of few or many groups, and of another layout."""
+    rng = np.random.default_rng(size)
+    chains, arrays, bases = [], [], []
+    step = 2 ** (8 * size - 9) if size > 1 else 1  # from one key to the next
+    for elements, keys, most, shares in [
+        (3, 0, 3, (1, 1)), (20_000, 12, step // 40 + 1, (0.1,) * 4), (20_000, 0, 2 ** (8 * size - 2), (0.02,) * 3),
+        (20_000, 0, 3, (0.02, 0.3, 0.02, 0.7, 0.05)), (20_000, 0, 3, (0.4,)),
+    ]:  # fmt: skip
+        version, _ = pair(size, layout, elements, 0.01, elements)
+        if keys:
+            version = (rng.integers(keys, size=elements) * step + rng.integers(step, size=elements)).astype(f"u{size}")
+            version = version.view(np.uint8)
+        bases.append(version)
+        chain = []
+        for i, share in enumerate(shares):
+            before, version = version, version.copy()
+            at = np.flatnonzero(rng.random(elements) < share)
+            version.view(f"u{size}")[at] += rng.integers(-most, most, at.size, endpoint=True).astype(f"u{size}")
+            other = layout ^ (i == 3 and not keys)
+            payload = sparse_payload(version, before, size, other)
+            chain.insert(0, sparse_blob(*payload, version, before, size, other))
+        chains.append(chain)
+        arrays.append(version)
+    check_decodes([engine], chains, arrays, bases)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", SIZES)
 def test_the_engines_write_the_same_sparse_deltas(engine, cpu, size, layout):
     """All bytes but the frames' are the same, and the engines choose alike but where sizes are close."""
     pairs = [

@@ -1,5 +1,6 @@
 """The format is frozen: a committed repository of every version restores to the bit, tiny objects to the byte."""
 
+import hashlib
 import json
 import shutil
 import sys
@@ -36,6 +37,8 @@ from make_golden import (  # noqa: E402  (tools/ is no package)
     whole_of_job,
 )
 
+#: SHA-256 of each frozen version's golden repository: of its files in the order of their paths, as path, 0, SHA-256.
+FROZEN = {"v1": "a8f670da52e27fd10417897d8238184554a9b6a805f44bc601977f7fd39acef8"}
 EVERY = (COMMITTED, FORGOTTEN, SWEPT, ABORTED)
 digest = partial(hashing.digest, seed=0)  # of the objects to the byte below; a blob does not say which seed
 
@@ -48,6 +51,17 @@ def golden(request, tmp_path):
     (tmp_path / "repo" / "expected.json").unlink()
     with Repository.open(tmp_path / "repo", options=SaveOptions(threads=2)) as repo:
         yield repo, expected["snapshots"]
+
+
+def test_a_frozen_repository_never_changes():
+    for name, expected in FROZEN.items():
+        folder = HERE / name
+        found = hashlib.sha256()
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            found.update(
+                f"{path.relative_to(folder).as_posix()}\0".encode() + hashlib.sha256(path.read_bytes()).digest()
+            )
+        assert found.hexdigest() == expected, f"{folder} must stay as it is; a new format gets a new version"
 
 
 def test_the_log_is_right(golden):

@@ -35,8 +35,8 @@ from snapstore.storage.memory import MemoryStore
 if torch.cuda.is_available():  # they import CuPy
     import cupy
 
+    from snapstore.engine.cuda import encoding, kernels, staging, streams
     from snapstore.engine.cuda import engine as cuda_engine
-    from snapstore.engine.cuda import kernels, staging, streams
     from snapstore.engine.cuda import pinned as pinned_memory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -402,6 +402,19 @@ def test_memory_from_an_engine_may_be_used_at_once():
             assert (memory == 7).all()
         finally:
             torch.use_deterministic_algorithms(before)
+
+
+def test_a_copy_under_way_keeps_no_blobs():
+    """A pack holds the waits of its copies until it is full; the device may use the blobs' memory at once."""
+    blobs, out = torch.arange(256, dtype=torch.uint8, device="cuda"), np.zeros(200, np.uint8)
+    entries, stream = np.array([(16,)], [("offset", "<u8")]), streams.copy_stream(blobs.device)
+    encoded = encoding.DeviceEncoded(entries, blobs, stream)
+    torch.cuda.synchronize()
+    wait, kept = encoded.copy(0, 1, out), weakref.ref(blobs)
+    del encoded, blobs
+    assert kept() is None
+    wait()
+    np.testing.assert_array_equal(out, np.arange(16, 216))
 
 
 def test_buffers_belong_to_one_engine():

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from kit.faults import FaultStore
+from kit.local_ranks import LocalRanks
 from kit.objects import keys_of
 from kit.ranks import Managers as ManagersOfRanks
 from kit.ranks import together
@@ -30,7 +31,6 @@ from snapstore import (
     SnapstoreError,
     StorageError,
 )
-from snapstore.distributed.local import LocalRanks
 from snapstore.storage.memory import MemoryStore
 
 COUNT = 3

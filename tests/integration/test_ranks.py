@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import snapstore
+from kit.local_ranks import LocalRanks
 from snapstore import InvalidInputError, RanksError, Repository, SnapshotManager, ranks
-from snapstore.distributed.local import LocalRanks
 from snapstore.storage.memory import MemoryStore
 
 

@@ -8,12 +8,12 @@ import time
 import pytest
 import torch
 
+from kit.local_ranks import LocalRanks
 from kit.ranks import Managers, together
 from kit.repositories import OPTIONS, created
 from snapstore import InvalidInputError, RanksError, SnapshotManager, StorageError
 from snapstore.distributed.base import Watch, say_ended, wait_for
 from snapstore.distributed.joint_call import JointCall
-from snapstore.distributed.local import LocalRanks
 from snapstore.storage.memory import MemoryStore
 
 STATE = {"a": torch.ones(3)}

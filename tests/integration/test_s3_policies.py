@@ -166,16 +166,23 @@ class Scene:
         return opened(self.owner)
 
     def saving(self, meanwhile, **options):
-        """The owner saves. The writer acts once all packs and manifests are stored."""
-        write = pipeline.write
+        """The owner saves. The writer acts once all packs and manifests are stored, and before they are confirmed."""
+        write, confirm = pipeline.write, pipeline.Session.confirm
 
         def then_act(*args, **kwargs):
             written = write(*args, **kwargs)
             meanwhile()
             return written
 
+        def act_first(*args, **kwargs):
+            meanwhile()
+            return confirm(*args, **kwargs)
+
         with self.monkeypatch.context() as patch:
-            patch.setattr(pipeline, "write", then_act)
+            if options.get("verify_writes") == "full":
+                patch.setattr(pipeline.Session, "confirm", act_first)
+            else:
+                patch.setattr(pipeline, "write", then_act)
             with Repository.open(self.owner, options=dataclasses.replace(OPTIONS, **options)) as repository:
                 return save(repository, "theirs", 7, 7)
 

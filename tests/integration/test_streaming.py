@@ -31,7 +31,7 @@ from snapstore import (
     StorageError,
 )
 from snapstore.engine.cpu import CpuEngine
-from snapstore.restore.streaming import TensorReader
+from snapstore.restore.streaming import OpenSnapshot
 from snapstore.storage.memory import MemoryStore
 
 
@@ -318,8 +318,8 @@ def test_packs_are_read_in_order_and_once():
 @pytest.mark.usefixtures("small_batches")
 def test_a_snapshot_that_is_rewritten_while_it_is_read(monkeypatch):
     """Without a@1 the deltas of a@2 are written full, and a gc deletes the packs that its reader knows."""
-    reopen, reopened = TensorReader._reopen, []
-    monkeypatch.setattr(TensorReader, "_reopen", lambda *args: (reopened.append(1), reopen(*args)))
+    reopen, reopened = OpenSnapshot.reopened, []
+    monkeypatch.setattr(OpenSnapshot, "reopened", lambda *args: (reopened.append(1), reopen(*args))[1])
     with opened(created()) as repository:
         repository.save(pairs(), run="a", step=1)
         repository.save(pairs(3), run="a", step=2)

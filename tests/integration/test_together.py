@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
+from kit.local_ranks import MessageFaults
 from kit.objects import keys_of
 from kit.ranks import LocalJob, of_all, save_shared, together
 from kit.repositories import check_clean, created, opened
 from snapstore import InvalidInputError, NotFoundError, RanksError
-from snapstore.distributed.local import MessageFaults
 from snapstore.format.records import ManifestRef
 from snapstore.save.root_writer import READS_AT_ONCE, ChildHeaders
 

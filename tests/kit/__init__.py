@@ -22,6 +22,7 @@ kit get it from `kit.processes.environment`.
 | `rank_snapshots` | snapshots of several ranks in any boxes, written without ranks, and read back without a restore | a verb meets root and child manifests |
 | `changes` | every way to change an array, at every moment of a save | the caller changes a state while it is saved |
 | `ranks` | jobs of several ranks in one process, each a thread with a store of its own | ranks save together |
+| `local_ranks` | `LocalRanks`: ranks over one dict, with messages that are late, lost or doubled by a seed | ranks exchange messages |
 | `chaos`, `chaos_worker` | real processes that are killed and stopped at random, and a judge | whole processes must survive |
 | `foreign` | blobs in codec 70 without a GPU | a CPU meets nvCOMP's codec |
 | `hosts` | a writer and a collector without torch, each a process | several hosts share one bucket |
@@ -38,5 +39,9 @@ kit get it from `kit.processes.environment`.
 | `machines` | a CUDA device and the emulator of thread blocks (`emulator.h`), each of which runs a kernel | a test of one kernel |
 | `fake_cuda` | a CUDA device made of the CPU, as a plugin of pytest | the host code of the GPU engine runs without a GPU |
 | `tally` | counts of the cases that a harness tried, for `tools/torture` | a test is one of its harnesses |
+| `lightning_worker` | trainings with Lightning in forks of one process, which may be killed | a test needs a Trainer |
+| `deepspeed_worker` | a rank of a training with DeepSpeed, a script | a test needs ZeRO |
+| `megatron_worker` | a rank that saves or loads a sharded state of Megatron, a script | a test needs `dist_checkpointing` |
+| `torchtitan_worker` | a rank of a training with torchtitan's components, a script | a test needs `torchtitan` |
 | `processes` | the checkout's folders, and the environment for another process | a test starts Python |
 """  # noqa: E501

@@ -116,6 +116,8 @@ class SteppingStore:
         self._actor.pause("get_range", key)
         return self._inner.get_range(key, offset, length, into)
 
+    get_ranges = ObjectStore.get_ranges  # one by one
+
     def stat(self, key: str) -> ObjectInfo:
         self._actor.pause("stat", key)
         return self._inner.stat(key)

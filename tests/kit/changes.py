@@ -304,9 +304,14 @@ def watched(*more: tuple[Any, str]) -> list[tuple[Any, str]]:
     found = [(arrays, name) for name in names]
     for module in (flattening, held_array, host_staging):
         found += [(module, name) for name in names if name in vars(module)]
-    found += [(structure.Structure, name) for name in ("_locate", "_lie_at", "_hold_others")]
-    found += [(structure._Block, "has_form"), (structure.Match, "confirm_places")]
-    found += [(structure.Match, "confirm"), (known_state.SmallCopies, "copy"), (known_state, "copy_addresses")]
+    found += [(structure.Structure, name) for name in ("_locate", "_hold_others")]
+    found += [(structure._Block, name) for name in ("localize", "storages", "has_form")]
+    found += [
+        (structure, "_lie_at"),
+        (structure.Match, "confirm"),
+        (known_state.SmallCopies, "copy"),
+        (known_state, "copy_addresses"),
+    ]
     found += [(CpuEngine, name) for name in ("load", "start_digests", "start_encode")]
     return [*found, (Engines, "memory_of"), (PackUploader, "add"), (MemoryStore, "put"), *more]
 

@@ -358,7 +358,7 @@ class Chaos:
 
     def _judge_file(self, file: Path) -> None:
         """Check a file that the shell has restored of what the shell had saved."""
-        from snapstore.cli import files
+        from snapstore.convert import files
 
         state, about = files.read(file)
         run, _, version = about.get("origin", "").partition(":")

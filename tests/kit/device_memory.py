@@ -10,7 +10,7 @@ from torch import nn
 
 from kit.states import Saved, again, net, random_tensor, same, train
 from snapstore.errors import InvalidInputError
-from snapstore.state.arrays import as_bytes, as_memory, fill
+from snapstore.state.arrays import as_bytes, as_memory
 from snapstore.state.tensors import TORCH_DTYPES
 
 SHAPES = [(), (0,), (0, 3), (1,), (7, 5), (2, 3, 4)]
@@ -30,7 +30,7 @@ def noise(name, shape, device, seed=7):
     """As `random_tensor`, made of bytes on the device: rare dtypes lack operations."""
     stored = as_bytes(random_tensor(name, shape, seed))
     flat = torch.empty(stored.size, dtype=torch.uint8, device=device)
-    fill(flat, stored)
+    flat.copy_(torch.from_numpy(stored.copy()))
     return flat.view(getattr(torch, name)).view(shape)
 
 

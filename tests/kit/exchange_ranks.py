@@ -210,7 +210,7 @@ def case_store_fails(world: World) -> None:
         snapshots.save(1, state)
         store = snapshots.repository.context.store
         for bad, thing, name, at in (
-            *((0, store, "get_range", 0), (1, store, "get_range", 0)),
+            *((0, store, "get_ranges", 0), (1, store, "get_ranges", 0)),
             *((0, _Rounds, "_exchange", 2), (1, _Rounds, "_exchange", 2), (1, _Rounds, "_place", 5)),
         ):
             seen, real = 0, getattr(thing, name)

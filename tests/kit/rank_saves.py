@@ -79,7 +79,7 @@ def write_rank(repository: Repository, session: Session, state: Any, shares: Ran
     context, rank, world_size = repository.context, shares.rank, shares.world_size
     inputs = inputs_of(flatten(state, of_rank=True), shares)
     bases = load_bases(context, session, {}, NearChildren(inputs, rank, world_size))
-    written = write(context, session, inputs, bases, full=False, rank=rank, world_size=world_size)
+    written = write(context, session, inputs, bases, full=False, place=(rank, world_size))
     return OneRank(inputs, written, rank_state(inputs))
 
 

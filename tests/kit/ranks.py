@@ -23,19 +23,19 @@ import pytest
 import torch
 
 from kit.faults import Crash, FaultStore
+from kit.local_ranks import LocalRank, LocalRanks
 from kit.repositories import OPTIONS, values
 from snapstore import Repository, SaveOptions, Snapshot, SnapshotManager
 from snapstore.chunks.uploader import put_once
 from snapstore.distributed.base import Heart, Ranks
-from snapstore.distributed.local import LocalRank, LocalRanks
-from snapstore.distributed.messages import DIGEST_BYTES, REQUEST_FIELDS
+from snapstore.distributed.messages import DIGEST_BYTES, REQUEST_FIELDS, Report
 from snapstore.format import records
 from snapstore.format.hashing import checksum
 from snapstore.format.records import ManifestList
 from snapstore.save.bases import Bases, load_bases
 from snapstore.save.inputs import SaveRequest, inputs_of
 from snapstore.save.manifest_writer import write
-from snapstore.save.together import Job, Share
+from snapstore.save.together import Job, report_of
 from snapstore.state.flatten import flatten
 from snapstore.storage.base import ObjectStore
 
@@ -55,7 +55,7 @@ def of_all(count: int) -> Callable[[str, int], Any]:
 
 
 class RankSide:
-    """The bytes of one rank; see `DataSide`."""
+    """The bytes of one rank; see `RankWriter`."""
 
     def __init__(self, repository: Repository, ranks: Ranks, request: SaveRequest, state: Any) -> None:
         self._context, self._ranks, self._request, self._state = repository.context, ranks, request, state
@@ -67,13 +67,14 @@ class RankSide:
         whole = {f"rank{rank}": self._state if rank == own else {} for rank in range(self._ranks.count)}
         return inputs_of([part for part in flatten(whole) if part.name in names])
 
-    def write(self, session: Any, *, full: bool) -> Share:
+    def write(self, session: Any, begin: Any) -> Report:
         bases = load_bases(self._context, session, {})
-        written = write(self._context, session, self._parts(f"rank{self._ranks.rank}"), bases, full=full)
+        written = write(self._context, session, self._parts(f"rank{self._ranks.rank}"), bases, full=begin.full)
         fields = [getattr(self._request, name) for name in REQUEST_FIELDS if name != "metrics"]
         fields.insert(2, self._request.read_metrics())
         digests = [checksum(repr(value).encode()).to_bytes(DIGEST_BYTES, "little") for value in fields]
-        return Share(written, b"".join(digests), checksum(self.trees()).to_bytes(8, "little"), bases=bases.ids)
+        trees = checksum(self.trees()).to_bytes(8, "little")
+        return report_of(begin, written, request=b"".join(digests), trees=trees)
 
     def trees(self) -> bytes:
         return b"trees" + (bytes([self._ranks.rank]) if self.unlike_trees else b"")

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from snapstore.state.arrays import as_bytes, fill
+from snapstore.state.arrays import as_bytes, copy_box
+from snapstore.state.fit import Fit
 from snapstore.state.flatten import flatten
 from snapstore.state.restore_plan import RestorePlan
 from snapstore.state.selection import parts_needed
@@ -62,7 +63,7 @@ class Saved:
         return next(part.specs[index] for part in self.parts if part.name == name)
 
     def target(self, **options):
-        names = parts_needed([part.name for part in self.parts], options.get("keys"))
+        names = parts_needed([part.name for part in self.parts], Fit.of(options.get("keys")).parts_keys)
         self.read = [i for i, part in enumerate(self.parts) if part.name in names]
         return RestorePlan([self.parts[i] for i in self.read], **options)
 
@@ -70,14 +71,15 @@ class Saved:
         target = self.target(**options)
         self.buffers = []
         for want in target.wants:
-            buffer = target.buffer(want)
-            assert buffer is target.buffer(want)
+            buffer = target.buffers.buffer(want)
+            assert buffer is target.buffers.buffer(want)
             assert buffer.dtype in (np.uint8, torch.uint8)
             assert buffer.shape == (self.bytes[self.read[want.part]][want.entry].size,)
-            fill(buffer, self.bytes[self.read[want.part]][want.entry])
+            stored, sizes = self.bytes[self.read[want.part]][want.entry], (len(buffer),)
+            copy_box((buffer, sizes, (0,)), (stored, sizes, (0,)), sizes)
             self.buffers.append(buffer)
         for want in target.wants:
-            target.complete(want)
+            target.buffers.complete(want)
         return target.finish()
 
 

@@ -7,6 +7,9 @@ the manifest of A by `m1`, and then lets B name `m1` too. Users forget and bring
 may stall anywhere and for ever, as one that has crashed. For the whole gc, the store may show it an old state of the
 records of one snapshot, or none of them.
 
+With children, as several ranks have them: `m` is a root that names the child `c`. A is being saved: `c` is put, then
+`m`, then the record. So a gc may have marked `c` and not `m`. S shares `m`, and needs `c` with it.
+
 Every object says for which revision of which snapshot it was put. The invariant: what a committed record needs is
 there; and, if nobody lied, each object is there by the word of a record or a session. With a rule dropped there must be
 a counter-example, or the rule is not needed.
@@ -29,6 +32,7 @@ RULES = {
     "list": "a snapshot that names another's manifest puts a list of its manifests, which is its own",
     "list again": "a rewrite that lets a snapshot name another's new manifest puts a new list, for the new revision",
     "no mark": "a manifest that a mark names is not shared",
+    "children": "a root is shared only if no mark names a child of it, and its children are there",
     "needed": "a manifest is shared only if, behind the marks, a committed snapshot names it and it is there",
     "explained": "a gc deletes nothing as long as no record or session explains some object that nothing needs",
     "wait": "the sweep waits for, or fences, every session listed behind the mark",
@@ -36,7 +40,8 @@ RULES = {
 }
 #: For which revision of which snapshot each object is put, and by which session.
 MADE_FOR = {
-    "m": ("A", 0, ""),
+    "m": ("A", 0, "first"),
+    "c": ("A", 0, "first"),
     "B.list": ("B", 0, ""),
     "S.list": ("S", 0, "save"),
     "m1": ("A", 1, "run0"),
@@ -44,6 +49,8 @@ MADE_FOR = {
     "B.list1": ("B", 1, "run1"),
 }
 MANIFESTS = frozenset(["m", "m1", "m2"])
+#: The children of a root, in the part with children.
+CHILDREN = {"m": frozenset("c")}
 MOST_REVISIONS = 3
 
 
@@ -93,6 +100,7 @@ class State:
     save: Writer = Writer()
     run: Writer = Writer()
     gc: Gc = Gc()
+    has_children: bool = False
 
     @property
     def of(self) -> dict[str, tuple[Record, ...]]:
@@ -127,7 +135,9 @@ def listed_by(state: State, dropped: Names) -> Names:
 
 
 def user_steps(state: State) -> Iterator[Step]:
-    for name, of in state.records[:2]:  # A and B
+    for name, of in state.records:
+        if name == "S":
+            continue
         if of[-1].state == "committed":
             yield f"forget {name}", state.put_record(name, replace(of[-1], state="forgotten"))
         elif of[-1].state == "forgotten" and len(of) < MOST_REVISIONS:
@@ -137,7 +147,22 @@ def user_steps(state: State) -> Iterator[Step]:
 def shareable(state: State, writer: Writer, dropped: Names) -> Names:
     """Return the manifests that a session may let its record name."""
     usable = writer.known if "no mark" in dropped else writer.known - writer.marked
+    if state.has_children and "children" not in dropped:
+        safe = (state.objects if "needed" not in dropped else MANIFESTS | {"c"}) - writer.marked
+        usable = frozenset(name for name in usable if CHILDREN.get(name, NONE) <= safe)
     return usable if "needed" in dropped else usable & state.objects
+
+
+def first_steps(state: State, dropped: Names) -> Iterator[Step]:
+    """The save of A by several ranks: session and child are there; then root, record, end; beside the save of S."""
+    if "first" in {whose for whose, _, _ in state.sessions}:
+        if "m" not in state.objects and "A" not in state.of:
+            yield "first save puts m", state.put("m")
+        if "m" in state.objects and "A" not in state.of:
+            yield "first save commits", state.put_record("A", Record("committed", frozenset("mc")))
+        if "A" in state.of:
+            yield "first save ends", state.ended("first")
+    yield from save_steps(state, dropped)
 
 
 def save_steps(state: State, dropped: Names) -> Iterator[Step]:
@@ -156,7 +181,8 @@ def save_steps(state: State, dropped: Names) -> Iterator[Step]:
     elif save.at == "shares":
         for name in sorted(shareable(state, save, dropped)):
             own = NONE if "list" in dropped else frozenset(["S.list"])
-            yield f"save shares {name}", to(at="commit", needs=own | {name}).put(*own)
+            named = CHILDREN.get(name, NONE) if state.has_children else NONE
+            yield f"save shares {name}", to(at="commit", needs=own | {name} | named).put(*own)
     elif save.at == "commit":
         if "S" in state.of:
             yield "save is fenced", to(at="end")
@@ -288,9 +314,10 @@ def explore(dropped: Names = NONE) -> tuple[list[str] | None, int]:
     """(a schedule that breaks the invariant, or None; states seen)."""
     lists = NONE if "list" in dropped else frozenset(["B.list"])
     of = {"A": (Record("committed", frozenset("m")),), "B": (Record("committed", lists | {"m"}),)}
-    first = State(objects=lists | {"m"}, records=tuple(of.items()))
+    alone = State(objects=lists | {"m"}, records=tuple(of.items()))
+    several = State(objects=frozenset("c"), records=(), sessions=(("first", "A", 0),), has_children=True)
     states = 0
-    for who in (save_steps, run_steps):
+    for first, who in ((several, first_steps), (alone, save_steps), (alone, run_steps)):
 
         def steps(state: State, who=who) -> Iterator[Step]:  # type: ignore[no-untyped-def]
             yield from user_steps(state)

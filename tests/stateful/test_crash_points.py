@@ -186,6 +186,33 @@ def _hollow_forgotten() -> MemoryStore:
     return store
 
 
+@cache
+def half_copied() -> MemoryStore:
+    """Copies of a@0 and a@1 of `history`, b@0 beside them, of which a gc that died wants a part; a@1 is swept."""
+    store = clone(copied(history, "a@0", "a@1", "b@0"))
+    with opened(store) as repository:
+        repository.forget_snapshots(["a@0", "b@0"], force=True)
+    return _after_gc_until("put", ".mark", lambda: store)
+
+
+@cache
+def copied(source: Callable[[], MemoryStore], *refs: str) -> MemoryStore:
+    """Return a new repository with copies of some snapshots."""
+    store = MemoryStore()
+    with opened(source()) as repository:
+        Repository.create(store, like=repository, options=OPTIONS).close()
+        assert len(repository.copy(refs, to=store).copied) == len(refs)
+    return store
+
+
+def copy_in(repository: Repository, source: MemoryStore, ref: str) -> Snapshot:
+    """Copy a snapshot into a repository."""
+    with opened(source) as other:
+        result = other.copy([ref], to=repository)
+    assert not result.failed, result.failed
+    return (result.copied + result.present)[0]
+
+
 def _after_gc_until(name: str, part: str, before: Callable[[], MemoryStore] = forgotten) -> MemoryStore:
     dry = FaultStore(clone(before()))
     with opened(dry) as repository:
@@ -238,6 +265,9 @@ VERBS: dict[str, tuple[Callable[[], MemoryStore], Callable[[Repository], Any]]] 
     "forget, ranks": (of_ranks, lambda r: r.forget([KeepLast(1)], run="a")),
     "gc, ranks": (ranks_marked, lambda r: r.gc()),
     "recode, ranks": (of_ranks, lambda r: r.recode()),
+    "copy": (half_copied, lambda r: copy_in(r, history(), "a@3")),
+    "copy back, marked": (half_copied, lambda r: copy_in(r, history(), "a@0")),
+    "copy, ranks": (lambda: copied(of_ranks, "a@3"), lambda r: copy_in(r, of_ranks(), "a@5")),
     "compact, ranks": (ranks_marked, lambda r: r.compact()),
 }
 #: Objects that may be gone or new after a verb; all others keep their ids, tags and all that lasts.
@@ -253,6 +283,9 @@ MAY_ADD = {
     "unchanged save",
     "unforget",
     "unforget, marked",
+    "copy",
+    "copy back, marked",
+    "copy, ranks",
 }
 #: Verb -> the tags that a snapshot has in the end.
 TAGS = {"tag": {("a", 1): (), ("a", 3): ("good",)}, "untag": {("a", 1): ()}}
@@ -338,7 +371,7 @@ def points(verb: str, mode: str, total: int) -> range:
     if verb.endswith(", ranks"):
         return sampled(total, 14)
     # a recode has sixty operations, each of which some other verb has too
-    return sampled(total, 8 if verb.startswith(("recode", "compact")) else 4 if sparse else 2)
+    return sampled(total, 8 if verb.startswith(("recode", "compact", "copy")) else 4 if sparse else 2)
 
 
 @untraced
@@ -374,6 +407,7 @@ AGAIN = [
     "untag",
     "policies",
     "rebuild",
+    "copy",
 ]
 
 

@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from test_crash_points import abroad, forgotten, half_swept, history, hollow, marked, shared, unmarked
+from test_crash_points import abroad, forgotten, half_copied, half_swept, history, hollow, marked, shared, unmarked
 
 from kit import foreign
 from kit.actors import Actor
@@ -23,7 +23,7 @@ from kit.faults import Crash, FaultStore, one_thread
 from kit.lies import LyingStore, every_lie
 from kit.objects import clone, flip, keys_of
 from kit.ranks import save_shared
-from kit.repositories import OPTIONS, check_whole, committed, created, opened, save, version_of
+from kit.repositories import OPTIONS, check_clean, check_whole, committed, created, opened, save, version_of
 from kit.samples import SEED, THOROUGH, sampled
 from kit.tally import tally
 from snapstore import (
@@ -194,6 +194,26 @@ def warm(act: Callable[[Repository], Any], *, may_go: set[tuple[str, int]] = fro
     return scenario
 
 
+def copy_in(repository: Repository, *refs: str) -> Any:
+    """Copy snapshots into the repository of the liar."""
+    with opened(clone(history())) as source:
+        result = source.copy(refs, to=repository)
+    if result.failed:
+        raise IntegrityError(result.failed[0][1])
+    return (result.copied + result.present)[-1]
+
+
+def copy_out(repository: Repository) -> None:
+    """Copy from the liar: an error of one snapshot, or all of it; never a part."""
+    target = MemoryStore()
+    Repository.create(target, like=repository).close()
+    with suppress(SnapstoreError):
+        repository.copy(to=target)
+    with opened(target) as copied:
+        copied.gc()
+    check_clean(target)
+
+
 OLD = {("a", 0), ("a", 2), ("a", 3), ("a", 4)}
 SCENARIOS: dict[str, tuple[Callable[[], MemoryStore], Callable[[World], None]]] = {
     "gc beside a save that has begun": (forgotten, beside_a_save("list", "gc/")),
@@ -230,6 +250,9 @@ SCENARIOS: dict[str, tuple[Callable[[], MemoryStore], Callable[[World], None]]] 
     "recode and gc": (abroad, verb(lambda r: (r.recode(), r.gc()))),
     "compact and gc": (hollow, verb(lambda r: (r.compact(), r.gc()))),
     "repair": (forgotten, verb(lambda r: r.repair(apply=True))),
+    "copy in": (half_copied, verb(lambda r: copy_in(r, "a@2", "a@3"))),
+    "copy in, brought back": (half_copied, verb(lambda r: copy_in(r, "a@0"))),
+    "copy out": (history, verb(copy_out)),
 }  # fmt: skip
 
 

@@ -13,13 +13,13 @@ from random import Random
 import pytest
 
 from kit.faults import Crash, one_thread
+from kit.local_ranks import MessageFaults
 from kit.objects import clone
 from kit.ranks import LocalJob, fail_message, of_all, together
 from kit.repositories import check_clean, created, opened
 from kit.samples import SEED, sampled
 from kit.tally import EXAMPLES, tally
 from snapstore import RanksError, Snapshot
-from snapstore.distributed.local import MessageFaults
 from snapstore.storage.memory import MemoryStore
 
 COUNT = 3

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from kit.states import again, random_tensor, same
-from snapstore.state.arrays import as_bytes, as_memory, fill
+from snapstore.state.arrays import as_bytes, as_memory, copy_box
 from snapstore.state.flatten import flatten
 from snapstore.state.tensors import TORCH_DTYPES
 
@@ -140,9 +140,9 @@ def test_as_memory_without_a_device_is_as_bytes():
         assert as_memory(b"ab", predicate).tolist() == [97, 98]
 
 
-def test_fill_takes_either_kind_of_memory():
+def test_copy_box_takes_either_kind_of_memory():
     data = np.frombuffer(b"\x01\xff\x00", np.uint8)  # read-only, as a manifest's inline bytes are
     for memory in (np.zeros(3, np.uint8), torch.zeros(3, dtype=torch.uint8)):
-        fill(memory, data)
+        copy_box((memory, (3,), (0,)), (data, (3,), (0,)), (3,))
         assert memory.tolist() == [1, 255, 0]
-        fill(memory[:0], data[:0])
+        copy_box((memory[:0], (0,), (0,)), (data[:0], (0,), (0,)), (0,))

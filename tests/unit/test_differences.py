@@ -9,6 +9,7 @@ from torch import nn
 from kit.states import Saved, again, net, same
 from snapstore.errors import InvalidInputError
 from snapstore.state.differences import MAX_LINES
+from snapstore.state.fit import Fit
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch warns of itself
 
@@ -166,8 +167,13 @@ def test_the_prefix_of_a_wrapper_is_named_and_the_line_works(saved, into, as_mod
         text = refusal(state, target)
         assert f"\n  nets: 4 names with another prefix\n    the names have {PREFIXES[saved, into]}; pass " in text
         assert "missing" not in text
-        line, place = re.search(r"; pass (.*) instead of (.*)\n", text).groups()
+        line, place, rename = re.search(r"; pass (.*) instead of (.*?)(?:, or rename=(.*))?\n", text).groups()
         assert place == "into['nets']['m']"
+        assert bool(rename) != PREFIXES[saved, into].endswith("in `into` alone")
+        if rename:
+            again(state, into=target, keys=Fit(rename=eval(rename)))
+            same(other.state_dict(), module.state_dict())
+            nn.init.zeros_(other.body.weight)
         target["nets"]["m"] = eval(line, {"torch": torch, "into": target})
     again(state, into=target)
     same(other.state_dict(), module.state_dict())

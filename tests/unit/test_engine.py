@@ -5,6 +5,7 @@ import os
 import threading
 import time
 import warnings
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -68,6 +69,16 @@ def weights(count, seed=0):
 
 def changed(values):
     return (values + values * np.float32(1e-5)).view(np.uint8)
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_rows_of_a_batch(raw):
+    """A device without memory for a batch encodes halves of it."""
+    whole = replace(encode_batch([noise(size) for size in (10, 20, 30)], 4), raw=raw)
+    taken = whole.take(np.array([2, 0]))
+    assert [len(chunk) for chunk in taken.chunks.views()] == [30, 10]
+    assert taken.digests.tolist() == whole.digests[[2, 0]].tolist()
+    assert taken.raw is raw
 
 
 def test_digests_are_xxh3_128_in_order(engine):

@@ -10,7 +10,7 @@ import pytest
 from snapstore.format import blob, chunk_table, chunking, codecs, layout, manifest, pack, planes, records
 from snapstore.format.codecs import deflate, sparse, zstd
 from snapstore.format.keys import NAME
-from snapstore.state import classes, containers, tensors, tree, tree_decode
+from snapstore.state import classes, containers, folder, tensors, tree, tree_decode
 from snapstore.state import columns as state_columns
 
 TEXT = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
@@ -303,3 +303,10 @@ def test_limits():
         assert number, what
     assert "a multiple of 16, 64 to 64 Mi" in section("Envelope")
     assert chunking.MIN_CHUNK_BYTES == 64
+
+
+def test_folders():
+    assert [row[0] for row in tables("Folders")[0][1]] == list(folder.Entry.__struct_fields__)
+    assert folder.Index.__struct_fields__ == ("entries", "block_bytes")
+    assert folder.MAGIC == b"snapstore folder 1\n"
+    assert "`snapstore folder 1` and a line feed" in section("Folders")

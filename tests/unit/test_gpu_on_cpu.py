@@ -21,6 +21,7 @@ RUNS = [
         "contract/test_engines.py::test_a_batch_of_every_shape_at_once[cuda]",
         "contract/test_engines.py::test_sparse_deltas_of_the_cpu_engine",
         "contract/test_engines.py::test_sparse_deltas_of_every_kind",
+        "contract/test_engines.py::test_chains_of_sparse_deltas",
         "contract/test_engines.py::test_the_engines_write_the_same_sparse_deltas",
         "contract/test_engines.py::test_sparse_deltas_that_contradict_themselves",
         "contract/test_engines.py::test_sparse_deltas_of_too_many_elements",
@@ -69,23 +70,53 @@ LEFT_OUT = {
     ],
 }
 
-#: Ten seconds or more each, two of them in a run; a GPU runs all.
+#: Four seconds or more each, six of them in a run; a GPU runs all.
 SLOW = [
-    "gpu/test_gpu_staging.py::test_streams_are_not_used_up",
-    "gpu/test_gpu_staging.py::test_bases_across_changes_of_mode",
-    "gpu/test_gpu_staging.py::test_auto_looks_at_free_memory",
-    "gpu/test_gpu_directions.py::test_long_chains[manager-65536]",
-    "gpu/test_gpu_directions.py::test_packs_of_any_size[4096]",
+    *(f"gpu/test_gpu_memory.py::{name}" for name in (
+        "test_many_saves_keep_nothing[device]",
+        "test_nvcomp_without_memory_saves[{'above': 0}]",
+        "test_nvcomp_without_memory_saves[{'above': 100000}]",
+        "test_nvcomp_without_memory_saves[{'first': 1}]",
+        "test_nvcomp_without_memory_saves[{'first': 4}]",
+        "test_an_engine_without_memory_saves[{'above': 2097152}]",
+        "test_an_engine_without_memory_saves[{'first': 1}]",
+        "test_memory_that_runs_out_after_some_saves",
+        "test_memory_that_runs_out_at_any_level[CuPy]",
+        "test_memory_that_runs_out_at_any_level[beneath torch]",
+        "test_small_tensors_share_page_locked_memory",
+        "test_page_locked_memory_of_tensors_without_a_base",
+    )),
+    *(f"gpu/test_gpu_staging.py::{name}" for name in (
+        "test_streams_are_not_used_up",
+        "test_bases_across_changes_of_mode",
+        "test_auto_looks_at_free_memory",
+        "test_tensors_that_move_between_host_and_device",
+        "test_a_failed_save_is_no_base[device]",
+        "test_a_failed_save_is_no_base[host]",
+        "test_a_synchronous_manager[device]",
+        "test_a_synchronous_manager[host]",
+    )),
+    *(f"gpu/test_gpu_directions.py::{name}" for name in (
+        "test_long_chains[manager-65536]",
+        "test_packs_of_any_size[4096]",
+        "test_states_larger_than_any_batch[1]",
+        "test_states_larger_than_any_batch[3000]",
+        "test_states_larger_than_any_batch[70000]",
+    )),
     "gpu/test_gpu_first_save.py::test_the_first_save_locks_the_memory_of_the_second",
     "gpu/test_gpu_first_save.py::test_prepare_locks_the_memory_of_the_first_save",
-]
+    "gpu/test_gpu_first_save.py::test_a_save_does_not_wait_for_kernels[device]",
+    "gpu/test_gpu_first_save.py::test_a_save_does_not_wait_for_kernels[host]",
+    "gpu/test_gpu_graphs.py::test_a_whole_save_while_a_graph_is_captured[device]",
+    "gpu/test_gpu_graphs.py::test_a_whole_save_while_a_graph_is_captured[host]",
+]  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++, which compiles the kernels for this CPU")
 @pytest.mark.parametrize("names", RUNS, ids=["codecs", "memory", "staging"])
 def test_the_gpu_engine_on_a_cpu(tmp_path, names):
-    others = set(SLOW) - set(some(SLOW, 2))
+    others = set(SLOW) - set(some(SLOW, 6))
     left_out = [f"--deselect=tests/{name}" for names in (*LEFT_OUT.values(), others) for name in names]
     report = tmp_path / "report.xml"
     done = subprocess.run(

@@ -211,7 +211,7 @@ def test_a_long_range_is_read_in_pieces(store, monkeypatch):
     store.put("a", data)
     store._client.meta.events.register("before-send.s3.GetObject", lambda request, **_: asked.append(request.headers))
     into = memoryview(bytearray(4500))
-    with Threads(1) as store._reader._threads:  # moto is not safe to use from several threads
+    with Threads(1) as store._threads:  # moto is not safe to use from several threads
         assert store.get_range("a", 4000, 4500, into) is into
     assert into == data[4000:8500]
     assert [headers["Range"] for headers in asked] == [

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import hashlib
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -16,7 +17,7 @@ from kit.faults import one_thread
 from kit.objects import clone, keys_of, replace
 from kit.rank_saves import sharded
 from kit.repositories import check_clean, created, opened, same, save, values
-from snapstore import IntegrityError, KeepLast, PerRank, Repository
+from snapstore import IntegrityError, KeepLast, PerRank, Repository, SnapstoreError, StorageError
 from snapstore.catalog.index import Index
 from snapstore.format import manifest, records
 from snapstore.format.keys import manifest_key
@@ -350,6 +351,40 @@ def test_a_list_that_is_damaged_is_written_again(store, how):
         assert repository.snapshot("a@1").revision == 1
         repository.gc()
     check_clean(store, level="restore")
+
+
+def test_a_lost_snapshot_without_its_list_stops_gc_until_it_is_dropped(store):
+    store.delete([manifest_key(of(store, "a@1").manifest_list), *keys_of(store, "packs/")])
+    with opened(store) as repository:
+        assert len(repository.repair(apply=True).lost) == 3
+        with pytest.raises(IntegrityError, match=r"live object missing.*until 'snapstore repair --drop' gives it up"):
+            repository.gc()
+        assert len(repository.repair(apply=True, drop=True).dropped) == 3
+        repository.gc()
+        assert keys_of(store, "manifests/") == []
+
+
+@pytest.mark.parametrize("verb", ["recode", "repair"])
+def test_a_rewrite_looks_whether_its_list_is_there(monkeypatch, verb):
+    store = _abroad(monkeypatch)
+    before = of(store, "a@1").manifest_list
+    if verb == "repair":
+        store.delete([manifest_key(before)])
+    real = store.put
+
+    def losing(key, data):
+        try:
+            records.decode(bytes(data), ManifestList, key)
+        except SnapstoreError:  # no list
+            real(key, data)
+
+    monkeypatch.setattr(store, "put", losing)
+    with opened(store) as repository:
+        act = repository.recode if verb == "recode" else partial(repository.repair, apply=True)
+        with pytest.raises(StorageError, match="was put and is not there"):
+            act()
+    monkeypatch.setattr(store, "put", real)
+    assert of(store, "a@1").manifest_list == before
 
 
 def test_a_list_of_another_snapshot_is_found(store):

@@ -17,7 +17,7 @@ from snapstore.engine.batches import EncodeJob
 from snapstore.engine.cpu import encode_chunk
 from snapstore.errors import FormatError, IntegrityError
 from snapstore.format import blob, chain_decode, codecs, hashing, planes
-from snapstore.format.codecs import key_order, sparse
+from snapstore.format.codecs import key_order, sparse, sparse_decode
 from snapstore.state.tensors import TORCH_DTYPES
 from snapstore.storage.memory import MemoryStore
 
@@ -35,7 +35,8 @@ def payload_of(base, chunk, size, layout, block_bytes=BLOCK):
 
 def applied(payload, frame_lengths, base, size, layout, block_bytes=BLOCK):
     out = base.copy()
-    sparse.apply(memoryview(payload), frame_lengths, out, size, layout, block_bytes)
+    link = sparse_decode.Stored(memoryview(payload), frame_lengths, block_bytes)
+    assert list(sparse_decode.apply_all([link], out.view(f"u{size}"), layout)) == [True]
     return out
 
 
@@ -145,22 +146,53 @@ def test_an_order_follows_its_chain(size, layout, most_moves, monkeypatch):
     monkeypatch.setattr(key_order, "MOST_MOVES", most_moves)
     rng = np.random.default_rng(size)
     version, _ = pair(size, layout, 3000, 0, 1)
-    out, order = version.copy(), None
+    out = version.copy()
+    order = key_order.KeyOrder(out.view(f"u{size}"), layout)
     for share in (0.01, 0.3, 0, 1, 0.002, 0.05):
         elements = version.copy().view(f"u{size}")
         at = rng.random(elements.size) < share
         elements[at] = rng.integers(0, 2**63, int(at.sum()), np.uint64).astype(elements.dtype)
         base, version = version, elements.view(np.uint8)
         payload, lengths = payload_of(base, version, size, layout)
-        order = sparse.apply(memoryview(payload), lengths, out, size, layout, BLOCK, order)
+        link = sparse_decode.Stored(memoryview(payload), lengths, BLOCK)
+        (changes,) = sparse_decode.unpack([link], out.view(f"u{size}"))
+        sparse_decode.apply(changes, out.view(f"u{size}"), order)
         np.testing.assert_array_equal(out, version)
     order.settle()
     every = np.arange(3000)
     found = order.positions(every)
-    np.testing.assert_array_equal(order.members(0, 255), every)
+    np.testing.assert_array_equal(order.members(order.starts[:1], np.array([3000]), mixed=True), every)
     new = key_order.KeyOrder(version.view(f"u{size}"), layout)
     np.testing.assert_array_equal(order.starts, new.starts)
     np.testing.assert_array_equal(found, new.positions(every))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("most_symbols", [0, 2000, 10**6])
+def test_links_that_are_read_together(size, most_symbols, monkeypatch):
+    """Each chunk of a chain is there after its link; a bad link leaves the older ones, and names itself."""
+    monkeypatch.setattr(sparse_decode, "MOST_SYMBOLS", most_symbols)
+    rng = np.random.default_rng(size)
+    layout = planes.ROTATED
+    versions, links = [pair(size, layout, 3000, 0, 1)[0]], []
+    for share in (0.05, 0.01, 0.2, 0, 0.4, 0.03, 0.7):
+        elements = versions[-1].copy().view(f"u{size}")
+        at = rng.random(elements.size) < share
+        elements[at] += rng.integers(1, 200, int(at.sum())).astype(elements.dtype)
+        versions.append(elements.view(np.uint8))
+        payload, lengths = payload_of(*versions[-2:], size, layout)
+        links.append(sparse_decode.Stored(memoryview(payload), lengths, BLOCK))
+    out = versions[0].copy()
+    for version, _ in zip(versions[1:], sparse_decode.apply_all(links, out.view(f"u{size}"), layout), strict=True):
+        np.testing.assert_array_equal(out, version)
+    links[4] = sparse_decode.Stored(memoryview(bytes(links[4].payload) + b"!"), links[4].frame_lengths, BLOCK)
+    out = versions[0].copy()
+    applying = sparse_decode.apply_all(links, out.view(f"u{size}"), layout)
+    for version in versions[1:5]:
+        assert next(applying)
+        np.testing.assert_array_equal(out, version)
+    with pytest.raises(IntegrityError, match="sparse: groups"):
+        next(applying)
 
 
 def test_groups_of_one_key_and_of_several():
@@ -304,7 +336,7 @@ def test_chunks_of_many_elements_have_no_sparse_deltas(monkeypatch):
     base = np.zeros(sparse.MAX_ELEMENTS + 1, np.uint8)
     payload, lengths = forged([(255, 0, 0, 1, 0, 0)])
     with little_memory(), pytest.raises(IntegrityError, match="16777217 elements, expected at most 16777216"):
-        sparse.apply(memoryview(payload), lengths, base, 1, planes.BYTES, BLOCK)
+        next(sparse_decode.apply_all([sparse_decode.Stored(memoryview(payload), lengths, BLOCK)], base, planes.BYTES))
     base, chunk = pair(2, planes.ROTATED, 10_000, 0.01, 1)
     for most, expected in ((10_000, True), (9_999, False)):
         monkeypatch.setattr(sparse, "MAX_ELEMENTS", most)

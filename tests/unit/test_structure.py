@@ -177,6 +177,16 @@ def test_tied_tensors_stay_tied_and_are_told_from_others():
     assert not twice.again(state)
 
 
+def test_an_ordered_dict_that_was_put_into_another_order():
+    state = {"m": OrderedDict(w=A.clone(), v=B.clone())}
+    state["m"].move_to_end("w")
+    twice = Twice(state)
+    state["m"]["w"] = A + 1
+    assert twice.again(state)
+    state["m"].move_to_end("v")
+    assert not twice.again(state)
+
+
 def test_a_tensor_that_moves_while_it_is_recognised():
     _, (structure, _) = flatten_and_learn({"w": A.clone(), "v": B.clone()})
     state = {"w": A.clone(), "v": B.clone()}

@@ -90,9 +90,9 @@ def test_a_broken_tie_is_a_format_error():
 def test_target_memory_is_that_of_into_where_it_can_be():
     into = {"a": torch.zeros(3), "b": torch.zeros(2, 2).t()}
     target = Saved({"a": torch.ones(3), "b": torch.ones(2, 2)}).target(into=into)
-    assert target.buffer(Want(0, 0)).ctypes.data == into["a"].data_ptr()
-    assert target.buffer(Want(0, 1)).ctypes.data != into["b"].data_ptr()
-    assert target.buffer(Want(0, 1)) is target.buffer(Want(0, 1))
+    assert target.buffers.buffer(Want(0, 0)).ctypes.data == into["a"].data_ptr()
+    assert target.buffers.buffer(Want(0, 1)).ctypes.data != into["b"].data_ptr()
+    assert target.buffers.buffer(Want(0, 1)) is target.buffers.buffer(Want(0, 1))
 
 
 # --- into

@@ -53,7 +53,7 @@ def stacks(monkeypatch, tmp_path):
 
     for owner, name in (
         (SnapshotManager, "_run"), (PackUploader, "seal"), (LocalStore, "put"), (LocalStore, "delete"),
-        (LocalStore, "get_range"), (ChunkReader, "_read"),
+        (LocalStore, "get_ranges"), (ChunkReader, "_read"),
     ):  # fmt: skip
         watch(owner, name)
     Repository.create(tmp_path, chunk_bytes=4096).close()
@@ -99,7 +99,7 @@ def test_a_tensor_through_restore(stacks):
     walk = sections()["A tensor through restore"]
     begun = walk.index("chunks.reader.ChunkReader._read") + 1
     assert walk[:begun] in stacks["chunks.reader.ChunkReader._read"]
-    assert walk[begun:] in steps(stacks["storage.local.LocalStore.get_range"])
+    assert walk[begun:] in steps(stacks["storage.local.LocalStore.get_ranges"])
 
 
 def test_a_pack_through_gc(stacks):

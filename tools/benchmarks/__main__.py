@@ -3,7 +3,7 @@
 import sys
 from importlib import import_module
 
-BENCHMARKS = ("cpu", "s3", "scale", "compact", "gpu", "ranks", "bytes")
+BENCHMARKS = ("cpu", "s3", "scale", "compact", "gpu", "ranks", "bytes", "import")
 
 
 def main() -> None:
@@ -12,7 +12,7 @@ def main() -> None:
     if name not in BENCHMARKS:
         sys.exit(f"bench: expected one of {', '.join(BENCHMARKS)}, got '{name}'; see tools/bench --help")
     sys.argv[:2] = [f"tools/bench {name}"]
-    import_module(f"benchmarks.{name}").main()
+    import_module(f"benchmarks.{'importing' if name == 'import' else name}").main()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -329,6 +330,8 @@ def report(args: argparse.Namespace) -> None:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     scale = bytes_runs.QUICK if args.quick else bytes_runs.GPU if device.type == "cuda" else bytes_runs.CPU
+    if args.only:
+        scale = replace(scale, models={args.only: scale.models.get(args.only, scale.models["gpt"])})
     out = args.out or (None if args.quick or args.only else ROOT / "docs" / "benchmarks" / "bytes.json")
     command = shlex.join(["tools/bench", "bytes", *sys.argv[1:]])
     sections: dict[str, Any] = {}
@@ -343,8 +346,7 @@ def report(args: argparse.Namespace) -> None:
     if args.folder:
         args.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="snapstore-bench-", dir=args.folder) as folder:
-        only = [args.only] if args.only else []
-        bytes_runs.measure(scale, Path(folder), only, note, lambda text: print(text, flush=True))
+        bytes_runs.measure(scale, Path(folder), note, lambda text: print(text, flush=True))
 
 
 def main() -> None:

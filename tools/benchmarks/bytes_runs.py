@@ -11,7 +11,7 @@ import shutil
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -344,11 +344,10 @@ def figures_of(sections: dict[str, Any]) -> dict[str, float]:
 def measure(
     scale: Scale,
     folder: Path,
-    only: Sequence[str],
     note: Callable[[str, dict[str, Any]], None],
     say: Callable[[str], None],
 ) -> None:
-    """Measure every section, or those of some models, and note each as it is done; none begins beyond the limit."""
+    """Measure every section, and note each as it is done; none begins beyond the limit."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sections: dict[str, Callable[[], dict[str, Any]]] = {}
     for model in scale.models:
@@ -357,9 +356,6 @@ def measure(
             sections["pretrain"] = partial(pretrain_run, scale, folder / "pretrain", device, say)
     first = time.perf_counter()
     for name, section in sections.items():
-        model = "gpt" if name == "pretrain" else name.partition(" ")[2]
-        if only and model not in only:
-            continue
         began = time.perf_counter()
         if began - first > scale.limit_s:
             note(name, {"status": f"skipped: over the limit of {scale.limit_s:.0f} s"})

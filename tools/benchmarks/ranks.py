@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import socket
 import statistics
@@ -81,14 +82,13 @@ def save_rows(ranks: int, shapes: dict[str, Any], folder: Path, details: dict[st
         details[f"save {name}"] = world(ranks, {"do": "save", "shape": shape, "peers": name == "few"}, at)
         shutil.rmtree(at)
     saves = {name: details[f"save {name}"] for name in shapes}
-    worst = max(saves, key=lambda name: saves[name]["stall_over_goal"])
     together, own = (warm(saves["few"][name]["durable_s"]) for name in ("together", "own_share"))
     modes = {name: one for name, one in saves["few"]["dcp"].items() if name != "save" and "error" not in one}
     best = min((warm(one["stalls_s"]) for one in modes.values()), default=float("nan"))
     stall = warm(saves["few"]["together"]["stalls_s"]) / best
-    value = saves[worst]["stall_over_goal"]
+    value = max(one["stall_over_goal"] for one in saves.values())
     return [
-        row(f"stall_over_goal: the worst of two states ({worst} tensors)", value, "x", "<= 1", value <= 1),
+        row("stall_over_goal: the worst of two states", value, "x", "<= 1", value <= 1),
         row("stall_over_dcp: stall / dcp.async_save's best mode", stall, "x", "<= 0.025", stall <= 0.025),
         row("durable_over_own_share", together / own, "x", "<= 1.1", together / own <= 1.1),
         row("durable: dcp.save / snapstore", warm(saves["few"]["dcp"]["save"]["durable_s"]) / together, "x"),
@@ -237,8 +237,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small states; nothing is written to docs/")
     parser.add_argument("--only", default=SECTIONS, help=f"comma-separated sections (default: {SECTIONS})")
     parser.add_argument("--folder", type=Path, help="where repositories are written (default: a temporary folder)")
-    parser.add_argument("--out", type=Path, help="write the measured details there as JSON, and nothing to docs/")
+    parser.add_argument("--out", type=Path, help="put figures and details into this JSON, and nothing into docs/")
+    parser.add_argument("--publish", type=Path, help="measure nothing: put what --out has written into docs/")
     args = parser.parse_args()
+    if args.publish:
+        publish(json.loads(args.publish.read_text()))
+        return
     gpus = torch.cuda.device_count()
     ranks = args.ranks or gpus or 4
     shapes = SHAPES if gpus >= ranks and not args.quick else SMALL
@@ -264,24 +268,37 @@ def main() -> None:
             shutil.rmtree(folder, ignore_errors=True)
         print(f"-- {name}: {time.time() - began:.0f} s", flush=True)
         if args.out:
-            args.out.write_text(json.dumps({"figures": rows, "details": details}, indent=1) + "\n")
-    publish_beside(rows, details, gpus, quick=args.quick or args.out is not None)
-
-
-def publish_beside(rows: list[Row], details: dict[str, Any], gpus: int, *, quick: bool) -> None:
-    """Print the table; unless `quick`, put figures and details into the record, beside those of other machines."""
+            earlier = json.loads(args.out.read_text()) if args.out.exists() else {}
+            args.out.write_text(json.dumps(merged(earlier, measured(rows, details, gpus)), indent=1) + "\n")
     print(figures(rows))
-    if quick:
-        return
-    path = ROOT / "docs" / "benchmarks" / "ranks.json"
-    record = json.loads(path.read_text())
+    if not args.quick and not args.out:
+        publish(measured(rows, details, gpus))
+
+
+def measured(rows: list[Row], details: dict[str, Any], gpus: int) -> dict[str, Any]:
+    """Figures and details, each with the machine, the date and the command."""
     device = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else "no GPU"
     here = {
         "machine": f"{os.cpu_count()} cores, {device}; torch {torch.__version__}",
         "date": time.strftime("%Y-%m-%d"),
+        "command": shlex.join(["tools/bench", "ranks", *sys.argv[1:]]),
     }
-    new = {one["name"]: one | here for one in rows}
-    record["figures"] = [new.pop(one["name"], one) for one in record["figures"]] + list(new.values())
-    record["details"] |= {name: found if isinstance(found, list) else found | here for name, found in details.items()}
+    return {
+        "figures": [one | here for one in rows],
+        "details": {name: found if isinstance(found, list) else found | here for name, found in details.items()},
+    }
+
+
+def merged(record: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """A record with new figures and details, in the places of those with the same names."""
+    new = {one["name"]: one for one in found["figures"]}
+    rows = [new.pop(one["name"], one) for one in record.get("figures", [])] + list(new.values())
+    return {"figures": rows, "details": record.get("details", {}) | found["details"]}
+
+
+def publish(found: dict[str, Any]) -> None:
+    """Put figures and details into the record of docs/, beside those of other machines, and write the page's table."""
+    path = ROOT / "docs" / "benchmarks" / "ranks.json"
+    record = merged(json.loads(path.read_text()), found)
     path.write_text(json.dumps(record, indent=1) + "\n")
     place("ranks", figures(record["figures"]))

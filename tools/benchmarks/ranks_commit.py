@@ -19,20 +19,21 @@ import xxhash
 
 from benchmarks.ranks_plan import STORED, Job
 from snapstore import Repository
-from snapstore.distributed.local import LocalRanks
-from snapstore.distributed.messages import Ref, Report, encode
+from snapstore.distributed.local import local_ranks
+from snapstore.distributed.messages import Begin, Ref, Report, encode
 from snapstore.format import manifest
 from snapstore.format.chunk_table import ChunkTable
 from snapstore.format.manifest import Box, ManifestContents, TensorEntry
 from snapstore.format.records import RANKS, ManifestRef, new_id
-from snapstore.protocol.session import Session, SharedSession
+from snapstore.protocol.session import SharedSession
+from snapstore.save.bases import AnySession
 from snapstore.save.inputs import SaveRequest
 from snapstore.save.lineage import Lineage
 from snapstore.save.manifest_writer import Written
 from snapstore.save.rank_state import PartTree, encode_trees
 from snapstore.save.rank_writer import RankWriter, request_digests
 from snapstore.save.together import Job as Saves
-from snapstore.save.together import Share
+from snapstore.save.together import report_of
 
 
 def table_of(lengths: np.ndarray[Any, Any], packs: int, noise: np.random.Generator) -> ChunkTable:
@@ -102,20 +103,27 @@ class _Side(RankWriter):
     """
 
     def __init__(
-        self, *args: Any, trees: bytes, share: Share, reports: dict[str, bytes], others: Any, spread_s: float
+        self,
+        *args: Any,
+        trees: bytes,
+        own: Written,
+        told: dict[str, Any],
+        reports: dict[str, bytes],
+        others: Any,
+        spread_s: float,
     ) -> None:
         super().__init__(*args)
-        self._trees, self._share, self._reports, self._others = trees, share, reports, others
+        self._trees, self._own, self._told, self._reports, self._others = trees, own, told, reports, others
         self._spread_s, self.began = spread_s, 0.0
 
-    def write(self, session: Session | SharedSession, *, full: bool) -> Share:
+    def write(self, session: AnySession, begin: Begin) -> Report:
         """Let the other ranks report."""
-        self._note(self._share.written)
+        self._note(self._own)
         if self._spread_s:
             threading.Thread(target=self._report, daemon=True).start()
         else:
             self._report()
-        return self._share
+        return report_of(begin, self._own, **self._told)
 
     def _report(self) -> None:
         began = time.perf_counter()
@@ -177,10 +185,11 @@ def measure(
     packed = encode_trees(trees)
     seconds = []
     for number, (latency_s, spread_s) in enumerate([(0.0, 0.0)] * times + list(slow)):
-        ranks = LocalRanks(job.world)
+        ranks = local_ranks(job.world)
         request = SaveRequest(f"bench{number}", number)  # the children are not its own: without a base it shares none
-        share = Share(own, request_digests(request), xxhash.xxh3_128_digest(packed), held_bytes=_held(refs[0]))
-        reports = {f"0/report/{rank}": _report(number, share, refs[rank]) for rank in refs if rank}
+        trees_digest, held_bytes = xxhash.xxh3_128_digest(packed), _held(refs[0])
+        told = {"request": request_digests(request), "trees": trees_digest, "held_bytes": held_bytes}
+        reports = {f"0/report/{rank}": _report(number, told, refs[rank]) for rank in refs if rank}
         store: Any = _Slow(repository.store, latency_s) if latency_s else repository.store
         context = replace(repository.context, store=store)
         side = _Side(
@@ -191,7 +200,8 @@ def measure(
             [],
             None,
             trees=packed,
-            share=share,
+            own=own,
+            told=told,
             reports=reports,
             others=ranks,
             spread_s=spread_s,
@@ -218,13 +228,13 @@ def _held(refs: Sequence[ManifestRef]) -> int:
     return sum(ref.logical_bytes for ref in refs)
 
 
-def _report(step: int, share: Share, refs: Sequence[ManifestRef]) -> bytes:
+def _report(step: int, told: dict[str, Any], refs: Sequence[ManifestRef]) -> bytes:
     return encode(
         Report(
             step=step,
             manifests=[Ref.of(ref) for ref in refs],
-            request=share.request,
-            trees=share.trees,
+            request=told["request"],
+            trees=told["trees"],
             held_bytes=_held(refs),
             chunks=4000,
             new_chunks=4000,

@@ -146,9 +146,6 @@ def _folder(folder: Path) -> list[Finding]:
     """Return findings about the file system and its free space."""
     point, kind = mount_of(folder)
     where = "over the network" if on_network(folder) else "local"
-    return [Finding("file system", None, f"{kind or 'unknown'} at {point or folder}, {where}"), _space(folder)]
-
-
-def _space(folder: Path) -> Finding:
     free_bytes = shutil.disk_usage(folder).free
-    return Finding("free space", free_bytes >= LITTLE_SPACE_BYTES, human_bytes(free_bytes))
+    space = Finding("free space", free_bytes >= LITTLE_SPACE_BYTES, human_bytes(free_bytes))
+    return [Finding("file system", None, f"{kind or 'unknown'} at {point or folder}, {where}"), space]

@@ -128,18 +128,20 @@ class Decoding:
         self.bad = None
         chunk_of = np.repeat(np.arange(len(rows)), batch.counts[rows])
         if self.links.count:
-            targets = chunks.outs[chunk_of[is_sparse]]
-            self.bad = self.links.unpack(work, stored.data_ptr(), addresses[len(of) :], targets)
+            self.bad = self.links.unpack(work, stored.data_ptr(), addresses[len(of) :])
         kinds = np.where(header["transform"] == blob.FULL, header["layout"], _DIFFERENCE).astype(np.uint8)
         number = np.cumsum(is_sparse) - 1  # of every sparse delta among them
         step = _steps(is_sparse, batch.counts[rows])
+        at = chunks.bases.copy()  # the plain bytes that each chunk's next step changes; 0: none
         for i in range(int(step.max()) + 1):
             now = np.flatnonzero((step == i) & ~is_sparse)
-            which = np.arange(len(rows)) if i == 0 else np.unique(chunk_of[now])  # at first also copy bases
-            bases = chunks.bases if i == 0 else chunks.outs
-            counts = np.bincount(chunk_of[now], minlength=len(rows))[which]
-            self._merge(chunks, which, bases, (planes_at[now], kinds[now], counts))
-            self.links.apply(work, number[np.flatnonzero((step == i) & is_sparse)])
+            which, counts = np.unique(chunk_of[now], return_counts=True)
+            self._merge(chunks, which, at, (planes_at[now], kinds[now], counts))
+            at[which] = chunks.outs[which]
+            now = np.flatnonzero((step == i) & is_sparse)
+            which, first, counts = np.unique(chunk_of[now], return_index=True, return_counts=True)
+            self.links.apply(work, number[now[first]], counts, at[which], chunks.outs[which])
+            at[which] = chunks.outs[which]
         return work.digests(chunks.outs, chunks.lengths, self.digest_seed)
 
     def _merge(self, chunks: _Rows, which: Column, bases: Column, blobs: tuple[Column, Column, Column]) -> None:
@@ -253,15 +255,15 @@ class _Rows:
 
 
 def _steps(is_sparse: Column, counts: Column) -> Column:
-    """Return in which step each blob is applied, (m,): neighbouring planes together, sparse deltas one by one.
+    """Return in which step each blob is applied, (m,): planes, then the sparse deltas that follow them.
 
     Args:
         is_sparse: (m,) of all blobs, newest first, chunk after chunk.
         counts: (n,) blobs of each chunk.
     """
     last = np.cumsum(counts) - 1
-    begins = is_sparse.copy()
-    begins[:-1] |= is_sparse[1:]
+    begins = ~is_sparse
+    begins[:-1] &= is_sparse[1:]
     begins[last] = True
     done = np.cumsum(begins[::-1])[::-1]  # from the oldest blob of the last chunk on
     steps: Column = done - np.repeat(done[last], counts)

@@ -48,11 +48,11 @@ class DeviceEncoded:
     def _copy(self, begin: int, out: Bytes) -> Callable[[], object]:
         self.blobs.record_stream(self.stream)  # torch must not reuse the memory before the copy is done
         copy_async(out.ctypes.data, self.blobs.data_ptr() + begin, out.size, self.stream)
-        done = torch.cuda.Event()
+        done, device = torch.cuda.Event(), self.stream.device
         done.record(self.stream)
 
-        def wait() -> None:  # called by the thread that puts the pack
-            with beside_captures(), torch.cuda.device(self.stream.device):
+        def wait() -> None:  # called by the thread that puts the pack; it keeps no blobs, which are used again sooner
+            with beside_captures(), torch.cuda.device(device):
                 done.synchronize()
 
         return wait

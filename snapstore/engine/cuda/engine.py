@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -204,7 +205,7 @@ class CudaEngine:
             if copy:
                 return _all_on_host(chunks)
             memories = [memory.array if isinstance(memory, Pinned) else memory for memory in chunks.memories]
-            return Chunks(memories, chunks.which, chunks.starts, chunks.lengths)
+            return replace(chunks, memories=memories)
 
     def _upload_chunks(self, chunks: Chunks, rows: Column) -> Chunks:
         """Copy the chunks of `rows` into one new allocation on the device; return all chunks."""
@@ -267,7 +268,7 @@ class CudaEngine:
             if count == 1:
                 return self._cpu.start_encode(_batch_on_host(batch))()
             halves = np.arange(count // 2), np.arange(count // 2, count)
-            return [encoded for rows in halves for encoded in self.start_encode(_rows_of(batch, rows))()]
+            return [encoded for rows in halves for encoded in self.start_encode(batch.take(rows))()]
 
         return finish
 
@@ -313,18 +314,7 @@ class CudaEngine:
         """Rebuild chunks on the CPU; upload the ones that belong on the device."""
         outs = [np.empty(n, np.uint8) for n in batch.outs.lengths.tolist()]
         bases = None if batch.bases is None else _all_on_host(batch.bases)
-        wait = self._cpu.start_decode(
-            DecodeBatch(
-                batch.stored,
-                batch.offsets,
-                batch.lengths,
-                batch.counts,
-                batch.digests,
-                Chunks.of(outs),
-                batch.where,
-                bases,
-            )
-        )
+        wait = self._cpu.start_decode(replace(batch, outs=Chunks.of(outs), bases=bases))
 
         def finish() -> None:
             wait()
@@ -362,40 +352,20 @@ def _all_on_host(chunks: Chunks) -> Chunks:
 
 
 def _batch_on_host(batch: EncodeBatch) -> EncodeBatch:
-    return EncodeBatch(
-        _all_on_host(batch.chunks),
-        batch.digests,
-        batch.element_sizes,
-        batch.layouts,
-        _all_on_host(batch.bases),
-        batch.base_digests,
-        batch.delta_limits,
-    )
-
-
-def _rows_of(batch: EncodeBatch, rows: Column) -> EncodeBatch:
-    return EncodeBatch(
-        batch.chunks.take(rows),
-        batch.digests[rows],
-        batch.element_sizes[rows],
-        batch.layouts[rows],
-        batch.bases.take(rows),
-        batch.base_digests[rows],
-        batch.delta_limits[rows],
-    )
+    return replace(batch, chunks=_all_on_host(batch.chunks), bases=_all_on_host(batch.bases))
 
 
 def _decode_rows(batch: DecodeBatch, rows: Column) -> DecodeBatch:
     chunk_of = np.repeat(np.arange(len(batch.counts)), batch.counts)
     refs = np.flatnonzero(np.isin(chunk_of, rows))
     bases = None if batch.bases is None else batch.bases.take(rows)
-    return DecodeBatch(
-        batch.stored,
-        batch.offsets[refs],
-        batch.lengths[refs],
-        batch.counts[rows],
-        batch.digests[rows],
-        batch.outs.take(rows),
-        lambda i: batch.where(int(refs[i])),
-        bases,
+    return replace(
+        batch,
+        offsets=batch.offsets[refs],
+        lengths=batch.lengths[refs],
+        counts=batch.counts[rows],
+        digests=batch.digests[rows],
+        outs=batch.outs.take(rows),
+        where=lambda i: batch.where(int(refs[i])),
+        bases=bases,
     )

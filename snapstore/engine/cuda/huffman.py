@@ -37,5 +37,6 @@ def decode(work: WorkStream, sources: Column, sizes: Column, destinations: Colum
 
     A damaged frame leaves garbage, in its own room only.
     """
-    columns = (column.astype(np.uint64) for column in (sources, sizes, destinations, lengths))
+    order = np.argsort(-lengths, kind="stable")  # a warp decodes a frame, so the longest begin first
+    columns = (column[order].astype(np.uint64) for column in (sources, sizes, destinations, lengths))
     work.launch("huffman_decode", (len(sources),), *work.upload(*columns))

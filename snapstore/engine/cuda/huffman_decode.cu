@@ -210,8 +210,16 @@ struct BitReader {
             by_bytes(4);
         }
     }
+    // The same without a branch, where at least 8 bytes are left: the streams of a warp need it at different times.
+    __device__ __forceinline__ void refill_far_from_end() {
+        const bool need = have < 2 * MAX_BITS;
+        held |= need ? (u64)ahead << (32 - have) : 0;
+        have += need ? 32 : 0;
+        left -= need ? 4 : 0;
+        ahead = need ? *(const u32*)(bytes + left - 4) : ahead;
+    }
     __device__ __forceinline__ u32 symbol(const unsigned short* entries, u32 shift) {
-        const u32 entry = entries[held >> shift], bits = entry >> 8;
+        const u32 entry = entries[(u32)(held >> 32) >> shift], bits = entry >> 8;
         held <<= bits;
         have -= bits;
         return entry & 255;
@@ -221,12 +229,21 @@ struct BitReader {
 // Decode one stream, `bytes` from p on, into (n,) out.
 __device__ __forceinline__ void decode_stream(const Table& table, const u8* p, u32 bytes, u8* out, u32 n) {
     if (!p[bytes - 1]) return;
-    const u32 shift = 64 - table.max_bits;
+    const u32 shift = 32 - table.max_bits;
     BitReader reader(p, bytes);
     u32 i = 0;
     for (; i < n && (u64)(out + i) & 3; i++) {
         reader.refill();
         out[i] = (u8)reader.symbol(table.entries, shift);
+    }
+    for (; i + 4 <= n && reader.left >= 12; i += 4) {
+        reader.refill_far_from_end();
+        u32 word = reader.symbol(table.entries, shift);
+        word |= reader.symbol(table.entries, shift) << 8;
+        reader.refill_far_from_end();
+        word |= reader.symbol(table.entries, shift) << 16;
+        word |= reader.symbol(table.entries, shift) << 24;
+        *(u32*)(out + i) = word;
     }
     for (; i + 4 <= n && reader.have >= 0; i += 4) {
         reader.refill();

@@ -4,6 +4,13 @@ typedef unsigned char u8;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
+// Begin to bring an address near, for a load later.
+__device__ __forceinline__ void prefetch(const void* address) {
+#ifdef __CUDA_ARCH__
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+#endif
+}
+
 // Load 16 bytes from any address, in whole aligned words: a word that contains a requested byte is never out of bounds.
 __device__ __forceinline__ uint4 load16(const u8* p) {
     u64 address = (u64)p;

@@ -147,17 +147,9 @@ def check_rooms() -> None:
 
 
 def _temp_bytes(work: WorkStream, algorithm: str, verb: str, count: int, block_bytes: int, options: _Options) -> int:
-    found = _SIZE()
-    _call(
-        algorithm,
-        f"{verb}GetTempSize",
-        count,
-        block_bytes,
-        options,
-        ctypes.byref(found),
-        count * block_bytes,
-        work.stream.cuda_stream,
-    )
+    found, total = _SIZE(), count * block_bytes
+    arguments = (count, block_bytes, options, ctypes.byref(found), total, work.stream.cuda_stream)
+    _call(algorithm, f"{verb}GetTempSize", *arguments)
     return found.value
 
 

@@ -3,23 +3,26 @@
 #define ALL 0xFFFFFFFFu
 #define THREADS 512
 #define WARPS (THREADS / 32)
+#define GROUP_THREADS 128  // of the kernels whose blocks take a group of a stored delta: most have few changes
 #define GROUPS 256       // at most
 #define DENSE 255        // the gap shift of a group that has a value for every element
 #define GAP_ESCAPE 84    // a quotient of a gap that is stored by itself
 #define OTHER 2          // the kind of a difference that is a value
 #define VALUE_ESCAPE 255
 
-// A blob to decode: addresses of the chunk's room, which holds the base, and of its low parts; its groups.
+// A blob to decode: addresses of its low parts; its groups.
 struct Blob {
-    u64 out, low, low_end, elements;
+    u64 low, low_end, elements;
     u32 first_group, groups;
     u8 element_size, layout, unused[6];
 };
-// A group of it: addresses of its symbols and values, and of rooms for ranks, differences and values.
+// A group of it: addresses of its symbols and values, and of rooms for ranks, differences and values; how many of its
+// elements have been seen, and of its changes applied.
 struct Group {
     u64 symbols, values, ranks, zigzag, found;
     u32 gaps, value_count, blob;
     u8 last_key, gap_shift, value_shift, unused;
+    u32 seen, applied;
 };
 // The low parts of a group: how many gaps and values are stored by themselves, and the bytes of all of them.
 struct Low {
@@ -49,6 +52,30 @@ __device__ __forceinline__ u32 key_of(u64 element, int size, int layout) {
     return (size == 1 ? element << 1 | element >> 7 : element >> (8 * size - 9)) & 255;
 }
 
+// The element of this number among 16 bytes of them.
+template <int SIZE>
+__device__ __forceinline__ u64 element_of(uint4 v, int i) {
+    if (SIZE == 8) return i ? upper(v) : lower(v);
+    const u32 words[4] = {v.x, v.y, v.z, v.w}, word = words[i * SIZE / 4];
+    return SIZE == 4 ? word : word >> (8 * (i * SIZE % 4)) & ((1u << (8 * SIZE % 32)) - 1);
+}
+
+// Load or store an element at an address that is a multiple of its size.
+template <int SIZE>
+__device__ __forceinline__ u64 load_aligned(const u8* p) {
+    if (SIZE == 1) return *p;
+    if (SIZE == 2) return *(const unsigned short*)p;
+    if (SIZE == 4) return *(const u32*)p;
+    return *(const u64*)p;
+}
+template <int SIZE>
+__device__ __forceinline__ void store_aligned(u8* p, u64 value) {
+    if (SIZE == 1) *p = (u8)value;
+    if (SIZE == 2) *(unsigned short*)p = (unsigned short)value;
+    if (SIZE == 4) *(u32*)p = (u32)value;
+    if (SIZE == 8) *(u64*)p = value;
+}
+
 // The zigzag form of a difference of elements; only its lowest SIZE bytes count.
 template <int SIZE>
 __device__ __forceinline__ u64 zigzag_of(u64 difference) {
@@ -73,9 +100,10 @@ __device__ __forceinline__ int bits_of(u32 groups) {  // of a number below it
     return bits;
 }
 
-// Return the sum of the values of the threads before; `total`: of all threads.
+// Return the sum of the values of the threads before; `total`: of all COUNT threads.
+template <u32 COUNT = THREADS>
 __device__ __noinline__ u64 scan(u64 value, u64& total) {
-    __shared__ u64 sums[WARPS];
+    __shared__ u64 sums[COUNT / 32];
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     u64 sum = value;
     for (u32 step = 1; step < 32; step *= 2) {
@@ -87,7 +115,7 @@ __device__ __noinline__ u64 scan(u64 value, u64& total) {
     __syncthreads();
     u64 before = 0;
     total = 0;
-    for (u32 i = 0; i < WARPS; i++) {
+    for (u32 i = 0; i < COUNT / 32; i++) {
         if (i < warp) before += sums[i];
         total += sums[i];
     }

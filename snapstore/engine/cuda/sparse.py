@@ -2,9 +2,9 @@
 
 Encode: counts by key, groups (sparse_count.cu) -> ranks and differences of changed elements (sparse_rank.cu) -> table,
 symbols and low parts (sparse_pack.cu) -> frames. The groups and symbols are the CPU engine's, bit for bit.
-Decode: group tables (host) -> frames -> ranks and differences of changed elements (sparse_unpack.cu) -> the base
-becomes the chunk in place (sparse_apply.cu). Host code checks the tables, kernels the rest; a blob that contradicts
-itself is left to the CPU engine, which finds the error.
+Decode: group tables (host) -> frames -> ranks and differences of changed elements (sparse_unpack.cu) -> the chunk, of
+its base and all neighbouring links at once (sparse_apply.cu). Host code checks the tables, kernels the rest; a blob
+that contradicts itself is left to the CPU engine, which finds the error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from .streams import WorkStream, ragged
 #: The structs of sparse.cuh.
 _BLOB = np.dtype(
     [
-        ("out", "<u8"),
         ("low", "<u8"),
         ("low_end", "<u8"),
         ("elements", "<u8"),
@@ -50,8 +49,11 @@ _GROUP = np.dtype(
         ("gap_shift", "u1"),
         ("value_shift", "u1"),
         ("unused", "u1"),
+        ("seen", "<u4"),
+        ("applied", "<u4"),
     ]
 )
+_CHAIN = np.dtype([("base", "<u8"), ("out", "<u8"), ("oldest", "<u4"), ("links", "<u4")])
 _COUNTED = np.dtype([("changed", "<u4"), ("groups", "<u4"), ("listed", "<u4"), ("unused", "<u4")])
 _COUNTED_GROUP_BYTES = 16
 _ADDRESSES = ("ranks", "zigzag", "found", "symbols", "values")
@@ -65,8 +67,6 @@ _JOB = np.dtype(
     ]
 )
 _MAX_GROUPS = 256
-#: sparse_apply.cu takes so many groups; sparse_apply_any.cu takes any number, at a third of the speed.
-_FEW_GROUPS = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,16 +168,15 @@ class SparseLinks:
         codec = np.full(len(sizes), codecs.ZSTD)
         self.streams = Streams(codec, sizes, block_bytes, stream, number, frames_at[which] + own, lengths)
 
-    def unpack(self, work: WorkStream, stored: int, plain: Column, outs: Column) -> torch.Tensor:
+    def unpack(self, work: WorkStream, stored: int, plain: Column) -> torch.Tensor:
         """Begin to unpack all blobs; return which are bad, (k,) int32, as soon as they are unpacked and applied.
 
         Args:
             stored: address of the batch's stored bytes.
             plain: (p,) addresses of the decoded streams.
-            outs: (k,) addresses of the chunks.
         """
         blobs, groups = np.zeros(self.count, _BLOB), np.zeros(len(self.groups), _GROUP)
-        blobs["out"], blobs["elements"], blobs["groups"] = outs, self.elements, self.counts
+        blobs["elements"], blobs["groups"] = self.elements, self.counts
         blobs["low"], blobs["low_end"] = stored + self.low, stored + self.low_end
         blobs["first_group"] = np.cumsum(self.counts) - self.counts
         for name in ("element_size", "layout"):
@@ -205,15 +204,19 @@ class SparseLinks:
         work.launch("sparse_unpack", (len(groups),), *self._tables, lows, self._bad)
         return self._bad.view(torch.int32)
 
-    def apply(self, work: WorkStream, which: Column) -> None:
-        """Begin to turn the base at each of these blobs' `outs` into its chunk; (j,) of different chunks."""
-        if not len(which):
+    def apply(self, work: WorkStream, newest: Column, links: Column, bases: Column, outs: Column) -> None:
+        """Begin to make chunks of plain bases by neighbouring links.
+
+        Args:
+            newest: (j,) the newest of these blobs; the others of each chunk follow it.
+            links: (j,) how many they are.
+            bases, outs: (j,) addresses; they may be the same.
+        """
+        if not len(newest):
             return
-        few = self.counts[which] <= _FEW_GROUPS
-        for name, own in (("sparse_apply", which[few]), ("sparse_apply_any", which[~few])):
-            if len(own):
-                (table,) = work.upload(own.astype(np.uint32))
-                work.launch(name, (len(own),), *self._tables, table, self._bad)
+        chains = np.zeros(len(newest), _CHAIN)
+        chains["base"], chains["out"], chains["oldest"], chains["links"] = bases, outs, newest + links - 1, links
+        work.launch("sparse_apply", (len(chains),), *work.upload(chains), *self._tables, self._bad)
 
 
 # -- encode

@@ -1,243 +1,493 @@
-// Apply sparse deltas of few groups to their plain bases, in place: add the difference of each changed element, which
-// its group and its rank within the group name.
+// Apply sparse deltas to a plain base, all neighbouring links of a chain at once: add the difference of each changed
+// element, which its group and its rank within the group name.
 //
-// One thread block per blob: grid (n), block (THREADS). It takes the base tile by tile. Each thread counts the elements
-// of each group among PER_THREAD neighbours, all groups at once in the bytes of a few words. Sums over the threads give
-// the ranks at which each thread's elements begin; so a changed element is found by two searches, and among PER_THREAD
-// elements.
+// One thread block per chunk: grid (n), block (THREADS). It reads the base tile by tile into shared memory, adds the
+// changes of every link that lie in the tile, the oldest link first, and writes the tile.
+//
+// A class is a range of keys that no group of any link divides; elements are counted by class, once a tile. Each thread
+// counts its neighbouring elements, in the bytes of a few words. Sums over the threads give the ranks at which each
+// thread's elements begin, so a changed element is found by a search over threads and then among one thread's elements.
+// A change that moves an element to another class corrects the sums. Links whose groups make more classes than there is
+// room for are applied apart, and a link of more groups in several turns, each with counts of its own.
 
-#define PER_THREAD 16
-#define TILE (THREADS * PER_THREAD)
-#define FEW 24       // groups
-#define PAIRS 12     // of groups: two sums lie in a word
-#define LISTED 512   // changes that are applied at a time
-#define AHEAD 2      // changes that each lane reads at once
+#define PARTS 2            // of 16 bytes: a thread's elements
+#define MOST_ELEMENTS 16   // of a thread
+#define CLASSES 24         // at most at a time
+#define WORDS (CLASSES / 4)
+#define NO_CLASS 127
+#define SEGMENT 8          // threads
+#define SEGMENTS (THREADS / SEGMENT)
+#define MOVES 64           // elements that change their class in a link; if more do, all are counted again
+#define AHEAD 2            // changes that a lane reads at once
+#define LISTED 512         // changes of a turn that all threads share; each warp applies more of its own
+#define STREAMS 80         // groups of all links that are applied together
 
-struct Changes {  // of a group
-    const u32* ranks;  // null for a dense one
-    const u8* zigzag;
-    u32 count;
+// Neighbouring sparse deltas of a chunk: addresses of the base and of the chunk's room, which may be the same.
+struct Chain {
+    u64 base, out;
+    u32 oldest, links;  // blobs oldest, oldest - 1, ...
+};
+
+// Links that are applied together, a turn each, the oldest first; or one link of more groups than CLASSES, as many a turn.
+struct Pass {
+    const Blob* oldest;  // the next links lie before it
+    Group* groups;
+    u64 base, out, bytes;
+    u32 turns;
+    int layout;
+    bool in_turns;  // one link
+};
+
+// The changes of a group.
+struct Stream {
+    u64 ranks;  // their address; the differences follow
+    u32 count, seen, applied;
+    u8 first_class, last_class;
+    bool dense;
+
+    __device__ __forceinline__ u64 zigzags() const { return ranks + (dense ? 0 : (4 * (u64)count + 7) / 8 * 8); }
 };
 
 struct Room {
-    uint4 one[256];                // 1 in the byte of the group of a key, for groups 0 to 15
-    uint2 beyond[256];             // the same, for groups 16 to 23
-    Changes changes[FEW];
-    u32 before[PAIRS][THREADS];    // of the groups 2k and 2k + 1 << 16: elements of the warp's threads before
-    u32 warps[PAIRS][WARPS];       // the same, of the tile's warps before
-    u32 totals[FEW];               // of the tile
-    u32 seen[FEW], applied[FEW];   // elements of the tiles before, and changes of the group that were applied
-    uint4 keys[THREADS];           // of each thread's elements
-    u8 first_key[FEW], last_key[FEW];
-    unsigned short listed_rank[LISTED], listed_group[LISTED];
-    u64 listed_zigzag[LISTED];
-    u32 count, more;               // of the list
+    Pass pass;
+    uint4 data[THREADS * PARTS];     // the tile
+    uint4 classes[THREADS];          // of each thread's elements; see `count`
+    u32 before[WORDS][THREADS];      // of four classes, a byte each: elements of the segment's threads before
+    u32 segments[2 * WORDS][SEGMENTS];  // of two classes, a half each: elements of the segments before
+    u32 totals[2 * WORDS];           // the same, of the tile
+    u8 class_of[256];                // a key
+    u32 ends[8];                     // bit k: key k is the last of its class
+    Stream streams[STREAMS];         // of all turns; of the present one if one link takes several
+    u8 starts[STREAMS + 1];          // of each turn in `streams`
+    u32 found[CLASSES], members[CLASSES];  // of each group of a turn, in the tile: changes, and elements
+    u32 moved[2], moves[MOVES];      // place in `classes` | thread << 5 | its class << 16 | its next class << 24
+    u32 listed;                      // changes; those beyond LISTED are not in the list
+    u32 list[LISTED];                // rank in the tile | the group's first class << 16 | its last class << 24
+    u64 zigzags[LISTED];
+};
+__shared__ Room room;
+
+// The groups of a turn: the first of them in the table and in `streams`, and how many they are.
+struct Turn {
+    u32 first, stream, count;
+
+    __device__ __forceinline__ explicit Turn(u32 number) {
+        const Pass& pass = room.pass;
+        const Blob& blob = *(pass.in_turns ? pass.oldest : pass.oldest - number);
+        const u32 skipped = pass.in_turns ? number * CLASSES : 0, left = blob.groups - skipped;
+        first = blob.first_group + skipped;
+        stream = pass.in_turns ? 0 : room.starts[number];
+        count = left < CLASSES ? left : CLASSES;
+    }
 };
 
-template <int SIZE>
-struct Tile {
-    static constexpr int PARTS = PER_THREAD * SIZE / 16, PER_PART = 16 / SIZE;
-    uint4 parts[PARTS];  // the thread's elements
+// Where the counts of a class lie: one byte of a word of `before`, and one half of a word of `segments` and `totals`.
+__device__ __forceinline__ u32 word_of(u32 c) { return c / 8 * 2 + c % 2; }
+__device__ __forceinline__ u32 byte_of(u32 c) { return c / 2 % 4; }
+__device__ __forceinline__ u32 pair_of(u32 c) { return 2 * word_of(c) + byte_of(c) % 2; }
+__device__ __forceinline__ u32 half_of(u32 c) { return byte_of(c) / 2 * 16; }
 
-    __device__ __forceinline__ void load(const Blob& blob, u64 first) {
+// The classes of a group.
+struct Span {
+    u32 first, last;
+
+    __device__ __forceinline__ u32 in_segments(u32 segment) const {
+        u32 sum = room.segments[pair_of(first)][segment] >> half_of(first) & 0xFFFF;
+        for (u32 c = first + 1; c <= last; c++) sum += room.segments[pair_of(c)][segment] >> half_of(c) & 0xFFFF;
+        return sum;
+    }
+    __device__ __forceinline__ u32 in_threads(u32 thread) const {
+        u32 sum = room.before[word_of(first)][thread] >> (8 * byte_of(first)) & 255;
+        for (u32 c = first + 1; c <= last; c++) sum += room.before[word_of(c)][thread] >> (8 * byte_of(c)) & 255;
+        return sum;
+    }
+    __device__ __forceinline__ u32 total() const {
+        u32 sum = 0;
+        for (u32 c = first; c <= last; c++) sum += room.totals[pair_of(c)] >> half_of(c) & 0xFFFF;
+        return sum;
+    }
+};
+
+// A thread's elements.
+template <int SIZE>
+struct Own {
+    static constexpr int COUNT = SIZE == 1 ? MOST_ELEMENTS : PARTS * 16 / SIZE, BYTES = COUNT * SIZE;
+    static constexpr u64 TILE_BYTES = THREADS * BYTES;
+    uint4 parts[PARTS];
+
+    // Load them from memory; `left`: bytes of the chunk from the tile on.
+    __device__ __forceinline__ void load(const u8* tile, u64 left) {
 #pragma unroll
-        for (int i = 0; i < PARTS; i++) {
-            const u64 at = first + threadIdx.x * PER_THREAD + i * PER_PART;
-            parts[i] = make_uint4(0, 0, 0, 0);
-            if (at < blob.elements) parts[i] = load_upto16((const u8*)blob.out + at * SIZE, (blob.elements - at) * SIZE);
+        for (int i = 0; i < BYTES / 16; i++) {
+            const u64 at = threadIdx.x * BYTES + 16 * i;
+            parts[i] = at < left ? load_upto16(tile + at, left - at) : make_uint4(0, 0, 0, 0);
         }
+    }
+    __device__ __forceinline__ void store(u8* tile, u64 left) const {
+#pragma unroll
+        for (int i = 0; i < BYTES / 16; i++) {
+            const u64 at = threadIdx.x * BYTES + 16 * i;
+            if (at < left) store_upto16(tile + at, parts[i], left - at);
+        }
+    }
+    __device__ __forceinline__ void read() {
+#pragma unroll
+        for (int i = 0; i < BYTES / 16; i++) parts[i] = room.data[threadIdx.x * (BYTES / 16) + i];
+    }
+    __device__ __forceinline__ void write() const {
+#pragma unroll
+        for (int i = 0; i < BYTES / 16; i++) room.data[threadIdx.x * (BYTES / 16) + i] = parts[i];
     }
     __device__ __forceinline__ u32 key(int i, int layout) const {  // of an element
-        if (!layout) return 0;
-        const uint4 v = parts[i / PER_PART];
-        const u32 words[4] = {v.x, v.y, v.z, v.w};
-        const int byte = i % PER_PART * SIZE;
-        const u32 word = words[SIZE == 8 ? byte / 4 + 1 : byte / 4];  // it holds the highest bits
-        if (SIZE >= 4) return word >> 23 & 255;
-        const u32 element = word >> (8 * (byte % 4));
-        return (SIZE == 2 ? element >> 7 : element << 1 | (element >> 7 & 1)) & 255;
+        return key_of(element_of<SIZE>(parts[i * SIZE / 16], i % (16 / SIZE)), SIZE, layout);
     }
 };
 
-// Count the elements of a thread: the bytes of a few words, and the sums over the warp's threads up to this one.
+// Count the elements of each thread by class; then by the threads of its segment before. `left`: bytes from the tile on.
 template <int SIZE>
-__device__ __forceinline__ void count_tile(Room& room, const Blob& blob, const Tile<SIZE>& tile, u64 first) {
-    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const u64 own = first + threadIdx.x * PER_THREAD;
-    const u32 there = own >= blob.elements ? 0 : blob.elements - own < PER_THREAD ? (u32)(blob.elements - own) : PER_THREAD;
-    const int words = blob.groups > 16 ? 6 : 4;
-    u32 bytes[6] = {0, 0, 0, 0, 0, 0}, keys[4] = {0, 0, 0, 0};
+__device__ __forceinline__ void count(const Own<SIZE>& own, u64 left, int layout) {
+    const u64 from = threadIdx.x * Own<SIZE>::BYTES;
+    const u32 there = from >= left ? 0 : left - from < Own<SIZE>::BYTES ? (u32)(left - from) / SIZE : MOST_ELEMENTS;
+    u32 classes[4] = {0, 0, 0, 0}, bytes[WORDS] = {}, nibbles[WORDS / 2] = {};
 #pragma unroll
-    for (int i = 0; i < PER_THREAD; i++) {
-        const u32 key = tile.key(i, blob.layout);
-        keys[i / 4] |= key << (8 * (i % 4));
-        if (i >= there) continue;
-        const uint4 one = room.one[key];
-        bytes[0] += one.x;
-        bytes[1] += one.y;
-        bytes[2] += one.z;
-        bytes[3] += one.w;
-        if (words == 4) continue;
-        const uint2 beyond = room.beyond[key];
-        bytes[4] += beyond.x;
-        bytes[5] += beyond.y;
+    for (int i = 0; i < MOST_ELEMENTS; i++) {
+        const u32 c = i < Own<SIZE>::COUNT && i < there ? room.class_of[own.key(i, layout)] : NO_CLASS;
+        classes[i % 4] |= c << (i / 4 * 8);  // so that the places of a range of classes are in the order of elements
+#pragma unroll
+        for (u32 k = 0; k < WORDS / 2; k++) nibbles[k] += c / 8 == k ? 1u << (c % 8 * 4) : 0;
+        if (i % 8 != 7) continue;  // a nibble holds eight
+#pragma unroll
+        for (int k = 0; k < WORDS / 2; k++) {
+            bytes[2 * k] += nibbles[k] & 0x0F0F0F0F;
+            bytes[2 * k + 1] += nibbles[k] >> 4 & 0x0F0F0F0F;
+            nibbles[k] = 0;
+        }
     }
-    room.keys[threadIdx.x] = make_uint4(keys[0], keys[1], keys[2], keys[3]);
+    room.classes[threadIdx.x] = make_uint4(classes[0], classes[1], classes[2], classes[3]);
 #pragma unroll
-    for (int pair = 0; pair < PAIRS; pair++) {
-        if (pair >= 2 * words) break;
-        // two bytes become two halves of a word
-        const u32 own_counts = __byte_perm(bytes[pair / 2], 0, pair % 2 ? 0x4342 : 0x4140);
-        u32 sum = own_counts;
+    for (int k = 0; k < WORDS; k++) {
+        u32 sum = bytes[k];
 #pragma unroll
-        for (u32 step = 1; step < 32; step *= 2) {
+        for (u32 step = 1; step < SEGMENT; step *= 2) {
             const u32 other = __shfl_up_sync(ALL, sum, step);
-            if (lane >= step) sum += other;
+            if (threadIdx.x % SEGMENT >= step) sum += other;
         }
-        room.before[pair][threadIdx.x] = sum - own_counts;
-        if (lane == 31) room.warps[pair][warp] = sum;
+        room.before[k][threadIdx.x] = sum - bytes[k];
+        if (threadIdx.x % SEGMENT < SEGMENT - 1) continue;
+        room.segments[2 * k][threadIdx.x / SEGMENT] = sum & 0x00FF00FF;
+        room.segments[2 * k + 1][threadIdx.x / SEGMENT] = sum >> 8 & 0x00FF00FF;
     }
 }
 
-// Sum up the counts of the warps.
-__device__ __forceinline__ void sum_warps(Room& room, u32 groups) {
-    const u32 pair = threadIdx.x / WARPS, warp = threadIdx.x % WARPS;
-    if (pair >= (groups > 16 ? PAIRS : 8)) return;  // whole warps
-    const u32 own = room.warps[pair][warp];
-    u32 sum = own;
+// Sum up the counts of the segments, two classes by each warp.
+__device__ __forceinline__ void sum_segments() {
+    const u32 pair = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (pair >= 2 * WORDS) return;
+    const u32 first = room.segments[pair][2 * lane], second = room.segments[pair][2 * lane + 1];
+    u32 sum = first + second;
 #pragma unroll
-    for (u32 step = 1; step < WARPS; step *= 2) {
+    for (u32 step = 1; step < 32; step *= 2) {
         const u32 other = __shfl_up_sync(ALL, sum, step);
-        if (warp >= step) sum += other;
+        if (lane >= step) sum += other;
     }
-    room.warps[pair][warp] = sum - own;
-    if (warp == WARPS - 1) {
-        room.totals[2 * pair] = sum & 0xFFFF;
-        room.totals[2 * pair + 1] = sum >> 16;
-    }
+    room.segments[pair][2 * lane] = sum - first - second;
+    room.segments[pair][2 * lane + 1] = sum - second;
+    if (lane == 31) room.totals[pair] = sum;
 }
 
-// List the next changes of a group that lie in the tile, as far as there is room, by one warp.
-__device__ __forceinline__ void list_group(Room& room, u32 g, int size) {
-    const u32 lane = threadIdx.x % 32, seen = room.seen[g], total = room.totals[g];
-    const Changes changes = room.changes[g];
-    u32 next = room.applied[g], here = ALL, listed = 32;
-    while (here == ALL && listed == 32) {
-        u32 ranks[AHEAD];
-        u64 zigzags[AHEAD];
-#pragma unroll
-        for (int k = 0; k < AHEAD; k++) {
-            const u32 i = next + 32 * k + lane;
-            ranks[k] = i >= changes.count ? ALL : (changes.ranks ? changes.ranks[i] : i) - seen;
-            zigzags[k] = i >= changes.count ? 0 : load_element(changes.zigzag + (u64)i * size, size);
-        }
-#pragma unroll
-        for (int k = 0; k < AHEAD; k++) {
-            if (here != ALL || listed != 32) continue;
-            here = __ballot_sync(ALL, ranks[k] < total);
-            u32 at = 0;
-            if (lane == 0) at = atomicAdd(&room.count, (u32)__popc(here));
-            at = __shfl_sync(ALL, at, 0);
-            // ranks ascend: the lanes that are here come first
-            const u32 left = at < LISTED ? LISTED - at : 0, mine = __popc(here);
-            listed = mine < left ? mine : left;
-            if (lane < listed) {
-                room.listed_rank[at + lane] = (unsigned short)ranks[k];
-                room.listed_group[at + lane] = (unsigned short)g;
-                room.listed_zigzag[at + lane] = zigzags[k];
-            }
-            next += listed;
-            if (listed < mine && lane == 0) room.more = 1;
-        }
-    }
-    __syncwarp();
-    if (lane == 0) room.applied[g] = next;
-}
-
-// Add a change to its element.
+// The next changes of a group, of one lane.
 template <int SIZE>
-__device__ __forceinline__ void apply_change(Room& room, const Blob& blob, u64 first, u32 number) {
-    const u32 g = room.listed_group[number], half = g % 2 * 16;
-    u32 rank = room.listed_rank[number], warp = 0, thread = 0;
-    const u32 *warps = room.warps[g / 2], *before = room.before[g / 2];
+struct Next {
+    u32 ranks[AHEAD];  // ALL: none
+    typename Elements<SIZE>::Word zigzags[AHEAD];
+
+    __device__ __forceinline__ void load(const Stream& stream, u32 first, u32 stride) {
+        const u32* ranks_at = (const u32*)stream.ranks;
+        const u8* zigzags_at = (const u8*)stream.zigzags();
 #pragma unroll
-    for (u32 step = WARPS / 2; step; step /= 2)
-        if ((warps[warp + step] >> half & 0xFFFF) <= rank) warp += step;
-    rank -= warps[warp] >> half & 0xFFFF;
-    before += 32 * warp;
+        for (int k = 0; k < AHEAD; k++) {
+            const u32 i = first + k * stride;
+            ranks[k] = i >= stream.count ? ALL : stream.dense ? i : ranks_at[i];
+            zigzags[k] = i >= stream.count ? 0 : load_aligned<SIZE>(zigzags_at + (u64)i * SIZE);
+        }
+    }
+};
+
+// The warps that share the changes of a group of a turn; a warp takes every 16th group, or its share of one.
+struct Share {
+    u32 group, number, warps;
+
+    __device__ __forceinline__ explicit Share(u32 groups) {
+        const u32 warp = threadIdx.x / 32;
+        group = groups < WARPS ? warp % groups : warp;
+        number = groups < WARPS ? warp / groups : 0;
+        warps = groups < WARPS ? (WARPS - group + groups - 1) / groups : 1;
+    }
+};
+
+// Begin to bring the changes near that this warp lists first of those in a turn.
+template <int SIZE>
+__device__ __forceinline__ void fetch_changes(const Stream* streams, u32 count) {
+    const Share share(count);
+    if (share.group >= count) return;
+    const Stream& stream = streams[share.group];
 #pragma unroll
-    for (u32 step = 16; step; step /= 2)
-        if ((before[thread + step] >> half & 0xFFFF) <= rank) thread += step;
-    rank -= before[thread] >> half & 0xFFFF;
-    thread += 32 * warp;
-    const uint4 keys = room.keys[thread];
-    const u32 words[4] = {keys.x, keys.y, keys.z, keys.w};
-    const u32 low = room.first_key[g], span = room.last_key[g] - low;
-    u32 members = 0;
+    for (int k = 0; k < AHEAD; k++) {
+        const u32 i = stream.applied + 32 * (share.number + k * share.warps) + threadIdx.x % 32;
+        if (i >= stream.count) return;
+        if (!stream.dense) prefetch((const u32*)stream.ranks + i);
+        prefetch((const u8*)stream.zigzags() + (u64)i * SIZE);
+    }
+}
+
+// Add a difference to an element, `item` as in the list; note it if its class changes.
+template <int SIZE>
+__device__ __forceinline__ void change(u32 item, u64 zigzag, u32 parity) {
+    const Span span = {item >> 16 & 255, item >> 24};
+    u32 rank = item & 0xFFFF, segment = 0;
 #pragma unroll
-    for (int i = 0; i < PER_THREAD; i++) members |= (u32)((words[i / 4] >> (8 * (i % 4)) & 255) - low <= span) << i;
+    for (u32 step = SEGMENTS / 2; step; step /= 2)
+        if (span.in_segments(segment + step) <= rank) segment += step;
+    rank -= span.in_segments(segment);
+    u32 thread = segment * SEGMENT;
+#pragma unroll
+    for (u32 step = SEGMENT / 2; step; step /= 2)
+        if (span.in_threads(thread + step) <= rank) thread += step;
+    rank -= span.in_threads(thread);
+    // classes are below 128: bit 7 of each byte tells whether a difference of bytes is negative
+    const uint4 v = room.classes[thread];
+    const u32 low = span.first * 0x01010101u, high = span.last * 0x01010101u | 0x80808080u;
+    const auto within = [&](u32 word) { return ((word | 0x80808080u) - low) & (high - word) & 0x80808080u; };
+    u32 members = within(v.x) >> 7 | within(v.y) >> 6 | within(v.z) >> 5 | within(v.w) >> 4;
     for (; rank; rank--) members &= members - 1;
-    u8* element = (u8*)blob.out + (first + thread * PER_THREAD + __ffs(members) - 1) * SIZE;
-    const u64 zigzag = room.listed_zigzag[number];
-    store_element(element, load_element(element, SIZE) + Elements<8>::unzigzag(zigzag), SIZE);
+    const u32 place = __ffs(members) - 1, number = place / 8 * 4 + place % 8;  // see `count`
+    u8* element = (u8*)room.data + (thread * Own<SIZE>::COUNT + number) * SIZE;
+    const u64 old = load_aligned<SIZE>(element), most = ~0ull >> (64 - 8 * SIZE);
+    const u64 now = (old + Elements<8>::unzigzag(zigzag)) & most;
+    store_aligned<SIZE>(element, now);
+    const u32 from = room.class_of[key_of(old, SIZE, room.pass.layout)];
+    const u32 to = room.class_of[key_of(now, SIZE, room.pass.layout)];
+    if (from == to) return;
+    const u32 at = atomicAdd(&room.moved[parity], 1u);
+    if (at < MOVES) room.moves[at] = place | thread << 5 | from << 16 | to << 24;
 }
 
+// The same where it is rare.
 template <int SIZE>
-__device__ void apply(Room& room, const Blob& blob, u32* bad) {
-    Tile<SIZE> tile;
-    tile.load(blob, 0);
-    for (u64 first = 0; first < blob.elements; first += TILE) {
-        count_tile<SIZE>(room, blob, tile, first);
-        __syncthreads();
-        tile.load(blob, first + TILE);  // it arrives while this one is changed
-        sum_warps(room, blob.groups);
-        for (bool more = true; more;) {
-            if (threadIdx.x == 0) room.count = room.more = 0;
-            __syncthreads();
-            for (u32 g = threadIdx.x / 32; g < blob.groups; g += WARPS) list_group(room, g, SIZE);
-            __syncthreads();
-            const u32 count = room.count < LISTED ? room.count : LISTED;
-            more = room.more;
-            for (u32 i = threadIdx.x; i < count; i += THREADS) apply_change<SIZE>(room, blob, first, i);
-            __syncthreads();
-        }
-        if (threadIdx.x < blob.groups) room.seen[threadIdx.x] += room.totals[threadIdx.x];
-    }
-    __syncthreads();
-    if (threadIdx.x >= blob.groups) return;
-    const Changes changes = room.changes[threadIdx.x];
-    const bool complete = changes.ranks || room.seen[threadIdx.x] == changes.count;  // a dense one names all elements
-    if (room.applied[threadIdx.x] != changes.count || !complete) *bad = 1;
+__device__ __noinline__ void change_at_once(u32 item, u64 zigzag, u32 parity) {
+    change<SIZE>(item, zigzag, parity);
 }
 
-// which: the blobs to apply, one of each chunk, of FEW groups at most.
-extern "C" __global__ void __launch_bounds__(THREADS, 2) sparse_apply(const Blob* blobs, const Group* groups,
-                                                                      const u32* which, u32* bad) {
-    __shared__ Room room;
-    const Blob blob = blobs[which[blockIdx.x]];
-    bad += which[blockIdx.x];
-    if (*bad) return;
-    groups += blob.first_group;
-    if (threadIdx.x < blob.groups) {
-        const u32 g = threadIdx.x, first = g ? groups[g - 1].last_key + 1 : 0, last = groups[g].last_key;
-        room.seen[g] = room.applied[g] = 0;
-        room.first_key[g] = (u8)first;
-        room.last_key[g] = (u8)last;
-        const bool dense = groups[g].gap_shift == DENSE;
-        room.changes[g] = {dense ? nullptr : (const u32*)groups[g].ranks, (const u8*)groups[g].zigzag,
-                           dense ? groups[g].value_count : groups[g].gaps};
-        u32 words[6];
-        for (u32 word = 0; word < 6; word++) words[word] = g / 4 == word ? 1u << (8 * (g % 4)) : 0;
-        for (u32 key = first; key <= last; key++) {
-            room.one[key] = make_uint4(words[0], words[1], words[2], words[3]);
-            room.beyond[key] = make_uint2(words[4], words[5]);
+// List the changes of a turn's groups that lie in the tile.
+template <int SIZE>
+__device__ __forceinline__ void list_changes(const Stream* streams, u32 count, u32 parity) {
+    const Share share(count);
+    const u32 lane = threadIdx.x % 32;
+    for (u32 g = share.group; g < count; g += WARPS) {
+        const Stream& stream = streams[g];
+        const Span span = {stream.first_class, stream.last_class};
+        const u32 total = span.total(), seen = stream.seen;
+        u32 i = stream.applied + 32 * share.number + lane, here = ALL, found = 0;
+        Next<SIZE> next;
+        next.load(stream, i, 32 * share.warps);
+        while (true) {
+#pragma unroll
+            for (int k = 0; k < AHEAD; k++) {
+                if (here != ALL) continue;
+                const u32 rank = next.ranks[k] - seen;
+                here = __ballot_sync(ALL, rank < total);  // ranks ascend: these lanes come first
+                const u32 more = __popc(here), item = rank | span.first << 16 | span.last << 24;
+                u32 at = 0;
+                if (lane == 0 && more) at = atomicAdd(&room.listed, more);
+                at = __shfl_sync(ALL, at, 0) + lane;
+                found += more;
+                if (rank >= total) continue;
+                if (at < LISTED) {
+                    room.list[at] = item;
+                    room.zigzags[at] = next.zigzags[k];
+                } else {
+                    change_at_once<SIZE>(item, next.zigzags[k], parity);
+                }
+            }
+            if (here != ALL) break;
+            i += AHEAD * 32 * share.warps;
+            next.load(stream, i, 32 * share.warps);
         }
+        if (lane) continue;
+        atomicAdd(&room.found[g], found);
+        if (share.number == 0) room.members[g] = total;
     }
+}
+
+// Note how far the groups are, by the last threads, which have the fewest changes to apply.
+__device__ __forceinline__ void finish_groups(Stream* streams, u32 count) {
+    const u32 g = THREADS - 1 - threadIdx.x;
+    if (g >= count) return;
+    streams[g].applied += room.found[g];
+    streams[g].seen += room.members[g];
+    room.found[g] = 0;
+}
+
+// Read how far the groups of a turn are; or write it.
+__device__ __forceinline__ void load_streams(const Turn& turn) {
+    const u32 g = threadIdx.x;
+    if (g >= turn.count) return;
+    const Group* of_turn = room.pass.groups + turn.first;
+    const Group& group = of_turn[g];
+    const bool dense = group.gap_shift == DENSE, is_first = turn.first + g == room.pass.oldest->first_group;
+    const u32 first_key = g || (room.pass.in_turns && !is_first) ? of_turn[(int)g - 1].last_key + 1 : 0;
+    room.streams[turn.stream + g] = {dense ? group.zigzag : group.ranks, dense ? group.value_count : group.gaps,
+                                     group.seen, group.applied, room.class_of[first_key],
+                                     room.class_of[group.last_key], dense};
+}
+__device__ __forceinline__ void save_streams(const Turn& turn) {
+    if (threadIdx.x >= turn.count) return;
+    Group& group = room.pass.groups[turn.first + threadIdx.x];
+    group.seen = room.streams[turn.stream + threadIdx.x].seen;
+    group.applied = room.streams[turn.stream + threadIdx.x].applied;
+}
+
+// Correct the counts for an element whose class has changed, by one warp.
+__device__ __forceinline__ void correct(u32 move) {
+    const u32 lane = threadIdx.x % 32, place = move % 32, thread = move >> 5 & (THREADS - 1), segment = thread / SEGMENT;
+    const u32 from = move >> 16 & 255, to = move >> 24;
+    for (u32 s = lane; s < SEGMENTS; s += 32) {
+        if (s <= segment) continue;
+        atomicAdd(&room.segments[pair_of(from)][s], 0u - (1u << half_of(from)));
+        atomicAdd(&room.segments[pair_of(to)][s], 1u << half_of(to));
+    }
+    if (lane > thread % SEGMENT && lane < SEGMENT) {
+        const u32 other = segment * SEGMENT + lane;
+        atomicAdd(&room.before[word_of(from)][other], 0u - (1u << (8 * byte_of(from))));
+        atomicAdd(&room.before[word_of(to)][other], 1u << (8 * byte_of(to)));
+    }
+    if (lane) return;
+    atomicAdd(&room.totals[pair_of(from)], 0u - (1u << half_of(from)));
+    atomicAdd(&room.totals[pair_of(to)], 1u << half_of(to));
+    atomicAdd((u32*)&room.classes[thread] + place % 8, (to - from) << (place / 8 * 8));
+}
+
+// Give classes to keys, from the number `first` on.
+__device__ __forceinline__ void set_classes(u32 first) {
+    const u32 key = threadIdx.x;
+    if (key >= 256) return;
+    u32 c = __popc(room.ends[key / 32] & ((1u << key % 32) - 1)) - first;
+    for (u32 word = 0; word < key / 32; word++) c += __popc(room.ends[word]);
+    room.class_of[key] = c < CLASSES ? (u8)c : NO_CLASS;
+}
+
+// Choose how many links, at least one, have few classes and groups together, and give classes to keys; return how many.
+__device__ u32 choose_links(const Blob* oldest, const Group* groups, u32 links) {
+    u32 chosen = 0, kept = 0, classes = 0, groups_before = 0;
+    if (threadIdx.x < 8) room.ends[threadIdx.x] = 0;
     __syncthreads();
-    switch (blob.element_size) {
-        case 1: apply<1>(room, blob, bad); break;
-        case 2: apply<2>(room, blob, bad); break;
-        case 4: apply<4>(room, blob, bad); break;
-        case 8: apply<8>(room, blob, bad); break;
+    for (; chosen < links && classes <= CLASSES; chosen++) {
+        const Blob& blob = *(oldest - chosen);
+        if (blob.layout != oldest->layout || (chosen && groups_before + blob.groups > STREAMS)) break;
+        const u32 key = threadIdx.x < blob.groups ? groups[blob.first_group + threadIdx.x].last_key : 255;
+        atomicOr(&room.ends[key / 32], 1u << key % 32);
+        __syncthreads();
+        classes = 0;
+        for (int word = 0; word < 8; word++) classes += __popc(room.ends[word]);
+        __syncthreads();
+        if (classes > CLASSES && chosen) break;
+        if (threadIdx.x < 8) kept = room.ends[threadIdx.x];
+        if (threadIdx.x == 0) room.starts[chosen] = (u8)groups_before;
+        groups_before += blob.groups;
+    }
+    if (threadIdx.x < 8) room.ends[threadIdx.x] = kept;
+    __syncthreads();
+    set_classes(0);
+    __syncthreads();
+    return chosen;
+}
+
+// Apply the links of `room.pass`.
+template <int SIZE>
+__device__ void apply() {
+    const Pass& pass = room.pass;  // not in registers
+    for (u32 number = 0; number < pass.turns && !pass.in_turns; number++) load_streams(Turn(number));
+    __syncthreads();
+    for (u64 first = 0; first < pass.bytes; first += Own<SIZE>::TILE_BYTES) {
+        Own<SIZE> own;
+        own.load((const u8*)pass.base + first, pass.bytes - first);
+        own.write();
+        const u64 next = first + Own<SIZE>::TILE_BYTES + threadIdx.x * Own<SIZE>::BYTES;
+        if (next < pass.bytes) prefetch((const u8*)pass.base + next);
+        if (threadIdx.x == 0) room.moved[0] = room.moved[1] = 0;
+        bool stale = true;  // the counts
+        for (u32 number = 0; number < pass.turns; number++) {
+            const Turn turn(number);
+            Stream* const streams = room.streams + turn.stream;
+            if (pass.in_turns) {
+                set_classes(number * CLASSES);
+                __syncthreads();
+                load_streams(turn);
+                __syncthreads();
+            }
+            if (stale) {
+                if (pass.in_turns)  // as it was before the turns
+                    own.load((const u8*)pass.base + first, pass.bytes - first);
+                else
+                    own.read();
+                count<SIZE>(own, pass.bytes - first, pass.layout);
+                __syncthreads();
+                sum_segments();
+                __syncthreads();
+            }
+            list_changes<SIZE>(streams, turn.count, number % 2);
+            __syncthreads();
+            const bool more = number + 1 < pass.turns;
+            if (more && !pass.in_turns) fetch_changes<SIZE>(streams + turn.count, Turn(number + 1).count);
+            finish_groups(streams, turn.count);
+            for (u32 i = threadIdx.x; i < room.listed && i < LISTED; i += THREADS)
+                change<SIZE>(room.list[i], room.zigzags[i], number % 2);
+            __syncthreads();
+            const u32 moved = room.moved[number % 2];
+            stale = pass.in_turns || moved > MOVES;
+            if (threadIdx.x == 0) room.moved[(number + 1) % 2] = room.listed = 0;
+            if (pass.in_turns) save_streams(turn);
+            if (more && !stale)
+                for (u32 i = threadIdx.x / 32; i < moved; i += WARPS) correct(room.moves[i]);
+            __syncthreads();
+        }
+        own.read();
+        own.store((u8*)pass.out + first, pass.bytes - first);
+        if (!pass.in_turns) fetch_changes<SIZE>(room.streams, Turn(0).count);
+    }
+    for (u32 number = 0; number < pass.turns && !pass.in_turns; number++) save_streams(Turn(number));
+}
+
+// chains: one of each chunk.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) sparse_apply(const Chain* chains, const Blob* blobs,
+                                                                      Group* groups, u32* bad) {
+    const Chain chain = chains[blockIdx.x];
+    u32 any = 0;
+    for (u32 link = 0; link < chain.links; link++) any |= bad[chain.oldest - link];
+    if (any) return;
+    if (threadIdx.x < CLASSES) room.found[threadIdx.x] = room.listed = 0;
+    for (u32 done = 0, links; done < chain.links; done += links) {
+        const Blob* oldest = blobs + chain.oldest - done;
+        links = choose_links(oldest, groups, chain.links - done);
+        if (threadIdx.x == 0)
+            room.pass = {oldest, groups, done ? chain.out : chain.base, chain.out, oldest->elements * oldest->element_size,
+                         oldest->groups > CLASSES ? (oldest->groups + CLASSES - 1) / CLASSES : links, oldest->layout,
+                         oldest->groups > CLASSES};
+        __syncthreads();
+        switch (oldest->element_size) {
+            case 1: apply<1>(); break;
+            case 2: apply<2>(); break;
+            case 4: apply<4>(); break;
+            case 8: apply<8>(); break;
+        }
+        __syncthreads();
+    }
+    for (u32 link = 0; link < chain.links; link++) {
+        const Blob& blob = blobs[chain.oldest - link];
+        if (threadIdx.x >= blob.groups) continue;
+        const Group& group = groups[blob.first_group + threadIdx.x];
+        const bool dense = group.gap_shift == DENSE;  // it names all elements
+        const u32 count = dense ? group.value_count : group.gaps;
+        if (group.applied != count || (dense && group.seen != count)) bad[chain.oldest - link] = 1;
     }
 }

@@ -1,16 +1,16 @@
 // Count the low parts of each group of sparse deltas whose symbols are decoded.
 //
-// One thread block per group: grid (n), block (THREADS).
+// One thread block per group: grid (n), block (GROUP_THREADS).
 
 // Count the symbols that are at least `least`.
 __device__ __noinline__ u32 count_escapes(const u8* symbols, u32 count, u32 least) {
     u64 own = 0, total;
-    for (u32 i = threadIdx.x; i < count; i += THREADS) own += symbols[i] >= least;
-    scan(own, total);
+    for (u32 i = threadIdx.x; i < count; i += GROUP_THREADS) own += symbols[i] >= least;
+    scan<GROUP_THREADS>(own, total);
     return (u32)total;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) sparse_lows(const Blob* blobs, const Group* groups, Low* lows) {
+extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 8) sparse_lows(const Blob* blobs, const Group* groups, Low* lows) {
     const Group group = groups[blockIdx.x];
     Low low = {0, 0, 0};
     if (group.gap_shift != DENSE) {

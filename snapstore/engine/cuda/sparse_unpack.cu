@@ -1,7 +1,7 @@
 // Unpack sparse deltas (docs/format.md, "Sparse deltas") whose symbols are decoded: the symbols and low parts of each
 // group become the ranks of its changed elements within the group, ascending, and their zigzagged differences.
 //
-// One thread block per group: grid (n), block (THREADS). Whatever a blob says, nothing is read beyond its low parts and
+// One thread block per group: grid (n), block (GROUP_THREADS). Whatever a blob says, nothing is read beyond its low parts and
 // its streams, nor written beyond its rooms; a contradiction sets bad[blob].
 
 #define ITEMS 4  // of one thread at a time
@@ -20,11 +20,11 @@ __device__ __noinline__ void unpack_values(const Group& group, u64 at, u8* out, 
     const int low_bytes = group.value_shift / 8, bits = 8 * size;
     const u64 escapes_at = at + (u64)count * low_bytes, most = bits == 64 ? ~0ull : (1ull << bits) - 1;
     u64 escapes = 0;
-    for (u32 first = 0; first < count; first += THREADS * ITEMS) {
+    for (u32 first = 0; first < count; first += GROUP_THREADS * ITEMS) {
         const u32 begin = first + ITEMS * threadIdx.x;
         u64 own = 0, total;
         for (u32 i = begin; i < begin + ITEMS && i < count; i++) own += symbols[i] == VALUE_ESCAPE;
-        u64 escape = escapes + scan(own, total);
+        u64 escape = escapes + scan<GROUP_THREADS>(own, total);
         for (u32 i = begin; i < begin + ITEMS && i < count; i++) {
             u64 value = symbols[i];
             if (value == VALUE_ESCAPE) value = little_endian((const u8*)(escapes_at + size * escape++), size);
@@ -55,12 +55,12 @@ __device__ void unpack_gaps(const Blob& blob, const Group& group, u64 at, u32 ga
     unpack_values(group, escapes_at + 4 * (u64)gap_escapes, (u8*)group.found, size, OTHER + 1, bad);
     __syncthreads();  // the values are there
     u64 escapes = 0, others = 0, rank = 0;
-    for (u32 first = 0; first < count; first += THREADS * ITEMS) {
+    for (u32 first = 0; first < count; first += GROUP_THREADS * ITEMS) {
         const u32 begin = first + ITEMS * threadIdx.x;
         u64 own = 0, total, steps = 0, step[ITEMS];
         for (u32 i = begin; i < begin + ITEMS && i < count; i++)
             own += (symbols[i] / 3 >= GAP_ESCAPE) + ((u64)(symbols[i] % 3 == OTHER) << 32);
-        const u64 before = scan(own, total);
+        const u64 before = scan<GROUP_THREADS>(own, total);
         u64 escape = escapes + (u32)before, other = others + (before >> 32);
         escapes += (u32)total;
         others += total >> 32;
@@ -88,7 +88,7 @@ __device__ void unpack_gaps(const Blob& blob, const Group& group, u64 at, u32 ga
             store_element((u8*)group.zigzag + (u64)i * size, zigzag, size);
             steps += step[k] = gap + 1;
         }
-        u64 next = rank + scan(steps, total);  // every step is below 2^33: the sum cannot overflow
+        u64 next = rank + scan<GROUP_THREADS>(steps, total);  // every step is below 2^33: the sum cannot overflow
         rank += total;
 #pragma unroll
         for (u32 k = 0; k < ITEMS; k++) {
@@ -100,14 +100,14 @@ __device__ void unpack_gaps(const Blob& blob, const Group& group, u64 at, u32 ga
 }
 
 // lows: from sparse_lows.
-extern "C" __global__ void __launch_bounds__(THREADS, 2) sparse_unpack(const Blob* blobs, const Group* groups,
+extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 8) sparse_unpack(const Blob* blobs, const Group* groups,
                                                                        const Low* lows, u32* bad) {
     const Group group = groups[blockIdx.x];
     const Blob blob = blobs[group.blob];
     bad += group.blob;
     u64 own = 0, before;
-    for (u32 g = blob.first_group + threadIdx.x; g < blockIdx.x; g += THREADS) own += lows[g].bytes;
-    scan(own, before);
+    for (u32 g = blob.first_group + threadIdx.x; g < blockIdx.x; g += GROUP_THREADS) own += lows[g].bytes;
+    scan<GROUP_THREADS>(own, before);
     const Low low = lows[blockIdx.x];
     const u64 at = blob.low + before, end = at + low.bytes;
     const bool last = blockIdx.x + 1 == blob.first_group + blob.groups;

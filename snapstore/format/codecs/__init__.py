@@ -1,4 +1,4 @@
-"""Codecs: the blocks of a plane to stored bytes and back; every function takes a whole plane, but those of sparse.py.
+"""Codecs: the blocks of a plane to stored bytes and back; every function takes a plane, but those of sparse*.py.
 
 docs/format.md, "Blob", defines codec ids and streams. Encoders may run in any thread: a compression context belongs to
 one call or to one thread. Read zstd.py first: most planes go through it.
@@ -6,8 +6,7 @@ one call or to one thread. Read zstd.py first: most planes go through it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from ...arrays import Bytes
 from ...errors import UnknownFormatError
@@ -24,14 +23,8 @@ BLOCK_BYTES = 64 * 1024
 CODECS = ("portable", "ans")
 
 
-class Decoder(Protocol):
-    """Decodes the blocks of one plane."""
-
-    def __call__(self, blocks: Sequence[memoryview], out: Bytes, block_bytes: int) -> None:
-        """Fill `out` (n,) uint8 from its blocks; IntegrityError if a block does not decode to its length."""
-        ...
-
-
+#: Fills `out` (n,) uint8 from the blocks of a plane, of so many plain bytes each; IntegrityError: one does not decode.
+Decoder = Callable[[Sequence[memoryview], Bytes, int], None]
 _DECODERS: dict[int, Decoder] = {ZSTD: zstd.decode, DEFLATE: deflate.decode, ANS: nvcomp.decode}
 
 

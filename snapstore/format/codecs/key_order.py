@@ -1,4 +1,4 @@
-"""Key order: the elements of a chunk by their keys, in which sparse.py finds the members of its groups.
+"""Key order: the elements of a chunk by their keys, in which sparse_decode.py finds the members of its groups.
 
 In: elements. Out: their positions by number in that order, which is kept up to date from link to link of a chain.
 """
@@ -11,12 +11,16 @@ import numpy.typing as npt
 from ...arrays import Bytes, Column
 from ..planes import scratch
 
-#: An order in which more elements change their places is sorted again.
-MOST_MOVES = 1000
+#: An order from which more names have moved is sorted again.
+MOST_MOVES = 8192
 #: A name has so many bits for the position of an element, and 8 above them for its key.
 POSITION_BITS = 24
 
+_POSITION = np.uint32((1 << POSITION_BITS) - 1)
+_LOW_HALF = np.uint64(0xFFFFFFFF)
+
 Elements = npt.NDArray[np.unsignedinteger]
+Words = npt.NDArray[np.uint64]
 
 
 def keys_of(elements: Elements, layout: int) -> Bytes:
@@ -39,41 +43,87 @@ class KeyOrder:
 
     A thread has one at a time: the next one takes its memory.
 
-    To sort them takes longer than to apply a link, which gives few of them another key.
+    To sort the elements takes longer than to apply a link, which gives few of them another key. So they are sorted
+    once, and the names that have come into or gone from the order since then are kept beside it.
 
     Args:
         elements: (n,) of the oldest base, at most 2^POSITION_BITS.
         layout: planes.ROTATED if keys are exponents, else planes.BYTES: then all keys are 0.
+        low, high: keys below `low` count as it, those above `high` as that one. So the elements of a group that no link
+            divides stay in the order of their positions.
 
     Attributes:
         starts: (257,) the elements of key k have the numbers starts[k] to starts[k + 1] - 1 in this order.
     """
 
-    def __init__(self, elements: Elements, layout: int) -> None:
-        self._layout = layout
-        self._rooms = [scratch.room(f"names {i}", elements.size * 4) for i in (0, 1)]
-        self._names = self._rooms[0].view(np.uint32)  # key << shift | position, ascending
-        np.copyto(self._names, keys_of(elements, layout))
+    def __init__(self, elements: Elements, layout: int, low: int = 0, high: int = 255) -> None:
+        self._layout, self._low, self._high = layout, low, high
+        self._names = scratch.room("names", elements.size * 4).view(np.uint32)  # key << shift | position, ascending
+        np.copyto(self._names, self._keys_of(elements))
         np.left_shift(self._names, POSITION_BITS, out=self._names)
         np.bitwise_or(self._names, np.arange(elements.size, dtype=np.uint32), out=self._names)
         if layout:
             self._names.sort()
-        firsts = self._first_name(np.arange(256, dtype=np.uint8))
+        firsts = _named(np.arange(256, dtype=np.uint8))
         self.starts: Column = np.append(np.searchsorted(self._names, firsts), elements.size).astype(np.int64)
         self._news: tuple[Column, Elements, Elements] | None = None
+        self._set_moves(np.empty(0, np.uint64))
 
-    def _first_name(self, keys: Bytes) -> Elements:
-        names: Elements = keys.astype(np.uint32) << np.uint32(POSITION_BITS)
-        return names
+    def _keys_of(self, elements: Elements) -> Bytes:
+        keys = keys_of(elements, self._layout)
+        return np.clip(keys, self._low, self._high, out=keys) if self._layout else keys
 
-    def positions(self, numbers: Column | slice) -> Column:
-        """Return where the elements with these numbers lie in the chunk."""
-        found: Column = self._names[numbers] & np.uint32((1 << POSITION_BITS) - 1)
+    def _set_moves(self, moves: Words) -> None:
+        """Set which names have come and gone: (k,) ascending, name << 32 | number << 1 | has gone.
+
+        The number is the one that the name has, or would have, among `_names`.
+        """
+        self._moves = moves
+        gone = (moves & np.uint64(1)).view(np.int64)
+        ahead = 2 * gone - 1
+        self._ahead = np.append(0, np.cumsum(ahead))  # by how much numbers behind a move are greater in `_names`
+        self._from = ((moves & _LOW_HALF) >> np.uint64(1)).view(np.int64) - self._ahead[:-1] + 1 - gone
+        self._has_come = gone == 0
+
+    def positions(self, numbers: Column) -> Column:
+        """Return where the elements with these numbers, which ascend, lie in the chunk."""
+        return self._found(numbers).astype(np.int64)
+
+    def _found(self, numbers: Column) -> Elements:
+        """Return the same as uint32."""
+        if not len(self._moves) or not len(numbers):
+            return self._names.take(numbers) & _POSITION
+        first = int(np.searchsorted(self._from, numbers[0], "right"))
+        last = int(np.searchsorted(self._from, numbers[-1] + 1, "right"))
+        cuts = np.searchsorted(numbers, self._from[first:last])
+        ends = np.append(cuts, len(numbers))
+        ends[1:] -= cuts
+        ahead = np.repeat(self._ahead[first : last + 1], ends)
+        ahead += numbers
+        found = self._names.take(ahead, mode="clip")  # the number of one that has come may be that behind the last
+        asked = self._has_come[first:last] & (cuts > 0)
+        asked &= numbers.take(cuts - 1, mode="clip") == self._from[first:last] - 1
+        found[cuts[asked] - 1] = (self._moves[first:last][asked] >> np.uint64(32)).astype(np.uint32)
+        found &= _POSITION
         return found
 
-    def members(self, first_key: int, last_key: int) -> Column:
-        """Return the positions of the elements of a group, ascending."""
-        return np.sort(self.positions(slice(self.starts[first_key], self.starts[last_key + 1])))
+    def members(self, firsts: Column, sizes: Column, mixed: bool) -> Column:
+        """Return the positions of the elements of groups, group after group, ascending in each.
+
+        Args:
+            firsts: (g,) the number of the first element of each group.
+            sizes: (g,) elements of each.
+            mixed: a group has elements of several keys.
+        """
+        ends = np.cumsum(sizes)
+        found = self._found(np.arange(int(ends[-1])) + np.repeat(firsts - (ends - sizes), sizes))
+        if not mixed:
+            return found.astype(np.int64)
+        group = np.repeat(np.arange(len(sizes), dtype=np.uint32) << np.uint32(POSITION_BITS), sizes)
+        found |= group
+        found.sort()
+        found &= _POSITION
+        return found.astype(np.int64)
 
     def mixed(self, first_keys: Column, last_keys: Column) -> npt.NDArray[np.bool_]:
         """Return which groups have elements of several keys, so that their members are not in this order."""
@@ -91,23 +141,30 @@ class KeyOrder:
         if self._news is None:
             return
         at, *news = self._news
-        before, after = (keys_of(elements, self._layout).copy() for elements in news)
+        before, after = (self._keys_of(elements).copy() for elements in news)
         self._news = None
         moved = np.flatnonzero(before != after)
         before, after, at = before[moved], after[moved], at[moved].astype(np.uint32)
-        gone, come = (np.sort(self._first_name(keys) | at) for keys in (before, after))
-        moves = np.bincount(after, minlength=256) - np.bincount(before, minlength=256)
-        self.starts[1:] += np.cumsum(moves)
-        cuts = np.concatenate([np.searchsorted(self._names, gone), np.searchsorted(self._names, come)])
-        if len(moved) > MOST_MOVES:
-            self._names[cuts[: len(moved)]] = come
+        gone, come = (_named(keys) | at for keys in (before, after))
+        self.starts[1:] += np.cumsum(np.bincount(after, minlength=256) - np.bincount(before, minlength=256))
+        names = np.sort(np.concatenate([gone, come]))
+        numbers = np.searchsorted(self._names, names)
+        was_there = self._names.take(numbers, mode="clip") == names
+        new = names.astype(np.uint64) << np.uint64(32)
+        new |= (2 * numbers + was_there).view(np.uint64)
+        moves = np.sort(np.concatenate([self._moves, new]))
+        again = np.zeros(len(moves), bool)  # names that came and went, or went and came back
+        again[1:] = moves[1:] == moves[:-1]
+        again[:-1] |= again[1:]
+        self._set_moves(moves[~again])
+        if len(self._moves) > MOST_MOVES:
+            gone = ((self._moves & _LOW_HALF) >> np.uint64(1))[~self._has_come]
+            self._names[gone.view(np.int64)] = (self._moves[self._has_come] >> np.uint64(32)).astype(np.uint32)
             self._names.sort()
-            return
-        events = np.argsort(cuts, kind="stable")
-        cuts, is_gone = cuts[events], events < len(moved)
-        begins = [0, *np.maximum.accumulate(cuts + is_gone).tolist()]
-        kept = [self._names[begin:end] for begin, end in zip(begins, [*cuts.tolist(), None], strict=True)]
-        new = [come[:0] if i < 0 else come[i : i + 1] for i in (events - len(moved)).tolist()]
-        pieces = [piece for pair in zip(kept, [*new, come[:0]], strict=True) for piece in pair]
-        self._rooms.reverse()
-        self._names = np.concatenate(pieces, out=self._rooms[0].view(np.uint32))
+            self._set_moves(self._moves[:0])
+
+
+def _named(keys: Bytes) -> Elements:
+    """Return the names of elements with these keys at position 0."""
+    names: Elements = keys.astype(np.uint32) << np.uint32(POSITION_BITS)
+    return names

@@ -1,7 +1,7 @@
 """Sparse deltas: the elements of a chunk in which it differs from its base, as gaps and integer differences.
 
 docs/format.md, "Sparse deltas", defines the payload; docs/design/sparse-deltas.md has the numbers behind it. In: a
-difference and its base. Out: the payload of a blob. And back: a base becomes the chunk in place.
+difference and its base. Out: the payload of a blob. sparse_decode.py reads it.
 
 Small weights change more often than large ones, so elements are grouped by the byte of their base that holds the
 exponent. Within a group the gaps between changed elements are nearly geometric, which few symbols code well.
@@ -12,17 +12,15 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ...arrays import Bytes, Column
-from ...errors import IntegrityError
 from ..planes import scratch
 from . import zstd
-from .key_order import POSITION_BITS, Elements, KeyOrder, keys_of
+from .key_order import POSITION_BITS, Elements, keys_of
 
 ID = 3
 #: A group: last key, gap shift, value shift, flags, changed elements, values.
@@ -69,9 +67,6 @@ class Encoded:
 
     pieces: list[bytes]
     frame_lengths: list[int]
-
-
-# -- encode
 
 
 def worth_trying(changed: Any, elements: Any) -> Any:
@@ -239,250 +234,3 @@ def _costs(counts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     coded = np.where(distinct > 1, np.maximum(bits, total), 0) / 8  # a Huffman code takes a bit at least
     found: npt.NDArray[np.float64] = np.where(total > 0, coded + FRAME_BYTES + SYMBOL_BYTES * distinct, 0).sum(axis=-1)
     return found
-
-
-# -- decode
-
-
-def apply(
-    payload: memoryview,
-    frame_lengths: Sequence[int],
-    base: Bytes,
-    element_size: int,
-    layout: int,
-    block_bytes: int,
-    order: KeyOrder | None = None,
-) -> KeyOrder:
-    """Turn a base into its chunk, in place.
-
-    Args:
-        base: (r,) uint8.
-        order: what the link before has returned, if that had the same element size and layout.
-
-    Returns:
-        The order of the elements, for the next link.
-
-    Raises:
-        IntegrityError: the payload contradicts itself or the base; `base` and `order` are then garbage.
-    """
-    elements = base.view(f"u{element_size}")
-    if elements.size > MAX_ELEMENTS:
-        raise IntegrityError(f"sparse: a chunk of {elements.size} elements, expected at most {MAX_ELEMENTS}")
-    if order is None:
-        order = KeyOrder(elements, layout)
-    order.settle()
-    groups, at = _read_groups(payload, element_size)
-    sizes = np.diff(order.starts[groups["last_key"].astype(np.int64) + 1], prepend=0)
-    dense = groups["gap_shift"] == DENSE
-    wrong = np.where(dense, groups["values"] != sizes, (groups["gaps"] > sizes) | (groups["values"] > groups["gaps"]))
-    if wrong.any():
-        raise IntegrityError(f"sparse group {int(np.argmax(wrong))}: counts that the base contradicts")
-    symbols, values, at = _read_frames(payload, at, groups, frame_lengths, block_bytes)
-    ranks, found, of_dense = _decode_changes(groups, sizes, (symbols, values), payload, at, element_size)
-    where, dense_members = _positions(groups, order, ranks)
-    where, zigzag = (np.concatenate(x) for x in ([where, *dense_members], [found, of_dense]))
-    zigzag, one = zigzag.astype(elements.dtype), elements.dtype.type(1)
-    before = elements[where]
-    after = before + ((zigzag >> one) ^ (~(zigzag & one) + one))
-    elements[where] = after
-    order.note(where, before, after)
-    return order
-
-
-def _read_groups(payload: memoryview, element_size: int) -> tuple[npt.NDArray[np.void], int]:
-    """Return the table of groups, checked by itself, and where it ends."""
-    count = COUNT.unpack_from(payload)[0] if len(payload) >= COUNT.size else 0
-    end = COUNT.size + count * GROUP.itemsize
-    if not 1 <= count <= 256 or end > len(payload):
-        raise IntegrityError(f"sparse: {count} groups in {len(payload)} bytes")
-    groups = np.frombuffer(payload[COUNT.size : end], GROUP)
-    dense = groups["gap_shift"] == DENSE
-    fine = (groups["last_key"][-1] == 255) & (groups["flags"][-1] == ENDS_FRAMES)
-    fine &= (np.diff(groups["last_key"].astype(int)) > 0).all() & (groups["flags"] <= ENDS_FRAMES).all()
-    fine &= (dense | (groups["gap_shift"] <= MAX_GAP_SHIFT)).all() & (groups["gaps"][dense] == 0).all()
-    fine &= (groups["value_shift"] % 8 == 0).all() & (groups["value_shift"] < 8 * element_size).all()
-    if not fine:
-        raise IntegrityError("sparse: a table of groups that contradicts itself")
-    return groups, end
-
-
-def _read_frames(
-    payload: memoryview, at: int, groups: npt.NDArray[np.void], frame_lengths: Sequence[int], block_bytes: int
-) -> tuple[Bytes, Bytes, int]:
-    """Decode the frames that begin at `at`; return all symbols, all values, and where the frames end."""
-    counts = {name: groups[name].astype(np.int64) for name in ("gaps", "values")}
-    streams = {name: np.empty(int(column.sum()), np.uint8) for name, column in counts.items()}
-    filled, begin, used = dict.fromkeys(streams, 0), 0, 0
-    for end in (np.flatnonzero(groups["flags"]) + 1).tolist():
-        for name, stream in streams.items():
-            out = stream[filled[name] :][: int(counts[name][begin:end].sum())]
-            lengths = frame_lengths[used : used + -(-out.size // block_bytes)]
-            used += len(lengths)
-            stops = (at + np.cumsum([0, *lengths])).tolist()
-            if len(lengths) != -(-out.size // block_bytes) or stops[-1] > len(payload):
-                raise IntegrityError("sparse: fewer frames than the groups need")
-            blocks = [payload[a:b] for a, b in pairwise(stops)]
-            zstd.decode(blocks, out, block_bytes)
-            filled[name], at = filled[name] + out.size, stops[-1]
-        begin = end
-    if used < len(frame_lengths):
-        raise IntegrityError(f"sparse: {len(frame_lengths) - used} frames more than the groups need")
-    return streams["gaps"], streams["values"], at
-
-
-class _Low:
-    """The low parts of all groups.
-
-    Args:
-        at: where they begin in the payload.
-        sizes: (g, 4) bytes of each part: low bits of gaps, escaped gaps, low bytes of values, escaped values.
-
-    Attributes:
-        starts: (g, 4) where each part begins.
-    """
-
-    def __init__(self, payload: memoryview, at: int, sizes: Column) -> None:
-        ends = at + np.cumsum(sizes)
-        if ends[-1] != len(payload):
-            raise IntegrityError(f"sparse: groups end at {ends[-1]} of a payload of {len(payload)} bytes")
-        self.starts: Column = (ends - sizes.ravel()).reshape(sizes.shape)
-        self._bytes = np.zeros(len(payload) + 8, np.uint8)
-        self._bytes[: len(payload)] = np.frombuffer(payload, np.uint8)
-
-    def _words(self, at: Column, dtype: str) -> Words:
-        """Return the words of 8 bytes that begin at these bytes."""
-        words: Words = np.ndarray((len(self._bytes) - 7,), dtype, self._bytes, strides=(1,))[at].astype(np.uint64)
-        return words
-
-    def bits(self, at: Column, widths: Column) -> Column:
-        """Return integers of up to 26 bits from their first bits on, the highest one first."""
-        words = self._words(at >> 3, ">u8")
-        words <<= (at & 7).view(np.uint64)
-        words >>= (63 - widths).view(np.uint64)
-        words >>= np.uint64(1)
-        return words.view(np.int64)
-
-    def integers(self, at: Column, widths: Column) -> Words:
-        """Return little-endian integers of up to 8 bytes from their first bytes on."""
-        found: Words = self._words(at, "<u8") & _LOWEST_BYTES[widths]
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Symbols:
-    """Symbols of all groups, group after group: of gaps or of values."""
-
-    plain: Bytes  # (m,)
-    counts: Column  # (g,)
-    firsts: Column  # (g,) the number of the first one of each group
-    escapes: Column  # (k,) the numbers of those whose quotients are elsewhere
-    escape_group: Column  # (k,)
-    escape_counts: Column  # (g,)
-
-    @classmethod
-    def of(cls, plain: Bytes, counts: Column, is_escape: npt.NDArray[np.bool_]) -> _Symbols:
-        """Find the escapes."""
-        ends, escapes = np.cumsum(counts), np.flatnonzero(is_escape)
-        group = np.searchsorted(ends, escapes, "right")
-        return cls(plain, counts, ends - counts, escapes, group, np.bincount(group, minlength=len(counts)))
-
-    def each(self, column: Column) -> Column:
-        """Return the value of its group for every symbol."""
-        return np.repeat(column, self.counts)
-
-    def each_at(self, starts: Column, step: Column) -> Column:
-        """Return where the part of every symbol lies, if those of a group follow each other from its start."""
-        return self.each(starts - self.firsts * step) + np.arange(len(self.plain)) * self.each(step)
-
-    def quotients(self, dtype: type, low: _Low, part: int, width: int) -> Column:
-        """Return the symbols, and for escapes the integers of `width` bytes in a low part of their groups."""
-        found: Column = self.plain.astype(dtype)
-        if len(self.escapes):
-            number = (
-                np.arange(len(self.escapes)) - (np.cumsum(self.escape_counts) - self.escape_counts)[self.escape_group]
-            )
-            at = low.starts[self.escape_group, part] + width * number
-            found[self.escapes] = low.integers(at, np.full(len(at), width))
-        return found
-
-
-def _decode_changes(
-    groups: npt.NDArray[np.void], sizes: Column, streams: tuple[Bytes, Bytes], payload: memoryview, at: int, size: int
-) -> tuple[Column, Words, Words]:
-    """Decode all groups.
-
-    Args:
-        sizes: (g,) elements of each group.
-        streams: the symbols of all gaps, and of all values.
-        at: where the low parts begin in the payload.
-        size: of an element [bytes].
-
-    Returns:
-        The rank of every changed element in its group (c,), its zigzagged difference (c,); and those of all elements of
-        dense groups (d,).
-    """
-    counts, value_counts = (groups[name].astype(np.int64) for name in ("gaps", "values"))
-    dense, widths = groups["gap_shift"] == DENSE, groups["value_shift"].astype(np.int64) // 8
-    shifts = np.where(dense, 0, groups["gap_shift"]).astype(np.int64)
-    quotients = streams[0] // np.uint8(3)
-    kinds = streams[0] - 3 * quotients
-    gaps = _Symbols.of(quotients, counts, quotients >= GAP_ESCAPE)
-    values = _Symbols.of(streams[1], value_counts, streams[1] == VALUE_ESCAPE)
-    others = np.flatnonzero(kinds == OTHER)
-    found = np.bincount(np.searchsorted(np.cumsum(counts), others, "right"), minlength=len(groups))
-    if (quotients[gaps.escapes] > GAP_ESCAPE).any() or (found[~dense] != value_counts[~dense]).any():
-        raise IntegrityError(f"sparse: {value_counts.tolist()} values, and symbols for {found.tolist()}")
-    parts = [-(-counts * shifts // 8), 4 * gaps.escape_counts, widths * value_counts, size * values.escape_counts]
-    low = _Low(payload, at, np.stack(parts, axis=1))
-    ranks = _decode_ranks(gaps, shifts, low, sizes)
-    zigzag, plain = kinds.astype(np.uint64), _decode_values(values, widths, low, size)
-    zigzag += np.uint64(1)
-    if not len(plain):
-        return ranks, zigzag, plain
-    of_dense = values.each(dense)
-    zigzag[others] = plain[~of_dense] + np.uint64(3)
-    if (zigzag[others] < 3).any() or (zigzag[others] >> np.uint64(8 * size - 1) > 1).any():
-        raise IntegrityError("sparse: a value beyond the element size")
-    return ranks, zigzag, plain[of_dense]
-
-
-def _decode_ranks(gaps: _Symbols, shifts: Column, low: _Low, sizes: Column) -> Column:
-    """Return the ranks of changed elements in their groups."""
-    found = gaps.quotients(np.int64, low, 1, 4)
-    if shifts.any():
-        found <<= gaps.each(shifts)
-        found += low.bits(gaps.each_at(8 * low.starts[:, 0], shifts), gaps.each(shifts))
-    if (found >= gaps.each(sizes)).any():  # before they are summed up, so that the sum cannot overflow
-        raise IntegrityError(f"sparse: a gap of {found.max()} beyond its group")
-    found += 1
-    through = np.append(0, np.cumsum(found))
-    before, after = through[gaps.firsts], through[gaps.firsts + gaps.counts]
-    if (after - before > sizes).any():
-        raise IntegrityError("sparse: names an element beyond its group")
-    ranks: Column = through[1:] - gaps.each(before + 1)
-    return ranks
-
-
-def _decode_values(values: _Symbols, widths: Column, low: _Low, size: int) -> Words:
-    """Return the values of all groups."""
-    found: Words = values.quotients(np.uint64, low, 3, size)
-    if widths.any():
-        width = values.each(widths)
-        if (found[width > 0] >> (8 * (size - width[width > 0])).view(np.uint64)).any():
-            raise IntegrityError("sparse: a value beyond the element size")
-        found <<= (8 * width).view(np.uint64)
-        found |= low.integers(values.each_at(low.starts[:, 2], widths), width)
-    return found
-
-
-def _positions(groups: npt.NDArray[np.void], order: KeyOrder, ranks: Column) -> tuple[Column, list[Column]]:
-    """Return the positions of the elements with these ranks, and of all elements of each dense group."""
-    last_keys = groups["last_key"].astype(np.int64)
-    first_keys = np.append(0, last_keys[:-1] + 1)
-    counts = groups["gaps"].astype(np.int64)
-    found = order.positions(ranks + np.repeat(order.starts[first_keys], counts))
-    is_dense, ends = groups["gap_shift"] == DENSE, np.cumsum(counts)
-    for i in np.flatnonzero((counts > 0) & order.mixed(first_keys, last_keys)).tolist():
-        own = slice(ends[i] - counts[i], ends[i])
-        found[own] = order.members(first_keys[i], last_keys[i])[ranks[own]]
-    return found, [order.members(first_keys[i], last_keys[i]) for i in np.flatnonzero(is_dense).tolist()]

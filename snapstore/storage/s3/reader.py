@@ -15,7 +15,7 @@ import numpy as np
 
 from ...errors import SnapstoreError, StorageError
 from ...threads import Threads
-from ..base import GET_LIMIT_BYTES, check_limit, check_range, memory_for, too_short
+from ..base import GET_LIMIT_BYTES, check_key, check_limit, check_range, memory_for, too_short
 from .deadline import SLOWEST_BYTES_PER_S
 from .failures import Failure, guarded, pause, status_of
 from .requests import Answer, Requests
@@ -37,18 +37,20 @@ def split_range(length: int) -> list[tuple[int, int]]:
 
 
 class Reader:
-    """The read operations of a store in a bucket.
+    """The read operations of a store in a bucket, which `S3Store` inherits.
 
-    Args:
-        threads: Run the concurrent requests of one call.
-        read_timeout_s: How long an attempt waits for an answer.
+    Attributes:
+        _threads: run the concurrent requests of one call.
+        _read_timeout_s: how long an attempt waits for an answer.
     """
 
-    def __init__(self, requests: Requests, threads: Threads, read_timeout_s: float) -> None:
-        self._requests, self._threads, self._read_timeout_s = requests, threads, read_timeout_s
+    _requests: Requests
+    _threads: Threads
+    _read_timeout_s: float
 
     def get(self, key: str, *, limit_bytes: int = GET_LIMIT_BYTES) -> bytes:
         """Return all bytes of `key`; see `ObjectStore.get`."""
+        check_key(key)
         answer: Answer = self._requests.ask(key, "read", self._get_whole, key)
         with self._requests.failures(key, "read"), closing(answer["Body"]):
             size_bytes = self._requests.length_of(key, answer)
@@ -57,8 +59,9 @@ class Reader:
             self._fill(key, 0, view, size_bytes, answer)
         return view.tobytes()
 
-    def get_range(self, key: str, offset: int, length: int, into: memoryview | None) -> memoryview:
+    def get_range(self, key: str, offset: int, length: int, into: memoryview | None = None) -> memoryview:
         """Return a range of `key`, a long one by several requests at once; see `ObjectStore.get_range`."""
+        check_key(key)
         if offset < 0 or length < 0:
             self._requests.stat(key)  # that the object is missing is the more important error
         check_range(key, offset, length)

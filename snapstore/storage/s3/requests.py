@@ -86,12 +86,10 @@ class Requests:
             try:
                 return send(call, wanted, self.attempts)
             except Failure as failure:
-                if verb == "stat" and failure.status == 404 and failure.code == "404" and self._is_gone(key):
+                is_bare = verb == "stat" and failure.status == 404 and failure.code == "404"
+                if is_bare and all(info.key != key for info in self.listed(key)):
                     raise not_found(key, self.url) from failure  # an answer to HEAD carries no error code
                 raise
-
-    def _is_gone(self, key: str) -> bool:
-        return all(info.key != key for info in self.listed(key))
 
     def listed(self, prefix: str) -> Iterator[ObjectInfo]:
         """Yield every object whose name starts with `prefix`; its key is its name below our prefix.

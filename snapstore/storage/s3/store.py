@@ -27,7 +27,7 @@ import re
 import time
 from base64 import b64encode
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from copy import copy
 from email.utils import parsedate_to_datetime
 from itertools import islice
@@ -44,9 +44,9 @@ from ...errors import (
 )
 from ...threads import Threads, when_dropped
 from ..base import (
-    GET_LIMIT_BYTES,
     Buffer,
     ObjectInfo,
+    ObjectStore,
     already_exists,
     byte_view,
     check_key,
@@ -84,7 +84,7 @@ LISTED_FOR_SIZES = 5000
 _SANDBOX = re.compile(r"\.trial-[0-9a-f]{16}/")
 
 
-class S3Store:
+class S3Store(Reader, ObjectStore):
     """An `ObjectStore` in a bucket of S3, or of a server that speaks its protocol.
 
     Args:
@@ -117,7 +117,6 @@ class S3Store:
 
     def _use(self, requests: Requests) -> None:
         self._requests, self.url, self.place = requests, requests.url, requests.place
-        self._reader = Reader(requests, self._threads, self._read_timeout_s)
         self._liveness = LivenessLocks(self.place)
 
     def __repr__(self) -> str:
@@ -246,16 +245,6 @@ class S3Store:
 
     # --- reading ---
 
-    def get(self, key: str, *, limit_bytes: int = GET_LIMIT_BYTES) -> bytes:
-        """Return all bytes of `key`; see `ObjectStore.get`."""
-        check_key(key)
-        return self._reader.get(key, limit_bytes=limit_bytes)
-
-    def get_range(self, key: str, offset: int, length: int, into: memoryview | None = None) -> memoryview:
-        """Return a range of `key`, a long one by several requests at once; see `ObjectStore.get_range`."""
-        check_key(key)
-        return self._reader.get_range(key, offset, length, into)
-
     def stat(self, key: str) -> ObjectInfo:
         """Return size, time (whole seconds) and tag of `key`; see `ObjectStore.stat`."""
         check_key(key)
@@ -287,18 +276,6 @@ class S3Store:
             raise StorageError(
                 f"{self.url}: the server's answers carry no readable Date; its clock is needed"
             ) from failure
-
-    def sync(self, prefix: str) -> None:
-        """Do nothing: all that a server lists is durable."""
-        check_prefix(prefix)
-
-    def pinned(self) -> AbstractContextManager[None]:
-        """Do nothing: the name of a bucket always means the same bucket."""
-        return nullcontext()
-
-    def clean(self) -> int:
-        """Do nothing: a put leaves no temporary files."""
-        return 0
 
     def prepare(self) -> None:
         """Require an empty prefix, and a server that refuses a second put of a key."""

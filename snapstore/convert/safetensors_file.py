@@ -11,6 +11,8 @@ import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from ..restore.streaming import TensorReader
 from ..state.arrays import as_bytes
 from ..state.tensors import TensorSpec
 from ..text import some
+from .lazy_state import Later
 
 #: An error names at most so many leaves that a file cannot hold.
 LEAVES_NAMED = 5
@@ -58,6 +61,25 @@ def read(path: Path) -> tuple[Any, dict[str, str]]:
     """
     with _damaged(path), _opened(path) as file:
         return _tensors(path) if file.keys() else {}, file.metadata() or {}
+
+
+def laters(path: Path) -> Iterator[tuple[str, Later]]:
+    """Yield the names of the tensors in a file, each with a `Later` that reads the tensor.
+
+    Raises:
+        InvalidInputError: the file is damaged, now or when a tensor is read.
+        CapabilityError: the library is not installed.
+    """
+    with _damaged(path):
+        file = _opened(path).__enter__()  # it is closed when the last of the tensors is let go of
+        names = file.keys()
+    for name in names:
+        yield name, Later(partial(_read_later, path, file, name))
+
+
+def _read_later(path: Path, file: Any, name: str) -> Any:
+    with _damaged(path):
+        return _tensor(path, file, name)
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, Any]]:
@@ -113,8 +135,13 @@ def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
-def check(path: Path, reader: TensorReader, *, tensors_only: bool) -> list[str]:
-    """Check that a file can hold the tensors of a snapshot; return the paths of the values left out.
+def check(
+    path: Path, reader: TensorReader, specs: Sequence[tuple[str, TensorSpec]], *, tensors_only: bool
+) -> list[str]:
+    """Check that files can hold the tensors of a snapshot; return the paths of the values left out.
+
+    Args:
+        specs: the tensors by the names that they get.
 
     Raises:
         InvalidInputError: it cannot, or values would be lost and `tensors_only` does not leave them out.
@@ -126,7 +153,7 @@ def check(path: Path, reader: TensorReader, *, tensors_only: bool) -> list[str]:
             "file, select tensors with --keys, or leave the rest out with --tensors-only"
         )
     seen: set[str] = set()
-    for name, spec in reader.specs:
+    for name, spec in specs:
         if not name:
             raise InvalidInputError(f"{path}: the state is one tensor without a name; {ADVICE}")
         if name in seen:
@@ -135,14 +162,14 @@ def check(path: Path, reader: TensorReader, *, tensors_only: bool) -> list[str]:
             )
         if name == METADATA:
             raise InvalidInputError(f"{path}: safetensors cannot hold a tensor of the name {name!r}; {ADVICE}")
-        if _dtype(spec) is None:
+        if dtype_of(spec) is None:
             kind = "an array" if spec.kind == "array" else "a tensor"
             raise InvalidInputError(f"{path}: {name}: safetensors cannot hold {kind} of {spec.dtype}; {ADVICE}")
         seen.add(name)
     return others
 
 
-def _dtype(spec: TensorSpec) -> str | None:
+def dtype_of(spec: TensorSpec) -> str | None:
     """Return the format's name of a dtype; None if it has none."""
     if spec.dtype in _OTHERS:
         return _OTHERS[spec.dtype]
@@ -150,14 +177,20 @@ def _dtype(spec: TensorSpec) -> str | None:
     return match and f"{_NUMBERS[match[1]]}{int(match[2]) * (8 if spec.kind == 'array' else 1)}"
 
 
-def write(temp: Path, reader: TensorReader, metadata: dict[str, str]) -> None:
+def write(
+    temp: Path, specs: Sequence[tuple[str, TensorSpec]], tensors: Iterator[tuple[str, Any]], metadata: dict[str, str]
+) -> None:
     """Write a file: first the header, then each tensor at its place as it is read.
+
+    Args:
+        specs: of the tensors, by name.
+        tensors: each of them with its name, in any order; no more are taken.
 
     Raises:
         InvalidInputError: the library refuses the header.
     """
     library = need_library()
-    header, starts, size = _layout(reader.specs, metadata)
+    header, starts, size = layout(specs, metadata)
     with temp.open("r+b") as file:
         file.write(header)
         file.truncate(size)
@@ -167,13 +200,13 @@ def write(temp: Path, reader: TensorReader, metadata: dict[str, str]) -> None:
                 pass
         except (library.SafetensorError, ValueError) as error:
             raise InvalidInputError(f"safetensors cannot hold this state: {first_line(error)}; {ADVICE}") from error
-        for name, value in reader:
+        for name, value in islice(tensors, len(specs)):
             file.seek(starts[name])
             file.write(as_bytes(value).data)
             del value
 
 
-def _layout(specs: Sequence[tuple[str, TensorSpec]], metadata: dict[str, str]) -> tuple[bytes, dict[str, int], int]:
+def layout(specs: Sequence[tuple[str, TensorSpec]], metadata: dict[str, str]) -> tuple[bytes, dict[str, int], int]:
     """Return the header, where each tensor begins in the file, and the size of the file [bytes].
 
     Tensors of larger elements come first, as the library writes them, so each is aligned to its elements.
@@ -186,7 +219,7 @@ def _layout(specs: Sequence[tuple[str, TensorSpec]], metadata: dict[str, str]) -
         shape = list(spec.shape)
         if spec.dtype == "float4_e2m1fn_x2" and shape:
             shape[-1] *= 2  # the format counts numbers, torch counts pairs
-        header[name] = {"dtype": _dtype(spec), "shape": shape, "data_offsets": [at, end]}
+        header[name] = {"dtype": dtype_of(spec), "shape": shape, "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
     text += b" " * (-len(text) % 8)

@@ -1,0 +1,145 @@
+"""The verb estimate: what snapshots of a run will cost, before it starts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .app import Place, Shell, UsageError, verb
+from .output import line, print_json, spinner
+
+if TYPE_CHECKING:
+    from ..engine.rates import Rates
+    from ..inspect.estimate import Estimate, Run
+
+#: The names of the given rates, in the order of `Rates`.
+_RATES = ("write", "read", "encode", "decode", "copy")
+
+
+@verb()
+def estimate(
+    shell: Shell,
+    params: Annotated[str, typer.Option("--params", metavar="N", help="Parameters, such as 7e9, 350M or 7B.")],
+    place: Place = None,
+    dtype: Annotated[str, typer.Option(help="float32, or bfloat16 with fp32 masters.")] = "bfloat16",
+    optimizer: Annotated[str, typer.Option(help="adamw, momentum, sgd or none.")] = "adamw",
+    ranks: Annotated[int, typer.Option(metavar="N", help="Each writes its share.")] = 1,
+    step_time: Annotated[float, typer.Option(metavar="S", help="Seconds a step.")] = 1.0,
+    interval: Annotated[int, typer.Option(metavar="STEPS", help="Default: the one that loses least.")] = 0,
+    mtbf: Annotated[float, typer.Option(metavar="HOURS", help="Of the job; default: 50,677 / ranks.")] = 0.0,
+    restart: Annotated[float, typer.Option(metavar="S", help="From a failure to the restore.")] = 300.0,
+    keep: Annotated[int, typer.Option(metavar="N", help="Snapshots that stay; 0: all.")] = 3,
+    codec: Annotated[str, typer.Option(help="portable, raw or auto.")] = "portable",
+    rates: Annotated[
+        list[str] | None,
+        typer.Option("--rate", metavar="NAME=RATE", help="write, read, encode, decode or copy, such as encode=8G."),
+    ] = None,
+    storage_price: Annotated[float, typer.Option(metavar="USD", help="A GB and month.")] = 0.023,
+    put_price: Annotated[float, typer.Option(metavar="USD", help="A thousand PUTs.")] = 0.005,
+) -> None:
+    """Estimate bytes, stall, money and the best interval of a run, before it starts.
+
+    Measures this machine and the place (--repo), for two seconds, unless all rates are given.
+    """
+    from ..inspect import estimate as planning
+
+    given = _given(rates or [])
+    if place is None and shell.url is None and not {"write", "read"} <= given.keys():
+        raise UsageError("name a place to measure (a URL or --repo), or pass --rate write=... and --rate read=...")
+    run = planning.Run(
+        parameters=_count(params),
+        dtype=dtype,
+        optimizer=optimizer,
+        ranks=ranks,
+        step_s=step_time,
+        interval_steps=interval,
+        failure_s=3600 * mtbf,
+        restart_s=restart,
+        keep=keep,
+        codec=codec,
+    )
+    with spinner("measuring"):
+        found = _measured(given, place or shell.url)
+    result = planning.estimate(run, found, storage_price=storage_price, put_price=put_price)
+    if shell.as_json:
+        print_json({"run": asdict(run), "rates": asdict(found), "given": sorted(given), "estimate": asdict(result)})
+    else:
+        _print(run, found, given, result)
+
+
+def _measured(given: dict[str, float], url: str | None) -> Rates:
+    """Return the given rates, and the others as measured."""
+    from ..engine.rates import Rates, measure
+    from ..storage.urls import open_store
+
+    if given.keys() == set(_RATES):
+        return Rates(**given)
+    needs_store = not {"write", "read"} <= given.keys()
+    return replace(measure(open_store(url) if url is not None and needs_store else None), **given)
+
+
+def _given(texts: list[str]) -> dict[str, float]:
+    """Parse a `NAME=RATE` each."""
+    from ..chunks.limits import parse_size
+    from ..errors import InvalidInputError
+
+    found: dict[str, float] = {}
+    for text in texts:
+        name, _, rate = text.partition("=")
+        try:
+            number = float(parse_size(rate))
+        except InvalidInputError:
+            number = 0.0
+        if name not in _RATES or number <= 0:
+            raise UsageError(f"--rate {text!r}: expected one of {', '.join(_RATES)} and bytes a second, as encode=8G")
+        found[name] = number
+    return found
+
+
+def _count(text: str) -> float:
+    """Parse a number of parameters: 7e9, 350M, 7B."""
+    units = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+    unit = units.get(text[-1:].upper(), 1.0)
+    try:
+        number = float(text[:-1] if unit > 1 else text) * unit
+    except ValueError:
+        number = math.nan
+    if not number > 0:
+        raise UsageError(f"--params {text!r}: expected a number such as 7e9, 350M or 7B")
+    return number
+
+
+def _print(run: Run, rates: Rates, given: dict[str, float], found: Estimate) -> None:
+    from ..text import human_bytes
+
+    shown = [
+        f"{name} {human_bytes(int(rate))}/s{'' if name in given else ' (measured)'}"
+        for name, rate in asdict(rates).items()
+    ]
+    every_s = found.interval_steps * run.step_s
+
+    def size(nbytes: float) -> str:
+        return human_bytes(int(nbytes))
+
+    line(f"rates of one rank: {', '.join(shown)}")
+    line(f"state:     {size(found.state_bytes)}, {size(found.state_bytes / run.ranks)} a rank")
+    line(f"stored:    {size(found.first_bytes)} the first, {size(found.next_bytes)} each later one")
+    line(f"codec:     {found.codec}; auto would choose {found.auto_codec}")
+    line(f"failures:  one in {_time(found.failure_s)}; best interval {_time(found.best_interval_s)}")
+    line(f"interval:  {found.interval_steps} steps, {_time(every_s)}: {100 * found.lost_share:.2f} % of the time lost")
+    line(f"a save:    stall {_time(found.stall_s)}, committed after {_time(found.save_s)}")
+    line(f"a restore: {_time(found.restore_s)}")
+    kept = f"{size(found.kept_bytes)} with {run.keep or 'all'} kept"
+    money = f"{found.storage_usd:,.2f} USD of storage, {found.puts_usd:,.2f} USD of PUTs"
+    line(f"a year:    {size(found.year_bytes)} if all stay; {kept}: {money}")
+
+
+def _time(seconds: float) -> str:
+    """Return a time for people."""
+    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.2f} s"

@@ -1,0 +1,157 @@
+"""The verbs import and export: move states between a repository and the checkpoints of other programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .app import Ref, Shell, verb
+from .maintenance import size_of
+from .output import line, note, print_json, snapshot_json, spinner
+
+if TYPE_CHECKING:
+    from ..convert import Exported, Imported
+
+#: A note names at most so many files or tensors.
+NAMED = 5
+
+
+@verb()
+def import_(
+    shell: Shell,
+    sources: Annotated[
+        list[Path],
+        typer.Argument(metavar="SRC...", help="Checkpoints: files, or folders."),
+    ],
+    run: Annotated[
+        str | None, typer.Option("--run", metavar="R", help="The run; default: the name of the folder.")
+    ] = None,
+    step: Annotated[int | None, typer.Option("--step", metavar="N", help="The step, of one SRC.")] = None,
+    base: Annotated[
+        list[str] | None, typer.Option("--base", metavar="REF", help="Also dedup against this; may be repeated.")
+    ] = None,
+    format: Annotated[
+        str | None, typer.Option("--format", metavar="FORMAT", help="dcp, hf, orbax or file; default: as it looks.")
+    ] = None,
+) -> None:
+    """Import checkpoints of other programs, a series of them as the steps of a run.
+
+    Files that hold Python objects are refused, because they could run any code. Steps that are there are skipped.
+    """
+    from ..storage.urls import expand_home
+
+    paths = [Path(expand_home(source)) for source in sources]
+    with shell.repository() as repository:
+        from ..convert import import_checkpoints
+        from ..convert.importing import default_run
+
+        found: list[Imported] = []
+        run = run or default_run(paths)
+        with spinner(f"importing {len(paths)} into {run}"):
+            for one in import_checkpoints(repository, paths, run=run, step=step, bases=base or [], format=format):
+                found.append(one)
+                if not shell.as_json:
+                    _print_imported(one)
+    taken = [one for one in found if not one.skipped]
+    read, stored = (sum(values) for values in ([o.bytes_read for o in taken], [o.snapshot.stored_bytes for o in taken]))
+    if shell.as_json:
+        columns = [
+            {
+                "source": one.source,
+                "snapshot": snapshot_json(one.snapshot),
+                "skipped": one.skipped,
+                "bytes": one.bytes_read,
+                "left_out": one.left_out,
+            }
+            for one in found
+        ]
+        print_json({"imported": columns, "bytes": read, "stored_bytes": stored})
+    elif taken:
+        from ..text import counted, human_bytes
+
+        line(
+            f"imported {counted(len(taken), 'checkpoint')} into {run}: {human_bytes(read)} in, {human_bytes(stored)} "
+            f"stored, {read / max(stored, 1):.2f} times smaller"
+        )
+
+
+def _print_imported(one: Imported) -> None:
+    from ..text import counted, human_bytes, some
+
+    if one.skipped:
+        line(f"{one.source}: skipped, {one.snapshot.ref} is there (id:{one.snapshot.id[:12]})")
+        return
+    stored = human_bytes(one.snapshot.stored_bytes)
+    line(
+        f"{one.source}: {one.snapshot.ref} (id:{one.snapshot.id[:12]}), {human_bytes(one.bytes_read)}, {stored} stored"
+    )
+    if one.left_out:
+        note(f"{one.source}: left out {counted(len(one.left_out), 'file')} of weights: {some(one.left_out, NAMED)}")
+
+
+@verb()
+def export(
+    shell: Shell,
+    ref: Ref,
+    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="hf, safetensors, torch or dcp.")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="OUT", help="The file, or folder of hf and dcp.")],
+    part: Annotated[
+        str | None, typer.Option("--part", "--root", metavar="NAME", help="Only the value of this top-level key.")
+    ] = None,
+    strip: Annotated[
+        list[str] | None, typer.Option("--strip", metavar="PREFIX", help="Take it off names; may be repeated.")
+    ] = None,
+    max_shard_size: Annotated[
+        str, typer.Option("--max-shard-size", metavar="SIZE", help="Of one file of hf, such as 5G.")
+    ] = "5G",
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="DIR", help="Copy config and tokenizer files from here.")
+    ] = None,
+    tensors_only: Annotated[
+        bool, typer.Option("--tensors-only", help="Leave out values that the format cannot hold.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the output if it exists.")] = False,
+) -> None:
+    """Verify the state of a snapshot and write it in the format of another program."""
+    from ..storage.urls import expand_home
+
+    output = Path(expand_home(output))
+    shard_bytes = size_of(max_shard_size, "--max-shard-size")
+    with shell.repository() as repository:
+        from ..convert import ExportOptions, export_snapshot
+
+        options = ExportOptions(
+            part=part,
+            strip=strip or (),
+            max_shard_bytes=shard_bytes,
+            config=None if config is None else Path(expand_home(config)),
+            tensors_only=tensors_only,
+            force=force,
+        )
+        with spinner(f"exporting {ref}"):
+            exported = export_snapshot(repository, ref, output, to=to, options=options)  # type: ignore[arg-type]
+    if shell.as_json:
+        document = {"snapshot": snapshot_json(exported.snapshot), "output": str(output), "to": to}
+        counts = {name: getattr(exported, name) for name in ("files", "tensors", "bytes", "dropped", "tied", "part")}
+        print_json({**document, **counts, "changed": [value._asdict() for value in exported.changed]})
+        return
+    _print_exported(exported, output, to)
+
+
+def _print_exported(exported: Exported, output: Path, to: str) -> None:
+    from ..text import counted, human_bytes, some
+
+    snapshot = exported.snapshot
+    what = f"{counted(exported.tensors, 'tensor')} in {counted(len(exported.files), 'file')}"
+    line(f"exported {snapshot.ref} (id:{snapshot.id[:12]}) to {output}: {what}, {human_bytes(exported.bytes)}")
+    if exported.tied:
+        note(f"not written, because they are tied to others: {some(exported.tied, NAMED)}")
+    if exported.dropped:
+        note(f"left out {counted(len(exported.dropped), 'value')}: the format holds tensors only")
+    if exported.changed:
+        changes = [f"{value.path} ({value.was} as {value.written_as})" for value in exported.changed]
+        note(f"written as another type for torch.load(weights_only=True): {some(changes, NAMED)}")
+    if to == "hf" and "config.json" not in exported.files:
+        note("no config.json: from_pretrained needs one; export with --config DIR, such as the base model's folder")

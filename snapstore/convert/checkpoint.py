@@ -1,0 +1,127 @@
+"""A checkpoint of another program that was opened for an import, and the rule for names of files in its folder.
+
+In: a path. Out: a `Checkpoint`, whose large tensors are still in their files. A folder from elsewhere is not trusted:
+it may name, or link to, no file outside itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import InvalidInputError
+
+
+def _keep(value: Any) -> None:
+    """Let go of nothing: the value is freed by itself."""
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """A checkpoint that was opened.
+
+    Attributes:
+        state: nested containers over plain values, arrays and `Later`s.
+        bytes_read: size of the files that it is read from [bytes].
+        step: that it names itself; None: it names none.
+        about: metadata of the snapshot.
+        imported: the same, below the key "imported".
+        left_out: names of files that are not imported.
+        let_go: called with each array once it is stored.
+    """
+
+    state: Any
+    bytes_read: int
+    step: int | None = None
+    about: dict[str, Any] = field(default_factory=dict)
+    imported: dict[str, Any] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+    let_go: Callable[[Any], None] = _keep
+
+
+def file_inside(folder: Path, name: Any, named_by: Path) -> Path:
+    """Return the path of a file that a checkpoint names.
+
+    A link may lead to a file of the same folder, or to the blobs of a Hugging Face cache of which the folder is a
+    snapshot.
+
+    Args:
+        named_by: the file that names it, for errors.
+
+    Raises:
+        InvalidInputError: the name is no relative path, it leads out of the folder, or there is no such file.
+    """
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise InvalidInputError(f"{named_by}: names a file {str(name)[:80]!r}: expected the name of a file in {folder}")
+    path, root = folder / name, folder.resolve()
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise InvalidInputError(
+            f"{named_by}: names the file {name!r}, which is not in {folder}; import only folders that you trust, with "
+            "all of their files in them"
+        )
+    target = path.resolve()
+    blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
+    if not (target.is_relative_to(root) or target.is_relative_to(blobs)):
+        raise InvalidInputError(
+            f"{path}: is a link to {target}, which is not in {folder}; if you trust it, put a copy of the file there"
+        )
+    if not path.is_file():
+        raise InvalidInputError(f"{path}: is missing, but {named_by} names it; copy the whole checkpoint, then retry")
+    return path
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file.
+
+    Raises:
+        InvalidInputError: it holds none, or cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            found = json.load(file)
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidInputError(f"{path}: cannot be read as JSON: {str(error)[:200]}") from error
+    if not isinstance(found, dict):
+        raise InvalidInputError(f"{path}: expected a JSON object, got {type(found).__name__}")
+    return found
+
+
+def nest(leaves: dict[tuple[Any, ...], Any], where: Path) -> Any:
+    """Return nested dicts and lists with a leaf at each path: text names a key, an int a position in a list.
+
+    Raises:
+        InvalidInputError: two paths do not fit into one tree, or a position of a list is missing.
+    """
+    root: dict[Any, Any] = {}
+    for path, leaf in leaves.items():
+        node = root
+        for element in path[:-1]:
+            node = node.setdefault(element, {})
+            if type(node) is not dict:
+                raise InvalidInputError(f"{where}: {'.'.join(map(str, path))}: lies below another value; it is damaged")
+        if not path or path[-1] in node:
+            raise InvalidInputError(f"{where}: {'.'.join(map(str, path))}: two values have this path; it is damaged")
+        node[path[-1]] = _Leaf(leaf)
+    return _listed(root, where)
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """A leaf of a tree that is being made: it may be a dict itself."""
+
+    value: Any
+
+
+def _listed(node: Any, where: Path) -> Any:
+    """Return a tree whose dicts by position are lists."""
+    if isinstance(node, _Leaf):
+        return node.value
+    positions = [key for key in node if type(key) is int]
+    if not positions:
+        return {key: _listed(child, where) for key, child in node.items()}
+    if len(positions) < len(node) or sorted(positions) != list(range(len(node))):
+        raise InvalidInputError(f"{where}: a list lacks some of its positions ({sorted(map(str, node))[:5]})")
+    return [_listed(node[position], where) for position in range(len(node))]

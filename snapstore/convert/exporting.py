@@ -1,0 +1,240 @@
+"""Export a snapshot for other programs: a folder of Hugging Face, a file of safetensors or torch, or a folder of DCP.
+
+In: a reference, and how the tensors are named. Out: a file or folder that appears under its name when it is whole and
+on disk. Tensors are read one by one, so a snapshot may be larger than memory.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Literal, get_args
+
+from ..check.newest_whole import newest_whole_named
+from ..errors import AlreadyExistsError, InvalidInputError, StorageError
+from ..format.records import Snapshot
+from ..repository import Repository
+from ..restore.sources import ALONE, SHARED_ONLY
+from ..restore.streaming import TensorReader
+from ..state.fit import Fit
+from ..state.weights_only import Changed
+from . import files, hf_export
+from .dcp_folder import METADATA
+
+To = Literal["hf", "safetensors", "torch", "dcp"]
+#: `torch.compile` puts this before the names of a module's parameters, at any depth.
+COMPILED = "_orig_mod."
+#: Prefixes that "hf" takes off: those of torch.compile and of DistributedDataParallel.
+WRAPPERS = (COMPILED, "module.")
+DEFAULT_SHARD_BYTES = 5 * 10**9
+#: Files of the weights in an older export, which may have had other shards.
+_WEIGHTS = (f"*{files.SAFETENSORS}", f"*{files.SAFETENSORS}.index.json", "*.distcp", METADATA)
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """How a snapshot is exported.
+
+    Attributes:
+        part: the top-level key whose value is exported. None: of "hf" `model` or `state_dict`, if the state has it as a
+            dict; else the whole state.
+        strip: prefixes of names to take off, such as "module.", in this order, each once; "_orig_mod." wherever it
+            stands. "hf" takes off both.
+        max_shard_bytes: of one file of "hf", unless one tensor is larger [bytes].
+        config: a folder whose config and tokenizer files "hf" copies; None: the imported ones are written.
+        tensors_only: leave out values that "hf" and "safetensors" cannot hold.
+        force: replace what is there.
+    """
+
+    part: str | None = None
+    strip: Sequence[str] = ()
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES
+    config: str | Path | None = None
+    tensors_only: bool = False
+    force: bool = False
+
+
+@dataclass(slots=True)
+class Exported:
+    """An export that was written.
+
+    Attributes:
+        snapshot: that was read.
+        files: names of the files, in the folder of the export.
+        tensors: number of tensors.
+        bytes: size of the files [bytes].
+        dropped: dotted paths of the values left out.
+        tied: names left out because they are tied to one that is there.
+        changed: values of another type than in the snapshot.
+        part: as it was chosen; None: the whole state.
+    """
+
+    snapshot: Snapshot
+    files: list[str]
+    tensors: int
+    bytes: int = 0
+    dropped: list[str] = field(default_factory=list)
+    tied: list[str] = field(default_factory=list)
+    changed: list[Changed] = field(default_factory=list)
+    part: str | None = None
+
+
+def export_snapshot(
+    repository: Repository, ref: str, output: str | Path, *, to: To, options: ExportOptions | None = None
+) -> Exported:
+    """Write a snapshot in the format of another program.
+
+    Args:
+        output: of the file, or folder of "hf" and "dcp".
+        to: "hf": a folder that `from_pretrained` loads; "safetensors": one file; "torch": a file that
+            `torch.load(weights_only=True)` loads; "dcp": a folder that `torch.distributed.checkpoint.load` reads.
+
+    Raises:
+        InvalidInputError: the format cannot hold the state, or two tensors get one name. Nothing was written.
+        AlreadyExistsError: the output exists, and `force` is not set.
+        NotFoundError: the reference or the part names nothing.
+        IntegrityError: the snapshot is damaged; nothing was written.
+        StorageError: the output cannot be written.
+    """
+    if to not in get_args(To):
+        raise InvalidInputError(f"to {to!r}: expected one of {', '.join(get_args(To))}")
+    options, path = options or ExportOptions(), Path(output)
+    if isinstance(options.strip, str):
+        raise InvalidInputError(
+            f"strip {options.strip!r}: expected a sequence of prefixes, such as [{options.strip!r}]"
+        )
+    files.check_new(path, force=options.force, is_folder=to in ("hf", "dcp"))
+    snapshot = repository.snapshot(ref)
+    ref = f"id:{snapshot.id}"
+    with newest_whole_named(repository.context, ref):
+        part = options.part
+        if to == "hf" and part is None:
+            part = _model_part(TensorReader(repository.context, ref))
+        strip = (*options.strip, *(WRAPPERS if to == "hf" else ()))
+        fit = Fit(None, part, partial(stripped, prefixes=strip) if strip else None)
+        whose = SHARED_ONLY if to in ("hf", "safetensors") else ALONE
+        reader = TensorReader(repository.context, ref, keys=fit, as_rank=whose)
+        found = _WRITERS[to](repository, snapshot, reader, path, options)
+    found.part = part
+    homes = [path / name for name in found.files] if path.is_dir() else [path]
+    found.bytes = sum(home.stat().st_size for home in homes)
+    return found
+
+
+def _model_part(reader: TensorReader) -> str | None:
+    """Return the top-level key of the model in a state: `model`, else `state_dict`, where it is a dict."""
+    tops = {spec.path[0] for _, spec in reader.specs if len(spec.path) > 1}
+    return next((name for name in ("model", "state_dict") if name in tops), None)
+
+
+def stripped(name: str, prefixes: Sequence[str]) -> str:
+    """Return a name without prefixes, each taken off once; "_orig_mod." wherever it stands."""
+    for prefix in prefixes:
+        if prefix == COMPILED:
+            *parts, last = name.split(".")
+            name = ".".join([*(part for part in parts if part != COMPILED[:-1]), last])
+        else:
+            name = name.removeprefix(prefix)
+    return name
+
+
+def _to_hf(
+    repository: Repository, snapshot: Snapshot, reader: TensorReader, path: Path, options: ExportOptions
+) -> Exported:
+    beside = hf_export.other_files(repository, snapshot, options.config)
+    plan = hf_export.plan(path, reader, beside, options.max_shard_bytes, tensors_only=options.tensors_only)
+    about = {"format": "pt", **files.safetensors_metadata(snapshot)}
+    publish_folder(path, lambda temp: hf_export.write(temp, reader, plan, beside, about), force=options.force)
+    return Exported(snapshot, plan.files(beside), sum(map(len, plan.shards.values())), 0, plan.dropped, plan.tied)
+
+
+def _to_safetensors(
+    repository: Repository, snapshot: Snapshot, reader: TensorReader, path: Path, options: ExportOptions
+) -> Exported:
+    written = files.write_safetensors(
+        path,
+        reader,
+        metadata=files.safetensors_metadata(snapshot),
+        force=options.force,
+        tensors_only=options.tensors_only,
+    )
+    return Exported(snapshot, [path.name], written.tensors, 0, written.dropped)
+
+
+def _to_torch(
+    repository: Repository, snapshot: Snapshot, reader: TensorReader, path: Path, options: ExportOptions
+) -> Exported:
+    written = files.write_torch(path, reader, force=options.force)
+    return Exported(snapshot, [path.name], written.tensors, changed=written.changed)
+
+
+def _to_dcp(
+    repository: Repository, snapshot: Snapshot, reader: TensorReader, path: Path, options: ExportOptions
+) -> Exported:
+    from .dcp_export import write
+
+    publish_folder(path, lambda temp: write(temp, reader), force=options.force)
+    return Exported(snapshot, sorted(child.name for child in path.iterdir()), len(reader.specs))
+
+
+_WRITERS: dict[str, Callable[[Repository, Snapshot, TensorReader, Path, ExportOptions], Exported]] = {
+    "hf": _to_hf,
+    "safetensors": _to_safetensors,
+    "torch": _to_torch,
+    "dcp": _to_dcp,
+}
+
+
+def publish_folder(path: Path, fill: Callable[[Path], None], *, force: bool) -> None:
+    """Fill a temporary folder beside `path`, make it durable, and rename it.
+
+    Raises:
+        AlreadyExistsError: the folder exists, and `force` is not set or it is no export.
+        StorageError: it cannot be written.
+    """
+    temp = path.with_name(f".snapstore-{secrets.token_hex(8)}.tmp")
+    old = temp.with_suffix(".old")
+    try:
+        temp.mkdir()
+        fill(temp)
+        for child in [*temp.rglob("*"), temp]:
+            descriptor = os.open(child, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        if os.path.lexists(path):
+            if not force:
+                raise files.exists(path)
+            _require_export(path, temp)
+            path.rename(old)
+        temp.rename(path)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        if old.exists() and not path.exists():
+            old.rename(path)
+        raise StorageError(f"{path}: cannot be written: {error.strerror or error}; nothing was left behind") from error
+    finally:
+        shutil.rmtree(temp, ignore_errors=True)
+
+
+def _require_export(path: Path, new: Path) -> None:
+    """Check that a folder which --force replaces is an export: no file is deleted that no export has written."""
+    whole = path.is_dir() and not path.is_symlink()
+    if not whole or (any(path.iterdir()) and not (path / METADATA).exists() and not any(path.glob("*.safetensors"))):
+        raise AlreadyExistsError(
+            f"{path}: is no folder of an export (*.safetensors or {METADATA}), so --force does not delete it; remove "
+            "it, or choose another name"
+        )
+    for old in sorted(path.rglob("*")):
+        name = old.relative_to(path)
+        if not (new / name).exists() and not any(name.match(pattern) for pattern in _WEIGHTS):
+            raise AlreadyExistsError(
+                f"{path}: has {name}, which this export does not write, so --force does not delete it; move it away, "
+                "or choose another name"
+            )

@@ -1,0 +1,398 @@
+"""Read and write states in files: `.pt` and `.safetensors`.
+
+A `.pt` file is always read with `weights_only=True`: a file from elsewhere must not run code here. It is written for
+such readers: values that torch refuses there get another type (`state.weights_only`), and are named. A file is written
+under a temporary name and renamed when it is complete, so an interrupted restore leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import pickle
+import re
+import secrets
+import sys
+import warnings
+import zipfile
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from ..arrays import Bytes
+from ..errors import AlreadyExistsError, InvalidInputError, StorageError, UnsupportedLeafError
+from ..restore.streaming import TensorReader
+from ..state.arrays import as_bytes, extent_of
+from ..state.containers import leaves
+from ..state.tensors import is_array
+from . import safetensors_file
+from .safetensors_file import first_line, name_in_utf8
+
+if TYPE_CHECKING:
+    from ..format.records import Snapshot
+    from ..state.weights_only import Changed
+
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+SAFETENSORS = ".safetensors"
+#: Linux's MADV_PAGEOUT, which Python does not name: reclaim these pages now.
+PAGE_OUT = 21
+
+#: The name of an entry with the bytes of a memory, in an archive of torch.
+_MEMORY = re.compile(r"/data/[0-9]+\Z")
+# torch's own message advises to load the file unsafely; only the name of the object is shown.
+_OBJECT = re.compile(r"GLOBAL (\S+)|[Uu]nsupported (?:class|type|global):? (?!GLOBAL)(\S+)")
+
+
+class Written(NamedTuple):
+    """The contents of a file that was written.
+
+    Attributes:
+        tensors: how many tensors it has.
+        dropped: dotted paths of the values left out.
+        changed: the values that are written as another type.
+    """
+
+    tensors: int
+    dropped: list[str]
+    changed: list[Changed]
+
+
+def is_known(path: Path) -> bool:
+    """Return whether a name has an ending of a file that is read and written here."""
+    return path.suffix.lower() in (*TORCH_SUFFIXES, SAFETENSORS)
+
+
+def read_any(path: Path, *, follow_links: bool) -> tuple[Any, dict[str, str]]:
+    """Return the files of a folder as a state of bytes, or what `read` returns, which raises the same."""
+    from ..state.folder import pack_folder
+
+    return (pack_folder(path, follow_links=follow_links), {}) if path.is_dir() else read(path)
+
+
+def read(path: Path) -> tuple[Any, dict[str, str]]:
+    """Return the state in a file, and the file's own metadata; the tensors of a .safetensors file as an iterator.
+
+    Raises:
+        InvalidInputError: the file is missing, damaged, of another format, or holds Python objects.
+        CapabilityError: a library is not installed.
+    """
+    if not is_known(path):
+        raise InvalidInputError(f"{path}: expected a file named *.pt, *.pth, *.bin, *.ckpt or *.safetensors")
+    if not path.is_file():
+        raise InvalidInputError(f"{path}: expected a file, found {'something else' if path.exists() else 'none'}")
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise InvalidInputError(f"{path}: cannot be read: {error.strerror}") from error
+    if path.suffix.lower() == SAFETENSORS:
+        return safetensors_file.read(path)
+    return read_torch(path), {}
+
+
+def read_torch(path: Path) -> Any:
+    """Return the state in a file of torch; files of its zip format stay mapped, so they may be larger than memory.
+
+    Raises:
+        InvalidInputError: it is damaged, or holds Python objects.
+    """
+    with name_in_utf8(path) as name:
+        sizes = _stored_sizes(path)
+        if sizes is not None:
+            state = load_torch(name, str(path), mapped=True)
+            if _memory_sizes(state) == sizes:
+                return state
+            del state
+        return load_torch(name, str(path))
+
+
+def _memory_sizes(state: Any) -> list[int] | None:
+    """Return the sizes of the memories of all tensors in a state, sorted; None: one has no memory of its own."""
+    found: dict[int, int] = {}
+    pending, seen = [state], set[int]()
+    while pending:
+        value = pending.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict):
+            pending += value.values()
+        elif isinstance(value, list | tuple | set | frozenset):
+            pending += value
+        elif is_array(value):
+            try:
+                found[_memory_of(value)] = value.untyped_storage().nbytes()
+            except NotImplementedError:  # sparse
+                return None
+    return sorted(found.values())
+
+
+def _stored_sizes(path: Path) -> list[int] | None:
+    """Return the sizes of the memories in a file of torch, sorted; None: torch must not map the file.
+
+    Torch maps compressed bytes as if they were values, and reads behind a memory that is shorter than it should be.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+    except (zipfile.BadZipFile, NotImplementedError, ValueError):
+        return None
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        return None
+    return sorted(entry.file_size for entry in entries if _MEMORY.search(entry.filename))
+
+
+def load_torch(file: Any, where: str, *, mapped: bool = False) -> Any:
+    """Return the state in a path or an open file of torch; no Python objects are made.
+
+    Args:
+        where: names it in errors.
+
+    Raises:
+        InvalidInputError: it is damaged, or holds Python objects.
+    """
+    import torch
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about storages of old files: a user can do nothing about it
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError as error:
+        met = _OBJECT.search(str(error))
+        if met is None:  # torch's message would advise to load it unsafely
+            raise InvalidInputError(
+                f"{where}: not a PyTorch file, or damaged: no state of plain values that torch.save has written"
+            ) from error
+        name = next(filter(None, met.groups())).rstrip(".,")
+        raise InvalidInputError(
+            f"{where}: refused: it holds a Python object ({name}), which could run any code when loaded; save plain "
+            "state instead, such as torch.save(model.state_dict(), ...), or use the Python interface"
+        ) from error
+    except MemoryError:
+        raise
+    except Exception as error:  # torch does not document what it raises for a bad file
+        raise InvalidInputError(f"{where}: not a PyTorch file, or damaged: {first_line(error)}") from error
+
+
+def let_go(value: Any) -> None:
+    """Give the pages of a mapped file back to the system; it reads them again when they are needed.
+
+    It only advises the system, so memory of any other kind keeps its values.
+    """
+    if sys.platform != "linux" or isinstance(value, bytes):
+        return
+    _, start, end = extent_of(value)
+    start, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+    if start < end:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), PAGE_OUT)
+
+
+def check_output(path: Path, *, force: bool) -> None:
+    """Refuse an output file before the work begins.
+
+    Raises:
+        InvalidInputError: its name has no known ending, or its folder is missing.
+        AlreadyExistsError: it exists.
+        CapabilityError: a library is not installed.
+    """
+    if not is_known(path):
+        raise InvalidInputError(f"{path}: expected a name that ends in .pt, .pth, .bin, .ckpt or .safetensors")
+    if path.suffix.lower() == SAFETENSORS:
+        safetensors_file.need_library()
+    check_new(path, force=force)
+
+
+def check_new(path: Path, *, force: bool, is_folder: bool = False) -> None:
+    """Refuse an output before the work begins.
+
+    Raises:
+        InvalidInputError: its folder is missing, it is a folder but should be a file, or its name is "." or "..".
+        AlreadyExistsError: it exists.
+    """
+    if path.name in ("", ".."):
+        raise InvalidInputError(f"{path}: has no name that a new folder could take; name a new one")
+    if not path.parent.is_dir():
+        raise InvalidInputError(f"{path}: {path.parent} is not a folder; create it first")
+    if path.is_dir() and not is_folder:
+        raise InvalidInputError(f"{path}: is a folder; name a file")
+    if not force and os.path.lexists(path):
+        raise exists(path)
+
+
+def exists(path: Path) -> AlreadyExistsError:
+    """Return the error for an output that exists."""
+    return AlreadyExistsError(f"{path}: exists; choose another name, or replace it with --force")
+
+
+def write_torch(path: Path, reader: TensorReader, *, force: bool = False) -> Written:
+    """Write the state of a snapshot to a file of torch, tensor by tensor; return the contents of the file.
+
+    Raises:
+        InvalidInputError: the format cannot hold the state.
+        AlreadyExistsError: the file exists, and `force` is not set.
+        StorageError: the file cannot be written.
+    """
+    state, tensors = reader.unread()
+    plain, changed = _for_torch(path, state)
+
+    def fill(temp: Path) -> None:
+        _write_torch(temp, plain)
+        _fill_torch(temp, plain, reader, tensors)
+
+    publish(path, fill, force=force)
+    return Written(sum(is_array(leaf) for _, leaf in leaves(state, ())), [], changed)
+
+
+def write_safetensors(
+    path: Path,
+    reader: TensorReader,
+    *,
+    metadata: dict[str, str],
+    force: bool = False,
+    tensors_only: bool = False,
+) -> Written:
+    """Write the tensors of a snapshot as they are read; return the contents of the file.
+
+    Raises:
+        InvalidInputError: the format cannot hold the state.
+        AlreadyExistsError: the file exists, and `force` is not set.
+        StorageError: the file cannot be written.
+    """
+    left_out = safetensors_file.check(path, reader, reader.specs, tensors_only=tensors_only)
+    publish(path, lambda temp: safetensors_file.write(temp, reader.specs, iter(reader), metadata), force=force)
+    return Written(len(reader.specs), left_out, [])
+
+
+def safetensors_metadata(snapshot: Snapshot) -> dict[str, str]:
+    """Return the metadata of the .safetensors file that a snapshot was saved from."""
+    metadata: Any = snapshot.metadata
+    about = metadata.get("safetensors") if isinstance(metadata, dict) else None
+    if not isinstance(about, dict):
+        return {}
+    return {name: value for name, value in about.items() if isinstance(name, str) and isinstance(value, str)}
+
+
+def _for_torch(path: Path, state: Any) -> tuple[Any, list[Changed]]:
+    """Return a state as `torch.load(weights_only=True)` reads it, and the values that changed their type."""
+    from ..state.weights_only import to_weights_only
+
+    try:
+        return to_weights_only(state)
+    except UnsupportedLeafError as error:
+        raise InvalidInputError(
+            f"{path}: torch.load(weights_only=True) would refuse {error}; select other values with --keys, or use the "
+            "Python interface"
+        ) from error
+
+
+def _write_torch(temp: Path, state: Any) -> None:
+    """Write a file of torch with room for the bytes of its tensors."""
+    import torch
+
+    with temp.open("r+b") as file:
+        try:
+            with torch.serialization.skip_data():
+                torch.save(state, file)
+        except RuntimeError as error:  # torch's zip writer hides the error of a failed write
+            raise OSError(error.__context__ or first_line(error)) from error
+
+
+def _fill_torch(temp: Path, state: Any, reader: TensorReader, tensors: Sequence[Any]) -> None:
+    """Write the bytes of the tensors into their room: torch numbers the memories in the order in which it meets them.
+
+    Args:
+        tensors: the arrays of the state in the order of the reader; those without values are read.
+    """
+    numbers: dict[int, int] = {}
+    unread = {_memory_of(tensor) for tensor in tensors if not isinstance(tensor, np.ndarray)}
+    with temp.open("r+b") as file:
+        places = _records(file)
+        for _, tensor in leaves(state, ()):
+            if not is_array(tensor):
+                continue
+            number = numbers.setdefault(_memory_of(tensor), len(numbers))
+            if _memory_of(tensor) not in unread:  # an array of NumPy, or long bytes
+                _put(file, places[number], as_bytes(tensor))
+        for (_, value), tensor in zip(reader, tensors, strict=True):
+            place = None if isinstance(tensor, np.ndarray) else numbers.get(_memory_of(tensor))
+            if place is not None:
+                _put(file, places[place], as_bytes(value))
+            del value
+
+
+def _memory_of(tensor: Any) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+class _Record(NamedTuple):
+    """The room of a tensor's bytes in a file of torch, and where the archive's directory has their CRC-32."""
+
+    start: int
+    size: int
+    directory: int
+
+
+def _put(file: BinaryIO, record: _Record, data: Bytes) -> None:
+    if len(data) != record.size:
+        raise OSError(f"torch has made room for {record.size} bytes of a tensor, expected {len(data)}; update torch")
+    file.seek(record.start)
+    file.write(data.data)
+    checksum = zlib.crc32(data.data).to_bytes(4, "little")
+    if file.read(4) == b"PK\x07\x08":  # the data descriptor
+        file.seek(-4, os.SEEK_CUR)
+        file.write(b"PK\x07\x08" + checksum)
+    file.seek(record.directory + 16)
+    file.write(checksum)
+
+
+def _records(file: BinaryIO) -> dict[int, _Record]:
+    """Return the records of a file of torch that have the bytes of a memory, by its number."""
+    found = {}
+    with zipfile.ZipFile(file) as archive:
+        entry = archive.start_dir
+        for info in archive.infolist():
+            folder, _, name = info.filename.rpartition("/")
+            if folder.endswith("/data") and name.isdecimal():
+                file.seek(info.header_offset + 26)
+                header = file.read(4)
+                lengths = int.from_bytes(header[:2], "little") + int.from_bytes(header[2:], "little")
+                found[int(name)] = _Record(info.header_offset + 30 + lengths, info.file_size, entry)
+            file.seek(entry + 28)
+            sizes = file.read(6)
+            entry += 46 + sum(int.from_bytes(sizes[i : i + 2], "little") for i in (0, 2, 4))
+    return found
+
+
+def publish(path: Path, fill: Callable[[Path], None], *, force: bool) -> None:
+    """Fill a temporary file beside `path`, make it durable, and rename it."""
+    temp = path.with_name(f".snapstore-{secrets.token_hex(8)}.tmp")
+    try:
+        temp.open("xb").close()
+        fill(temp)
+        with temp.open("rb") as file:
+            os.fsync(file.fileno())
+        if force:
+            temp.replace(path)
+        else:
+            _name_new(temp, path)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written: {error.strerror or error}; nothing was left behind") from error
+    finally:
+        with suppress(FileNotFoundError):
+            temp.unlink()
+
+
+def _name_new(temp: Path, path: Path) -> None:
+    """Rename, but never over a file that another process has made meanwhile."""
+    try:
+        path.hardlink_to(temp)
+    except FileExistsError as error:
+        raise exists(path) from error
+    except OSError:  # no hard links here: look first, which leaves a gap of microseconds
+        if os.path.lexists(path):
+            raise exists(path) from None
+        temp.rename(path)

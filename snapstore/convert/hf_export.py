@@ -1,0 +1,163 @@
+"""Write a folder of Hugging Face that `from_pretrained` loads: weights in safetensors, an index, config and tokenizer.
+
+In: the tensors of a snapshot in their stored order, and the other files of the folder. Out: shards of at most a size;
+memory holds one tensor. Tied tensors are written once, under the first of their names, as `save_pretrained` does;
+but all of them if the config says that the model ties none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from ..errors import InvalidInputError
+from ..format.records import Snapshot
+from ..repository import Repository
+from ..restore.streaming import TensorReader
+from ..state.tensors import TensorSpec
+from . import safetensors_file
+from .checkpoint import file_inside
+from .hf_folder import INDEX, STATES, TORCH_INDEX, TRAINER_STATE, WEIGHTS
+
+CONFIG = "config.json"
+#: Files of a folder given as --config that are of its training, not of the model.
+_OF_TRAINING = {*STATES, TRAINER_STATE, INDEX, TORCH_INDEX, "training_args.bin"}
+
+
+@dataclass(frozen=True, slots=True)
+class HfPlan:
+    """The files of an export.
+
+    Attributes:
+        shards: the tensors of each file, by name, in the order of reading.
+        names: of each tensor that is read, in the order of reading; None: it is not written.
+        dropped: dotted paths of the values left out.
+        tied: names left out because they are tied to one that is there.
+    """
+
+    shards: dict[str, list[tuple[str, TensorSpec]]]
+    names: list[str | None]
+    dropped: list[str]
+    tied: list[str]
+
+    def files(self, beside: Mapping[str, bytes]) -> list[str]:
+        """Return the names of all files, sorted."""
+        return sorted([*self.shards, *beside, *([INDEX] if len(self.shards) > 1 else [])])
+
+
+def other_files(repository: Repository, snapshot: Snapshot, config: str | Path | None) -> dict[str, bytes]:
+    """Return the files beside the weights, by name: those of a folder, else the imported ones.
+
+    Raises:
+        InvalidInputError: the folder has no config, or a name leads out of the export.
+    """
+    if config is not None:
+        return _of_folder(Path(config))
+    about: Any = snapshot.metadata
+    imported = about.get("imported") if isinstance(about, dict) else None
+    if not isinstance(imported, dict) or imported.get("format") != "hf":
+        return {}
+    top = repository.restore(f"id:{snapshot.id}", keys="files") if imported.get("files") else {}
+    found = {name: data for name, data in top.get("files", {}).items() if isinstance(data, bytes)}
+    for name in found:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or "\0" in name or name != str(path) or "\\" in name:
+            raise InvalidInputError(
+                f"{snapshot.ref}: holds a file named {name!r}, which leads out of the export; restore it with "
+                "--keys instead"
+            )
+    return found
+
+
+def _of_folder(folder: Path) -> dict[str, bytes]:
+    if not folder.is_dir():
+        raise InvalidInputError(f"{folder}: is no folder; name one with {CONFIG}, such as that of the base model")
+    names = sorted(path.name for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    names = [name for name in names if not name.endswith((*WEIGHTS, ".pt", ".pth")) and name not in _OF_TRAINING]
+    if CONFIG not in names:
+        raise InvalidInputError(f"{folder}: has no {CONFIG}, without which from_pretrained cannot make the model")
+    return {name: file_inside(folder, name, folder).read_bytes() for name in names}
+
+
+def plan(
+    path: Path,
+    reader: TensorReader,
+    beside: Mapping[str, bytes],
+    max_shard_bytes: int,
+    *,
+    tensors_only: bool,
+) -> HfPlan:
+    """Return which tensor goes into which file.
+
+    Raises:
+        InvalidInputError: safetensors cannot hold the state.
+    """
+    if type(max_shard_bytes) is not int or max_shard_bytes < 1:
+        raise InvalidInputError(f"max_shard_bytes {max_shard_bytes!r}: expected an int of 1 or more")
+    tied = _tied(reader.specs) if _ties(beside) else set()
+    kept: list[str | None] = [None if name in tied else name for name, _ in reader.specs]
+    specs = [(name, spec) for name, spec in reader.specs if name not in tied]
+    dropped = safetensors_file.check(path, reader, specs, tensors_only=tensors_only)
+    groups: list[list[tuple[str, TensorSpec]]] = []
+    size = 0
+    for name, spec in specs:
+        if not groups or size + spec.nbytes > max_shard_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append((name, spec))
+        size += spec.nbytes
+    if not groups:
+        raise InvalidInputError(f"{path}: the state has no tensors; choose another part of it with --part")
+    if len(groups) == 1:
+        return HfPlan({"model.safetensors": groups[0]}, kept, dropped, sorted(tied))
+    shards = {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
+    return HfPlan(shards, kept, dropped, sorted(tied))
+
+
+def _tied(every: list[tuple[str, TensorSpec]]) -> set[str]:
+    """Return the names whose tensor has a name before: the paths of tied tensors follow each other, with one spec."""
+    return {name for (_, before), (name, spec) in pairwise(every) if spec is before}
+
+
+def _ties(beside: Mapping[str, bytes]) -> bool:
+    """Return whether the model of a config ties its tensors, which is the default of transformers."""
+    try:
+        config = json.JSONDecoder().decode(beside.get(CONFIG, b"{}").decode())
+    except (ValueError, RecursionError):
+        return True
+    return not isinstance(config, dict) or config.get("tie_word_embeddings") is not False
+
+
+def write(
+    temp: Path, reader: TensorReader, plan: HfPlan, beside: Mapping[str, bytes], metadata: dict[str, str]
+) -> None:
+    """Write all files into a folder.
+
+    Raises:
+        InvalidInputError: the library safetensors refuses a header.
+    """
+    for name, data in beside.items():
+        (temp / name).parent.mkdir(parents=True, exist_ok=True)
+        (temp / name).write_bytes(data)
+    tensors = _named(reader, plan)
+    for file, specs in plan.shards.items():
+        (temp / file).touch()
+        safetensors_file.write(temp / file, specs, tensors, metadata)
+    if len(plan.shards) > 1:
+        total = sum(spec.nbytes for specs in plan.shards.values() for _, spec in specs)
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": {name: file for file, specs in plan.shards.items() for name, _ in specs},
+        }
+        (temp / INDEX).write_text(json.dumps(index, indent=2) + os.linesep)
+
+
+def _named(reader: TensorReader, plan: HfPlan) -> Iterator[tuple[str, Any]]:
+    for name, (_, tensor) in zip(plan.names, reader, strict=True):
+        if name is not None:
+            yield name, tensor

@@ -1,0 +1,154 @@
+"""Open a folder of Hugging Face: a model of `save_pretrained`, or a checkpoint of transformers' Trainer.
+
+In: a folder with weights in safetensors, or else in files of torch, whole or in shards with an index. Out: a state
+
+    {"model": {name: tensor}, "optimizer": ..., "scheduler": ..., "files": {name: bytes}}
+
+where `files` has all other files of the folder as they are: configs, tokenizers, the Trainer's own state. Copies of the
+weights in other formats are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..errors import InvalidInputError
+from ..text import some
+from . import files, safetensors_file
+from .checkpoint import Checkpoint, file_inside, read_json
+from .lazy_state import Later
+
+INDEX, TORCH_INDEX, TORCH_WEIGHTS = "model.safetensors.index.json", "pytorch_model.bin.index.json", "pytorch_model.bin"
+ONE_FILE = "model.safetensors"
+TRAINER_STATE = "trainer_state.json"
+#: Files of the Trainer that hold tensors which change from step to step, and their keys in the state.
+STATES = {"optimizer.pt": "optimizer", "optimizer.bin": "optimizer", "scheduler.pt": "scheduler"}
+#: Endings of files that hold weights once more, in another format.
+WEIGHTS = (".safetensors", ".h5", ".msgpack", ".onnx", ".onnx_data", ".ot", ".gguf", ".tflite", ".mlmodel", ".bin")
+#: Files with such an ending that hold no weights.
+NO_WEIGHTS = {"training_args.bin"}
+Weights = dict[str, tuple[Path, Any]]
+
+
+def is_hf(folder: Path) -> bool:
+    """Return whether a folder holds weights under names of Hugging Face."""
+    return bool(_safetensors(folder)) or any((folder / name).exists() for name in (TORCH_INDEX, TORCH_WEIGHTS))
+
+
+def open_hf(folder: Path) -> Checkpoint:
+    """Open a folder.
+
+    Raises:
+        InvalidInputError: a file is missing, damaged, not of the folder, or holds Python objects.
+        CapabilityError: the library safetensors is not installed.
+    """
+    state: dict[str, Any] = {}
+    state["model"], used, about = _weights(folder)
+    for name, key in STATES.items():
+        if (folder / name).exists():
+            path = file_inside(folder, name, folder)
+            state[key] = files.read_torch(path)
+            used.append(path)
+    left_out, others = [], {}
+    taken = {path.relative_to(folder).as_posix() for path in used}
+    for name in sorted(_names(folder) - taken):
+        base = name.rpartition("/")[2]
+        if name in (INDEX, TORCH_INDEX):  # an export makes a new one
+            continue
+        if base.endswith(WEIGHTS) and base not in NO_WEIGHTS:
+            left_out.append(name)
+            continue
+        path = file_inside(folder, name, folder)
+        others[name] = Later(path.read_bytes, "bytes")
+        used.append(path)
+    if others:
+        state["files"] = others
+    size = sum(path.stat().st_size for path in used)
+    imported = {"files": len(others)}
+    return Checkpoint(state, size, _step(folder), about, imported, left_out, files.let_go)
+
+
+def _step(folder: Path) -> int | None:
+    """Return the step that the Trainer has noted; None: it has noted none."""
+    if not (folder / TRAINER_STATE).is_file():
+        return None
+    step = read_json(folder / TRAINER_STATE).get("global_step")
+    return step if type(step) is int else None
+
+
+def _names(folder: Path) -> set[str]:
+    """Return the names of all files below a folder, but for hidden ones."""
+    found = (path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir())
+    return {path.as_posix() for path in found if not any(part.startswith(".") for part in path.parts)}
+
+
+def _safetensors(folder: Path) -> list[str]:
+    """Return the names of the files of weights in safetensors that need no index."""
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    preferred: list[str] = [name for name in (ONE_FILE, "adapter_model.safetensors") if name in names]
+    return preferred[:1] or names
+
+
+def _weights(folder: Path) -> tuple[dict[str, Any], list[Path], dict[str, Any]]:
+    """Return the weights by name, their files, and the metadata of those files."""
+    if (folder / INDEX).exists() and not (folder / ONE_FILE).exists():  # transformers takes the one file too
+        return _indexed(folder, INDEX)
+    if names := _safetensors(folder):
+        paths = [file_inside(folder, name, folder) for name in names]
+        return *_merged(paths), _metadata(paths[0])
+    if (folder / TORCH_INDEX).exists() and not (folder / TORCH_WEIGHTS).exists():
+        return _indexed(folder, TORCH_INDEX)
+    path = file_inside(folder, TORCH_WEIGHTS, folder)
+    return dict(_of_file(path)), [path], {}
+
+
+def _indexed(folder: Path, index: str) -> tuple[dict[str, Any], list[Path], dict[str, Any]]:
+    """Return the weights of the shards that an index names; see `_weights`.
+
+    Raises:
+        InvalidInputError: the index and the shards do not fit together.
+    """
+    where = file_inside(folder, index, folder)
+    weight_map = read_json(where).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InvalidInputError(f"{where}: expected an object 'weight_map' of names and files; download it again")
+    names = sorted(set(map(str, weight_map.values())))
+    paths = [file_inside(folder, name, where) for name in names]
+    found, _ = _merged(paths)
+    if missing := [name for name in weight_map if name not in found]:
+        raise InvalidInputError(
+            f"{where}: names {some(missing, 3)}, but {weight_map[missing[0]]!r} does not hold it; a shard is not of "
+            "this model, or was cut off: download it again"
+        )
+    return found, paths, _metadata(paths[0]) if index == INDEX else {}
+
+
+def _merged(paths: list[Path]) -> tuple[dict[str, Any], list[Path]]:
+    found: dict[str, Any] = {}
+    homes: dict[str, Path] = {}
+    for path in paths:
+        for name, tensor in _of_file(path):
+            if name in found:
+                raise InvalidInputError(
+                    f"{path}: holds {name!r}, as {homes[name]} does; remove the file that is not of this model"
+                )
+            found[name], homes[name] = tensor, path
+    return found, paths
+
+
+def _of_file(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the names of the weights in a file, each with the weight or a `Later`."""
+    if path.suffix == files.SAFETENSORS:
+        yield from safetensors_file.laters(path)
+        return
+    state = files.read_torch(path)
+    if not isinstance(state, dict):
+        raise InvalidInputError(f"{path}: expected a dict of tensors, got {type(state).__name__}")
+    yield from state.items()
+
+
+def _metadata(path: Path) -> dict[str, Any]:
+    metadata = safetensors_file.read(path)[1]
+    return {"safetensors": metadata} if metadata else {}

@@ -1,0 +1,187 @@
+"""Import checkpoints of other programs: a series becomes a run with steps, deltas and dedup.
+
+In: files and folders, in any order. Out: one snapshot each, saved in the order of their steps. Each is read tensor by
+tensor, so a checkpoint may be larger than memory. Steps that the run has already are skipped, so an import that was
+interrupted goes on where it was.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import InvalidInputError
+from ..format.argument_checks import check_name, check_step
+from ..format.records import Snapshot
+from ..repository import Repository
+from ..save.inputs import SaveRequest
+from ..save.pipeline import save
+from ..text import some
+from . import files
+from .checkpoint import Checkpoint
+from .dcp_folder import is_dcp, open_dcp
+from .hf_folder import is_hf, open_hf
+from .lazy_state import inputs_of_lazy
+from .orbax_folder import is_orbax, open_orbax
+
+#: A number that stands at the end of a name, such as in checkpoint-500, step_500, epoch=3-step=500.ckpt or 500.
+_NUMBER = re.compile(r"(?:^|[-_.=]|(?<=[-_.=])(?:step|iter|epoch))(\d{1,18})$")
+_STEP = re.compile(r"step[-_=]?(\d{1,18})")
+SUFFIXES = (*files.TORCH_SUFFIXES, files.SAFETENSORS)
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """A checkpoint that was imported.
+
+    Attributes:
+        source: its path.
+        snapshot: as it was saved, or as it was there already.
+        skipped: whether it was there already.
+        bytes_read: size of its files, 0 if it was skipped [bytes].
+        left_out: names of its files that were not imported: weights once more, in another format.
+    """
+
+    source: str
+    snapshot: Snapshot
+    skipped: bool
+    bytes_read: int
+    left_out: list[str]
+
+
+def _open_file(path: Path) -> Checkpoint:
+    state, about = files.read(path)
+    if path.suffix.lower() == files.SAFETENSORS:
+        from .safetensors_file import laters
+
+        state = dict(laters(path))
+    step = state.get("global_step") if isinstance(state, dict) else None
+    step = step if type(step) is int else None
+    return Checkpoint(state, path.stat().st_size, step, {"safetensors": about} if about else {}, let_go=files.let_go)
+
+
+#: By name: whether a path is of the format, and how it is opened.
+FORMATS: dict[str, tuple[Callable[[Path], bool], Callable[[Path], Checkpoint]]] = {
+    "dcp": (is_dcp, open_dcp),
+    "orbax": (is_orbax, open_orbax),
+    "hf": (is_hf, open_hf),
+    "file": (lambda path: path.is_file() and path.suffix.lower() in SUFFIXES, _open_file),
+}
+
+
+def format_of(path: Path) -> str:
+    """Return the name of the format of a checkpoint.
+
+    Raises:
+        InvalidInputError: it is none that can be imported.
+    """
+    for name, (fits, _) in FORMATS.items():
+        if fits(path):
+            return name
+    if not path.exists():
+        raise InvalidInputError(f"{path}: is missing; name a checkpoint's file or folder")
+    if not path.is_dir():
+        raise InvalidInputError(f"{path}: expected a folder, or a file named *{', *'.join(SUFFIXES)}")
+    inside = sorted(child.name for child in path.iterdir() if any(fits(child) for fits, _ in FORMATS.values()))
+    if inside:
+        raise InvalidInputError(f"{path}: holds checkpoints ({some(inside, 3)}); name them: {path}/*")
+    raise InvalidInputError(
+        f"{path}: expected a folder of DCP (.metadata), Hugging Face (*.safetensors) or Orbax, found "
+        "none of their files"
+    )
+
+
+def import_checkpoints(
+    repository: Repository,
+    sources: Sequence[str | Path],
+    *,
+    run: str,
+    step: int | None = None,
+    bases: Sequence[str] = (),
+    format: str | None = None,
+) -> Iterator[Imported]:
+    """Import checkpoints as snapshots of one run, in the order of their steps; yield each once it is committed.
+
+    Args:
+        sources: files and folders of checkpoints.
+        step: of the only source. None: a number behind "step" or at the end of its name, else the step that the
+            checkpoint names itself, else 0 for the only source.
+        bases: references of snapshots to dedup against, of any run, such as that of the model which these fine-tune.
+        format: one of FORMATS; None: as `format_of` finds.
+
+    Raises:
+        InvalidInputError: a source is no checkpoint, is damaged or holds Python objects; two have one step, or one has
+            none. Snapshots before that are committed.
+        NotFoundError: a base names nothing.
+        StorageError: the store failed.
+    """
+    check_name("run", run)
+    paths = [Path(source) for source in sources]
+    if format is not None and format not in FORMATS:
+        raise InvalidInputError(f"format {format!r}: expected one of {', '.join(FORMATS)}")
+    if step is not None and len(paths) != 1:
+        raise InvalidInputError(f"step {step}: is given for {len(paths)} sources; import them one by one")
+    formats = {path: format or format_of(path) for path in paths}
+    return _import(repository, _in_order(formats, step), run, bases)
+
+
+def _import(
+    repository: Repository, ordered: list[tuple[int, Path, str]], run: str, bases: Sequence[str]
+) -> Iterator[Imported]:
+    there = {snapshot.step: snapshot for snapshot in repository.snapshots(run)}
+    for step, path, kind in ordered:
+        if step in there:
+            yield Imported(str(path), there[step], True, 0, [])
+            continue
+        opened = FORMATS[kind][1](path)
+        about = {"imported": {"from": path.name, "format": kind, **opened.imported}, **opened.about}
+        request = SaveRequest(run, step, None, bases, None, about)
+        request.resolve(repository.context, repository.lineage)
+        inputs = inputs_of_lazy(opened.state, repository.context.engines, opened.let_go)
+        size, left_out, opened.state = opened.bytes_read, opened.left_out, None
+        snapshot = save(repository.context, repository.lineage, request, [inputs], None)
+        yield Imported(str(path), snapshot, False, size, left_out)
+
+
+def _in_order(formats: dict[Path, str], step: int | None) -> list[tuple[int, Path, str]]:
+    """Return (step, path, format) by step.
+
+    Raises:
+        InvalidInputError: a checkpoint has no step, or two have the same.
+    """
+    found: dict[int, tuple[Path, str]] = {}
+    for path, kind in formats.items():
+        number = check_step(step) if step is not None else _step_of(path, kind)
+        if number is None and len(formats) > 1:
+            raise InvalidInputError(f"{path}: no step found: its name ends in no number; import it alone, with --step")
+        number = number or 0
+        if number in found:
+            raise InvalidInputError(
+                f"{path}: has step {number}, as {found[number][0]} has; import one of them, or each with --step"
+            )
+        found[number] = path, kind
+    return [(number, *found[number]) for number in sorted(found)]
+
+
+def _step_of(path: Path, kind: str) -> int | None:
+    """Return the step of a checkpoint: from its name, unless that may be an epoch, else from its contents."""
+    name = path.resolve().name if path.name in ("", ".", "..") else path.name
+    name = name[: -len(path.suffix)] if kind == "file" else name.removesuffix(".ckpt")
+    match, number = _STEP.search(name), _NUMBER.search(name)
+    if match is None and "epoch" not in name:
+        match = number
+    if match is None:
+        step = FORMATS[kind][1](path).step
+        if step is not None:
+            return step
+    match = match or number
+    return int(match[1]) if match else None
+
+
+def default_run(sources: Sequence[str | Path]) -> str:
+    """Return the name of the run for sources that name none: of the model's folder, or of the folder of a series."""
+    path = Path(sources[0]).resolve()
+    name = path.stem if path.is_file() else path.name
+    return path.parent.name if len(sources) > 1 or _NUMBER.search(name) else name

@@ -1,0 +1,102 @@
+"""A state whose tensors lie in files, as the input of a save: each is read when it is its turn, and then let go of.
+
+In: nested containers over plain values, arrays, and `Later`s. Out: one part whose tensors are made one at a time. So a
+state larger than memory passes through, with its nesting. Arrays over the same memory are stored once, as ties.
+
+Invariant: at most one value that a `Later` has read is alive here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..engine.registry import Engines
+from ..save.inputs import PartInput, TensorInput
+from ..save.streaming import input_of
+from ..state.arrays import describe, memory_key
+from ..state.containers import Path
+from ..state.tensors import Node, is_array
+from ..state.tree_encode import Encoder
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Later:
+    """A leaf of a state that is read when it is saved.
+
+    Attributes:
+        kind: of the value: a torch.Tensor that requires no grad, or bytes.
+        read: returns the value; it may be called once.
+    """
+
+    read: Callable[[], Any]
+    kind: Literal["tensor", "bytes"] = "tensor"
+
+
+@dataclass(slots=True)
+class _Leaves:
+    """The arrays of a state, in order; `places` has the number of each memory that was met."""
+
+    reads: list[tuple[Path, Callable[[], Any]]] = field(default_factory=list)
+    places: dict[Any, int] = field(default_factory=dict)
+
+    def put(self, value: Any, path: Path) -> Node:
+        """Add an array, or long bytes, unless its memory is there already; return its node.
+
+        Raises:
+            UnsupportedLeafError: it has no stored form.
+        """
+        describe(value)
+        stored = bytes(value) if isinstance(value, bytearray) else value
+        place = memory_key(stored) if is_array(stored) else None
+        number = len(self.reads) if place is None else self.places.setdefault(place, len(self.reads))
+        if number == len(self.reads):
+            self.reads.append((path, lambda: stored))
+        if not is_array(stored):
+            return [type(value).__name__, number]
+        import torch
+
+        if not isinstance(stored, torch.Tensor):
+            return ["array", number]
+        return ["parameter" if type(stored) is torch.nn.Parameter else "tensor", number, stored.requires_grad]
+
+    def put_later(self, value: Any, path: Path) -> Node | None:
+        """Add a `Later`, and return its node; None: it is none."""
+        if not isinstance(value, Later):
+            return None
+        self.reads.append((path, value.read))
+        number = len(self.reads) - 1
+        return [value.kind, number] if value.kind == "bytes" else [value.kind, number, False]
+
+
+def inputs_of_lazy(state: Any, engines: Engines, let_go: Callable[[Any], None]) -> PartInput:
+    """Return a state as the one part of a save; going through its tensors reads them.
+
+    Args:
+        let_go: called with each array once it is stored, before the next is read.
+
+    Raises:
+        UnsupportedLeafError: a value cannot be stored; all of them are named.
+    """
+    leaves = _Leaves()
+    encoder = Encoder(leaves.put, lambda value, path: None, leaves.put_later, columnar=True)
+    tree = encoder.node(state, ())
+    encoder.raise_problems()
+    return PartInput("", tree, _tensors(leaves.reads, engines, let_go), once=True)
+
+
+def _tensors(
+    reads: list[tuple[Path, Callable[[], Any]]], engines: Engines, let_go: Callable[[Any], None]
+) -> Iterator[TensorInput]:
+    reads.reverse()
+    while reads:
+        path, read = reads.pop()
+        value = read()
+        del read
+        tensor = input_of(path, value, engines)
+        yield tensor
+        if tensor.lent:
+            tensor.array = None
+        let_go(value)
+        del value, tensor

@@ -1,0 +1,343 @@
+"""Copy: put snapshots of one repository into another one, each under a session there, and commit them one by one.
+
+In: snapshots of the source, parents before their children. Out: records of the same ids in the destination, with other
+manifests (moving.py). A copy is a writer like any other (docs/design/protocol.md, "Copies"):
+
+    begin     create revision 0 as `aborted`, if the destination does not know the id; then PUT a session for the next
+              revision, and only then LIST marks and records: what is there, and no gc wants, is not sent again
+    write     blobs, moved as they are, each pack of the source verified by its name; then manifests
+    commit    the packs and manifests are there; create-only PUT of the next revision, `committed`
+
+So a gc that fences it, and two copies of one snapshot, meet at one key. An interrupted copy leaves packs that nobody
+needs and that its session or its record explains; the next one goes on with the snapshots that are not there yet. The
+source is only read: a snapshot that is rewritten meanwhile is read again, and one that is collected is an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from ..catalog.history import View
+from ..catalog.manifest_refs import all_manifests
+from ..catalog.read_twice import read_twice
+from ..context import Context
+from ..errors import DAMAGE, ConflictError, IntegrityError, InvalidInputError, NotFoundError, StorageError
+from ..format import manifest
+from ..format.keys import record_key
+from ..format.manifest import Manifest
+from ..format.records import COMMITTED, FORGOTTEN, MAX_COUNTED, MAX_SEQ_STEP, SWEPT, ManifestRef, Snapshot
+from ..protocol import tags
+from ..protocol.commit import Claim
+from ..protocol.forget import unforget
+from ..protocol.liveness import aborted
+from ..protocol.revisions import create, retry_conflicts, same_content
+from ..protocol.same_repository import confirmed
+from ..protocol.session import Session
+from ..save.bases import load_bases
+from ..text import brief, human_bytes
+from .moving import Moved, move
+
+log = logging.getLogger("snapstore")
+#: The reason in the first record of a copy, in the destination.
+COPY_BEGUN = "a copy of it has begun"
+
+
+@dataclass(slots=True)
+class CopyResult:
+    """The result of a copy, or of a dry run.
+
+    Attributes:
+        url: of the destination.
+        copied: the new snapshots there (of a dry run: those of the source).
+        present: snapshots that were there already; in the destination's records.
+        left_out: snapshots that the destination has forgotten; they were not named.
+        failed: (snapshot of the source, why) for each that could not be copied; nothing of them was committed.
+        read_bytes: of packs and manifests of the source; stored_bytes: put into the destination.
+        blobs: how many were moved.
+    """
+
+    url: str
+    copied: list[Snapshot] = field(default_factory=list)
+    present: list[Snapshot] = field(default_factory=list)
+    left_out: list[Snapshot] = field(default_factory=list)
+    failed: list[tuple[Snapshot, str]] = field(default_factory=list)
+    read_bytes: int = 0
+    stored_bytes: int = 0
+    blobs: int = 0
+    dry_run: bool = False
+
+    __repr__ = brief
+
+
+def copy(
+    source: Context, target: Context, snapshots: Sequence[Snapshot], *, named: bool, dry_run: bool = False
+) -> CopyResult:
+    """Copy snapshots into another repository; one that cannot be copied is noted, and the others go on.
+
+    Args:
+        snapshots: of the source.
+        named: also copy snapshots that the destination has forgotten.
+
+    Raises:
+        InvalidInputError: the two are one repository, or their digests have different seeds.
+        StorageError: one of the stores failed; the snapshots before are copied.
+    """
+    require_same_seed(source, target)
+    copier = Copier(source, target)
+    result = copier.result
+    result.dry_run = dry_run
+    for snapshot in in_order(snapshots):
+        try:
+            copier.copy(snapshot, named=named)
+        except (*DAMAGE, ConflictError) as error:
+            log.info("run=%s step=%d: copy failed: %s", snapshot.run, snapshot.step, error)
+            result.failed.append((snapshot, f"{snapshot.ref}: {error}"))
+    return result
+
+
+def require_same_seed(source: Context, target: Context) -> None:
+    """Check that the digests of two repositories can be compared; see docs/design/digest-seed.md.
+
+    Raises:
+        InvalidInputError: they cannot, or there is one repository only.
+    """
+    if source.config.uuid == target.config.uuid:
+        raise InvalidInputError(f"{target.store.url}: is the repository to copy from, or a copy of its files")
+    if source.config.digest_seed != target.config.digest_seed:
+        raise InvalidInputError(
+            f"{target.store.url}: its digests have another seed than those of {source.store.url}, so no chunk can be "
+            "copied as it is; copy into a new place, which takes the seed over (or make one: 'snapstore init --like "
+            f"{source.store.url}'), or restore each snapshot and save it there"
+        )
+
+
+def in_order(snapshots: Iterable[Snapshot]) -> list[Snapshot]:
+    """Return snapshots by run and order of saves, but none before its parent and its bases."""
+    chosen = {s.id: s for s in sorted(snapshots, key=lambda s: (s.run, s.seq, s.id))}
+    done: dict[str, Snapshot] = {}
+    for first in chosen.values():
+        stack = [first.id]
+        seen = set(stack)
+        while stack:
+            snapshot = chosen[stack[-1]]
+            before = [name for name in (snapshot.parent, *snapshot.bases) if name in chosen and name not in done]
+            before = [name for name in before if name and name not in seen]  # forged records may form a circle
+            if before:
+                seen.update(before)
+                stack += before
+            else:
+                done[stack.pop()] = snapshot
+    return list(done.values())
+
+
+class CopySession(Session):
+    """The session of a copy: a claim to the next revision of a record, that chooses bases as a save does.
+
+    Args:
+        there: the ruling record in the destination, which is not committed.
+        source: the snapshot in its source.
+        near: ids of snapshots that are likely to share chunks with it.
+    """
+
+    def __init__(self, context: Context, there: Snapshot, source: Snapshot, near: Sequence[str]) -> None:
+        key = record_key(there.run, there.step, there.id, there.revision + 1)
+        Claim.__init__(self, context, key, "copy", lambda _: there.revised())
+        self._index, self._also, self.parent = context.index, [*source.bases, *near], source.parent
+        self.usable_bases: list[Snapshot] = []
+        self.seq = 0
+
+
+class Copier:
+    """Copies snapshots from one open repository into another one.
+
+    Attributes:
+        result: what was done so far.
+    """
+
+    def __init__(self, source: Context, target: Context) -> None:
+        self._source, self._target = source, target
+        self.result = CopyResult(target.store.url)
+        self._last: dict[str, Snapshot] = {}  # run -> what was copied last
+        self._wanted: Callable[[], bool] = lambda: True
+        self._manifests: dict[str, Manifest] = {}  # of what was copied last, by SHA-256
+
+    def announce(self, snapshot: Snapshot) -> Snapshot:
+        """Create the first record of a copy, unless the destination knows the snapshot; return its ruling record.
+
+        Raises:
+            StorageError: the destination failed.
+        """
+        there = self._target.index.refresh().get(snapshot.id)
+        if there is None:
+            with confirmed(self._target):
+                there = create(self._target.store, self._begun(snapshot))
+                self._target.index.add(there)
+        return there
+
+    def copy(self, snapshot: Snapshot, *, named: bool, wanted: Callable[[], bool] = lambda: True) -> Snapshot | None:
+        """Copy one snapshot as it is now, unless it is there.
+
+        Args:
+            named: also if the destination has forgotten it.
+            wanted: asked now and then; once it returns False the copy is given up, and nothing of it is committed.
+
+        Returns:
+            The snapshot in the destination; None: it is forgotten there, and not `named`; or this is a dry run.
+
+        Raises:
+            IntegrityError, FormatError, NotFoundError: it is damaged in the source, or was collected there; nothing was
+                committed.
+            ConflictError: others keep revising it; or a gc of the destination fenced this copy as dead.
+            StorageError: one of the stores failed.
+        """
+        self._wanted = wanted
+        with confirmed(self._source), self._target.store.pinned():
+            return retry_conflicts(
+                lambda: self._attempt(snapshot, named),
+                lambda error: ConflictError(f"{snapshot.ref}: other processes keep revising it: {error}; copy again"),
+            )
+
+    def _attempt(self, snapshot: Snapshot, named: bool) -> Snapshot | None:
+        """Copy it once; raises ConflictError where another process has revised it, here or there."""
+        ruling = _ruling(self._source.index.refresh(), snapshot)
+        before = self._target.index.refresh()
+        there = before.get(snapshot.id)
+        before.require_record(snapshot.id)
+        if there is not None and (there.run, there.step) != (ruling.run, ruling.step):
+            raise IntegrityError(f"{there.key} in {self._target.store.url}: has its id, and is another snapshot")
+        if there is not None and there.state == COMMITTED:
+            return self._present(ruling, there)
+        if there is not None and there.state in (FORGOTTEN, SWEPT) and not named:
+            self.result.left_out.append(there)
+            return None
+        if self.result.dry_run:
+            self.result.copied.append(ruling)
+            return None
+        if there is not None and there.state == FORGOTTEN:
+            try:
+                there = unforget(self._target, f"id:{there.id}")
+            except (NotFoundError, InvalidInputError) as error:  # it was collected, or brought back, since
+                raise ConflictError(str(error)) from error
+            return self._present(ruling, there)
+        try:
+            return self._copied(ruling, there, before)
+        except DAMAGE as error:
+            if same_content(self._source.index.refresh().get(ruling.id), ruling):
+                raise
+            raise ConflictError(str(error)) from error  # it was rewritten or collected while we read it
+
+    def _present(self, ruling: Snapshot, there: Snapshot) -> Snapshot:
+        """Return a snapshot that is there, with the tags of the source."""
+        lacking = [] if self.result.dry_run else [name for name in ruling.tags if name not in there.tags]
+        for name in lacking:
+            there = tags.tag(self._target, f"id:{there.id}", name)
+        self.result.present.append(there)
+        self._last[there.run] = there
+        return there
+
+    def _copied(self, ruling: Snapshot, there: Snapshot | None, before: View) -> Snapshot:
+        """Move a snapshot, and commit it."""
+        started = time.monotonic()
+        found = list(all_manifests(ruling, self._read))
+        with confirmed(self._target):
+            there = there or self.announce(ruling)
+            if there.state == COMMITTED:
+                raise ConflictError("another process has copied it")
+            near = [self._last[ruling.run].id] if ruling.run in self._last else []
+            with CopySession(self._target, there, ruling, near) as session:
+                session.watch = self._require_wanted
+                bases = load_bases(self._target, session, self._manifests)
+                moved = move(self._target, session, self._source.store, found, bases)
+                record = self._record(ruling, there, moved)
+                session.confirm(moved.sizes)
+                session.publish(record)
+            self._target.index.add(record, moved.top.headers | moved.below.headers)
+            self._note(record, moved)
+            if record.tags:
+                record = tags.take(self._target, record.tags, record, before)
+        text = "run=%s step=%d copied to %s: %s read, %s stored, total=%.2fs"
+        sizes = human_bytes(moved.read_bytes), human_bytes(sum(moved.sizes.values()))
+        log.info(text, record.run, record.step, self._target.store.url, *sizes, time.monotonic() - started)
+        return record
+
+    def _require_wanted(self) -> None:
+        if not self._wanted():
+            raise StorageError("the copy was given up; nothing was committed; copy again")
+
+    def _read(self, ref: ManifestRef) -> Manifest:
+        seed = self._source.config.digest_seed
+        return read_twice(self._source.store, lambda: manifest.read(self._source.store, ref, seed))
+
+    def _record(self, ruling: Snapshot, there: Snapshot, moved: Moved) -> Snapshot:
+        """Return the record of a copy."""
+        return there.revised(
+            state=COMMITTED,
+            reason="",
+            policy="",
+            parent=ruling.parent,
+            bases=ruling.bases,
+            manifests=moved.top.manifests,
+            manifest_list=moved.top.manifest_list,
+            tags=ruling.tags,
+            metrics=ruling.metrics,
+            metadata_node=ruling.metadata_node,
+            created=ruling.created,
+            generation=ruling.generation,
+            depth=max(moved.top.depth, moved.below.depth),
+            chunks=ruling.chunks,
+            new_chunks=ruling.new_chunks,
+            logical_bytes=ruling.logical_bytes,
+            stored_bytes=sum(moved.sizes.values()),
+            stall_s=ruling.stall_s,
+            total_s=ruling.total_s,
+            features=ruling.features,
+            unknown=ruling.unknown,
+        )
+
+    def _begun(self, ruling: Snapshot) -> Snapshot:
+        """Return the first record of a copy, which gives it its place in the order of its run.
+
+        That is behind all snapshots that are there, unless a later one was copied before, or its copy has begun. A
+        mirror of a run has the numbers of the source; a run that went on in the destination keeps its order.
+        """
+        of_run = self._source.index.refresh().snapshots(ruling.run, states=None)
+        later = {s.id for s in of_run if (s.seq, s.id) > (ruling.seq, ruling.id)}
+        view = self._target.index.refresh()
+        found = [s.seq for s in view.snapshots(ruling.run, states=None) if s.id in later]
+        if found:
+            seq = max(0, min(ruling.seq, min(found) - 1))
+        else:
+            first = view.next_seq(ruling.run)
+            seq = min(max(ruling.seq, first), first + MAX_SEQ_STEP - 1, MAX_COUNTED)
+        record = aborted(ruling.run, ruling.step, ruling.id, COPY_BEGUN)
+        return msgspec.structs.replace(record, seq=seq)
+
+    def _note(self, record: Snapshot, moved: Moved) -> None:
+        self.result.copied.append(record)
+        self.result.read_bytes += moved.read_bytes
+        self.result.stored_bytes += sum(moved.sizes.values())
+        self.result.blobs += moved.blobs
+        self._last[record.run] = record
+        self._manifests = {
+            ref.sha256: m for of in (moved.top, moved.below) for ref, m in zip(of.manifests, of.in_memory, strict=True)
+        }
+
+
+def _ruling(view: View, snapshot: Snapshot) -> Snapshot:
+    """Return the ruling record of a snapshot of the source.
+
+    Raises:
+        IntegrityError: it is damaged or gone.
+        StorageError: it cannot be read now.
+        NotFoundError: its bytes are gone.
+    """
+    view.require_record(snapshot.id)
+    ruling = view.get(snapshot.id)
+    if ruling is None or ruling.state not in (COMMITTED, FORGOTTEN):
+        raise NotFoundError(f"was {ruling.state if ruling else 'removed'} meanwhile; nothing of it was copied")
+    return ruling

@@ -1,0 +1,368 @@
+"""Mirror: keep a second repository behind the saves of one run; and bring back what only that one has.
+
+In: the commits of a manager, and the place of the mirror. Out: copies there, in the order of the saves, made by one
+thread that never holds a save up. Each snapshot that is due is announced there first, by a record which says that its
+copy has begun: so a later process can tell what was lost with the first store. A failure is a warning, and is tried
+again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from .. import retention
+from ..catalog import policy_store
+from ..catalog.history import View
+from ..context import Context
+from ..errors import (
+    DAMAGE,
+    CapabilityError,
+    ConflictError,
+    IntegrityError,
+    InvalidInputError,
+    NotFoundError,
+    StorageError,
+)
+from ..format.records import ABORTED, COMMITTED, FORGOTTEN, SWEPT, Snapshot
+from ..protocol import gc
+from ..protocol.forget import forget
+from ..protocol.same_repository import confirmed
+from ..text import some
+from .copy import COPY_BEGUN, Copier, require_same_seed
+
+if TYPE_CHECKING:
+    from ..repository import Repository
+
+log = logging.getLogger("snapstore")
+#: After a failure the mirror waits so long, twice as long after the next one, and at most so long [s].
+RETRY_S, RETRY_MAX_S = 1.0, 60.0
+#: The policies of the first store leave alone so many snapshots that are not mirrored yet, the oldest ones.
+HELD_AT_MOST = 8
+#: A copy that is given up ends within this time, unless its store does not answer [s].
+GIVE_UP_S = 2.0
+#: States of a snapshot that the mirror has had.
+MIRRORED = (COMMITTED, FORGOTTEN, SWEPT)
+
+
+class Mirror:
+    """The mirror of one run.
+
+    Any thread may call it.
+
+    Args:
+        source: where the run is saved.
+        open_target: opens the mirror, or makes it; called until it succeeds.
+        keep: the policies of the mirror; none: it keeps everything.
+        read_only: nothing is copied; only `nearest` and `newest` are of use.
+
+    Attributes:
+        url: of the mirror.
+        problem: why the last attempt failed; "": it did not.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        url: str,
+        source: Context,
+        open_target: Callable[[], Repository],
+        keep: Sequence[retention.Policy] = (),
+        *,
+        read_only: bool = False,
+    ) -> None:
+        self.run, self.url, self._source, self._open_target, self._keep = run, url, source, open_target, keep
+        self.problem, self.read_only = "", read_only
+        self._target: Repository | None = None
+        self._copier: Copier | None = None
+        self._pending: list[Snapshot] = []  # committed and not mirrored, oldest first
+        self._given_up: set[str] = set()  # ids of snapshots that cannot be mirrored
+        self._changed = threading.Condition()
+        self._is_due, self._ends, self._is_idle, self._is_awaited = True, False, False, False
+        self._thread: threading.Thread | None = None
+
+    # -- begin and end
+
+    def start(self) -> None:
+        """Open the mirror, say what was lost with the first store, and begin to copy.
+
+        A mirror that cannot be reached is a warning: training must not wait for it.
+
+        Raises:
+            InvalidInputError: its digests have another seed.
+            SnapstoreError: it is no repository that this release can use.
+        """
+        try:
+            target = self._opened()
+            self._say_lost(target)
+            if self._keep and not self.read_only:
+                with confirmed(target):
+                    policy_store.store(target.store, self.run, list(self._keep))
+        except (StorageError, ConflictError) as error:
+            self._warn(error)
+        except NotFoundError as error:
+            if not self.read_only:
+                raise
+            self._warn(error)
+        if not self.read_only:
+            self._thread = threading.Thread(target=self._work, name=f"snapstore-mirror-{self.run}", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError as error:
+                raise CapabilityError("cannot start the thread of the mirror; raise the limit on processes") from error
+
+    def _opened(self) -> Context:
+        if self._target is None:
+            target = self._open_target()
+            try:
+                if not self.read_only or target.context.config.uuid != self._source.config.uuid:
+                    require_same_seed(self._source, target.context)
+            except InvalidInputError:
+                target.close()
+                raise
+            self._target = target
+        return self._target.context
+
+    def close(self, timeout: float | None = None) -> list[int]:
+        """Wait as `wait` does, then end the thread; a copy that still runs commits nothing.
+
+        Returns:
+            The steps that are not mirrored; they are named in a warning. The next manager goes on with them.
+        """
+        left = self.wait(timeout) if not self.read_only else []
+        with self._changed:
+            self._ends = True
+            self._changed.notify_all()
+        if left:
+            steps = some([str(step) for step in left])
+            log.warning(
+                "run=%s not mirrored in %s: steps %s: %s", self.run, self.url, steps, self.problem or "too slow"
+            )
+        if self._thread is not None:
+            self._thread.join(GIVE_UP_S)
+        if self.has_ended and self._target is not None:
+            self._target.close()
+        return left
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether no thread of the mirror runs."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self, timeout: float | None = None) -> list[int]:
+        """Wait until everything is mirrored, for at most `timeout` seconds, or until an attempt fails.
+
+        Returns:
+            The steps that are not mirrored.
+        """
+        if self.read_only:
+            return []
+        end = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            self._is_due, self._is_awaited, self._is_idle = True, True, False
+            self.problem = ""
+            self._changed.notify_all()
+            while not (self._is_idle or self.problem or self.has_ended):
+                left = None if end is None else end - time.monotonic()
+                if (left is not None and left <= 0) or not self._changed.wait(left):
+                    break
+            return [snapshot.step for snapshot in self._pending]
+
+    # -- what is behind
+
+    def note(self, snapshot: Snapshot) -> None:
+        """Take a new commit of the run; it is copied once the ones before it are."""
+        with self._changed:
+            if all(snapshot.id != other.id for other in self._pending):  # the thread may have listed it already
+                self._pending.append(snapshot)
+            self._is_due, self._is_idle = True, False
+            self._changed.notify_all()
+
+    def behind(self) -> list[int]:
+        """Return the steps that are committed and not mirrored, in the order of their saves. Reads nothing."""
+        with self._changed:
+            return [snapshot.step for snapshot in self._pending]
+
+    def holding(self, keep: Sequence[retention.Policy]) -> Sequence[retention.Policy]:
+        """Return the policies of the first store, which for now also keep the oldest steps that are not mirrored."""
+        held = self.behind()[:HELD_AT_MOST]
+        return [*keep, retention.KeepSteps(held)] if held else keep
+
+    # -- the thread
+
+    def _work(self) -> None:
+        delay_s = RETRY_S
+        while not self._ends:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_due or self._ends)
+                self._is_due = self._is_awaited = False
+            try:
+                done = self._catch_up()
+                delay_s = RETRY_S
+                with self._changed:
+                    self._is_idle = done and not self._is_due
+                    self._changed.notify_all()
+            except Exception as error:  # noqa: BLE001  training goes on, whatever it is
+                self._warn(error)
+                with self._changed:
+                    self._is_due = True
+                    self._changed.notify_all()
+                    self._changed.wait_for(lambda: self._is_awaited or self._ends, delay_s)
+                delay_s = min(2 * delay_s, RETRY_MAX_S)
+
+    def _warn(self, error: Exception) -> None:
+        text = str(error)
+        if text != self.problem:
+            log.warning("run=%s the mirror in %s is behind, and tries again: %s", self.run, self.url, text)
+        with self._changed:
+            self.problem = text
+            self._changed.notify_all()
+
+    def _catch_up(self) -> bool:
+        """Copy what is due, oldest first, and apply the policies of the mirror; return whether nothing is left."""
+        target = self._opened()
+        copier = self._copier = self._copier or Copier(self._source, target)
+        for snapshot in (due := self._due(target)):
+            if self._ends:
+                return False
+            with suppress(*DAMAGE):  # of its record there; the copy says so
+                copier.announce(snapshot)
+        for snapshot in due:
+            if self._ends:
+                return False
+            try:
+                copier.copy(snapshot, named=False, wanted=lambda: not self._ends)
+            except DAMAGE as error:
+                self._leave_out(snapshot, error)
+            self.problem = ""
+            self._forget_pending({snapshot.id})
+            self._retain(target)
+        return True
+
+    def _leave_out(self, snapshot: Snapshot, why: object) -> None:
+        log.warning("run=%s step=%d cannot be mirrored, and is left out: %s", self.run, snapshot.step, why)
+        self._given_up.add(snapshot.id)
+
+    def _retain(self, target: Context) -> None:
+        """Apply the policies of the mirror; damage there costs space, and holds no copy up."""
+        try:
+            with confirmed(target):
+                if self._keep and forget(target, self._keep, run=self.run, force=True).forgotten:
+                    gc.collect(target)
+        except DAMAGE as error:
+            log.warning("run=%s nothing is deleted in %s until it is repaired: %s", self.run, self.url, error)
+
+    def _due(self, target: Context) -> list[Snapshot]:
+        """Return the snapshots to be mirrored: committed, not there, and such that the mirror's policies keep them.
+
+        Snapshots that are there and lack a tag come before them, so that no policy deletes them.
+        """
+        with self._changed:
+            noted = {snapshot.id: snapshot for snapshot in self._pending}
+        there = target.index.refresh()
+        with confirmed(self._source):  # an empty folder has nothing that is due
+            here = self._source.index.refresh()
+        for snapshot in noted.values():
+            try:
+                here.require_record(snapshot.id)
+                if here.get(snapshot.id) is None:
+                    raise IntegrityError(f"its record {snapshot.key} is gone")
+            except IntegrityError as error:
+                self._leave_out(snapshot, error)
+        committed = [(s, there.get(s.id)) for s in here.snapshots(self.run) if s.id not in self._given_up]
+        tagged = [s for s, known in committed if known and known.state == COMMITTED and not {*s.tags} <= {*known.tags}]
+        found = [s for s, known in committed if known is None or known.state not in MIRRORED]
+        if self._keep and found:
+            kept = there.snapshots(self.run)
+            first = 1 + max((s.seq for s in kept), default=-1)
+            new = [msgspec.structs.replace(s, seq=first + number) for number, s in enumerate(found)]
+            chosen = {d.snapshot.id for d in retention.apply(self._keep, [*kept, *new], force=True) if d.reasons}
+            found = [s for s in found if s.id in chosen]
+        due = {s.id for s in found}
+        with self._changed:  # a commit may have been noted since
+            self._pending = found + [s for s in self._pending if s.id not in due | noted.keys()]
+        return tagged + found
+
+    def _forget_pending(self, ids: set[str]) -> None:
+        with self._changed:
+            self._pending = [s for s in self._pending if s.id not in ids]
+            self._changed.notify_all()
+
+    # -- what only the mirror has
+
+    def _say_lost(self, target: Context) -> None:
+        """Warn of snapshots that were saved and not mirrored, if the first store has lost them."""
+        here, there = self._source.index.refresh(), target.index.refresh()
+        newest = there.newest(self.run)
+        after = -1 if newest is None else newest.seq
+        begun = [s for s in there.snapshots(self.run, (ABORTED,)) if s.reason == COPY_BEGUN and s.seq > after]
+        if lost := [str(s.step) for s in begun if here.get(s.id) is None]:
+            last = f"step {newest.step}" if newest else "nothing"
+            text = "run=%s steps %s were saved and not mirrored, and %s has lost them; %s has %s"
+            log.warning(text, self.run, ", ".join(lost), self._source.store.url, self.url, last)
+
+    def newest(self) -> tuple[Snapshot | None, bool]:
+        """Return the newest snapshot of the run in both stores, and whether only the mirror has it.
+
+        If the first store knows the mirror's newest, its order decides: the clocks of two hosts may differ. If it was
+        put back to an earlier day and does not, its own newest one is newer if the mirror has not had it, and its date
+        is later.
+        """
+        here = self._source.index.refresh()
+        ours, there = here.latest(self.run), self._view()
+        theirs = there.newest(self.run) if there else None
+        if theirs is None or there is None:
+            return ours, False
+        held = here.get(theirs.id)
+        if ours is not None:
+            known = there.get(ours.id)
+            mirrored = known is not None and known.state in MIRRORED
+            unseen = ours.created >= theirs.created if not mirrored else ours.seq >= theirs.seq
+            if unseen if held is None else ours.seq >= held.seq:
+                return ours, False
+        return theirs, held is None or held.state not in (COMMITTED, FORGOTTEN)
+
+    def snapshots(self) -> list[Snapshot]:
+        """Return the committed snapshots of the run in the mirror; none if it cannot be reached."""
+        view = self._view()
+        return view.snapshots(self.run) if view else []
+
+    def _view(self) -> View | None:
+        try:
+            return self._opened().index.refresh()
+        except (StorageError, NotFoundError) as error:
+            self._warn(error)
+            return None
+
+    def nearest(self, name: str) -> Context:
+        """Return the repository from which a snapshot of the run is to be restored.
+
+        A snapshot that only the mirror has is copied back first, unless this is read-only: then the first store has
+        all that the next saves build on.
+
+        Args:
+            name: a step, a tag or "latest".
+        """
+        view = self._source.index.refresh()
+        if name == "latest":
+            found, is_there = self.newest()
+        else:
+            with suppress(NotFoundError):
+                view.resolve(f"{self.run}@{name}")
+                return self._source
+            there = self._view()
+            found, is_there = (there.resolve(f"{self.run}@{name}"), True) if there else (None, False)
+        if found is None or not is_there:
+            return self._source
+        target = self._opened()
+        if self.read_only:
+            return target
+        log.warning("run=%s step=%d is copied back from %s", self.run, found.step, self.url)
+        Copier(target, self._source).copy(found, named=True)
+        return self._source

@@ -1,0 +1,355 @@
+"""Moving: write one snapshot of another repository into packs and manifests of this one, blob by blob.
+
+In: the manifests of a snapshot in its source, and the chunks that the destination has (`Bases`). Out: durable packs and
+manifests in the destination, which say the same. A blob is moved as it is stored. The source's packs are read whole and
+compared with the SHA-256 in their names; every blob is parsed, and compared with the chunk that its manifest says. A
+chunk of a base is referenced as a save does it, and so is everything below it in a chain.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import numpy as np
+
+from ..arrays import Column
+from ..chunks.uploader import PackUploader
+from ..context import Context
+from ..errors import FormatError, IntegrityError, NotFoundError
+from ..format import blob, manifest
+from ..format.chunk_table import COLUMNS, ChunkTable, spans
+from ..format.keys import pack_key
+from ..format.manifest import Manifest
+from ..format.records import ManifestRef
+from ..rewrite.stored_blobs import batches, stored_of
+from ..save.bases import AnySession, Bases
+from ..save.manifest_writer import Written
+from ..storage.base import ObjectStore
+from ..text import strip_hint
+from ..threads import Threads
+
+#: Packs of the source that are read ahead, while others are put: at most so many, of at most so many bytes together.
+READ_AHEAD, READ_AHEAD_BYTES = 4, 128 * 1024 * 1024
+#: A place is (pack << OFFSET_BITS) + offset: no pack that can be read whole is larger.
+OFFSET_BITS = 40
+#: Columns of a chunk table with a row for each reference.
+_PER_REF = tuple(name for name in COLUMNS if name.startswith("ref_") and name != "ref_counts")
+
+
+@dataclass(slots=True)
+class _Part:
+    """A manifest on its way.
+
+    Attributes:
+        refs: (k,) references of the new chains, in order: those of the manifest, then, counted on, those of the bases.
+        counts: (n,) how many of them each chunk has.
+        own: the ones below the manifest's number of references: they are moved, (j,).
+        keys: the places of their blobs in the source, (j,).
+        is_child: whether it belongs to the root before it.
+    """
+
+    ref: ManifestRef
+    manifest: Manifest
+    refs: Column
+    counts: Column
+    own: Column
+    keys: Column
+    is_child: bool = False
+
+
+@dataclass(slots=True)
+class Moved:
+    """The objects that a copy has put.
+
+    Attributes:
+        top: the manifests that the record names.
+        below: the children of roots, if several ranks have saved the snapshot.
+        sizes: of every object put, by key [bytes].
+        read_bytes: of packs and manifests of the source.
+        blobs: how many were moved.
+    """
+
+    top: Written = field(default_factory=Written)
+    below: Written = field(default_factory=Written)
+    sizes: dict[str, int] = field(default_factory=dict)
+    read_bytes: int = 0
+    blobs: int = 0
+
+
+def move(
+    context: Context,
+    session: AnySession,
+    source: ObjectStore,
+    manifests: Sequence[tuple[ManifestRef, Manifest]],
+    bases: Bases,
+) -> Moved:
+    """Move the blobs of one snapshot, and write its manifests; all of it is durable on return.
+
+    Args:
+        context: of the destination.
+        source: where the packs of the manifests lie.
+        manifests: of the snapshot: each root, then its children.
+        bases: the chunks of the destination that may be referenced.
+
+    Raises:
+        IntegrityError, FormatError: a pack of the source is missing or damaged, or does not hold what a manifest says;
+            the error names it.
+        StorageError: one of the stores failed.
+    """
+    chunk_bytes = max((m.header.chunk_bytes for _, m in manifests), default=0)
+    packs = PackUploader(session, context.options.pack_bytes, chunk_bytes)
+    mover = _Mover(context, session, source, bases, packs)
+    try:
+        mover.move_blobs(manifests)
+        mover.write_manifests()
+    finally:
+        packs.close()
+        for buffer in packs.idle:
+            context.engines.cpu.give_back(buffer)
+    return mover.moved
+
+
+class _Known:
+    """The references of the bases, found by the digests of the chunks for which they stand."""
+
+    def __init__(self, bases: Bases) -> None:
+        self.table = table = bases.table
+        rows = np.repeat(np.arange(len(table)), table.ref_counts)
+        refs = np.flatnonzero(bases.usable[rows]) if len(rows) else np.zeros(0, np.int64)
+        keys = _strings(table.ref_digests[refs])
+        order = np.argsort(keys, kind="stable")
+        self._refs, self._keys = refs[order], keys[order]
+        self._lengths, self._ends = table.lengths[rows], table.starts[1:][rows]
+
+    def cuts(self, table: ChunkTable) -> tuple[Column, Column, Column]:
+        """Find where the chains of another repository's chunks go on in chains that the bases have.
+
+        A chain goes on in one that has as many links at most, so that no restore takes longer than in the source.
+
+        Returns:
+            For each chunk: how many links are its own; the reference of the bases that follows; how many follow.
+        """
+        own = table.ref_counts.astype(np.int64)
+        none = np.zeros(len(table), np.int64)
+        if not len(self._keys) or not len(table):
+            return own, none, none
+        wanted = _strings(table.ref_digests)
+        at = np.minimum(np.searchsorted(self._keys, wanted), len(self._keys) - 1)
+        refs = self._refs[at]
+        rows = np.repeat(np.arange(len(table)), own)
+        numbers = np.arange(len(wanted))
+        follow = self._ends[refs] - refs
+        fits = (self._keys[at] == wanted) & (self._lengths[refs] == table.lengths[rows])
+        fits &= follow <= table.starts[1:][rows] - numbers
+        first = np.minimum.reduceat(np.where(fits, numbers, len(wanted)), table.starts[:-1])
+        found = np.flatnonzero(first < len(wanted))
+        base, count = none.copy(), none.copy()
+        base[found], count[found] = refs[first[found]], follow[first[found]]
+        own[found] = first[found] - table.starts[found]
+        return own, base, count
+
+
+class _Mover:
+    """One snapshot on its way."""
+
+    def __init__(
+        self, context: Context, session: AnySession, source: ObjectStore, bases: Bases, packs: PackUploader
+    ) -> None:
+        self._context, self._session, self._source, self._bases, self._packs = context, session, source, bases, packs
+        self.moved = Moved()
+        self._parts: list[_Part] = []
+        self._names: dict[str, int] = {}  # packs of the source
+        self._sizes: list[int] = []
+        self._keys = self._places = np.zeros(0, np.int64)  # of all blobs; their places: pack and offset, as keys are
+
+    # -- blobs
+
+    def move_blobs(self, manifests: Sequence[tuple[ManifestRef, Manifest]]) -> None:
+        """Choose the blobs that the destination lacks, and put each beside others of a manifest that needs it."""
+        known = _Known(self._bases)
+        children: set[str] = set()
+        for ref, m in manifests:
+            self._parts.append(self._part(ref, m, known))
+            self._parts[-1].is_child = ref.sha256 in children
+            children.update(child.sha256 for child in m.header.children)
+        self.moved.read_bytes = sum(ref.size_bytes for ref, _ in manifests)
+        joined = np.concatenate([part.keys for part in self._parts] or [np.zeros(0, np.int64)])
+        self._keys, firsts = np.unique(joined, return_index=True)
+        self._places = np.zeros(len(self._keys), np.int64)
+        ends = np.cumsum([len(part.keys) for part in self._parts])
+        of = np.searchsorted(ends, firsts, "right")
+        names = list(self._names)
+        with Threads(READ_AHEAD) as readers:
+            for number, part in enumerate(self._parts):
+                chosen = np.flatnonzero(of == number)
+                if not len(chosen):
+                    continue
+                self._packs.begin(part.manifest.header.rank, part.manifest.header.part)
+                refs = part.own[firsts[chosen] - (ends[number] - len(part.keys))]
+                groups = self._keys[chosen] >> OFFSET_BITS
+                for pack, data in self._read_packs(np.unique(groups).tolist(), names, readers):
+                    here = groups == pack
+                    self._move(part.manifest.table, refs[here], chosen[here], data, pack_key(names[pack]))
+                    self._session.heartbeat()
+        self._packs.seal()
+        self._packs.finish()
+        self.moved.blobs = len(self._keys)
+        self.moved.sizes = dict(zip(map(pack_key, self._packs.names), self._packs.sizes, strict=True))
+
+    def _part(self, ref: ManifestRef, m: Manifest, known: _Known) -> _Part:
+        """Choose for each chunk which links of its chain are moved, and which ones of the bases follow."""
+        table = m.table
+        own, base, follow = known.cuts(table)
+        starts, counts = np.empty(2 * len(table), np.int64), np.empty(2 * len(table), np.int64)
+        starts[0::2], starts[1::2] = table.starts[:-1], len(table.ref_kinds) + base
+        counts[0::2], counts[1::2] = own, follow
+        refs = spans(starts, counts)
+        moved = refs[refs < len(table.ref_kinds)]
+        for name, size in m.own_packs.items():
+            if size >> OFFSET_BITS:
+                raise FormatError(f"{ref.key}: {pack_key(name)} of {size} bytes; no snapstore writes such a pack")
+            if self._names.setdefault(name, len(self._names)) == len(self._sizes):
+                self._sizes.append(size)
+        numbers = np.array([self._names.get(name, 0) for name in m.header.pack_names] or [0], np.int64)
+        keys = (numbers[table.ref_packs[moved]] << OFFSET_BITS) + table.ref_offsets[moved].astype(np.int64)
+        return _Part(ref, m, refs, own + follow, moved, keys)
+
+    def _read_packs(self, packs: Sequence[int], names: Sequence[str], readers: Threads) -> Iterator[tuple[int, bytes]]:
+        """Yield packs of the source, some read ahead."""
+        ahead: deque[tuple[int, Callable[[], list[bytes]]]] = deque()
+        for pack in packs:
+            while ahead and (
+                len(ahead) >= READ_AHEAD
+                or sum(self._sizes[other] for other, _ in ahead) + self._sizes[pack] > READ_AHEAD_BYTES
+            ):
+                number, read = ahead.popleft()
+                yield number, read()[0]
+            ahead.append((pack, readers.start(lambda n: self._read_pack(names[n], self._sizes[n]), [pack])))
+        for number, read in ahead:
+            yield number, read()[0]
+
+    def _read_pack(self, name: str, size_bytes: int) -> bytes:
+        """Read a pack of the source, and compare it with its name.
+
+        Raises:
+            IntegrityError: it is missing, or damaged.
+        """
+        key = pack_key(name)
+        try:
+            data = self._source.get(key, limit_bytes=size_bytes)
+        except NotFoundError as error:
+            raise IntegrityError(f"{strip_hint(error)}: a pack is missing; run 'snapstore check' there") from error
+        except FormatError as error:
+            raise IntegrityError(f"{key} in {self._source.url}: larger than the {size_bytes} bytes recorded") from error
+        if len(data) != size_bytes or (got := hashlib.sha256(data).hexdigest()) != name:
+            found = f"{len(data)} bytes" if len(data) != size_bytes else f"bytes with the SHA-256 {got}"
+            raise IntegrityError(
+                f"{key} in {self._source.url}: expected {size_bytes} bytes with the SHA-256 in its name, got {found}: "
+                "the pack is damaged; run 'snapstore check --read-data' there"
+            )
+        self.moved.read_bytes += size_bytes
+        return data
+
+    def _move(self, table: ChunkTable, refs: Column, chosen: Column, data: bytes, where: str) -> None:
+        """Put blobs of one pack of the source.
+
+        Args:
+            table, refs: the references that name them, (n,).
+            chosen: their numbers among all blobs, (n,).
+        """
+        rows = np.searchsorted(table.starts, refs, "right") - 1
+        stored, engine = memoryview(data), self._context.engines.cpu
+        for batch in batches(table.ref_lengths[refs], engine):
+            found = []
+            for ref, row in zip(refs[batch].tolist(), rows[batch].tolist(), strict=True):
+                offset = int(table.ref_offsets[ref])
+                one = stored[offset : offset + int(table.ref_lengths[ref])]
+                _compare(blob.parse(one, f"{where} at {offset}"), table, ref, row, f"{where} at {offset}")
+                found.append(one)
+            numbers, offsets = self._packs.add(stored_of(found), engine)
+            self._places[chosen[batch]] = (numbers << OFFSET_BITS) + offsets
+
+    # -- manifests
+
+    def write_manifests(self) -> None:
+        """Put the manifests, children before their roots, and their list, if some are other snapshots'."""
+        puts: list[tuple[str, bytes]] = []
+        renamed: dict[str, ManifestRef] = {}
+        for part in sorted(self._parts, key=lambda part: not part.is_child):
+            contents = self._contents(part)
+            if part.manifest.header.children:
+                contents = self._root(part, contents, renamed)
+            puts += self._add(self.moved.below if part.is_child else self.moved.top, part, contents, renamed)
+        puts += self.moved.top.add_list(self._session)
+        for durable in [self._packs.start_put(key, data) for key, data in puts]:
+            durable()
+        self.moved.sizes |= self.moved.below.sizes | self.moved.top.sizes
+
+    def _add(
+        self, written: Written, part: _Part, contents: manifest.ManifestContents, renamed: dict[str, ManifestRef]
+    ) -> list[tuple[str, bytes]]:
+        """Add a manifest, and note its new reference; return what is to be put for it."""
+        puts = written.add(self._session, manifest.encode(contents), self._bases.manifests)
+        written.manifests[-1] = msgspec.structs.replace(written.manifests[-1], unknown=part.ref.unknown)
+        renamed[part.ref.sha256] = written.manifests[-1]
+        return puts
+
+    def _contents(self, part: _Part) -> manifest.ManifestContents:
+        """Return what a manifest says in the destination."""
+        m, bases = part.manifest, self._bases
+        columns = {
+            name: np.concatenate([getattr(m.table, name), getattr(bases.table, name)])[part.refs] for name in _PER_REF
+        }
+        is_own = part.refs < len(m.table.ref_kinds)
+        places = self._places[np.searchsorted(self._keys, part.keys)]
+        numbers, offsets = columns["ref_packs"].astype(np.int64) + len(self._packs.names), columns["ref_offsets"]
+        numbers[is_own], offsets[is_own] = places >> OFFSET_BITS, places & ((1 << OFFSET_BITS) - 1)
+        used, numbers = np.unique(numbers, return_inverse=True)
+        names, sizes = [*self._packs.names, *bases.packs], [*self._packs.sizes, *bases.pack_sizes]
+        columns |= {"ref_packs": numbers.astype(np.uint32), "ref_counts": part.counts.astype(np.uint16)}
+        return replace(
+            manifest.ManifestContents.of(m),
+            save_id=bytes.fromhex(self._session.id),
+            made_for=self._session.made_for,
+            table=replace(m.table, **columns),
+            packs=[names[n] for n in used.tolist()],
+            pack_sizes=[sizes[n] for n in used.tolist()],
+        )
+
+    def _root(
+        self, part: _Part, contents: manifest.ManifestContents, renamed: dict[str, ManifestRef]
+    ) -> manifest.ManifestContents:
+        """Return what a root says: the children as they are in the destination, and all of their packs."""
+        packs = dict(zip(contents.packs, contents.pack_sizes, strict=True))  # its own come first
+        depth = int(contents.table.depths.max(initial=0))
+        below = dict(zip((ref.sha256 for ref in self.moved.below.manifests), self.moved.below.in_memory, strict=True))
+        children = [renamed[child.sha256] for child in part.manifest.header.children]
+        for child in children:
+            header = below[child.sha256].header
+            depth = max(depth, header.depth)
+            packs.update(zip(header.pack_names, header.pack_size_list, strict=True))
+        names, sizes = list(packs), list(packs.values())
+        return replace(contents, packs=names, pack_sizes=sizes, children=children, depth=depth)
+
+
+def _compare(header: blob.Header, table: ChunkTable, ref: int, row: int, where: str) -> None:
+    """Compare a blob with the reference that names it.
+
+    Raises:
+        IntegrityError: it is another one.
+    """
+    kind = int(table.ref_kinds[ref])
+    base = table.ref_digests[ref + 1].tobytes() if kind == blob.DIFFERENCE else blob.NO_BASE
+    got = (header.transform, header.digest, header.base, header.raw_bytes, blob.length_of(header))
+    expected = (kind, table.ref_digests[ref].tobytes(), base, int(table.lengths[row]), int(table.ref_lengths[ref]))
+    if got != expected:
+        raise IntegrityError(f"{where}: another blob than the manifest says; run 'snapstore check --read-data' there")
+
+
+def _strings(digests: Column) -> Column:
+    """Return digests (n, 16) as strings of 16 bytes, which NumPy sorts and compares in full."""
+    return np.ascontiguousarray(digests).view("S16").reshape(-1)

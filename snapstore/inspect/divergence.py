@@ -1,0 +1,180 @@
+"""Divergence: the first step, tensor and element at which two runs differ.
+
+In: two runs, or two snapshots. Out: a DivergenceResult. The common steps are walked in ascending order. A binary search
+would be wrong: runs that have diverged may meet again, as two runs that restore the same snapshot do. Manifests are
+compared by their digests; the chunks of one tensor alone are read, from the first whose digests differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from .. import retention
+from ..arrays import Bytes
+from ..catalog.history import View
+from ..context import Context
+from ..errors import NotFoundError
+from ..format.manifest import Box, Manifest
+from ..format.records import Snapshot
+from ..restore.manifests import read_manifests, require_decoding
+from ..state.arrays import from_bytes
+from ..state.containers import display
+from ..state.tensors import TensorSpec
+from ..text import some
+from .diff import naming, pieces_of
+from .stored_tensors import StoredTensor, boxes_of, chunks_of, tensors_by_path
+
+#: An error names at most so many steps.
+STEPS_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class DivergenceResult:
+    """The first difference of two runs.
+
+    Attributes:
+        steps: that were compared, in their order; the last one is the first that differs, if any does.
+        a, b: the two snapshots of the last step.
+        path: dotted path of the first tensor that differs, in the order of the save; "" if a tensor without a name
+            does, None if none does.
+        index: of its first element that differs, one number per dimension; None if the tensors cannot be compared.
+        chunk: the number of the chunk of the tensor in C order that has this element.
+        before, after: the element in a and in b, as text.
+        note: why there is no element, such as another shape.
+    """
+
+    steps: list[int]
+    a: Snapshot
+    b: Snapshot
+    path: str | None = None
+    index: tuple[int, ...] | None = None
+    chunk: int | None = None
+    before: str = ""
+    after: str = ""
+    note: str = ""
+
+    def __bool__(self) -> bool:
+        return self.path is not None
+
+
+def first_difference(context: Context, a: str, b: str) -> DivergenceResult:
+    """Return where two runs, or the snapshots that two references name, first differ. Plain values are not compared.
+
+    Raises:
+        NotFoundError: a name is of no run, or the runs have no step in common.
+        IntegrityError, FormatError: an object that must be read is damaged.
+        CapabilityError: the comparison must decode more than the limits allow.
+    """
+    steps: list[int] = []
+    for one, other in _pairs(context.index.refresh(), a, b):
+        steps.append(one.step)
+        found = _compare(context, one, other)
+        if found is not None:
+            return DivergenceResult(steps, one, other, *found)
+    return DivergenceResult(steps, one, other)
+
+
+def _pairs(view: View, a: str, b: str) -> list[tuple[Snapshot, Snapshot]]:
+    """Return the snapshots to compare, in ascending order of their steps."""
+    runs = view.runs()
+    if a not in runs and b not in runs:
+        return [(view.resolve(a), view.resolve(b))]
+    if missing := [name for name in (a, b) if name not in runs]:
+        raise NotFoundError(f"run {missing[0]!r}: no such run in this repository; runs: {', '.join(runs)}")
+    by_step = [{snapshot.step: snapshot for snapshot in retention.current(view.snapshots(run))} for run in (a, b)]
+    common = sorted(by_step[0].keys() & by_step[1].keys())
+    if not common:
+        texts = [
+            f"{run!r} has {some(list(map(str, sorted(of))), STEPS_NAMED)}"
+            for run, of in zip((a, b), by_step, strict=True)
+        ]
+        raise NotFoundError(f"runs {a!r} and {b!r} have no step in common: {', '.join(texts)}")
+    return [(by_step[0][step], by_step[1][step]) for step in common]
+
+
+_Found = tuple[str, tuple[int, ...] | None, int | None, str, str, str]
+
+
+def _compare(context: Context, a: Snapshot, b: Snapshot) -> _Found | None:
+    """Return path, index, chunk, both values and note of the first difference; None if all tensors are the same."""
+    if a.manifests == b.manifests:
+        return None
+    found = []
+    for snapshot in (a, b):
+        with naming(snapshot):
+            manifests = read_manifests(context.store, context.engines.digest_seed, snapshot)
+            found.append(tensors_by_path(context, snapshot.manifests, manifests))
+    before, after = found
+    for key in [*before, *(key for key in after if key not in before)]:
+        path = display(key[0])
+        if key not in before or key not in after:
+            return path, None, None, "", "", f"only in {(a if key in before else b).ref}"
+        one, other = before[key].spec, after[key].spec
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            note = f"{one.dtype} {list(one.shape)} -> {other.dtype} {list(other.shape)}"
+            return path, None, None, "", "", note
+        if before[key].fingerprint != after[key].fingerprint:
+            place = _first_byte(context, (a, before[key]), (b, after[key]))
+            if place is not None:
+                at, texts = place[0] // one.itemsize, [_text(data, one) for data in place[1:]]
+                if texts[0] == texts[1]:  # such as NaNs of other bits
+                    texts = [
+                        f"{text} (0x{data[::-1].tobytes().hex()})" for text, data in zip(texts, place[1:], strict=True)
+                    ]
+                index = tuple(int(n) for n in np.unravel_index(at, one.shape)) if one.shape else ()
+                return path, index, place[0] // context.config.chunk_bytes, texts[0], texts[1], ""
+    return None
+
+
+_Place = tuple[Snapshot, StoredTensor]
+
+
+def _first_byte(context: Context, a: _Place, b: _Place) -> tuple[int, Bytes, Bytes] | None:
+    """Return where the first element that differs begins [bytes], and its bytes in both; None: all are the same."""
+    require_decoding(context.store, [*a[1].pieces, *b[1].pieces], f"comparing {a[0].ref} and {b[0].ref}:")
+    itemsize, chunked = a[1].spec.itemsize, (_chunked(a[1]), _chunked(b[1]))
+    start, pieces = 0, (pieces_of(context, *a), pieces_of(context, *b))
+    if chunked[0] is not None and chunked[1] is not None:
+        whole = chunked[0], chunked[1]
+        rows = [slice(box.first_chunk, box.first_chunk + box.chunks) for _, box in whole]
+        tables = [m.table for m, _ in whole]
+        if np.array_equal(tables[0].lengths[rows[0]], tables[1].lengths[rows[1]]):
+            differs = (tables[0].digests[rows[0]] != tables[1].digests[rows[1]]).any(axis=1)
+            first = int(np.argmax(differs))
+            start = int(tables[0].lengths[rows[0]][:first].sum(dtype=np.int64))
+            pieces = _from(context, a[0], whole[0], first), _from(context, b[0], whole[1], first)
+    for one, other in zip(*pieces, strict=True):
+        different = np.flatnonzero(one != other)
+        if different.size:
+            at = (start + int(different[0])) // itemsize * itemsize - start
+            at = max(at, 0)
+            return start + at, one[at : at + itemsize], other[at : at + itemsize]
+        start += len(one)
+    return None
+
+
+def _chunked(stored: StoredTensor) -> tuple[Manifest, Box] | None:
+    """Return the manifest and box of a tensor that lies in one box of chunks; None of any other."""
+    if len(stored.pieces) != 1:
+        return None
+    m, entry = stored.pieces[0]
+    boxes = list(boxes_of(m, entry))
+    return (m, boxes[0][0]) if len(boxes) == 1 and boxes[0][1] is None else None
+
+
+def _from(context: Context, snapshot: Snapshot, chunked: tuple[Manifest, Box], first: int) -> Iterator[Bytes]:
+    with naming(snapshot):
+        yield from chunks_of(context, *chunked, first)
+
+
+def _text(data: Bytes, spec: TensorSpec) -> str:
+    """Return an element as text: its value, or its bytes if it has none."""
+    if spec.kind != "bytes":
+        with suppress(TypeError, RuntimeError, NotImplementedError):
+            return str(from_bytes(data.copy(), msgspec.structs.replace(spec, shape=()), None).item())
+    return f"0x{data[::-1].tobytes().hex()}"

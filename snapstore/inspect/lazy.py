@@ -1,0 +1,319 @@
+"""Lazy tensors: the tensors of a snapshot by name, read in slices.
+
+In: a reference. Out: a mapping of dotted paths to handles, which know shape and dtype and read nothing until they are
+asked. A slice reads the chunks that hold an element of it, each checked against its digest. It makes no difference
+whether one process or several ranks saved the tensor: the boxes of the ranks are put together.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import index as as_int
+from types import EllipsisType
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ..arrays import Bytes
+from ..chunks import limits
+from ..chunks.reader import ChunkReader, Wanted
+from ..context import Context
+from ..errors import FormatError, IntegrityError, InvalidInputError, out_of_memory
+from ..format import boxes
+from ..format.records import Snapshot
+from ..restore.overlaps import Overlap, Reads, StoredBox, overlap_of
+from ..restore.pipeline import require_decoding_of
+from ..restore.streaming import OpenSnapshot
+from ..state.arrays import as_bytes, new_array
+from ..state.fit import Fit
+from ..state.restore_buffers import Want
+from ..state.tensors import Slot, TensorSpec
+from ..text import counted
+
+#: A selection with steps is read in boxes of at most this much, unless it needs nearly all of a larger one [bytes].
+PIECE_BYTES = 64 * 1024 * 1024
+Index = Any  # an int, a slice, an ellipsis, or a tuple of these
+
+
+def open_tensors(context: Context, ref: str, *, keys: str | Sequence[str] | Fit | None = None) -> LazyTensors:
+    """Return the tensors of a snapshot as handles; only the manifests of parts that `keys` can match are read.
+
+    Raises:
+        NotFoundError: the reference or a key names nothing.
+        InvalidInputError: two tensors have the same dotted path.
+        IntegrityError, FormatError: the snapshot is damaged.
+    """
+    opened = OpenSnapshot.of(context, ref, keys)
+    reader, handles = _Reader(context, opened), dict[str, TensorHandle]()
+    for named in opened.places:
+        for name, slot in named:
+            if name in handles:
+                raise InvalidInputError(
+                    f"{opened.snapshot.ref}: two tensors have the path {name!r}; read them with named_tensors"
+                )
+            handles[name] = TensorHandle(name, _Place(reader, slot, opened.spec(slot)))
+    return LazyTensors(opened.snapshot, handles)
+
+
+class LazyTensors(Mapping[str, "TensorHandle"]):
+    """The tensors and arrays of one snapshot, by dotted path, in the order in which they were saved.
+
+    They can be read after the snapshot is rewritten too. Any thread may use them.
+
+    Attributes:
+        snapshot: as it was found.
+    """
+
+    def __init__(self, snapshot: Snapshot, handles: dict[str, TensorHandle]) -> None:
+        self.snapshot, self._handles = snapshot, handles
+
+    def __getitem__(self, name: str) -> TensorHandle:
+        return self._handles[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._handles)
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def __repr__(self) -> str:
+        return f"LazyTensors({self.snapshot.ref!r}, {counted(len(self), 'tensor')})"
+
+
+class _Reader:
+    """Reads chunks of a snapshot, and goes on if it is rewritten meanwhile."""
+
+    def __init__(self, context: Context, opened: OpenSnapshot) -> None:
+        self._context, self._opened, self._lock = context, opened, threading.Lock()
+        self.ref = opened.snapshot.ref
+
+    def run(self, action: Callable[[OpenSnapshot], None]) -> None:
+        """Do something with the packs as they are now."""
+        while True:
+            opened = self._opened
+            try:
+                return action(opened)
+            except (IntegrityError, FormatError) as error:
+                with self._lock:
+                    if self._opened is opened:  # else another thread was first
+                        self._opened = opened.reopened(error)
+            finally:
+                self._context.engines.release_memory()
+
+    def fill(self, overlaps: Sequence[Overlap], home: Bytes) -> None:
+        """Read the chunks of overlaps, and put their bytes into memory."""
+        context = self._context
+        require_decoding_of(context, {Want(0, 0): overlaps}, f"{self.ref}: reading")
+        reads = Reads(lambda memory, nbytes: context.engines.of(memory).empty(nbytes))
+
+        def wanted() -> Iterator[Wanted]:
+            for overlap in overlaps:
+                yield from reads.of(overlap, home)
+
+        for count in ChunkReader(context).rebuild(wanted()):
+            reads.arrived(count)
+        reads.arrived(0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor is stored."""
+
+    reader: _Reader
+    slot: Slot
+    spec: TensorSpec
+
+
+class TensorHandle:
+    """One stored tensor or array. `handle[10:20, :]` and `read()` return its values; nothing else reads.
+
+    An index is ints, slices with positive steps and `...`, as in NumPy. Tensors come as torch.Tensor in host memory
+    without a gradient, arrays as numpy.ndarray.
+
+    Attributes:
+        name: dotted path.
+        kind: "tensor", "parameter" or "array".
+        dtype: torch's name ("bfloat16") or NumPy's `dtype.str` ("<f4").
+        shape: of the whole tensor.
+    """
+
+    def __init__(self, name: str, place: Any) -> None:
+        self._reader, self._slot, self._spec = place.reader, place.slot, place.spec
+        self.name: str = name
+        self.kind: str = self._spec.kind
+        self.dtype: str = self._spec.dtype
+        self.shape: tuple[int, ...] = self._spec.shape
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all elements."""
+        return int(self._spec.nbytes)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError(f"{self.name}: a tensor without dimensions has no length")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"TensorHandle({self.name!r}, {self.dtype}, {list(self.shape)})"
+
+    def read(self) -> Any:
+        """Return the whole tensor or array. Raises as an index does."""
+        return self[...]
+
+    def __getitem__(self, index: Index) -> Any:
+        """Return the selected elements.
+
+        Raises:
+            IndexError: an int is out of range, or there are more of them than dimensions.
+            InvalidInputError: None, lists, masks and steps below 1 select nothing here.
+            NotFoundError: the snapshot was deleted meanwhile.
+            IntegrityError, FormatError: a chunk is damaged.
+            CapabilityError: there is no memory for the result, or it takes more decoding than its bytes explain.
+        """
+        ranges, kept = _selected(index, self.shape, self.name)
+        shape = tuple(len(of) for of, keep in zip(ranges, kept, strict=True) if keep)
+        spec = msgspec.structs.replace(self._spec, shape=shape)
+        what = f"{self._reader.ref}: reading {self.name}"
+        limits.require_memory(spec.nbytes, what)
+        with out_of_memory(what, "read less of it at a time"):
+            value = new_array(spec, None)
+            if spec.nbytes:
+                self._reader.run(lambda opened: self._read(opened, ranges, as_bytes(value)))
+        return value
+
+    def read_bytes(self, first: int, end: int) -> Bytes:
+        """Return the bytes [first, end) of the tensor in C order, (end - first,) uint8; both are within it.
+
+        Raises as an index does.
+        """
+        if not 0 <= first <= end <= self.nbytes:
+            raise InvalidInputError(f"{self.name}: bytes {first} to {end} of {self.nbytes}")
+        itemsize = self._spec.itemsize
+        begin, stop = first // itemsize, -(-end // itemsize)
+        what = f"{self._reader.ref}: reading {self.name}"
+        limits.require_memory((stop - begin) * itemsize, what)
+        with out_of_memory(what, "read less of it at a time"):
+            home = np.empty((stop - begin) * itemsize, np.uint8)
+            if first < end:
+                self._reader.run(lambda opened: self._read_span(opened, begin, stop, home))
+        return home[first - begin * itemsize : end - begin * itemsize]
+
+    def _read(self, opened: OpenSnapshot, ranges: Sequence[range], home: Bytes) -> None:
+        """Read a selection, which is not empty, into memory of its size."""
+        itemsize = self._spec.itemsize
+        there = home.reshape(*map(len, ranges), itemsize)
+        for place, piece in _pieces(ranges, itemsize):
+            offsets, sizes = tuple(of[0] for of in piece), tuple(of[-1] - of[0] + 1 for of in piece)
+            steps = [of.step if len(of) > 1 else 1 for of in piece]
+            want = Want(self._slot.part, self._slot.index, ((offsets, sizes),))
+            overlaps = opened.sources.overlaps([want])[want]
+            if max(steps, default=1) == 1 and there[place].size == home.size:
+                self._reader.fill(overlaps, home)
+                continue
+            box = np.empty(math.prod(sizes) * itemsize, np.uint8)
+            self._reader.fill(list(_only(overlaps, steps)), box)
+            there[place] = box.reshape(*sizes, itemsize)[tuple(slice(None, None, step) for step in steps)]
+
+    def _read_span(self, opened: OpenSnapshot, begin: int, stop: int, home: Bytes) -> None:
+        """Read elements that follow each other in C order; begin < stop."""
+        wanted = tuple(boxes.span_boxes(begin, stop, self.shape)) if self.shape else None
+        want = Want(self._slot.part, self._slot.index, wanted)
+        overlaps = opened.sources.overlaps([want])[want]
+        stored = overlaps[0].stored
+        if tuple(stored.sizes) == self.shape:  # all of it lies in one row of chunks: none is read twice
+            flat = StoredBox(stored.m, [0], [self.size], stored.first_chunk, stored.chunks, stored.inline)
+            overlap = overlap_of(flat, ([begin], [stop - begin]), self._spec.itemsize, 0)
+            overlaps = [overlap] if overlap is not None else []
+        self._reader.fill(overlaps, home)
+
+
+def _selected(index: Index, shape: Sequence[int], name: str) -> tuple[list[range], list[bool]]:
+    """Return the places that an index selects of each dimension, and whether the result has the dimension."""
+    given = list(index) if isinstance(index, tuple) else [index]
+    dots = [at for at, one in enumerate(given) if isinstance(one, EllipsisType)]
+    if len(dots) > 1:
+        raise IndexError(f"{name}: an index has at most one ellipsis")
+    missing = len(shape) - len(given) + len(dots)
+    if missing < 0:
+        raise IndexError(f"{name}: {len(given) - len(dots)} indices for {len(shape)} dimensions")
+    at = dots[0] if dots else len(given)
+    given[at : at + 1] = [slice(None)] * missing
+    ranges = [_range(one, size, name) for one, size in zip(given, shape, strict=True)]
+    return ranges, [isinstance(one, slice) for one in given]
+
+
+def _range(one: Any, size: int, name: str) -> range:
+    """Return the places of one dimension that an int or a slice selects."""
+    if isinstance(one, slice):
+        try:
+            found = range(*one.indices(size))
+        except (TypeError, ValueError) as error:
+            raise InvalidInputError(f"{name}: index {one}: {error}") from error
+        if found.step < 1:
+            raise InvalidInputError(f"{name}: index {one}: expected a step of 1 or more; read it, then flip the result")
+        return found
+    try:
+        place = as_int(one) if not isinstance(one, bool | np.bool_) else None
+    except TypeError:
+        place = None
+    if place is None:
+        raise InvalidInputError(
+            f"{name}: index {one!r}: expected ints, slices and an ellipsis; read a slice, then index the result"
+        )
+    if not -size <= place < size:
+        raise IndexError(f"{name}: index {place} is out of range of a dimension of {size}")
+    return range(place % size, place % size + 1)
+
+
+def _pieces(ranges: Sequence[range], itemsize: int) -> Iterator[tuple[tuple[slice, ...], list[range]]]:
+    """Yield (place in the result, places of each dimension) of pieces that are read one after the other.
+
+    A piece is read with all that lies between its elements.
+    """
+    todo = [([slice(0, len(of)) for of in ranges], list(ranges))]
+    while todo:
+        place, piece = todo.pop()
+        around = math.prod(of[-1] - of[0] + 1 for of in piece)
+        if around * itemsize <= PIECE_BYTES or around == math.prod(map(len, piece)):
+            yield tuple(place), piece
+            continue
+        at = next(at for at, of in enumerate(piece) if len(of) > 1)
+        middle = len(piece[at]) // 2
+        for part in (slice(middle, len(piece[at])), slice(0, middle)):
+            own = slice(place[at].start + part.start, place[at].start + part.stop)
+            todo.append(([*place[:at], own, *place[at + 1 :]], [*piece[:at], piece[at][part], *piece[at + 1 :]]))
+
+
+def _only(overlaps: Sequence[Overlap], steps: Sequence[int]) -> Iterator[Overlap]:
+    """Yield overlaps with the chunks alone that hold an element of every step-th row of the wanted box."""
+    for overlap in overlaps:
+        if not overlap.stored.chunks:
+            yield overlap
+            continue
+        skipped = [-at % step for at, step in zip(overlap.target_at[:-1], steps, strict=True)]
+        counts = [
+            (size - skip - 1) // step + 1 for size, skip, step in zip(overlap.sizes, skipped, steps, strict=False)
+        ]
+        at = [start + skip for start, skip in zip(overlap.stored_at, skipped, strict=False)]
+        if min(counts, default=1) < 1:
+            continue
+        around = [*at, 0], [*counts, overlap.sizes[-1]], overlap.stored_sizes, [*steps, 1]
+        before, behind = (
+            boxes.counts_before(places, *around) for places in (overlap.starts, overlap.starts + overlap.lengths)
+        )
+        yield replace(overlap, rows=overlap.rows[behind > before], starts=overlap.starts[behind > before])

@@ -1,0 +1,238 @@
+"""Snapshots of all that an `Accelerator` has prepared: models, optimizers, schedulers, loaders, custom objects.
+
+    accelerator.register_for_checkpointing(counter)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if snapshots.latest_step() is not None:
+        load_state(accelerator, snapshots)
+    ...
+    save_state(accelerator, snapshots, step)
+
+In: an Accelerator and a manager. Out: snapshots with the parts model, optimizer, scheduler, dataloader and custom (a
+second one is model_1, and so on), accelerator, rng, and scaler if there is one. With FSDP2 the tensors are sharded, and
+restore into any number of ranks. Names of weights are those of the unwrapped model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, Literal, SupportsFloat
+
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.utils.data import RandomSampler
+
+from ..errors import CapabilityError, InvalidInputError
+from ..format.records import Snapshot
+from ..manager import SnapshotManager
+from ..save.handle import SaveHandle
+from ..state.per_rank import PerRank
+from ..state.rng import RngState
+
+try:
+    import accelerate
+    from accelerate.data_loader import SeedableRandomSampler
+except ImportError as error:
+    raise CapabilityError(
+        f"accelerate: not installed here ({error}); install it with 'pip install \"snapstore[accelerate]\"'"
+    ) from error
+
+log = logging.getLogger("snapstore")
+
+
+def save_state(
+    accelerator: Any,
+    manager: SnapshotManager,
+    step: int,
+    *,
+    metrics: Mapping[str, SupportsFloat] | None = None,
+    tags: Sequence[str] = (),
+    force: bool = False,
+) -> SaveHandle:
+    """Snapshot all that the accelerator has prepared, and the objects registered for checkpointing.
+
+    It takes the place of `accelerator.save_state`, and returns as soon as the state may change again. Under
+    torch.distributed all ranks call it. Each keeps its own generators and positions of loaders. Custom objects are
+    equal on all ranks, unless their class has `per_rank = True`.
+
+    Args:
+        accelerator: an `accelerate.Accelerator` after `prepare`.
+        manager: made after the accelerator, which initialises torch.distributed.
+        step: of the snapshot; a step off the manager's interval is skipped unless `force`.
+        metrics, tags: see `SnapshotManager.save`.
+
+    Raises:
+        InvalidInputError: hooks are registered, or `ProjectConfiguration` deletes folders.
+        CapabilityError: FSDP1, DeepSpeed, Megatron, or a device other than CPU and CUDA.
+        SnapstoreError: see `SnapshotManager.save`.
+    """
+    _refuse(accelerator, "save")
+    if not (force or manager.should_save(step)):
+        return SaveHandle(skipped=True)
+    if not accelerator.sync_gradients:
+        log.warning("run=%s step=%d saved between two optimizer steps: without gradients", manager.run, step)
+    configuration = accelerator.project_configuration
+    configuration.iteration += 1
+    handle = SaveHandle(skipped=True)
+    try:
+        handle = manager.save(step, _Prepared(accelerator).state(), metrics=metrics, tags=tags, force=force)
+    finally:  # a save that failed does not count
+        configuration.iteration -= handle.skipped
+    return handle
+
+
+def load_state(
+    accelerator: Any,
+    manager: SnapshotManager,
+    step: int | str | None = None,
+    *,
+    per_rank: Literal["same", "drop"] | int = "same",
+) -> Snapshot:
+    """Fill all that the accelerator has prepared from a snapshot of `save_state`, and return the snapshot.
+
+    It takes the place of `accelerator.load_state`. `accelerator.step`, the number of saves and the epochs of the
+    loaders are set too, so that they shuffle as they did.
+
+    Args:
+        accelerator: after `prepare`, with the same number of models, optimizers and so on as at the save.
+        step: a step or tag; None: the newest.
+        per_rank: see `SnapshotManager.restore`; on another number of ranks pass "drop" or a rank.
+
+    Raises:
+        NotFoundError: the run has no such step.
+        InvalidInputError: the state does not fit what is prepared, or hooks are registered.
+        CapabilityError: as for `save_state`.
+        SnapstoreError: see `SnapshotManager.restore_into`.
+    """
+    _refuse(accelerator, "load")
+    prepared = _Prepared(accelerator)
+    state = prepared.state()
+    snapshot = manager.restore_into(state, step, per_rank=per_rank)
+    prepared.load(state)
+    return snapshot
+
+
+class _Prepared:
+    """All that an accelerator has prepared. It has no public list of it, so this class alone reads the private ones.
+
+    Raises:
+        CapabilityError: this release of accelerate keeps them elsewhere.
+    """
+
+    def __init__(self, accelerator: Any) -> None:
+        self.accelerator = accelerator
+        try:
+            self.models, self.optimizers = list(accelerator._models), list(accelerator._optimizers)
+            self.schedulers, self.loaders = list(accelerator._schedulers), list(accelerator._dataloaders)
+            self.custom = list(accelerator._custom_objects)
+        except AttributeError as error:
+            raise CapabilityError(
+                f"accelerate {accelerate.__version__}: keeps what it has prepared elsewhere than 1.15, with which "
+                f"this was tested: {error}"
+            ) from error
+
+    def state(self) -> dict[str, Any]:
+        """Return the objects of a snapshot, by part; of FSDP2 the sharded tensors."""
+        accelerator, state = self.accelerator, dict[str, Any]()
+        for number, model in enumerate(self.models):
+            whole = accelerator.unwrap_model(model, keep_torch_compile=False)
+            state[_name("model", number)] = get_model_state_dict(model) if accelerator.is_fsdp2 else whole
+        for number, optimizer in enumerate(self.optimizers):
+            inner = optimizer.optimizer
+            if accelerator.is_fsdp2:
+                inner = get_optimizer_state_dict(self.models[number], inner)
+            state[_name("optimizer", number)] = inner
+        for number, scheduler in enumerate(self.schedulers):
+            state[_name("scheduler", number)] = getattr(scheduler, "scheduler", scheduler)
+        for number, loader in enumerate(self.loaders):
+            state[_name("dataloader", number)] = PerRank(_Loader(loader))
+        for number, one in enumerate(self.custom):
+            state[_name("custom", number)] = one
+        if accelerator.scaler is not None:
+            state["scaler"] = accelerator.scaler
+        saves = accelerator.project_configuration.iteration
+        return state | {"accelerator": {"step": accelerator.step, "iteration": saves}, "rng": RngState()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Load what is not an object of a restored state."""
+        if self.accelerator.is_fsdp2:
+            for number, model in enumerate(self.models):
+                set_model_state_dict(model, state[_name("model", number)])
+            for number, optimizer in enumerate(self.optimizers):
+                set_optimizer_state_dict(self.models[number], optimizer.optimizer, state[_name("optimizer", number)])
+        self.accelerator.step = state["accelerator"]["step"]
+        self.accelerator.project_configuration.iteration = state["accelerator"]["iteration"]
+
+
+class _Loader:
+    """The epoch of a prepared loader, the seed of its shuffling, and its position if it is a StatefulDataLoader."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def _sampler(self) -> Any:
+        sampler = self.loader.get_sampler() if hasattr(self.loader, "get_sampler") else None
+        if isinstance(sampler, SeedableRandomSampler):
+            return sampler
+        if isinstance(sampler, RandomSampler):
+            _warn_of_order()
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values, and the tensors of a loader's own state."""
+        state: dict[str, Any] = {"iteration": getattr(self.loader, "iteration", 0)}
+        if (sampler := self._sampler()) is not None:
+            state["sampler"] = {"initial_seed": sampler.initial_seed, "epoch": sampler.epoch}
+        if getattr(self.loader, "use_stateful_dataloader", False):
+            state["position"] = self.loader.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set them."""
+        if (sampler := self._sampler()) is not None and "sampler" in state:
+            sampler.initial_seed, sampler.epoch = state["sampler"]["initial_seed"], state["sampler"]["epoch"]
+        if hasattr(self.loader, "iteration"):
+            self.loader.iteration = state["iteration"]
+        if "position" in state:
+            self.loader.load_state_dict(state["position"])
+
+
+@cache
+def _warn_of_order() -> None:
+    """Say it once a process."""
+    log.warning(
+        "accelerate: the order of a loader with shuffle=True is not stored: a training that resumes in an epoch sees "
+        "other batches; pass dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True) to Accelerator"
+    )
+
+
+def _name(part: str, number: int) -> str:
+    return part if number == 0 else f"{part}_{number}"
+
+
+def _refuse(accelerator: Any, what: str) -> None:
+    """Raise for what cannot be saved or loaded: see `save_state`."""
+    kind = accelerator.distributed_type.value
+    covered = kind in ("NO", "MULTI_CPU", "MULTI_GPU") or accelerator.is_fsdp2
+    if not covered or accelerator.device.type not in ("cpu", "cuda"):
+        kind = "FSDP1" if kind == "FSDP" and not accelerator.is_fsdp2 else kind
+        raise CapabilityError(
+            f"accelerate: one process, DDP and FSDP2 are covered, on CPU and CUDA; got {kind} on "
+            f"{accelerator.device.type}; of FSDP pass FullyShardedDataParallelPlugin(fsdp_version=2)"
+        )
+    if getattr(accelerator, f"_{what}_model_state_pre_hook", None):
+        raise InvalidInputError(
+            f"register_{what}_state_pre_hook: a hook gets the path of a folder, and there is none; remove the hook, "
+            "and pass an object with state_dict and load_state_dict to register_for_checkpointing"
+        )
+    configuration = accelerator.project_configuration
+    if configuration.automatic_checkpoint_naming and configuration.total_limit is not None:
+        raise InvalidInputError(
+            f"ProjectConfiguration(total_limit={configuration.total_limit}): the manager deletes snapshots: pass "
+            f"keep=[KeepLast({configuration.total_limit})] to it, and leave total_limit out"
+        )

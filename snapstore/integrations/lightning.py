@@ -1,0 +1,419 @@
+"""Lightning: a CheckpointIO that leaves references in place of checkpoint files, and a callback with our policies.
+
+    Trainer(plugins=[SnapstoreCheckpointIO("/data/snapshots", run="exp1")])          # ModelCheckpoint stays as it is
+    Trainer(callbacks=[SnapshotCallback(partial(SnapshotManager, "/data/snapshots", run="exp1", ...))])
+
+In: the checkpoint that a Trainer dumps. Out: snapshots. Invariant: a reference file is written after the snapshot that
+it names is durable, and a snapshot is forgotten after the last file that this process wrote for it is gone. Both
+namespaces work, `lightning` and `pytorch_lightning`: the one that the program imported first, or both.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from ..errors import CapabilityError, InvalidInputError, NotFoundError, SnapstoreError
+from ..manager import SnapshotManager
+from ..options import SaveOptions
+from ..repository import Repository
+from ..retention import KeepBest
+from ..save.handle import SaveHandle
+from ..state.per_rank import PerRank
+from ..state.rng import RngState
+from . import references
+
+log = logging.getLogger("snapstore")
+
+_NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
+#: The releases in which the private names of `_connector` were looked at.
+_KNOWN = ((2, 5), (2, 6))
+_SHARDED, _REFUSED = ("FSDPStrategy", "ModelParallelStrategy"), ("DeepSpeedStrategy", "XLAStrategy", "XLAFSDPStrategy")
+#: The parts of a checkpoint that all ranks hold together; each rank keeps its own of the others.
+_TENSORS = ("state_dict", "optimizer_states")
+_OWN = "snapstore"
+
+
+def _import() -> list[Any]:
+    """Return the namespaces of Lightning that are imported; else the first that is installed."""
+    found = [sys.modules[name] for name in _NAMESPACES if name in sys.modules]
+    for name in () if found else _NAMESPACES:
+        with suppress(ModuleNotFoundError):
+            return [import_module(name)]
+    if not found:
+        raise CapabilityError("Lightning is not installed; run: pip install 'snapstore[lightning]'")
+    return found
+
+
+def _base(*path: str) -> Any:
+    """Return a class that Trainers of all namespaces take, from the class of each."""
+    kinds = dict.fromkeys(getattr(import_module(f"{one.__name__}.{path[0]}"), path[1]) for one in _import())
+    return type(path[1], tuple(kinds), {})
+
+
+_CheckpointIO: Any = _base("plugins.io", "CheckpointIO")
+_Checkpoint: Any = _base("callbacks", "Checkpoint")
+
+
+class SnapstoreCheckpointIO(_CheckpointIO):  # type: ignore[misc]  # a class of Lightning
+    """Stores checkpoints of a Trainer as snapshots of a run, and leaves a small reference file at each path.
+
+    The file is JSON: the repository, the run, the step and the id of the snapshot. `ModelCheckpoint`,
+    `fit(ckpt_path=)` and `Trainer.save_checkpoint` work as with files. One process writes: rank 0.
+
+    Args:
+        repository: a URL or path, where a repository is made if there is none; or an open Repository.
+        run: the name of the run.
+        async_save: `save_checkpoint` returns once the state is copied. The reference appears after the commit.
+        types: classes of values in a checkpoint, such as those of hyperparameters, to be made at a load.
+        options: how saves are stored, if the repository is opened here.
+
+    FSDP and ModelParallel strategies with sharded checkpoints do not use a CheckpointIO: take `SnapshotCallback`.
+    """
+
+    def __init__(
+        self,
+        repository: str | Path | Repository,
+        *,
+        run: str,
+        async_save: bool = True,
+        types: Sequence[type] = (),
+        options: SaveOptions | None = None,
+    ) -> None:
+        super().__init__()
+        self.run = run
+        self._where, self._options, self._types, self._async = repository, options, types, async_save
+        self._manager: SnapshotManager | None = None
+        self._worker: ThreadPoolExecutor | None = None
+        self._pending: list[Future[None]] = []
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        """Save a checkpoint, and write a reference to it at `path` once it is committed.
+
+        Args:
+            checkpoint: containers of tensors and plain values; its `global_step` is the step.
+            path: a local path, or a URL of fsspec.
+
+        Raises:
+            TypeError: with `storage_options`.
+            InvalidInputError: the checkpoint holds a value that cannot be saved, which is named.
+            SnapstoreError: this save failed, or an earlier one in the background.
+        """
+        if storage_options is not None:
+            raise TypeError("storage_options: SnapstoreCheckpointIO takes none; pass options=SaveOptions(...) to it")
+        self._wait(only_ended=True)
+        step = checkpoint.get("global_step", checkpoint.get("step", 0))
+        handle = self._opened().save(step, checkpoint, force=True, metadata={"path": os.fspath(path)})
+        self._do(self._publish, handle, os.fspath(path))
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Return the checkpoint that the reference at `path` names.
+
+        Args:
+            map_location: a device for all tensors; None or a function: host memory.
+            weights_only: nothing stored is pickled, so both are the same.
+
+        Raises:
+            NotFoundError: there is no file; or the snapshot that it names is gone.
+            FormatError: the file is no reference.
+            InvalidInputError: `map_location` is a dict.
+        """
+        self._wait()
+        if isinstance(map_location, dict):
+            raise InvalidInputError("map_location: expected a device or None; tensors are not mapped one by one")
+        device = "cpu" if map_location is None or callable(map_location) else map_location
+        named = references.read(os.fspath(path))
+        where = self._where if self._manager is None else self._manager.repository
+        with references.repository_of(named, path, where) as repository:
+            try:
+                return cast(
+                    dict[str, Any],
+                    repository.restore(f"id:{named['snapshot']}", device=device, types=self._types),
+                )
+            except NotFoundError as error:
+                raise references.gone(named, path, repository, error) from error
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Remove the reference at `path`, and forget its snapshot; its bytes are collected in the background.
+
+        A tagged snapshot is kept. Without a file nothing happens.
+        """
+        self._wait(only_ended=True)
+        self._do(self._remove, None, os.fspath(path))
+
+    def teardown(self) -> None:
+        """Wait for all saves and removals, close the repository, and raise what failed. Later calls open it again."""
+        try:
+            self._wait()
+        finally:
+            manager, self._manager = self._manager, None
+            worker, self._worker = self._worker, None
+            if worker is not None:
+                worker.shutdown()
+            if manager is not None:
+                manager.close()
+
+    # -- one after the other, in the background
+
+    def _opened(self) -> SnapshotManager:
+        if self._manager is None:
+            self._manager = SnapshotManager(
+                self._where, run=self.run, ranks=False, async_save=self._async, options=self._options
+            )
+        return self._manager
+
+    def _do(self, work: Callable[[SaveHandle | None, str], None], handle: SaveHandle | None, path: str) -> None:
+        if not self._async:
+            work(handle, path)
+            return
+        self._opened()
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="snapstore-references")
+        self._pending.append(self._worker.submit(work, handle, path))
+
+    def _wait(self, *, only_ended: bool = False) -> None:
+        """Raise the first error of work in the background, and drop what has ended."""
+        ended = [one for one in self._pending if one.done() or not only_ended]
+        self._pending = [one for one in self._pending if one not in ended]
+        for error in filter(None, [one.exception() for one in ended]):
+            raise error
+
+    def _publish(self, handle: SaveHandle | None, path: str) -> None:
+        """Write a reference once its snapshot is committed; forget the snapshot that it named before."""
+        assert handle is not None
+        try:
+            snapshot = handle.result()
+        except SnapstoreError:
+            with suppress(SnapstoreError):
+                self._opened().check_for_errors()  # it is raised here, and not by the next save again
+            raise
+        assert snapshot is not None
+        repository = self._opened().repository
+        before = references.find(path)
+        references.write(path, repository, snapshot)
+        if before is not None and before["snapshot"] != snapshot.id:
+            self._forget(before)
+
+    def _remove(self, _: SaveHandle | None, path: str) -> None:
+        named = references.find(path)
+        references.remove(path)
+        if named is not None:
+            self._forget(named)
+
+    def _forget(self, named: dict[str, Any]) -> None:
+        """Forget a snapshot that no file of this process names any more, and collect what only it needed."""
+        repository = self._opened().repository
+        if named["uuid"] != repository.config.uuid or named["run"] != self.run:
+            return  # a file of another run, copied here
+        try:
+            repository.forget_snapshots([f"id:{named['snapshot']}"], force=True)
+        except NotFoundError:
+            return
+        except InvalidInputError as error:
+            log.info("run=%s step=%s stays: %s", named["run"], named["step"], error)
+            return
+        repository.gc()
+
+
+# -- the callback
+
+
+class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightning
+    """Saves the whole state of a Trainer by the policies of a SnapshotManager, and resumes it.
+
+    A snapshot is Lightning's checkpoint (model, optimizers, schedulers, loops, callbacks, precision, datamodule,
+    hyperparameters), with the generators of python, NumPy and torch of each rank. On several ranks all save one
+    snapshot together; FSDP and ModelParallel strategies save what each rank holds.
+
+    Args:
+        manager: a SnapshotManager; or a function that makes one, which is called in `fit`, when the ranks of the job
+            are known: on several ranks pass a function. A manager that is made here is closed here.
+        when: "step": save behind a batch if the manager's `should_save` says so. "validation": save behind each
+            validation, when its metrics are there.
+        resume: "latest": `fit` goes on from the newest snapshot, if there is one and no `ckpt_path` is given; a step or
+            tag: from that one; None: it does not resume.
+        metrics: names in `trainer.callback_metrics` that are stored with a snapshot; those of `KeepBest` policies
+            always are. On several ranks log them with `sync_dist=True`.
+        per_rank: on a resume by another number of ranks: the rank whose loops, callbacks and generators all take.
+
+    Raises:
+        InvalidInputError: by `fit`: the strategy keeps its state in a way that this callback does not know.
+        CapabilityError: by `fit`: this release of Lightning lacks what the callback calls.
+    """
+
+    best_model_path = ""  # so that ckpt_path="best" is the error of Lightning that says what to do
+
+    def __init__(
+        self,
+        manager: SnapshotManager | Callable[[], SnapshotManager],
+        *,
+        when: Literal["step", "validation"] = "step",
+        resume: int | str | None = "latest",
+        metrics: Sequence[str] = (),
+        per_rank: Literal["same"] | int = "same",
+    ) -> None:
+        super().__init__()
+        if when not in ("step", "validation"):
+            raise InvalidInputError(f"when {when!r}: expected 'step' or 'validation'")
+        self._given, self._when, self._resume = manager, when, resume
+        self._metrics, self._per_rank = tuple(metrics), per_rank
+        self._manager: SnapshotManager | None = None
+        self._restored: dict[str, Any] | None = None  # that is being loaded
+        self._last_step = 0
+
+    # -- hooks of a fit, in this order
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Make the manager, and hand the newest snapshot to the Trainer, which loads it as it loads a file."""
+        if stage != "fit":
+            return
+        _require_known(trainer.strategy)
+        if self._manager is None:
+            self._manager = self._given if isinstance(self._given, SnapshotManager) else self._given()
+        manager, self._restored = self._manager, None
+        step = manager.latest_step() if self._resume == "latest" else self._resume
+        if step is not None and not _is_sharded(trainer.strategy):
+            self._restored = manager.restore(step, device="cpu", per_rank=self._per_rank)
+            _connector(trainer)._loaded_checkpoint = {k: v for k, v in self._restored.items() if k != _OWN}
+        elif step is not None:
+            self._restored = {"step": step}
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Load the tensors of a sharded strategy, which exist now; set the generators."""
+        if trainer.ckpt_path is not None:
+            self._restored = None  # the caller's checkpoint was loaded
+        if self._restored is None:
+            return
+        if _is_sharded(trainer.strategy):
+            self._restored = self._load_sharded(trainer, self._restored["step"])
+            _connector(trainer)._loaded_checkpoint = {k: v for k, v in self._restored.items() if k != _OWN}
+        self._set_generators()
+        log.info("run=%s resuming at step %d", self._opened().run, self._restored["global_step"])
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Set the generators again, unless an epoch begins here: the iterator of a loader has drawn a number."""
+        if self._restored is not None and not self._restored[_OWN]["begins_epoch"]:
+            self._set_generators()
+        self._restored = None
+        self._last_step = trainer.global_step  # until it grows, gradients are accumulated
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """Save if the manager wants this step."""
+        step = trainer.global_step
+        if self._when == "step" and step != self._last_step and self._opened().should_save(step):
+            self._save(trainer, step)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Save behind a validation within a fit."""
+        if self._when == "validation" and trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._save(trainer, trainer.global_step)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Wait for the last save, and raise what failed in the background."""
+        self._opened().wait_until_finished()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Close a manager that was made here, and tell the other ranks why."""
+        self._close(exception)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Close a manager that was made here."""
+        if stage == "fit":
+            self._close(None)
+
+    # -- helpers
+
+    def _opened(self) -> SnapshotManager:
+        assert self._manager is not None
+        return self._manager
+
+    def _close(self, error: BaseException | None) -> None:
+        manager, self._manager = self._manager, None
+        if manager is not None and manager is not self._given:
+            manager.__exit__(type(error) if error else None, error, None)
+
+    def _set_generators(self) -> None:
+        if self._restored is not None:
+            RngState().load_state_dict(self._restored[_OWN]["rng"])
+
+    def _save(self, trainer: Any, step: int) -> None:
+        manager = self._opened()
+        names = [*self._metrics, *(policy.metric for policy in manager.keep if isinstance(policy, KeepBest))]
+        logged = trainer.callback_metrics
+        metrics = {name: logged[name] for name in dict.fromkeys(names) if name in logged}
+        state = _connector(trainer).dump_checkpoint(weights_only=False)
+        if _is_sharded(trainer.strategy):
+            _require_sharded(state)
+        own = {"rng": RngState(), "begins_epoch": self._when == "step" and bool(trainer.is_last_batch)}
+        kept = {key: value if key in _TENSORS else PerRank(value) for key, value in state.items()}
+        metadata = {"lightning": [key for key in state if key not in _TENSORS]}
+        self._last_step = step
+        force = self._when == "validation"
+        manager.save(step, {**kept, _OWN: PerRank(own)}, metrics=metrics, metadata=metadata, force=force)
+
+    def _load_sharded(self, trainer: Any, step: int | str) -> dict[str, Any]:
+        """Fill the model and the optimizers of this rank; return the other parts of the checkpoint."""
+        from torch.distributed.checkpoint import state_dict as distributed
+
+        manager, model, optimizers = self._opened(), trainer.strategy.model, trainer.strategy.optimizers
+        names = manager.repository.snapshot(f"{manager.run}@{step}").metadata["lightning"]
+        target: dict[str, Any] = {key: PerRank(None) for key in [*names, _OWN]}
+        target["state_dict"] = distributed.get_model_state_dict(model)
+        target["optimizer_states"] = [distributed.get_optimizer_state_dict(model, one) for one in optimizers]
+        manager.restore_into(target, step, per_rank=self._per_rank)
+        distributed.set_model_state_dict(model, target["state_dict"])
+        for optimizer, state in zip(optimizers, target["optimizer_states"], strict=True):
+            distributed.set_optimizer_state_dict(model, optimizer, state)
+        return {key: value.value if isinstance(value, PerRank) else value for key, value in target.items()}
+
+
+def _connector(trainer: Any) -> Any:
+    """Return the part of a Trainer that dumps and loads checkpoints. The private names of Lightning are used here.
+
+    Raises:
+        CapabilityError: it is not as in the releases that are known.
+    """
+    version = import_module(type(trainer).__module__.partition(".")[0]).__version__
+    found = getattr(trainer, "_checkpoint_connector", None)
+    if not hasattr(found, "dump_checkpoint") or not hasattr(found, "_loaded_checkpoint"):
+        raise CapabilityError(
+            f"Lightning {version}: SnapshotCallback knows the releases 2.5 and 2.6, and this one has another "
+            "checkpoint connector; install one of these, or use SnapstoreCheckpointIO, which calls nothing private"
+        )
+    if tuple(map(int, version.split(".")[:2])) not in _KNOWN:
+        log.warning("Lightning %s: SnapshotCallback knows the private names of 2.5 and 2.6", version)
+    return found
+
+
+def _is_sharded(strategy: Any) -> bool:
+    return any(kind.__name__ in _SHARDED for kind in type(strategy).__mro__)
+
+
+def _require_known(strategy: Any) -> None:
+    refused = [kind.__name__ for kind in type(strategy).__mro__ if kind.__name__ in _REFUSED]
+    if refused:
+        raise InvalidInputError(
+            f"{refused[0]}: SnapshotCallback saves with strategies of one device, DDP, FSDP and ModelParallel; for "
+            "DeepSpeed see docs/guides/deepspeed.md"
+        )
+
+
+def _require_sharded(state: dict[str, Any]) -> None:
+    """Raise InvalidInputError if a sharded strategy has gathered its state on rank 0."""
+    from ..state.sharded import sharding_of
+
+    tensors = state["state_dict"].values()
+    if not any(sharding_of(tensor) is not None for tensor in tensors):
+        raise InvalidInputError(
+            "the strategy gathers the whole state on rank 0; let the ranks keep their shards: "
+            'FSDPStrategy(state_dict_type="sharded"), or ModelParallelStrategy(save_distributed_checkpoint=True)'
+        )

@@ -1,0 +1,143 @@
+"""Reference files: what an adapter leaves where a trainer expects a checkpoint file.
+
+In: a committed snapshot. Out: a small JSON file that names it: the repository by place and uuid, the run, the step and
+the id. Invariant: a reference is replaced at once, so a reader finds the old one or the new one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from ..errors import FormatError, NotFoundError
+from ..format.records import Snapshot
+from ..repository import Repository
+
+#: The first value of a reference; a later form of it gets another number.
+FORMAT, VERSION = "snapstore reference", 1
+_TEXTS = ("repository", "uuid", "run", "snapshot")
+#: Larger files are no references [bytes].
+_LIMIT = 65536
+
+
+def write(path: str, repository: Repository, snapshot: Snapshot, *, part: str | None = None) -> None:
+    """Replace the reference at a path, which is local or a URL of fsspec, by one to a committed snapshot.
+
+    Args:
+        part: the part of the snapshot that the file stands for; None: all of it.
+    """
+    named = {"format": FORMAT, "version": VERSION, "repository": repository.url, "uuid": repository.config.uuid}
+    named |= {"run": snapshot.run, "step": snapshot.step, "snapshot": snapshot.id}
+    named |= {} if part is None else {"part": part}
+    text = json.dumps(named, indent=1) + "\n"
+    fs, place = _file_system(path)
+    fs.makedirs(place.rpartition("/")[0] or ".", exist_ok=True)
+    if "file" not in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,)):
+        fs.pipe(place, text.encode())
+        return
+    beside = Path(f"{place}.{os.getpid()}.tmp")
+    with beside.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(place)
+    folder = os.open(Path(place).parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def read(path: str) -> dict[str, Any]:
+    """Return the values of a reference.
+
+    Raises:
+        NotFoundError: there is no file.
+        FormatError: it is no reference, or one of a later release.
+    """
+    fs, place = _file_system(path)
+    if not fs.exists(place):
+        raise NotFoundError(f"{path}: no such checkpoint; a save that has not ended leaves no reference")
+    data = b"" if fs.isdir(place) else fs.cat_file(place, 0, _LIMIT)
+    try:
+        named: dict[str, Any] = json.loads(data)
+        is_one = isinstance(named, dict) and named["format"] == FORMAT
+    except (ValueError, KeyError):
+        is_one = False
+    if not is_one:
+        raise FormatError(f"{path}: is no reference to a snapshot; load it with the plugin that saved it")
+    if named.get("version") != VERSION:
+        found = named.get("version")
+        raise FormatError(f"{path}: is a reference of version {found!r}, expected {VERSION}; update snapstore")
+    if not all(isinstance(named.get(key), str) for key in _TEXTS) or type(named.get("step")) is not int:
+        raise FormatError(f"{path}: the reference lacks one of {', '.join(_TEXTS)}, or its step")
+    return named
+
+
+def find(path: str) -> dict[str, Any] | None:
+    """Return the values of the reference at a path; None: there is none, or a link to that of another path."""
+    if Path(_file_system(path)[1]).is_symlink():
+        return None
+    try:
+        return read(path)
+    except (NotFoundError, FormatError):
+        return None
+
+
+def remove(path: str) -> None:
+    """Remove what is at a path, if anything is; of a link, the link alone."""
+    fs, place = _file_system(path)
+    if Path(place).is_symlink():
+        Path(place).unlink()
+    elif fs.exists(place):
+        fs.rm(place, recursive=True)
+
+
+@contextmanager
+def repository_of(named: dict[str, Any], path: str | Path, here: str | Path | Repository) -> Iterator[Repository]:
+    """Yield the repository that a reference means.
+
+    Args:
+        named: the values of the reference.
+        here: the repository to try first; else the place in the reference.
+
+    Raises:
+        NotFoundError: it is in neither place.
+    """
+    for where in (here, named["repository"]):
+        owned: AbstractContextManager[Any] = nullcontext()
+        if isinstance(where, Repository):
+            repository = where
+        else:
+            try:
+                repository = Repository.open(where)
+            except NotFoundError:
+                continue
+            owned = closing(repository)
+        with owned:
+            if repository.config.uuid == named["uuid"]:
+                yield repository
+                return
+    raise NotFoundError(
+        f"{path}: refers to the repository {named['uuid']}, and it is not at {named['repository']} any more; if it has "
+        "moved, pass its new place"
+    )
+
+
+def gone(named: dict[str, Any], path: str | Path, repository: Repository, error: NotFoundError) -> NotFoundError:
+    """Return the error of a reference to a snapshot that is not there."""
+    return NotFoundError(
+        f"{path}: refers to {named['run']}@{named['step']} (id:{named['snapshot'][:12]}) in {repository.url}, which is "
+        f"not there ({error}); see: snapstore log --run {named['run']}"
+    )
+
+
+def _file_system(path: str) -> tuple[Any, str]:
+    from fsspec.core import url_to_fs  # every trainer installs it
+
+    found: tuple[Any, str] = url_to_fs(path)
+    return found

@@ -1,0 +1,212 @@
+"""torchtitan: a checkpoint manager in the place of torchtitan's own.
+
+    from snapstore.integrations.torchtitan import checkpoint_manager
+    torchtitan.train.CheckpointManager = checkpoint_manager("/data/snapshots", run="exp1")
+
+In: the components of a Trainer, and its `[checkpoint]` config. Out: snapshots with the parts model, optimizer,
+lr_scheduler, dataloader and train_state. A Trainer calls load once, then for each step maybe_wait_for_staging and save,
+at the end close. This module imports nothing of torchtitan: it has the interface that release 0.2.2 calls, and the
+calls of `BaseCheckpointManager`, which no release has yet.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+
+from ..dcp.functions import load as load_through_dcp
+from ..dcp.reader import SnapstoreReader
+from ..errors import InvalidInputError, NotFoundError
+from ..manager import SnapshotManager
+from ..options import SaveOptions
+from ..repository import Repository
+from ..retention import KeepLast, Policy
+from ..save.handle import SaveHandle
+
+log = logging.getLogger("snapstore")
+
+MODEL, OPTIMIZER, LR_SCHEDULER, DATALOADER = "model", "optimizer", "lr_scheduler", "dataloader"
+
+
+def checkpoint_manager(
+    repository: str | Path | Repository,
+    *,
+    run: str,
+    keep: Policy | Sequence[Policy] | None = None,
+    options: SaveOptions | None = None,
+) -> Callable[..., SnapstoreCheckpointManager]:
+    """Return a function that makes a manager from the arguments that a Trainer gives its CheckpointManager.
+
+    Args:
+        repository: a URL or path, where a repository is made if there is none; or an open Repository.
+        run: the name of the run.
+        keep: see `SnapshotManager`; None: the newest `keep_latest_k` of the config, 0 of which means all.
+        options: how saves are stored, if the repository is opened here.
+    """
+    return partial(SnapstoreCheckpointManager, repository, run, keep, options)
+
+
+class SnapstoreCheckpointManager:
+    """Saves and loads the state of a Trainer as snapshots of a run. `checkpoint_manager` makes it.
+
+    The config decides when to save (`enable`, `interval`, `enable_first_step_checkpoint`, `load_only`), and what is
+    loaded (`exclude_from_loading`, `initial_load_model_only`). `async_mode` "disabled" waits for each save; the others
+    save in the background. `initial_load_path` is a reference such as "exp0@1000", in the same repository. `folder` has
+    no meaning.
+
+    Attributes:
+        manager: of the saves and loads; None if the config disables checkpoints.
+        save_future: the handle of the save in the background, or None.
+    """
+
+    staging_future = None
+
+    def __init__(
+        self,
+        repository: str | Path | Repository,
+        run: str,
+        keep: Policy | Sequence[Policy] | None,
+        options: SaveOptions | None,
+        **components: Any,
+    ) -> None:
+        config = components["checkpoint_config"]
+        self.enable, self.load_only = bool(config.enable), bool(config.load_only)
+        self.save_future: SaveHandle | None = None
+        self.manager: SnapshotManager | None = None
+        if not self.enable:
+            return
+        self._config = config
+        _require_known(config, components.get("ft_manager"))
+        parts = components["model_parts"]
+        self._model_parts = [parts] if isinstance(parts, torch.nn.Module) else list(parts)
+        self.states: dict[str, Any] = {
+            **components["states"],
+            OPTIMIZER: components["optimizers"],
+            DATALOADER: components["dataloader"],
+            LR_SCHEDULER: components["lr_schedulers"],
+        }
+        unknown = sorted(set(config.exclude_from_loading) - {*self.states, MODEL})
+        if unknown:
+            raise InvalidInputError(f"exclude_from_loading {unknown}: expected some of {sorted({*self.states, MODEL})}")
+        if keep is None:
+            keep = [KeepLast(config.keep_latest_k)] if config.keep_latest_k else ()
+        is_async = str(getattr(config.async_mode, "value", config.async_mode)).lower() != "disabled"
+        self.manager = SnapshotManager(
+            repository, run=run, keep=keep, async_save=is_async, read_only=self.load_only, options=options
+        )
+
+    # -- what a Trainer calls
+
+    def load(self, step: int = -1) -> bool:
+        """Load a snapshot into the components; return whether there was one. Every rank calls it alike.
+
+        Args:
+            step: -1: the newest; if the run has none, `initial_load_path`. Step 0 is a seed: its model alone is loaded.
+
+        Raises:
+            NotFoundError: the step, or what `initial_load_path` names, is not there.
+            CheckpointException: the snapshot lacks a part, or a shape differs; torch's, a BaseException.
+        """
+        if self.manager is None:
+            return False
+        newest = self.manager.latest_step() if step == -1 else step
+        run, model_only = self.manager.run, newest == 0
+        ref: int | str | None = newest
+        if newest is None:
+            initial = self._config.initial_load_path
+            if not initial:
+                return False
+            named, at, name = str(initial).rpartition("@")
+            if not at or not named or not name:
+                raise InvalidInputError(
+                    f"initial_load_path {initial!r}: expected a reference such as 'exp0@1000'; to load a folder of "
+                    "DCP or of safetensors, import it into the repository first"
+                )
+            run, ref, model_only = named, name, bool(self._config.initial_load_model_only)
+        elif step != -1 and step not in self.manager.all_steps():
+            raise NotFoundError(f"load_step {step}: run {run!r} has no such step in {self.manager.repository.url}")
+        self._load(run, ref, model_only)
+        log.info("run=%s loaded %s@%s%s", self.manager.run, run, ref, " (model alone)" if model_only else "")
+        return True
+
+    @torch.no_grad()
+    def save(self, curr_step: int, last_step: bool = False) -> bool:
+        """Save if the config says so; return whether it did. Every rank calls it alike.
+
+        The last step stores the model alone, in `export_dtype`, if `last_save_model_only` is set, as torchtitan does;
+        such a run cannot be resumed from that step.
+
+        Raises:
+            SnapstoreError: this save failed, or an earlier one in the background.
+        """
+        if self.manager is None or not self._should_save(curr_step, last_step):
+            return False
+        state: dict[str, Any] = {MODEL: self._model_state()}
+        if last_step and self._config.last_save_model_only:
+            dtype = getattr(torch, self._config.export_dtype)
+            if dtype != torch.float32:
+                state = {MODEL: {name: value.to(dtype) for name, value in state[MODEL].items()}}
+        else:
+            state |= self.states
+        self.save_future = self.manager.save(curr_step, state, force=True)
+        if last_step:
+            self.maybe_wait_for_saving()
+        return True
+
+    def maybe_wait_for_staging(self) -> None:
+        """Do nothing: the copies are complete, or ordered before what follows, when `save` returns."""
+
+    def maybe_wait_for_saving(self) -> None:
+        """Wait for the save in the background, and raise its error."""
+        self.save_future = None
+        if self.manager is not None:
+            self.manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Wait, and release everything; every rank calls it alike."""
+        manager, self.manager = self.manager, None
+        if manager is not None:
+            manager.close()
+
+    # -- helpers
+
+    def _should_save(self, step: int, last_step: bool) -> bool:
+        if self.load_only:
+            return False
+        is_first = step == 1 and self._config.enable_first_step_checkpoint
+        return bool(last_step or is_first or step % self._config.interval == 0)
+
+    def _model_state(self) -> dict[str, Any]:
+        states = map(get_model_state_dict, self._model_parts)
+        return {name: value for state in states for name, value in state.items()}
+
+    def _load(self, run: str, ref: int | str | None, model_only: bool) -> None:
+        """Load through DCP: a rank asks for its own names, and others' loaders and stages are left out."""
+        assert self.manager is not None
+        excluded = self._config.exclude_from_loading
+        others = {} if model_only else self.states
+        wanted = {name: value for name, value in others.items() if name not in excluded}
+        if MODEL not in excluded:
+            wanted[MODEL] = self._model_state()
+        reader = SnapstoreReader(self.manager.repository, run=run)
+        load_through_dcp(wanted, reader, ref)
+        if MODEL in wanted:
+            for part in self._model_parts:
+                set_model_state_dict(part, wanted[MODEL], options=StateDictOptions(strict=False))
+
+
+def _require_known(config: Any, ft_manager: Any) -> None:
+    """Raise InvalidInputError if the config wants what snapshots do not do."""
+    if config.initial_load_in_hf or config.last_save_in_hf:
+        raise InvalidInputError(
+            "initial_load_in_hf, last_save_in_hf: the repository holds snapshots; switch these off, and use 'snapstore "
+            "import' before the training or 'snapstore export' behind it"
+        )
+    if ft_manager is not None and getattr(ft_manager, "enabled", False):
+        raise InvalidInputError("fault_tolerance.enable: TorchFT's own checkpoints are not supported; switch it off")

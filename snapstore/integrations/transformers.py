@@ -1,0 +1,403 @@
+"""Snapshots of a Hugging Face `Trainer`: a callback that saves, and a folder from which the Trainer resumes.
+
+    with SnapshotManager("/data/snapshots", run="exp1") as snapshots:
+        trainer = Trainer(..., callbacks=[SnapshotCallback(snapshots)])
+        with checkpoint_dir(snapshots) as path:  # None before the first snapshot
+            trainer.train(resume_from_checkpoint=path)
+
+In: the events of the Trainer. Out: snapshots with the parts model, optimizer, scheduler, scaler, rng and trainer, and a
+temporary folder with the files that the Trainer reads.
+
+A callback hears that a save is due before the Trainer logs and evaluates the step. So it saves at the next event: then
+the metrics are known, and the random generators are where the next step finds them. The Trainer resumes at that place:
+it fetches the batches of the step, then loads the generators.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import CapabilityError, InvalidInputError, NotFoundError, RanksError
+from ..format.records import Snapshot
+from ..manager import SnapshotManager
+from ..ranks import place
+from ..repository import Repository
+from ..retention import KeepLast
+from ..state.per_rank import PerRank
+from ..state.rng import RngState
+
+try:
+    import safetensors.torch
+    import transformers
+    from accelerate.state import AcceleratorState
+    from transformers.trainer_callback import CallbackHandler, ExportableState, TrainerCallback, TrainerState
+except ImportError as error:
+    raise CapabilityError(
+        f"transformers, accelerate: not installed here ({error}); install them with "
+        "'pip install \"snapstore[transformers]\"'"
+    ) from error
+
+log = logging.getLogger("snapstore")
+
+#: The tag of the best model, which no policy forgets.
+BEST = "best-model"
+_DISTRIBUTED = ("NO", "MULTI_CPU", "MULTI_GPU")
+_FILES = {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "scaler": "scaler.pt"}
+
+
+class SnapshotCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types
+    """Saves a snapshot whenever the Trainer would write a checkpoint, in place of it.
+
+    With `save_strategy="steps"` or `"epoch"` the Trainer says when. With `"no"` the manager's `save_interval_steps`
+    does. The step of a snapshot is `TrainerState.global_step`. Its metrics are the numbers that the Trainer has logged
+    at this step, such as `loss` and `eval_loss`, but for speeds.
+
+    Put it last in `callbacks`: it takes the place of checkpoints that the callbacks before it ask for.
+
+    Args:
+        manager: a SnapshotManager; under torch.distributed one on every rank. Close it after the training.
+
+    Raises:
+        InvalidInputError: at the begin of the training: an option of TrainingArguments that the callback cannot honour.
+        CapabilityError: likewise: FSDP, DeepSpeed, or a device other than CPU and CUDA.
+        SnapstoreError: at a later event: a save failed.
+    """
+
+    def __init__(self, manager: SnapshotManager) -> None:
+        self.manager = manager
+        self._due = False
+        self._prepared = False
+        self._best: int | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Refuse options that cannot be honoured, and take over `save_total_limit`."""
+        _refuse(args, state)
+        self._due = self._prepared = False
+        self._best = self._best_saved(state)
+        limit = args.save_total_limit
+        if limit is not None and limit > 0:
+            keep = (KeepLast(limit),)
+            if self.manager.keep and tuple(self.manager.keep) != keep:
+                raise InvalidInputError(
+                    f"save_total_limit={limit}: the manager has policies of its own, {list(self.manager.keep)}; "
+                    "leave one of the two out"
+                )
+            self.manager.keep = keep
+            if args.process_index == 0:
+                self.manager.repository.set_policies(self.manager.run, keep)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Note whether a save is due; if the job is told to end, save at once, and end the training."""
+        own = args.save_strategy == "no" and self.manager.should_save(state.global_step)
+        self._due = own or control.should_save
+        control.should_save = False
+        if self._is_told_to_end(state.global_step):  # there may be no time for an evaluation
+            self._due = control.should_training_stop = True
+            self._save_if_due(args, state, control, kwargs)
+        elif not self._prepared:
+            self._prepared = True
+            self.manager.prepare(_parts(args, kwargs))
+        return control
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Note whether a save is due."""
+        self._due = self._due or control.should_save
+        control.should_save = False
+        return control
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save the last step, if that is due."""
+        self._save_if_due(args, state, control, kwargs)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save the last step, if that is due."""
+        self._save_if_due(args, state, control, kwargs)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Save the last step of the training, if that is due, before the Trainer loads the best model."""
+        if logs and "train_runtime" in logs:
+            self._save_if_due(args, state, control, kwargs)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Warn of a checkpoint that the Trainer has written itself, and save as well."""
+        log.warning(
+            "run=%s step=%d the Trainer has written a checkpoint of its own: a callback behind SnapshotCallback asked "
+            "for it; put SnapshotCallback last",
+            self.manager.run,
+            state.global_step,
+        )
+        self._due = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Wait for the last save, then load the best model if `load_best_model_at_end` says so.
+
+        Raises:
+            SnapstoreError: a save failed in the background.
+        """
+        self.manager.wait_until_finished()
+        if not args.load_best_model_at_end:
+            return
+        if self._best is None:
+            log.warning("run=%s load_best_model_at_end: no snapshot has an evaluation", self.manager.run)
+            return
+        self.manager.restore_into({"model": kwargs["model"]}, self._best, keys="model")
+        log.info("run=%s the best model is that of step %d", self.manager.run, self._best)
+
+    def _best_saved(self, state: Any) -> int | None:
+        """Return the step of the best snapshot so far; the best evaluation may be of a step that was not saved."""
+        try:
+            tagged = self.manager.repository.snapshot(f"{self.manager.run}@{BEST}").step
+        except NotFoundError:
+            tagged = None
+        saved = [step for step in self.manager.all_steps() if step <= state.global_step]
+        return next((step for step in (state.best_global_step, tagged) if step in saved), None)
+
+    def _is_told_to_end(self, step: int) -> bool:
+        try:
+            return self.manager.reached_preemption(step)
+        except InvalidInputError:  # handle_preemption() was not called
+            return False
+
+    def _save_if_due(self, args: Any, state: Any, control: Any, kwargs: dict[str, Any]) -> None:
+        if not self._due:
+            return
+        self._due = False
+        step, rank = state.global_step, place()
+        parts = _parts(args, kwargs)
+        parts["trainer"] = PerRank(self._texts(state, control, kwargs["model"]))
+        is_best = state.best_global_step == step
+        if is_best:
+            self._best = step
+        self.manager.save(
+            step,
+            parts,
+            metrics=_metrics(state),
+            metadata={"transformers": transformers.__version__, "ranks": rank[1], "parts": sorted(parts)},
+            tags=[BEST] if is_best else [],
+            force=is_best or control.should_training_stop or not self.manager.should_save(step),
+        )
+
+    def _texts(self, state: Any, control: Any, model: Any) -> dict[str, str]:
+        """Return name -> text of the small files of a checkpoint: they are those of rank 0."""
+        exported = [control]
+        if set(state.stateful_callbacks) - {type(control).__name__}:
+            exported = [one for one in self._callbacks() if isinstance(one, ExportableState)] + exported
+        callbacks = TrainerState(stateful_callbacks=exported).stateful_callbacks
+        state = dataclasses.replace(
+            state,
+            stateful_callbacks=callbacks,
+            is_local_process_zero=True,
+            is_world_process_zero=True,
+            log_history=[entry for entry in state.log_history if "train_runtime" not in entry],
+        )
+        texts = {"trainer_state.json": json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True) + "\n"}
+        if hasattr(getattr(model, "config", None), "to_json_string"):
+            texts["config.json"] = model.config.to_json_string()
+        return texts
+
+    def _callbacks(self) -> list[Any]:
+        """Return all callbacks of the Trainer: no event passes them, so they are those of the caller.
+
+        Raises:
+            CapabilityError: the caller is not the handler of the Trainer, as it is up to release 5.23.
+        """
+        frame = sys._getframe()
+        while frame.f_back is not None:
+            frame = frame.f_back
+            handler = frame.f_locals.get("self")
+            if isinstance(handler, CallbackHandler) and self in handler.callbacks:
+                return list(handler.callbacks)
+        raise CapabilityError(
+            f"SnapshotCallback: cannot find the other callbacks of the Trainer, whose states belong to a snapshot, in "
+            f"transformers {transformers.__version__}; it was tested with 5.23"
+        )
+
+
+def _refuse(args: Any, state: Any) -> None:
+    """Raise for options that cannot be honoured.
+
+    Raises:
+        InvalidInputError: an option.
+        CapabilityError: a kind of training whose state is not covered.
+    """
+    if args.save_strategy == "best":
+        raise InvalidInputError(
+            "save_strategy='best': the Trainer decides it after the last event that a callback sees; pass "
+            "save_strategy='steps' with save_steps=eval_steps, and keep=[KeepBest('eval_loss')] to the manager"
+        )
+    if args.push_to_hub and args.hub_strategy != "end":
+        raise InvalidInputError(
+            f"push_to_hub with hub_strategy={args.hub_strategy.value!r}: there are no checkpoint folders to push; pass "
+            "hub_strategy='end'"
+        )
+    if args.save_on_each_node:
+        raise InvalidInputError("save_on_each_node: all nodes save one snapshot to one repository; leave it out")
+    if state.is_hyper_param_search:
+        raise InvalidInputError("hyperparameter_search: trials would share one run; train each with a run of its own")
+    kind = AcceleratorState().distributed_type.value
+    if kind not in _DISTRIBUTED or args.device.type not in ("cpu", "cuda"):
+        raise CapabilityError(
+            f"SnapshotCallback: covers one process and DDP, on CPU and CUDA; got {kind} on {args.device.type}; for "
+            "FSDP2 use snapstore.integrations.accelerate, or see docs/guides/distributed.md"
+        )
+
+
+def _parts(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the objects that a snapshot stores, by part."""
+    parts: dict[str, Any] = {"model": kwargs["model"]}
+    if not args.save_only_model:
+        optimizer = kwargs["optimizer"]
+        parts |= {"optimizer": optimizer, "scheduler": kwargs["lr_scheduler"], "rng": RngState()}
+        if getattr(optimizer, "scaler", None) is not None:
+            parts["scaler"] = optimizer.scaler
+    return parts
+
+
+def _metrics(state: Any) -> dict[str, float]:
+    """Return the numbers that were logged at this step, but for what depends on a rank's clock."""
+    found: dict[str, float] = {}
+    for entry in reversed(state.log_history):
+        if entry.get("step") != state.global_step:
+            break
+        if "train_runtime" in entry:  # of the whole training
+            continue
+        for name, value in entry.items():
+            if name != "step" and "_runtime" not in name and "_per_sec" not in name and isinstance(value, int | float):
+                found.setdefault(name, float(value))
+    return found
+
+
+@contextmanager
+def checkpoint_dir(
+    manager: SnapshotManager, step: int | None = None, *, folder: str | Path | None = None
+) -> Iterator[str | None]:
+    """Yield the path of a folder for `trainer.train(resume_from_checkpoint=path)`; it is deleted at the end.
+
+    The folder has what the Trainer reads: model.safetensors (or pytorch_model.bin), optimizer.pt, scheduler.pt,
+    scaler.pt, rng_state.pth, trainer_state.json and config.json. It takes as many bytes as the snapshot has, for as
+    long as the block lasts. Under torch.distributed all ranks call it. The first rank of each machine writes the files
+    that the ranks have in common; the folders of the others have links to them.
+
+    Args:
+        manager: of the run.
+        step: a step that a SnapshotCallback has saved; None: the newest. Without any snapshot the path is None, so
+            that the Trainer starts at step 0.
+        folder: where the folder is made; None: where `tempfile` does.
+
+    Raises:
+        NotFoundError: the run has no such step.
+        InvalidInputError: something else has saved the step.
+        RanksError: another rank failed.
+        SnapstoreError: a save failed in the background.
+    """
+    manager.wait_until_finished()
+    if step is None and (step := manager.latest_step()) is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="snapstore-", dir=folder) as parent:
+        path = Path(parent) / f"checkpoint-{step}"
+        path.mkdir()
+        _write_files(manager, step, path)
+        yield str(path)
+
+
+def _write_files(manager: SnapshotManager, step: int, path: Path) -> None:
+    """Write the files of a checkpoint: this rank's own, and once a machine those of all ranks."""
+    snapshot = manager.repository.snapshot(f"{manager.run}@{step}")
+    metadata = snapshot.metadata
+    if not isinstance(metadata, dict) or "transformers" not in metadata:
+        raise InvalidInputError(
+            f"{snapshot.ref}: was not saved by a SnapshotCallback; restore it with manager.restore_into"
+        )
+    rank, count = place()
+    for name, text in manager.restore(step, keys="trainer", per_rank=0)["trainer"].items():
+        (path / Path(name).name).write_text(text, encoding="utf-8")
+    if "rng" in metadata["parts"]:
+        if count == metadata["ranks"]:
+            name = "rng_state.pth" if count == 1 else f"rng_state_{rank}.pth"
+            torch.save(_rng_of(manager, step, count), path / name)
+        else:
+            log.warning("%s: %d ranks saved, %d resume: random numbers differ", snapshot.ref, metadata["ranks"], count)
+    write = partial(_write_common, manager.repository, snapshot, path)
+    if count == 1:
+        write()
+    else:
+        _once_a_machine(write, path, rank, count)
+
+
+def _write_common(repository: Repository, snapshot: Snapshot, path: Path) -> None:
+    """Write the files that are equal on all ranks, part by part: no more than one part is in memory."""
+    for part in {"model", *_FILES}.intersection(snapshot.metadata["parts"]):
+        value = repository.restore(f"id:{snapshot.id}", keys=part, device="cpu")[part]
+        if part == "model":
+            _write_model(value, path)
+        else:
+            torch.save(value, path / _FILES[part])
+
+
+def _once_a_machine(write: Callable[[], None], path: Path, rank: int, count: int) -> None:
+    """Let the first rank of each machine write, and give the others links to its files.
+
+    Raises:
+        RanksError: another rank failed.
+    """
+    import torch.distributed as dist
+
+    folders: list[Any] = [None] * count
+    dist.all_gather_object(folders, (socket.gethostname(), str(path)))
+    first = Path(next(folder for name, folder in folders if name == socket.gethostname()))
+    writes, failure = first == path or not first.is_dir(), None  # containers may have one name and several disks
+    try:
+        if writes:
+            write()
+    except Exception as error:  # noqa: BLE001  raised below, when the other ranks know it
+        failure = error
+    failures: list[Any] = [None] * count
+    dist.all_gather_object(failures, None if failure is None else f"rank {rank}: {failure}")
+    if failure is not None:
+        raise failure
+    if any(failures):
+        raise RanksError(f"checkpoint_dir: {next(filter(None, failures))}")
+    for file in [] if writes else first.iterdir():
+        if not file.name.startswith("rng_state") and not (path / file.name).exists():
+            (path / file.name).symlink_to(file)
+
+
+def _write_model(state: dict[str, Any], path: Path) -> None:
+    """Write the weights; tied ones each, since the Trainer warns of names that are missing."""
+    if any(not isinstance(value, torch.Tensor) for value in state.values()):  # a module's extra state
+        torch.save(state, path / "pytorch_model.bin")
+        return
+    seen: set[int] = set()
+    for name, value in state.items():
+        storage = value.untyped_storage().data_ptr()
+        state[name] = value.clone() if storage in seen else value.contiguous()
+        seen.add(storage)
+    safetensors.torch.save_file(state, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def _rng_of(manager: SnapshotManager, step: int, count: int) -> dict[str, Any]:
+    """Return the generators' states as the Trainer stores them."""
+    rng = manager.restore(step, keys="rng", device="cpu")["rng"]
+    python, numpy = rng["python"], rng["numpy"]
+    words = numpy["state"]
+    states = {
+        "python": (python["version"], tuple(python["words"].tolist()), python["gauss"]),
+        "numpy": (numpy["bit_generator"], words["key"], words["pos"], numpy["has_gauss"], numpy["gauss"]),
+        "cpu": rng["torch"],
+    }
+    if "cuda" in rng:  # one process without ranks: those of its device
+        states["cuda"] = rng["cuda"] if count > 1 else rng["cuda"][torch.cuda.current_device()]
+    return states

@@ -1,0 +1,189 @@
+"""Snapshots: the snapshots of a repository: look them up, restore them, read their tensors, compare them.
+
+In: an open repository. Out: records, states and tensors. Nothing here writes to the store. `Repository` is one, and
+saves and forgets snapshots as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .catalog.history import View
+from .format.records import Snapshot
+
+if TYPE_CHECKING:
+    from .context import Context
+    from .inspect.diff import DiffResult
+    from .inspect.divergence import DivergenceResult
+    from .inspect.lazy import LazyTensors
+    from .inspect.stats import StatsResult
+    from .state.fit import Mismatches, Rename
+
+
+class Snapshots:
+    """The snapshots of one repository.
+
+    Attributes:
+        context: what the verbs take.
+    """
+
+    if TYPE_CHECKING:
+        context: Context
+
+    # -- look
+
+    def view(self) -> View:
+        """List the store and return all records."""
+        return self.context.index.refresh()
+
+    def snapshots(self, run: str | None = None) -> list[Snapshot]:
+        """Return the committed snapshots of a run, or of all runs, in the order in which they were saved."""
+        return self.view().snapshots(run)
+
+    def snapshot(self, ref: str) -> Snapshot:
+        """Return the snapshot that a reference names: `run@step`, `run@latest` (`highest`, `best`), `run@tag` or an id.
+
+        Raises:
+            NotFoundError, InvalidInputError: see `View.resolve`.
+        """
+        return self.view().resolve(ref)
+
+    def children(self, ref: str) -> list[Snapshot]:
+        """Return the committed snapshots, of any run, whose parent is this one."""
+        view = self.view()
+        return view.children(view.resolve(ref).id)
+
+    # -- restore
+
+    def restore(
+        self,
+        ref: str,
+        *,
+        keys: str | Sequence[str] | None = None,
+        device: Any = None,
+        types: Sequence[type] = (),
+        part: str | None = None,
+        rename: Rename | None = None,
+    ) -> Any:
+        """Return the state of a snapshot, as nested containers.
+
+        Args:
+            ref: of any run. The parent of the next save stays as it is: to fork, name one with `save(parent=ref)`.
+            keys: dotted paths, or globs over them such as "model.*"; only the bytes that they need are read.
+            device: where new tensors go.
+            types: classes to make values of; other classes of users come back in plain forms, nothing is imported.
+            part: return the value of this top-level key alone, and read no more; `keys` then begin inside it.
+            rename: other names for the keys of dicts, such as {"_orig_mod.": ""}: a mapping of old names to new ones,
+                where one that ends with a dot is a prefix, or a function of each name. `keys` are of new names.
+
+        Raises:
+            NotFoundError: a reference, key, part or old name names nothing.
+            InvalidInputError: a type does not take what is stored; two names would become one.
+            CapabilityError: `device` is a CUDA device that is not there, or the state does not fit into memory.
+            IntegrityError: the snapshot is damaged. If it is the newest of its run, the newest whole one is named.
+        """
+        from .check.newest_whole import newest_whole_named
+        from .restore.pipeline import read
+        from .state.fit import Fit
+
+        with newest_whole_named(self.context, ref):
+            return read(self.context, ref, keys=Fit(keys, part, rename), device=device, types=types)[1]
+
+    def restore_into(
+        self,
+        ref: str,
+        target: Any,
+        *,
+        keys: str | Sequence[str] | None = None,
+        types: Sequence[type] = (),
+        part: str | None = None,
+        rename: Rename | None = None,
+        strict: bool | Mismatches = True,
+    ) -> Snapshot:
+        """Fill `target` with the state of a snapshot, and return the snapshot.
+
+        Args:
+            ref, keys, types, part, rename: see `restore`; the classes in `target` need not be named.
+            target: nested containers, tensors and objects with load_state_dict, shaped like the saved state.
+            strict: False fills what both sides have, and the log names the rest. `Mismatches()` does so too, and notes
+                the names. Another shape, dtype or type is an error in any case, and so are names that differ by the
+                prefix of a wrapper alone.
+
+        Raises:
+            NotFoundError: the reference, a key, the part or an old name names nothing.
+            InvalidInputError: `target` does not fit; the differences are named part by part, and nothing was written.
+            IntegrityError: the snapshot is damaged; `target` may be half written.
+        """
+        from .check.newest_whole import newest_whole_named
+        from .restore.pipeline import read_into
+        from .state.fit import Fit
+
+        with newest_whole_named(self.context, ref):
+            return read_into(self.context, ref, target, keys=Fit(keys, part, rename, strict), types=types)
+
+    def named_tensors(
+        self, ref: str, *, keys: str | Sequence[str] | None = None, device: Any = None
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield (dotted path, tensor or array) of a snapshot one by one, for a state larger than memory.
+
+        They come in the order in which they were saved; the paths of tied tensors follow each other. Each is verified
+        before it is yielded. Plain values are left out: `restore` them with keys.
+
+        Args:
+            ref, keys, device: see `restore`, and for what is raised.
+        """
+        from .restore.streaming import TensorReader
+
+        return iter(TensorReader(self.context, ref, keys=keys, device=device))
+
+    def tensors(self, ref: str, *, keys: str | Sequence[str] | None = None) -> LazyTensors:
+        """Return the tensors and arrays of a snapshot by dotted path, as handles that read slices.
+
+        `tensors["model.wte.weight"][100:200]` reads the chunks that hold these rows, and checks each against its
+        digest. Plain values and bytes are left out, and so are values that are each rank's own.
+
+        Args:
+            ref, keys: see `restore`.
+
+        Raises:
+            NotFoundError, InvalidInputError: a reference or key names nothing; two tensors have the same path.
+            IntegrityError: the snapshot is damaged. If it is the newest of its run, the newest whole one is named.
+        """
+        from .check.newest_whole import newest_whole_named
+        from .inspect.lazy import open_tensors
+
+        with newest_whole_named(self.context, ref):
+            return open_tensors(self.context, ref, keys=keys)
+
+    # -- count and compare
+
+    def stats(self) -> StatsResult:
+        """Return bytes by tensor group and codec, dedup, ratio and chain depths."""
+        from .inspect.stats import stats
+
+        return stats(self.context)
+
+    def diff(self, a: str, b: str) -> DiffResult:
+        """Return the differences between two snapshots, tensor by tensor."""
+        from .inspect.diff import diff
+
+        view = self.view()
+        return diff(self.context, view.resolve(a), view.resolve(b))
+
+    def first_difference(self, a: str, b: str) -> DivergenceResult:
+        """Return the first common step, tensor and element at which two runs, or two snapshots, differ.
+
+        All common steps are looked at, in ascending order, up to the first that differs. Digests are compared; chunks
+        of one tensor are read. Plain values are not compared: see `diff`.
+
+        Args:
+            a, b: names of runs, or references.
+
+        Raises:
+            NotFoundError: a name is of no run, or the runs have no step in common.
+            IntegrityError: an object that must be read is damaged.
+        """
+        from .inspect.divergence import first_difference
+
+        return first_difference(self.context, a, b)

@@ -1,0 +1,261 @@
+"""A checkpoint from elsewhere runs no code, reads no file outside its folder, and names what is wrong with it."""
+
+import json
+import os
+import pickle
+import shutil
+import struct
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+from kit.repositories import OPTIONS
+from snapstore import InvalidInputError, Repository
+from snapstore.convert import ExportOptions, export_snapshot, import_checkpoints
+from snapstore.convert.dcp_folder import METADATA
+from snapstore.storage.memory import MemoryStore
+
+
+@pytest.fixture
+def repository():
+    with Repository.create(MemoryStore(), options=OPTIONS) as opened:
+        yield opened
+
+
+@pytest.fixture
+def fails(repository, tmp_path):
+    """Import a path, which must fail, commit nothing, and leave the file `touched` alone."""
+
+    def run(path, **options):
+        with pytest.raises(InvalidInputError) as caught:
+            list(import_checkpoints(repository, [path], run="r", **options))
+        assert repository.snapshots() == []
+        assert not (tmp_path / "touched").exists()
+        return str(caught.value)
+
+    return run
+
+
+class Command:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, folder):
+        self.command = f"touch {folder / 'touched'}"
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder of DCP."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = {"model": {"w": torch.arange(12.0).reshape(3, 4)}, "lr": 0.1}
+        dcp.save(state, checkpoint_id=str(tmp_path / "dcp-1"), no_dist=True)
+    return tmp_path / "dcp-1"
+
+
+def altered(folder, change):
+    """Change the metadata of a folder of DCP."""
+    metadata = pickle.loads((folder / METADATA).read_bytes())
+    change(metadata)
+    (folder / METADATA).write_bytes(pickle.dumps(metadata))
+
+
+def test_metadata_that_wants_a_command(folder, tmp_path, fails):
+    altered(folder, lambda metadata: setattr(metadata, "storage_meta", Command(tmp_path)))
+    assert "refused: it names posix.system, which is not of torch.distributed.checkpoint" in fails(folder)
+    (folder / METADATA).write_bytes(pickle.dumps(Command(tmp_path), protocol=0))
+    assert "refused: it names" in fails(folder)
+    #: Names of modules of DCP lead to more than its records.
+    (folder / METADATA).write_bytes(b"ctorch.distributed.checkpoint.filesystem\nos.system\n(S'x'\ntR.")
+    assert "refused" in fails(folder)
+    (folder / METADATA).write_bytes(b"ctorch.distributed.checkpoint.metadata\nMetadata\n(tR}X\x01\x00\x00\x00aK\x01sb.")
+    assert "damaged, or of an unknown version of DCP: KeyError" in fails(folder)
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "a/../../secret", "", "x\0y", 7])
+def test_metadata_that_names_files_elsewhere(folder, tmp_path, fails, name):
+    (tmp_path / "secret").write_bytes((folder / "__0_0.distcp").read_bytes())
+
+    def change(metadata):
+        for info in metadata.storage_data.values():
+            info.relative_path = name
+
+    altered(folder, change)
+    assert "names" in fails(folder)
+
+
+def test_metadata_that_lies(folder, fails):
+    def lie(**fields):
+        def change(metadata):
+            tensor = metadata.state_dict_metadata["model.w"]
+            for key, value in fields.items():
+                setattr(metadata.storage_data[next(i for i in metadata.storage_data if i.fqn == "model.w")]
+                        if key in ("offset", "length") else tensor, key, value)  # fmt: skip
+
+        original = (folder / METADATA).read_bytes()
+        altered(folder, change)
+        message = fails(folder)
+        (folder / METADATA).write_bytes(original)
+        return message
+
+    assert "was cut off" in lie(length=10**9)
+    assert "was cut off" in lie(offset=-5)
+    assert "its shards hold 12 elements, expected 16" in lie(size=torch.Size([4, 4]))
+    assert "is not inside of" in lie(size=torch.Size([1, 12]))
+    shard = dcp.metadata.ChunkStorageMetadata(torch.Size([0, 1]), torch.Size([3, 3]))
+    assert "names no bytes of model.w" in lie(chunks=[shard])
+    shard = dcp.metadata.ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([3, 2]))
+    assert "two of its shards overlap" in lie(chunks=[shard, shard])
+    for size in ([-1, 0], [1 << 40, 1 << 40, 0], [0.0]):
+        assert "damaged, or of an unknown version" in lie(size=size, chunks=[])
+    properties = dcp.metadata.TensorProperties(dtype=torch.float64)
+    assert "expected torch.float64[3, 4] at byte" in lie(properties=properties)
+    (folder / "__0_0.distcp").write_bytes((folder / "__0_0.distcp").read_bytes()[:-1])
+    assert "the file has" in fails(folder)
+    (folder / "__0_0.distcp").unlink()
+    assert "is missing, but" in fails(folder)
+    (folder / METADATA).write_bytes(b"\x80\x04nonsense")
+    assert "damaged, or of an unknown version" in fails(folder)
+    (folder / METADATA).write_bytes(pickle.dumps([1, 2]))
+    assert "expected metadata of DCP, got list" in fails(folder)
+
+
+def test_a_path_of_dcp_without_end(folder, fails):
+    altered(folder, lambda metadata: metadata.planner_data.update({"model.w": ("x",) * 5000}))
+    assert "damaged, or of an unknown version of DCP: RecursionError" in fails(folder)
+
+
+def test_a_value_of_dcp_that_is_an_object(tmp_path, fails):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"a": Command(tmp_path)}, checkpoint_id=str(tmp_path / "dcp-1"), no_dist=True)
+    message = fails(tmp_path / "dcp-1")
+    assert "a: refused: it holds a Python object (posix.system)" in message
+    assert "save plain state instead" in message
+
+
+@pytest.mark.parametrize("name", ["last.ckpt", "h/optimizer.pt", "h/pytorch_model.bin"])
+def test_a_pickle_with_an_object(tmp_path, fails, name):
+    (tmp_path / "h").mkdir()
+    torch.save({"state_dict": {"w": torch.zeros(2)}, "callback": Command(tmp_path)}, tmp_path / name)
+    if name.startswith("h/opt"):
+        save_file({"w": torch.zeros(2)}, tmp_path / "h" / "model.safetensors")
+    message = fails((tmp_path / name).parent if name.startswith("h/") else tmp_path / name)
+    assert "refused: it holds a Python object (posix.system)" in message
+    (tmp_path / name).write_bytes(pickle.dumps(Command(tmp_path)))
+    message = fails((tmp_path / name).parent if name.startswith("h/") else tmp_path / name)
+    assert "no state of plain values that torch.save has written" in message
+
+
+def header(path, change):
+    """Change the header of a file of safetensors."""
+    data = path.read_bytes()
+    size = struct.unpack("<Q", data[:8])[0]
+    found = json.loads(data[8 : 8 + size])
+    change(found)
+    text = json.dumps(found).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
+
+
+def test_safetensors_that_are_cut_off_or_lie(tmp_path, fails):
+    home = tmp_path / "h"
+    home.mkdir()
+    path = home / "model.safetensors"
+    for change in (
+        lambda h: h["w"].update(data_offsets=[0, 10**12]),
+        lambda h: h["w"].update(data_offsets=[-4, 4]),
+        lambda h: h["w"].update(shape=[2**62, 4]),
+        lambda h: h["w"].update(dtype="F4000"),
+        lambda h: h["v"].update(data_offsets=h["w"]["data_offsets"]),
+        lambda h: h.clear(),
+    ):
+        save_file({"w": torch.zeros(2), "v": torch.ones(2)}, path)
+        header(path, change)
+        assert f"{path}: not a safetensors file, or damaged" in fails(home)
+    save_file({"w": torch.zeros(2)}, path)
+    whole = path.read_bytes()
+    for size in (0, 7, 20, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        assert "not a safetensors file, or damaged" in fails(home)
+
+
+def test_an_index_that_names_files_elsewhere(tmp_path, fails):
+    home = tmp_path / "h"
+    home.mkdir()
+    save_file({"secret": torch.zeros(2)}, tmp_path / "elsewhere.safetensors")
+    save_file({"w": torch.zeros(2)}, home / "model-1.safetensors")
+    index = home / "model.safetensors.index.json"
+    for name in ("../elsewhere.safetensors", str(tmp_path / "elsewhere.safetensors"), "missing", None, ["x"]):
+        try:
+            index.write_text(json.dumps({"weight_map": {"w": "model-1.safetensors", "secret": name}}))
+            assert str(index) in fails(home)
+        finally:
+            index.unlink()
+    (home / "link.safetensors").symlink_to("../elsewhere.safetensors")
+    index.write_text(json.dumps({"weight_map": {"w": "model-1.safetensors", "secret": "link.safetensors"}}))
+    assert "is a link to" in fails(home)
+    index.write_text(json.dumps({"weight_map": {"w": "model-1.safetensors", "v": "model-1.safetensors"}}))
+    assert "names v, but 'model-1.safetensors' does not hold it" in fails(home)
+    for text in ("{", "[]", '{"weight_map": []}', "[" * 100_000):
+        index.write_text(text)
+        assert str(index) in fails(home)
+    index.unlink()
+    (home / "link.safetensors").unlink()
+    (home / "config.json").symlink_to("/etc/hostname")
+    assert "is a link to /etc/hostname" in fails(home)
+
+
+def test_links_of_a_hub_cache_are_followed(tmp_path, repository):
+    blobs, home = tmp_path / "models--x" / "blobs", tmp_path / "models--x" / "snapshots" / "abc"
+    blobs.mkdir(parents=True)
+    home.mkdir(parents=True)
+    save_file({"w": torch.ones(2)}, blobs / "1")
+    (home / "model.safetensors").symlink_to("../../blobs/1")
+    (found,) = import_checkpoints(repository, [home], run="hub")
+    assert repository.restore(found.snapshot.ref)["model"]["w"].tolist() == [1, 1]
+
+
+def test_a_snapshot_whose_files_would_leave_the_export(tmp_path, repository):
+    for name in ("../evil.json", "/evil.json", "a/../../evil.json", "a\\..\\evil", "./x"):
+        state = {"model": {"w": torch.ones(2)}, "files": {name: b"{}"}}
+        repository.save(state, run="a", step=1, metadata={"imported": {"format": "hf", "files": 1}})
+        with pytest.raises(InvalidInputError, match="leads out of the export"):
+            export_snapshot(repository, "a@latest", tmp_path / "out", to="hf")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensors_without_a_form_are_refused(tmp_path, repository, fails):
+    sparse = torch.eye(3).to_sparse()
+    torch.save({"ok": torch.ones(1), "bad": sparse}, tmp_path / "x.pt")
+    assert "bad: torch.sparse_coo tensor has no stored form" in fails(tmp_path / "x.pt")
+    packed = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    repository.save({"w": packed, "v": torch.zeros(2, dtype=torch.float8_e4m3fnuz)}, run="a", step=1)
+    export_snapshot(repository, "a@1", tmp_path / "y.pt", to="torch")
+    loaded = torch.load(tmp_path / "y.pt", weights_only=True)
+    assert loaded["w"].view(torch.uint8).tolist() == [0, 0, 0, 0]
+    repository.save({"model": {"w": torch.zeros(3, dtype=torch.complex128)}}, run="b", step=1)
+    with pytest.raises(InvalidInputError, match="safetensors cannot hold a tensor of complex128"):
+        export_snapshot(repository, "b@1", tmp_path / "z", to="hf", options=ExportOptions(tensors_only=True))
+
+
+def test_an_export_that_fails_leaves_nothing(tmp_path, repository, monkeypatch):
+    repository.save({"w": torch.ones(9)}, run="a", step=1)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    for to, name in (("hf", "h"), ("dcp", "d"), ("torch", "x.pt"), ("safetensors", "x.safetensors")):
+        with pytest.raises(Exception, match="cannot be written: No space left on device; nothing was left behind"):
+            export_snapshot(repository, "a@1", tmp_path / name, to=to)
+    assert list(tmp_path.iterdir()) == []
+    shutil.rmtree(tmp_path)
+    with pytest.raises(InvalidInputError, match="is not a folder; create it first"):
+        export_snapshot(repository, "a@1", Path(tmp_path, "h"), to="hf")

@@ -1,0 +1,258 @@
+"""Copies between repositories: what comes over, what is verified, what is not sent twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import pytest
+
+from kit.faults import FaultStore
+from kit.objects import clone, flip, keys_of
+from kit.processes import environment
+from kit.ranks import save_shared
+from kit.repositories import OPTIONS, check_clean, created, lasting, objects_of, opened, same, save, values
+from kit.s3_stores import fresh_url, moto_bucket, needs_server
+from snapstore import FormatError, InvalidInputError, KeepLast, NotFoundError, Repository
+from snapstore.copy.moving import move
+from snapstore.format import manifest
+from snapstore.save.bases import Bases
+from snapstore.storage.memory import MemoryStore
+
+
+@pytest.fixture
+def source():
+    """a@0 to a@3, the last one of an unchanged state, and b@0 that was forked from a@1."""
+    store = created()
+    with opened(store) as repository:
+        for step, version in enumerate((0, 1, 2, 2)):
+            save(repository, "a", step, version, tags=("good",) if step == 1 else ())
+        save(repository, "b", 0, 50, parent="a@1")
+    return store
+
+
+def copied(source, *refs, to=None, **options):
+    """Copy, and return (the destination, the result)."""
+    to = to or MemoryStore()
+    with opened(source) as repository:
+        result = repository.copy(list(refs) or None, to=to, **options)
+    assert result.failed == []
+    return to, result
+
+
+def test_everything_of_a_snapshot_comes_over(source):
+    target, result = copied(source)
+    assert [s.ref for s in result.copied] == ["a@0", "a@1", "a@2", "a@3", "b@0"]
+    with opened(source) as before, opened(target) as after:
+        assert [lasting(s) for s in before.snapshots()] == [lasting(s) for s in after.snapshots()]
+        assert [s.tags for s in before.snapshots()] == [s.tags for s in after.snapshots()]
+        assert [s.stored_bytes for s in after.snapshots()] == pytest.approx(
+            [s.stored_bytes for s in before.snapshots()], abs=64
+        )
+        assert after.config.uuid != before.config.uuid
+        assert after.policies("a") == []
+        save(after, "a", 4, 4)
+        assert after.snapshot("a@4").parent == before.snapshot("a@3").id
+    check_clean(target, level="restore")
+
+
+def test_what_is_there_is_not_sent_again(source):
+    target, _ = copied(source, "a@0", "a@1")
+    before = set(keys_of(target))
+    target, result = copied(source, to=target)
+    assert [s.ref for s in result.present] == ["a@0", "a@1"]
+    assert before <= set(keys_of(target))
+    with opened(source) as repository:
+        assert result.stored_bytes < sum(s.stored_bytes for s in repository.snapshots()[2:]) + 512
+    target, result = copied(source, to=target)
+    assert (len(result.copied), len(result.present), result.stored_bytes) == (0, 5, 0)
+    check_clean(target)
+
+
+def test_one_snapshot_takes_its_chains_along_and_nothing_else(source):
+    target, _ = copied(source, "a@2")
+    with opened(target) as repository:
+        (snapshot,) = repository.snapshots()
+        assert same(repository.restore("a@2"), values("a", 2))
+        assert snapshot.parent is not None
+        assert repository.view().get(snapshot.parent) is None
+        repository.gc()
+    check_clean(target, level="restore")
+    copied(source, "a@0", "a@1", to=target)  # older ones, later: the order stays
+    with opened(target) as repository:
+        assert repository.snapshot("a@latest").step == 2
+        assert [s.step for s in repository.snapshots("a")] == [0, 1, 2]
+
+
+def test_snapshots_of_several_ranks(source):
+    for step in (4, 5, 6):
+        save_shared([source] * 3, "a", step, min(step, 5))
+    target, _ = copied(source, "a@3", "a@4")
+    target, result = copied(source, "a@5", "a@6", to=target)
+    with opened(source) as repository:
+        by_hand = [repository.snapshot(ref).stored_bytes for ref in ("a@5", "a@6")]
+    assert [s.stored_bytes for s in result.copied] == pytest.approx(by_hand, rel=0.1)
+    check_clean(target, level="restore")
+
+
+def test_tags_follow(source):
+    target, _ = copied(source)
+    with opened(source) as repository:
+        repository.tag("a@3", "good")
+    copied(source, to=target)
+    with opened(target) as repository:
+        assert [s.step for s in repository.snapshots("a") if "good" in s.tags] == [3]
+
+
+def test_what_the_destination_has_forgotten_comes_back_only_if_it_is_named(source):
+    target, _ = copied(source)
+    with opened(target) as repository:
+        repository.forget([KeepLast(1)], run="a")
+    _, result = copied(source, to=target)
+    assert [s.ref for s in result.left_out] == ["a@0", "a@2"]
+    _, result = copied(source, "a@0", to=target)
+    assert [s.ref for s in result.present] == ["a@0"]
+    with opened(target) as repository:
+        repository.forget_snapshots(["b@0"], force=True)
+        repository.gc()
+        assert repository.view().get(repository.view().snapshots("b", None)[0].id).state == "swept"
+    _, result = copied(source, "b@0", to=target)
+    assert [s.ref for s in result.copied] == ["b@0"]
+    with opened(target) as repository:
+        repository.forget_snapshots(["b@0"], force=True)
+        repository.gc()
+    check_clean(target, level="restore")
+
+
+def test_other_seeds_and_the_same_repository_are_refused(source):
+    with opened(source) as repository:
+        with pytest.raises(InvalidInputError, match="another seed"):
+            repository.copy(to=created())
+        with pytest.raises(InvalidInputError, match="is the repository to copy from"):
+            repository.copy(to=source)
+        with pytest.raises(NotFoundError, match="no run 'c'"):
+            repository.copy(to=MemoryStore(), run="c")
+        assert len(repository.copy(to=MemoryStore(), run="a").copied) == 4
+
+
+def test_a_dry_run_changes_nothing(source, tmp_path):
+    with opened(source) as repository:
+        assert len(repository.copy(to=tmp_path / "new", dry_run=True).copied) == 5
+        assert not (tmp_path / "new").exists()
+        target, _ = copied(source, "a@0")
+        before = keys_of(target)
+        assert len(repository.copy(to=target, dry_run=True).copied) == 4
+    assert keys_of(target) == before
+
+
+@pytest.mark.parametrize("what", ["a pack", "a pack with right checksums", "a manifest", "a missing pack"])
+def test_a_hostile_source_commits_nothing(source, what):
+    """Every byte is proven by the record: manifests by its hashes, packs by theirs; the error names the object."""
+    with opened(source) as repository:
+        snapshot = repository.snapshot("b@0")
+        old = set(objects_of(source, repository.snapshot("a@1")))
+        key = next(
+            k for k in objects_of(source, snapshot) if k not in old and k.startswith("packs/") == ("pack" in what)
+        )
+    if what == "a missing pack":
+        source.delete([key])
+    elif what == "a pack with right checksums":
+        with opened(source) as repository:
+            other = next(k for k in objects_of(source, repository.snapshot("a@0")) if k.startswith("packs/"))
+        data = source.get(other)
+        source.delete([key])
+        source.put(key, data)
+    else:
+        flip(source, key, len(source.get(key)) // 2)
+    target = MemoryStore()
+    with opened(source) as repository:
+        result = repository.copy(to=target)
+    ((failed, why),) = result.failed
+    assert failed.ref == "b@0"
+    assert key in why
+    assert len(result.copied) == 4
+    with opened(target) as repository:
+        assert [s.ref for s in repository.snapshots()] == ["a@0", "a@1", "a@2", "a@3"]
+        repository.gc()
+    check_clean(target, level="restore")
+
+
+def test_a_pack_that_is_said_to_be_too_large_is_refused(source):
+    """Places are packed into one number: an offset must not run into the number of the pack."""
+    with opened(source) as repository:
+        read = [(ref, manifest.read(source, ref, None)) for ref in repository.snapshot("a@0").manifests]
+        ref, found = next((ref, m) for ref, m in read if m.own_packs)
+        sizes = np.full(len(found.header.pack_names), 1 << 41, "<u8").tobytes()
+        forged = replace(found, header=msgspec.structs.replace(found.header, pack_sizes=sizes))
+        session = SimpleNamespace(store=source)
+        with pytest.raises(FormatError, match="no snapstore writes such a pack"):
+            move(repository.context, session, source, [(ref, forged)], Bases())
+
+
+def test_a_source_that_is_rewritten_meanwhile_is_read_again(source):
+    """A compact has replaced the packs, and a gc has deleted them, after the copy has read the record."""
+    with opened(source) as repository:
+        repository.untag("a@1", "good")
+        repository.forget_snapshots(["a@0", "a@1", "b@0"], force=True)
+        inner = FaultStore(clone(source))
+    done = []
+
+    def get(key, **options):
+        if key.startswith("packs/") and not done:
+            done.append(key)
+            with opened(inner.inner) as other:
+                other.gc()
+                other.compact()
+                other.gc()
+        return inner.inner.get(key, **options)
+
+    inner.get = get
+    with Repository.open(inner, options=OPTIONS) as repository:
+        target = MemoryStore()
+        result = repository.copy(["a@3", "a@2"], to=target)
+    assert done
+    assert [s.ref for s in result.copied] == ["a@2", "a@3"], result.failed
+    check_clean(target, level="restore")
+
+
+@pytest.mark.parametrize("server", ["moto", pytest.param("real", marks=needs_server)])
+def test_between_a_folder_and_s3(source, server, tmp_path, monkeypatch):
+    with moto_bucket(monkeypatch) if server == "moto" else nullcontext(fresh_url()) as bucket:
+        with opened(source) as repository:
+            repository.copy(to=f"{bucket}/r")
+            assert len(repository.copy(to=f"{bucket}/r").present) == 5
+        with Repository.open(f"{bucket}/r", options=OPTIONS) as repository:
+            assert len(repository.copy(to=tmp_path / "back").copied) == 5
+    check_clean(Repository.open(tmp_path / "back").store, level="restore")
+
+
+def test_a_copy_that_is_killed_is_taken_up_by_the_next(tmp_path):
+    with Repository.create(tmp_path / "a", chunk_bytes=1024, options=OPTIONS) as repository:
+        for step in range(12):
+            save(repository, "a", step, step)
+    command = [sys.executable, "-m", "snapstore", "--repo", tmp_path / "a", "copy", "--all", "--to", tmp_path / "b"]
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL)
+    packs = tmp_path / "b" / "packs"
+    while process.poll() is None and len(list(packs.glob("*/*"))) < 8:
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    left = list(Path(tmp_path / "b" / "sessions").glob("*"))
+    with Repository.open(tmp_path / "a", options=OPTIONS) as repository:
+        there = len(repository.copy(to=tmp_path / "b", dry_run=True).present)
+        assert 0 < there < 12
+        assert len(repository.copy(to=tmp_path / "b").copied) == 12 - there
+    with Repository.open(tmp_path / "b", options=OPTIONS) as repository:
+        repository.gc()
+        assert len(left) <= 1
+        assert len(repository.snapshots()) == 12
+        check_clean(repository.store)

@@ -1,0 +1,158 @@
+"""Where two runs first differ: the step, the tensor and the element."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from kit.rank_snapshots import RankWriter, columns, rows
+from kit.repositories import created, opened
+from kit.samples import SEED
+from snapstore import NotFoundError, Repository, cli
+from snapstore.chunks.reader import ChunkReader
+
+
+def state(step: int) -> dict[str, Any]:
+    rng = np.random.default_rng(step)
+    return {
+        "model": {"w": torch.from_numpy(rng.standard_normal((50, 40)).astype(np.float32)), "b": torch.zeros(4) + step},
+        "optimizer": {"m": rng.standard_normal((50, 40)), "half": torch.ones(3, dtype=torch.bfloat16)},
+        "step": step,
+    }
+
+
+@pytest.fixture
+def repository() -> Iterator[Repository]:
+    with opened(created(1024)) as repository:
+        yield repository
+
+
+def save(repository: Repository, run: str, steps: Any, change: Any = None) -> None:
+    for step in steps:
+        value = state(step)
+        if change is not None:
+            change(step, value)
+        repository.save(value, run=run, step=step)
+
+
+def test_runs_that_meet_again(repository, monkeypatch):
+    """They differ at steps 3 and 5 and not at 4; a has steps that b lacks, and the other way round."""
+
+    def change(step: int, value: dict[str, Any]) -> None:
+        if step in (3, 5):
+            value["model"]["w"][40, 7] = 5
+            value["model"]["w"][49, 0] = 5
+            value["optimizer"]["m"][0, 0] = 5
+
+    save(repository, "a", range(6))
+    save(repository, "b", [1, 2, 3, 4, 5, 9], change)
+    decoded = []
+    read = ChunkReader._read
+    monkeypatch.setattr(
+        ChunkReader, "_read", lambda self, e, batch: (decoded.append(len(batch.counts)), read(self, e, batch))[1]
+    )
+    found = repository.first_difference("a", "b")
+    assert found
+    assert found.steps == [1, 2, 3]
+    assert (found.a.ref, found.b.ref) == ("a@3", "b@3")
+    assert (found.path, found.index, found.chunk) == ("model.w", (40, 7), (40 * 40 + 7) * 4 // 1024)
+    assert (float(found.before), found.after) == (float(state(3)["model"]["w"][40, 7]), "5.0")
+    assert sum(decoded) <= 2 * 2, "from the chunk that differs on, not the chunks before"
+
+
+def test_the_same_runs(repository):
+    save(repository, "a", range(3))
+    save(repository, "b", range(1, 5))
+    found = repository.first_difference("a", "b")
+    assert not found
+    assert (found.steps, found.path, found.a.ref) == ([1, 2], None, "a@2")
+    repository.save({**state(2), "step": 7}, run="b", step=2)
+    assert not repository.first_difference("a", "b"), "plain values are not compared"
+    assert repository.first_difference("a@1", "b@2").path == "model.w"
+
+
+def test_the_newest_save_of_a_step_counts(repository):
+    save(repository, "a", [1])
+    save(repository, "b", [1], lambda step, value: value["model"]["b"].add_(1))
+    assert repository.first_difference("a", "b").index == (0,)
+    save(repository, "b", [1])
+    assert not repository.first_difference("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("change", "path", "note"),
+    [
+        (lambda v: v["model"].pop("b"), "model.b", "only in a@0"),
+        (lambda v: v["model"].update(c=torch.ones(2)), "model.c", "only in b@0"),
+        (lambda v: v["model"].update(b=torch.ones(5)), "model.b", "float32 [4] -> float32 [5]"),
+        (lambda v: v["model"].update(b=torch.ones(4).double()), "model.b", "float32 [4] -> float64 [4]"),
+    ],
+)
+def test_tensors_that_cannot_be_compared(repository, change, path, note):
+    save(repository, "a", [0])
+    save(repository, "b", [0], lambda step, value: change(value))
+    found = repository.first_difference("a", "b")
+    assert (found.path, found.index, found.note) == (path, None, note)
+
+
+def test_nans_of_other_bits_and_scalars(repository):
+    for run, bits in (("a", 0x7FC00000), ("b", 0x7FC00001)):
+        nan = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
+        repository.save({"x": nan.reshape(())}, run=run, step=0)
+    found = repository.first_difference("a", "b")
+    assert (found.path, found.index, found.before, found.after) == ("x", (), "nan (0x7fc00000)", "nan (0x7fc00001)")
+
+
+def test_boxes_of_ranks():
+    """One run by three ranks, the other by two with other boxes: bytes are compared where digests cannot be."""
+    store, rng = created(1024), np.random.default_rng(SEED)
+    value = rng.standard_normal((40, 30)).astype(np.float32)
+    other, at = value.copy(), tuple(int(n) for n in rng.integers(0, (40, 30)))
+    other[at] += 1
+    other[39, 29] += 1
+    for step, second in enumerate((value, other)):
+        for run, world, cut, data in (("a", 3, rows, value), ("b", 2, columns, second)):
+            writer = RankWriter(store)
+            writer.seq = step - 1
+            writer.save({"": {}, "model": {"w": data}}, run=run, world=world, cut=cut, step=step)
+    with opened(store) as repository:
+        found = repository.first_difference("a", "b")
+        assert (found.steps, found.path, found.index) == ([0, 1], "model.w", at)
+
+
+def test_names_that_are_refused(repository):
+    save(repository, "a", [1])
+    save(repository, "b", [2])
+    with pytest.raises(NotFoundError, match="runs 'a' and 'b' have no step in common: 'a' has 1, 'b' has 2"):
+        repository.first_difference("a", "b")
+    with pytest.raises(NotFoundError, match="run 'none': no such run in this repository; runs: a, b"):
+        repository.first_difference("a", "none")
+    with pytest.raises(NotFoundError, match="a@9"):
+        repository.first_difference("a@9", "b@1")
+
+
+def test_the_shell(tmp_path):
+    place, runner = str(tmp_path / "r"), CliRunner()
+    with Repository.create(place) as repository:
+        save(repository, "a", range(3))
+        save(repository, "b", range(3), lambda step, value: value["model"]["b"].add_(step // 2))
+        save(repository, "c", range(3), lambda step, value: value["model"].pop("b"))
+
+    def run(*words: str) -> str:
+        result = runner.invoke(cli.commands, ["diff", "--repo", place, "--first", *words])
+        assert result.exit_code == 0
+        return result.stdout
+
+    assert run("a", "b") == (
+        "first difference: a@2 and b@2, after 2 common steps without any\nmodel.b[0] in chunk 0: 2.0 -> 3.0\n"
+    )
+    assert run("a", "c").endswith("model.b: only in a@0\n")
+    assert run("a", "a") == "all tensors are the same in 3 common steps, up to a@2 and a@2\n"
+    document = json.loads(run("a", "b", "--json"))
+    assert (document["steps"], document["path"], document["index"], document["chunk"]) == ([0, 1, 2], "model.b", [0], 0)

@@ -1,0 +1,502 @@
+"""States go in from the checkpoints of other programs, and out to them, equal in every bit."""
+
+import dataclasses
+import json
+import pickle
+import shutil
+import warnings
+import weakref
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from kit.repositories import OPTIONS, same
+from snapstore import InvalidInputError, NotFoundError, Repository, cli
+from snapstore.convert import ExportOptions, export_snapshot, import_checkpoints, safetensors_file
+from snapstore.convert.importing import default_run, format_of
+from snapstore.errors import AlreadyExistsError, IntegrityError
+from snapstore.restore.streaming import TensorReader
+from snapstore.storage.memory import MemoryStore
+
+
+@pytest.fixture
+def repository():
+    with Repository.create(MemoryStore(), chunk_bytes=1024, options=OPTIONS) as opened:
+        yield opened
+
+
+def save_dcp(state, folder):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=str(folder), no_dist=True)
+
+
+def imported(repository, *sources, run="r", **options):
+    return list(import_checkpoints(repository, sources, run=run, **options))
+
+
+def model(step=0):
+    torch.manual_seed(0)
+    big = torch.randn(3000)
+    big[step] += 1
+    return {"big": big, "half": torch.randn(5, 7).bfloat16(), "scalar": torch.tensor(step), "empty": torch.empty(0, 3)}
+
+
+def write_checkpoint(kind, path, step):
+    """Write a checkpoint of a format; return the state that an import must give."""
+    tensors = model(step)
+    if kind == "dcp":
+        state = {"model": tensors, "epochs": [step, {"lr": 0.1}], "blob": b"\0" * 9000, "none": None}
+        save_dcp(state, path)
+    elif kind == "hf":
+        path.mkdir()
+        save_file(tensors, path / "model.safetensors", {"format": "pt"})
+        (path / "config.json").write_text('{"model_type": "x"}')
+        (path / "extra").mkdir()
+        (path / "extra" / "tokenizer.json").write_bytes(bytes(range(256)) * 40)
+        torch.save({"state": {0: {"m": torch.ones(3) * step}}}, path / "optimizer.pt")
+        (path / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+        names = ("config.json", "extra/tokenizer.json", "trainer_state.json")
+        state = {
+            "model": dict(sorted(tensors.items())),
+            "optimizer": torch.load(path / "optimizer.pt"),
+            "files": {name: (path / name).read_bytes() for name in names},
+        }
+    elif kind == "lightning":
+        state = {"state_dict": tensors, "global_step": step, "loops": {"a": [1, 2]}, "tied": tensors["big"]}
+        torch.save(state, path)
+    else:
+        save_file(tensors, path)
+        state = dict(sorted(tensors.items()))
+    return state
+
+
+NAMES = {
+    "dcp": "ckpt-{}",
+    "hf": "checkpoint-{}",
+    "lightning": "epoch=1-step={}.ckpt",
+    "safetensors": "m_{}.safetensors",
+}
+
+
+def flat(state):
+    """The order of names is the library's in a .safetensors file."""
+    if not isinstance(state, dict):
+        return state
+    return {key: flat(state[key]) for key in sorted(state, key=str)}
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_a_series_becomes_a_run(repository, tmp_path, kind):
+    states = {step: write_checkpoint(kind, tmp_path / NAMES[kind].format(step), step) for step in (10, 2, 1)}
+    sources = sorted(tmp_path.iterdir())
+    found = imported(repository, *sources[:2])
+    assert [one.snapshot.step for one in found] == sorted(one.snapshot.step for one in found)
+    again = imported(repository, *sources)
+    assert [(one.snapshot.step, one.skipped) for one in again] == [
+        (step, step in {one.snapshot.step for one in found}) for step in (1, 2, 10)
+    ]
+    assert all(one.bytes_read > 12000 for one in again if not one.skipped)
+    for step, state in states.items():
+        assert same(flat(repository.restore(f"r@{step}")), flat(state))
+        assert repository.snapshot(f"r@{step}").metadata["imported"]["from"] == NAMES[kind].format(step)
+    assert sum(s.stored_bytes for s in repository.snapshots("r")) < 0.75 * sum(
+        s.logical_bytes for s in repository.snapshots("r")
+    )
+    assert repository.check("restore").problems == []
+
+
+def test_a_base_shares_chunks_with_another_run(repository, tmp_path):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "tuned").mkdir()
+    save_file(model(0), tmp_path / "base" / "model.safetensors")
+    save_file(model(1), tmp_path / "tuned" / "model.safetensors")
+    imported(repository, tmp_path / "base", run="base")
+    alone, shared = (imported(repository, tmp_path / "tuned", run=run, bases=bases)[0].snapshot
+                     for run, bases in (("alone", []), ("tuned", ["base@0"])))  # fmt: skip
+    assert shared.stored_bytes < alone.stored_bytes / 2
+    assert same(flat(repository.restore("tuned@0")["model"]), flat(model(1)))
+
+
+DTYPES = ["float32", "float64", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8", "int64", "bool",
+          "uint16", "uint64", "complex64"]  # fmt: skip
+
+
+@st.composite
+def tensors(draw):
+    """A tensor of random bits: of any layout, and maybe a part of a larger storage."""
+    shape = draw(st.lists(st.integers(0, 5), max_size=3))
+    dtype = getattr(torch, draw(st.sampled_from(DTYPES)))
+    count = int(np.prod(shape, dtype=int))
+    seed = draw(st.integers(0, 2**16))
+    bits = np.random.default_rng(seed).integers(
+        0, 2 if dtype is torch.bool else 256, (count + 2) * dtype.itemsize, np.uint8
+    )
+    whole = torch.from_numpy(bits).view(dtype)
+    tensor = whole[2:].reshape(shape)
+    return tensor.transpose(0, -1) if len(shape) > 1 and draw(st.booleans()) else tensor
+
+
+STATES = st.dictionaries(st.text("ab.é_0*", min_size=1, max_size=6), tensors(), min_size=1, max_size=5)
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+@given(state=STATES, to=st.sampled_from(["hf", "safetensors", "torch", "dcp"]))
+def test_out_and_in_again_is_the_same(tmp_path_factory, state, to):
+    folder = tmp_path_factory.mktemp("x")
+    with Repository.create(MemoryStore(), options=OPTIONS) as repository:
+        repository.save(state, run="a", step=1)
+        out = folder / {"hf": "h", "safetensors": "s.safetensors", "torch": "t.pt", "dcp": "d"}[to]
+        exported = export_snapshot(repository, "a@1", out, to=to, options=ExportOptions(max_shard_bytes=64))
+        assert exported.tensors == len(state)
+        imported(repository, out, run="b", step=1)
+        found = repository.restore("b@1")
+        found = found["model"] if to == "hf" else found
+        assert same(flat(found), flat(state))
+        if to == "torch":
+            loaded = torch.load(out, weights_only=True)
+            assert same(loaded, state)
+            assert zipfile.ZipFile(out).testzip() is None
+
+
+def test_nested_states_of_a_training_run_go_to_torch_and_dcp(repository, tmp_path):
+    layer = torch.nn.Linear(40, 40)
+    state = {
+        "model": layer.state_dict(),
+        "tied": [layer.weight, {"n": np.arange(5.0)}],
+        "plain": {"lr": 0.5, "name": "x", "blob": b"\1" * 9000, 3: (1, 2)},
+    }
+    repository.save(state, run="a", step=1)
+    export_snapshot(repository, "a@1", tmp_path / "x.pt", to="torch")
+    loaded = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert type(loaded["tied"][0]) is torch.nn.Parameter
+    assert loaded["tied"][0].data_ptr() == loaded["model"]["weight"].data_ptr()
+    assert same(loaded["tied"][0].detach(), layer.weight.detach())
+    assert loaded["tied"][1]["n"].tolist() == [0, 1, 2, 3, 4]
+    assert same(loaded["plain"], state["plain"])
+    export_snapshot(repository, "a@1", tmp_path / "d", to="dcp")
+    target = {
+        "model": {name: torch.zeros_like(t) for name, t in layer.state_dict().items()},
+        "plain": {"lr": 0, "blob": b""},
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(target, checkpoint_id=str(tmp_path / "d"), no_dist=True)
+    assert same(target["model"], dict(layer.state_dict()))
+    assert (target["plain"]["lr"], len(target["plain"]["blob"])) == (0.5, 9000)
+
+
+def test_one_file_wins_over_shards_as_in_transformers(repository, tmp_path):
+    folder = tmp_path / "m"
+    folder.mkdir()
+    shard = "model-00001-of-00001"
+    for write, ending, index in (
+        (torch.save, ".bin", "pytorch_model.bin.index.json"),
+        (save_file, ".safetensors", "model.safetensors.index.json"),
+    ):
+        one = "pytorch_model.bin" if ending == ".bin" else "model.safetensors"
+        write({"w": torch.zeros(2)}, folder / f"{shard}{ending}")
+        (folder / index).write_text(json.dumps({"weight_map": {"w": f"{shard}{ending}"}}))
+        write({"w": torch.ones(2)}, folder / one)
+        (found,) = imported(repository, folder, run=ending[1:], step=0, format="hf")
+        assert same(repository.restore(found.snapshot.ref)["model"]["w"], torch.ones(2))
+        assert f"{shard}{ending}" in found.left_out
+        (folder / f"{shard}{ending}").unlink()
+
+
+def test_a_memory_that_is_shorter_than_its_tensor_is_refused(repository, tmp_path):
+    """torch would map what lies behind it in the file."""
+    torch.save({"a": torch.arange(1000.0), "b": torch.arange(5000.0)}, tmp_path / "whole.pt")
+    with zipfile.ZipFile(tmp_path / "whole.pt") as old, zipfile.ZipFile(tmp_path / "short.pt", "w") as new:
+        for entry in old.infolist():
+            data = old.read(entry)
+            new.writestr(entry.filename, data[:100] if entry.filename.endswith("/data/0") else data)
+    with pytest.raises(InvalidInputError, match=r"short.pt: not a PyTorch file, or damaged"):
+        list(import_checkpoints(repository, [tmp_path / "short.pt"], run="a"))
+    assert not repository.snapshots()
+
+
+def test_a_compressed_file_of_torch_is_unpacked(repository, tmp_path):
+    torch.save({"a": torch.arange(50.0)}, tmp_path / "a.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "a.pt") as old,
+        zipfile.ZipFile(tmp_path / "b.pt", "w", zipfile.ZIP_DEFLATED) as new,
+    ):
+        for entry in old.infolist():
+            new.writestr(entry.filename, old.read(entry))
+    imported(repository, tmp_path / "b.pt", step=0)
+    assert same(repository.restore("r@0")["a"], torch.arange(50.0))
+
+
+def test_tensors_in_tuples_go_to_dcp(repository, tmp_path):
+    one, two = torch.arange(5.0), torch.arange(3).to(torch.bfloat16)
+    state = {"b": [1, {"c": (one, 7, {"d": [two]})}], "own": two, "a": (one, two), "z": (torch.zeros(0, 2),)}
+    repository.save(state, run="a", step=1)
+    export_snapshot(repository, "a@1", tmp_path / "d", to="dcp")
+    imported(repository, tmp_path / "d", run="back", step=1)
+    back = repository.restore("back@1")
+    assert sorted(back) == sorted(state)
+    assert all(same(back[key], state[key]) for key in state)
+
+
+def test_what_dcp_cannot_hold_is_named(repository, tmp_path, monkeypatch):
+    repository.save({"a": {1: torch.zeros(2), "1": torch.ones(2)}}, run="a", step=1)
+    with pytest.raises(InvalidInputError, match=r"a@1: DCP cannot hold this state: .*duplicate"):
+        export_snapshot(repository, "a@1", tmp_path / "d", to="dcp")
+    repository.save({"a": torch.zeros(2)}, run="a", step=2)
+
+    def damaged(self):
+        raise IntegrityError("a chunk is damaged")
+        yield
+
+    monkeypatch.setattr(TensorReader, "__iter__", damaged)
+    with pytest.raises(IntegrityError, match="a chunk is damaged"):
+        export_snapshot(repository, "a@2", tmp_path / "d", to="dcp")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("ties", [True, False])
+def test_from_pretrained_loads_an_export_without_a_warning(repository, tmp_path, monkeypatch, caplog, ties):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=ties)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    config.save_pretrained(tmp_path / "config")
+    repository.save({"model": model, "step": 1}, run="a", step=1)
+    options = ExportOptions(config=tmp_path / "config", max_shard_bytes=5000)
+    exported = export_snapshot(repository, "a@1", tmp_path / "h", to="hf", options=options)
+    assert exported.tied == (["lm_head.weight"] if ties else [])
+    assert f"model-00001-of-0000{6 if ties else 7}.safetensors" in exported.files
+    assert all(path.stat().st_size < 7000 for path in (tmp_path / "h").iterdir())
+    monkeypatch.setattr(transformers.utils.logging.get_logger("transformers"), "propagate", True)
+    with caplog.at_level("WARNING"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded, info = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "h", output_loading_info=True)
+    assert [record.getMessage() for record in caplog.records] == []
+    assert not any(info.values())
+    assert same(dict(loaded.state_dict()), dict(model.state_dict()))
+    # A folder of transformers comes in as the same model, and goes out with the same files beside the weights.
+    model.save_pretrained(tmp_path / "saved-1")
+    imported(repository, tmp_path / "saved-1", run="b", bases=["a@1"])
+    found = repository.restore("b@1")["model"]
+    assert same(found, {name: model.state_dict()[name] for name in found})
+    export_snapshot(repository, "b@1", tmp_path / "again", to="hf")
+    for name in ("config.json", "generation_config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "saved-1" / name).read_bytes()
+    assert load_file(tmp_path / "again" / "model.safetensors").keys() == found.keys()
+
+
+def test_names_lose_the_prefixes_of_wrappers(repository, tmp_path):
+    weight = torch.arange(6.0)
+    repository.save({"model": {"module._orig_mod.a.w": weight, "module.b._orig_mod.w": weight + 1}}, run="a", step=1)
+    export_snapshot(repository, "a@1", tmp_path / "h", to="hf")
+    assert sorted(load_file(tmp_path / "h" / "model.safetensors")) == ["a.w", "b.w"]
+    options = ExportOptions(part="model", strip=["module."])
+    for to, name in (("torch", "x.pt"), ("safetensors", "x.safetensors")):
+        export_snapshot(repository, "a@1", tmp_path / name, to=to, options=options)
+    expected = ["_orig_mod.a.w", "b._orig_mod.w"]
+    assert sorted(torch.load(tmp_path / "x.pt")) == sorted(load_file(tmp_path / "x.safetensors")) == expected
+    repository.save({"model": {"w": weight, "module.w": weight}}, run="two", step=1)
+    with pytest.raises(InvalidInputError, match=r"two names in \(root\) would become 'w'"):
+        export_snapshot(repository, "two@1", tmp_path / "h2", to="hf")
+    with pytest.raises(NotFoundError, match="part 'nope': not in this snapshot"):
+        export_snapshot(repository, "a@1", tmp_path / "h2", to="hf", options=ExportOptions(part="nope"))
+    assert not (tmp_path / "h2").exists()
+
+
+def test_an_export_replaces_nothing_but_an_export(repository, tmp_path, monkeypatch):
+    repository.save({"w": torch.zeros(3)}, run="a", step=1)
+    out, force = tmp_path / "out", ExportOptions(force=True)
+    export_snapshot(repository, "a@1", out, to="hf")
+    with pytest.raises(AlreadyExistsError, match="exists; choose another name"):
+        export_snapshot(repository, "a@1", out, to="dcp")
+    export_snapshot(repository, "a@1", out, to="dcp", options=force)
+    assert sorted(p.name for p in out.iterdir()) == [".metadata", "__0_0.distcp"]
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.tex").touch()
+    with pytest.raises(AlreadyExistsError, match="is no folder of an export"):
+        export_snapshot(repository, "a@1", mine, to="hf", options=force)
+    (out / "notes").mkdir()
+    (out / "notes" / "thesis.tex").touch()
+    with pytest.raises(AlreadyExistsError, match="has notes, which this export does not write"):
+        export_snapshot(repository, "a@1", out, to="dcp", options=force)
+    assert (out / "notes" / "thesis.tex").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "out"]
+    shutil.rmtree(out / "notes")
+    monkeypatch.chdir(out)
+    with pytest.raises(InvalidInputError, match="has no name that a new folder could take"):
+        export_snapshot(repository, "a@1", ".", to="hf", options=force)
+    repository.save({"model": {}}, run="a", step=2)
+    with pytest.raises(InvalidInputError, match="the state has no tensors"):
+        export_snapshot(repository, "a@2", tmp_path / "none", to="hf")
+    with pytest.raises(InvalidInputError, match=r"strip 'model\.': expected a sequence of prefixes"):
+        export_snapshot(repository, "a@1", tmp_path / "none", to="torch", options=ExportOptions(strip="model."))
+
+
+def test_steps_come_from_names_and_contents(repository, tmp_path):
+    for name, content in (
+        ("a.ckpt", 7),
+        ("epoch=2.ckpt", 8),
+        ("b-12.pt", 3),
+        ("epoch=3-step=5.ckpt", 99),
+        ("last.pt", None),
+    ):
+        torch.save({"w": torch.zeros(1), **({"global_step": content} if content else {})}, tmp_path / name)
+    found = imported(
+        repository, *(tmp_path / name for name in ("a.ckpt", "epoch=2.ckpt", "b-12.pt", "epoch=3-step=5.ckpt"))
+    )
+    assert [one.snapshot.step for one in found] == [5, 7, 8, 12]
+    assert imported(repository, tmp_path / "last.pt", run="one")[0].snapshot.step == 0
+    with pytest.raises(InvalidInputError, match=r"last\.pt: no step found"):
+        imported(repository, *tmp_path.iterdir(), run="x")
+    torch.save({}, tmp_path / "c-12.pt")
+    with pytest.raises(InvalidInputError, match="has step 12, as"):
+        imported(repository, tmp_path / "c-12.pt", tmp_path / "b-12.pt", run="x")
+    with pytest.raises(InvalidInputError, match="step 3: is given for 2 sources"):
+        imported(repository, tmp_path / "c-12.pt", tmp_path / "a.ckpt", run="x", step=3)
+    assert default_run([tmp_path / "old" / "checkpoint-1", tmp_path / "old" / "checkpoint-2"]) == "old"
+    assert default_run([tmp_path / "all-minilm-v2"]) == "all-minilm-v2"
+
+
+def test_a_source_that_is_no_checkpoint(tmp_path):
+    (tmp_path / "series" / "checkpoint-1").mkdir(parents=True)
+    save_file(model(), tmp_path / "series" / "checkpoint-1" / "model.safetensors")
+    for path, message in (
+        (tmp_path / "series", r"holds checkpoints \(checkpoint-1\); name them"),
+        (tmp_path, "expected a folder of DCP"),
+        (tmp_path / "missing", "is missing"),
+        (Path(__file__), "expected a folder, or a file named"),
+        (Path("/dev/null"), "expected a folder, or a file named"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            format_of(path)
+
+
+def test_many_tensors_pass_one_by_one(tmp_path, monkeypatch):
+    large = {f"large.{i}": torch.full((17 * 2**20,), i, dtype=torch.uint8) for i in range(2)}
+    small = {f"small.{i}": torch.tensor([float(i)]) for i in range(600)}
+    save_file(large | small, tmp_path / "x-1.safetensors")
+    torch.save({"model": large | small}, tmp_path / "x-2.pt")
+    alive, most = [], []
+    read = safetensors_file._tensor
+
+    def counted(*args):
+        tensor = read(*args)
+        alive.append(weakref.ref(tensor))
+        most.append(sum(one() is not None for one in alive[-20:]))
+        return tensor
+
+    monkeypatch.setattr(safetensors_file, "_tensor", counted)
+    with Repository.create(MemoryStore()) as repository:
+        imported(repository, tmp_path / "x-1.safetensors", tmp_path / "x-2.pt")
+        assert len(most) == 602
+        assert max(most) == 1
+        assert same(flat(repository.restore("r@1")), flat(large | small))
+        assert same(flat(repository.restore("r@2")["model"]), flat(large | small))
+
+
+def test_an_import_that_fails_goes_on_where_it_was(repository, tmp_path):
+    for step in (1, 2, 3):
+        write_checkpoint("hf", tmp_path / f"checkpoint-{step}", step)
+    sources = sorted(tmp_path.iterdir())
+    damaged = sources[1] / "model.safetensors"
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[:-5])
+    with pytest.raises(InvalidInputError, match=r"checkpoint-2.model\.safetensors: not a safetensors file, or damaged"):
+        imported(repository, *sources)
+    assert [snapshot.step for snapshot in repository.snapshots("r")] == [1]
+    damaged.write_bytes(whole)
+    assert [one.skipped for one in imported(repository, *sources)] == [True, False, False]
+
+
+def test_weights_in_files_of_torch_with_an_index(repository, tmp_path):
+    tensors = model()
+    names = sorted(tensors)
+    weight_map = {name: f"pytorch_model-{i % 2}.bin" for i, name in enumerate(names)}
+    for file in set(weight_map.values()):
+        torch.save({name: tensors[name] for name in names if weight_map[name] == file}, tmp_path / file)
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / "tf_model.h5").write_bytes(b"weights once more")
+    (one,) = imported(repository, tmp_path)
+    assert one.left_out == ["tf_model.h5"]
+    assert same(flat(repository.restore("r@0")["model"]), flat(tensors))
+
+
+def test_a_folder_of_lightning_has_its_values_in_a_file(repository, tmp_path):
+    folder = tmp_path / "epoch=0-step=4.ckpt"
+    save_dcp({"state_dict": model()}, folder)
+    torch.save({"global_step": 4, "loops": [1]}, folder / "meta.pt")
+    (one,) = imported(repository, folder)
+    assert one.snapshot.step == 4
+    assert same(repository.restore("r@4"), {"global_step": 4, "loops": [1], "state_dict": model()})
+
+
+def test_shards_of_ranks_become_whole_tensors(repository, tmp_path):
+    """Each rank of DCP writes the rows that it has; a bfloat16 NaN keeps its payload."""
+    rows = torch.arange(12, dtype=torch.int16).reshape(4, 3).view(torch.bfloat16)
+    rows.view(torch.int16)[2, 1] = 0x7F81
+    save_dcp({"a": rows[:3].clone(), "b": rows[3:].clone()}, tmp_path / "ckpt-1")
+    metadata = pickle.loads((tmp_path / "ckpt-1" / ".metadata").read_bytes())
+    entry, chunks = metadata.state_dict_metadata.pop("a"), metadata.state_dict_metadata.pop("b").chunks
+    shard = dataclasses.replace(chunks[0], offsets=torch.Size([3, 0]))
+    whole = dataclasses.replace(entry, size=torch.Size([4, 3]), chunks=[*entry.chunks, shard])
+    metadata.state_dict_metadata["w"] = whole
+    metadata.storage_data = {
+        dataclasses.replace(index, fqn="w", offset=torch.Size([3 * (index.fqn == "b"), 0])): info
+        for index, info in metadata.storage_data.items()
+    }
+    metadata.planner_data = {"w": ("model", "w")}
+    (tmp_path / "ckpt-1" / ".metadata").write_bytes(pickle.dumps(metadata))
+    imported(repository, tmp_path / "ckpt-1")
+    assert same(repository.restore("r@1"), {"model": {"w": rows}})
+
+
+def test_the_verbs_print_what_they_did(tmp_path):
+    def shell(*args, code=0):
+        found = CliRunner().invoke(cli.commands, [*map(str, args)], env={"SNAPSTORE_REPO": str(tmp_path / "repo")})
+        assert found.exit_code == code, found.output
+        return found
+
+    shell("init")
+    for step in (1, 2):
+        write_checkpoint("hf", tmp_path / f"checkpoint-{step}", step)
+    sources = [tmp_path / "checkpoint-1", tmp_path / "checkpoint-2"]
+    document = json.loads(shell("import", *sources, "--run", "old", "--json").stdout)
+    assert [one["snapshot"]["step"] for one in document["imported"]] == [1, 2]
+    assert set(document["imported"][0]) == {"source", "snapshot", "skipped", "bytes", "left_out"}
+    assert document["bytes"] == sum(one["bytes"] for one in document["imported"])
+    assert document["stored_bytes"] == sum(one["snapshot"]["stored_bytes"] for one in document["imported"])
+    assert "skipped, old@2 is there" in shell("import", *sources, "--run", "old").stdout
+    text = shell("import", sources[0], "--run", "one", "--base", "old@2", "--format", "hf").stdout
+    assert "imported 1 checkpoint into one: " in text
+    assert " times smaller" in text
+    assert (
+        "format 'x': expected one of dcp, orbax, hf, file"
+        in shell("import", sources[0], "--format", "x", code=1).stderr
+    )
+    exported = json.loads(shell("export", "old@2", "--to", "hf", "-o", tmp_path / "out", "--json").stdout)
+    assert exported["files"] == ["config.json", "extra/tokenizer.json", "model.safetensors", "trainer_state.json"]
+    assert (exported["tensors"], exported["part"], exported["to"]) == (4, "model", "hf")
+    assert exported["bytes"] == sum(path.stat().st_size for path in (tmp_path / "out").rglob("*.*") if path.is_file())
+    assert (
+        "exported old@2" in shell("export", "old@2", "--to", "torch", "--root", "model", "-o", tmp_path / "x.pt").stdout
+    )
+    assert same(flat(torch.load(tmp_path / "x.pt")), flat(model(2)))
+    assert "to 'y': expected one of hf" in shell("export", "old@2", "--to", "y", "-o", tmp_path / "y", code=1).stderr
+    assert (
+        "expected a number of bytes"
+        in shell("export", "old@2", "--to", "hf", "-o", tmp_path / "y", "--max-shard-size", "many", code=2).stderr
+    )

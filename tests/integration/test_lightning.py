@@ -1,0 +1,316 @@
+"""Lightning: a killed training that resumes from snapshots ends with the bits of an undisturbed one.
+
+The trainings run in forks of one process (kit/lightning_worker.py). Its files are tested in this process.
+"""
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from kit.faults import FaultStore
+from kit.processes import TESTS, environment
+from snapstore import (
+    CapabilityError,
+    FormatError,
+    InvalidInputError,
+    KeepBest,
+    KeepLast,
+    NotFoundError,
+    Repository,
+    SnapshotManager,
+    StorageError,
+)
+from snapstore.storage.memory import MemoryStore
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed")
+
+STEPS = 20
+
+
+class Worker:
+    """The process that has imported Lightning."""
+
+    def __init__(self, folder):
+        script = [sys.executable, str(TESTS / "kit" / "lightning_worker.py")]
+        self.log = (folder / "log").open("w+")
+        self.process = subprocess.Popen(
+            script, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True
+        )
+        self.folder, self.number = folder, 0
+
+    def train(self, kind, *, saves=True, ranks=1, stop=STEPS, kill=None, resume="latest", per_rank="same"):
+        """Train; return the exit codes, and of each rank that has ended its steps and digest."""
+        self.number += 1
+        out = self.folder / f"out-{self.number}"
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        repo = str(self.folder / "repo") if saves else None
+        job = {"kind": kind, "ranks": ranks, "repo": repo, "stop": stop, "kill": kill, "resume": resume}
+        job |= {"per_rank": per_rank, "port": port, "out": str(out)}
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+        codes = next(json.loads(line) for line in self.process.stdout if line.startswith("["))
+        ended = [self.folder / f"{out.name}.{rank}" for rank in range(ranks)]
+        return codes, [json.loads(path.read_text()) for path in ended if path.exists()]
+
+    def said(self):
+        self.log.seek(0)
+        return self.log.read()
+
+
+@pytest.fixture(scope="module")
+def adapter():
+    """The module, imported only by a process that runs such a test: Lightning costs seconds."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Lightning's own imports
+        import lightning.pytorch  # noqa: F401
+
+        from snapstore.integrations import lightning as adapter
+    return adapter
+
+
+def check_kill(worker, kind):
+    _, [[steps, expected]] = worker.train(kind, saves=False)
+    assert steps == list(range(1, STEPS + 1))
+    codes, ended = worker.train(kind, kill=13)
+    assert (codes, ended) == ([-9], [])
+    codes, [[steps, found]] = worker.train(kind)
+    assert codes == [0], worker.said()
+    assert steps[0] in (6, 11), kind  # the kill may come before the save of step 10 is committed
+    assert found == expected, kind
+
+
+def check_ranks(worker, kind):
+    codes, expected = worker.train(kind, ranks=2)
+    assert codes == [0, 0], worker.said()
+    codes, found = worker.train(kind, ranks=2, resume=10)
+    assert codes == [0, 0], worker.said()
+    assert [steps[0] for steps, _ in found] == [11, 11], kind
+    assert [digest for _, digest in found] == [digest for _, digest in expected], kind
+
+
+def check_one_of_two_ranks(worker):
+    """One process goes on from the snapshot of two ranks, if it says whose loops it takes."""
+    assert worker.train("sharded", resume=10, stop=12)[0] == [1]
+    assert "per_rank" in worker.said()
+    codes, [[steps, _]] = worker.train("sharded", resume=10, stop=12, per_rank=0)
+    assert codes == [0], worker.said()
+    assert steps == [11, 12]
+
+
+def test_trainings_resume_bit_exact(tmp_path):
+    """In one test, which one process runs: the imports of the worker cost more than the trainings."""
+    worker = Worker(tmp_path)
+    try:
+        for kind in ("one", "io"):
+            check_kill(worker, kind)
+        for kind in ("ddp", "sharded"):
+            check_ranks(worker, kind)
+        check_one_of_two_ranks(worker)
+    finally:
+        worker.process.stdin.close()
+        worker.process.wait(60)
+        worker.process.stdout.close()
+        worker.log.close()
+
+
+def fit(epochs, *callbacks, **more):
+    """Train a net with dropout on shuffled data, and validate it after each epoch; return the weights."""
+    import lightning.pytorch
+
+    class Net(lightning.pytorch.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 1))
+
+        def training_step(self, batch, index):
+            return self.net(batch[0]).square().mean()
+
+        def validation_step(self, batch, index):
+            self.log("val_loss", self.net(batch[0]).square().mean())
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), 1e-2)
+
+    data, net = TensorDataset(torch.arange(192.0).reshape(24, 8) / 100), Net()
+    torch.manual_seed(1)
+    options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False}
+    options |= {"enable_model_summary": False, "enable_checkpointing": bool(callbacks)} | more
+    trainer = lightning.pytorch.Trainer(max_epochs=epochs, callbacks=list(callbacks), **options)
+    trainer.fit(net, DataLoader(data, 4, shuffle=True), DataLoader(data, 4))
+    return net.state_dict()
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's, of the number of workers
+@pytest.mark.parametrize("when", ["step", "validation"])
+def test_the_next_epoch_draws_as_if_nothing_had_happened(adapter, tmp_path, when):
+    expected = fit(3)
+    best = KeepBest("val_loss", mode="min")
+    with SnapshotManager(tmp_path, run="r", save_interval_steps=6, keep=[KeepLast(9), best]) as manager:
+        fit(2, adapter.SnapshotCallback(manager, when=when))
+        assert manager.all_steps() == [6, 12]
+        found = fit(3, adapter.SnapshotCallback(manager, when=when))
+        assert manager.all_steps() == [6, 12, 18]
+        assert len(manager.repository.snapshots("r")) == 3
+        metrics = [snapshot.metrics for snapshot in manager.repository.snapshots("r")]
+        # Behind a batch there are those of the last validation in this process.
+        assert [bool(one) for one in metrics] == ([True] * 3 if when == "validation" else [False, True, False])
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's, of the number of workers
+def test_no_save_before_the_first_step_of_the_optimizer(adapter, tmp_path):
+    """The optimizer takes the gradients of three batches: these are in no checkpoint."""
+    with SnapshotManager(tmp_path, run="r", save_interval_steps=2) as manager:
+        fit(2, adapter.SnapshotCallback(manager), accumulate_grad_batches=3)
+        assert manager.all_steps() == [2, 4]
+
+
+# -- the files of the plugin
+
+
+def checkpoint(step):
+    return {"global_step": step, "state_dict": {"w": torch.full((3, 2), float(step))}, "callbacks": {"a": (1, None)}}
+
+
+class HeldStore(FaultStore):
+    """Commits no snapshot until it may."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.may, self.refuses = threading.Event(), False
+
+    def put(self, key, *args, **kwargs):
+        if key.startswith("snapshots/"):
+            assert self.may.wait(60)
+            if self.refuses:
+                raise StorageError("the store is gone")
+        return super().put(key, *args, **kwargs)
+
+
+def test_a_reference_is_never_ahead_of_its_commit(adapter, tmp_path):
+    store, path = HeldStore(MemoryStore()), tmp_path / "a" / "last.ckpt"
+    Repository.create(store.inner).close()
+    with Repository.open(store) as repository:
+        io = adapter.SnapstoreCheckpointIO(repository, run="r")
+        io.save_checkpoint(checkpoint(1), path)
+        assert not path.exists()
+        store.may.set()
+        assert io.load_checkpoint(path)["global_step"] == 1  # it waits
+        old = path.read_text()
+        store.refuses = True
+        io.save_checkpoint(checkpoint(2), path)
+        with pytest.raises(StorageError, match="the store is gone"):
+            io.load_checkpoint(path)
+        assert path.read_text() == old
+        store.refuses = False
+        io.save_checkpoint(checkpoint(3), path)  # the error was raised once
+        io.teardown()
+        assert json.loads(path.read_text())["step"] == 3
+        assert io.load_checkpoint(path)["global_step"] == 3
+        io.teardown()
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_removed_and_replaced_files_forget_their_snapshots(adapter, tmp_path, async_save):
+    io = adapter.SnapstoreCheckpointIO(tmp_path / "repo", run="r", async_save=async_save)
+    for step in (1, 2, 3):
+        io.save_checkpoint(checkpoint(step), tmp_path / f"step={step}.ckpt")
+        io.save_checkpoint(checkpoint(step), tmp_path / "last.ckpt")
+    io.remove_checkpoint(tmp_path / "step=1.ckpt")
+    io.remove_checkpoint(tmp_path / "step=1.ckpt")
+    io.teardown()
+    with Repository.open(tmp_path / "repo") as repository:
+        files = sorted(path.name for path in tmp_path.glob("*.ckpt"))
+        assert files == ["last.ckpt", "step=2.ckpt", "step=3.ckpt"]
+        assert [snapshot.step for snapshot in repository.snapshots("r")] == [2, 3, 3]
+        repository.tag("r@2", "good")
+        io.remove_checkpoint(tmp_path / "step=2.ckpt")
+        io.teardown()
+        assert repository.snapshot("r@good").state == "committed"
+        repository.forget_snapshots([repository.snapshot("r@3").id], force=True)
+        repository.gc()
+    with pytest.raises(NotFoundError, match=r"refers to r@3 .* which is not there.*snapstore log --run r"):
+        io.load_checkpoint(tmp_path / "last.ckpt")
+    assert io.load_checkpoint(tmp_path / "step=3.ckpt")["state_dict"]["w"].tolist() == [[3.0, 3.0]] * 3
+
+
+def test_a_removed_or_replaced_link_keeps_the_snapshot_of_its_file(adapter, tmp_path):
+    """ModelCheckpoint(save_last="link") makes such links."""
+    io = adapter.SnapstoreCheckpointIO(tmp_path / "repo", run="r", async_save=False)
+    best, link = tmp_path / "best.ckpt", tmp_path / "last.ckpt"
+    io.save_checkpoint(checkpoint(1), best)
+    for change in (io.remove_checkpoint, lambda path: io.save_checkpoint(checkpoint(2), path)):
+        link.unlink(missing_ok=True)
+        link.symlink_to(best)
+        change(link)
+        assert not link.is_symlink()
+        assert io.load_checkpoint(best)["global_step"] == 1
+    assert io.load_checkpoint(link)["global_step"] == 2
+    link.unlink()
+    link.symlink_to(tmp_path / "gone.ckpt")
+    io.remove_checkpoint(link)
+    assert not link.is_symlink()
+    io.teardown()
+
+
+def test_files_that_lead_nowhere_say_so(adapter, tmp_path):
+    path, repo = tmp_path / "a.ckpt", tmp_path / "repo"
+    io = adapter.SnapstoreCheckpointIO(repo, run="r", async_save=False)
+    with pytest.raises(NotFoundError, match="no such checkpoint"):
+        io.load_checkpoint(path)
+    torch.save({"global_step": 1}, path)
+    with pytest.raises(FormatError, match="is no reference to a snapshot"):
+        io.load_checkpoint(path)
+    io.save_checkpoint(checkpoint(1), path)
+    io.teardown()
+    named = json.loads(path.read_text())
+    path.write_text(json.dumps(named | {"version": 2}))
+    with pytest.raises(FormatError, match="a reference of version 2, expected 1"):
+        io.load_checkpoint(path)
+    path.write_text(json.dumps(named))
+    repo.rename(tmp_path / "moved")
+    with pytest.raises(NotFoundError, match="if it has moved, pass its new place"):
+        io.load_checkpoint(path)
+    moved = adapter.SnapstoreCheckpointIO(tmp_path / "moved", run="another")
+    assert moved.load_checkpoint(path)["callbacks"] == {"a": (1, None)}
+    with pytest.raises(TypeError, match="storage_options"):
+        moved.save_checkpoint(checkpoint(1), path, storage_options={})
+    with pytest.raises(InvalidInputError, match="expected a device or None"):
+        moved.load_checkpoint(path, map_location={"cuda:1": "cpu"})
+
+
+def test_a_reference_may_lie_in_a_remote_file_system(adapter, tmp_path):
+    io = adapter.SnapstoreCheckpointIO(tmp_path / "repo", run="r")
+    path = f"memory://snapstore-{os.getpid()}/a.ckpt"
+    io.save_checkpoint(checkpoint(4), path)
+    assert io.load_checkpoint(path)["global_step"] == 4
+    io.remove_checkpoint(path)
+    io.teardown()
+    with pytest.raises(NotFoundError, match="no such checkpoint"):
+        io.load_checkpoint(path)
+
+
+def test_what_the_callback_does_not_know_is_refused(adapter):
+    strategy = type("DeepSpeedStrategy", (), {})()
+    callback = adapter.SnapshotCallback(lambda: None)
+    with pytest.raises(InvalidInputError, match=r"DeepSpeedStrategy: .* docs/guides/deepspeed.md"):
+        callback.setup(SimpleNamespace(strategy=strategy), None, "fit")
+    with pytest.raises(CapabilityError, match=r"knows the releases 2\.5 and 2\.6"):
+        adapter._connector(type("Trainer", (), {"__module__": "lightning.pytorch"})())
+    with pytest.raises(InvalidInputError, match='state_dict_type="sharded"'):
+        adapter._require_sharded({"state_dict": {"w": torch.ones(2)}})
+    with pytest.raises(InvalidInputError, match="expected 'step' or 'validation'"):
+        adapter.SnapshotCallback(lambda: None, when="epoch")

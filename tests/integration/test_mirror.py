@@ -1,0 +1,365 @@
+"""Two tiers: a mirror follows in the order of the saves, stalls nobody, and brings back what the first store lost."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+
+import pytest
+import torch
+
+from kit.faults import FaultStore
+from kit.ranks import Managers
+from kit.repositories import OPTIONS, check_clean, created, opened, same, save, values
+from snapstore import InvalidInputError, KeepBest, KeepEvery, KeepLast, Repository, SnapshotManager, StorageError
+from snapstore.copy import mirror as mirrors
+from snapstore.copy.copy import Copier
+from snapstore.storage.memory import MemoryStore
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch):
+    monkeypatch.setattr(mirrors, "RETRY_S", 0.02)
+    monkeypatch.setattr(mirrors, "RETRY_MAX_S", 0.02)
+
+
+def manager(fast, slow, **options):
+    return SnapshotManager(fast, run="a", mirror=slow, options=OPTIONS, ranks=False, **options)
+
+
+def saved(snapshots, steps):
+    for step in steps:
+        snapshots.save(step, values("a", step), metadata=["a", step], force=True)
+    snapshots.wait_until_finished()
+
+
+def steps_in(store):
+    with opened(store) as repository:
+        return [snapshot.step for snapshot in repository.snapshots("a")]
+
+
+def until(condition):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_it_follows_with_policies_of_its_own(tmp_path):
+    with manager(
+        tmp_path / "fast", tmp_path / "slow", keep=KeepLast(2), mirror_keep=[KeepLast(3), KeepEvery(4)]
+    ) as snapshots:
+        saved(snapshots, range(10))
+        assert snapshots.wait_until_mirrored() == []
+        assert snapshots.not_mirrored() == []
+        assert snapshots.all_steps() == [0, 4, 7, 8, 9]
+        assert snapshots.latest_step() == 9
+        saved(snapshots, [10])
+    assert steps_in(tmp_path / "fast") == [9, 10]
+    assert steps_in(tmp_path / "slow") == [0, 4, 8, 9, 10]
+    with Repository.open(tmp_path / "slow") as repository:
+        assert repository.policies("a") == [KeepLast(3), KeepEvery(4)]
+        check_clean(repository.store, level="restore")
+
+
+def test_the_first_store_is_lost(tmp_path, caplog):
+    with manager(tmp_path / "fast", tmp_path / "slow", keep=KeepLast(2), mirror_keep=()) as snapshots:
+        saved(snapshots, range(4))
+    shutil.rmtree(tmp_path / "fast")
+    with manager(tmp_path / "fast", tmp_path / "slow", keep=KeepLast(2), mirror_keep=()) as snapshots:
+        assert snapshots.latest_step() == 3
+        assert same(snapshots.restore(), values("a", 3))
+        assert same(snapshots.restore(2), values("a", 2))
+        restored = snapshots.restore_into(values("a", 1), 1)
+        saved(snapshots, [4])
+        assert snapshots.latest_step() == 4
+        assert snapshots.repository.snapshot("a@4").parent == restored.id
+    assert "copied back" in caplog.text
+    assert "saved and not mirrored" not in caplog.text
+    assert steps_in(tmp_path / "slow") == [0, 1, 2, 3, 4]
+    check_clean(Repository.open(tmp_path / "fast").store)
+
+
+def test_a_mirror_that_fails_stalls_nothing_and_says_what_is_lost(caplog):
+    fast, slow = created(), MemoryStore()
+    with opened(fast) as repository:
+        Repository.create(slow, like=repository).close()
+    faulty = FaultStore(slow)
+    snapshots = manager(fast, faulty)
+    saved(snapshots, [0])
+    assert snapshots.wait_until_mirrored() == []
+    faulty.at, faulty.mode = len(faulty.log), "outage"
+    saved(snapshots, [1, 2])
+    assert snapshots.wait_until_mirrored(5) == [1, 2]
+    assert "is behind, and tries again" in caplog.text
+    faulty.heal()
+    until(lambda: not snapshots.not_mirrored())
+    # once more; this time the outage comes behind the first announcement, and the first store is lost
+    faulty.at = next(number for number in range(len(faulty.log), 10**6) if number > len(faulty.log) + 40)
+    faulty.mode = "outage"
+    saved(snapshots, [3, 4, 5])
+    started = time.monotonic()
+    snapshots.close(timeout=5)
+    assert time.monotonic() - started < 5
+    left = [step for step in (3, 4, 5) if step not in steps_in(slow)]
+    assert left
+    assert f"steps {', '.join(map(str, left))}" in caplog.text
+    caplog.clear()
+    with manager(created_like(slow), slow) as snapshots:
+        assert snapshots.latest_step() == steps_in(slow)[-1]
+    lost = [record.getMessage() for record in caplog.records if "were saved and not mirrored" in record.getMessage()]
+    assert len(lost) == 1
+    assert f"steps {left[0]}" in lost[0]
+
+
+def created_like(store):
+    new = MemoryStore()
+    with opened(store) as repository:
+        Repository.create(new, like=repository, options=OPTIONS).close()
+    return new
+
+
+def test_policies_leave_what_is_not_mirrored(caplog):
+    """While the mirror is away, the first store keeps the oldest of what it lacks; later ones go, and that is said."""
+    fast = created()
+    slow = created_like(fast)
+    faulty = FaultStore(slow, 0, "outage")
+    with manager(fast, faulty, keep=KeepLast(1), mirror_keep=()) as snapshots:
+        saved(snapshots, range(12))
+        assert steps_in(fast) == [*range(mirrors.HELD_AT_MOST), 11]
+        faulty.heal()
+        assert snapshots.wait_until_mirrored() == []
+        saved(snapshots, [12])
+    assert steps_in(slow) == [*range(mirrors.HELD_AT_MOST), 11, 12]
+    check_clean(slow)
+
+
+def test_the_newest_over_both(tmp_path, monkeypatch):
+    with manager(tmp_path / "fast", tmp_path / "slow") as snapshots:
+        saved(snapshots, [0, 1])
+    shutil.copytree(tmp_path / "fast", tmp_path / "older")
+    with manager(tmp_path / "fast", tmp_path / "slow") as snapshots:
+        saved(snapshots, [2, 3])
+        snapshots.restore(1)
+        saved(snapshots, [2])  # it went back
+        assert snapshots.latest_step() == 2
+    shutil.rmtree(tmp_path / "fast")
+    shutil.copytree(tmp_path / "older", tmp_path / "fast")  # put back to an earlier day, on another machine
+    monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cache"))
+    with manager(tmp_path / "fast", tmp_path / "slow") as snapshots:
+        assert snapshots.latest_step() == 2
+        assert snapshots.restore_into(values("a", 2)).step == 2
+        assert snapshots.highest_step() == 3
+        saved(snapshots, [5])
+        assert snapshots.latest_step() == 5
+        assert snapshots.wait_until_mirrored() == []
+    assert steps_in(tmp_path / "slow")[-1] == 5
+
+
+def test_read_only(tmp_path):
+    with manager(tmp_path / "fast", tmp_path / "slow", keep=KeepLast(1), mirror_keep=()) as snapshots:
+        saved(snapshots, [0, 1])
+        snapshots.wait_until_mirrored()
+        saved(snapshots, [2])
+    before = steps_in(tmp_path / "fast")
+    assert 0 not in before
+    with manager(tmp_path / "fast", tmp_path / "slow", read_only=True) as snapshots:
+        assert snapshots.all_steps() == [0, 1, 2]
+        assert same(snapshots.restore(0), values("a", 0))
+        assert steps_in(tmp_path / "fast") == before
+    shutil.rmtree(tmp_path / "fast")
+    with manager(tmp_path / "fast", tmp_path / "slow", read_only=True) as snapshots:
+        assert same(snapshots.restore(), values("a", 2))
+    assert not (tmp_path / "fast").exists()
+
+
+def test_stores_that_do_not_belong_together():
+    with pytest.raises(InvalidInputError, match="another seed"):
+        manager(created(), created())
+    slow = created()
+    with pytest.raises(StorageError, match="made like cannot be read"):
+        manager(MemoryStore(), FaultStore(slow, 0, "outage"))
+
+
+def test_a_copy_in_flight_is_given_up_at_close():
+    fast = created()
+    slow = created_like(fast)
+    held, go = threading.Event(), threading.Event()
+
+    class Slow(FaultStore):
+        def put(self, key, data):
+            if key.startswith("packs/"):
+                held.set()
+                go.wait(20)
+            super().put(key, data)
+
+    snapshots = manager(fast, Slow(slow))
+    saved(snapshots, [0, 1])
+    assert held.wait(20)
+    threading.Timer(0.5, go.set).start()
+    snapshots.close(timeout=0.1)
+    assert steps_in(slow) == []
+    with manager(fast, slow):
+        pass
+    assert steps_in(slow) == [0, 1]
+
+
+def test_a_run_that_was_there_before_is_mirrored_too(caplog):
+    fast = created()
+    with opened(fast) as repository:
+        for step in range(3):
+            save(repository, "a", step, step, tags=("best",) if step == 1 else ())
+    slow = MemoryStore()
+    with manager(fast, slow):
+        pass
+    assert steps_in(slow) == [0, 1, 2]
+    with opened(slow) as repository:
+        assert repository.snapshot("a@best").step == 1
+    assert [r for r in caplog.records if r.levelno >= logging.WARNING and "mirror" in r.getMessage()] == []
+
+
+def test_rank_0_mirrors_and_brings_back_for_all():
+    fast = created()
+    slow = created_like(fast)
+    for store, steps in ((fast, (0, 1)), (created_like(slow), (2,))):
+        ranks = Managers(store, 2, mirror=slow)
+        if store is not fast:
+            found = ranks.all(lambda m, _: (m.latest_step(), m.restore()["model"]["w"].tolist()))
+            assert found == [(1, [1.0] * 2000)] * 2
+        for step in steps:
+            state = {"model": {"w": torch.full((2000,), float(step))}}
+            ranks.all(lambda m, _, step=step, state=state: m.save(step, state).result())
+        ranks.all(lambda m, _: m.wait_until_mirrored())
+        assert ranks[0].not_mirrored() == []
+        assert ranks[1]._mirror is None
+        assert ranks.end() == [None, None]
+    assert steps_in(slow) == [0, 1, 2]
+    with opened(slow) as repository:
+        assert repository.check("restore").ok
+
+
+def test_log_marks_what_is_not_mirrored(tmp_path, capsys):
+    from snapstore.cli import commands
+
+    with Repository.create(tmp_path / "fast", options=OPTIONS) as repository:
+        save(repository, "a", 0, 0)
+        repository.copy(to=tmp_path / "slow")
+        save(repository, "a", 1, 1)
+    commands(["log", "--repo", str(tmp_path / "fast"), "--mirror", str(tmp_path / "slow")], standalone_mode=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert ["not mirrored" in line for line in lines[1:]] == [False, True]
+
+
+def test_a_first_store_that_is_empty_is_no_mirrored_one(tmp_path, caplog):
+    """An unmounted volume leaves an empty folder; what was saved there is behind until it is back."""
+    fast, away = tmp_path / "fast", tmp_path / "away"
+    with created_at(fast) as repository:
+        slow = MemoryStore()
+        Repository.create(slow, like=repository).close()
+    faulty = FaultStore(slow, 0, "outage")
+    snapshots = manager(fast, faulty)
+    saved(snapshots, [0, 1])
+    fast.rename(away)
+    fast.mkdir()
+    faulty.heal()
+    assert snapshots.wait_until_mirrored(5) == [0, 1]
+    assert "is not the repository that was opened" in caplog.text
+    fast.rmdir()
+    away.rename(fast)
+    assert snapshots.wait_until_mirrored(5) == []
+    assert steps_in(slow) == [0, 1]
+    faulty.at, faulty.mode = len(faulty.log), "outage"
+    saved(snapshots, [2])
+    shutil.rmtree(fast / "snapshots")  # the records are lost, and the rest is not
+    faulty.heal()
+    until(lambda: not snapshots.not_mirrored())
+    assert "step=2 cannot be mirrored, and is left out: its record" in caplog.text
+    snapshots.close()
+    assert steps_in(slow) == [0, 1]
+
+
+def created_at(place):
+    return Repository.create(place, options=OPTIONS)
+
+
+def test_a_damaged_record_of_the_mirror_holds_no_later_step_up(tmp_path, caplog):
+    with manager(tmp_path / "fast", tmp_path / "slow", keep=KeepLast(2)) as snapshots:
+        saved(snapshots, [0])
+    for record in (tmp_path / "slow" / "snapshots").rglob("*.[01]"):
+        data = bytearray(record.read_bytes())
+        data[len(data) // 2] ^= 255
+        record.chmod(0o600)
+        record.write_bytes(data)
+    with manager(tmp_path / "fast", tmp_path / "slow", keep=KeepLast(2)) as snapshots:
+        saved(snapshots, [1, 2])
+        assert snapshots.wait_until_mirrored(5) == []
+    assert steps_in(tmp_path / "slow") == [1, 2]
+    assert "step=0 cannot be mirrored, and is left out" in caplog.text
+    assert "nothing is deleted in" in caplog.text
+
+
+def test_a_later_tag_is_mirrored_before_a_policy_deletes_its_snapshot(tmp_path):
+    with manager(tmp_path / "fast", tmp_path / "slow", keep=KeepLast(2)) as snapshots:
+        saved(snapshots, [0, 1])
+        snapshots.wait_until_mirrored()
+        snapshots.repository.tag("a@0", "best")
+        saved(snapshots, [2, 3, 4])
+    assert steps_in(tmp_path / "fast") == steps_in(tmp_path / "slow") == [0, 3, 4]
+    with opened(tmp_path / "slow") as repository:
+        assert repository.snapshot("a@best").step == 0
+
+
+def test_the_newest_by_the_order_of_saves_not_by_a_clock_that_lags(tmp_path, monkeypatch):
+    with manager(tmp_path / "fast", tmp_path / "slow") as snapshots:
+        saved(snapshots, [0, 1])
+    shutil.rmtree(tmp_path / "fast")
+    with manager(tmp_path / "fast", tmp_path / "slow") as snapshots:
+        snapshots.restore()
+        snapshots.wait_until_mirrored()
+        real = time.time
+        monkeypatch.setattr(time, "time", lambda: real() - 3600)  # of the host that goes on
+        monkeypatch.setattr(snapshots._mirror, "_catch_up", lambda: True)  # the mirror is behind
+        saved(snapshots, [2])
+        assert snapshots.latest_step() == 2
+        assert same(snapshots.restore(), values("a", 2))
+
+
+def test_to_wait_for_the_mirror_ends_its_pause(monkeypatch):
+    monkeypatch.setattr(mirrors, "RETRY_S", 60.0)
+    fast = created()
+    faulty = FaultStore(created_like(fast), 0, "outage")
+    snapshots = manager(fast, faulty)
+    saved(snapshots, [0])
+    until(lambda: snapshots._mirror.problem)
+    faulty.heal()
+    assert snapshots.wait_until_mirrored(20) == []
+    snapshots.close()
+
+
+def test_an_older_step_stays_older_where_copies_of_later_ones_have_begun():
+    fast = created()
+    slow = created_like(fast)
+    with opened(fast) as repository, opened(slow) as backup:
+        for step in range(3):
+            save(repository, "a", step, step)
+        copier = Copier(repository.context, backup.context)
+        for snapshot in repository.snapshots("a")[1:]:
+            copier.announce(snapshot)
+    with manager(fast, slow):
+        pass
+    assert steps_in(slow) == [0, 1, 2]
+
+
+def test_best_and_highest_mean_both_stores():
+    fast, slow = created(), MemoryStore()
+    with manager(fast, slow, keep=[KeepBest("loss", n=9)]) as snapshots:
+        for step, loss in ((0, 3.0), (1, 0.5), (5, 1.0)):
+            snapshots.save(step, values("a", step), metrics={"loss": loss}).result(60)
+        assert snapshots.wait_until_mirrored(60) == []
+    with manager(created_like(slow), slow, keep=[KeepBest("loss", n=9)]) as snapshots:
+        snapshots.save(2, values("a", 2), metrics={"loss": 2.0}).result(60)
+        assert (snapshots.best_step(), snapshots.highest_step()) == (1, 5)
+        assert same(snapshots.restore("best"), values("a", 1))
+        assert same(snapshots.restore("highest"), values("a", 5))

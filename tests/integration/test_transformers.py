@@ -1,0 +1,281 @@
+"""Trainings with Hugging Face's Trainer resume to the bit, and its options are honoured or refused."""
+
+import importlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from kit.processes import ROOT, environment
+from kit.repositories import same
+from snapstore import CapabilityError, InvalidInputError, KeepLast, NotFoundError, RanksError, RngState, SnapshotManager
+
+
+@pytest.fixture
+def hf():
+    """kit.hugging_face: imported by the tests that run, since it takes seconds."""
+    pytest.importorskip("transformers")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield importlib.import_module("kit.hugging_face")
+    torch.set_num_threads(before)
+
+
+def open_manager(tmp_path, **options):
+    return SnapshotManager(tmp_path / "snapshots", run="a", **options)
+
+
+def end_of(trained):
+    """All that a training has at its end: states, random numbers to come, and what it has logged but for speeds."""
+    logged = [
+        {name: value for name, value in sorted(entry.items()) if "_per_sec" not in name and "_runtime" not in name}
+        for entry in trained.state.log_history
+        if "train_runtime" not in entry
+    ]
+    scheduler = {name: value for name, value in trained.lr_scheduler.state_dict().items() if name != "lr_lambdas"}
+    states = [trained.model.state_dict(), trained.optimizer.state_dict(), scheduler]
+    return [dict(states[0]), *states[1:], torch.get_rng_state(), random.random(), np.random.random(), logged]
+
+
+def resumed(hf, tmp_path, step=None, **options):
+    with open_manager(tmp_path) as manager, hf.checkpoint_dir(manager, step) as path:
+        made = hf.trainer(tmp_path / "resumed", hf.SnapshotCallback(manager), **options)
+        made.train(resume_from_checkpoint=path)
+        return made
+
+
+def test_a_killed_training_resumes_to_the_bit(hf, tmp_path):
+    command = [sys.executable, "-m", "kit.hugging_face", str(tmp_path), "6"]
+    killed = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not list((tmp_path / "killed").glob("checkpoint-*"))
+    whole = hf.trainer(tmp_path / "whole", save_strategy="no")
+    whole.train()
+    expected = end_of(whole)
+    with open_manager(tmp_path, read_only=True) as manager:
+        steps = manager.all_steps()
+        assert steps in ([3], [3, 6])
+    assert same(end_of(resumed(hf, tmp_path)), expected)
+    assert same(end_of(resumed(hf, tmp_path, 3)), expected)
+    with open_manager(tmp_path) as manager:
+        assert manager.all_steps() == [3, 6, 8]
+        torch.manual_seed(7)  # other random numbers are seen
+        with hf.checkpoint_dir(manager, 3) as path:
+            Path(path, "rng_state.pth").unlink()
+            other = hf.trainer(tmp_path / "other")
+            other.train(resume_from_checkpoint=path)
+        assert not same(end_of(other)[0], expected[0])
+        assert manager.repository.snapshot("a@6").metrics.keys() == {
+            "loss", "grad_norm", "learning_rate", "epoch", "eval_loss",
+        }  # fmt: skip
+
+
+def test_the_end_of_an_epoch_and_the_intervals_of_the_manager(hf, tmp_path):
+    """An evaluation at the end of the epoch is in the snapshot of its last step."""
+    options = {"eval_strategy": "epoch", "save_strategy": "no"}
+    whole = hf.trainer(tmp_path / "whole", **options)
+    whole.train()
+    expected = end_of(whole)
+    with open_manager(tmp_path, save_interval_steps=5) as manager, hf.checkpoint_dir(manager) as path:
+        assert path is None
+        hf.trainer(tmp_path / "first", hf.SnapshotCallback(manager), **options).train()
+        assert manager.all_steps() == [5]
+        assert "eval_loss" in manager.repository.snapshot("a@5").metrics
+    assert same(end_of(resumed(hf, tmp_path, **options)), expected)
+
+
+def test_limits_and_the_best_model(hf, tmp_path):
+    """The loss falls, so the first evaluation is the best one if greater is better."""
+    options = {"eval_steps": 2, "save_steps": 2, "save_total_limit": 2, "load_best_model_at_end": True}
+    with open_manager(tmp_path) as manager:
+        callback = hf.SnapshotCallback(manager)
+        made = hf.trainer(tmp_path / "out", callback, greater_is_better=True, **options)
+        made.train()
+        assert manager.all_steps() == [2, 6, 8]
+        assert manager.repository.policies("a") == [KeepLast(2)]
+        assert same(dict(made.model.state_dict()), dict(manager.restore("best-model")["model"]))
+        assert not same(dict(made.model.state_dict()), dict(manager.restore(8)["model"]))
+        with hf.checkpoint_dir(manager, 6) as path:
+            callbacks = json.loads(Path(path, "trainer_state.json").read_text())["stateful_callbacks"]
+            assert callbacks["EarlyStoppingCallback"]["attributes"] == {"early_stopping_patience_counter": 2}
+        assert not Path(path).exists()
+        with pytest.raises(NotFoundError), hf.checkpoint_dir(manager, 4):
+            pass
+        with pytest.raises(InvalidInputError, match="save_total_limit=3: the manager has policies"):
+            hf.trainer(tmp_path / "out", callback, save_total_limit=3).train()
+
+
+def test_the_best_evaluation_may_be_of_a_step_that_is_not_saved(hf, tmp_path):
+    """The loss falls and greater is better, so the best one is that of step 2."""
+    options = {"eval_steps": 2, "load_best_model_at_end": True, "greater_is_better": True}
+    with open_manager(tmp_path) as manager:
+        hf.trainer(tmp_path / "out", hf.SnapshotCallback(manager), max_steps=4, save_steps=4, **options).train()
+        assert manager.all_steps() == [4]
+    made = resumed(hf, tmp_path, save_steps=4, **options)
+    assert made.state.best_global_step == 2
+    with open_manager(tmp_path) as manager:
+        assert same(dict(made.model.state_dict()), dict(manager.restore(8)["model"]))  # as the Trainer does
+        callback = hf.SnapshotCallback(manager)
+        manager.repository.tag("a@4", "best-model")
+        callback.on_train_begin(made.args, made.state, made.control)
+        callback.on_train_end(made.args, made.state, made.control, model=made.model)
+        assert same(dict(made.model.state_dict()), dict(manager.restore(4)["model"]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"save_strategy": "best"}, "save_strategy='best': .*KeepBest"),
+        ({"push_to_hub": True, "hub_strategy": "checkpoint"}, "hub_strategy='end'"),
+        ({"save_on_each_node": True}, "save_on_each_node"),
+    ],
+)
+def test_options_that_are_refused(hf, tmp_path, options, message, monkeypatch):
+    monkeypatch.setattr("transformers.Trainer.init_hf_repo", lambda *_, **__: None)
+    with open_manager(tmp_path) as manager, pytest.raises(InvalidInputError, match=message):
+        hf.trainer(tmp_path / "out", hf.SnapshotCallback(manager), **options).train()
+
+
+def test_weights_alone_and_snapshots_of_others(hf, tmp_path):
+    with open_manager(tmp_path) as manager:
+        hf.trainer(tmp_path / "out", hf.SnapshotCallback(manager), save_only_model=True, max_steps=3).train()
+        assert manager.restore().keys() == {"model", "trainer"}
+        with hf.checkpoint_dir(manager) as path:
+            assert {file.name for file in Path(path).iterdir()} == {
+                "config.json", "model.safetensors", "trainer_state.json",
+            }  # fmt: skip
+            again = hf.LlamaForCausalLM.from_pretrained(path)
+        assert same(dict(again.state_dict()), dict(manager.restore()["model"]))
+        manager.save(9, {"model": again}, force=True).result()
+        with (
+            pytest.raises(InvalidInputError, match="a@9: was not saved by a SnapshotCallback"),
+            hf.checkpoint_dir(manager),
+        ):
+            pass
+
+
+def test_scalers_and_callbacks_that_are_not_found(hf, tmp_path):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    kwargs = {"model": model, "optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer)}
+    args = SimpleNamespace(save_only_model=False, save_strategy="steps")
+    control = hf.transformers.TrainerControl(should_save=True)
+    with open_manager(tmp_path) as manager:
+        callback = hf.SnapshotCallback(manager)
+        callback.on_step_end(args, hf.transformers.TrainerState(global_step=1), control, **kwargs)
+        assert not control.should_save
+        callback.on_step_begin(args, hf.transformers.TrainerState(global_step=1), control, **kwargs)
+        with hf.checkpoint_dir(manager) as path:
+            assert torch.load(Path(path, "scaler.pt")) == optimizer.scaler.state_dict()
+        control.should_save = True
+        callback.on_step_end(args, hf.transformers.TrainerState(global_step=2), control, **kwargs)
+        with pytest.raises(CapabilityError, match="cannot find the other callbacks"):
+            callback.on_step_begin(
+                args, hf.transformers.TrainerState(global_step=2, stateful_callbacks={"Other": {}}), control, **kwargs
+            )
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
+def test_the_script_of_the_guide_runs(hf, tmp_path, monkeypatch):
+    """With fewer steps."""
+    monkeypatch.chdir(tmp_path)
+    guide = (ROOT / "docs" / "guides" / "transformers.md").read_text()
+    script = guide.split("```python\n")[1].split("```")[0].replace("/data/snapshots", str(tmp_path / "snapshots"))
+    for steps in (2, 3):
+        exec(script.replace("max_steps=300, save_steps=50", f"max_steps={steps}, save_steps=2"), {})
+    with SnapshotManager(tmp_path / "snapshots", run="exp1", read_only=True) as manager:
+        assert manager.all_steps() == [2, 3]
+    assert not list(tmp_path.glob("out/*"))
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_job_that_is_told_to_end_saves_once_more(hf, tmp_path, ends):
+    """At the next step, before it is logged and evaluated; with end=False the Trainer ends the training."""
+
+    class Tell(hf.TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    with open_manager(tmp_path) as manager:
+        manager.handle_preemption(end=ends)
+        made = hf.trainer(tmp_path / "out", Tell(), hf.SnapshotCallback(manager), save_strategy="epoch")
+        if ends:
+            with pytest.raises(SystemExit):
+                made.train()
+        else:
+            made.train()
+    with open_manager(tmp_path, read_only=True) as manager:
+        assert manager.all_steps() == [4]
+    if ends:
+        return
+    whole = hf.trainer(tmp_path / "whole", save_strategy="no")
+    whole.train()
+    expected = end_of(whole)
+    assert same(end_of(resumed(hf, tmp_path, save_strategy="epoch"))[:-1], expected[:-1])
+
+
+def test_the_best_and_the_last_step_wait_for_a_running_save(hf, tmp_path, monkeypatch):
+    """A manager with on_busy="skip" may skip the others."""
+    saved = []
+    args, kwargs = SimpleNamespace(save_only_model=True, save_strategy="steps"), {"model": torch.nn.Linear(1, 1)}
+    with open_manager(tmp_path, on_busy="skip") as manager:
+        monkeypatch.setattr(manager, "save", lambda step, _, *, force, **__: saved.append((step, force)))
+        callback = hf.SnapshotCallback(manager)
+        for step, best, stops in ((1, None, False), (2, 2, False), (3, 2, False), (4, 2, True)):
+            state = hf.transformers.TrainerState(global_step=step, best_global_step=best)
+            control = hf.transformers.TrainerControl(should_save=True, should_training_stop=stops)
+            callback.on_step_end(args, state, control, **kwargs)
+            callback.on_step_begin(args, state, control, **kwargs)
+    assert saved == [(1, False), (2, True), (3, False), (4, True)]
+
+
+def test_generators_of_gpus(hf, tmp_path, monkeypatch):
+    """One process loads those of its device, as the Trainer stores them; of several ranks each loads all."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    states = {"cuda": [torch.tensor([1]), torch.tensor([2])], **RngState().state_dict()}
+    given = {"rng": states, "trainer": {"trainer_state.json": "{}"}}
+    with open_manager(tmp_path) as manager:
+        manager.save(1, given, metadata={"transformers": "5", "ranks": 1, "parts": ["rng"]})
+        with hf.checkpoint_dir(manager) as path:
+            assert torch.load(Path(path, "rng_state.pth"), weights_only=False)["cuda"] == 2
+        monkeypatch.setattr("snapstore.integrations.transformers.place", lambda: (1, 2))
+        monkeypatch.setattr("torch.distributed.all_gather_object", lambda found, mine: found.__init__([mine] * 2))
+        manager.save(2, given, metadata={"transformers": "5", "ranks": 2, "parts": ["rng"]})
+        with hf.checkpoint_dir(manager) as path:
+            assert torch.load(Path(path, "rng_state_1.pth"), weights_only=False)["cuda"] == states["cuda"]
+
+        def gather(found, mine):
+            found[:] = [mine, mine] if isinstance(mine, tuple) else ["rank 0: no room", mine]
+
+        monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+        with pytest.raises(RanksError, match="checkpoint_dir: rank 0: no room"), hf.checkpoint_dir(manager):
+            pass
+
+
+def test_kinds_of_training_that_are_refused_and_a_missing_package(hf, tmp_path, monkeypatch):
+    from accelerate.state import PartialState
+
+    with open_manager(tmp_path) as manager:
+        callback = hf.SnapshotCallback(manager)
+        made = hf.trainer(tmp_path / "out", callback)
+        callback.on_train_begin(made.args, made.state, made.control)
+        kind = hf.transformers.training_args.DistributedType.FSDP
+        monkeypatch.setitem(PartialState._shared_state, "distributed_type", kind)
+        with pytest.raises(CapabilityError, match="covers one process and DDP, on CPU and CUDA; got FSDP on cpu"):
+            callback.on_train_begin(made.args, made.state, made.control)
+    monkeypatch.delitem(sys.modules, "snapstore.integrations.transformers")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(CapabilityError, match=r"install them with 'pip install \"snapstore\[transformers\]\"'"):
+        importlib.import_module("snapstore.integrations.transformers")

@@ -12,3 +12,15 @@ import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
 Column = npt.NDArray[Any]
+
+
+def items_at(data: Bytes, at: Column, dtype: npt.DTypeLike) -> Column:
+    """Return copies of the items of `dtype` that begin at the bytes `at` of `data`, (n,); they may lie at any byte.
+
+    Raises:
+        IndexError: one lies outside.
+    """
+    dtype = np.dtype(dtype)
+    starts = max(0, data.size - dtype.itemsize + 1)
+    found: Column = np.ndarray((starts,), f"V{dtype.itemsize}", data, strides=(1,))[at].view(dtype)
+    return found

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import Bytes, Column
+from ..arrays import Bytes, Column, items_at
 from ..errors import FormatError, IntegrityError, UnknownFormatError
 from . import codecs, planes
 from .codec_choice import NOISE, REPEATS, RUNS, plane_kinds
@@ -266,10 +266,9 @@ def read_headers(stored: Bytes, offsets: Column, lengths: Column) -> tuple[npt.N
     """
     whole = lengths >= HEADER.size
     at = np.where(whole, offsets, 0)
-    rows = np.zeros((len(offsets), HEADER.size), np.uint8)
+    found = np.zeros(len(offsets), HEADER_COLUMNS)
     if len(stored) >= HEADER.size:
-        rows = stored[at[:, None] + np.arange(HEADER.size)]
-    found = rows.view(HEADER_COLUMNS).reshape(-1)
+        found = items_at(stored, at, HEADER_COLUMNS)
     size = found["element_size"].astype(np.int64)
     length = HEADER.size + 4 * found["count"].astype(np.int64) + found["payload_bytes"]
     fine = whole & (found["magic"] == MAGIC) & (found["version"] == VERSION) & (found["zero"] == 0)

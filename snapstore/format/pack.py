@@ -216,20 +216,23 @@ def plan_reads(packs: Column, offsets: Column, lengths: Column) -> tuple[list[Re
     """
     order = np.lexsort((offsets, packs))
     reads: list[Read] = []
-    positions = np.zeros(len(order), np.int64)
-    base = end = size = 0  # base, end: the last read's offset 0 as a position in the buffer; its end in its pack
-    for at, number, offset, length in zip(
-        order.tolist(), packs[order].tolist(), offsets[order].tolist(), lengths[order].tolist(), strict=True
+    found: list[int] = []
+    pack, start, end, size = -1, 0, 0, 0  # the read that grows, in its pack; the bytes of those before it
+    for number, offset, length in zip(
+        packs[order].tolist(), offsets[order].tolist(), lengths[order].tolist(), strict=True
     ):
-        last = reads[-1] if reads else None
-        near = last is not None and last.pack == number and offset - end <= JOIN_GAP_BYTES
-        if last is not None and near and offset + length - last.offset <= JOIN_MAX_BYTES:
-            if offset + length > end:
-                end = offset + length
-                reads[-1] = Read(number, last.offset, end - last.offset, last.position)
-        else:
-            base, end = size - offset, offset + length
-            reads.append(Read(number, offset, length, size))
-        positions[at] = base + offset
-        size = reads[-1].position + reads[-1].length
+        last = offset + length
+        if number != pack or offset - end > JOIN_GAP_BYTES or last - start > JOIN_MAX_BYTES:
+            if pack >= 0:
+                reads.append(Read(pack, start, end - start, size))
+                size += end - start
+            pack, start, end = number, offset, last
+        elif last > end:
+            end = last
+        found.append(size + offset - start)
+    if pack >= 0:
+        reads.append(Read(pack, start, end - start, size))
+        size += end - start
+    positions = np.zeros(len(order), np.int64)
+    positions[order] = found
     return reads, positions, size

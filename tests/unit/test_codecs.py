@@ -155,3 +155,22 @@ def test_unknown_codecs_are_refused_by_name(codec, name):
 def test_names():
     assert codecs.NAMES == {0: "raw", 1: "zstd", 2: "deflate", 3: "sparse", 70: "nvCOMP 6 ANS"}
     assert (codecs.RAW, codecs.ZSTD, codecs.DEFLATE) == (0, 1, 2)
+
+
+def test_frames_at_the_end_of_a_buffer_are_known_as_in_its_middle():
+    """`is_literals` reads the same bytes of each frame, the last of which has fewer behind it."""
+    rng = np.random.default_rng(3)
+    blocks = [(rng.standard_normal(n) * 8).astype(np.int8).view(np.uint8) for n in (40, 100, 255, 256, 300, 5000)]
+    blocks += [np.zeros(n, np.uint8) for n in (1, 9, 300)] + [rng.integers(0, 256, 60).astype(np.uint8)]
+    frames = [zstd.encode_entropy(block, codecs.BLOCK_BYTES)[0] for block in blocks]
+    found = []
+    for frame, block in zip(frames, blocks, strict=True):
+        answers = set()
+        for before, after in ((0, 0), (0, 3), (5, 0), (40, 1), (40, 15), (40, 16), (40, 60)):
+            stored = np.frombuffer(bytes(before) + frame + b"\xff" * after, np.uint8)
+            columns = (np.array([number]) for number in (before, len(frame), block.size))
+            answers.add(bool(zstd.is_literals(stored, *columns)[0]))
+        assert len(answers) == 1
+        found.append(answers.pop())
+    assert True in found
+    assert False in found

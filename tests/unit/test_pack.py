@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kit.packs import scan
+from snapstore.arrays import items_at
 from snapstore.engine.cpu import EncodedChunk, HostEncoded
 from snapstore.errors import FormatError, IntegrityError
 from snapstore.format import blob, hashing, pack, planes
@@ -242,3 +243,17 @@ def test_any_ranges_overlapping_or_repeated(wanted, bounds):
         patch.setattr(pack, "JOIN_MAX_BYTES", bounds[1])
         found = read(store, wanted)
     assert [bytes(view) for view in found] == [store.get(key)[at : at + length] for key, at, length in wanted]
+
+
+def test_items_begin_at_any_byte():
+    data = np.arange(40, dtype=np.uint8)
+    dtype = np.dtype([("a", "u1"), ("b", "<u4")])
+    for end in (40, 9, 5):
+        found = items_at(data[:end], np.array([end - 5, 0, end - 5]), dtype)
+        assert found["a"].tolist() == [end - 5, 0, end - 5]
+        assert found["b"].tolist() == [
+            int.from_bytes(bytes(range(at + 1, at + 5)), "little") for at in (end - 5, 0, end - 5)
+        ]
+        with pytest.raises(IndexError):
+            items_at(data[:end], np.array([end - 4]), dtype)
+    assert len(items_at(data[:3], np.empty(0, np.int64), dtype)) == 0

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...arrays import Column
+from ...arrays import Column, items_at
 from ...errors import IntegrityError
 from ...format import blob, codecs
 from ...format.codecs import zstd
@@ -196,7 +196,7 @@ class Decoding:
         counts = header["count"].astype(np.int64)
         which, within = ragged(counts)
         at = self.batch.offsets[refs][which] + blob.HEADER.size + 4 * within
-        lengths: Column = self.batch.stored[at[:, None] + np.arange(4)].view("<u4").reshape(-1).astype(np.int64)
+        lengths: Column = items_at(self.batch.stored, at, "<u4").astype(np.int64)
         return lengths
 
     def _plain_addresses(self, stored: torch.Tensor, streams: Streams) -> Column:

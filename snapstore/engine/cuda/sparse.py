@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...arrays import Bytes, Column
+from ...arrays import Bytes, Column, items_at
 from ...format import blob, codecs
 from ...format.codecs.sparse import COUNT, DENSE, ENDS_FRAMES, GROUP, MAX_GAP_SHIFT, worth_trying
 from ..cpu import FEW_CHANGED_EXCESS, FEW_CHANGED_SHARE
@@ -118,13 +118,12 @@ class SparseLinks:
         """Read the tables of groups; return which blobs have one that does not contradict itself."""
         payload_bytes = self.header["payload_bytes"].astype(np.int64)
         fine: Column = (payload_bytes >= COUNT.size) & (self.elements <= codecs.sparse.MAX_ELEMENTS)
-        at = np.where(fine, self.payload_at, 0)[:, None] + np.arange(COUNT.size)
-        counts = stored[at].view("<u4").reshape(-1).astype(np.int64)
+        counts = items_at(stored, np.where(fine, self.payload_at, 0), "<u4").astype(np.int64)
         fine &= (counts >= 1) & (counts <= 256) & (COUNT.size + GROUP.itemsize * counts <= payload_bytes)
         self.counts = np.where(fine, counts, 0)
         self.of, within = ragged(self.counts)  # the blob of every group, and its number there
-        at = (self.payload_at[self.of] + COUNT.size + GROUP.itemsize * within)[:, None] + np.arange(GROUP.itemsize)
-        groups = self.groups = stored[at].view(GROUP).reshape(-1)
+        at = self.payload_at[self.of] + COUNT.size + GROUP.itemsize * within
+        groups = self.groups = items_at(stored, at, GROUP)
         dense = self.dense = groups["gap_shift"] == DENSE
         last_keys, is_last = groups["last_key"].astype(np.int64), within == self.counts[self.of] - 1
         wrong = is_last & ((last_keys != 255) | (groups["flags"] != ENDS_FRAMES))
@@ -155,8 +154,7 @@ class SparseLinks:
         if not self.fine.all():
             return
         which, within = ragged(count)
-        at = (offsets[which] + blob.HEADER.size + 4 * within)[:, None] + np.arange(4)
-        lengths = stored[at].view("<u4").reshape(-1).astype(np.int64)
+        lengths = items_at(stored, offsets[which] + blob.HEADER.size + 4 * within, "<u4").astype(np.int64)
         totals_of = np.bincount(which, lengths, self.count).astype(np.int64)
         frames_at = self.payload_at + COUNT.size + GROUP.itemsize * self.counts
         self.low = frames_at + totals_of
@@ -326,7 +324,7 @@ class SparseEncoding:
         self.counts, self.tables_at, self.max_bytes = self.counts[which], self.tables_at[which], self.max_bytes[which]
         of, within = ragged(self.counts)
         at = (self.tables_at - self.kept.data_ptr() + COUNT.size)[of] + GROUP.itemsize * within
-        groups = packed[at[:, None] + np.arange(GROUP.itemsize)].view(GROUP).reshape(-1)
+        groups = items_at(packed, at, GROUP)
         ends = groups["flags"] == ENDS_FRAMES
         run = np.cumsum(ends) - ends
         sizes, starts = (np.empty((int(ends.sum()), 2), np.int64) for _ in range(2))

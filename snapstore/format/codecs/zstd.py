@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from ...arrays import Bytes
+from ...arrays import Bytes, items_at
 from ...errors import IntegrityError
 
 ID = 1
 #: Magic, descriptor, content size of two bytes, block header, literals header.
-_HEADER_BYTES = 4 + 1 + 2 + 3 + 5
+_HEAD = np.dtype([("first", "<u8"), ("second", "<u8")])
 _ENTROPY = zstandard.ZstdCompressionParameters(
     strategy=zstandard.STRATEGY_FAST, window_log=16, hash_log=6, min_match=7, target_length=0, write_content_size=1
 )
@@ -77,17 +77,21 @@ def is_literals(
         offsets, sizes: (n,) of the frames in `stored`.
         lengths: (n,) plain bytes that each frame should hold.
     """
-    at = np.minimum(offsets[:, None] + np.arange(_HEADER_BYTES), max(stored.size - 1, 0))
-    head = stored[at].astype(np.int64)
+    last = max(stored.size - _HEAD.itemsize, 0)
+    end = np.concatenate([stored[last:], np.zeros(_HEAD.itemsize, np.uint8)])  # of the last frames
+    is_last = offsets > last if stored.size >= _HEAD.itemsize else np.ones(len(offsets), bool)
+    head = np.empty(len(offsets), _HEAD)
+    head[~is_last] = items_at(stored, offsets[~is_last], _HEAD)
+    head[is_last] = items_at(end, offsets[is_last] - last, _HEAD)
     short = lengths < 256  # then the content size has one byte, and all behind it starts a byte earlier
-    block = np.where(short[:, None], head[:, 6:14], head[:, 7:15])
-    header = block[:, 0] | block[:, 1] << 8 | block[:, 2] << 16
+    shift = np.where(short, 48, 56).astype(np.uint64)
+    block = (head["first"] >> shift | head["second"] << 64 - shift).astype(np.int64)  # the first 8 bytes of it
+    header, literals = block & 0xFFFFFF, block >> 24 & 0xFFFFFFFFFF
     kind, block_bytes = header >> 1 & 3, header >> 3
-    literals = block[:, 3:] @ (1 << 8 * np.arange(5))
     form = literals >> 2 & 3
     bits, header_bytes = np.array([10, 10, 14, 18])[form], np.array([3, 3, 4, 5])[form]
     coded = literals & 3 == 2  # Huffman-coded with a tree
     coded &= (literals >> 4 + bits & (1 << bits) - 1) + header_bytes + 1 == block_bytes  # and a byte: no sequences
-    single: npt.NDArray[np.bool_] = (head[:, 4] == np.where(short, 0x20, 0x60)) & (header & 1 == 1)
+    single: npt.NDArray[np.bool_] = (head["first"] >> 32 & 0xFF == np.where(short, 0x20, 0x60)) & (header & 1 == 1)
     single &= (sizes > np.where(short, 9, 10)) & ((kind < 2) | ((kind == 2) & coded))
     return single

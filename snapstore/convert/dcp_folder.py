@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..errors import InvalidInputError
+from ..errors import InvalidInputError, out_of_memory
 from ..format.rank_checks import Cover
 from ..state.tensors import TORCH_DTYPES
 from . import files
@@ -244,7 +244,8 @@ def _assemble(
         if sizes == shape:
             return shard
         if whole is None:
-            whole = torch.empty(shape, dtype=shard.dtype)
+            with out_of_memory(f"{name}: {dtype}{list(shape)}", "free memory; or its shape is damaged"):
+                whole = torch.empty(shape, dtype=shard.dtype)
         box = whole[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
         box.view(_integers(box.element_size())).copy_(shard.contiguous().view(_integers(box.element_size())))
     return torch.empty(shape, dtype=getattr(torch, dtype)) if whole is None else whole

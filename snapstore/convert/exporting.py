@@ -23,6 +23,7 @@ from ..restore.sources import ALONE, SHARED_ONLY
 from ..restore.streaming import TensorReader
 from ..state.fit import Fit
 from ..state.weights_only import Changed
+from ..text import some
 from . import files, hf_export
 from .dcp_folder import METADATA
 
@@ -95,7 +96,8 @@ def export_snapshot(
             `torch.load(weights_only=True)` loads; "dcp": a folder that `torch.distributed.checkpoint.load` reads.
 
     Raises:
-        InvalidInputError: the format cannot hold the state, or two tensors get one name. Nothing was written.
+        InvalidInputError: the format cannot hold the state, two tensors get one name, or no name has a prefix to strip.
+            Nothing was written.
         AlreadyExistsError: the output exists, and `force` is not set.
         NotFoundError: the reference or the part names nothing.
         IntegrityError: the snapshot is damaged; nothing was written.
@@ -116,9 +118,13 @@ def export_snapshot(
         if to == "hf" and part is None:
             part = _model_part(TensorReader(repository.context, ref))
         strip = (*options.strip, *(WRAPPERS if to == "hf" else ()))
-        fit = Fit(None, part, partial(stripped, prefixes=strip) if strip else None)
+        found_prefixes: set[str] = set()
+        fit = Fit(None, part, partial(stripped, prefixes=strip, found=found_prefixes) if strip else None)
         whose = SHARED_ONLY if to in ("hf", "safetensors") else ALONE
         reader = TensorReader(repository.context, ref, keys=fit, as_rank=whose)
+        if lacking := [prefix for prefix in options.strip if prefix not in found_prefixes]:
+            names = some([name for name, _ in reader.specs], 3) or "none"
+            raise InvalidInputError(f"strip: no name begins with {lacking[0]!r}; the names are {names}")
         found = _WRITERS[to](repository, snapshot, reader, path, options)
     found.part = part
     homes = [path / name for name in found.files] if path.is_dir() else [path]
@@ -132,14 +138,21 @@ def _model_part(reader: TensorReader) -> str | None:
     return next((name for name in ("model", "state_dict") if name in tops), None)
 
 
-def stripped(name: str, prefixes: Sequence[str]) -> str:
-    """Return a name without prefixes, each taken off once; "_orig_mod." wherever it stands."""
+def stripped(name: str, prefixes: Sequence[str], found: set[str]) -> str:
+    """Return a name without prefixes, each taken off once; "_orig_mod." wherever it stands.
+
+    Args:
+        found: takes the prefixes that the name had.
+    """
     for prefix in prefixes:
+        before = name
         if prefix == COMPILED:
             *parts, last = name.split(".")
             name = ".".join([*(part for part in parts if part != COMPILED[:-1]), last])
         else:
             name = name.removeprefix(prefix)
+        if name != before:
+            found.add(prefix)
     return name
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import InvalidInputError
+from ..errors import InvalidInputError, out_of_memory
 from ..format.argument_checks import check_name, check_step
 from ..format.records import Snapshot
 from ..repository import Repository
@@ -135,7 +135,8 @@ def _import(
         if step in there:
             yield Imported(str(path), there[step], True, 0, [])
             continue
-        opened = FORMATS[kind][1](path)
+        with out_of_memory(f"{path}: open", "free memory; or the file is damaged, and claims too much"):
+            opened = FORMATS[kind][1](path)
         about = {"imported": {"from": path.name, "format": kind, **opened.imported}, **opened.about}
         request = SaveRequest(run, step, None, bases, None, about)
         request.resolve(repository.context, repository.lineage)

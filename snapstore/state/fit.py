@@ -118,6 +118,7 @@ class Fit:
         """
         if self.part is not None:
             parts = {key: child for _, key, child in children(tree)} if is_mapping(tree) else {}
+            parts = {str(key): child for key, child in parts.items()} | parts  # a key 5 is "5", unless there is a "5"
             if self.part not in parts:
                 there = list(dict.fromkeys([*part_names, *map(str, parts)]))
                 raise NotFoundError(f"part {self.part!r}: not in this snapshot; its parts are {some(there) or 'none'}")

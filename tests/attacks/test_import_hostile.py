@@ -1,5 +1,6 @@
 """A checkpoint from elsewhere runs no code, reads no file outside its folder, and names what is wrong with it."""
 
+import dataclasses
 import json
 import os
 import pickle
@@ -14,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from kit.repositories import OPTIONS
-from snapstore import InvalidInputError, Repository
+from snapstore import CapabilityError, InvalidInputError, Repository
 from snapstore.convert import ExportOptions, export_snapshot, import_checkpoints
 from snapstore.convert.dcp_folder import METADATA
 from snapstore.storage.memory import MemoryStore
@@ -125,6 +126,26 @@ def test_metadata_that_lies(folder, fails):
     assert "damaged, or of an unknown version" in fails(folder)
     (folder / METADATA).write_bytes(pickle.dumps([1, 2]))
     assert "expected metadata of DCP, got list" in fails(folder)
+
+
+def test_a_tensor_larger_than_memory(folder, repository):
+    """Its first shard is there; a second one makes its shape one that no machine can hold."""
+
+    def change(metadata):
+        tensor = metadata.state_dict_metadata["model.w"]
+        index = next(index for index in metadata.storage_data if index.fqn == "model.w")
+        tensor.size = torch.Size([1 << 55, 4])
+        tensor.chunks.append(dcp.metadata.ChunkStorageMetadata(torch.Size([3, 0]), torch.Size([(1 << 55) - 3, 4])))
+        second = dataclasses.replace(index, offset=torch.Size([3, 0]), index=1)
+        metadata.storage_data[second] = metadata.storage_data[index]
+
+    altered(folder, change)
+    with pytest.raises(CapabilityError, match=r"model\.w: float32.*: out of memory .*its shape is damaged"):
+        list(import_checkpoints(repository, [folder], run="r"))
+    (folder / METADATA).write_bytes(b"\x80\x04\x8e" + (1 << 60).to_bytes(8, "little"))
+    with pytest.raises((CapabilityError, InvalidInputError), match="dcp-1"):
+        list(import_checkpoints(repository, [folder], run="r"))
+    assert repository.snapshots() == []
 
 
 def test_a_path_of_dcp_without_end(folder, fails):

@@ -81,6 +81,13 @@ def test_a_part_alone(repository, monkeypatch):
     assert len([key for key in read if key.startswith("manifests/")]) == 2, "the root's and the part's"
 
 
+def test_a_part_whose_key_is_a_number(repository):
+    repository.save({5: {"w": np.ones(3)}, "6": {"w": np.zeros(2)}}, run="r", step=0)
+    assert np.array_equal(repository.restore("r@0", part="5")["w"], np.ones(3))
+    repository.save({5: {"w": np.ones(3)}, "5": {"w": np.zeros(2)}}, run="r", step=1)
+    assert np.array_equal(repository.restore("r@1", part="5")["w"], np.zeros(2)), "the text comes first"
+
+
 def test_parts_that_are_not_there(repository):
     saved(repository)
     with pytest.raises(NotFoundError, match=r"part 'none': not in this snapshot; its parts are .*model"):

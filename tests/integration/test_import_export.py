@@ -308,6 +308,8 @@ def test_names_lose_the_prefixes_of_wrappers(repository, tmp_path):
         export_snapshot(repository, "a@1", tmp_path / name, to=to, options=options)
     expected = ["_orig_mod.a.w", "b._orig_mod.w"]
     assert sorted(torch.load(tmp_path / "x.pt")) == sorted(load_file(tmp_path / "x.safetensors")) == expected
+    with pytest.raises(InvalidInputError, match=r"strip: no name begins with 'modul\.'; the names are module\._orig"):
+        export_snapshot(repository, "a@1", tmp_path / "h2", to="torch", options=ExportOptions("model", ["modul."]))
     repository.save({"model": {"w": weight, "module.w": weight}}, run="two", step=1)
     with pytest.raises(InvalidInputError, match=r"two names in \(root\) would become 'w'"):
         export_snapshot(repository, "two@1", tmp_path / "h2", to="hf")

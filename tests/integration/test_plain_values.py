@@ -322,5 +322,8 @@ def test_pages_that_repeat_a_chunk_many_times(monkeypatch, byte, limit):
     entry = page_entry(0, count, SIZE)
     world.commit(world.manifest([(digest(chunk), [blob])] * count, tree=["pages", 0, 1], tensors=[entry]))
     monkeypatch.setenv("SNAPSTORE_MAX_MEMORY", limit)
-    with little_memory((600 if limit == "2G" else 100) * MIB), pytest.raises(CapabilityError, match="plain values"):
+    with (
+        little_memory((600 if limit == "2G" else 100) * MIB, 60.0),
+        pytest.raises(CapabilityError, match="plain values"),
+    ):
         world.restore()

@@ -20,7 +20,7 @@ import hypothesis
 import pytest
 
 #: Until then threads have closed what the collector found; judges a hang.
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 _CACHES = pytest.StashKey[Path]()
 _NUMBERS = itertools.count()
 

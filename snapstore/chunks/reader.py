@@ -126,16 +126,17 @@ class ChunkReader:
                     self._get(batch.keys[one.pack], [one.offset + one.length - 1], [memoryview(bytearray(1))])
         buffer = engine.buffer(size)
         stored = buffer[:size]
-        if self._readers is None or self._readers.count < engine.readers:
+        count = max(engine.readers, self._store.gets_at_once)
+        if self._readers is None or self._readers.count < count:
             if self._readers is not None:
                 self._readers.close()
-            self._readers = Threads(engine.readers)
+            self._readers = Threads(count)
 
         def read(some: list[pack.Read]) -> None:
             rooms = [stored[one.position : one.position + one.length].data for one in some]
             self._get(batch.keys[some[0].pack], [one.offset for one in some], rooms)
 
-        wait = self._readers.start(read, _by_pack(reads, engine.readers))
+        wait = self._readers.start(read, _by_pack(reads, count))
         return _Reading(batch, engine, buffer, stored, positions, wait)
 
     def _get(self, key: str, offsets: Sequence[int], into: Sequence[memoryview]) -> None:

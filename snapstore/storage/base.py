@@ -67,12 +67,14 @@ class ObjectStore(Protocol):
     Attributes:
         url: The name of the store in messages.
         place: Identifies these objects. Two stores with one url (a mirror) have different places.
-        puts_at_once: The number of concurrent puts above which throughput no longer grows.
+        puts_at_once, gets_at_once: The number of concurrent puts, and gets of short ranges, above which throughput no
+            longer grows.
     """
 
     url: str
     place: str
     puts_at_once: int
+    gets_at_once: int = 1
 
     def put(self, key: str, data: Buffer) -> None:
         """Create `key` with `data`, durable on return.

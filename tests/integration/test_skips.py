@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 
 import numpy as np
@@ -20,13 +21,20 @@ OPTIONS = SaveOptions(restore_cost=2, threads=2)
 
 
 class Store(MemoryStore):
-    """A store that may refuse to read packs."""
+    """A store that may refuse to read packs, or be far away; it counts how many reads of packs run at once."""
 
-    refuses = False
+    refuses, delay_s = False, 0.0
+    now = most = 0
 
     def get_range(self, key, offset, length, into=None):
-        if self.refuses and key.startswith("packs/"):
+        if not key.startswith("packs/"):
+            return super().get_range(key, offset, length, into)
+        if self.refuses:
             raise StorageError("refused")
+        self.now += 1
+        self.most = max(self.most, self.now)
+        time.sleep(self.delay_s)
+        self.now -= 1
         return super().get_range(key, offset, length, into)
 
 
@@ -103,3 +111,17 @@ def test_a_chunk_whose_older_base_cannot_be_read_is_stored_full(store, how):
     )
     with Repository.open(store, options=OPTIONS) as repository:
         assert torch.equal(repository.restore(f"r@{SAVES - 1}")["w"], given[-1]["w"])
+
+
+@pytest.mark.parametrize("at_once", [1, 8])
+def test_a_chain_is_read_by_as_many_requests_as_the_store_serves_well(store, at_once):
+    """Each link lies in a pack of its own: one request after the other would take a second for each chunk on S3."""
+    with Repository.open(store, options=OPTIONS) as repository:
+        for step, state in enumerate(states(12)):
+            snapshot = repository.save(state, run="r", step=step)
+        assert max(map(len, chains(store, snapshot))) > 8
+        store.gets_at_once, store.delay_s, store.most = at_once, 0.02, 0
+        restored = repository.restore("r@11")
+    assert torch.equal(restored["w"].view(torch.int16), state["w"].view(torch.int16))
+    assert store.most <= at_once
+    assert store.most > at_once // 2

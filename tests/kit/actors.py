@@ -98,7 +98,7 @@ class SteppingStore:
         seen_dead: `is_locked` says None, as of a session of another host.
     """
 
-    puts_at_once = 2
+    puts_at_once, gets_at_once = 2, 1
 
     def __init__(self, actor: Actor, inner: ObjectStore, *, seen_dead: bool) -> None:
         self._actor, self._inner, self._seen_dead = actor, inner, seen_dead

@@ -44,7 +44,7 @@ class FaultStore:
         fired: whether the k-th operation was reached.
     """
 
-    puts_at_once = 2
+    puts_at_once, gets_at_once = 2, 1
 
     def __init__(self, inner: ObjectStore, at: int | None = None, mode: str = "fail") -> None:
         assert mode in MODES

@@ -97,6 +97,7 @@ class S3Store(Reader, ObjectStore):
     """
 
     puts_at_once = 8  # one connection gives 50 to 100 MB/s
+    gets_at_once = 16  # each waits for the server; a chain of deltas has a range in each of many packs
 
     def __init__(
         self,

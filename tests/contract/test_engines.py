@@ -459,6 +459,23 @@ def test_chains_of_sparse_deltas(engine, by_itself, size, layout):
     check_decodes([engine], chains, arrays, bases)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_links_whose_groups_end_at_other_keys(engine, by_itself, seed):
+    """Each link alone has few groups; more than a few links have too many to be applied together."""
+    rng = np.random.default_rng(seed)
+    elements, size, layout = 30_000, 2, planes.ROTATED
+    first = version = (rng.integers(1 << 16, size=elements) | 1 << 14).astype(np.uint16).view(np.uint8)  # keys from 128
+    chain = []
+    for _ in range(8):
+        before, version = version, version.copy()
+        likely = np.repeat(rng.choice([0.01, 0.1, 0.6], 8), 32)  # that an element changes, by its exponent
+        at = np.flatnonzero(rng.random(elements) < np.roll(likely, rng.integers(32))[before.view(np.uint16) >> 7 & 255])
+        version.view(np.uint16)[at] += rng.integers(-9, 9, at.size, endpoint=True).astype(np.uint16)
+        payload = sparse_payload(version, before, size, layout)
+        chain.insert(0, sparse_blob(*payload, version, before, size, layout))
+    check_decodes([engine], [chain], [version], [first])
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", SIZES)
 def test_the_engines_write_the_same_sparse_deltas(engine, cpu, size, layout):

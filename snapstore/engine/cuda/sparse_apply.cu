@@ -389,9 +389,10 @@ __device__ u32 choose_links(const Blob* oldest, const Group* groups, u32 links) 
         __syncthreads();
         classes = 0;
         for (int word = 0; word < 8; word++) classes += __popc(room.ends[word]);
-        __syncthreads();
+        const u32 now = room.ends[threadIdx.x % 8];
+        __syncthreads();  // from here on other threads may add the next link
         if (classes > CLASSES && chosen) break;
-        if (threadIdx.x < 8) kept = room.ends[threadIdx.x];
+        kept = now;
         if (threadIdx.x == 0) room.starts[chosen] = (u8)groups_before;
         groups_before += blob.groups;
     }

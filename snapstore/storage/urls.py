@@ -87,6 +87,8 @@ def _open_local(path: str, *, create: bool) -> ObjectStore:
         if Path(path).is_dir() or create:
             return LocalStore(path, create=create)
         exists = Path(path).exists()
+        if exists and Path(path).is_dir():  # another process has made it meanwhile
+            return LocalStore(path)
     except OSError as error:
         raise StorageError(f"{path}: cannot be opened, {error.strerror}; check the mount and its owner") from error
     if exists:

@@ -133,8 +133,10 @@ class _Block:
 
     def has_form(self, tensors: Sequence[Any]) -> bool:
         """Return whether tensors have the known properties."""
-        if self._guards is not None and self._guards.check(*tensors):
-            return True
+        return (self._guards is not None and self._guards.check(*tensors)) or self.has_properties(tensors)
+
+    def has_properties(self, tensors: Sequence[Any]) -> bool:
+        """Return the same, by the properties alone."""
         return all(
             all(map(eq, map(take, tensors), known)) for take, known in zip(_PROPERTIES, self.properties, strict=True)
         )
@@ -179,6 +181,9 @@ class Structure:
             raise DifferentStructureError from error
         self._batched = [start + i for start, block in zip(starts, self._blocks, strict=True) for i in block.batched]
         self._note_arrays(arrays, rows)
+        for block, of in zip(self._blocks, self._slices, strict=True):  # the caller may have changed one meanwhile
+            if not block.has_properties(block.tensors_of(block.localize(arrays[of]))):
+                raise DifferentStructureError
 
     def _note_arrays(self, arrays: list[Array], rows: Sequence[int]) -> None:
         local = [

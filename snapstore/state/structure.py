@@ -15,7 +15,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from operator import attrgetter, eq, methodcaller, not_
+from math import prod
+from operator import attrgetter, eq, methodcaller, mul, not_
 from typing import Any, NoReturn
 
 import numpy as np
@@ -85,7 +86,7 @@ class _Block:
         places: their addresses at the last match; None before.
 
     Raises:
-        ValueError: see `KnownShards`.
+        ValueError: see `KnownShards`; or an array changed meanwhile.
     """
 
     def __init__(self, arrays: list[Any]) -> None:
@@ -99,6 +100,8 @@ class _Block:
         self.properties = [list(map(take, tensors)) for take in _PROPERTIES]
         _, shapes, _, strides, *_ = self.properties
         self._guards = _guards(tensors, shapes, strides)
+        if not self._has_properties(tensors):  # the caller has changed one: the guards may be those of before
+            raise ValueError("a tensor changed while its form was noted")
         self.places: Sequence[int] | None = None
 
     def localize(self, arrays: list[Any]) -> list[Any]:
@@ -133,12 +136,11 @@ class _Block:
 
     def has_form(self, tensors: Sequence[Any]) -> bool:
         """Return whether tensors have the known properties."""
-        return (self._guards is not None and self._guards.check(*tensors)) or self.has_properties(tensors)
+        return (self._guards is not None and self._guards.check(*tensors)) or self._has_properties(tensors)
 
-    def has_properties(self, tensors: Sequence[Any]) -> bool:
-        """Return the same, by the properties alone."""
+    def _has_properties(self, tensors: Sequence[Any]) -> bool:
         return all(
-            all(map(eq, map(take, tensors), known)) for take, known in zip(_PROPERTIES, self.properties, strict=True)
+            all(map(eq, map(take, tensors), old)) for take, old in zip(_PROPERTIES, self.properties, strict=True)
         )
 
 
@@ -153,8 +155,7 @@ class Structure:
     Attributes:
         specs: of all parts, in order.
         sizes: how many specs each part has, by key.
-        rows: positions of the specs of tensors that a match gives as columns: all on devices, and all in host memory
-            that lie in one piece.
+        rows: positions of the specs of tensors that a match gives as columns: on a device, or whole in host memory.
         nbytes: (n,) sizes of these tensors.
         devices: of these tensors.
         in_pieces: positions in `rows` of tensors that are strided, or views with other values.
@@ -181,9 +182,6 @@ class Structure:
             raise DifferentStructureError from error
         self._batched = [start + i for start, block in zip(starts, self._blocks, strict=True) for i in block.batched]
         self._note_arrays(arrays, rows)
-        for block, of in zip(self._blocks, self._slices, strict=True):  # the caller may have changed one meanwhile
-            if not block.has_properties(block.tensors_of(block.localize(arrays[of]))):
-                raise DifferentStructureError
 
     def _note_arrays(self, arrays: list[Array], rows: Sequence[int]) -> None:
         local = [
@@ -208,21 +206,21 @@ class Structure:
         self._places: list[int] = []  # of the last match
         self._addresses = np.zeros(0, np.int64)
         columns = zip(*(block.properties for block in self._blocks), strict=True)
-        dtypes, shapes, _, _, *views = [list(chain.from_iterable(parts)) for parts in columns] or [[]] * 6
+        dtypes, shapes, _, strides, *views = [list(chain.from_iterable(parts)) for parts in columns] or [[]] * 6
         specs = [self.specs[rows[i]] for i in self._batched]
         names = {dtype: str(dtype).removeprefix("torch.") for dtype in set(dtypes)}
         if shapes != [spec.shape for spec in specs] or [names[dtype] for dtype in dtypes] != [s.dtype for s in specs]:
             raise DifferentStructureError  # it has changed since
         self._devices = [tensor.device for tensor in tensors]
-        nbytes: list[int] = list(map(attrgetter("nbytes"), tensors))
-        in_one_piece = [tensor.is_contiguous() for tensor in tensors]
-        extents = [n if whole else _extent(t) for t, n, whole in zip(tensors, nbytes, in_one_piece, strict=True)]
-        self._extents = np.array(extents, np.int64)
+        in_one_piece = list(map(_is_in_one_piece, shapes, strides))  # as noted: a tensor may have changed since
+        self._extents = np.array(list(map(_extent, shapes, strides, dtypes)), np.int64)
         chosen = list(first.values())
         self.devices = [self._devices[k] for k in chosen]
-        self.nbytes = np.array([nbytes[k] for k in chosen], np.int64)
+        self.nbytes = np.array([prod(shapes[k]) * dtypes[k].itemsize for k in chosen], np.int64)
         is_odd = list(map(max, map(not_, in_one_piece), *views))  # a conjugated view has other values in its memory
         self.in_pieces = [i for i, k in enumerate(chosen) if is_odd[k]]
+        if any(self.devices[i].type == "cpu" for i in self.in_pieces):
+            raise DifferentStructureError  # it has changed since
 
     # -- match
 
@@ -434,10 +432,16 @@ def _is_batched(array: Array) -> bool:
     return array.device.type != "cpu" or (array.is_contiguous() and not array.is_conj() and not array.is_neg())
 
 
-def _extent(tensor: Any) -> int:
+def _is_in_one_piece(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return whether elements lie in their order, without gaps."""
+    contiguous = accumulate(shape[::-1], mul, initial=1)
+    return all(size == 1 or old == new for size, old, new in zip(shape[::-1], strides[::-1], contiguous, strict=False))
+
+
+def _extent(shape: Sequence[int], strides: Sequence[int], dtype: Any) -> int:
     """Return how many bytes there are from the first element of a tensor to the end of its last."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return int((1 + last) * tensor.dtype.itemsize)
+    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return int((1 + last) * dtype.itemsize)
 
 
 def _guards(tensors: Sequence[Any], shapes: Sequence[Any], strides: Sequence[Any]) -> Any:

@@ -52,6 +52,17 @@ def test_a_change_at_any_moment(mode):
     assert runs.committed
 
 
+@pytest.mark.parametrize("mode", ["asynchronous, device", "asynchronous, host"])
+def test_the_save_after_a_change(mode):
+    """A change while the state's structure is learnt: the next state, unchanged, is still stored as it is."""
+    change = changes.CHANGES["data: contiguous"]
+    with changes.Runs(MODES[mode], "cuda", watched()) as runs:
+        for at in range(2 * runs.moments(change, changes.SMALL)):  # a save that learns has more of them
+            runs.run(changes.CHANGES["data: half"], changes.SMALL, changes.NEVER)  # of another form
+            runs.run(change, changes.SMALL, at)
+            runs.run(change, changes.SMALL, changes.NEVER)
+
+
 def test_a_device_is_waited_for_before_its_memory_is_copied():
     """A synchronous save reads what the caller's stream has yet to write."""
     with changes.Runs(None, "cuda") as runs:

@@ -261,11 +261,15 @@ OF_FEW: dict[str, Change] = {
 # --- moments -------------------------------------------------------------------------------------------------------
 
 
+#: No moment of a save.
+NEVER = -1
+
+
 class Moments:
     """Calls of everything that looks at the caller's memory, or comes between: `at` is told before and after each."""
 
     def __init__(self) -> None:
-        self.count, self.at, self.do = 0, -1, lambda: None
+        self.count, self.at, self.do = 0, NEVER, lambda: None
         self.of_flatten = 0  # so many come before the end of `flatten`
         self._inside = threading.local()
 

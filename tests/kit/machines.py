@@ -60,8 +60,9 @@ class Emulator:
 @cache
 def emulated(kernel):
     """A kernel built for this CPU."""
-    shared = (FOLDER / "sparse.cuh").read_text() if kernel.startswith("sparse_") else ""
-    source = shared + (FOLDER / f"{kernel}.cu").read_text()
+    shared = {"zstd.cuh": kernel in ("huffman_decode", "sparse_tables"), "sparse.cuh": kernel.startswith("sparse_")}
+    files = [*(file for file, used in shared.items() if used), f"{kernel}.cu"]
+    source = "".join((FOLDER / file).read_text() for file in files)
     (parameters,) = re.findall(
         rf'extern "C" __global__ void (?:__launch_bounds__\(.*?\) )?{kernel}\((.*?)\)', source, re.DOTALL
     )

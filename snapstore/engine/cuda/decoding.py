@@ -1,6 +1,6 @@
 """Decoding: the stages of one batch of blobs to chunks, on one stream.
 
-up -> headers (host) -> checksums -> Huffman, nvCOMP -> merge of planes, sparse deltas -> digests
+up -> headers (host) -> checksums, tables of sparse deltas -> Huffman, nvCOMP -> planes merged, sparse deltas -> digests
 """
 
 from __future__ import annotations
@@ -21,11 +21,30 @@ from . import huffman, kernels, nvcomp
 from .huffman import HUFFMAN
 from .nvcomp import ANS_BLOCK_BYTES
 from .pinned import ALIGNMENT
-from .sparse import SparseLinks, Streams
+from .sparse import SparseLinks
 from .streams import WorkStream, addresses_of, copy_async, ragged
 
 #: The kind of planes that hold a difference, for `merge`; those of full chunks are their layouts.
 _DIFFERENCE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Planes:
+    """Stored planes, and their pieces: blocks that are coded by themselves, or the whole of a raw plane."""
+
+    codec: Column  # (p,)
+    sizes: Column  # (p,) plain bytes
+    block_bytes: Column  # (p,)
+    plane: Column  # (q,) the plane of every piece
+    within: Column  # (q,) its number within the plane
+    offsets: Column  # (q,) in the batch's stored bytes
+    stored_sizes: Column  # (q,)
+
+    @property
+    def is_raw(self) -> Column:
+        """Return which planes are stored as they are, (p,) bool."""
+        raw: Column = self.codec == codecs.RAW
+        return raw
 
 
 class Decoding:
@@ -54,20 +73,30 @@ class Decoding:
         copy_async(stored.data_ptr(), batch.stored.ctypes.data, batch.stored.size, work.stream)
         addresses = stored.data_ptr() + batch.offsets
         checks = work.fetch(work.checksums(addresses + 16, np.where(fine, length - 16, 0)))
+        sparse = np.flatnonzero(self._are_fine(fine)[self.chunk_of] & self.is_sparse)
+        self.links = SparseLinks(work, batch, stored.data_ptr(), found, sparse)
         yield
         fine &= checks.numpy().view(np.uint64).reshape(-1) == found["checksum"]
-        chunk_fine = np.bincount(self.chunk_of, ~fine, len(batch.counts)) == 0
-        self.links = self._read_links(found, chunk_fine)
+        frames = self.links.place()
+        if frames is not None:
+            yield
+        self.links.unpack(frames, fine)
+        fine[self.links.refs] &= self.links.fine
+        chunk_fine = self._are_fine(fine)
         rows = np.flatnonzero(chunk_fine)
         if len(rows):
             refs = np.flatnonzero(chunk_fine[self.chunk_of])
             got = work.fetch(self._rebuild(stored, found, rows, refs))
-            bad = None if self.bad is None else work.fetch(self.bad)
+            bad = work.fetch(self.links.bad)
             yield
             chunk_fine[rows] = (got.numpy() == batch.digests[rows]).all(axis=1)
-            if bad is not None:
-                chunk_fine[self.chunk_of[refs[self.is_sparse[refs]]][bad.numpy() != 0]] = False
+            chunk_fine[self.chunk_of[self.links.refs[bad.numpy() != 0]]] = False
         return np.flatnonzero(~chunk_fine)
+
+    def _are_fine(self, blobs: Column) -> Column:
+        """Return which chunks have fine blobs alone, (n,)."""
+        fine: Column = np.bincount(self.chunk_of, ~blobs, len(self.batch.counts)) == 0
+        return fine
 
     def _fits(self, found: npt.NDArray[np.void]) -> Column:
         """Return which blobs fit their chains, share their element size, and have codecs that a device reads."""
@@ -98,26 +127,15 @@ class Decoding:
         fine &= np.isin(found["block_bytes"], (codecs.BLOCK_BYTES, ANS_BLOCK_BYTES))
         return fine
 
-    def _read_links(self, found: npt.NDArray[np.void], chunk_fine: Column) -> SparseLinks:
-        """Read the tables of sparse deltas; chunks that need one which is not fine are no longer."""
-        while True:  # again without the ones of bad tables, then of bad frames
-            refs = np.flatnonzero(chunk_fine[self.chunk_of] & self.is_sparse)
-            links = SparseLinks(self.batch.stored, self.batch.offsets[refs], found[refs])
-            chunk_fine[self.chunk_of[refs[~links.fine]]] = False
-            if links.fine.all():
-                return links
-
     def _rebuild(self, stored: torch.Tensor, found: npt.NDArray[np.void], rows: Column, refs: Column) -> torch.Tensor:
         """Begin to decode and merge the chunks `rows`, whose blobs are `refs`; return their digests, (k, 16)."""
         batch, work = self.batch, self.work
         is_sparse = self.is_sparse[refs]
         planar = np.flatnonzero(~is_sparse)
         header = found[refs]
-        streams, of, ks = self._stored_planes(refs[planar], header[planar])
-        coded = streams if self.links.streams is None else streams.joined(self.links.streams)
-        addresses = self._plain_addresses(stored, coded)
+        planes, of, ks = self._stored_planes(refs[planar], header[planar])
         planes_at = np.zeros((len(refs), 8), np.uint64)
-        planes_at[planar[of], ks] = addresses[: len(of)]
+        planes_at[planar[of], ks] = self._plain_addresses(stored, planes)
         outs = batch.outs.take(rows)
         chunks = _Rows(
             addresses_of(outs),
@@ -125,12 +143,9 @@ class Decoding:
             outs.lengths.astype(np.int64),
             header["element_size"][np.cumsum(batch.counts[rows]) - batch.counts[rows]],
         )
-        self.bad = None
         chunk_of = np.repeat(np.arange(len(rows)), batch.counts[rows])
-        if self.links.count:
-            self.bad = self.links.unpack(work, stored.data_ptr(), addresses[len(of) :])
         kinds = np.where(header["transform"] == blob.FULL, header["layout"], _DIFFERENCE).astype(np.uint8)
-        number = np.cumsum(is_sparse) - 1  # of every sparse delta among them
+        number = np.searchsorted(self.links.refs, refs)  # of every sparse delta among the links
         step = _steps(is_sparse, batch.counts[rows])
         at = chunks.bases.copy()  # the plain bytes that each chunk's next step changes; 0: none
         for i in range(int(step.max()) + 1):
@@ -140,7 +155,7 @@ class Decoding:
             at[which] = chunks.outs[which]
             now = np.flatnonzero((step == i) & is_sparse)
             which, first, counts = np.unique(chunk_of[now], return_index=True, return_counts=True)
-            self.links.apply(work, number[now[first]], counts, at[which], chunks.outs[which])
+            self.links.apply(number[now[first]], counts, at[which], chunks.outs[which])
             at[which] = chunks.outs[which]
         return work.digests(chunks.outs, chunks.lengths, self.digest_seed)
 
@@ -164,7 +179,7 @@ class Decoding:
             shifted = [*tables[:2], *(t + 8 * i for t in tables[2:6]), tables[6] + i]
             self.work.launch("merge", (tiles, n), *shifted)
 
-    def _stored_planes(self, refs: Column, header: npt.NDArray[np.void]) -> tuple[Streams, Column, Column]:
+    def _stored_planes(self, refs: Column, header: npt.NDArray[np.void]) -> tuple[Planes, Column, Column]:
         """Find the planes of the blobs `refs`; IntegrityError if they do not fill their blobs.
 
         Returns:
@@ -189,7 +204,7 @@ class Decoding:
         own = before - (np.cumsum(payload) - payload)[piece_of]
         start = batch.offsets[refs] + blob.HEADER.size + 4 * header["count"].astype(np.int64)
         offsets = start[piece_of] + own
-        return Streams(codec, plane_bytes, block_bytes, plane, within, offsets, stored_sizes), of, ks
+        return Planes(codec, plane_bytes, block_bytes, plane, within, offsets, stored_sizes), of, ks
 
     def _block_lengths(self, refs: Column, header: npt.NDArray[np.void]) -> Column:
         """Return the stored lengths of the blocks of all coded planes."""
@@ -199,47 +214,37 @@ class Decoding:
         lengths: Column = items_at(self.batch.stored, at, "<u4").astype(np.int64)
         return lengths
 
-    def _plain_addresses(self, stored: torch.Tensor, streams: Streams) -> Column:
-        """Begin to decode the coded streams; return the addresses of all streams, plain."""
-        is_raw = streams.is_raw
+    def _plain_addresses(self, stored: torch.Tensor, planes: Planes) -> Column:
+        """Begin to decode the coded planes; return the addresses of all planes, plain."""
+        is_raw = planes.is_raw
         addresses = np.empty(len(is_raw), np.int64)
-        addresses[is_raw] = stored.data_ptr() + streams.offsets[is_raw[streams.stream]]
-        addresses[~is_raw] = self._decompress(stored, streams)
+        addresses[is_raw] = stored.data_ptr() + planes.offsets[is_raw[planes.plane]]
+        addresses[~is_raw] = self._decompress(stored, planes)
         return addresses
 
-    def _decompress(self, stored: torch.Tensor, streams: Streams) -> Column:
-        """Begin to decode every coded stream; return their addresses."""
+    def _decompress(self, stored: torch.Tensor, planes: Planes) -> Column:
+        """Begin to decode every coded plane; return their addresses."""
         work = self.work
-        coded = np.flatnonzero(~streams.is_raw)
+        coded = np.flatnonzero(~planes.is_raw)
         if not len(coded):
             return np.empty(0, np.int64)
-        rooms = (streams.sizes[coded] + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-        starts = np.zeros(len(streams.codec), np.int64)
+        rooms = (planes.sizes[coded] + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+        starts = np.zeros(len(planes.codec), np.int64)
         starts[coded] = np.cumsum(rooms) - rooms
         plain = work.room("plain", int(rooms.sum()) + 16)
-        pieces = np.flatnonzero(~streams.is_raw[streams.stream])
-        of = streams.stream[pieces]
-        at = streams.within[pieces] * streams.block_bytes[of]
+        pieces = np.flatnonzero(~planes.is_raw[planes.plane])
+        of = planes.plane[pieces]
+        at = planes.within[pieces] * planes.block_bytes[of]
         destinations = plain.data_ptr() + starts[of] + at
-        sizes = np.minimum(streams.sizes[of] - at, streams.block_bytes[of])
-        offsets, stored_sizes, codec = streams.offsets[pieces], streams.stored_sizes[pieces], streams.codec[of]
+        sizes = np.minimum(planes.sizes[of] - at, planes.block_bytes[of])
+        offsets, stored_sizes, codec = planes.offsets[pieces], planes.stored_sizes[pieces], planes.codec[of]
         ours = codec == HUFFMAN.codec
         ours[ours] = zstd.is_literals(self.batch.stored, offsets[ours], stored_sizes[ours], sizes[ours])
         sources = stored.data_ptr() + offsets
         huffman.decode(work, sources[ours], stored_sizes[ours], destinations[ours], sizes[ours])
-        theirs = np.flatnonzero(~ours)
-        if len(theirs):
-            # compressed blocks lie at any address; nvCOMP needs multiples of 16
-            aligned = (stored_sizes[theirs] + 15) // 16 * 16
-            moved = np.cumsum(aligned) - aligned
-            room = work.room("aligned", int(aligned.sum()) + 16)
-            work.gather(sources[theirs], room.data_ptr() + moved, stored_sizes[theirs])
-            for one in np.unique(codec[theirs]).tolist():
-                own = codec[theirs] == one
-                rows = theirs[own]
-                nvcomp.decode(
-                    work, one, room.data_ptr() + moved[own], stored_sizes[rows], destinations[rows], sizes[rows]
-                )
+        for one in np.unique(codec[~ours]).tolist():
+            own = np.flatnonzero(~ours & (codec == one))
+            nvcomp.decode_anywhere(work, one, sources[own], stored_sizes[own], destinations[own], sizes[own])
         addresses: Column = plain.data_ptr() + starts[coded]
         return addresses
 

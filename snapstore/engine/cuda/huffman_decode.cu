@@ -10,12 +10,6 @@
 #define MAX_BITS 11
 #define WEIGHTS 16
 
-__device__ __forceinline__ u64 get_le(const u8* p, int count) {
-    u64 value = 0;
-    for (int i = 0; i < count; i++) value |= (u64)p[i] << (8 * i);
-    return value;
-}
-
 __device__ __forceinline__ u32 high_bit(u32 value) { return 31 - __clz(value); }
 
 struct Table {
@@ -26,7 +20,6 @@ struct Table {
     u8 fse_symbol[64], fse_bits[64], fse_base[64];
     int shares[WEIGHTS], next[WEIGHTS];
 };
-enum { BAD, RAW, RLE, HUFFMAN };
 
 // Bits, least significant first; bits beyond the end are 0.
 __device__ u32 peek(const u8* p, u32 bytes, u32 bit, int count) {
@@ -123,23 +116,13 @@ __device__ u32 fse_weights(Table& table, const u8* p, u32 bytes) {
 
 // Find, in one thread, the kind of the frame, and for Huffman-coded literals the weights and the streams.
 __device__ u32 parse(Table& table, const u8* p, u32 size, u32 n) {
-    const u32 content = n < 256 ? 1 : 2, at = 8 + content;
-    if (size < at + 1 || get_le(p, 4) != 0xFD2FB528u || p[4] != (content == 1 ? 0x20 : 0x60)) return BAD;
-    if (get_le(p + 5, content) != (content == 1 ? n : n - 256)) return BAD;
-    const u32 block = (u32)get_le(p + at - 3, 3), kind = block >> 1 & 3, block_bytes = block >> 3;
-    table.from = at;
-    if (!(block & 1) || kind == 3) return BAD;
-    if (kind == 0) return block_bytes == n && size == at + n ? RAW : BAD;
-    if (kind == 1) return block_bytes == n && size == at + 1 ? RLE : BAD;
-    if (block_bytes != size - at || block_bytes < 3 || p[size - 1]) return BAD;
-    const u64 literals = get_le(p + at, block_bytes < 5 ? block_bytes : 5);
-    const u32 form = literals >> 2 & 3, bits = form < 2 ? 10 : 4 * form + 6, header = form < 2 ? 3 : form + 2;
-    if ((literals & 3) != 2 || (literals >> 4 & ((1u << bits) - 1)) != n) return BAD;
-    const u32 end = at + header + (literals >> (4 + bits) & ((1u << bits) - 1));
-    table.streams = form ? STREAMS : 1;
-    const u32 jumps = form ? 6 : 0;  // bytes of the table of the sizes of all streams but the last
-    u32 tree = at + header, count;
-    if (end != size - 1 || tree >= end) return BAD;
+    Literals found;
+    const u32 kind = kind_of(p, size, n, found);
+    table.from = found.at;
+    if (kind != HUFFMAN) return kind;
+    const u32 end = found.end, jumps = found.streams > 1 ? 6 : 0;  // bytes of the sizes of all streams but the last
+    u32 tree = found.at, count;
+    table.streams = found.streams;
     const u32 head = p[tree++];
     const u32 bytes = head < 128 ? head : (head - 127 + 1) / 2;
     if (tree + bytes + jumps + table.streams > end) return BAD;

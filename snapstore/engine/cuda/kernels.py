@@ -28,6 +28,8 @@ THREADS = {
     "gather": 256,
     "huffman_encode": 256,
     "huffman_decode": 32,
+    "sparse_tables": 128,
+    "sparse_place": 128,
     "sparse_lows": 128,
     "sparse_unpack": 128,
     "sparse_apply": 512,
@@ -47,7 +49,8 @@ XXH3_128, XXH3_64, SEAL = 0, 1, 2
 def _kernel(name: str) -> Any:
     """Return a kernel of this folder; CuPy compiles and loads it once per device, and caches the binary."""
     folder = resources.files(__package__)
-    files = ["memory.cuh", *(["sparse.cuh"] if name.startswith("sparse_") else []), f"{name}.cu"]
+    shared = {"zstd.cuh": name in ("huffman_decode", "sparse_tables"), "sparse.cuh": name.startswith("sparse_")}
+    files = ["memory.cuh", *(file for file, used in shared.items() if used), f"{name}.cu"]
     code = "".join((folder / file).read_text() for file in files)
     return cupy.RawKernel(code, name, options=("-std=c++17",))
 

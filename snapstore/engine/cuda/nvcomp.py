@@ -238,6 +238,16 @@ def decode(
     return found[: 12 * count]
 
 
+def decode_anywhere(
+    work: WorkStream, codec: int, sources: Column, sizes: Column, destinations: Column, lengths: Column
+) -> None:
+    """Do what `decode` does with blocks at any address, which nvCOMP does not take: copy them first."""
+    aligned = (sizes + 15) // 16 * 16
+    moved = work.room("aligned", int(aligned.sum()) + 16).data_ptr() + np.cumsum(aligned) - aligned
+    work.gather(sources, moved, sizes)
+    decode(work, codec, moved, sizes, destinations, lengths)
+
+
 def sizes_of(found: torch.Tensor) -> Column:
     """Return the bytes that came out of every block; FAILED_SIZE where nvCOMP failed."""
     memory, count = found.numpy(), len(found) // 12

@@ -6,14 +6,16 @@
 #define GROUP_THREADS 128  // of the kernels whose blocks take a group of a stored delta: most have few changes
 #define GROUPS 256       // at most
 #define DENSE 255        // the gap shift of a group that has a value for every element
+#define MAX_GAP_SHIFT 26  // of another one
+#define ENDS_FRAMES 1     // the flag of a group after which streams begin new frames
 #define GAP_ESCAPE 84    // a quotient of a gap that is stored by itself
 #define OTHER 2          // the kind of a difference that is a value
 #define VALUE_ESCAPE 255
 
-// A blob to decode: addresses of its low parts; its groups.
+// A blob to decode: addresses of its low parts; its groups and frames.
 struct Blob {
     u64 low, low_end, elements;
-    u32 first_group, groups;
+    u32 first_group, groups, first_frame, frames;
     u8 element_size, layout, unused[6];
 };
 // A group of it: addresses of its symbols and values, and of rooms for ranks, differences and values; how many of its

@@ -2,9 +2,9 @@
 
 Encode: counts by key, groups (sparse_count.cu) -> ranks and differences of changed elements (sparse_rank.cu) -> table,
 symbols and low parts (sparse_pack.cu) -> frames. The groups and symbols are the CPU engine's, bit for bit.
-Decode: group tables (host) -> frames -> ranks and differences of changed elements (sparse_unpack.cu) -> the chunk, of
-its base and all neighbouring links at once (sparse_apply.cu). Host code checks the tables, kernels the rest; a blob
-that contradicts itself is left to the CPU engine, which finds the error.
+Decode: group tables (sparse_tables.cu) -> rooms (host, sparse_place.cu) -> frames -> ranks and differences of changed
+elements (sparse_unpack.cu) -> the chunk, of its base and all neighbouring links at once (sparse_apply.cu). Kernels
+check all that a blob says; one that contradicts itself is left to the CPU engine, which finds the error.
 """
 
 from __future__ import annotations
@@ -17,42 +17,25 @@ import torch
 
 from ...arrays import Bytes, Column, items_at
 from ...format import blob, codecs
-from ...format.codecs.sparse import COUNT, DENSE, ENDS_FRAMES, GROUP, MAX_GAP_SHIFT, worth_trying
+from ...format.codecs.sparse import COUNT, ENDS_FRAMES, GROUP, worth_trying
+from ..batches import DecodeBatch
 from ..cpu import FEW_CHANGED_EXCESS, FEW_CHANGED_SHARE
-from . import huffman
+from . import huffman, nvcomp
 from .streams import WorkStream, ragged
 
-#: The structs of sparse.cuh.
-_BLOB = np.dtype(
+#: The structs of sparse_tables.cu: a blob as it is stored, and what it needs.
+_STORED = np.dtype(
     [
-        ("low", "<u8"),
-        ("low_end", "<u8"),
-        ("elements", "<u8"),
-        ("first_group", "<u4"),
-        ("groups", "<u4"),
+        *((name, "<u8") for name in ("payload", "payload_bytes", "lengths", "elements")),
+        *((name, "<u4") for name in ("first_group", "groups", "first_frame", "frames", "block_bytes")),
         ("element_size", "u1"),
         ("layout", "u1"),
-        ("unused", "u1", 6),
+        ("unused", "<u2"),
     ]
 )
-_GROUP = np.dtype(
-    [
-        ("symbols", "<u8"),
-        ("values", "<u8"),
-        ("ranks", "<u8"),
-        ("zigzag", "<u8"),
-        ("found", "<u8"),
-        ("gaps", "<u4"),
-        ("value_count", "<u4"),
-        ("blob", "<u4"),
-        ("last_key", "u1"),
-        ("gap_shift", "u1"),
-        ("value_shift", "u1"),
-        ("unused", "u1"),
-        ("seen", "<u4"),
-        ("applied", "<u4"),
-    ]
-)
+_NEEDS = np.dtype([("streams", "<u8"), ("changes", "<u8"), ("others", "<u4"), ("fine", "<u4")])
+#: Those of sparse.cuh.
+_BLOB_BYTES, _GROUP_BYTES = 48, 64
 _CHAIN = np.dtype([("base", "<u8"), ("out", "<u8"), ("oldest", "<u4"), ("links", "<u4")])
 _COUNTED = np.dtype([("changed", "<u4"), ("groups", "<u4"), ("listed", "<u4"), ("unused", "<u4")])
 _COUNTED_GROUP_BYTES = 16
@@ -69,140 +52,85 @@ _JOB = np.dtype(
 _MAX_GROUPS = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Streams:
-    """Stored streams of bytes, and their pieces: blocks that are coded by themselves, or the whole of a raw plane."""
-
-    codec: Column  # (p,)
-    sizes: Column  # (p,) plain bytes
-    block_bytes: Column  # (p,)
-    stream: Column  # (q,) the stream of every piece
-    within: Column  # (q,) its number within the stream
-    offsets: Column  # (q,) in the batch's stored bytes
-    stored_sizes: Column  # (q,)
-
-    @property
-    def is_raw(self) -> Column:
-        """Return which streams are stored as they are, (p,) bool."""
-        raw: Column = self.codec == codecs.RAW
-        return raw
-
-    def joined(self, others: Streams) -> Streams:
-        """Return these streams, then the others."""
-        columns = ("codec", "sizes", "block_bytes", "stream", "within", "offsets", "stored_sizes")
-        pairs = [(getattr(self, name), getattr(others, name)) for name in columns]
-        pairs[3] = (self.stream, others.stream + len(self.codec))
-        return Streams(*(np.concatenate(pair) for pair in pairs))
-
-
 class SparseLinks:
-    """Sparse deltas of one batch."""
+    """Sparse deltas of one batch. Call `place`, `unpack` and `apply` in this order.
 
-    def __init__(self, stored: Bytes, offsets: Column, header: npt.NDArray[np.void]) -> None:
-        """Read the tables of some blobs.
+    Attributes:
+        refs: (k,) their numbers in the batch, ascending.
+        fine: (k,) whether the table of each is one; after `place`.
+        bad: (k,) int32 on the device: not 0 if the rest of it, or its base, contradicts it; after `apply`.
+    """
+
+    def __init__(
+        self, work: WorkStream, batch: DecodeBatch, at: int, headers: npt.NDArray[np.void], refs: Column
+    ) -> None:
+        """Begin to read the tables of the blobs `refs`.
 
         Args:
-            stored: the batch's stored bytes.
-            offsets: (k,) of the blobs in it; they lie in it as a whole.
-            header: (k,) blob.HEADER_COLUMNS, valid, all of codec 3.
+            at: where the batch's stored bytes lie on the device.
+            headers: (m,) blob.HEADER_COLUMNS of the batch; those of these blobs are valid, and of codec 3.
         """
-        self.header, self.count = header, len(header)
-        self.elements = header["raw_bytes"].astype(np.int64) // np.maximum(header["element_size"], 1)
-        self.payload_at = offsets + blob.HEADER.size + 4 * header["count"].astype(np.int64)
-        self.fine = self._read_groups(stored) if self.count else np.ones(0, bool)
-        self.streams: Streams | None = None
-        if self.count and self.fine.all():
-            self._find_frames(stored, offsets)
-
-    def _read_groups(self, stored: Bytes) -> Column:
-        """Read the tables of groups; return which blobs have one that does not contradict itself."""
-        payload_bytes = self.header["payload_bytes"].astype(np.int64)
-        fine: Column = (payload_bytes >= COUNT.size) & (self.elements <= codecs.sparse.MAX_ELEMENTS)
-        counts = items_at(stored, np.where(fine, self.payload_at, 0), "<u4").astype(np.int64)
-        fine &= (counts >= 1) & (counts <= 256) & (COUNT.size + GROUP.itemsize * counts <= payload_bytes)
-        self.counts = np.where(fine, counts, 0)
-        self.of, within = ragged(self.counts)  # the blob of every group, and its number there
-        at = self.payload_at[self.of] + COUNT.size + GROUP.itemsize * within
-        groups = self.groups = items_at(stored, at, GROUP)
-        dense = self.dense = groups["gap_shift"] == DENSE
-        last_keys, is_last = groups["last_key"].astype(np.int64), within == self.counts[self.of] - 1
-        wrong = is_last & ((last_keys != 255) | (groups["flags"] != ENDS_FRAMES))
-        wrong[1:] |= (within[1:] > 0) & (np.diff(last_keys) <= 0)
-        wrong |= (groups["flags"] > ENDS_FRAMES) | (~dense & (groups["gap_shift"] > MAX_GAP_SHIFT))
-        wrong |= np.where(dense, groups["gaps"] > 0, groups["values"] > groups["gaps"])
-        bits = 8 * self.header["element_size"].astype(np.int64)[self.of]
-        wrong |= (groups["value_shift"] % 8 > 0) | (groups["value_shift"] >= bits)
-        #: (g,) changed elements of every group; all elements of a dense one
-        self.changed = np.where(dense, groups["values"], groups["gaps"]).astype(np.int64)
-        fine &= np.bincount(self.of, wrong, self.count) == 0
-        fine &= np.bincount(self.of, self.changed, self.count) <= self.elements
-        return fine
-
-    def _find_frames(self, stored: Bytes, offsets: Column) -> None:
-        """Find the frames of all streams; blobs whose frames do not fit are not fine."""
-        ends = self.groups["flags"] == ENDS_FRAMES
-        self.run = np.cumsum(ends) - ends  # groups of a run share frames
-        totals = [
-            np.bincount(self.run, self.groups[name], int(ends.sum())).astype(np.int64) for name in ("gaps", "values")
-        ]
-        sizes = np.stack(totals, axis=1).reshape(-1)  # run after run: gaps, values
-        of = np.repeat(self.of[ends], 2)
-        block_bytes = self.header["block_bytes"].astype(np.int64)[of]
-        blocks = -(-sizes // block_bytes)
-        count = self.header["count"].astype(np.int64)
-        self.fine &= np.bincount(of, blocks, self.count) == count
-        if not self.fine.all():
+        self._work, self.refs, self.fine = work, refs, np.ones(len(refs), bool)
+        self.bad = work.empty(4 * len(refs))[: 4 * len(refs)].zero_().view(torch.int32)
+        if not len(refs):
             return
-        which, within = ragged(count)
-        lengths = items_at(stored, offsets[which] + blob.HEADER.size + 4 * within, "<u4").astype(np.int64)
-        totals_of = np.bincount(which, lengths, self.count).astype(np.int64)
-        frames_at = self.payload_at + COUNT.size + GROUP.itemsize * self.counts
-        self.low = frames_at + totals_of
-        self.low_end = self.payload_at + self.header["payload_bytes"].astype(np.int64)
-        self.fine &= self.low <= self.low_end
-        before = np.cumsum(lengths) - lengths
-        own = before - (np.cumsum(totals_of) - totals_of)[which]
-        stream, number = ragged(blocks)
-        codec = np.full(len(sizes), codecs.ZSTD)
-        self.streams = Streams(codec, sizes, block_bytes, stream, number, frames_at[which] + own, lengths)
+        header, lengths_at = headers[refs], batch.offsets[refs] + blob.HEADER.size
+        frames = header["count"].astype(np.int64)
+        payload_at, payload_bytes = lengths_at + 4 * frames, header["payload_bytes"].astype(np.int64)
+        elements = header["raw_bytes"].astype(np.int64) // np.maximum(header["element_size"], 1)
+        has_table = (payload_bytes >= COUNT.size) & (elements <= codecs.sparse.MAX_ELEMENTS)
+        groups = items_at(batch.stored, np.where(has_table, payload_at, 0), "<u4").astype(np.int64)
+        has_table &= (groups >= 1) & (groups <= _MAX_GROUPS) & (COUNT.size + GROUP.itemsize * groups <= payload_bytes)
+        groups[~has_table] = 0
+        jobs = np.zeros(len(refs), _STORED)
+        jobs["payload"], jobs["payload_bytes"], jobs["lengths"] = at + payload_at, payload_bytes, at + lengths_at
+        jobs["elements"], jobs["groups"], jobs["frames"] = elements, groups, frames
+        jobs["first_group"], jobs["first_frame"] = np.cumsum(groups) - groups, np.cumsum(frames) - frames
+        for name in ("block_bytes", "element_size", "layout"):
+            jobs[name] = header[name]
+        self._groups, self._frames, self._frames_of = int(groups.sum()), int(frames.sum()), frames
+        needs = work.empty(len(refs) * _NEEDS.itemsize)[: len(refs) * _NEEDS.itemsize]
+        self._tables = work.empty(len(refs) * _BLOB_BYTES), work.empty(self._groups * _GROUP_BYTES)
+        self._columns = work.empty(4 * 8 * self._frames)[: 4 * 8 * self._frames]  # see `unpack`
+        self._columns_at = [self._columns.data_ptr() + 8 * self._frames * i for i in range(4)]
+        (table,) = work.upload(jobs)
+        work.launch("sparse_tables", (len(refs),), table, needs, *self._tables, *self._columns_at)
+        self._needs = work.fetch(needs)
 
-    def unpack(self, work: WorkStream, stored: int, plain: Column) -> torch.Tensor:
-        """Begin to unpack all blobs; return which are bad, (k,) int32, as soon as they are unpacked and applied.
+    def place(self) -> torch.Tensor | None:
+        """Take rooms, once the device is done; return the frames if nvCOMP must decode some, once it is done again."""
+        if not len(self.refs):
+            return None
+        work, needs = self._work, self._needs.numpy().view(_NEEDS)
+        self.fine = needs["fine"] != 0
+        places = []
+        for name, room in (("streams", "symbols"), ("changes", "sparse")):
+            sizes = needs[name].astype(np.int64)
+            places.append(work.room(room, int(sizes.sum()) + 16).data_ptr() + np.cumsum(sizes) - sizes)
+        work.launch("sparse_place", (len(self.refs),), *work.upload(*places), *self._tables, self._columns_at[2])
+        return work.fetch(self._columns) if needs["others"].any() else None
+
+    def unpack(self, frames: torch.Tensor | None, sound: Column) -> None:
+        """Begin to unpack all blobs.
 
         Args:
-            stored: address of the batch's stored bytes.
-            plain: (p,) addresses of the decoded streams.
+            frames: from `place`.
+            sound: (m,) which blobs of the batch have their checksums; nvCOMP gets no other's frames.
         """
-        blobs, groups = np.zeros(self.count, _BLOB), np.zeros(len(self.groups), _GROUP)
-        blobs["elements"], blobs["groups"] = self.elements, self.counts
-        blobs["low"], blobs["low_end"] = stored + self.low, stored + self.low_end
-        blobs["first_group"] = np.cumsum(self.counts) - self.counts
-        for name in ("element_size", "layout"):
-            blobs[name] = self.header[name]
-        first = np.concatenate([[True], np.diff(self.run) > 0])
-        for number, (name, to) in enumerate((("gaps", "symbols"), ("values", "values"))):
-            counts = self.groups[name].astype(np.int64)
-            before = np.cumsum(counts) - counts
-            groups[to] = plain[2 * self.run + number] + before - before[first][self.run]
-        size = self.header["element_size"].astype(np.int64)[self.of]
-        rooms = np.stack(
-            [np.where(self.dense, 0, 4 * self.changed), size * self.changed, size * self.groups["values"]], axis=1
-        )
-        rooms = (rooms + 7) // 8 * 8
-        places = (np.cumsum(rooms) - rooms.reshape(-1)).reshape(-1, 3)
-        places += work.room("sparse", int(rooms.sum()) + 8).data_ptr()
-        groups["ranks"], groups["zigzag"], groups["found"] = places.T
-        groups["gaps"], groups["value_count"], groups["blob"] = self.groups["gaps"], self.groups["values"], self.of
-        for name in ("last_key", "gap_shift", "value_shift"):
-            groups[name] = self.groups[name]
-        self._tables = work.upload(blobs, groups)
-        self._bad = work.empty(4 * self.count)[: 4 * self.count].zero_()
-        lows = work.empty(16 * len(groups))
-        work.launch("sparse_lows", (len(groups),), *self._tables, lows)
-        work.launch("sparse_unpack", (len(groups),), *self._tables, lows, self._bad)
-        return self._bad.view(torch.int32)
+        if not len(self.refs):
+            return
+        work = self._work
+        work.launch("huffman_decode", (self._frames,), *self._columns_at)
+        if frames is not None:
+            sources, sizes, destinations, lengths = frames.numpy().view(np.int64).reshape(4, -1)
+            others = (sizes < 0) & np.repeat(sound[self.refs], self._frames_of)
+            blocks = (sources, sizes & 0xFFFFFFFF, destinations, lengths)
+            nvcomp.decode_anywhere(work, codecs.ZSTD, *(column[others] for column in blocks))
+        lows = work.empty(16 * self._groups)
+        work.launch("sparse_lows", (self._groups,), *self._tables, lows)
+        work.launch("sparse_unpack", (self._groups,), *self._tables, lows, self.bad)
 
-    def apply(self, work: WorkStream, newest: Column, links: Column, bases: Column, outs: Column) -> None:
+    def apply(self, newest: Column, links: Column, bases: Column, outs: Column) -> None:
         """Begin to make chunks of plain bases by neighbouring links.
 
         Args:
@@ -214,7 +142,7 @@ class SparseLinks:
             return
         chains = np.zeros(len(newest), _CHAIN)
         chains["base"], chains["out"], chains["oldest"], chains["links"] = bases, outs, newest + links - 1, links
-        work.launch("sparse_apply", (len(chains),), *work.upload(chains), *self._tables, self._bad)
+        self._work.launch("sparse_apply", (len(chains),), *self._work.upload(chains), *self._tables, self.bad)
 
 
 # -- encode

@@ -22,9 +22,12 @@ from ..format import pack
 from ..format.chunk_table import ChunkTable
 from ..format.keys import pack_key
 from ..state.arrays import Memory
+from ..storage.base import GetRanges
 from ..text import strip_hint
 from ..threads import Pending, Threads
 
+#: No pack reaches so far; offsets of forged tables beyond it could overflow sums.
+_BEYOND = np.uint64(1 << 62)
 #: While a batch is read, the engine is polled this often [s].
 POLL_S = 0.0005
 
@@ -86,6 +89,7 @@ class ChunkReader:
         self._store, self._engines = context.store, context.engines
         self._engine = engine
         self._readers: Threads | None = None
+        self._get_ranges: GetRanges
 
     def rebuild(self, wanted: Iterable[Wanted]) -> Generator[int]:
         """Fill the memory of every chunk, in order; yield after each batch how many more are done.
@@ -96,26 +100,27 @@ class ChunkReader:
         """
         reading: deque[_Reading] = deque()
         decoding: deque[tuple[_Reading, Callable[[], object]]] = deque()
-        try:
-            for engine, batch in self._batches(wanted):
-                reading.append(self._read(engine, batch))
-                if len(reading) > 1:
+        with self._store.kept_open() as self._get_ranges:
+            try:
+                for engine, batch in self._batches(wanted):
+                    reading.append(self._read(engine, batch))
+                    if len(reading) > 1:
+                        self._decode(reading, decoding)
+                    if len(decoding) > engine.decode_depth:  # one batch is read while others are decoded
+                        yield self._finished(decoding)
+                while reading:
                     self._decode(reading, decoding)
-                if len(decoding) > engine.decode_depth:  # one batch is read while others are decoded
+                while decoding:
                     yield self._finished(decoding)
-            while reading:
-                self._decode(reading, decoding)
-            while decoding:
-                yield self._finished(decoding)
-        finally:
-            for begun in reading:  # nothing may write into the memory any more
-                _ended(begun.wait)
-                begun.engine.give_back(begun.buffer)
-            for begun, wait in decoding:
-                _ended(wait)
-                begun.engine.give_back(begun.buffer)
-            if self._readers is not None:
-                self._readers.close()
+            finally:
+                for begun in reading:  # nothing may write into the memory any more
+                    _ended(begun.wait)
+                    begun.engine.give_back(begun.buffer)
+                for begun, wait in decoding:
+                    _ended(wait)
+                    begun.engine.give_back(begun.buffer)
+                if self._readers is not None:
+                    self._readers.close()
 
     def _read(self, engine: Engine, batch: _Batch) -> _Reading:
         """Begin to read the blobs of a batch into one buffer."""
@@ -146,7 +151,7 @@ class ChunkReader:
             IntegrityError: the pack is missing, or too short.
         """
         try:
-            self._store.get_ranges(key, offsets, into)
+            self._get_ranges(key, offsets, into)
         except NotFoundError as error:
             raise IntegrityError(f"{strip_hint(error)}: a pack is missing; run 'snapstore check'") from error
 
@@ -248,7 +253,7 @@ def _columns(wanted: Sequence[Wanted]) -> _Batch:
         used, inverse = np.unique(w.table.ref_packs[refs], return_inverse=True)
         own = np.array([numbers.setdefault(w.packs[n], len(numbers)) for n in used.tolist()], np.int64)
         packs.append(own[inverse])
-        offsets.append(w.table.ref_offsets[refs].astype(np.int64))
+        offsets.append(np.minimum(w.table.ref_offsets[refs], _BEYOND).astype(np.int64))
         lengths.append(w.table.ref_lengths[refs].astype(np.int64))
         counts.append(w.table.ref_counts[w.rows].astype(np.int64))
         digests.append(w.table.digests[w.rows])

@@ -215,24 +215,28 @@ def plan_reads(packs: Column, offsets: Column, lengths: Column) -> tuple[list[Re
         The reads, by pack; the position of each blob in the buffer (m,); the length of the buffer.
     """
     order = np.lexsort((offsets, packs))
-    reads: list[Read] = []
-    found: list[int] = []
-    pack, start, end, size = -1, 0, 0, 0  # the read that grows, in its pack; the bytes of those before it
-    for number, offset, length in zip(
-        packs[order].tolist(), offsets[order].tolist(), lengths[order].tolist(), strict=True
-    ):
-        last = offset + length
-        if number != pack or offset - end > JOIN_GAP_BYTES or last - start > JOIN_MAX_BYTES:
-            if pack >= 0:
-                reads.append(Read(pack, start, end - start, size))
-                size += end - start
-            pack, start, end = number, offset, last
-        elif last > end:
-            end = last
-        found.append(size + offset - start)
-    if pack >= 0:
-        reads.append(Read(pack, start, end - start, size))
-        size += end - start
-    positions = np.zeros(len(order), np.int64)
-    positions[order] = found
-    return reads, positions, size
+    pack, start = packs[order], offsets[order]
+    end = start + lengths[order]
+    begins = np.ones(len(order), bool)  # a read
+    begins[1:] = (np.diff(pack) != 0) | (start[1:] - end[:-1] > JOIN_GAP_BYTES)
+    first = np.flatnonzero(begins)
+    for i in np.flatnonzero(_reach(end, first) - start[first] > JOIN_MAX_BYTES).tolist():
+        at, last = int(first[i]), int(first[i + 1]) if i + 1 < len(first) else len(order)
+        while at < last:
+            begins[at] = True
+            within = np.searchsorted(np.maximum.accumulate(end[at:last]), start[at] + JOIN_MAX_BYTES, "right")
+            at += max(1, int(within))
+    first = np.flatnonzero(begins)
+    sizes = _reach(end, first) - start[first]
+    before = np.cumsum(sizes) - sizes
+    columns = (pack[first], start[first], sizes, before)
+    read = np.cumsum(begins) - 1
+    positions = np.empty(len(order), np.int64)
+    positions[order] = before[read] + start - start[first][read]
+    return list(map(Read, *(column.tolist() for column in columns))), positions, int(sizes.sum())
+
+
+def _reach(ends: Column, first: Column) -> Column:
+    """Return where the ranges from each first one on, up to the next first one, end."""
+    reach: Column = np.maximum.reduceat(ends, first) if len(first) else ends
+    return reach

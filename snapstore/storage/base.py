@@ -18,7 +18,7 @@ Several threads may use one store. Every failure is an error of `errors.py`.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -53,6 +53,9 @@ class ObjectInfo:
     size_bytes: int
     modified_s: float
     tag: str = ""
+
+
+GetRanges = Callable[[str, Sequence[int], Sequence[memoryview]], None]
 
 
 class ObjectStore(Protocol):
@@ -106,10 +109,16 @@ class ObjectStore(Protocol):
         """
         ...
 
-    def get_ranges(self, key: str, offsets: Sequence[int], into: Sequence[memoryview]) -> None:
-        """Fill each memory from its offset of `key` on; raises as `get_range` does. A local store opens `key` once."""
-        for offset, memory in zip(offsets, into, strict=True):
-            self.get_range(key, offset, len(memory), memory)
+    def kept_open(self) -> AbstractContextManager[GetRanges]:
+        """Return a context with a function for many calls, from any thread: it fills each memory from its offset of a
+        key on, and raises as `get_range` does. A local store opens each key once until the end of the context.
+        """
+
+        def get_ranges(key: str, offsets: Sequence[int], into: Sequence[memoryview]) -> None:
+            for offset, memory in zip(offsets, into, strict=True):
+                self.get_range(key, offset, len(memory), memory)
+
+        return nullcontext(get_ranges)
 
     def stat(self, key: str) -> ObjectInfo:
         """Return size, time and tag of `key`.

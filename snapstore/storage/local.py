@@ -26,7 +26,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -37,6 +37,7 @@ from .base import (
     MAX_LEVELS,
     RESERVED,
     Buffer,
+    GetRanges,
     ObjectInfo,
     ObjectStore,
     byte_view,
@@ -61,6 +62,7 @@ from .folders import (
     open_root,
     stat_entry,
 )
+from .kept_open import KeptOpen
 from .locks import clean_temp, drop_temp, is_locked, open_temp, unlock
 from .os_errors import translate
 
@@ -138,11 +140,14 @@ class LocalStore(ObjectStore):
         with self._open(key) as opened:
             return self._read_range(opened, key, offset, length, into)
 
-    def get_ranges(self, key: str, offsets: Sequence[int], into: Sequence[memoryview]) -> None:
-        """Fill each memory from its offset of `key` on; see `ObjectStore.get_ranges`."""
-        with self._open(key) as opened:
-            for offset, memory in zip(offsets, into, strict=True):
-                self._read_range(opened, key, offset, len(memory), memory)
+    @contextmanager
+    def kept_open(self) -> Iterator[GetRanges]:
+        """Yield a function that opens each key once; see `ObjectStore.kept_open`."""
+        files = KeptOpen(self._open_file, self._read_range)
+        try:
+            yield files.get_ranges
+        finally:
+            files.close()
 
     def _read_range(
         self, opened: tuple[int, int], key: str, offset: int, length: int, into: memoryview | None
@@ -154,7 +159,8 @@ class LocalStore(ObjectStore):
         view = memory_for(key, length, into)
         done = 0
         while done < length:
-            got = os.preadv(fd, [view[done : done + _READ_PIECE_BYTES]], offset + done)
+            with self._failures(key, "read"):
+                got = os.preadv(fd, [view[done : done + _READ_PIECE_BYTES]], offset + done)
             if got == 0:
                 raise too_short(key, self.url, offset, length, offset + done)
             done += got
@@ -295,14 +301,23 @@ class LocalStore(ObjectStore):
     @contextmanager
     def _open(self, key: str) -> Iterator[tuple[int, int]]:
         """Yield (descriptor, size in bytes) of an object."""
+        fd, size_bytes = self._open_file(key)
+        try:
+            with self._failures(key, "read"):
+                yield fd, size_bytes
+        finally:
+            os.close(fd)
+
+    def _open_file(self, key: str) -> tuple[int, int]:
         with self._at(key, "read") as (folder, name):
             fd = open_file(folder, name, os.O_RDONLY, key)
             if fd is None:
                 raise not_found(key, self.url)
             try:
-                yield fd, os.fstat(fd).st_size
-            finally:
+                return fd, os.fstat(fd).st_size
+            except OSError:
                 os.close(fd)
+                raise
 
     def _list(self, prefix: str) -> Iterator[ObjectInfo]:
         with self._failures(prefix or "/", "list"), self._rooted() as root:

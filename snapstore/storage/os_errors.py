@@ -19,6 +19,11 @@ def error_name(error: OSError) -> str:
     return errno.errorcode.get(error.errno or 0, "unknown error")
 
 
+def is_too_many_files(error: BaseException | None) -> bool:
+    """Return whether an error says that this process, or the system, has too many files open."""
+    return isinstance(error, OSError) and error.errno in _TOO_MANY_FILES
+
+
 def translate(what: str, error: OSError) -> SnapstoreError:
     """Return the error to raise for an OSError; `what` says which thing and which action failed."""
     name = error_name(error)
@@ -26,6 +31,6 @@ def translate(what: str, error: OSError) -> SnapstoreError:
         return StorageFullError(f"{what}: no space or quota left ({name}); free some, or run 'snapstore gc'")
     if error.errno in _REFUSED:
         return StorageError(f"{what}: read-only or no permission ({name}); check the mount and who owns the directory")
-    if error.errno in _TOO_MANY_FILES:
+    if is_too_many_files(error):
         return StorageError(f"{what}: too many open files ({name}); raise the limit (ulimit -n), then try again")
     return StorageError(f"{what}: {error.strerror or error} ({name}); check the disk and the mount, then try again")

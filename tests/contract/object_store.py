@@ -487,12 +487,13 @@ class StoreMachine(RuleBasedStateMachine):
         offsets = [offset for offset, _ in ranges]
         into = [memoryview(bytearray(length)) for _, length in ranges]
         if data is not None and all(0 <= offset <= offset + length <= len(data) for offset, length in ranges):
-            self.store.get_ranges(key, offsets, into)
+            with self.store.kept_open() as get_ranges:
+                get_ranges(key, offsets, into)
             assert [bytes(view) for view in into] == [data[offset : offset + length] for offset, length in ranges]
         elif ranges:
             expected = NotFoundError if data is None else (InvalidInputError, IntegrityError)
-            with pytest.raises(expected):
-                self.store.get_ranges(key, offsets, into)
+            with pytest.raises(expected), self.store.kept_open() as get_ranges:
+                get_ranges(key, offsets, into)
 
     @rule(keys=st.lists(keys, max_size=4))
     def delete(self, keys):

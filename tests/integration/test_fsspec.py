@@ -19,10 +19,9 @@ import safetensors.torch
 import torch
 
 from kit.rank_snapshots import RankWriter, columns
-from kit.repositories import created, opened, same
+from kit.repositories import created, decoded_chunks, opened, same
 from kit.samples import SEED
 from snapstore import InvalidInputError, Repository, pack_folder
-from snapstore.chunks.reader import ChunkReader
 from snapstore.integrations.fsspec import SnapstoreFileSystem
 
 CHUNK_BYTES = 4096
@@ -67,15 +66,7 @@ def files(place: str) -> SnapstoreFileSystem:
 @pytest.fixture
 def chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of chunks that each batch decodes."""
-    counts: list[int] = []
-    read = ChunkReader._read
-
-    def counted(self: ChunkReader, engine: Any, batch: Any) -> Any:
-        counts.append(len(batch.counts))
-        return read(self, engine, batch)
-
-    monkeypatch.setattr(ChunkReader, "_read", counted)
-    return counts
+    return decoded_chunks(monkeypatch)
 
 
 def test_listings(files):

@@ -17,7 +17,7 @@ from msgspec import structs
 
 from kit.objects import flip, keys_of
 from kit.rank_snapshots import RankWriter, columns, rows, strided
-from kit.repositories import created, opened, same
+from kit.repositories import created, decoded_chunks, opened, same
 from snapstore import (
     CapabilityError,
     FormatError,
@@ -28,7 +28,6 @@ from snapstore import (
     Repository,
     TensorHandle,
 )
-from snapstore.chunks.reader import ChunkReader
 from snapstore.format.chunking import INLINE_BYTES
 from snapstore.format.manifest import ManifestContents
 from snapstore.inspect import lazy
@@ -86,19 +85,7 @@ def lazily(repository: Repository) -> dict[str, LazyTensors]:
 @pytest.fixture
 def chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of chunks that each batch decodes."""
-    return counting(monkeypatch)
-
-
-def counting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    counts: list[int] = []
-    read = ChunkReader._read
-
-    def counted(self: ChunkReader, engine: Any, batch: Any) -> Any:
-        counts.append(len(batch.counts))
-        return read(self, engine, batch)
-
-    monkeypatch.setattr(ChunkReader, "_read", counted)
-    return counts
+    return decoded_chunks(monkeypatch)
 
 
 def needed(value: np.ndarray, index: Any) -> int:
@@ -141,7 +128,7 @@ def test_any_slice(case, small_pieces, lazily):
     name, index = case
     expected = arrays(2)[name][index]
     with pytest.MonkeyPatch.context() as patch:
-        counts = counting(patch)
+        counts = decoded_chunks(patch)
         if small_pieces:
             patch.setattr(lazy, "PIECE_BYTES", 600)
         found = lazily["arrays@2"][f"model.{name}"][index]
@@ -168,7 +155,7 @@ def test_any_span_of_bytes(name, data, lazily):
     value = arrays(2)[name]
     first, end = sorted(data.draw(st.tuples(*[st.integers(0, value.nbytes)] * 2)))
     with pytest.MonkeyPatch.context() as patch:
-        counts = counting(patch)
+        counts = decoded_chunks(patch)
         handle = lazily["arrays@2"][f"model.{name}"]
         assert handle.read_bytes(first, end).tobytes() == value.tobytes()[first:end]
         chunks = -(-end // CHUNK_BYTES) - first // CHUNK_BYTES if end > first and value.nbytes >= INLINE_BYTES else 0

@@ -116,7 +116,7 @@ class SteppingStore:
         self._actor.pause("get_range", key)
         return self._inner.get_range(key, offset, length, into)
 
-    get_ranges = ObjectStore.get_ranges  # one by one
+    kept_open = ObjectStore.kept_open  # one range after the other
 
     def stat(self, key: str) -> ObjectInfo:
         self._actor.pause("stat", key)

@@ -204,13 +204,13 @@ def case_store_fails(world: World) -> None:
     """A rank whose store fails, at its first read or between rounds: all raise its error, which names it."""
     from snapstore import StorageError
     from snapstore.restore.exchange import _Rounds
+    from snapstore.storage.kept_open import KeptOpen
 
     state = plain_state(world)
     with manager(world, "fails", async_save=False) as snapshots:
         snapshots.save(1, state)
-        store = snapshots.repository.context.store
         for bad, thing, name, at in (
-            *((0, store, "get_ranges", 0), (1, store, "get_ranges", 0)),
+            *((0, KeptOpen, "get_ranges", 0), (1, KeptOpen, "get_ranges", 0)),
             *((0, _Rounds, "_exchange", 2), (1, _Rounds, "_exchange", 2), (1, _Rounds, "_place", 5)),
         ):
             seen, real = 0, getattr(thing, name)

@@ -114,7 +114,7 @@ class FaultStore:
     def get_range(self, key: str, offset: int, length: int, into=None) -> memoryview:
         return self._act("get_range", key, lambda: self.inner.get_range(key, offset, length, into))
 
-    get_ranges = ObjectStore.get_ranges  # one by one
+    kept_open = ObjectStore.kept_open  # one range after the other
 
     def stat(self, key: str) -> ObjectInfo:
         return self._act("stat", key, lambda: self.inner.stat(key))

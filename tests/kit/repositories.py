@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,12 +22,16 @@ from kit.samples import SEED, THOROUGH
 from snapstore import Repository, SaveOptions, Snapshot
 from snapstore.catalog import index
 from snapstore.check.report import CheckResult
+from snapstore.chunks.reader import ChunkReader
 from snapstore.format import manifest, records
 from snapstore.format.delta_choice import ChainCosts
 from snapstore.format.keys import pack_key
 from snapstore.storage.base import ObjectStore
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
+
+if TYPE_CHECKING:
+    import pytest
 
 OPTIONS = SaveOptions(pack_bytes=4096, threads=1)
 Values = Callable[[str, int], Any]
@@ -215,3 +219,16 @@ def objects_of(store: ObjectStore, snapshot: Snapshot) -> list[str]:
     children = [child.key for header in headers for child in header.children]
     packs = [pack_key(name) for header in headers for name in header.pack_names]  # a root names its children's too
     return [*(ref.key for ref in snapshot.manifests), *children, *packs]
+
+
+def decoded_chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that gets the number of chunks of each batch that is read from now on."""
+    counts: list[int] = []
+    read = ChunkReader._read
+
+    def counted(self: ChunkReader, engine: Any, batch: Any) -> Any:
+        counts.append(len(batch.counts))
+        return read(self, engine, batch)
+
+    monkeypatch.setattr(ChunkReader, "_read", counted)
+    return counts

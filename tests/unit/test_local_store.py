@@ -24,7 +24,7 @@ from snapstore.errors import (
     StorageError,
     StorageFullError,
 )
-from snapstore.storage import local, locks
+from snapstore.storage import kept_open, local, locks
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 from snapstore.storage.urls import open_store
@@ -906,3 +906,105 @@ def test_create_over_a_file(tmp_path):
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(StorageError):
             LocalStore(path, create=True)
+
+
+# --- files that stay open ------------------------------------------------------------------------------------------
+
+
+def open_files():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def put_keys(store, count):
+    keys = [f"packs/{i:02x}/{i:064x}" for i in range(count)]
+    for i, key in enumerate(keys):
+        store.put(key, bytes([i]) * 100)
+    return keys
+
+
+def filled(get_ranges, key, number, count=2):
+    into = [memoryview(bytearray(5 + i)) for i in range(count)]
+    get_ranges(key, [10 * i for i in range(count)], into)
+    return all(bytes(one) == bytes([number]) * (5 + i) for i, one in enumerate(into))
+
+
+def test_a_key_is_opened_once(store, monkeypatch):
+    keys, opened, real = put_keys(store, 3), [], LocalStore._open_file
+    monkeypatch.setattr(LocalStore, "_open_file", lambda self, key: opened.append(key) or real(self, key))
+    before = open_files()
+    with store.kept_open() as get_ranges:
+        for _ in range(3):
+            assert all(filled(get_ranges, key, i) for i, key in enumerate(keys))
+        assert (sorted(opened), open_files()) == (keys, before + 3)
+    assert open_files() == before
+
+
+def test_only_a_few_stay_open(store, monkeypatch):
+    monkeypatch.setattr(kept_open, "MOST_UNUSED", 4)
+    keys, before, most = put_keys(store, 20), open_files(), [0]
+    with store.kept_open() as get_ranges:
+
+        def read(seed):
+            for i in range(200):
+                number = (7 * i + seed * i // 3) % 20
+                assert filled(get_ranges, keys[number], number)
+                most[0] = max(most[0], open_files())
+            done.append(seed)
+
+        done = []
+        threads = [threading.Thread(target=read, args=[seed]) for seed in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(done) == list(range(6))
+        assert open_files() <= before + 4
+    assert open_files() == before
+    assert most[0] <= before + 4 + 6 * 5  # and those in use, the folders above them, and the listing
+
+
+def test_too_many_open_files_close_what_nobody_reads(store, monkeypatch):
+    keys, real, most = put_keys(store, 12), LocalStore._open_file, open_files() + 5
+
+    def limited(self, key):
+        if open_files() >= most:
+            try:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            except OSError as error:
+                raise StorageError("too many open files") from error
+        return real(self, key)
+
+    monkeypatch.setattr(LocalStore, "_open_file", limited)
+    with store.kept_open() as get_ranges:
+        assert all(filled(get_ranges, key, i) for i, key in enumerate(keys))
+        most = 0
+        with pytest.raises(StorageError, match="too many open files"):
+            filled(get_ranges, keys[0], 0)
+
+
+def test_a_file_that_fails_is_closed_at_the_end(store):
+    keys, before = put_keys(store, 2), open_files()
+    with store.kept_open() as get_ranges:
+        with pytest.raises(IntegrityError):
+            get_ranges(keys[0], [90], [memoryview(bytearray(11))])
+        with pytest.raises(NotFoundError):
+            filled(get_ranges, "packs/aa/missing", 0)
+        assert filled(get_ranges, keys[1], 1)
+    assert open_files() == before
+
+
+def test_a_folder_that_another_process_makes_meanwhile(root, monkeypatch):
+    """It is not there when one looks first, and is there when one looks again."""
+    real, looks = Path.is_dir, []
+
+    def is_dir(self):
+        if self == root:
+            looks.append(self)
+            if len(looks) == 1:
+                LocalStore(root, create=True)
+                return False
+        return real(self)
+
+    monkeypatch.setattr(Path, "is_dir", is_dir)
+    assert open_store(str(root)).url == str(root)
+    assert len(looks) > 1

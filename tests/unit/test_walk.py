@@ -10,6 +10,7 @@ import pytest
 from snapstore import Repository, SaveOptions, SnapshotManager
 from snapstore.chunks.reader import ChunkReader
 from snapstore.chunks.uploader import PackUploader
+from snapstore.storage.kept_open import KeptOpen
 from snapstore.storage.local import LocalStore
 
 WALK = Path(__file__).parents[2] / "docs/design/walk.md"
@@ -53,7 +54,7 @@ def stacks(monkeypatch, tmp_path):
 
     for owner, name in (
         (SnapshotManager, "_run"), (PackUploader, "seal"), (LocalStore, "put"), (LocalStore, "delete"),
-        (LocalStore, "get_ranges"), (ChunkReader, "_read"),
+        (KeptOpen, "get_ranges"), (ChunkReader, "_read"),
     ):  # fmt: skip
         watch(owner, name)
     Repository.create(tmp_path, chunk_bytes=4096).close()
@@ -99,7 +100,7 @@ def test_a_tensor_through_restore(stacks):
     walk = sections()["A tensor through restore"]
     begun = walk.index("chunks.reader.ChunkReader._read") + 1
     assert walk[:begun] in stacks["chunks.reader.ChunkReader._read"]
-    assert walk[begun:] in steps(stacks["storage.local.LocalStore.get_ranges"])
+    assert walk[begun:] in steps(stacks["storage.kept_open.KeptOpen.get_ranges"])
 
 
 def test_a_pack_through_gc(stacks):

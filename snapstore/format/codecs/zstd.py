@@ -18,7 +18,7 @@ from ...arrays import Bytes, items_at
 from ...errors import IntegrityError
 
 ID = 1
-#: Magic, descriptor, content size of two bytes, block header, literals header.
+#: Magic, descriptor, content size of one or two bytes, block header, literals header: at most 15 of these bytes.
 _HEAD = np.dtype([("first", "<u8"), ("second", "<u8")])
 _ENTROPY = zstandard.ZstdCompressionParameters(
     strategy=zstandard.STRATEGY_FAST, window_log=16, hash_log=6, min_match=7, target_length=0, write_content_size=1

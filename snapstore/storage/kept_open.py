@@ -1,0 +1,89 @@
+"""Files that stay open while a restore reads ranges of them: to open one takes ten system calls.
+
+In: keys, and how to open one. Out: descriptors, which any thread may read from. All are closed at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from ..errors import StorageError
+from .os_errors import is_too_many_files
+
+#: Files that no thread reads from, and that stay open.
+MOST_UNUSED = 64
+
+
+@dataclass(slots=True)
+class _File:
+    fd: int
+    size_bytes: int
+    users: int = 0
+
+
+class KeptOpen:
+    """Files by their keys.
+
+    Args:
+        open_file: returns a descriptor and the size in bytes.
+        read_range: fills a memory from an open file: (these two, key, offset, length, memory).
+    """
+
+    def __init__(self, open_file: Callable[[str], tuple[int, int]], read_range: Callable[..., object]) -> None:
+        self._open_file, self._read_range = open_file, read_range
+        self._files: OrderedDict[str, _File] = OrderedDict()  # the one that was used last at the end
+        self._lock = threading.Lock()
+
+    def get_ranges(self, key: str, offsets: Sequence[int], into: Sequence[memoryview]) -> None:
+        """Fill each memory from its offset of `key` on."""
+        with self._opened(key) as opened:
+            for offset, memory in zip(offsets, into, strict=True):
+                self._read_range(opened, key, offset, len(memory), memory)
+
+    @contextmanager
+    def _opened(self, key: str) -> Iterator[tuple[int, int]]:
+        file = self._take(key)
+        if file is None:
+            try:
+                new = _File(*self._open_file(key))
+            except StorageError as error:
+                if not is_too_many_files(error.__cause__):
+                    raise
+                self._close_unused(0)  # and what other threads read stays open
+                new = _File(*self._open_file(key))
+            file = self._take(key, new) or new
+        try:
+            yield file.fd, file.size_bytes
+        finally:
+            with self._lock:
+                file.users -= 1
+            self._close_unused(MOST_UNUSED)
+
+    def _take(self, key: str, new: _File | None = None) -> _File | None:
+        """Return the file of a key, for one more user; `new` if there is none yet, else it is closed."""
+        with self._lock:
+            file = self._files.get(key, new)
+            if file is None:
+                return None
+            file.users += 1
+            self._files[key] = file
+            self._files.move_to_end(key)
+        if new is not None and file is not new:
+            os.close(new.fd)
+        return file
+
+    def _close_unused(self, most: int) -> None:
+        """Close the files that were used longest ago, until at most so many are unused."""
+        with self._lock:
+            unused = [key for key, file in self._files.items() if not file.users]
+            for key in unused[: max(0, len(unused) - most)]:
+                os.close(self._files.pop(key).fd)
+
+    def close(self) -> None:
+        """Close all files; no thread may use them any more."""
+        self._close_unused(0)

@@ -408,15 +408,27 @@ def sparse_payload(chunk, base, size, layout):
 
 
 @pytest.fixture
-def by_itself(engine, monkeypatch):
-    """A device's engine does not leave chunks to the CPU."""
+def check_applied(engine, monkeypatch):
+    """As `check_decodes`; a device's engine leaves no chunk to the CPU, whichever of its blocks apply which tile."""
+
+    def check(chains, arrays, bases):
+        check_decodes([engine], chains, arrays, bases)
+        if not hasattr(engine, "_decode_on_host"):
+            return
+        from snapstore.engine.cuda import sparse
+
+        for blocks in (40, *((1, 3) if sparse.BLOCKS > 1 else ())):  # 40: one each tile
+            monkeypatch.setattr(sparse, "BLOCKS", blocks)
+            check_decodes([engine], chains, arrays, bases)
+
     if hasattr(engine, "_decode_on_host"):
         monkeypatch.setattr(type(engine), "_decode_on_host", lambda *args: pytest.fail("left to the CPU"))
+    return check
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", SIZES)
-def test_sparse_deltas_of_every_kind(engine, by_itself, size, layout):
+def test_sparse_deltas_of_every_kind(check_applied, size, layout):
     """Few and many changes, dense groups, small and great differences, in chunks of all lengths at once."""
     chains, arrays, bases = [], [], []
     for i, (elements, share, most) in enumerate([
@@ -427,12 +439,12 @@ def test_sparse_deltas_of_every_kind(engine, by_itself, size, layout):
         chains.append([sparse_blob(*sparse_payload(chunk, base, size, layout), chunk, base, size, layout)])
         arrays.append(chunk)
         bases.append(base)
-    check_decodes([engine], chains, arrays, bases)
+    check_applied(chains, arrays, bases)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", SIZES)
-def test_chains_of_sparse_deltas(engine, by_itself, size, layout):
+def test_chains_of_sparse_deltas(check_applied, size, layout):
     """Links that move few or many elements to other groups, of few or many groups, and of another layout."""
     rng = np.random.default_rng(size)
     chains, arrays, bases = [], [], []
@@ -456,11 +468,11 @@ def test_chains_of_sparse_deltas(engine, by_itself, size, layout):
             chain.insert(0, sparse_blob(*payload, version, before, size, other))
         chains.append(chain)
         arrays.append(version)
-    check_decodes([engine], chains, arrays, bases)
+    check_applied(chains, arrays, bases)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_links_whose_groups_end_at_other_keys(engine, by_itself, seed):
+def test_links_whose_groups_end_at_other_keys(check_applied, seed):
     """Each link alone has few groups; more than a few links have too many to be applied together."""
     rng = np.random.default_rng(seed)
     elements, size, layout = 30_000, 2, planes.ROTATED
@@ -473,7 +485,7 @@ def test_links_whose_groups_end_at_other_keys(engine, by_itself, seed):
         version.view(np.uint16)[at] += rng.integers(-9, 9, at.size, endpoint=True).astype(np.uint16)
         payload = sparse_payload(version, before, size, layout)
         chain.insert(0, sparse_blob(*payload, version, before, size, layout))
-    check_decodes([engine], [chain], [version], [first])
+    check_applied([chain], [version], [first])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -629,11 +629,12 @@ def install() -> None:
     nvidia: Any = types.ModuleType("nvidia")
     nvidia.libnvcomp = libnvcomp()
     sys.modules |= {"cupy": cupy(), "nvidia": nvidia, "nvidia.libnvcomp": nvidia.libnvcomp}
-    from snapstore.engine.cuda import graph_capture
+    from snapstore.engine.cuda import graph_capture, sparse
     from snapstore.state import arrays, known_shards, learner, structure
 
     arrays.type = structure.type = learner.type = known_shards.type = kind_of
     graph_capture.driver = lambda: exchange_capture_mode
+    sparse.BLOCKS = 1  # the emulator runs one block after the other, and they would wait for each other
 
 
 install()  # before tests/gpu/conftest.py asks whether there is a device

@@ -35,7 +35,7 @@ _STORED = np.dtype(
 )
 _NEEDS = np.dtype([("streams", "<u8"), ("changes", "<u8"), ("others", "<u4"), ("fine", "<u4")])
 #: Those of sparse.cuh.
-_BLOB_BYTES, _GROUP_BYTES = 48, 64
+_BLOB_BYTES, _GROUP_BYTES = 48, 72
 _CHAIN = np.dtype([("base", "<u8"), ("out", "<u8"), ("oldest", "<u4"), ("links", "<u4")])
 _COUNTED = np.dtype([("changed", "<u4"), ("groups", "<u4"), ("listed", "<u4"), ("unused", "<u4")])
 _COUNTED_GROUP_BYTES = 16
@@ -50,6 +50,8 @@ _JOB = np.dtype(
     ]
 )
 _MAX_GROUPS = 256
+#: Thread blocks that apply the links of one chunk side by side, if fewer than so many chunks would fill the device.
+BLOCKS, FULL_CHUNKS = 4, 1024
 
 
 class SparseLinks:
@@ -142,7 +144,10 @@ class SparseLinks:
             return
         chains = np.zeros(len(newest), _CHAIN)
         chains["base"], chains["out"], chains["oldest"], chains["links"] = bases, outs, newest + links - 1, links
-        self._work.launch("sparse_apply", (len(chains),), *self._work.upload(chains), *self._tables, self.bad)
+        blocks = BLOCKS if len(chains) < FULL_CHUNKS else 1
+        (table,) = self._work.upload(chains)
+        begun = self._work.empty(4)[:4].zero_()
+        self._work.launch("sparse_apply", (blocks * len(chains),), table, blocks, begun, *self._tables, self.bad)
 
 
 # -- encode

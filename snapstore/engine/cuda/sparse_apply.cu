@@ -1,8 +1,10 @@
 // Apply sparse deltas to a plain base, all neighbouring links of a chain at once: add the difference of each changed
 // element, which its group and its rank within the group name.
 //
-// One thread block per chunk: grid (n), block (THREADS). It reads the base tile by tile into shared memory, adds the
-// changes of every link that lie in the tile, the oldest link first, and writes the tile.
+// `blocks` thread blocks per chunk: grid (n * blocks), block (THREADS). Each reads every so manieth tile of the base into
+// shared memory, adds the changes of every link that lie in the tile, the oldest link first, and writes the tile. How far
+// the groups of a link are, it gets from the block of the tile before, which is a link ahead. Blocks take chunks and tiles
+// in the order in which they begin, so those of a chunk run together.
 //
 // A class is a range of keys that no group of any link divides; elements are counted by class, once a tile. Each thread
 // counts its neighbouring elements, in the bytes of a few words. Sums over the threads give the ranks at which each
@@ -33,7 +35,7 @@ struct Pass {
     const Blob* oldest;  // the next links lie before it
     Group* groups;
     u64 base, out, bytes;
-    u32 turns;
+    u32 turns, blocks;
     int layout;
     bool in_turns;  // one link
 };
@@ -319,13 +321,31 @@ __device__ __forceinline__ void list_changes(const Stream* streams, u32 count, u
     }
 }
 
-// Note how far the groups are, by the last threads, which have the fewest changes to apply.
-__device__ __forceinline__ void finish_groups(Stream* streams, u32 count) {
+// Note how far the groups are after a tile, by the last threads, which have the fewest changes to apply.
+__device__ __forceinline__ void finish_groups(const Turn& turn, u32 tile) {
     const u32 g = THREADS - 1 - threadIdx.x;
-    if (g >= count) return;
-    streams[g].applied += room.found[g];
-    streams[g].seen += room.members[g];
+    if (g >= turn.count) return;
+    Stream& stream = room.streams[turn.stream + g];
+    stream.applied += room.found[g];
+    stream.seen += room.members[g];
     room.found[g] = 0;
+    if (room.pass.blocks == 1) return;
+    volatile Group& group = room.pass.groups[turn.first + g];
+    group.seen = stream.seen;
+    group.applied = stream.applied;
+    __threadfence();
+    group.tiles = tile + 1;
+}
+
+// Wait until another block has finished the groups of a turn in the tile before.
+__device__ __forceinline__ void wait_for_groups(const Turn& turn, u32 tile) {
+    if (threadIdx.x >= turn.count) return;
+    const volatile Group& group = room.pass.groups[turn.first + threadIdx.x];
+    while (group.tiles != tile) continue;
+    __threadfence();
+    Stream& stream = room.streams[turn.stream + threadIdx.x];
+    stream.seen = group.seen;
+    stream.applied = group.applied;
 }
 
 // Read how far the groups of a turn are; or write it.
@@ -403,17 +423,18 @@ __device__ u32 choose_links(const Blob* oldest, const Group* groups, u32 links) 
     return chosen;
 }
 
-// Apply the links of `room.pass`.
+// Apply the links of `room.pass` to the tiles of this block; return how many tiles the chunk has.
 template <int SIZE>
-__device__ void apply() {
+__device__ u64 apply(u32 own_block) {
     const Pass& pass = room.pass;  // not in registers
     for (u32 number = 0; number < pass.turns && !pass.in_turns; number++) load_streams(Turn(number));
     __syncthreads();
-    for (u64 first = 0; first < pass.bytes; first += Own<SIZE>::TILE_BYTES) {
+    for (u32 tile = own_block; tile * Own<SIZE>::TILE_BYTES < pass.bytes; tile += pass.blocks) {
+        const u64 first = tile * Own<SIZE>::TILE_BYTES;
         Own<SIZE> own;
         own.load((const u8*)pass.base + first, pass.bytes - first);
         own.write();
-        const u64 next = first + Own<SIZE>::TILE_BYTES + threadIdx.x * Own<SIZE>::BYTES;
+        const u64 next = first + pass.blocks * Own<SIZE>::TILE_BYTES + threadIdx.x * Own<SIZE>::BYTES;
         if (next < pass.bytes) prefetch((const u8*)pass.base + next);
         if (threadIdx.x == 0) room.moved[0] = room.moved[1] = 0;
         bool stale = true;  // the counts
@@ -425,6 +446,10 @@ __device__ void apply() {
                 __syncthreads();
                 load_streams(turn);
                 __syncthreads();
+            }
+            if (pass.blocks > 1) {
+                wait_for_groups(turn, tile);
+                if (!stale) __syncthreads();
             }
             if (stale) {
                 if (pass.in_turns)  // as it was before the turns
@@ -440,14 +465,14 @@ __device__ void apply() {
             __syncthreads();
             const bool more = number + 1 < pass.turns;
             if (more && !pass.in_turns) fetch_changes<SIZE>(streams + turn.count, Turn(number + 1).count);
-            finish_groups(streams, turn.count);
+            finish_groups(turn, tile);
             for (u32 i = threadIdx.x; i < room.listed && i < LISTED; i += THREADS)
                 change<SIZE>(room.list[i], room.zigzags[i], number % 2);
             __syncthreads();
             const u32 moved = room.moved[number % 2];
             stale = pass.in_turns || moved > MOVES;
             if (threadIdx.x == 0) room.moved[(number + 1) % 2] = room.listed = 0;
-            if (pass.in_turns) save_streams(turn);
+            if (pass.in_turns && pass.blocks == 1) save_streams(turn);
             if (more && !stale)
                 for (u32 i = threadIdx.x / 32; i < moved; i += WARPS) correct(room.moves[i]);
             __syncthreads();
@@ -456,13 +481,19 @@ __device__ void apply() {
         own.store((u8*)pass.out + first, pass.bytes - first);
         if (!pass.in_turns) fetch_changes<SIZE>(room.streams, Turn(0).count);
     }
-    for (u32 number = 0; number < pass.turns && !pass.in_turns; number++) save_streams(Turn(number));
+    for (u32 number = 0; number < pass.turns && !pass.in_turns && pass.blocks == 1; number++) save_streams(Turn(number));
+    return (pass.bytes + Own<SIZE>::TILE_BYTES - 1) / Own<SIZE>::TILE_BYTES;
 }
 
-// chains: one of each chunk.
-extern "C" __global__ void __launch_bounds__(THREADS, 2) sparse_apply(const Chain* chains, const Blob* blobs,
-                                                                      Group* groups, u32* bad) {
-    const Chain chain = chains[blockIdx.x];
+// chains: one of each chunk. begun: 0, how many blocks have begun.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) sparse_apply(const Chain* chains, u32 blocks, u32* begun,
+                                                                      const Blob* blobs, Group* groups, u32* bad) {
+    if (threadIdx.x == 0) room.listed = atomicAdd(begun, 1u);
+    __syncthreads();
+    const u32 ticket = room.listed, own_block = ticket % blocks;
+    __syncthreads();
+    const Chain chain = chains[ticket / blocks];
+    u64 tiles = 0;
     u32 any = 0;
     for (u32 link = 0; link < chain.links; link++) any |= bad[chain.oldest - link];
     if (any) return;
@@ -472,17 +503,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) sparse_apply(const Chai
         links = choose_links(oldest, groups, chain.links - done);
         if (threadIdx.x == 0)
             room.pass = {oldest, groups, done ? chain.out : chain.base, chain.out, oldest->elements * oldest->element_size,
-                         oldest->groups > CLASSES ? (oldest->groups + CLASSES - 1) / CLASSES : links, oldest->layout,
-                         oldest->groups > CLASSES};
+                         oldest->groups > CLASSES ? (oldest->groups + CLASSES - 1) / CLASSES : links, blocks,
+                         oldest->layout, oldest->groups > CLASSES};
         __syncthreads();
         switch (oldest->element_size) {
-            case 1: apply<1>(); break;
-            case 2: apply<2>(); break;
-            case 4: apply<4>(); break;
-            case 8: apply<8>(); break;
+            case 1: tiles = apply<1>(own_block); break;
+            case 2: tiles = apply<2>(own_block); break;
+            case 4: tiles = apply<4>(own_block); break;
+            case 8: tiles = apply<8>(own_block); break;
         }
         __syncthreads();
     }
+    if ((tiles - 1) % blocks != own_block) return;  // another block has the last tile
     for (u32 link = 0; link < chain.links; link++) {
         const Blob& blob = blobs[chain.oldest - link];
         if (threadIdx.x >= blob.groups) continue;

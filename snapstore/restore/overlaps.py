@@ -126,12 +126,11 @@ class Overlap:
         """Return the memory of the wanted box within that of its tensor."""
         return home[self.target_start : self.target_start + math.prod(self.target_sizes)]
 
-    def put_inline(self, home: Memory) -> None:
-        """Copy the overlap out of the inline bytes of the manifest."""
-        nbytes, start = math.prod(self.stored_sizes), self.stored.inline
-        data = np.frombuffer(self.stored.m.inline, np.uint8, nbytes, start)
-        source = data, self.stored_sizes, self.stored_at
-        copy_box((self.target(home), self.target_sizes, self.target_at), source, self.sizes)
+    def put_inline(self, home: Memory, inline: Memory) -> None:
+        """Copy the overlap out of the inline bytes of the manifest, which may lie where `home` does."""
+        source = inline[self.stored.inline : self.stored.inline + math.prod(self.stored_sizes)]
+        here = source, self.stored_sizes, self.stored_at
+        copy_box((self.target(home), self.target_sizes, self.target_at), here, self.sizes)
 
     def put_span(self, home: Memory, buffer: Memory, first: int) -> None:
         """Copy what a buffer has of the overlap; its bytes are those of the stored box from `first` on."""
@@ -198,12 +197,13 @@ class Reads:
 
     empty: Callable[[Memory, int], Memory]
     _pending: deque[tuple[int, Callable[[], None] | None]] = field(default_factory=deque)
-    _packs: dict[int, list[str]] = field(default_factory=dict)  # by id of the manifest
+    _packs: dict[int, list[str]] = field(default_factory=dict)  # by id of the manifest, which lives as long as this
+    _inline: dict[tuple[int, str], Memory] = field(default_factory=dict)  # and by the device
 
     def of(self, overlap: Overlap, home: Memory) -> Iterator[Wanted]:
         """Yield the chunks of an overlap; inline bytes are in place on return."""
         if not overlap.stored.chunks:
-            overlap.put_inline(home)
+            overlap.put_inline(home, self._inline_of(overlap.stored.m, home))
             return
         span, lengths = overlap.span, overlap.lengths
         is_inside, moved = np.zeros(len(lengths), bool), 0
@@ -219,6 +219,17 @@ class Reads:
                 buffer = self.empty(home, int(starts[-1] + lengths[end - 1]) - start)
                 then = partial(overlap.put_span, home, buffer, start)
                 yield self._wanted(overlap, rows, buffer, starts - start, then)
+
+    def _inline_of(self, m: Manifest, home: Memory) -> Memory:
+        """Return the inline bytes of a manifest, on the device of `home` if it lies on one and has room for them."""
+        host = np.frombuffer(m.inline, np.uint8)
+        if isinstance(home, np.ndarray):
+            return host
+        key = id(m), str(home.device)
+        if key not in self._inline:
+            self._inline[key] = buffer = self.empty(home, len(host))
+            copy_box((buffer, [len(host)], [0]), (host, [len(host)], [0]), [len(host)])
+        return self._inline[key]
 
     def then(self, action: Callable[[], None]) -> None:
         """Do something once all chunks that were asked for so far are there."""
@@ -241,7 +252,7 @@ class Reads:
     ) -> Wanted:
         self._pending.append((len(rows), then))
         m = overlap.stored.m
-        if id(m) not in self._packs:  # `m` lives as long as the restore
+        if id(m) not in self._packs:
             self._packs[id(m)] = m.header.pack_names
         return Wanted(m.table, self._packs[id(m)], rows, out, starts)
 

@@ -320,7 +320,11 @@ def copy_box(target: Boxed, source: Boxed, sizes: Sequence[int]) -> None:
 
         there.copy_(torch.from_numpy(here.copy()))  # a copy: torch warns of read-only memory
     else:
+        import torch
+
         there.copy_(here)
+        if here.is_cuda:  # memory of another stream, which may use it again as soon as nobody refers to it
+            here.record_stream(torch.cuda.current_stream(here.device))
 
 
 def _torch_dtype(spec: TensorSpec) -> torch.dtype:

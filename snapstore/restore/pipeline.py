@@ -7,7 +7,7 @@ record and the manifests are enough: no index is needed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -164,21 +164,29 @@ def load(
     overlaps: Mapping[Want, Sequence[Overlap]],
     target: RestoreBuffers,
 ) -> None:
-    """Read the wanted arrays, in stored order; an array's memory is taken when it is reached.
+    """Read the wanted arrays: those in manifests, then those in chunks, in stored order.
+
+    A temporary buffer is taken when its array is reached. All other calls of torch come first: while threads read, each
+    of them would wait for Python's lock.
 
     Raises:
         IntegrityError, FormatError: a chunk is damaged; memory of the target may be half written.
     """
     reads = Reads(lambda memory, nbytes: context.engines.of(memory).empty(nbytes))
 
-    def wanted() -> Iterator[Wanted]:
-        for want in wants:
+    def wanted(some: Iterable[Want]) -> Iterator[Wanted]:
+        for want in some:
             home = target.buffer(want)
             for overlap in overlaps[want]:
                 yield from reads.of(overlap, home)
             reads.then(partial(target.complete, want))
 
-    for count in ChunkReader(context).rebuild(wanted()):
+    in_chunks = [want for want in wants if any(overlap.stored.chunks for overlap in overlaps[want])]
+    inline = set(wants).difference(in_chunks)
+    list(wanted(want for want in wants if want in inline))  # puts their bytes in place, and yields nothing
+    for want in in_chunks:
+        target.find_home(want)
+    for count in ChunkReader(context).rebuild(wanted(in_chunks)):
         reads.arrived(count)
     reads.arrived(0)
 

@@ -239,12 +239,9 @@ class RestoreBuffers:
             total += source.spec.nbytes if is_new and not on_device else 0
         return total
 
-    def buffer(self, want: Want) -> Memory:
-        """Return the memory for an entry of `wants`, allocated now if it is not that of `into`.
-
-        Returns:
-            (nbytes,) uint8, writable; the same on every call until `complete`. Work on the current stream may still use
-            device memory: other streams must wait for it before they write.
+    def find_home(self, want: Want) -> Memory | None:
+        """Return the memory of an array of `into`, or of a new one, for an entry of `wants`; None: no array has its
+        bytes in order, so a temporary buffer is needed.
         """
         source = self._sources[want]
         if source.home is None:
@@ -253,9 +250,19 @@ class RestoreBuffers:
         if source.home is None and self._in_fresh(source):
             source.fresh = new_array(source.spec, self._device)
             source.home = as_memory(source.fresh, self._on_device)
-        elif source.home is None:
-            source.home = new_memory(source.spec.nbytes, self._temporary_device(source))
         return source.home
+
+    def buffer(self, want: Want) -> Memory:
+        """Return the memory for an entry of `wants`: that of `find_home`, or a temporary buffer.
+
+        Returns:
+            (nbytes,) uint8, writable; the same on every call until `complete`. Work on the current stream may still use
+            device memory: other streams must wait for it before they write.
+        """
+        source, home = self._sources[want], self.find_home(want)
+        if home is None:
+            home = source.home = new_memory(source.spec.nbytes, self._temporary_device(source))
+        return home
 
     def _memory_of(self, slot: Slot) -> Memory | None:
         """Return the memory of a target that can be filled directly, else None."""

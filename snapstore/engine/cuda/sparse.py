@@ -36,7 +36,9 @@ _STORED = np.dtype(
 _NEEDS = np.dtype([("streams", "<u8"), ("changes", "<u8"), ("others", "<u4"), ("fine", "<u4")])
 #: Those of sparse.cuh.
 _BLOB_BYTES, _GROUP_BYTES = 48, 72
-_CHAIN = np.dtype([("base", "<u8"), ("out", "<u8"), ("oldest", "<u4"), ("links", "<u4")])
+_CHAIN = np.dtype(
+    [("base", "<u8"), ("out", "<u8"), ("oldest", "<u4"), ("links", "<u4"), ("block", "<u4"), ("blocks", "<u4")]
+)
 _COUNTED = np.dtype([("changed", "<u4"), ("groups", "<u4"), ("listed", "<u4"), ("unused", "<u4")])
 _COUNTED_GROUP_BYTES = 16
 _ADDRESSES = ("ranks", "zigzag", "found", "symbols", "values")
@@ -50,8 +52,9 @@ _JOB = np.dtype(
     ]
 )
 _MAX_GROUPS = 256
-#: Thread blocks that apply the links of one chunk side by side, if fewer than so many chunks would fill the device.
-BLOCKS, FULL_CHUNKS = 4, 1024
+#: Thread blocks that apply sparse deltas at the same time on the largest devices; at most so many share a chunk, each
+#: for at least so many links.
+_BLOCKS_AT_ONCE, _MOST_BLOCKS, _MIN_LINKS = 264, 8, 8
 
 
 class SparseLinks:
@@ -144,10 +147,24 @@ class SparseLinks:
             return
         chains = np.zeros(len(newest), _CHAIN)
         chains["base"], chains["out"], chains["oldest"], chains["links"] = bases, outs, newest + links - 1, links
-        blocks = BLOCKS if len(chains) < FULL_CHUNKS else 1
+        chains["blocks"] = blocks_of(links)
+        chains = chains[np.argsort(-links / chains["blocks"], kind="stable")]  # what takes longest begins first
+        chain, block = ragged(chains["blocks"].astype(np.int64))
+        chains = chains[chain]
+        chains["block"] = block
         (table,) = self._work.upload(chains)
         begun = self._work.empty(4)[:4].zero_()
-        self._work.launch("sparse_apply", (blocks * len(chains),), table, blocks, begun, *self._tables, self.bad)
+        self._work.launch("sparse_apply", (len(chains),), table, begun, *self._tables, self.bad)
+
+
+def blocks_of(links: Column) -> Column:
+    """Return how many thread blocks share each chunk, whose chain has so many links, (n,).
+
+    Several, if one would work on it for longer than on its share of all chunks.
+    """
+    share = max(_MIN_LINKS, links.sum() / _BLOCKS_AT_ONCE)
+    blocks: Column = np.clip(links / share, 1, _MOST_BLOCKS).astype(np.int64)
+    return blocks
 
 
 # -- encode

@@ -1,10 +1,10 @@
 // Apply sparse deltas to a plain base, all neighbouring links of a chain at once: add the difference of each changed
 // element, which its group and its rank within the group name.
 //
-// `blocks` thread blocks per chunk: grid (n * blocks), block (THREADS). Each reads every so manieth tile of the base into
-// shared memory, adds the changes of every link that lie in the tile, the oldest link first, and writes the tile. How far
-// the groups of a link are, it gets from the block of the tile before, which is a link ahead. Blocks take chunks and tiles
-// in the order in which they begin, so those of a chunk run together.
+// One thread block per chunk, or several: grid (n), block (THREADS). A block reads a tile of the base into shared memory,
+// adds the changes of every link that lie in the tile, the oldest link first, and writes the tile. If it is one of four, it
+// takes every fourth tile; how far the groups of a link are, it hears from the block of the tile before, which is a link
+// ahead. Blocks take their work in the order in which they begin, so the blocks of a chunk run together.
 //
 // A class is a range of keys that no group of any link divides; elements are counted by class, once a tile. Each thread
 // counts its neighbouring elements, in the bytes of a few words. Sums over the threads give the ranks at which each
@@ -28,6 +28,7 @@
 struct Chain {
     u64 base, out;
     u32 oldest, links;  // blobs oldest, oldest - 1, ...
+    u32 block, blocks;  // the number of this thread block, of so many
 };
 
 // Links that are applied together, a turn each, the oldest first; or one link of more groups than CLASSES, as many a turn.
@@ -485,14 +486,13 @@ __device__ u64 apply(u32 own_block) {
     return (pass.bytes + Own<SIZE>::TILE_BYTES - 1) / Own<SIZE>::TILE_BYTES;
 }
 
-// chains: one of each chunk. begun: 0, how many blocks have begun.
-extern "C" __global__ void __launch_bounds__(THREADS, 2) sparse_apply(const Chain* chains, u32 blocks, u32* begun,
-                                                                      const Blob* blobs, Group* groups, u32* bad) {
+// chains: the work of each block, that of a chunk's blocks one behind the other. begun: how many blocks have begun; 0.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) sparse_apply(const Chain* chains, u32* begun, const Blob* blobs,
+                                                                      Group* groups, u32* bad) {
     if (threadIdx.x == 0) room.listed = atomicAdd(begun, 1u);
     __syncthreads();
-    const u32 ticket = room.listed, own_block = ticket % blocks;
+    const Chain chain = chains[room.listed];
     __syncthreads();
-    const Chain chain = chains[ticket / blocks];
     u64 tiles = 0;
     u32 any = 0;
     for (u32 link = 0; link < chain.links; link++) any |= bad[chain.oldest - link];
@@ -503,18 +503,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) sparse_apply(const Chai
         links = choose_links(oldest, groups, chain.links - done);
         if (threadIdx.x == 0)
             room.pass = {oldest, groups, done ? chain.out : chain.base, chain.out, oldest->elements * oldest->element_size,
-                         oldest->groups > CLASSES ? (oldest->groups + CLASSES - 1) / CLASSES : links, blocks,
+                         oldest->groups > CLASSES ? (oldest->groups + CLASSES - 1) / CLASSES : links, chain.blocks,
                          oldest->layout, oldest->groups > CLASSES};
         __syncthreads();
         switch (oldest->element_size) {
-            case 1: tiles = apply<1>(own_block); break;
-            case 2: tiles = apply<2>(own_block); break;
-            case 4: tiles = apply<4>(own_block); break;
-            case 8: tiles = apply<8>(own_block); break;
+            case 1: tiles = apply<1>(chain.block); break;
+            case 2: tiles = apply<2>(chain.block); break;
+            case 4: tiles = apply<4>(chain.block); break;
+            case 8: tiles = apply<8>(chain.block); break;
         }
         __syncthreads();
     }
-    if ((tiles - 1) % blocks != own_block) return;  // another block has the last tile
+    if ((tiles - 1) % chain.blocks != chain.block) return;  // another block has the last tile
     for (u32 link = 0; link < chain.links; link++) {
         const Blob& blob = blobs[chain.oldest - link];
         if (threadIdx.x >= blob.groups) continue;

@@ -411,7 +411,9 @@ class RawKernel:
 
     def compile(self) -> None: ...
 
-    def __call__(self, grid: tuple[int, ...], block: tuple[int], arguments: tuple[np.uint64, ...]) -> None:
+    def __call__(
+        self, grid: tuple[int, ...], block: tuple[int], arguments: tuple[np.uint64, ...], *, shared_mem: int = 0
+    ) -> None:
         assert all(isinstance(argument, np.uint64) for argument in arguments), "CuPy would guess at their types"
         values = [int(argument) for argument in arguments]
         if self.name in ON_HOST:

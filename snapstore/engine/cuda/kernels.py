@@ -37,6 +37,8 @@ THREADS = {
     "sparse_rank": 512,
     "sparse_pack": 512,
 }
+#: Dynamic shared memory of a thread block [bytes]; the smallest devices have 64 KiB.
+SHARED_BYTES = {"sparse_apply": 60 * 1024}
 #: Bytes of a chunk that one thread block of `split` and of `merge` takes.
 SPLIT_TILE_BYTES, MERGE_TILE_BYTES = 16 * 256 * 4, 16 * 256 * 2
 #: Bytes that one thread block of `gather` should move.
@@ -112,6 +114,8 @@ def _load(device: int) -> None:
         for name in THREADS:
             _kernel(name).compile()
             _kernel(name).num_regs  # noqa: B018  # the driver loads a kernel when it is first asked about
+        for name, nbytes in SHARED_BYTES.items():
+            _kernel(name).max_dynamic_shared_size_bytes = nbytes
 
 
 def launch(name: str, grid: tuple[int, ...], stream: torch.cuda.Stream, arguments: Sequence[int]) -> None:
@@ -125,4 +129,5 @@ def launch(name: str, grid: tuple[int, ...], stream: torch.cuda.Stream, argument
     if not loaded(device):
         wait_loaded(device)
     with cupy.cuda.Device(device), _stream(stream.cuda_stream, device):
-        _kernel(name)(grid, (THREADS[name],), tuple(np.uint64(argument) for argument in arguments))
+        values = tuple(np.uint64(argument) for argument in arguments)
+        _kernel(name)(grid, (THREADS[name],), values, shared_mem=SHARED_BYTES.get(name, 0))

@@ -19,12 +19,13 @@ struct Blob {
     u8 element_size, layout, unused[6];
 };
 // A group of it: addresses of its symbols and values, and of rooms for ranks, differences and values; how many of its
-// elements have been seen, and of its changes applied, in so many tiles.
+// elements have been seen, and of its changes applied. `progress` says both, and in how many tiles: see sparse_apply.cu.
 struct Group {
     u64 symbols, values, ranks, zigzag, found;
     u32 gaps, value_count, blob;
     u8 last_key, gap_shift, value_shift, unused;
-    u32 seen, applied, tiles, unused_too;
+    u32 seen, applied;
+    u64 progress;
 };
 // The low parts of a group: how many gaps and values are stored by themselves, and the bytes of all of them.
 struct Low {

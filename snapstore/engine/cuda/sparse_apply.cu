@@ -22,7 +22,9 @@
 #define MOVES 64           // elements that change their class in a link; if more do, all are counted again
 #define AHEAD 2            // changes that a lane reads at once
 #define LISTED 512         // changes of a turn that all threads share; each warp applies more of its own
-#define STREAMS 80         // groups of all links that are applied together
+#define STREAMS 512        // groups of all links that are applied together
+#define PROGRESS_BITS 25   // of a number of elements in `Group.progress`; a chunk has at most 2^24
+#define PROGRESS_MASK ((1u << PROGRESS_BITS) - 1)
 
 // Neighbouring sparse deltas of a chunk: addresses of the base and of the chunk's room, which may be the same.
 struct Chain {
@@ -61,14 +63,20 @@ struct Room {
     u8 class_of[256];                // a key
     u32 ends[8];                     // bit k: key k is the last of its class
     Stream streams[STREAMS];         // of all turns; of the present one if one link takes several
-    u8 starts[STREAMS + 1];          // of each turn in `streams`
+    unsigned short starts[STREAMS + 1];  // of each turn in `streams`
     u32 found[CLASSES], members[CLASSES];  // of each group of a turn, in the tile: changes, and elements
     u32 moved[2], moves[MOVES];      // place in `classes` | thread << 5 | its class << 16 | its next class << 24
     u32 listed;                      // changes; those beyond LISTED are not in the list
     u32 list[LISTED];                // rank in the tile | the group's first class << 16 | its last class << 24
     u64 zigzags[LISTED];
 };
+static_assert(sizeof(Room) <= 60 * 1024, "SHARED_BYTES in kernels.py");
+#ifdef __CUDA_ARCH__
+extern __shared__ uint4 dynamic[];  // more than a kernel has without asking for it
+#define room (*(Room*)dynamic)
+#else
 __shared__ Room room;
+#endif
 
 // The groups of a turn: the first of them in the table and in `streams`, and how many they are.
 struct Turn {
@@ -331,22 +339,19 @@ __device__ __forceinline__ void finish_groups(const Turn& turn, u32 tile) {
     stream.seen += room.members[g];
     room.found[g] = 0;
     if (room.pass.blocks == 1) return;
-    volatile Group& group = room.pass.groups[turn.first + g];
-    group.seen = stream.seen;
-    group.applied = stream.applied;
-    __threadfence();
-    group.tiles = tile + 1;
+    *(volatile u64*)&room.pass.groups[turn.first + g].progress =
+        (u64)(tile + 1) << (2 * PROGRESS_BITS) | (u64)stream.seen << PROGRESS_BITS | stream.applied;
 }
 
 // Wait until another block has finished the groups of a turn in the tile before.
 __device__ __forceinline__ void wait_for_groups(const Turn& turn, u32 tile) {
     if (threadIdx.x >= turn.count) return;
-    const volatile Group& group = room.pass.groups[turn.first + threadIdx.x];
-    while (group.tiles != tile) continue;
-    __threadfence();
+    const volatile u64* at = &room.pass.groups[turn.first + threadIdx.x].progress;
+    u64 progress;
+    while ((progress = *at) >> (2 * PROGRESS_BITS) != tile) continue;
     Stream& stream = room.streams[turn.stream + threadIdx.x];
-    stream.seen = group.seen;
-    stream.applied = group.applied;
+    stream.seen = progress >> PROGRESS_BITS & PROGRESS_MASK;
+    stream.applied = progress & PROGRESS_MASK;
 }
 
 // Read how far the groups of a turn are; or write it.
@@ -414,7 +419,7 @@ __device__ u32 choose_links(const Blob* oldest, const Group* groups, u32 links) 
         __syncthreads();  // from here on other threads may add the next link
         if (classes > CLASSES && chosen) break;
         kept = now;
-        if (threadIdx.x == 0) room.starts[chosen] = (u8)groups_before;
+        if (threadIdx.x == 0) room.starts[chosen] = (unsigned short)groups_before;
         groups_before += blob.groups;
     }
     if (threadIdx.x < 8) room.ends[threadIdx.x] = kept;
@@ -521,6 +526,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) sparse_apply(const Chai
         const Group& group = groups[blob.first_group + threadIdx.x];
         const bool dense = group.gap_shift == DENSE;  // it names all elements
         const u32 count = dense ? group.value_count : group.gaps;
-        if (group.applied != count || (dense && group.seen != count)) bad[chain.oldest - link] = 1;
+        const bool shared = chain.blocks > 1;
+        const u32 seen = shared ? group.progress >> PROGRESS_BITS & PROGRESS_MASK : group.seen;
+        const u32 applied = shared ? group.progress & PROGRESS_MASK : group.applied;
+        if (applied != count || (dense && seen != count)) bad[chain.oldest - link] = 1;
     }
 }

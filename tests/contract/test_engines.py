@@ -417,9 +417,9 @@ def check_applied(engine, monkeypatch):
             return
         from snapstore.engine.cuda import sparse
 
-        is_real = sparse.blocks_of(np.array([1000]))[0] > 1
+        is_real = sparse.blocks_of(np.array([1000.0]))[0] > 1
         for blocks in (40, *((1, 3) if is_real else ())):  # 40: one each tile
-            monkeypatch.setattr(sparse, "blocks_of", lambda links, blocks=blocks: np.full(len(links), blocks))
+            monkeypatch.setattr(sparse, "blocks_of", lambda effort, blocks=blocks: np.full(len(effort), blocks))
             check_decodes([engine], chains, arrays, bases)
 
     if hasattr(engine, "_decode_on_host"):

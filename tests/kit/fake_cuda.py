@@ -636,8 +636,8 @@ def install() -> None:
 
     arrays.type = structure.type = learner.type = known_shards.type = kind_of
     graph_capture.driver = lambda: exchange_capture_mode
-    # The emulator runs one block after the other; those that share a chunk would wait for each other.
-    sparse.blocks_of = lambda links: np.ones(len(links), np.int64)
+    # The emulator runs one block after the other; blocks that share a chunk would wait for each other.
+    sparse.blocks_of = lambda effort: np.ones(len(effort), np.int64)
 
 
 install()  # before tests/gpu/conftest.py asks whether there is a device

@@ -69,7 +69,7 @@ GPU = Scale(
         "llama": Size(width=1536, layers=12, heads=24, vocabulary=16384, context=256, batch=8),
         "moe": Size(width=512, layers=8, heads=8, vocabulary=16384, context=256, batch=8),
     },
-    Size(width=512, layers=8, heads=8, vocabulary=8192, context=256, batch=8), 200, (100, 100), 50, 30, 75, 160,
+    Size(width=512, layers=8, heads=8, vocabulary=8192, context=256, batch=8), 200, (100, 100), 50, 60, 75, 240,
 )  # fmt: skip
 CPU = Scale({"gpt": codings.SIZE, "llama": codings.SIZE}, codings.SIZE, 60, (10, 50), 5, 60, 60, 200)
 QUICK = Scale({"gpt": gpu_train.TINY, "moe": gpu_train.TINY}, gpu_train.TINY, 4, (4, 6), 1, 20, 20, 300)

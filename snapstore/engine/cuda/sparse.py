@@ -52,9 +52,11 @@ _JOB = np.dtype(
     ]
 )
 _MAX_GROUPS = 256
-#: Thread blocks that apply sparse deltas at the same time on the largest devices; at most so many share a chunk, each
-#: for at least so many links.
-_BLOCKS_AT_ONCE, _MOST_BLOCKS, _MIN_LINKS = 264, 8, 8
+#: Changes whose ranks and differences take so many bytes are as much effort as one more link of a chunk of 1 MiB.
+_BYTES_PER_LINK = 90_000
+#: Thread blocks that apply sparse deltas at the same time on the largest devices. At most so many share a chunk, each
+#: with the effort of so many links.
+_BLOCKS_AT_ONCE, _MOST_BLOCKS, _MIN_EFFORT = 264, 8, 8
 
 
 class SparseLinks:
@@ -147,8 +149,10 @@ class SparseLinks:
             return
         chains = np.zeros(len(newest), _CHAIN)
         chains["base"], chains["out"], chains["oldest"], chains["links"] = bases, outs, newest + links - 1, links
-        chains["blocks"] = blocks_of(links)
-        chains = chains[np.argsort(-links / chains["blocks"], kind="stable")]  # what takes longest begins first
+        until = np.concatenate([[0.0], np.cumsum(1 + self._needs.numpy().view(_NEEDS)["changes"] / _BYTES_PER_LINK)])
+        effort = until[newest + links] - until[newest]
+        chains["blocks"] = blocks = blocks_of(effort)
+        chains = chains[np.argsort(-effort / blocks, kind="stable")]  # what takes longest begins first
         chain, block = ragged(chains["blocks"].astype(np.int64))
         chains = chains[chain]
         chains["block"] = block
@@ -157,13 +161,13 @@ class SparseLinks:
         self._work.launch("sparse_apply", (len(chains),), table, begun, *self._tables, self.bad)
 
 
-def blocks_of(links: Column) -> Column:
-    """Return how many thread blocks share each chunk, whose chain has so many links, (n,).
+def blocks_of(effort: npt.NDArray[np.float64]) -> Column:
+    """Return how many thread blocks share each chunk, whose links are so much effort, (n,).
 
     Several, if one would work on it for longer than on its share of all chunks.
     """
-    share = max(_MIN_LINKS, links.sum() / _BLOCKS_AT_ONCE)
-    blocks: Column = np.clip(links / share, 1, _MOST_BLOCKS).astype(np.int64)
+    share = max(_MIN_EFFORT, effort.sum() / _BLOCKS_AT_ONCE)
+    blocks: Column = np.clip(effort / share, 1, _MOST_BLOCKS).astype(np.int64)
     return blocks
 
 

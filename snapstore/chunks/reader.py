@@ -207,7 +207,7 @@ class ChunkReader:
 
 
 def _by_pack(reads: Sequence[pack.Read], threads: int) -> list[list[pack.Read]]:
-    """Return small reads of one pack together, so that it is opened once; as few as keep the threads busy."""
+    """Return small reads of one pack together: for a thread, one call; as few as keep the threads busy."""
     most = max(1, len(reads) // (4 * threads))
     found: list[list[pack.Read]] = []
     size = 0

@@ -237,6 +237,6 @@ def plan_reads(packs: Column, offsets: Column, lengths: Column) -> tuple[list[Re
 
 
 def _reach(ends: Column, first: Column) -> Column:
-    """Return where the ranges from each first one on, up to the next first one, end."""
+    """Return the last end of each run of ranges; a run begins at each number in `first`."""
     reach: Column = np.maximum.reduceat(ends, first) if len(first) else ends
     return reach

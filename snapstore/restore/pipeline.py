@@ -166,8 +166,8 @@ def load(
 ) -> None:
     """Read the wanted arrays: those in manifests, then those in chunks, in stored order.
 
-    A temporary buffer is taken when its array is reached. All other calls of torch come first: while threads read, each
-    of them would wait for Python's lock.
+    A temporary buffer is taken when its array is reached. Most calls of torch come first: while threads read, each of
+    them would wait for Python's lock.
 
     Raises:
         IntegrityError, FormatError: a chunk is damaged; memory of the target may be half written.
@@ -184,6 +184,7 @@ def load(
     in_chunks = [want for want in wants if any(overlap.stored.chunks for overlap in overlaps[want])]
     inline = set(wants).difference(in_chunks)
     list(wanted(want for want in wants if want in inline))  # puts their bytes in place, and yields nothing
+    reads.arrived(0)
     for want in in_chunks:
         target.find_home(want)
     for count in ChunkReader(context).rebuild(wanted(in_chunks)):

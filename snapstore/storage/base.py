@@ -111,7 +111,7 @@ class ObjectStore(Protocol):
 
     def kept_open(self) -> AbstractContextManager[GetRanges]:
         """Return a context with a function for many calls, from any thread: it fills each memory from its offset of a
-        key on, and raises as `get_range` does. A local store opens each key once until the end of the context.
+        key on, and raises as `get_range` does. A local store keeps the keys open that were used last.
         """
 
         def get_ranges(key: str, offsets: Sequence[int], into: Sequence[memoryview]) -> None:

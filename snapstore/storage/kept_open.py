@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ..errors import StorageError
-from .os_errors import is_too_many_files
+from .os_errors import is_stale, is_too_many_files
 
 #: Files that no thread reads from, and that stay open.
 MOST_UNUSED = 64
@@ -24,6 +24,7 @@ class _File:
     fd: int
     size_bytes: int
     users: int = 0
+    is_stale: bool = False
 
 
 class KeptOpen:
@@ -37,16 +38,30 @@ class KeptOpen:
     def __init__(self, open_file: Callable[[str], tuple[int, int]], read_range: Callable[..., object]) -> None:
         self._open_file, self._read_range = open_file, read_range
         self._files: OrderedDict[str, _File] = OrderedDict()  # the one that was used last at the end
+        self._stale: list[_File] = []
         self._lock = threading.Lock()
+        self._most_unused = MOST_UNUSED
 
     def get_ranges(self, key: str, offsets: Sequence[int], into: Sequence[memoryview]) -> None:
         """Fill each memory from its offset of `key` on."""
-        with self._opened(key) as opened:
-            for offset, memory in zip(offsets, into, strict=True):
-                self._read_range(opened, key, offset, len(memory), memory)
+        try:
+            self._read(key, offsets, into)
+        except StorageError as error:
+            if not is_stale(error.__cause__):
+                raise
+            self._read(key, offsets, into)  # another host has deleted it: this says so, or there is a new one
+
+    def _read(self, key: str, offsets: Sequence[int], into: Sequence[memoryview]) -> None:
+        with self._opened(key) as file:
+            try:
+                for offset, memory in zip(offsets, into, strict=True):
+                    self._read_range((file.fd, file.size_bytes), key, offset, len(memory), memory)
+            except StorageError as error:
+                file.is_stale = is_stale(error.__cause__)
+                raise
 
     @contextmanager
-    def _opened(self, key: str) -> Iterator[tuple[int, int]]:
+    def _opened(self, key: str) -> Iterator[_File]:
         file = self._take(key)
         if file is None:
             try:
@@ -54,20 +69,24 @@ class KeptOpen:
             except StorageError as error:
                 if not is_too_many_files(error.__cause__):
                     raise
-                self._close_unused(0)  # and what other threads read stays open
+                self._close_unused(0)
                 new = _File(*self._open_file(key))
             file = self._take(key, new) or new
         try:
-            yield file.fd, file.size_bytes
+            yield file
         finally:
             with self._lock:
                 file.users -= 1
-            self._close_unused(MOST_UNUSED)
+            self._close_unused(self._most_unused)
 
     def _take(self, key: str, new: _File | None = None) -> _File | None:
         """Return the file of a key, for one more user; `new` if there is none yet, else it is closed."""
         with self._lock:
             file = self._files.get(key, new)
+            if file is not None and file.is_stale:
+                self._stale.append(file)
+                del self._files[key]
+                file = new
             if file is None:
                 return None
             file.users += 1
@@ -78,12 +97,16 @@ class KeptOpen:
         return file
 
     def _close_unused(self, most: int) -> None:
-        """Close the files that were used longest ago, until at most so many are unused."""
+        """Close the files that were used longest ago, until at most so many are unused, and all stale ones."""
         with self._lock:
             unused = [key for key, file in self._files.items() if not file.users]
             for key in unused[: max(0, len(unused) - most)]:
                 os.close(self._files.pop(key).fd)
+            for file in [file for file in self._stale if not file.users]:
+                self._stale.remove(file)
+                os.close(file.fd)
 
     def close(self) -> None:
-        """Close all files; no thread may use them any more."""
+        """Close all files; one that a thread still reads is closed as soon as it has ended."""
+        self._most_unused = 0
         self._close_unused(0)

@@ -10,7 +10,7 @@ Invariants, and what is lost without them:
   delete their packs.
 - Each operation opens the root once and works below that descriptor, so all of it happens in one place, whatever is
   mounted over the root meanwhile. While a place is `pinned`, every operation compares device and inode of the root with
-  the pin.
+  the pin; reads in `kept_open` do so when they open a file.
 - `delete` unlinks the file before it drops the lock: a session that is listed and not locked looks dead.
 
 Layout: `<root>/<key>`, and `<root>/tmp/<random>` for files being written. `<root>/index/` is ignored.
@@ -142,7 +142,7 @@ class LocalStore(ObjectStore):
 
     @contextmanager
     def kept_open(self) -> Iterator[GetRanges]:
-        """Yield a function that opens each key once; see `ObjectStore.kept_open`."""
+        """Yield a function that keeps files open; see `ObjectStore.kept_open`."""
         files = KeptOpen(self._open_file, self._read_range)
         try:
             yield files.get_ranges

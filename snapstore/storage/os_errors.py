@@ -24,6 +24,11 @@ def is_too_many_files(error: BaseException | None) -> bool:
     return isinstance(error, OSError) and error.errno in _TOO_MANY_FILES
 
 
+def is_stale(error: BaseException | None) -> bool:
+    """Return whether an error says that the server has deleted an open file (NFS)."""
+    return isinstance(error, OSError) and error.errno == errno.ESTALE
+
+
 def translate(what: str, error: OSError) -> SnapstoreError:
     """Return the error to raise for an OSError; `what` says which thing and which action failed."""
     name = error_name(error)

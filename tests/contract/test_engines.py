@@ -417,9 +417,9 @@ def check_applied(engine, monkeypatch):
             return
         from snapstore.engine.cuda import sparse
 
-        is_real = sparse.blocks_of(np.array([1000.0]))[0] > 1
+        is_real = sparse.blocks_of(np.array([1000.0]), engine.device)[0] > 1
         for blocks in (40, *((1, 3) if is_real else ())):  # 40: one each tile
-            monkeypatch.setattr(sparse, "blocks_of", lambda effort, blocks=blocks: np.full(len(effort), blocks))
+            monkeypatch.setattr(sparse, "blocks_of", lambda effort, device, blocks=blocks: np.full(len(effort), blocks))
             check_decodes([engine], chains, arrays, bases)
 
     if hasattr(engine, "_decode_on_host"):
@@ -487,6 +487,17 @@ def test_links_whose_groups_end_at_other_keys(check_applied, seed):
         payload = sparse_payload(version, before, size, layout)
         chain.insert(0, sparse_blob(*payload, version, before, size, layout))
     check_applied([chain], [version], [first])
+
+
+def test_blocks_that_are_waited_for_in_vain(engine, monkeypatch):
+    """They give up: the chunk has another digest, and the CPU rebuilds it. A real device runs all of them."""
+    base, chunk = pair(2, planes.ROTATED, 60_000, 0.05, 1)
+    chain = [sparse_blob(*sparse_payload(chunk, base, 2, planes.ROTATED), chunk, base, 2, planes.ROTATED)]
+    if hasattr(engine, "_decode_on_host"):
+        from snapstore.engine.cuda import sparse
+
+        monkeypatch.setattr(sparse, "blocks_of", lambda effort, device: np.full(len(effort), 3))  # of 8 tiles
+    check_decodes([engine], [chain], [chunk], [base])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -326,9 +326,18 @@ def test_an_engine_has_its_kernels_from_the_beginning(monkeypatch):
             ready.add((self.name, threading.get_ident()))
             return self.kernel.num_regs
 
-        def __call__(self, *args):
+        @property
+        def max_dynamic_shared_size_bytes(self):
+            return self.kernel.max_dynamic_shared_size_bytes
+
+        @max_dynamic_shared_size_bytes.setter
+        def max_dynamic_shared_size_bytes(self, nbytes):
+            assert not launched
+            self.kernel.max_dynamic_shared_size_bytes = nbytes
+
+        def __call__(self, *args, **options):
             launched.add(self.name)
-            self.kernel(*args)
+            self.kernel(*args, **options)
 
     monkeypatch.setattr(cupy, "RawKernel", Kernel)
     kernels._kernel.cache_clear()

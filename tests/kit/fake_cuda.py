@@ -408,6 +408,7 @@ class RawKernel:
         self.name = name
 
     num_regs = 32
+    max_dynamic_shared_size_bytes = 48 * 1024
 
     def compile(self) -> None: ...
 
@@ -415,6 +416,7 @@ class RawKernel:
         self, grid: tuple[int, ...], block: tuple[int], arguments: tuple[np.uint64, ...], *, shared_mem: int = 0
     ) -> None:
         assert all(isinstance(argument, np.uint64) for argument in arguments), "CuPy would guess at their types"
+        assert shared_mem <= self.max_dynamic_shared_size_bytes, f"{self.name} has not asked for so much shared memory"
         values = [int(argument) for argument in arguments]
         if self.name in ON_HOST:
             ON_HOST[self.name](grid[0], *values)
@@ -637,7 +639,7 @@ def install() -> None:
     arrays.type = structure.type = learner.type = known_shards.type = kind_of
     graph_capture.driver = lambda: exchange_capture_mode
     # The emulator runs one block after the other; blocks that share a chunk would wait for each other.
-    sparse.blocks_of = lambda effort: np.ones(len(effort), np.int64)
+    sparse.blocks_of = lambda effort, device: np.ones(len(effort), np.int64)
 
 
 install()  # before tests/gpu/conftest.py asks whether there is a device

@@ -982,6 +982,40 @@ def test_too_many_open_files_close_what_nobody_reads(store, monkeypatch):
             filled(get_ranges, keys[0], 0)
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_file_that_another_host_has_deleted(store, monkeypatch, again):
+    """Its server says so at the next read of the open file; then the name says whether there is another one."""
+    (key,), before, stale, real = put_keys(store, 1), open_files(), set(), os.preadv
+
+    def preadv(fd, buffers, offset):
+        if fd in stale:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        used.add(fd)
+        return real(fd, buffers, offset)
+
+    used = set()
+    monkeypatch.setattr(os, "preadv", preadv)
+    with store.kept_open() as get_ranges:
+        assert filled(get_ranges, key, 0)
+        stale |= used
+        store.delete([key])
+        if again:
+            store.put(key, bytes([7]) * 100)
+            assert filled(get_ranges, key, 7)
+        else:
+            with pytest.raises(NotFoundError):
+                filled(get_ranges, key, 0)
+    assert open_files() == before
+
+
+def test_a_file_that_is_read_while_all_are_closed(store):
+    (key,), before = put_keys(store, 1), open_files()
+    with store.kept_open() as get_ranges, get_ranges.__self__._opened(key):
+        get_ranges.__self__.close()
+        assert open_files() == before + 1
+    assert open_files() == before
+
+
 def test_a_file_that_fails_is_closed_at_the_end(store):
     keys, before = put_keys(store, 2), open_files()
     with store.kept_open() as get_ranges:

@@ -10,6 +10,7 @@ check all that a blob says; one that contradicts itself is left to the CPU engin
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -54,9 +55,12 @@ _JOB = np.dtype(
 _MAX_GROUPS = 256
 #: Changes whose ranks and differences take so many bytes are as much effort as one more link of a chunk of 1 MiB.
 _BYTES_PER_LINK = 90_000
-#: Thread blocks that apply sparse deltas at the same time on the largest devices. At most so many share a chunk, each
-#: with the effort of so many links.
-_BLOCKS_AT_ONCE, _MOST_BLOCKS, _MIN_EFFORT = 264, 8, 8
+#: A multiprocessor runs so many thread blocks that apply sparse deltas at the same time. At most so many share a chunk,
+#: each with the effort of so many links. They wait for each other: at most one for each 16 multiprocessors, so that
+#: some can go on even if many batches share the device.
+_BLOCKS_AT_ONCE, _MOST_BLOCKS, _MIN_EFFORT, _MULTIPROCESSORS_PER_BLOCK = 2, 8, 8, 16
+#: Bytes of a tile of theirs; half of it where elements have one byte.
+_TILE_BYTES = 16_384
 
 
 class SparseLinks:
@@ -96,6 +100,8 @@ class SparseLinks:
         for name in ("block_bytes", "element_size", "layout"):
             jobs[name] = header[name]
         self._groups, self._frames, self._frames_of = int(groups.sum()), int(frames.sum()), frames
+        tile_bytes = np.where(header["element_size"] == 1, _TILE_BYTES // 2, _TILE_BYTES)
+        self._tiles = np.maximum(1, -(-header["raw_bytes"].astype(np.int64) // tile_bytes))
         needs = work.empty(len(refs) * _NEEDS.itemsize)[: len(refs) * _NEEDS.itemsize]
         self._tables = work.empty(len(refs) * _BLOB_BYTES), work.empty(self._groups * _GROUP_BYTES)
         self._columns = work.empty(4 * 8 * self._frames)[: 4 * 8 * self._frames]  # see `unpack`
@@ -151,7 +157,7 @@ class SparseLinks:
         chains["base"], chains["out"], chains["oldest"], chains["links"] = bases, outs, newest + links - 1, links
         until = np.concatenate([[0.0], np.cumsum(1 + self._needs.numpy().view(_NEEDS)["changes"] / _BYTES_PER_LINK)])
         effort = until[newest + links] - until[newest]
-        chains["blocks"] = blocks = blocks_of(effort)
+        chains["blocks"] = blocks = np.minimum(blocks_of(effort, self._work.device), self._tiles[newest])
         chains = chains[np.argsort(-effort / blocks, kind="stable")]  # what takes longest begins first
         chain, block = ragged(chains["blocks"].astype(np.int64))
         chains = chains[chain]
@@ -161,13 +167,20 @@ class SparseLinks:
         self._work.launch("sparse_apply", (len(chains),), table, begun, *self._tables, self.bad)
 
 
-def blocks_of(effort: npt.NDArray[np.float64]) -> Column:
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def blocks_of(effort: npt.NDArray[np.float64], device: torch.device) -> Column:
     """Return how many thread blocks share each chunk, whose links are so much effort, (n,).
 
     Several, if one would work on it for longer than on its share of all chunks.
     """
-    share = max(_MIN_EFFORT, effort.sum() / _BLOCKS_AT_ONCE)
-    blocks: Column = np.clip(effort / share, 1, _MOST_BLOCKS).astype(np.int64)
+    count = _multiprocessors(device)
+    most = max(1, min(_MOST_BLOCKS, count // _MULTIPROCESSORS_PER_BLOCK))
+    share = max(_MIN_EFFORT, effort.sum() / (_BLOCKS_AT_ONCE * count))
+    blocks: Column = np.clip(effort / share, 1, most).astype(np.int64)
     return blocks
 
 

@@ -2,9 +2,10 @@
 // element, which its group and its rank within the group name.
 //
 // One thread block per chunk, or several: grid (n), block (THREADS). A block reads a tile of the base into shared memory,
-// adds the changes of every link that lie in the tile, the oldest link first, and writes the tile. If it is one of four, it
-// takes every fourth tile; how far the groups of a link are, it hears from the block of the tile before, which is a link
-// ahead. Blocks take their work in the order in which they begin, so the blocks of a chunk run together.
+// adds the changes of every link that lie in the tile, the oldest link first, and writes the tile. If four blocks share a
+// chunk, each takes every fourth tile. A block must know how many members and changes of each group the tiles before have:
+// the block of the tile before writes that into the group (`progress`), link by link, and is a link ahead. Blocks take their
+// work in the order in which they begin, and few share a chunk, so the block that is waited for has begun or will soon.
 //
 // A class is a range of keys that no group of any link divides; elements are counted by class, once a tile. Each thread
 // counts its neighbouring elements, in the bytes of a few words. Sums over the threads give the ranks at which each
@@ -23,6 +24,7 @@
 #define AHEAD 2            // changes that a lane reads at once
 #define LISTED 512         // changes of a turn that all threads share; each warp applies more of its own
 #define STREAMS 512        // groups of all links that are applied together
+#define MOST_POLLS (1u << 23)  // of about a microsecond
 #define PROGRESS_BITS 25   // of a number of elements in `Group.progress`; a chunk has at most 2^24
 #define PROGRESS_MASK ((1u << PROGRESS_BITS) - 1)
 
@@ -55,6 +57,7 @@ struct Stream {
 
 struct Room {
     Pass pass;
+    bool lost;  // another block was waited for in vain
     uint4 data[THREADS * PARTS];     // the tile
     uint4 classes[THREADS];          // of each thread's elements; see `count`
     u32 before[WORDS][THREADS];      // of four classes, a byte each: elements of the segment's threads before
@@ -343,12 +346,15 @@ __device__ __forceinline__ void finish_groups(const Turn& turn, u32 tile) {
         (u64)(tile + 1) << (2 * PROGRESS_BITS) | (u64)stream.seen << PROGRESS_BITS | stream.applied;
 }
 
-// Wait until another block has finished the groups of a turn in the tile before.
+// Wait until another block has finished the groups of a turn in the tile before; not for ever: without the true numbers
+// the chunk gets another digest, and goes to the CPU.
 __device__ __forceinline__ void wait_for_groups(const Turn& turn, u32 tile) {
     if (threadIdx.x >= turn.count) return;
     const volatile u64* at = &room.pass.groups[turn.first + threadIdx.x].progress;
-    u64 progress;
-    while ((progress = *at) >> (2 * PROGRESS_BITS) != tile) continue;
+    volatile bool& lost = room.lost;
+    u64 progress = *at;
+    for (u32 polls = 0; progress >> (2 * PROGRESS_BITS) != tile && !lost; progress = *at)
+        if (++polls == MOST_POLLS) lost = true;
     Stream& stream = room.streams[turn.stream + threadIdx.x];
     stream.seen = progress >> PROGRESS_BITS & PROGRESS_MASK;
     stream.applied = progress & PROGRESS_MASK;
@@ -498,11 +504,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) sparse_apply(const Chai
     __syncthreads();
     const Chain chain = chains[room.listed];
     __syncthreads();
-    u64 tiles = 0;
-    u32 any = 0;
-    for (u32 link = 0; link < chain.links; link++) any |= bad[chain.oldest - link];
-    if (any) return;
     if (threadIdx.x < CLASSES) room.found[threadIdx.x] = room.listed = 0;
+    if (threadIdx.x == 0) room.lost = false;
+    __syncthreads();
+    for (u32 link = threadIdx.x; link < chain.links; link += THREADS)
+        if (bad[chain.oldest - link]) room.listed = 1;
+    __syncthreads();
+    if (room.listed) return;  // all threads
+    u64 tiles = 0;
     for (u32 done = 0, links; done < chain.links; done += links) {
         const Blob* oldest = blobs + chain.oldest - done;
         links = choose_links(oldest, groups, chain.links - done);

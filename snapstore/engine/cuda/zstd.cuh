@@ -16,7 +16,7 @@ struct Literals {
 };
 
 // Return the kind of the frame (size,) at p of n plain bytes, by its headers.
-__device__ u32 kind_of(const u8* p, u32 size, u32 n, Literals& found) {
+__device__ __forceinline__ u32 kind_of(const u8* p, u32 size, u32 n, Literals& found) {
     const u32 content = n < 256 ? 1 : 2, at = 8 + content;
     if (size < at + 1 || get_le(p, 4) != 0xFD2FB528u || p[4] != (content == 1 ? 0x20 : 0x60)) return BAD;
     if (get_le(p + 5, content) != (content == 1 ? n : n - 256)) return BAD;

@@ -217,7 +217,7 @@ def plan_reads(packs: Column, offsets: Column, lengths: Column) -> tuple[list[Re
     order = np.lexsort((offsets, packs))
     pack, start = packs[order], offsets[order]
     end = start + lengths[order]
-    begins = np.ones(len(order), bool)  # a read
+    begins = np.ones(len(order), bool)  # whether a read begins with this range
     begins[1:] = (np.diff(pack) != 0) | (start[1:] - end[:-1] > JOIN_GAP_BYTES)
     first = np.flatnonzero(begins)
     for i in np.flatnonzero(_reach(end, first) - start[first] > JOIN_MAX_BYTES).tolist():

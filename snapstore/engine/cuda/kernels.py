@@ -37,7 +37,7 @@ THREADS = {
     "sparse_rank": 512,
     "sparse_pack": 512,
 }
-#: Dynamic shared memory of a thread block [bytes]; the smallest devices have 64 KiB.
+#: Dynamic shared memory of a thread block [bytes]; devices of compute capability 7 and newer have 64 KiB or more.
 SHARED_BYTES = {"sparse_apply": 60 * 1024}
 #: Bytes of a chunk that one thread block of `split` and of `merge` takes.
 SPLIT_TILE_BYTES, MERGE_TILE_BYTES = 16 * 256 * 4, 16 * 256 * 2

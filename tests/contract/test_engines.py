@@ -427,20 +427,48 @@ def check_applied(engine, monkeypatch):
     return check
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("size", SIZES)
-def test_sparse_deltas_of_every_kind(check_applied, size, layout):
-    """Few and many changes, dense groups, small and great differences, in chunks of all lengths at once."""
+def apply_every_kind(check_applied, size, layout):
     chains, arrays, bases = [], [], []
     for i, (elements, share, most) in enumerate([
         (1, 1, 1), (5, 0.5, 3), (100, 0, 1), (5000, 0.01, 1), (8192, 0.1, 3), (8193, 0.5, 100), (20_000, 0.6, 3),
-        (20_000, 0.02, 2**62), (20_000, 0.003, 1), (70_000, 0.3, 2**31), (30_000, 0.95, 2), (12_700, 0.3, 1),
+        (16_384, 0.1, 3), (16_385, 0.3, 3), (20_000, 0.02, 2**62), (20_000, 0.003, 1), (70_000, 0.3, 2**31),
+        (30_000, 0.95, 2), (12_700, 0.3, 1),
     ]):  # fmt: skip
         base, chunk = pair(size, layout, elements, share, i, min(most, 2 ** (8 * size - 1) - 1))
         chains.append([sparse_blob(*sparse_payload(chunk, base, size, layout), chunk, base, size, layout)])
         arrays.append(chunk)
         bases.append(base)
     check_applied(chains, arrays, bases)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", SIZES)
+def test_sparse_deltas_of_every_kind(check_applied, size, layout):
+    """Few and many changes, dense groups, small and great differences, in chunks of all lengths at once."""
+    apply_every_kind(check_applied, size, layout)
+
+
+@pytest.fixture
+def small_tiles(engine):
+    """The device has little shared memory: its thread blocks take smaller tiles."""
+    if not hasattr(engine, "_decode_on_host"):
+        yield
+        return
+    from snapstore.engine.cuda import kernels
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "apply_tile_bytes", lambda device: min(kernels.APPLY_SHARED_BYTES))
+        kernels._kernel.cache_clear()
+        kernels._load(engine.device.index)
+        yield
+    kernels._kernel.cache_clear()
+    kernels._load(engine.device.index)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sparse_deltas_on_a_device_with_little_shared_memory(check_applied, small_tiles, size):
+    """As of every kind."""
+    apply_every_kind(check_applied, size, planes.ROTATED)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -496,7 +524,7 @@ def test_blocks_that_are_waited_for_in_vain(engine, monkeypatch):
     if hasattr(engine, "_decode_on_host"):
         from snapstore.engine.cuda import sparse
 
-        monkeypatch.setattr(sparse, "blocks_of", lambda effort, device: np.full(len(effort), 3))  # of 8 tiles
+        monkeypatch.setattr(sparse, "blocks_of", lambda effort, device: np.full(len(effort), 3))  # of 4 tiles
     check_decodes([engine], [chain], [chunk], [base])
 
 

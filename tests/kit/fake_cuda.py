@@ -405,7 +405,7 @@ class RawKernel:
 
     def __init__(self, code: str, name: str, options: tuple[str, ...] = ()) -> None:
         assert re.search(rf'extern "C" __global__ void (__launch_bounds__\(.*\) )?{name}\(', code)
-        self.name = name
+        self.name, self.definitions = name, [option for option in options if option.startswith("-D")]
 
     num_regs = 32
     max_dynamic_shared_size_bytes = 48 * 1024
@@ -422,9 +422,15 @@ class RawKernel:
             ON_HOST[self.name](grid[0], *values)
             return
         with self._lock:
-            function = getattr(emulated(self.name), f"launch_{self.name}")
+            function = getattr(emulated(self.name, *self.definitions), f"launch_{self.name}")
             assert len(function.argtypes) == 3 + len(values), f"{self.name} has other parameters"
             function(*(*grid, 1)[:2], *block, *values)
+
+
+class CupyDevice(contextlib.nullcontext[None]):
+    """cupy.cuda.Device"""
+
+    attributes = {"MaxSharedMemoryPerMultiprocessor": 228 * 1024}  # an H200's
 
 
 class CUDARuntimeError(RuntimeError):
@@ -468,7 +474,7 @@ def cupy() -> types.ModuleType:
     module.RawKernel = RawKernel
     driver = types.SimpleNamespace(CUDADriverError=CUDADriverError)
     stream = types.SimpleNamespace(null=contextlib.nullcontext(), from_external=entered)
-    module.cuda = types.SimpleNamespace(runtime=Runtime(), driver=driver, Stream=stream, Device=entered)
+    module.cuda = types.SimpleNamespace(runtime=Runtime(), driver=driver, Stream=stream, Device=CupyDevice)
     return module
 
 

@@ -58,8 +58,8 @@ class Emulator:
 
 
 @cache
-def emulated(kernel):
-    """A kernel built for this CPU."""
+def emulated(kernel, *definitions):
+    """A kernel built for this CPU. `definitions`: -D options of the compiler."""
     shared = {"zstd.cuh": kernel in ("huffman_decode", "sparse_tables"), "sparse.cuh": kernel.startswith("sparse_")}
     files = [*(file for file, used in shared.items() if used), f"{kernel}.cu"]
     source = "".join((FOLDER / file).read_text() for file in files)
@@ -79,7 +79,7 @@ def emulated(kernel):
     (folder / "kernel.cpp").write_text(code)
     library = folder / "kernel.so"
     # some distributions' g++ takes a jump to another fibre's stack for an attack, and aborts
-    flags = ["-O1", "-U_FORTIFY_SOURCE", "-w", "-std=c++17", "-shared", "-fPIC", "-fno-strict-aliasing"]
+    flags = [*definitions, "-O1", "-U_FORTIFY_SOURCE", "-w", "-std=c++17", "-shared", "-fPIC", "-fno-strict-aliasing"]
     subprocess.run(["g++", *flags, "-o", library, folder / "kernel.cpp"], check=True)
     loaded = ctypes.CDLL(str(library))
     getattr(loaded, f"launch_{kernel}").argtypes = [ctypes.c_uint] * 3 + [ctypes.c_uint64] * len(names)

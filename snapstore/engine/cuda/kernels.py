@@ -37,8 +37,11 @@ THREADS = {
     "sparse_rank": 512,
     "sparse_pack": 512,
 }
-#: Dynamic shared memory of a thread block [bytes]; devices of compute capability 7 and newer have 64 KiB or more.
-SHARED_BYTES = {"sparse_apply": 60 * 1024}
+#: Bytes of a chunk that a thread block of `sparse_apply` takes at a time -> its dynamic shared memory [bytes]. Large ones
+#: are faster where a multiprocessor has the memory of two such blocks; any of compute capability 7 and newer has 64 KiB.
+APPLY_SHARED_BYTES = {32 * 1024: 112 * 1024, 16 * 1024: 60 * 1024}
+#: Shared memory of a thread block that the system takes [bytes].
+_SYSTEM_SHARED_BYTES = 1024
 #: Bytes of a chunk that one thread block of `split` and of `merge` takes.
 SPLIT_TILE_BYTES, MERGE_TILE_BYTES = 16 * 256 * 4, 16 * 256 * 2
 #: Bytes that one thread block of `gather` should move.
@@ -48,13 +51,26 @@ XXH3_128, XXH3_64, SEAL = 0, 1, 2
 
 
 @cache
-def _kernel(name: str) -> Any:
-    """Return a kernel of this folder; CuPy compiles and loads it once per device, and caches the binary."""
+def apply_tile_bytes(device: int) -> int:
+    """Return how many bytes of a chunk a thread block of `sparse_apply` takes at a time on a device."""
+    room = cupy.cuda.Device(device).attributes["MaxSharedMemoryPerMultiprocessor"]
+    fitting = (tile for tile, shared in APPLY_SHARED_BYTES.items() if 2 * (shared + _SYSTEM_SHARED_BYTES) <= room)
+    return max(fitting, default=min(APPLY_SHARED_BYTES))
+
+
+def _shared_bytes(name: str, device: int) -> int:
+    return APPLY_SHARED_BYTES[apply_tile_bytes(device)] if name == "sparse_apply" else 0
+
+
+@cache
+def _kernel(name: str, device: int) -> Any:
+    """Return a kernel of this folder for a device; CuPy compiles it once for all like it, and caches the binary."""
     folder = resources.files(__package__)
     shared = {"zstd.cuh": name in ("huffman_decode", "sparse_tables"), "sparse.cuh": name.startswith("sparse_")}
     files = ["memory.cuh", *(file for file, used in shared.items() if used), f"{name}.cu"]
     code = "".join((folder / file).read_text() for file in files)
-    return cupy.RawKernel(code, name, options=("-std=c++17",))
+    own = (f"-DTILE_BYTES={apply_tile_bytes(device)}",) if name == "sparse_apply" else ()
+    return cupy.RawKernel(code, name, options=("-std=c++17", *own))
 
 
 @cache
@@ -112,10 +128,11 @@ _lock = threading.Lock()
 def _load(device: int) -> None:
     with beside_captures(), torch.cuda.device(device):  # CuPy's would make a context on device 0 when it ends
         for name in THREADS:
-            _kernel(name).compile()
-            _kernel(name).num_regs  # noqa: B018  # the driver loads a kernel when it is first asked about
-        for name, nbytes in SHARED_BYTES.items():
-            _kernel(name).max_dynamic_shared_size_bytes = nbytes
+            kernel = _kernel(name, device)
+            kernel.compile()
+            kernel.num_regs  # noqa: B018  # the driver loads a kernel when it is first asked about
+            if shared := _shared_bytes(name, device):
+                kernel.max_dynamic_shared_size_bytes = shared
 
 
 def launch(name: str, grid: tuple[int, ...], stream: torch.cuda.Stream, arguments: Sequence[int]) -> None:
@@ -130,4 +147,4 @@ def launch(name: str, grid: tuple[int, ...], stream: torch.cuda.Stream, argument
         wait_loaded(device)
     with cupy.cuda.Device(device), _stream(stream.cuda_stream, device):
         values = tuple(np.uint64(argument) for argument in arguments)
-        _kernel(name)(grid, (THREADS[name],), values, shared_mem=SHARED_BYTES.get(name, 0))
+        _kernel(name, device)(grid, (THREADS[name],), values, shared_mem=_shared_bytes(name, device))

@@ -18,13 +18,12 @@ struct Blob {
     u32 first_group, groups, first_frame, frames;
     u8 element_size, layout, unused[6];
 };
-// A group of it: addresses of its symbols and values, and of rooms for ranks, differences and values; how many of its
-// elements have been seen, and of its changes applied. `progress` says both, and in how many tiles: see sparse_apply.cu.
+// A group of it: addresses of its symbols and values, and of rooms for ranks, differences and values. `progress`: in how
+// many tiles its changes have been applied, how many of its elements these have, and how many changes: see sparse_apply.cu.
 struct Group {
     u64 symbols, values, ranks, zigzag, found;
     u32 gaps, value_count, blob;
     u8 last_key, gap_shift, value_shift, unused;
-    u32 seen, applied;
     u64 progress;
 };
 // The low parts of a group: how many gaps and values are stored by themselves, and the bytes of all of them.

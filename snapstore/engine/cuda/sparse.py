@@ -21,7 +21,7 @@ from ...format import blob, codecs
 from ...format.codecs.sparse import COUNT, ENDS_FRAMES, GROUP, worth_trying
 from ..batches import DecodeBatch
 from ..cpu import FEW_CHANGED_EXCESS, FEW_CHANGED_SHARE
-from . import huffman, nvcomp
+from . import huffman, kernels, nvcomp
 from .streams import WorkStream, ragged
 
 #: The structs of sparse_tables.cu: a blob as it is stored, and what it needs.
@@ -36,7 +36,7 @@ _STORED = np.dtype(
 )
 _NEEDS = np.dtype([("streams", "<u8"), ("changes", "<u8"), ("others", "<u4"), ("fine", "<u4")])
 #: Those of sparse.cuh.
-_BLOB_BYTES, _GROUP_BYTES = 48, 72
+_BLOB_BYTES, _GROUP_BYTES = 48, 64
 _CHAIN = np.dtype(
     [("base", "<u8"), ("out", "<u8"), ("oldest", "<u4"), ("links", "<u4"), ("block", "<u4"), ("blocks", "<u4")]
 )
@@ -59,8 +59,6 @@ _BYTES_PER_LINK = 90_000
 #: each with the effort of so many links. They wait for each other: at most one for each 16 multiprocessors, so that
 #: some can go on even if many batches share the device.
 _BLOCKS_AT_ONCE, _MOST_BLOCKS, _MIN_EFFORT, _MULTIPROCESSORS_PER_BLOCK = 2, 8, 8, 16
-#: Bytes of a tile of theirs; half of it where elements have one byte.
-_TILE_BYTES = 16_384
 
 
 class SparseLinks:
@@ -100,7 +98,7 @@ class SparseLinks:
         for name in ("block_bytes", "element_size", "layout"):
             jobs[name] = header[name]
         self._groups, self._frames, self._frames_of = int(groups.sum()), int(frames.sum()), frames
-        tile_bytes = np.where(header["element_size"] == 1, _TILE_BYTES // 2, _TILE_BYTES)
+        tile_bytes = kernels.apply_tile_bytes(work.device.index) // np.where(header["element_size"] == 1, 2, 1)
         self._tiles = np.maximum(1, -(-header["raw_bytes"].astype(np.int64) // tile_bytes))
         needs = work.empty(len(refs) * _NEEDS.itemsize)[: len(refs) * _NEEDS.itemsize]
         self._tables = work.empty(len(refs) * _BLOB_BYTES), work.empty(self._groups * _GROUP_BYTES)

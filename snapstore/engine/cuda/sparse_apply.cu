@@ -13,8 +13,10 @@
 // A change that moves an element to another class corrects the sums. Links whose groups make more classes than there is
 // room for are applied apart, and a link of more groups in several turns, each with counts of its own.
 
-#define PARTS 2            // of 16 bytes: a thread's elements
-#define MOST_ELEMENTS 16   // of a thread
+// TILE_BYTES: 32 KiB, or 16 KiB on a device with less shared memory (kernels.py)
+#define PARTS (TILE_BYTES / THREADS / 16)  // of 16 bytes: a thread's elements
+#define MOST_ELEMENTS (8 * PARTS)          // of a thread
+#define CLASS_WORDS (2 * PARTS)            // of the classes of a thread's elements, a byte each
 #define CLASSES 24         // at most at a time
 #define WORDS (CLASSES / 4)
 #define NO_CLASS 127
@@ -22,11 +24,15 @@
 #define SEGMENTS (THREADS / SEGMENT)
 #define MOVES 64           // elements that change their class in a link; if more do, all are counted again
 #define AHEAD 2            // changes that a lane reads at once
-#define LISTED 512         // changes of a turn that all threads share; each warp applies more of its own
+#define LISTED (PARTS == 4 ? 5120 : 1024)  // changes of a turn that all threads share; see `most_listed`
+#define PIECE 256          // changes of a group in a tile, about: if there are more, several warps list them
 #define STREAMS 512        // groups of all links that are applied together
 #define MOST_POLLS (1u << 23)  // of about a microsecond
 #define PROGRESS_BITS 25   // of a number of elements in `Group.progress`; a chunk has at most 2^24
-#define PROGRESS_MASK ((1u << PROGRESS_BITS) - 1)
+
+// How many members and changes of a group the tiles before have.
+__device__ __forceinline__ u32 seen_of(u64 progress) { return progress >> PROGRESS_BITS & ((1u << PROGRESS_BITS) - 1); }
+__device__ __forceinline__ u32 applied_of(u64 progress) { return progress & ((1u << PROGRESS_BITS) - 1); }
 
 // Neighbouring sparse deltas of a chunk: addresses of the base and of the chunk's room, which may be the same.
 struct Chain {
@@ -45,11 +51,11 @@ struct Pass {
     bool in_turns;  // one link
 };
 
-// The changes of a group.
+// The changes of a group. `pieces`: as many warps list them.
 struct Stream {
     u64 ranks;  // their address; the differences follow
     u32 count, seen, applied;
-    u8 first_class, last_class;
+    u8 first_class, last_class, pieces;
     bool dense;
 
     __device__ __forceinline__ u64 zigzags() const { return ranks + (dense ? 0 : (4 * (u64)count + 7) / 8 * 8); }
@@ -59,7 +65,7 @@ struct Room {
     Pass pass;
     bool lost;  // another block was waited for in vain
     uint4 data[THREADS * PARTS];     // the tile
-    uint4 classes[THREADS];          // of each thread's elements; see `count`
+    uint4 classes[CLASS_WORDS / 4][THREADS];  // of each thread's elements; see `count`
     u32 before[WORDS][THREADS];      // of four classes, a byte each: elements of the segment's threads before
     u32 segments[2 * WORDS][SEGMENTS];  // of two classes, a half each: elements of the segments before
     u32 totals[2 * WORDS];           // the same, of the tile
@@ -71,9 +77,9 @@ struct Room {
     u32 moved[2], moves[MOVES];      // place in `classes` | thread << 5 | its class << 16 | its next class << 24
     u32 listed;                      // changes; those beyond LISTED are not in the list
     u32 list[LISTED];                // rank in the tile | the group's first class << 16 | its last class << 24
-    u64 zigzags[LISTED];
+    u64 zigzags[LISTED / 4];         // of the listed ones, as long as elements
 };
-static_assert(sizeof(Room) <= 60 * 1024, "SHARED_BYTES in kernels.py");
+static_assert(sizeof(Room) <= (PARTS == 4 ? 112 : 60) * 1024, "SHARED_BYTES in kernels.py");
 #ifdef __CUDA_ARCH__
 extern __shared__ uint4 dynamic[];  // more than a kernel has without asking for it
 #define room (*(Room*)dynamic)
@@ -126,7 +132,7 @@ struct Span {
 template <int SIZE>
 struct Own {
     static constexpr int COUNT = SIZE == 1 ? MOST_ELEMENTS : PARTS * 16 / SIZE, BYTES = COUNT * SIZE;
-    static constexpr u64 TILE_BYTES = THREADS * BYTES;
+    static constexpr u64 TILE = THREADS * BYTES;
     uint4 parts[PARTS];
 
     // Load them from memory; `left`: bytes of the chunk from the tile on.
@@ -162,11 +168,11 @@ template <int SIZE>
 __device__ __forceinline__ void count(const Own<SIZE>& own, u64 left, int layout) {
     const u64 from = threadIdx.x * Own<SIZE>::BYTES;
     const u32 there = from >= left ? 0 : left - from < Own<SIZE>::BYTES ? (u32)(left - from) / SIZE : MOST_ELEMENTS;
-    u32 classes[4] = {0, 0, 0, 0}, bytes[WORDS] = {}, nibbles[WORDS / 2] = {};
+    u32 classes[CLASS_WORDS] = {}, bytes[WORDS] = {}, nibbles[WORDS / 2] = {};
 #pragma unroll
     for (int i = 0; i < MOST_ELEMENTS; i++) {
         const u32 c = i < Own<SIZE>::COUNT && i < there ? room.class_of[own.key(i, layout)] : NO_CLASS;
-        classes[i % 4] |= c << (i / 4 * 8);  // so that the places of a range of classes are in the order of elements
+        classes[i % CLASS_WORDS] |= c << (i / CLASS_WORDS * 8);  // so that places are in the order of elements: `change`
 #pragma unroll
         for (u32 k = 0; k < WORDS / 2; k++) nibbles[k] += c / 8 == k ? 1u << (c % 8 * 4) : 0;
         if (i % 8 != 7) continue;  // a nibble holds eight
@@ -177,19 +183,23 @@ __device__ __forceinline__ void count(const Own<SIZE>& own, u64 left, int layout
             nibbles[k] = 0;
         }
     }
-    room.classes[threadIdx.x] = make_uint4(classes[0], classes[1], classes[2], classes[3]);
+#pragma unroll
+    for (int i = 0; i < CLASS_WORDS / 4; i++)
+        room.classes[i][threadIdx.x] = make_uint4(classes[4 * i], classes[4 * i + 1], classes[4 * i + 2], classes[4 * i + 3]);
+    const u32 number = threadIdx.x % SEGMENT;
 #pragma unroll
     for (int k = 0; k < WORDS; k++) {
-        u32 sum = bytes[k];
+        u32 sum = __shfl_up_sync(ALL, bytes[k], 1);
+        if (number == 0) sum = 0;  // all elements of a segment do not fit into a byte, those of the threads before do
 #pragma unroll
         for (u32 step = 1; step < SEGMENT; step *= 2) {
             const u32 other = __shfl_up_sync(ALL, sum, step);
-            if (threadIdx.x % SEGMENT >= step) sum += other;
+            if (number >= step) sum += other;
         }
-        room.before[k][threadIdx.x] = sum - bytes[k];
-        if (threadIdx.x % SEGMENT < SEGMENT - 1) continue;
-        room.segments[2 * k][threadIdx.x / SEGMENT] = sum & 0x00FF00FF;
-        room.segments[2 * k + 1][threadIdx.x / SEGMENT] = sum >> 8 & 0x00FF00FF;
+        room.before[k][threadIdx.x] = sum;
+        if (number < SEGMENT - 1) continue;
+        room.segments[2 * k][threadIdx.x / SEGMENT] = (sum & 0x00FF00FF) + (bytes[k] & 0x00FF00FF);
+        room.segments[2 * k + 1][threadIdx.x / SEGMENT] = (sum >> 8 & 0x00FF00FF) + (bytes[k] >> 8 & 0x00FF00FF);
     }
 }
 
@@ -227,31 +237,60 @@ struct Next {
     }
 };
 
-// The warps that share the changes of a group of a turn; a warp takes every 16th group, or its share of one.
-struct Share {
-    u32 group, number, warps;
+// The work of a warp in a turn: pieces of groups. A piece is every n-th run of a group's changes, if it has n pieces.
+struct Pieces {
+    u32 begin, end;  // of the group of the same number as the lane, among the pieces of all groups
+    u32 group, number, count;
 
-    __device__ __forceinline__ explicit Share(u32 groups) {
-        const u32 warp = threadIdx.x / 32;
-        group = groups < WARPS ? warp % groups : warp;
-        number = groups < WARPS ? warp / groups : 0;
-        warps = groups < WARPS ? (WARPS - group + groups - 1) / groups : 1;
+    __device__ __forceinline__ Pieces(const Stream* streams, u32 groups) {
+        const u32 lane = threadIdx.x % 32, own = lane < groups ? streams[lane].pieces : 0;
+        end = lane < groups ? lane + 1 : groups;
+        if (__ballot_sync(ALL, own > 1)) {
+            end = own;
+#pragma unroll
+            for (u32 step = 1; step < 32; step *= 2) {
+                const u32 other = __shfl_up_sync(ALL, end, step);
+                if (lane >= step) end += other;
+            }
+        }
+        begin = end - own;
+    }
+    __device__ __forceinline__ u32 all() const { return __shfl_sync(ALL, end, 31); }
+    __device__ __forceinline__ void choose(u32 piece) {
+        group = __popc(__ballot_sync(ALL, end <= piece));
+        number = piece - __shfl_sync(ALL, begin, group);
+        count = __shfl_sync(ALL, end - begin, group);
     }
 };
 
 // Begin to bring the changes near that this warp lists first of those in a turn.
 template <int SIZE>
 __device__ __forceinline__ void fetch_changes(const Stream* streams, u32 count) {
-    const Share share(count);
-    if (share.group >= count) return;
-    const Stream& stream = streams[share.group];
+    Pieces pieces(streams, count);
+    if (threadIdx.x / 32 >= pieces.all()) return;
+    pieces.choose(threadIdx.x / 32);
+    const Stream& stream = streams[pieces.group];
 #pragma unroll
     for (int k = 0; k < AHEAD; k++) {
-        const u32 i = stream.applied + 32 * (share.number + k * share.warps) + threadIdx.x % 32;
+        const u32 i = stream.applied + 32 * (pieces.number + k * pieces.count) + threadIdx.x % 32;
         if (i >= stream.count) return;
         if (!stream.dense) prefetch((const u32*)stream.ranks + i);
         prefetch((const u8*)stream.zigzags() + (u64)i * SIZE);
     }
+}
+
+// Return the number of the bit of a mask that has `rank` bits below it.
+__device__ __forceinline__ u32 bit_of_rank(u32 mask, u32 rank) {
+    u32 at = 0;
+#pragma unroll
+    for (u32 step = 16; step; step /= 2) {
+        const u32 low = mask & ((1u << step) - 1), count = __popc(low);
+        const bool beyond = rank >= count;
+        mask = beyond ? mask >> step : low;
+        rank -= beyond ? count : 0;
+        at += beyond ? step : 0;
+    }
+    return at;
 }
 
 // Add a difference to an element, `item` as in the list; note it if its class changes.
@@ -269,12 +308,15 @@ __device__ __forceinline__ void change(u32 item, u64 zigzag, u32 parity) {
         if (span.in_threads(thread + step) <= rank) thread += step;
     rank -= span.in_threads(thread);
     // classes are below 128: bit 7 of each byte tells whether a difference of bytes is negative
-    const uint4 v = room.classes[thread];
     const u32 low = span.first * 0x01010101u, high = span.last * 0x01010101u | 0x80808080u;
     const auto within = [&](u32 word) { return ((word | 0x80808080u) - low) & (high - word) & 0x80808080u; };
-    u32 members = within(v.x) >> 7 | within(v.y) >> 6 | within(v.z) >> 5 | within(v.w) >> 4;
-    for (; rank; rank--) members &= members - 1;
-    const u32 place = __ffs(members) - 1, number = place / 8 * 4 + place % 8;  // see `count`
+    u32 members = 0;
+#pragma unroll
+    for (int i = 0; i < CLASS_WORDS / 4; i++) {
+        const uint4 v = room.classes[i][thread];
+        members |= (within(v.x) >> 7 | within(v.y) >> 6 | within(v.z) >> 5 | within(v.w) >> 4) << (4 * i);
+    }
+    const u32 place = bit_of_rank(members, rank), number = place / 8 * CLASS_WORDS + place % 8;  // see `count`
     u8* element = (u8*)room.data + (thread * Own<SIZE>::COUNT + number) * SIZE;
     const u64 old = load_aligned<SIZE>(element), most = ~0ull >> (64 - 8 * SIZE);
     const u64 now = (old + Elements<8>::unzigzag(zigzag)) & most;
@@ -292,18 +334,25 @@ __device__ __noinline__ void change_at_once(u32 item, u64 zigzag, u32 parity) {
     change<SIZE>(item, zigzag, parity);
 }
 
+// Return how many changes there is room for in the list.
+template <int SIZE>
+__device__ constexpr u32 most_listed() {
+    return SIZE <= 2 ? LISTED : LISTED * 2 / SIZE;
+}
+
 // List the changes of a turn's groups that lie in the tile.
 template <int SIZE>
 __device__ __forceinline__ void list_changes(const Stream* streams, u32 count, u32 parity) {
-    const Share share(count);
     const u32 lane = threadIdx.x % 32;
-    for (u32 g = share.group; g < count; g += WARPS) {
-        const Stream& stream = streams[g];
+    Pieces pieces(streams, count);
+    for (u32 piece = threadIdx.x / 32, all = pieces.all(); piece < all; piece += WARPS) {
+        pieces.choose(piece);
+        const Stream& stream = streams[pieces.group];
         const Span span = {stream.first_class, stream.last_class};
-        const u32 total = span.total(), seen = stream.seen;
-        u32 i = stream.applied + 32 * share.number + lane, here = ALL, found = 0;
+        const u32 total = span.total(), seen = stream.seen, step = 32 * pieces.count;
+        u32 i = stream.applied + 32 * pieces.number + lane, here = ALL, found = 0;
         Next<SIZE> next;
-        next.load(stream, i, 32 * share.warps);
+        next.load(stream, i, step);
         while (true) {
 #pragma unroll
             for (int k = 0; k < AHEAD; k++) {
@@ -316,20 +365,20 @@ __device__ __forceinline__ void list_changes(const Stream* streams, u32 count, u
                 at = __shfl_sync(ALL, at, 0) + lane;
                 found += more;
                 if (rank >= total) continue;
-                if (at < LISTED) {
+                if (at < most_listed<SIZE>()) {
                     room.list[at] = item;
-                    room.zigzags[at] = next.zigzags[k];
+                    store_aligned<SIZE>((u8*)room.zigzags + at * SIZE, next.zigzags[k]);
                 } else {
                     change_at_once<SIZE>(item, next.zigzags[k], parity);
                 }
             }
             if (here != ALL) break;
-            i += AHEAD * 32 * share.warps;
-            next.load(stream, i, 32 * share.warps);
+            i += AHEAD * step;
+            next.load(stream, i, step);
         }
         if (lane) continue;
-        atomicAdd(&room.found[g], found);
-        if (share.number == 0) room.members[g] = total;
+        atomicAdd(&room.found[pieces.group], found);
+        if (pieces.number == 0) room.members[pieces.group] = total;
     }
 }
 
@@ -341,7 +390,6 @@ __device__ __forceinline__ void finish_groups(const Turn& turn, u32 tile) {
     stream.applied += room.found[g];
     stream.seen += room.members[g];
     room.found[g] = 0;
-    if (room.pass.blocks == 1) return;
     *(volatile u64*)&room.pass.groups[turn.first + g].progress =
         (u64)(tile + 1) << (2 * PROGRESS_BITS) | (u64)stream.seen << PROGRESS_BITS | stream.applied;
 }
@@ -356,27 +404,28 @@ __device__ __forceinline__ void wait_for_groups(const Turn& turn, u32 tile) {
     for (u32 polls = 0; progress >> (2 * PROGRESS_BITS) != tile && !lost; progress = *at)
         if (++polls == MOST_POLLS) lost = true;
     Stream& stream = room.streams[turn.stream + threadIdx.x];
-    stream.seen = progress >> PROGRESS_BITS & PROGRESS_MASK;
-    stream.applied = progress & PROGRESS_MASK;
+    stream.seen = seen_of(progress);
+    stream.applied = applied_of(progress);
 }
 
-// Read how far the groups of a turn are; or write it.
-__device__ __forceinline__ void load_streams(const Turn& turn) {
+// Find the groups of a turn, and how far they are; `tiles`: of the chunk.
+__device__ __forceinline__ void load_streams(const Turn& turn, u32 tiles) {
     const u32 g = threadIdx.x;
     if (g >= turn.count) return;
     const Group* of_turn = room.pass.groups + turn.first;
     const Group& group = of_turn[g];
     const bool dense = group.gap_shift == DENSE, is_first = turn.first + g == room.pass.oldest->first_group;
     const u32 first_key = g || (room.pass.in_turns && !is_first) ? of_turn[(int)g - 1].last_key + 1 : 0;
-    room.streams[turn.stream + g] = {dense ? group.zigzag : group.ranks, dense ? group.value_count : group.gaps,
-                                     group.seen, group.applied, room.class_of[first_key],
-                                     room.class_of[group.last_key], dense};
-}
-__device__ __forceinline__ void save_streams(const Turn& turn) {
-    if (threadIdx.x >= turn.count) return;
-    Group& group = room.pass.groups[turn.first + threadIdx.x];
-    group.seen = room.streams[turn.stream + threadIdx.x].seen;
-    group.applied = room.streams[turn.stream + threadIdx.x].applied;
+    const u32 count = dense ? group.value_count : group.gaps, pieces = 1 + count / (PIECE * tiles + 1);
+    const u64 progress = *(const volatile u64*)&group.progress;
+    room.streams[turn.stream + g] = {dense ? group.zigzag : group.ranks,
+                                     count,
+                                     seen_of(progress),
+                                     applied_of(progress),
+                                     room.class_of[first_key],
+                                     room.class_of[group.last_key],
+                                     (u8)(pieces < WARPS ? pieces : WARPS),
+                                     dense};
 }
 
 // Correct the counts for an element whose class has changed, by one warp.
@@ -396,7 +445,7 @@ __device__ __forceinline__ void correct(u32 move) {
     if (lane) return;
     atomicAdd(&room.totals[pair_of(from)], 0u - (1u << half_of(from)));
     atomicAdd(&room.totals[pair_of(to)], 1u << half_of(to));
-    atomicAdd((u32*)&room.classes[thread] + place % 8, (to - from) << (place / 8 * 8));
+    atomicAdd((u32*)&room.classes[place % 8 / 4][thread] + place % 4, (to - from) << (place / 8 * 8));
 }
 
 // Give classes to keys, from the number `first` on.
@@ -437,16 +486,17 @@ __device__ u32 choose_links(const Blob* oldest, const Group* groups, u32 links) 
 
 // Apply the links of `room.pass` to the tiles of this block; return how many tiles the chunk has.
 template <int SIZE>
-__device__ u64 apply(u32 own_block) {
+__device__ u32 apply(u32 own_block) {
     const Pass& pass = room.pass;  // not in registers
-    for (u32 number = 0; number < pass.turns && !pass.in_turns; number++) load_streams(Turn(number));
+    const u32 tiles = (u32)((pass.bytes + Own<SIZE>::TILE - 1) / Own<SIZE>::TILE);
+    for (u32 number = 0; number < pass.turns && !pass.in_turns; number++) load_streams(Turn(number), tiles);
     __syncthreads();
-    for (u32 tile = own_block; tile * Own<SIZE>::TILE_BYTES < pass.bytes; tile += pass.blocks) {
-        const u64 first = tile * Own<SIZE>::TILE_BYTES;
+    for (u32 tile = own_block; tile < tiles; tile += pass.blocks) {
+        const u64 first = tile * Own<SIZE>::TILE;
         Own<SIZE> own;
         own.load((const u8*)pass.base + first, pass.bytes - first);
         own.write();
-        const u64 next = first + pass.blocks * Own<SIZE>::TILE_BYTES + threadIdx.x * Own<SIZE>::BYTES;
+        const u64 next = first + pass.blocks * Own<SIZE>::TILE + threadIdx.x * Own<SIZE>::BYTES;
         if (next < pass.bytes) prefetch((const u8*)pass.base + next);
         if (threadIdx.x == 0) room.moved[0] = room.moved[1] = 0;
         bool stale = true;  // the counts
@@ -456,7 +506,7 @@ __device__ u64 apply(u32 own_block) {
             if (pass.in_turns) {
                 set_classes(number * CLASSES);
                 __syncthreads();
-                load_streams(turn);
+                load_streams(turn, tiles);
                 __syncthreads();
             }
             if (pass.blocks > 1) {
@@ -478,13 +528,12 @@ __device__ u64 apply(u32 own_block) {
             const bool more = number + 1 < pass.turns;
             if (more && !pass.in_turns) fetch_changes<SIZE>(streams + turn.count, Turn(number + 1).count);
             finish_groups(turn, tile);
-            for (u32 i = threadIdx.x; i < room.listed && i < LISTED; i += THREADS)
-                change<SIZE>(room.list[i], room.zigzags[i], number % 2);
+            for (u32 i = threadIdx.x; i < room.listed && i < most_listed<SIZE>(); i += THREADS)
+                change<SIZE>(room.list[i], load_aligned<SIZE>((const u8*)room.zigzags + i * SIZE), number % 2);
             __syncthreads();
             const u32 moved = room.moved[number % 2];
             stale = pass.in_turns || moved > MOVES;
             if (threadIdx.x == 0) room.moved[(number + 1) % 2] = room.listed = 0;
-            if (pass.in_turns && pass.blocks == 1) save_streams(turn);
             if (more && !stale)
                 for (u32 i = threadIdx.x / 32; i < moved; i += WARPS) correct(room.moves[i]);
             __syncthreads();
@@ -493,8 +542,7 @@ __device__ u64 apply(u32 own_block) {
         own.store((u8*)pass.out + first, pass.bytes - first);
         if (!pass.in_turns) fetch_changes<SIZE>(room.streams, Turn(0).count);
     }
-    for (u32 number = 0; number < pass.turns && !pass.in_turns && pass.blocks == 1; number++) save_streams(Turn(number));
-    return (pass.bytes + Own<SIZE>::TILE_BYTES - 1) / Own<SIZE>::TILE_BYTES;
+    return tiles;
 }
 
 // chains: the work of each block, that of a chunk's blocks one behind the other. begun: how many blocks have begun; 0.
@@ -511,7 +559,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) sparse_apply(const Chai
         if (bad[chain.oldest - link]) room.listed = 1;
     __syncthreads();
     if (room.listed) return;  // all threads
-    u64 tiles = 0;
+    u32 tiles = 0;
     for (u32 done = 0, links; done < chain.links; done += links) {
         const Blob* oldest = blobs + chain.oldest - done;
         links = choose_links(oldest, groups, chain.links - done);
@@ -535,9 +583,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) sparse_apply(const Chai
         const Group& group = groups[blob.first_group + threadIdx.x];
         const bool dense = group.gap_shift == DENSE;  // it names all elements
         const u32 count = dense ? group.value_count : group.gaps;
-        const bool shared = chain.blocks > 1;
-        const u32 seen = shared ? group.progress >> PROGRESS_BITS & PROGRESS_MASK : group.seen;
-        const u32 applied = shared ? group.progress & PROGRESS_MASK : group.applied;
-        if (applied != count || (dense && seen != count)) bad[chain.oldest - link] = 1;
+        if (applied_of(group.progress) != count || (dense && seen_of(group.progress) != count)) bad[chain.oldest - link] = 1;
     }
 }

@@ -27,7 +27,7 @@ MAX_LINKS = 160
 SHORT_PERIOD = 8
 #: A skip is made once the links since the last one cost this share of what all links may, and at the latest then; a
 #: chunk's number says where between half of it and all.
-SKIP_SHARE = 0.5
+SKIP_SHARE = 0.7
 #: It leaves out at least so many links. A link of twice the mean bytes of the newer ones counts as a skip.
 MIN_SKIPPED, SKIP_RATIO = 4, 2
 SKIP_ROWS = 65536  # chains looked at together

@@ -229,13 +229,13 @@ def skips_of(*chains, plain_bytes=2**20, restore_cost=3.0):
 def test_a_skip_leaves_out_the_links_since_the_last_one():
     full, link, skip = 700_000, 10_000, 65_000
     assert skips_of([full], [link, full], [*[link] * 30, full]) == {}
-    assert skips_of([*[link] * 45, full]) == {0: 45}
-    assert skips_of([*[link] * 45, skip, full]) == {0: 45}
+    assert skips_of([*[link] * 55, full]) == {0: 55}
+    assert skips_of([*[link] * 55, skip, full]) == {0: 55}
     assert skips_of([link, skip, skip, full], [*[link] * 5, skip, skip, full]) == {}
-    assert skips_of([*[skip] * 10, full]) == {0: 10}, "many skips are joined too"
+    assert skips_of([*[skip] * 14, full]) == {0: 14}, "many skips are joined too"
     assert skips_of([*[300_000] * 3, full]) == {}, "three are not worth one"
     assert skips_of([*[link] * 5, full], restore_cost=1.2) == {0: 5}
-    assert skips_of(*[[*[link] * n, full] for n in (1, 45, 3, 46)]) == {1: 45, 3: 46}
+    assert skips_of(*[[*[link] * n, full] for n in (1, 55, 3, 56)]) == {1: 55, 3: 56}
 
 
 def test_skips_are_spread_over_saves():

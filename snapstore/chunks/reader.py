@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
@@ -30,6 +31,8 @@ from ..threads import Pending, Threads
 _BEYOND = np.uint64(1 << 62)
 #: While a batch is read, the engine is polled this often [s].
 POLL_S = 0.0005
+#: So many packs of a batch are opened before they are read.
+OPENED_AHEAD = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,8 @@ class ChunkReader:
         with self._store.kept_open() as self._get_ranges:
             try:
                 for engine, batch in self._batches(wanted):
+                    if reading and not decoding:  # the engine idles; threads that read would hold Python's lock
+                        self._decode(reading, decoding)
                     reading.append(self._read(engine, batch))
                     if len(reading) > 1:
                         self._decode(reading, decoding)
@@ -129,6 +134,8 @@ class ChunkReader:
             for one in reads:
                 if one.length:
                     self._get(batch.keys[one.pack], [one.offset + one.length - 1], [memoryview(bytearray(1))])
+        for key in batch.keys[:OPENED_AHEAD]:  # by one thread: several that open files wait for each other
+            self._get(key, [], [])
         buffer = engine.buffer(size)
         stored = buffer[:size]
         count = max(engine.readers, self._store.gets_at_once)
@@ -247,28 +254,18 @@ def stored_bytes(table: ChunkTable, rows: Column) -> Column:
 def _columns(wanted: Sequence[Wanted]) -> _Batch:
     """Return chunks of several tensors as one batch."""
     numbers: dict[str, int] = {}
-    packs, offsets, lengths, counts, digests, which, outs_starts, outs_lengths = ([] for _ in range(8))
-    for i, w in enumerate(wanted):
-        refs = w.table.refs_of(w.rows)
-        used, inverse = np.unique(w.table.ref_packs[refs], return_inverse=True)
-        own = np.array([numbers.setdefault(w.packs[n], len(numbers)) for n in used.tolist()], np.int64)
-        packs.append(own[inverse])
-        offsets.append(np.minimum(w.table.ref_offsets[refs], _BEYOND).astype(np.int64))
-        lengths.append(w.table.ref_lengths[refs].astype(np.int64))
-        counts.append(w.table.ref_counts[w.rows].astype(np.int64))
-        digests.append(w.table.digests[w.rows])
-        which.append(np.full(len(w.rows), i))
-        outs_starts.append(w.starts)
-        outs_lengths.append(_plain_bytes(w.table, w.rows))
-    outs = Chunks(
-        [w.out for w in wanted], np.concatenate(which), np.concatenate(outs_starts), np.concatenate(outs_lengths)
-    )
-    return _Batch(
-        [pack_key(name) for name in numbers],
-        np.concatenate(packs),
-        np.concatenate(offsets),
-        np.concatenate(lengths),
-        np.concatenate(counts),
-        np.concatenate(digests),
-        outs,
-    )
+    columns: list[tuple[Column, ...]] = []
+    # few calls of NumPy: while threads read packs, each of them may have to wait for Python's lock
+    for _, same in groupby(wanted, lambda w: (id(w.table), id(w.packs))):
+        run = list(same)
+        table, packs, rows = run[0].table, run[0].packs, np.concatenate([w.rows for w in run])
+        refs = table.refs_of(rows)
+        used, inverse = np.unique(table.ref_packs[refs], return_inverse=True)
+        own = np.array([numbers.setdefault(packs[n], len(numbers)) for n in used.tolist()], np.int64)
+        offsets = np.minimum(table.ref_offsets[refs], _BEYOND).astype(np.int64)
+        lengths, counts = table.ref_lengths[refs].astype(np.int64), table.ref_counts[rows].astype(np.int64)
+        columns.append((own[inverse], offsets, lengths, counts, table.digests[rows], _plain_bytes(table, rows)))
+    *of_blobs, counts, digests, plain_bytes = (np.concatenate(column) for column in zip(*columns, strict=True))
+    which = np.repeat(np.arange(len(wanted)), [len(w.rows) for w in wanted])
+    outs = Chunks([w.out for w in wanted], which, np.concatenate([w.starts for w in wanted]), plain_bytes)
+    return _Batch([pack_key(name) for name in numbers], *of_blobs, counts, digests, outs)

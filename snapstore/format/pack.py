@@ -43,6 +43,9 @@ VERSION = 1
 ENTRY = blob.ENTRY
 #: Ranges with a smaller gap are read as one: a seek or a request costs more than these bytes.
 JOIN_GAP_BYTES = 64 * 1024
+#: So are ranges with a wider gap, as long as all wide gaps are together at most this share of the wanted bytes: a read
+#: costs a thread of Python as much as half a megabyte, but the buffer must not become much larger.
+WIDE_GAP_BYTES, WIDE_GAPS_SHARE = 512 * 1024, 1 / 4
 #: No joined read grows beyond this, so that memory stays bounded.
 JOIN_MAX_BYTES = 16 * 1024 * 1024
 
@@ -218,7 +221,8 @@ def plan_reads(packs: Column, offsets: Column, lengths: Column) -> tuple[list[Re
     pack, start = packs[order], offsets[order]
     end = start + lengths[order]
     begins = np.ones(len(order), bool)  # whether a read begins with this range
-    begins[1:] = (np.diff(pack) != 0) | (start[1:] - end[:-1] > JOIN_GAP_BYTES)
+    within = np.diff(pack) == 0
+    begins[1:] = ~(within & _joined(start[1:] - end[:-1], within, int(lengths.sum())))
     first = np.flatnonzero(begins)
     for i in np.flatnonzero(_reach(end, first) - start[first] > JOIN_MAX_BYTES).tolist():
         at, last = int(first[i]), int(first[i + 1]) if i + 1 < len(first) else len(order)
@@ -234,6 +238,15 @@ def plan_reads(packs: Column, offsets: Column, lengths: Column) -> tuple[list[Re
     positions = np.empty(len(order), np.int64)
     positions[order] = before[read] + start - start[first][read]
     return list(map(Read, *(column.tolist() for column in columns))), positions, int(sizes.sum())
+
+
+def _joined(gaps: Column, within: Column, wanted_bytes: int) -> Column:
+    """Return which gaps are read with the ranges around them; `within`: which lie within a pack."""
+    joined: Column = gaps <= JOIN_GAP_BYTES
+    wide = np.flatnonzero(within & ~joined & (gaps <= WIDE_GAP_BYTES))
+    wide = wide[np.argsort(gaps[wide], kind="stable")]
+    joined[wide[np.cumsum(gaps[wide]) <= WIDE_GAPS_SHARE * wanted_bytes]] = True
+    return joined
 
 
 def _reach(ends: Column, first: Column) -> Column:

@@ -111,7 +111,8 @@ class ObjectStore(Protocol):
 
     def kept_open(self) -> AbstractContextManager[GetRanges]:
         """Return a context with a function for many calls, from any thread: it fills each memory from its offset of a
-        key on, and raises as `get_range` does. A local store keeps the keys open that were used last.
+        key on, and raises as `get_range` does. A local store keeps the keys open that were used last; a call without
+        offsets opens a key.
         """
 
         def get_ranges(key: str, offsets: Sequence[int], into: Sequence[memoryview]) -> None:

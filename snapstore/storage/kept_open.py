@@ -6,17 +6,18 @@ In: keys, and how to open one. Out: descriptors, which any thread may read from.
 from __future__ import annotations
 
 import os
+import resource
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..errors import StorageError
 from .os_errors import is_stale, is_too_many_files
 
-#: Files that no thread reads from, and that stay open.
-MOST_UNUSED = 64
+#: Files that no thread reads from, and that stay open: at most so many (a chain may lie in 160 packs), and at most one
+#: in so many files that the process may have open.
+MOST_UNUSED, ONE_IN = 256, 4
 
 
 @dataclass(slots=True)
@@ -40,7 +41,8 @@ class KeptOpen:
         self._files: OrderedDict[str, _File] = OrderedDict()  # the one that was used last at the end
         self._stale: list[_File] = []
         self._lock = threading.Lock()
-        self._most_unused = MOST_UNUSED
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most_unused = MOST_UNUSED if most == resource.RLIM_INFINITY else min(MOST_UNUSED, most // ONE_IN)
 
     def get_ranges(self, key: str, offsets: Sequence[int], into: Sequence[memoryview]) -> None:
         """Fill each memory from its offset of `key` on."""
@@ -52,16 +54,20 @@ class KeptOpen:
             self._read(key, offsets, into)  # another host has deleted it: this says so, or there is a new one
 
     def _read(self, key: str, offsets: Sequence[int], into: Sequence[memoryview]) -> None:
-        with self._opened(key) as file:
-            try:
-                for offset, memory in zip(offsets, into, strict=True):
-                    self._read_range((file.fd, file.size_bytes), key, offset, len(memory), memory)
-            except StorageError as error:
-                file.is_stale = is_stale(error.__cause__)
-                raise
+        file = self._open(key)
+        try:
+            for offset, memory in zip(offsets, into, strict=True):
+                self._read_range((file.fd, file.size_bytes), key, offset, len(memory), memory)
+        except StorageError as error:
+            file.is_stale = is_stale(error.__cause__)
+            raise
+        finally:
+            with self._lock:
+                file.users -= 1
+            self._close_unused(self._most_unused)
 
-    @contextmanager
-    def _opened(self, key: str) -> Iterator[_File]:
+    def _open(self, key: str) -> _File:
+        """Return the file of a key, for one more user."""
         file = self._take(key)
         if file is None:
             try:
@@ -72,12 +78,7 @@ class KeptOpen:
                 self._close_unused(0)
                 new = _File(*self._open_file(key))
             file = self._take(key, new) or new
-        try:
-            yield file
-        finally:
-            with self._lock:
-                file.users -= 1
-            self._close_unused(self._most_unused)
+        return file
 
     def _take(self, key: str, new: _File | None = None) -> _File | None:
         """Return the file of a key, for one more user; `new` if there is none yet, else it is closed."""
@@ -99,6 +100,8 @@ class KeptOpen:
     def _close_unused(self, most: int) -> None:
         """Close the files that were used longest ago, until at most so many are unused, and all stale ones."""
         with self._lock:
+            if len(self._files) <= most and not self._stale:
+                return
             unused = [key for key, file in self._files.items() if not file.users]
             for key in unused[: max(0, len(unused) - most)]:
                 os.close(self._files.pop(key).fd)

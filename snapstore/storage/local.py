@@ -159,8 +159,10 @@ class LocalStore(ObjectStore):
         view = memory_for(key, length, into)
         done = 0
         while done < length:
-            with self._failures(key, "read"):
+            try:
                 got = os.preadv(fd, [view[done : done + _READ_PIECE_BYTES]], offset + done)
+            except OSError as error:
+                raise self._failed(key, "read", error) from error
             if got == 0:
                 raise too_short(key, self.url, offset, length, offset + done)
             done += got
@@ -302,11 +304,8 @@ class LocalStore(ObjectStore):
     def _open(self, key: str) -> Iterator[tuple[int, int]]:
         """Yield (descriptor, size in bytes) of an object."""
         fd, size_bytes = self._open_file(key)
-        try:
-            with self._failures(key, "read"):
-                yield fd, size_bytes
-        finally:
-            os.close(fd)
+        with closing(fd), self._failures(key, "read"):
+            yield fd, size_bytes
 
     def _open_file(self, key: str) -> tuple[int, int]:
         with self._at(key, "read") as (folder, name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from itertools import pairwise
 
@@ -14,6 +15,7 @@ from kit.repositories import dearest
 from snapstore import KeepLast, Repository, SaveOptions, SnapshotManager, StorageError
 from snapstore.format import manifest
 from snapstore.format.keys import pack_key
+from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 
 CHUNK, CHUNKS, SAVES = 64 * 1024, 4, 40
@@ -125,3 +127,22 @@ def test_a_chain_is_read_by_as_many_requests_as_the_store_serves_well(store, at_
     assert torch.equal(restored["w"].view(torch.int16), state["w"].view(torch.int16))
     assert store.most <= at_once
     assert store.most > at_once // 2
+
+
+def test_one_thread_opens_the_packs_of_a_chain(tmp_path, monkeypatch):
+    """Several that open files wait for each other."""
+    real, opened = LocalStore._open_file, []
+
+    def open_file(self, key):
+        opened.append((key, threading.current_thread()))
+        return real(self, key)
+
+    with Repository.create(tmp_path / "r", options=OPTIONS) as repository:
+        for step, state in enumerate(states(9)):
+            repository.save(state, run="r", step=step)
+        monkeypatch.setattr(LocalStore, "_open_file", open_file)
+        restored = repository.restore("r@8")
+    assert torch.equal(restored["w"].view(torch.int16), state["w"].view(torch.int16))
+    packs = [(key, thread) for key, thread in opened if key.startswith("packs/")]
+    assert len(packs) == len(set(packs)) >= 8
+    assert {thread for _, thread in packs} == {threading.current_thread()}

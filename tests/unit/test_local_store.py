@@ -1010,10 +1010,18 @@ def test_a_file_that_another_host_has_deleted(store, monkeypatch, again):
 
 def test_a_file_that_is_read_while_all_are_closed(store):
     (key,), before = put_keys(store, 1), open_files()
-    with store.kept_open() as get_ranges, get_ranges.__self__._opened(key):
-        get_ranges.__self__.close()
-        assert open_files() == before + 1
-    assert open_files() == before
+    with store.kept_open() as get_ranges:
+        files = get_ranges.__self__
+        real, open_then = files._read_range, []
+
+        def read_range(*args):
+            files.close()
+            open_then.append(open_files())
+            return real(*args)
+
+        files._read_range = read_range
+        assert filled(get_ranges, key, 0, 1)
+        assert (open_then, open_files()) == ([before + 1], before)
 
 
 def test_a_file_that_fails_is_closed_at_the_end(store):

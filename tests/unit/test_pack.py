@@ -217,6 +217,30 @@ def test_a_wide_gap_splits_a_read_and_a_narrow_one_does_not():
     assert planned([(at, 100) for at in (0, near, far)]) == [(0, near + 100), (far, 100)]
 
 
+def test_a_few_wide_gaps_are_read_too():
+    """The narrowest first, until they are together a quarter of what is wanted."""
+    size, narrow, wide = 600_000, 200_000, 450_000
+    assert wide < pack.WIDE_GAP_BYTES
+    starts = [0, size + wide, 2 * size + wide + narrow, 3 * size + 2 * wide + narrow]
+    assert planned([(at, size) for at in starts]) == [
+        (0, size), (size + wide, 2 * size + narrow), (starts[3], size),
+    ]  # fmt: skip
+    assert planned([(at, size) for at in (*starts, starts[3] + size)]) == [
+        (0, starts[2] + size), (starts[3], 2 * size),
+    ]  # fmt: skip
+    beyond = pack.WIDE_GAP_BYTES + 1
+    assert planned([(0, 9 * size), (9 * size + beyond, size)]) == [(0, 9 * size), (9 * size + beyond, size)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 10**8), st.integers(1, 10**5)), min_size=1, max_size=200))
+def test_the_buffer_is_little_larger_than_what_is_wanted(wanted):
+    packs, offsets, lengths = np.array(wanted, np.int64).T
+    reads, positions, size = pack.plan_reads(packs, offsets, lengths)
+    most = lengths.sum() * (1 + pack.WIDE_GAPS_SHARE) + len(wanted) * pack.JOIN_GAP_BYTES
+    assert size == sum(one.length for one in reads) <= most
+    assert (positions + lengths <= size).all()
+
+
 def test_no_read_grows_beyond_its_bound(monkeypatch):
     monkeypatch.setattr(pack, "JOIN_MAX_BYTES", 1000)
     found = planned([(300 * i, 300) for i in range(10)] + [(50_000, 5000)])

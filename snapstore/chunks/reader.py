@@ -7,6 +7,7 @@ states of any size.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,8 +32,8 @@ from ..threads import Pending, Threads
 _BEYOND = np.uint64(1 << 62)
 #: While a batch is read, the engine is polled this often [s].
 POLL_S = 0.0005
-#: So many packs of a batch are opened before they are read.
-OPENED_AHEAD = 256
+#: Packs are opened by one thread for so long, before several read them [s].
+OPEN_AHEAD_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,9 @@ class ChunkReader:
         with self._store.kept_open() as self._get_ranges:
             try:
                 for engine, batch in self._batches(wanted):
-                    if reading and not decoding:  # the engine idles; threads that read would hold Python's lock
+                    # Nothing is decoded yet: wait for the first batch, and begin to decode it before threads read the
+                    # second, which would take Python's lock. Requests to a far store must not wait for that.
+                    if reading and not decoding and self._store.gets_at_once == 1:
                         self._decode(reading, decoding)
                     reading.append(self._read(engine, batch))
                     if len(reading) > 1:
@@ -134,8 +137,7 @@ class ChunkReader:
             for one in reads:
                 if one.length:
                     self._get(batch.keys[one.pack], [one.offset + one.length - 1], [memoryview(bytearray(1))])
-        for key in batch.keys[:OPENED_AHEAD]:  # by one thread: several that open files wait for each other
-            self._get(key, [], [])
+        self._open_ahead(batch.keys)
         buffer = engine.buffer(size)
         stored = buffer[:size]
         count = max(engine.readers, self._store.gets_at_once)
@@ -150,6 +152,16 @@ class ChunkReader:
 
         wait = self._readers.start(read, _by_pack(reads, count))
         return _Reading(batch, engine, buffer, stored, positions, wait)
+
+    def _open_ahead(self, keys: Sequence[str]) -> None:
+        """Open packs: an open takes ten system calls, after each of which a thread waits for Python's lock. If opens
+        themselves take long, as on a network, the threads that read do the rest.
+        """
+        ends = time.monotonic() + OPEN_AHEAD_S
+        for key in keys:
+            self._get(key, [], [])
+            if time.monotonic() > ends:
+                return
 
     def _get(self, key: str, offsets: Sequence[int], into: Sequence[memoryview]) -> None:
         """Read ranges of a pack.

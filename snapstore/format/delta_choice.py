@@ -25,8 +25,8 @@ MAX_LINKS = 160
 #: Where so few links fit into the cost, every chunk has its turn to be full in each period of them; where more fit, in
 #: the last quarter of the period.
 SHORT_PERIOD = 8
-#: A skip is made once the links since the last one cost this share of what all links may, and at the latest then; a
-#: chunk's number says where between half of it and all.
+#: A skip is made once the links since the last one cost this share of what all links may, or are this share of as many
+#: as there may be, and at the latest then; a chunk's number says where between half of it and all.
 SKIP_SHARE = 0.7
 #: It leaves out at least so many links. A link of twice the mean bytes of the newer ones counts as a skip.
 MIN_SKIPPED, SKIP_RATIO = 4, 2
@@ -90,15 +90,16 @@ class ChainCosts:
         Returns:
             (rows (k,), the reference of each where its base begins (k,)).
         """
-        early, room = numbers * GOLDEN % 1, (restore_cost - 1) * self.full
-        limits, spent = SKIP_SHARE * (1 - early / 2) * room, self.whole - self.full + self.newest
-        due = np.flatnonzero((self._depths >= MIN_SKIPPED) & (spent > limits))
-        found = [self._skips_of(due[i : i + SKIP_ROWS], limits) for i in range(0, len(due), SKIP_ROWS)]
+        shares = SKIP_SHARE * (1 - numbers * GOLDEN % 1 / 2)
+        limits, most_links = shares * (restore_cost - 1) * self.full, shares * MAX_LINKS
+        spent = self.whole - self.full + self.newest
+        due = np.flatnonzero((self._depths >= MIN_SKIPPED) & ((spent > limits) | (self._depths > most_links)))
+        found = [self._skips_of(due[i : i + SKIP_ROWS], limits, most_links) for i in range(0, len(due), SKIP_ROWS)]
         rows, refs = zip(*found, strict=True) if found else ((due,), (due,))
         return np.concatenate(rows), np.concatenate(refs)
 
-    def _skips_of(self, rows: Column, limits: Column) -> tuple[Column, Column]:
-        """Return which of some chains spend more than their limits since the last skip, and the references of these."""
+    def _skips_of(self, rows: Column, limits: Column, most_links: Column) -> tuple[Column, Column]:
+        """Return which of some chains exceed one of their limits since the last skip, and the references of these."""
         table, counts = self._table, self._depths[rows] + 1
         lengths = table.ref_lengths[table.refs_of(rows)].astype(np.int64)
         begins = np.cumsum(counts) - counts
@@ -111,7 +112,7 @@ class ChainCosts:
         at = at[np.searchsorted(at, begins)]  # the newest one of each chain
         skipped, plain = newer[at], self._plain[rows]
         spent = cost(newer_bytes[at], plain, skipped) + self.newest[rows]
-        chosen = (skipped >= MIN_SKIPPED) & (spent > limits[rows])
+        chosen = (skipped >= MIN_SKIPPED) & ((spent > limits[rows]) | (skipped > most_links[rows]))
         return rows[chosen], (table.starts[rows] + skipped)[chosen]
 
     def delta_limits(self, rows: Column, restore_cost: float, above: Column | float = 0.0) -> Column:

@@ -43,9 +43,9 @@ VERSION = 1
 ENTRY = blob.ENTRY
 #: Ranges with a smaller gap are read as one: a seek or a request costs more than these bytes.
 JOIN_GAP_BYTES = 64 * 1024
-#: So are ranges with a wider gap, as long as all wide gaps are together at most this share of the wanted bytes: a read
-#: costs a thread of Python as much as half a megabyte, but the buffer must not become much larger.
-WIDE_GAP_BYTES, WIDE_GAPS_SHARE = 512 * 1024, 1 / 4
+#: So are ranges with wider gaps, the narrowest first, until these are together this share of the wanted bytes: a read
+#: takes a thread of Python as long as half a megabyte more, but little is to be read that nobody wants.
+WIDE_GAP_BYTES, WIDE_GAPS_SHARE = 512 * 1024, 1 / 10
 #: No joined read grows beyond this, so that memory stays bounded.
 JOIN_MAX_BYTES = 16 * 1024 * 1024
 
@@ -221,8 +221,10 @@ def plan_reads(packs: Column, offsets: Column, lengths: Column) -> tuple[list[Re
     pack, start = packs[order], offsets[order]
     end = start + lengths[order]
     begins = np.ones(len(order), bool)  # whether a read begins with this range
-    within = np.diff(pack) == 0
-    begins[1:] = ~(within & _joined(start[1:] - end[:-1], within, int(lengths.sum())))
+    same_pack = np.diff(pack) == 0
+    is_repeated = np.concatenate([[False], same_pack & (np.diff(start) == 0)])[: len(order)]
+    wanted_bytes = int((end - start)[~is_repeated].sum())
+    begins[1:] = ~(same_pack & _joined(start[1:] - end[:-1], same_pack, wanted_bytes))
     first = np.flatnonzero(begins)
     for i in np.flatnonzero(_reach(end, first) - start[first] > JOIN_MAX_BYTES).tolist():
         at, last = int(first[i]), int(first[i + 1]) if i + 1 < len(first) else len(order)
@@ -240,10 +242,10 @@ def plan_reads(packs: Column, offsets: Column, lengths: Column) -> tuple[list[Re
     return list(map(Read, *(column.tolist() for column in columns))), positions, int(sizes.sum())
 
 
-def _joined(gaps: Column, within: Column, wanted_bytes: int) -> Column:
-    """Return which gaps are read with the ranges around them; `within`: which lie within a pack."""
+def _joined(gaps: Column, same_pack: Column, wanted_bytes: int) -> Column:
+    """Return which gaps are read with the ranges around them; `same_pack`: which lie within one."""
     joined: Column = gaps <= JOIN_GAP_BYTES
-    wide = np.flatnonzero(within & ~joined & (gaps <= WIDE_GAP_BYTES))
+    wide = np.flatnonzero(same_pack & ~joined & (gaps <= WIDE_GAP_BYTES))
     wide = wide[np.argsort(gaps[wide], kind="stable")]
     joined[wide[np.cumsum(gaps[wide]) <= WIDE_GAPS_SHARE * wanted_bytes]] = True
     return joined

@@ -111,8 +111,8 @@ class ObjectStore(Protocol):
 
     def kept_open(self) -> AbstractContextManager[GetRanges]:
         """Return a context with a function for many calls, from any thread: it fills each memory from its offset of a
-        key on, and raises as `get_range` does. A local store keeps the keys open that were used last; a call without
-        offsets opens a key.
+        key on, and raises as `get_range` does. A local store keeps the keys open that were used last; there, a call
+        without offsets opens a key. Other stores do nothing then, and do not notice that it is missing.
         """
 
         def get_ranges(key: str, offsets: Sequence[int], into: Sequence[memoryview]) -> None:

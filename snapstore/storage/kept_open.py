@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from ..errors import StorageError
 from .os_errors import is_stale, is_too_many_files
 
-#: Files that no thread reads from, and that stay open: at most so many (a chain may lie in 160 packs), and at most one
-#: in so many files that the process may have open.
-MOST_UNUSED, ONE_IN = 256, 4
+#: At most so many files that no thread reads from stay open, and at most one for so many that the process may open.
+MOST_UNUSED, ONE_IN = 128, 8
 
 
 @dataclass(slots=True)
@@ -45,7 +44,9 @@ class KeptOpen:
         self._most_unused = MOST_UNUSED if most == resource.RLIM_INFINITY else min(MOST_UNUSED, most // ONE_IN)
 
     def get_ranges(self, key: str, offsets: Sequence[int], into: Sequence[memoryview]) -> None:
-        """Fill each memory from its offset of `key` on."""
+        """Fill each memory from its offset of `key` on; without offsets, open it if it may stay open."""
+        if not offsets and len(self._files) >= self._most_unused:
+            return
         try:
             self._read(key, offsets, into)
         except StorageError as error:

@@ -471,10 +471,7 @@ def test_sparse_deltas_on_a_device_with_little_shared_memory(check_applied, smal
     apply_every_kind(check_applied, size, planes.ROTATED)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("size", SIZES)
-def test_chains_of_sparse_deltas(check_applied, size, layout):
-    """Links that move few or many elements to other groups, of few or many groups, and of another layout."""
+def apply_chains(check_applied, size, layout):
     rng = np.random.default_rng(size)
     chains, arrays, bases = [], [], []
     step = 2 ** (8 * size - 9) if size > 1 else 1  # from one key to the next
@@ -498,6 +495,19 @@ def test_chains_of_sparse_deltas(check_applied, size, layout):
         chains.append(chain)
         arrays.append(version)
     check_applied(chains, arrays, bases)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", SIZES)
+def test_chains_of_sparse_deltas(check_applied, size, layout):
+    """Links that move few or many elements to other groups, of few or many groups, and of another layout."""
+    apply_chains(check_applied, size, layout)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_chains_on_a_device_with_little_shared_memory(check_applied, small_tiles, size):
+    """The same."""
+    apply_chains(check_applied, size, planes.ROTATED)
 
 
 @pytest.mark.parametrize("seed", range(3))

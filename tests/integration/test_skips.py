@@ -13,6 +13,8 @@ import torch
 from kit.objects import flip_in_place
 from kit.repositories import dearest
 from snapstore import KeepLast, Repository, SaveOptions, SnapshotManager, StorageError
+from snapstore.chunks import reader
+from snapstore.engine.cpu import CpuEngine
 from snapstore.format import manifest
 from snapstore.format.keys import pack_key
 from snapstore.storage.local import LocalStore
@@ -132,6 +134,7 @@ def test_a_chain_is_read_by_as_many_requests_as_the_store_serves_well(store, at_
 def test_one_thread_opens_the_packs_of_a_chain(tmp_path, monkeypatch):
     """Several that open files wait for each other."""
     real, opened = LocalStore._open_file, []
+    monkeypatch.setattr(reader, "OPEN_AHEAD_S", 600)
 
     def open_file(self, key):
         opened.append((key, threading.current_thread()))
@@ -146,3 +149,12 @@ def test_one_thread_opens_the_packs_of_a_chain(tmp_path, monkeypatch):
     packs = [(key, thread) for key, thread in opened if key.startswith("packs/")]
     assert len(packs) == len(set(packs)) >= 8
     assert {thread for _, thread in packs} == {threading.current_thread()}
+
+
+def test_a_far_store_is_asked_for_a_batch_while_the_first_is_read(store, monkeypatch):
+    monkeypatch.setattr(CpuEngine, "decode_bytes", CHUNK)
+    with Repository.open(store, options=OPTIONS) as repository:
+        repository.save(next(states(1)), run="r", step=0)
+        store.gets_at_once, store.delay_s, store.most = 8, 0.05, 0
+        repository.restore("r@0")
+    assert store.most >= 2

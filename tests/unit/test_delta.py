@@ -238,6 +238,15 @@ def test_a_skip_leaves_out_the_links_since_the_last_one():
     assert skips_of(*[[*[link] * n, full] for n in (1, 55, 3, 56)]) == {1: 55, 3: 56}
 
 
+@pytest.mark.parametrize("restore_cost", [3.0, 30.0])
+def test_links_of_next_to_no_bytes_are_skipped_before_there_are_too_many(restore_cost):
+    """A link costs something however small it is; a noisy chunk may have more of them than a chain."""
+    full = 2**20 + 50
+    last = next(n for n in range(1, 400) if skips_of([*[100] * n, full], restore_cost=restore_cost))
+    assert last < delta_choice.MAX_LINKS
+    assert skips_of([*[100] * last, 9000, full], restore_cost=restore_cost) == {0: last}
+
+
 def test_skips_are_spread_over_saves():
     table = a_table([[10_000] * 30 + [700_000]] * 1000, 2**20)
     share = len(ChainCosts(table).skips(3.0, np.arange(1000))[0]) / 1000

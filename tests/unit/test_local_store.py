@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -961,6 +962,24 @@ def test_only_a_few_stay_open(store, monkeypatch):
         assert open_files() <= before + 4
     assert open_files() == before
     assert most[0] <= before + 4 + 6 * 5  # and those in use, the folders above them, and the listing
+
+
+def test_files_are_opened_ahead_as_far_as_they_may_stay_open(store, monkeypatch):
+    """Else the next ones would close them before anyone reads them."""
+    keys, before = put_keys(store, 20), open_files()
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 64))
+    with store.kept_open() as get_ranges:
+        for key in keys:
+            get_ranges(key, [], [])
+        assert open_files() == before + 8
+        assert all(filled(get_ranges, key, i) for i, key in enumerate(keys))
+        assert open_files() == before + 8
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
+    with store.kept_open() as get_ranges:
+        for key in keys:
+            get_ranges(key, [], [])
+        assert open_files() == before + 20
+    assert open_files() == before
 
 
 def test_too_many_open_files_close_what_nobody_reads(store, monkeypatch):

@@ -18,8 +18,8 @@ struct Blob {
     u32 first_group, groups, first_frame, frames;
     u8 element_size, layout, unused[6];
 };
-// A group of it: addresses of its symbols and values, and of rooms for ranks, differences and values. `progress`: in how
-// many tiles its changes have been applied, how many of its elements these have, and how many changes: see sparse_apply.cu.
+// A group of it: addresses of its symbols and values, and of rooms for ranks, differences and values. `progress`: how many
+// tiles are done, and how many of the group's elements and changes lie in them: see sparse_apply.cu.
 struct Group {
     u64 symbols, values, ranks, zigzag, found;
     u32 gaps, value_count, blob;

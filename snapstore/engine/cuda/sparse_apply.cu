@@ -51,7 +51,7 @@ struct Pass {
     bool in_turns;  // one link
 };
 
-// The changes of a group. `pieces`: as many warps list them.
+// The changes of a group. `pieces`: how many warps list them.
 struct Stream {
     u64 ranks;  // their address; the differences follow
     u32 count, seen, applied;
@@ -75,11 +75,11 @@ struct Room {
     unsigned short starts[STREAMS + 1];  // of each turn in `streams`
     u32 found[CLASSES], members[CLASSES];  // of each group of a turn, in the tile: changes, and elements
     u32 moved[2], moves[MOVES];      // place in `classes` | thread << 5 | its class << 16 | its next class << 24
-    u32 listed;                      // changes; those beyond LISTED are not in the list
+    u32 listed;                      // changes; those beyond `most_listed` are not in the list
     u32 list[LISTED];                // rank in the tile | the group's first class << 16 | its last class << 24
     u64 zigzags[LISTED / 4];         // of the listed ones, as long as elements
 };
-static_assert(sizeof(Room) <= (PARTS == 4 ? 112 : 60) * 1024, "SHARED_BYTES in kernels.py");
+static_assert(sizeof(Room) <= (PARTS == 4 ? 112 : 60) * 1024, "APPLY_SHARED_BYTES in kernels.py");
 #ifdef __CUDA_ARCH__
 extern __shared__ uint4 dynamic[];  // more than a kernel has without asking for it
 #define room (*(Room*)dynamic)
@@ -237,7 +237,8 @@ struct Next {
     }
 };
 
-// The work of a warp in a turn: pieces of groups. A piece is every n-th run of a group's changes, if it has n pieces.
+// The work of a warp in a turn: pieces of groups. A run is 32 neighbouring changes of a group; of a group with n pieces,
+// each piece is every n-th run.
 struct Pieces {
     u32 begin, end;  // of the group of the same number as the lane, among the pieces of all groups
     u32 group, number, count;

@@ -277,7 +277,9 @@ def _columns(wanted: Sequence[Wanted]) -> _Batch:
         offsets = np.minimum(table.ref_offsets[refs], _BEYOND).astype(np.int64)
         lengths, counts = table.ref_lengths[refs].astype(np.int64), table.ref_counts[rows].astype(np.int64)
         columns.append((own[inverse], offsets, lengths, counts, table.digests[rows], _plain_bytes(table, rows)))
-    *of_blobs, counts, digests, plain_bytes = (np.concatenate(column) for column in zip(*columns, strict=True))
+    joined = (np.concatenate(column) for column in zip(*columns, strict=True))
+    blob_packs, blob_offsets, blob_lengths, blob_counts, digests, plain_bytes = joined
     which = np.repeat(np.arange(len(wanted)), [len(w.rows) for w in wanted])
     outs = Chunks([w.out for w in wanted], which, np.concatenate([w.starts for w in wanted]), plain_bytes)
-    return _Batch([pack_key(name) for name in numbers], *of_blobs, counts, digests, outs)
+    keys = [pack_key(name) for name in numbers]
+    return _Batch(keys, blob_packs, blob_offsets, blob_lengths, blob_counts, digests, outs)

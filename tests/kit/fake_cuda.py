@@ -430,7 +430,7 @@ class RawKernel:
 class CupyDevice(contextlib.nullcontext[None]):
     """cupy.cuda.Device"""
 
-    attributes = {"MaxSharedMemoryPerMultiprocessor": 228 * 1024}  # an H200's
+    attributes = types.MappingProxyType({"MaxSharedMemoryPerMultiprocessor": 228 * 1024})  # an H200's
 
 
 class CUDARuntimeError(RuntimeError):

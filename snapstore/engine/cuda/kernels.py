@@ -37,8 +37,9 @@ THREADS = {
     "sparse_rank": 512,
     "sparse_pack": 512,
 }
-#: Bytes of a chunk that a thread block of `sparse_apply` takes at a time -> its dynamic shared memory [bytes]. Large ones
-#: are faster where a multiprocessor has the memory of two such blocks. Compute capability 7 and newer has 64 KiB.
+#: Bytes of a chunk that a thread block of `sparse_apply` takes at a time -> its dynamic shared memory [bytes].
+#: Large ones are faster where a multiprocessor has the memory of two such blocks. Compute capability 7 and newer has
+#: 64 KiB.
 APPLY_SHARED_BYTES = {32 * 1024: 112 * 1024, 16 * 1024: 60 * 1024}
 #: Shared memory of a thread block that the system takes [bytes].
 _SYSTEM_SHARED_BYTES = 1024

@@ -467,7 +467,7 @@ def small_tiles(engine):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_sparse_deltas_on_a_device_with_little_shared_memory(check_applied, small_tiles, size):
-    """As of every kind."""
+    """Thread blocks with small tiles apply the same deltas."""
     apply_every_kind(check_applied, size, planes.ROTATED)
 
 
@@ -506,7 +506,7 @@ def test_chains_of_sparse_deltas(check_applied, size, layout):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_chains_on_a_device_with_little_shared_memory(check_applied, small_tiles, size):
-    """The same."""
+    """Thread blocks with small tiles apply the same chains."""
     apply_chains(check_applied, size, planes.ROTATED)
 
 

@@ -83,13 +83,15 @@ class Budget:
     """How many bytes one verb may decode. One thread at a time uses it.
 
     Attributes:
-        limit_bytes: None: it follows from the stored bytes, which are summed once there is much to decode.
+        limit_bytes: None: it follows from the stored bytes, which are summed once there is much to decode, as far as it
+            takes to explain twice that.
         spent_bytes: decoded so far.
     """
 
     store: ObjectStore
     limit_bytes: int | None = None
     spent_bytes: int = 0
+    _explained_bytes: int = 0  # the limit is at least this
 
     def spend(self, nbytes: int, what: str, *, free_bytes: int = 0) -> None:
         """Count work before it is done.
@@ -103,10 +105,10 @@ class Budget:
             CapabilityError: the stored bytes do not explain so much work. It is not counted.
         """
         total = self.spent_bytes + nbytes
-        if self.limit_bytes is None and total > max(free_bytes, MIN_DECODED_BYTES):
-            stored_bytes = sum(info.size_bytes for info in self.store.list("packs/"))
-            limit = from_environment(DECODED)
-            self.limit_bytes = MIN_DECODED_BYTES + DECODED_RATIO * stored_bytes if limit is None else limit
+        if self.limit_bytes is None and total > max(free_bytes, MIN_DECODED_BYTES, self._explained_bytes):
+            self.limit_bytes = from_environment(DECODED)
+            if self.limit_bytes is None:
+                self._explain(2 * total)
         if self.limit_bytes is not None and total > self.limit_bytes:
             raise CapabilityError(
                 f"{what}: has to decode {human_bytes(total)} ({total} bytes), expected at most "
@@ -114,6 +116,16 @@ class Budget:
                 f"set {DECODED}={total}"
             )
         self.spent_bytes = total
+
+    def _explain(self, most_bytes: int) -> None:
+        """Sum stored bytes until they allow decoding `most_bytes`; if all together do not, they set the limit."""
+        allowed = MIN_DECODED_BYTES
+        for info in self.store.list("packs/"):
+            allowed += DECODED_RATIO * info.size_bytes
+            if allowed >= most_bytes:
+                self._explained_bytes = allowed
+                return
+        self.limit_bytes = allowed
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:

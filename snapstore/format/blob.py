@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,6 +39,8 @@ FULL, DIFFERENCE = 0, 1
 TRANSFORMS = {FULL: "full", DIFFERENCE: "difference"}
 NO_BASE = bytes(16)
 ALIGNMENT = 8
+#: The first eight bytes, as a number; and a mask of a field of four bytes.
+_BEGINS, _LOW_HALF = int.from_bytes(struct.pack("<4sHH", MAGIC, VERSION, 0), "little"), 0xFFFFFFFF
 
 
 def _row(itemsize: int, *fields: tuple[str, Any, int]) -> np.dtype[np.void]:
@@ -259,23 +262,69 @@ def headers(
     return words.view(np.uint8), starts
 
 
-def read_headers(stored: Bytes, offsets: Column, lengths: Column) -> tuple[npt.NDArray[np.void], npt.NDArray[np.bool_]]:
+@dataclass(frozen=True, slots=True)
+class Headers:
+    """Headers of many blobs, a column per field, (m,) int64 if nothing else is said."""
+
+    checksum: Column  # uint64
+    transform: Column
+    element_size: Column
+    layout: Column
+    raw_bytes: Column
+    payload_bytes: Column
+    block_bytes: Column
+    codecs: Column  # uint64: that of plane k in byte k
+    count: Column  # of block lengths
+    digest: Column  # (2, m) uint64
+    base: Column  # (2, m) uint64
+
+    @property
+    def payload_start(self) -> Column:
+        """Return the offset of each payload in its blob."""
+        starts: Column = HEADER.size + 4 * self.count
+        return starts
+
+    def take(self, rows: Column) -> Headers:
+        """Return these rows."""
+        return Headers(*(getattr(self, field.name)[..., rows] for field in fields(self)))
+
+    def plane_codecs(self) -> Bytes:
+        """Return the codec of every plane, (m, 8)."""
+        return np.ascontiguousarray(self.codecs).view(np.uint8).reshape(-1, 8)
+
+
+def read_headers(stored: Bytes, offsets: Column, lengths: Column) -> tuple[Headers, npt.NDArray[np.bool_]]:
     """Return the headers of many blobs at `offsets` of a buffer, and which of them are valid.
 
     It checks what `parse` checks, except the checksum. `parse` raises the error of an invalid one.
     """
     whole = lengths >= HEADER.size
-    at = np.where(whole, offsets, 0)
-    found = np.zeros(len(offsets), HEADER_COLUMNS)
+    rows = np.zeros(len(offsets), f"V{HEADER.size}")
     if len(stored) >= HEADER.size:
-        found = items_at(stored, at, HEADER_COLUMNS)
-    size = found["element_size"].astype(np.int64)
-    length = HEADER.size + 4 * found["count"].astype(np.int64) + found["payload_bytes"]
-    fine = whole & (found["magic"] == MAGIC) & (found["version"] == VERSION) & (found["zero"] == 0)
-    fine &= (length <= lengths) & (found["transform"] <= DIFFERENCE) & (found["layout"] <= planes.ROTATED)
-    fine &= (found["transform"] == FULL) | (found["layout"] == planes.BYTES) | (found["codecs"][:, 0] == codecs.SPARSE)
-    fine &= np.isin(size, (1, 2, 4, 8)) & (found["block_bytes"] > 0)
-    fine &= found["raw_bytes"] % np.maximum(size, 1) == 0
+        rows = items_at(stored, np.where(whole, offsets, 0), rows.dtype)
+    words = np.ascontiguousarray(rows.view("<u8").reshape(len(offsets), HEADER.size // 8).T)
+    form, sizes = words[2], words[3]
+    found = Headers(
+        checksum=words[1],
+        transform=(form & 255).view(np.int64),
+        element_size=(form >> 8 & 255).view(np.int64),
+        layout=(form >> 16 & 255).view(np.int64),
+        raw_bytes=(form >> 32).view(np.int64),
+        payload_bytes=(sizes & _LOW_HALF).view(np.int64),
+        block_bytes=(sizes >> 32).view(np.int64),
+        codecs=words[4],
+        count=(words[5] & _LOW_HALF).view(np.int64),
+        digest=words[6:8],
+        base=words[8:],
+    )
+    size = found.element_size
+    fine: npt.NDArray[np.bool_] = whole & (words[0] == _BEGINS)
+    fine &= (found.payload_start + found.payload_bytes <= lengths) & (found.transform <= DIFFERENCE)
+    fine &= found.layout <= planes.ROTATED
+    is_sparse = found.codecs & 255 == codecs.SPARSE
+    fine &= (found.transform == FULL) | (found.layout == planes.BYTES) | is_sparse
+    fine &= (size > 0) & (size <= 8) & (size & size - 1 == 0) & (found.block_bytes > 0)
+    fine &= found.raw_bytes & size - 1 == 0  # a power of two divides it
     return found, fine
 
 

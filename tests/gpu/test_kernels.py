@@ -208,3 +208,12 @@ def test_gather(machine):
                    numbers(machine, [n for n, _, _ in cases]))  # fmt: skip
     for out, want, case in zip(outs, data, cases, strict=True):
         assert (out.get() == want).all(), case
+
+
+@pytest.mark.parametrize("nbytes", [1, 15, 4097, 64 * 1024, 64 * 1024 + 1, 200_003])
+@pytest.mark.parametrize(("source_at", "at"), [(0, 0), (3, 8), (16, 5)])
+def test_fetch(machine, nbytes, source_at, at):
+    data = random_bytes(nbytes)
+    source, out = machine.put(data, source_at), machine.put(np.zeros(nbytes, np.uint8), at)
+    machine.launch("fetch", (-(-nbytes // (64 * 1024)),), 256, source, out, nbytes)
+    assert (out.get() == data).all()

@@ -394,8 +394,14 @@ def gather(count: int, sources: int, destinations: int, lengths: int) -> None:
         ctypes.memmove(destination, source, length)
 
 
+def fetch(count: int, source: int, destination: int, length: int) -> None:
+    """snapstore/engine/cuda/fetch.cu."""
+    assert length <= count * 64 * 1024
+    ctypes.memmove(destination, source, length)
+
+
 #: Kernels that touch every byte several times, which the emulator is slow at; tests/gpu/test_kernels.py runs theirs.
-ON_HOST: dict[str, Callable[..., None]] = {"digest": digest, "gather": gather}
+ON_HOST: dict[str, Callable[..., None]] = {"digest": digest, "gather": gather, "fetch": fetch}
 
 
 class RawKernel:

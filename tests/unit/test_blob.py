@@ -222,12 +222,17 @@ def check_headers(blobs):
     columns, fine = blob.read_headers(stored, offsets, sizes)
     assert fine.shape == (len(blobs),)
     assert fine.all()
-    for row, header in zip(columns, parsed, strict=True):
-        for name in ("transform", "element_size", "layout", "raw_bytes", "payload_bytes", "block_bytes"):
-            assert row[name] == getattr(header, name)
-        assert row["count"] == len(header.block_lengths)
-        for name in ("codecs", "digest", "base"):
-            assert row[name].tobytes() == getattr(header, name)
+    for row, header in enumerate(parsed):
+        for name in ("checksum", "transform", "element_size", "layout", "raw_bytes", "payload_bytes", "block_bytes"):
+            assert getattr(columns, name)[row] == getattr(header, name)
+        assert columns.count[row] == len(header.block_lengths)
+        assert columns.payload_start[row] == header.payload_start
+        assert columns.plane_codecs()[row].tobytes() == columns.codecs[row].tobytes() == header.codecs
+        for name in ("digest", "base"):
+            assert getattr(columns, name)[:, row].tobytes() == getattr(header, name)
+    some = columns.take(np.arange(0, len(blobs), 2))
+    for name in ("checksum", "raw_bytes", "codecs", "digest", "base"):
+        assert (getattr(some, name) == getattr(columns, name)[..., ::2]).all()
 
 
 @settings(deadline=None)

@@ -135,3 +135,29 @@ def test_a_budget_counts_what_it_lets_pass(monkeypatch):
     limits.Budget(store).spend(10**6, "d", free_bytes=10**6)
     with pytest.raises(CapabilityError, match="e: has to decode 11B"):
         limits.Budget(store, 10).spend(11, "e")
+
+
+def test_a_budget_lists_as_many_packs_as_explain_the_work(monkeypatch):
+    monkeypatch.setattr(limits, "MIN_DECODED_BYTES", 100)
+    listed = []
+
+    class Store(MemoryStore):
+        def list(self, prefix):
+            for info in super().list(prefix):
+                listed.append(info.size_bytes)
+                yield info
+
+    store = Store()
+    for number in range(1000):
+        store.put(f"packs/{number:04}", bytes(1))
+    budget = limits.Budget(store)
+    budget.spend(10 * limits.DECODED_RATIO, "a")
+    assert len(listed) == 20  # twice as much may follow without another listing
+    budget.spend(10 * limits.DECODED_RATIO, "b")
+    assert len(listed) == 20
+    for number in range(97):  # a listing at most as often as the work doubles
+        budget.spend(10 * limits.DECODED_RATIO, f"c{number}")
+    assert len(listed) < 20 + 100 + 200 + 400 + 800 + 1000
+    budget.spend(10 * limits.DECODED_RATIO + 100, "all that is stored")
+    with pytest.raises(CapabilityError, match="d: has to decode"):
+        budget.spend(1, "d")

@@ -9,7 +9,6 @@ from collections.abc import Generator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ...arrays import Column, items_at
@@ -26,6 +25,8 @@ from .streams import WorkStream, addresses_of, copy_async, ragged
 
 #: The kind of planes that hold a difference, for `merge`; those of full chunks are their layouts.
 _DIFFERENCE = 2
+#: Whether a device reads planes of each codec, (256,).
+_DECODED = np.isin(np.arange(256), (codecs.RAW, codecs.ZSTD, codecs.DEFLATE, codecs.ANS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ class Decoding:
         self.work, self.batch, self.digest_seed = work, batch, digest_seed
         work.batch_bytes = 0
         self.chunk_of = np.repeat(np.arange(len(batch.counts)), batch.counts)  # the chunk of every blob
+        self.last = np.cumsum(batch.counts) - 1  # the oldest blob of every chunk
+        self.first = self.last - batch.counts + 1
 
     def run(self) -> Generator[None, None, Column]:
         """Run all stages, with a yield where the host must wait for the device.
@@ -68,7 +71,7 @@ class Decoding:
         batch, work = self.batch, self.work
         found, fine = blob.read_headers(batch.stored, batch.offsets, batch.lengths)
         fine &= self._fits(found)
-        length = blob.HEADER.size + 4 * found["count"].astype(np.int64) + found["payload_bytes"]
+        length = found.payload_start + found.payload_bytes
         stored = work.room("stored", batch.stored.size)
         copy_async(stored.data_ptr(), batch.stored.ctypes.data, batch.stored.size, work.stream)
         addresses = stored.data_ptr() + batch.offsets
@@ -76,7 +79,7 @@ class Decoding:
         sparse = np.flatnonzero(self._are_fine(fine)[self.chunk_of] & self.is_sparse)
         self.links = SparseLinks(work, batch, stored.data_ptr(), found, sparse)
         yield
-        fine &= checks.numpy().view(np.uint64).reshape(-1) == found["checksum"]
+        fine &= checks.numpy().view(np.uint64).reshape(-1) == found.checksum
         frames = self.links.place()
         if frames is not None:
             yield
@@ -95,67 +98,69 @@ class Decoding:
 
     def _are_fine(self, blobs: Column) -> Column:
         """Return which chunks have fine blobs alone, (n,)."""
-        fine: Column = np.bincount(self.chunk_of, ~blobs, len(self.batch.counts)) == 0
+        fine: Column = np.logical_and.reduceat(blobs, self.first)
         return fine
 
-    def _fits(self, found: npt.NDArray[np.void]) -> Column:
+    def _fits(self, found: blob.Headers) -> Column:
         """Return which blobs fit their chains, share their element size, and have codecs that a device reads."""
-        batch, chunk_of = self.batch, self.chunk_of
-        first = np.cumsum(batch.counts) - batch.counts
-        expected = np.empty((len(chunk_of), 16), np.uint8)
-        expected[first] = batch.digests
-        is_first = np.zeros(len(chunk_of), bool)
-        is_first[first] = True
-        follows = np.flatnonzero(~is_first)
-        expected[follows] = found["base"][follows - 1]
-        fine: Column = (found["digest"] == expected).all(axis=1)
-        fine &= found["raw_bytes"] == batch.outs.lengths[chunk_of]
-        fine &= found["element_size"] == found["element_size"][first][chunk_of]
-        last = first + batch.counts - 1
+        batch, chunk_of, last = self.batch, self.chunk_of, self.last
+        expected = np.empty_like(found.digest)
+        expected[:, 1:] = found.base[:, :-1]
+        expected[:, self.first] = np.ascontiguousarray(batch.digests).view("<u8").T
+        fine: Column = (found.digest == expected).all(axis=0)
+        fine &= found.raw_bytes == batch.outs.lengths[chunk_of]
+        fine &= found.element_size == found.element_size[self.first][chunk_of]
         is_full = np.zeros(len(chunk_of), bool)
         is_full[last] = batch.bases is None or batch.bases.which < 0
-        fine &= is_full == (found["transform"] == blob.FULL)
-        fine &= is_full == (found["base"] == 0).all(axis=1)
-        self.is_sparse = found["codecs"][:, 0] == codecs.SPARSE
-        own = np.arange(8) < found["element_size"].astype(np.int64)[:, None]
-        known = np.isin(found["codecs"], (codecs.RAW, codecs.ZSTD, codecs.DEFLATE, codecs.ANS)) | ~own
-        coded = (own & (found["codecs"] != codecs.RAW)).sum(axis=1)
-        plane_bytes = found["raw_bytes"].astype(np.int64) // np.maximum(found["element_size"], 1)
-        blocks = coded * -(-plane_bytes // np.maximum(found["block_bytes"], 1))
-        sparse = ~is_full & (found["codecs"][:, 1:] == 0).all(axis=1)
-        fine &= np.where(self.is_sparse, sparse, known.all(axis=1) & (blocks == found["count"]))
-        fine &= np.isin(found["block_bytes"], (codecs.BLOCK_BYTES, ANS_BLOCK_BYTES))
+        fine &= is_full == (found.transform == blob.FULL)
+        fine &= is_full == (found.base[0] | found.base[1] == 0)
+        fine &= (found.block_bytes == codecs.BLOCK_BYTES) | (found.block_bytes == ANS_BLOCK_BYTES)
+        self.is_sparse = found.codecs & 255 == codecs.SPARSE
+        fine &= ~self.is_sparse | ~is_full & (found.codecs == codecs.SPARSE)  # no further planes
+        planar = np.flatnonzero(~self.is_sparse)
+        fine[planar] &= self._are_known(found.take(planar))
         return fine
 
-    def _rebuild(self, stored: torch.Tensor, found: npt.NDArray[np.void], rows: Column, refs: Column) -> torch.Tensor:
+    @staticmethod
+    def _are_known(found: blob.Headers) -> Column:
+        """Return which blobs of planes have codecs that a device reads, and as many blocks as their planes take."""
+        own = np.arange(8) < found.element_size[:, None]
+        plane_codecs = found.plane_codecs()
+        coded = (own & (plane_codecs != codecs.RAW)).sum(axis=1)
+        plane_bytes = found.raw_bytes // np.maximum(found.element_size, 1)
+        blocks = coded * -(-plane_bytes // np.maximum(found.block_bytes, 1))
+        known: Column = (_DECODED[plane_codecs] | ~own).all(axis=1) & (blocks == found.count)
+        return known
+
+    def _rebuild(self, stored: torch.Tensor, found: blob.Headers, rows: Column, refs: Column) -> torch.Tensor:
         """Begin to decode and merge the chunks `rows`, whose blobs are `refs`; return their digests, (k, 16)."""
         batch, work = self.batch, self.work
         is_sparse = self.is_sparse[refs]
-        planar = np.flatnonzero(~is_sparse)
-        header = found[refs]
-        planes, of, ks = self._stored_planes(refs[planar], header[planar])
-        planes_at = np.zeros((len(refs), 8), np.uint64)
-        planes_at[planar[of], ks] = self._plain_addresses(stored, planes)
+        planar, sparse = np.flatnonzero(~is_sparse), np.flatnonzero(is_sparse)
+        header = found.take(refs[planar])
+        planes, of, ks = self._stored_planes(refs[planar], header)
+        planes_at = np.zeros((len(planar), 8), np.uint64)
+        planes_at[of, ks] = self._plain_addresses(stored, planes)
         outs = batch.outs.take(rows)
         chunks = _Rows(
             addresses_of(outs),
             np.zeros(len(rows), np.uint64) if batch.bases is None else addresses_of(batch.bases.take(rows)),
             outs.lengths.astype(np.int64),
-            header["element_size"][np.cumsum(batch.counts[rows]) - batch.counts[rows]],
+            found.element_size[self.first[rows]].astype(np.uint8),
         )
         chunk_of = np.repeat(np.arange(len(rows)), batch.counts[rows])
-        kinds = np.where(header["transform"] == blob.FULL, header["layout"], _DIFFERENCE).astype(np.uint8)
-        number = np.searchsorted(self.links.refs, refs)  # of every sparse delta among the links
+        kinds = np.where(header.transform == blob.FULL, header.layout, _DIFFERENCE).astype(np.uint8)
         step = _steps(is_sparse, batch.counts[rows])
         at = chunks.bases.copy()  # the plain bytes that each chunk's next step changes; 0: none
         for i in range(int(step.max()) + 1):
-            now = np.flatnonzero((step == i) & ~is_sparse)
-            which, counts = np.unique(chunk_of[now], return_counts=True)
+            now = np.flatnonzero(step[planar] == i)
+            which, _, counts = _runs(chunk_of[planar[now]])
             self._merge(chunks, which, at, (planes_at[now], kinds[now], counts))
             at[which] = chunks.outs[which]
-            now = np.flatnonzero((step == i) & is_sparse)
-            which, first, counts = np.unique(chunk_of[now], return_index=True, return_counts=True)
-            self.links.apply(number[now[first]], counts, at[which], chunks.outs[which])
+            now = sparse[step[sparse] == i]
+            which, first, counts = _runs(chunk_of[now])
+            newest = np.searchsorted(self.links.refs, refs[now[first]])
+            self.links.apply(newest, counts, at[which], chunks.outs[which])
             at[which] = chunks.outs[which]
         return work.digests(chunks.outs, chunks.lengths, self.digest_seed)
 
@@ -179,37 +184,35 @@ class Decoding:
             shifted = [*tables[:2], *(t + 8 * i for t in tables[2:6]), tables[6] + i]
             self.work.launch("merge", (tiles, n), *shifted)
 
-    def _stored_planes(self, refs: Column, header: npt.NDArray[np.void]) -> tuple[Planes, Column, Column]:
+    def _stored_planes(self, refs: Column, header: blob.Headers) -> tuple[Planes, Column, Column]:
         """Find the planes of the blobs `refs`; IntegrityError if they do not fill their blobs.
 
         Returns:
             The planes, blob after blob; the blob of each, and its number there.
         """
         batch = self.batch
-        sizes = header["element_size"].astype(np.int64)
+        sizes = header.element_size
         of, ks = np.nonzero(np.arange(8) < sizes[:, None])  # every plane, blob after blob
-        plane_bytes = (header["raw_bytes"].astype(np.int64) // sizes)[of]
-        codec = header["codecs"][of, ks].astype(np.int64)
+        plane_bytes = (header.raw_bytes // sizes)[of]
+        codec = header.plane_codecs()[of, ks].astype(np.int64)
         is_raw = codec == codecs.RAW
-        block_bytes = header["block_bytes"].astype(np.int64)[of]
+        block_bytes = header.block_bytes[of]
         plane, within = ragged(np.where(is_raw, 1, -(-plane_bytes // block_bytes)))
         stored_sizes = plane_bytes[plane]
         stored_sizes[~is_raw[plane]] = self._block_lengths(refs, header)
         piece_of = of[plane]
         payload = np.bincount(piece_of, stored_sizes, len(refs)).astype(np.int64)
-        if (payload != header["payload_bytes"]).any():
-            bad = int(refs[np.argmax(payload != header["payload_bytes"])])
+        if (payload != header.payload_bytes).any():
+            bad = int(refs[np.argmax(payload != header.payload_bytes)])
             raise IntegrityError(f"{batch.where(bad)}: planes do not fill the blob; run 'snapstore check --read-data'")
         before = np.cumsum(stored_sizes) - stored_sizes
         own = before - (np.cumsum(payload) - payload)[piece_of]
-        start = batch.offsets[refs] + blob.HEADER.size + 4 * header["count"].astype(np.int64)
-        offsets = start[piece_of] + own
+        offsets = (batch.offsets[refs] + header.payload_start)[piece_of] + own
         return Planes(codec, plane_bytes, block_bytes, plane, within, offsets, stored_sizes), of, ks
 
-    def _block_lengths(self, refs: Column, header: npt.NDArray[np.void]) -> Column:
+    def _block_lengths(self, refs: Column, header: blob.Headers) -> Column:
         """Return the stored lengths of the blocks of all coded planes."""
-        counts = header["count"].astype(np.int64)
-        which, within = ragged(counts)
+        which, within = ragged(header.count)
         at = self.batch.offsets[refs][which] + blob.HEADER.size + 4 * within
         lengths: Column = items_at(self.batch.stored, at, "<u4").astype(np.int64)
         return lengths
@@ -257,6 +260,12 @@ class _Rows:
     bases: Column
     lengths: Column
     element_sizes: Column
+
+
+def _runs(numbers: Column) -> tuple[Column, Column, Column]:
+    """Return the runs of equal numbers (m,): the number, where it begins, and how many they are."""
+    first = np.flatnonzero(np.concatenate([[True], numbers[1:] != numbers[:-1]])[: len(numbers)])
+    return numbers[first], first, np.diff(first, append=len(numbers))
 
 
 def _steps(is_sparse: Column, counts: Column) -> Column:

@@ -26,6 +26,7 @@ THREADS = {
     "split": 256,
     "merge": 256,
     "gather": 256,
+    "fetch": 256,
     "huffman_encode": 256,
     "huffman_decode": 32,
     "sparse_tables": 128,
@@ -45,7 +46,7 @@ APPLY_SHARED_BYTES = {32 * 1024: 112 * 1024, 16 * 1024: 60 * 1024}
 _SYSTEM_SHARED_BYTES = 1024
 #: Bytes of a chunk that one thread block of `split` and of `merge` takes.
 SPLIT_TILE_BYTES, MERGE_TILE_BYTES = 16 * 256 * 4, 16 * 256 * 2
-#: Bytes that one thread block of `gather` should move.
+#: Bytes that one thread block of `gather` should move; of `fetch` it does.
 PIECE_BYTES = 64 * 1024
 #: Modes of `digest`: seeded XXH3-128; XXH3-64; XXH3-64 written into the 8 bytes before its input.
 XXH3_128, XXH3_64, SEAL = 0, 1, 2

@@ -49,6 +49,30 @@ __device__ __forceinline__ void store_upto16(u8* p, uint4 value, u64 count) {
         if (i < count) p[i] = (u8)(word[i / 4] >> (8 * (i % 4)));
 }
 
+// Copy memory from any address to any address, by all threads of a block.
+template <int THREADS>
+__device__ __forceinline__ void copy(u8* destination, const u8* source, u64 length) {
+    constexpr int UNROLL = 4;
+    u64 head = (16 - ((u64)destination & 15)) & 15;  // up to the first aligned store
+    if (head > length) head = length;
+    if (threadIdx.x < head) destination[threadIdx.x] = source[threadIdx.x];
+    source += head;
+    destination += head;
+    length -= head;
+    const u64 whole = length / 16;
+    for (u64 first = threadIdx.x; first < whole; first += THREADS * UNROLL) {
+        uint4 values[UNROLL];
+#pragma unroll
+        for (int i = 0; i < UNROLL; i++)
+            if (first + i * THREADS < whole) values[i] = load16(source + 16 * (first + i * THREADS));
+#pragma unroll
+        for (int i = 0; i < UNROLL; i++)
+            if (first + i * THREADS < whole) *(uint4*)(destination + 16 * (first + i * THREADS)) = values[i];
+    }
+    const u64 tail = 16 * whole + threadIdx.x;
+    if (tail < length) destination[tail] = source[tail];
+}
+
 __device__ __forceinline__ u64 lower(uint4 v) { return (u64)v.y << 32 | v.x; }
 __device__ __forceinline__ u64 upper(uint4 v) { return (u64)v.w << 32 | v.z; }
 __device__ __forceinline__ uint4 joined(u64 lower, u64 upper) {

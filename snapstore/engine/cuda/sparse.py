@@ -70,36 +70,33 @@ class SparseLinks:
         bad: (k,) int32 on the device: not 0 if the rest of it, or its base, contradicts it; after `apply`.
     """
 
-    def __init__(
-        self, work: WorkStream, batch: DecodeBatch, at: int, headers: npt.NDArray[np.void], refs: Column
-    ) -> None:
+    def __init__(self, work: WorkStream, batch: DecodeBatch, at: int, headers: blob.Headers, refs: Column) -> None:
         """Begin to read the tables of the blobs `refs`.
 
         Args:
             at: where the batch's stored bytes lie on the device.
-            headers: (m,) blob.HEADER_COLUMNS of the batch; those of these blobs are valid, and of codec 3.
+            headers: (m,) of the batch; those of these blobs are valid, and of codec 3.
         """
         self._work, self.refs, self.fine = work, refs, np.ones(len(refs), bool)
         self.bad = work.empty(4 * len(refs))[: 4 * len(refs)].zero_().view(torch.int32)
         if not len(refs):
             return
-        header, lengths_at = headers[refs], batch.offsets[refs] + blob.HEADER.size
-        frames = header["count"].astype(np.int64)
-        payload_at, payload_bytes = lengths_at + 4 * frames, header["payload_bytes"].astype(np.int64)
-        elements = header["raw_bytes"].astype(np.int64) // np.maximum(header["element_size"], 1)
-        has_table = (payload_bytes >= COUNT.size) & (elements <= codecs.sparse.MAX_ELEMENTS)
+        header, starts = headers.take(refs), batch.offsets[refs]
+        payload_at, frames = starts + header.payload_start, header.count
+        elements = header.raw_bytes // np.maximum(header.element_size, 1)
+        has_table = (header.payload_bytes >= COUNT.size) & (elements <= codecs.sparse.MAX_ELEMENTS)
         groups = items_at(batch.stored, np.where(has_table, payload_at, 0), "<u4").astype(np.int64)
-        has_table &= (groups >= 1) & (groups <= _MAX_GROUPS) & (COUNT.size + GROUP.itemsize * groups <= payload_bytes)
+        has_table &= (groups >= 1) & (groups <= _MAX_GROUPS)
+        has_table &= COUNT.size + GROUP.itemsize * groups <= header.payload_bytes
         groups[~has_table] = 0
         jobs = np.zeros(len(refs), _STORED)
-        jobs["payload"], jobs["payload_bytes"], jobs["lengths"] = at + payload_at, payload_bytes, at + lengths_at
-        jobs["elements"], jobs["groups"], jobs["frames"] = elements, groups, frames
+        jobs["payload"], jobs["payload_bytes"] = at + payload_at, header.payload_bytes
+        jobs["lengths"], jobs["elements"] = at + starts + blob.HEADER.size, elements
+        jobs["groups"], jobs["frames"] = groups, frames
         jobs["first_group"], jobs["first_frame"] = np.cumsum(groups) - groups, np.cumsum(frames) - frames
         for name in ("block_bytes", "element_size", "layout"):
-            jobs[name] = header[name]
-        self._groups, self._frames, self._frames_of = int(groups.sum()), int(frames.sum()), frames
-        tile_bytes = kernels.apply_tile_bytes(work.device.index) // np.where(header["element_size"] == 1, 2, 1)
-        self._tiles = np.maximum(1, -(-header["raw_bytes"].astype(np.int64) // tile_bytes))
+            jobs[name] = getattr(header, name)
+        self._groups, self._frames, self._header = int(groups.sum()), int(frames.sum()), header
         needs = work.empty(len(refs) * _NEEDS.itemsize)[: len(refs) * _NEEDS.itemsize]
         self._tables = work.empty(len(refs) * _BLOB_BYTES), work.empty(self._groups * _GROUP_BYTES)
         self._columns = work.empty(4 * 8 * self._frames)[: 4 * 8 * self._frames]  # see `unpack`
@@ -134,7 +131,7 @@ class SparseLinks:
         work.launch("huffman_decode", (self._frames,), *self._columns_at)
         if frames is not None:
             sources, sizes, destinations, lengths = frames.numpy().view(np.int64).reshape(4, -1)
-            others = (sizes < 0) & np.repeat(sound[self.refs], self._frames_of)
+            others = (sizes < 0) & np.repeat(sound[self.refs], self._header.count)
             blocks = (sources, sizes & 0xFFFFFFFF, destinations, lengths)
             nvcomp.decode_anywhere(work, codecs.ZSTD, *(column[others] for column in blocks))
         lows = work.empty(16 * self._groups)
@@ -155,7 +152,9 @@ class SparseLinks:
         chains["base"], chains["out"], chains["oldest"], chains["links"] = bases, outs, newest + links - 1, links
         until = np.concatenate([[0.0], np.cumsum(1 + self._needs.numpy().view(_NEEDS)["changes"] / _BYTES_PER_LINK)])
         effort = until[newest + links] - until[newest]
-        chains["blocks"] = blocks = np.minimum(blocks_of(effort, self._work.device), self._tiles[newest])
+        size, nbytes = (column[newest] for column in (self._header.element_size, self._header.raw_bytes))
+        tiles = -(-nbytes // (kernels.apply_tile_bytes(self._work.device.index) // np.where(size == 1, 2, 1)))
+        chains["blocks"] = blocks = np.minimum(blocks_of(effort, self._work.device), np.maximum(1, tiles))
         chains = chains[np.argsort(-effort / blocks, kind="stable")]  # what takes longest begins first
         chain, block = ragged(chains["blocks"].astype(np.int64))
         chains = chains[chain]

@@ -113,13 +113,10 @@ class WorkStream:
         return out[: size * len(addresses)].view(len(addresses), size)
 
     def fetch(self, memory: torch.Tensor) -> torch.Tensor:
-        """Begin to copy a little device memory into new pinned memory; valid once the stream is done.
-
-        A kernel copies it: the device's copy engine would do all copies first that wait on their way to the host.
-        """
+        """Begin to copy a little device memory into new pinned memory; valid once the stream is done."""
         host = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True)
         self._tables.append(memory)
-        self.gather(*(np.array([n], np.int64) for n in (memory.data_ptr(), host.data_ptr(), memory.nbytes)))
+        self.launch("fetch", (-(-memory.nbytes // kernels.PIECE_BYTES),), memory, host, memory.nbytes)
         return host
 
     @contextmanager

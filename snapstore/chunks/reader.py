@@ -199,13 +199,22 @@ class ChunkReader:
         pending: list[Wanted] = []
         engine: Engine | None = None
         cost = count = 0
+        tables: dict[int, tuple[ChunkTable, Column]] = {}  # by id, with the plain and stored bytes of each row
         for w in wanted:
             own = self._engine or self._engines.of(w.out)
             if engine is not None and own is not engine and pending:
                 yield engine, _columns(pending)
                 pending, cost, count = [], 0, 0
             engine = own
-            costs = np.cumsum(_plain_bytes(w.table, w.rows) + stored_bytes(w.table, w.rows))
+            if id(w.table) not in tables:
+                tables[id(w.table)] = w.table, w.table.lengths + w.table.chain_bytes
+            costs = tables[id(w.table)][1][w.rows]
+            all_bytes = int(costs.sum())
+            if cost + all_bytes <= engine.decode_bytes and count + len(w.rows) <= engine.batch_chunks:
+                pending.append(w)
+                cost, count = cost + all_bytes, count + len(w.rows)
+                continue
+            costs = np.cumsum(costs)
             done = 0  # rows of `w` that are in a batch
             while done < len(w.rows):
                 spent = int(costs[done - 1]) if done else 0
@@ -249,20 +258,6 @@ def _ended(wait: Callable[[], object]) -> None:
         error.__traceback__ = None  # the result holds the error, its frames hold the result, and chunks' memory
 
 
-def _plain_bytes(table: ChunkTable, rows: Column) -> Column:
-    lengths: Column = table.lengths[rows].astype(np.int64)
-    return lengths
-
-
-def stored_bytes(table: ChunkTable, rows: Column) -> Column:
-    """Return the stored bytes that each chunk needs, (n,) int64: those of all blobs of its chain."""
-    counts = table.ref_counts[rows].astype(np.int64)
-    stored: Column = np.add.reduceat(
-        table.ref_lengths[table.refs_of(rows)].astype(np.int64), np.cumsum(counts) - counts
-    )
-    return stored
-
-
 def _columns(wanted: Sequence[Wanted]) -> _Batch:
     """Return chunks of several tensors as one batch."""
     numbers: dict[str, int] = {}
@@ -276,7 +271,9 @@ def _columns(wanted: Sequence[Wanted]) -> _Batch:
         own = np.array([numbers.setdefault(packs[n], len(numbers)) for n in used.tolist()], np.int64)
         offsets = np.minimum(table.ref_offsets[refs], _BEYOND).astype(np.int64)
         lengths, counts = table.ref_lengths[refs].astype(np.int64), table.ref_counts[rows].astype(np.int64)
-        columns.append((own[inverse], offsets, lengths, counts, table.digests[rows], _plain_bytes(table, rows)))
+        columns.append(
+            (own[inverse], offsets, lengths, counts, table.digests[rows], table.lengths[rows].astype(np.int64))
+        )
     joined = (np.concatenate(column) for column in zip(*columns, strict=True))
     blob_packs, blob_offsets, blob_lengths, blob_counts, digests, plain_bytes = joined
     which = np.repeat(np.arange(len(wanted)), [len(w.rows) for w in wanted])

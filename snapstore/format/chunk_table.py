@@ -98,6 +98,11 @@ class ChunkTable:
             return np.zeros(0, np.int64)
         return np.add.reduceat(self.ref_lengths.astype(np.int64), self.starts[:-1])
 
+    def chain_bytes_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return `chain_bytes` of one or more chunks."""
+        counts = self.ref_counts[rows].astype(np.int64)
+        return np.add.reduceat(self.ref_lengths[self.refs_of(rows)].astype(np.int64), np.cumsum(counts) - counts)
+
     def refs_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the indices of all references of `rows`, chunk after chunk."""
         return spans(self.starts[rows], self.ref_counts[rows].astype(np.int64))

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from ..arrays import Bytes, Column
-from ..chunks.reader import ChunkReader, Wanted, stored_bytes
+from ..chunks.reader import ChunkReader, Wanted
 from ..context import Context
 from ..distributed.base import Ranks
 from ..distributed.joint_call import JointCall
@@ -210,7 +210,7 @@ class Needed:
             "digests": _joined(digests),
             "starts": _joined([o.starts for o in found]),
             "lengths": _joined([o.lengths for o in found]),
-            "stored": _joined([stored_bytes(o.stored.m.table, o.rows) for o in found]),
+            "stored": _joined([o.stored.m.table.chain_bytes_of(o.rows) for o in found]),
             "nbytes": _joined([o.shape.nbytes_in(o.starts, o.lengths) for o in found]),
         }
         return msgspec.msgpack.encode(

@@ -156,6 +156,10 @@ class RestoreBuffers:
         source.slots.append(slot)
         source.spec = msgspec.structs.replace(source.spec, shape=tuple(local.shape))
 
+    def __len__(self) -> int:
+        """Return how many arrays are to read."""
+        return len(self._sources)
+
     def wants(self) -> list[Want]:
         """Return every array to read, in the order of the manifests."""
         return sorted(self._sources, key=lambda want: (want.part, want.entry, want.boxes or ()))

@@ -151,7 +151,7 @@ class RestorePlan:
     def _plan_root(self) -> None:
         if self.left_out is not None:
             self.left_out.clear()
-        some_arrays = bool(self.buffers.wants())
+        some_arrays = len(self.buffers) > 0
         replaced = self._plan(self._stored, self._into, ())
         if replaced is not None:
             self._differ((), "would have to be replaced: `into` must be a container or object that can change in place")
@@ -159,7 +159,7 @@ class RestorePlan:
             raise InvalidInputError(
                 *self._differences.message(self._stored, self._into, all_selected=self._all_selected)
             )
-        if some_arrays and not self.buffers.wants():
+        if some_arrays and not len(self.buffers):
             raise InvalidInputError(f"nothing of the snapshot fits `into`, also with strict=False: {self.left_out}")
         self.buffers.find_overlaps()
 

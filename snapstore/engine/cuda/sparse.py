@@ -55,10 +55,10 @@ _JOB = np.dtype(
 _MAX_GROUPS = 256
 #: Changes whose ranks and differences take so many bytes are as much effort as one more link of a chunk of 1 MiB.
 _BYTES_PER_LINK = 90_000
-#: A multiprocessor runs so many thread blocks that apply sparse deltas at the same time. At most so many share a chunk,
-#: each with the effort of so many links. They wait for each other: at most one for each 16 multiprocessors, so that
-#: some can go on even if many batches share the device.
-_BLOCKS_AT_ONCE, _MOST_BLOCKS, _MIN_EFFORT, _MULTIPROCESSORS_PER_BLOCK = 2, 8, 8, 16
+#: Thread blocks that apply sparse deltas, for each multiprocessor: twice as many as run at the same time, or the device
+#: would wait for a few. At most so many share a chunk, each with the effort of so many links. They wait for each other:
+#: at most one for each 16 multiprocessors, so that some can go on even if many batches share the device.
+_BLOCKS, _MOST_BLOCKS, _MIN_EFFORT, _MULTIPROCESSORS_PER_BLOCK = 4, 8, 4, 16
 
 
 class SparseLinks:
@@ -176,7 +176,7 @@ def blocks_of(effort: npt.NDArray[np.float64], device: torch.device) -> Column:
     """
     count = _multiprocessors(device)
     most = max(1, min(_MOST_BLOCKS, count // _MULTIPROCESSORS_PER_BLOCK))
-    share = max(_MIN_EFFORT, effort.sum() / (_BLOCKS_AT_ONCE * count))
+    share = max(_MIN_EFFORT, effort.sum() / (_BLOCKS * count))
     blocks: Column = np.clip(effort / share, 1, most).astype(np.int64)
     return blocks
 

@@ -19,7 +19,7 @@ from ..arrays import Bytes, Column
 from ..context import Context
 from ..engine.base import Engine
 from ..engine.batches import Chunks, DecodeBatch
-from ..errors import IntegrityError, NotFoundError
+from ..errors import IntegrityError, NotFoundError, StorageError
 from ..format import pack
 from ..format.chunk_table import ChunkTable
 from ..format.keys import pack_key
@@ -146,9 +146,18 @@ class ChunkReader:
                 self._readers.close()
             self._readers = Threads(count)
 
-        def read(some: list[pack.Read]) -> None:
+        def fill(some: Sequence[pack.Read]) -> None:
             rooms = [stored[one.position : one.position + one.length].data for one in some]
             self._get(batch.keys[some[0].pack], [one.offset for one in some], rooms)
+
+        def read(some: list[pack.Read]) -> None:
+            try:
+                fill(some)
+            except StorageError:
+                apart = [own for one in some for own in pack.apart(one, batch.offsets, batch.lengths, positions)]
+                if len(apart) == len(some):
+                    raise
+                fill(apart)
 
         wait = self._readers.start(read, _by_pack(reads, count))
         return _Reading(batch, engine, buffer, stored, positions, wait)

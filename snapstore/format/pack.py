@@ -242,6 +242,15 @@ def plan_reads(packs: Column, offsets: Column, lengths: Column) -> tuple[list[Re
     return list(map(Read, *(column.tolist() for column in columns))), positions, int(sizes.sum())
 
 
+def apart(read: Read, offsets: Column, lengths: Column, positions: Column) -> list[Read]:
+    """Return a read for each range within a read of `plan_reads`: if that fails, the bytes between them may be the
+    unreadable ones, which nothing needs.
+    """
+    own = np.flatnonzero((positions >= read.position) & (positions < read.position + read.length))
+    columns = (offsets[own].tolist(), lengths[own].tolist(), positions[own].tolist())
+    return [Read(read.pack, *row) for row in sorted(set(zip(*columns, strict=True)))]
+
+
 def _joined(gaps: Column, same_pack: Column, wanted_bytes: int) -> Column:
     """Return which gaps are read with the ranges around them; `same_pack`: which lie within one."""
     joined: Column = gaps <= JOIN_GAP_BYTES

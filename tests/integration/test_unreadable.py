@@ -790,3 +790,60 @@ def test_a_record_that_fails_at_once_is_asked_for_at_every_look(store):
         for _ in range(3):
             found.view()
         assert not found.view().unread
+
+
+@pytest.fixture
+def bad_sector(monkeypatch):
+    """bad_sector(place) -> (offset, length) of the reads of packs that fail from now on: all that contain the place."""
+    real, bad, failed = LocalStore._read_range, [], []
+
+    def read_range(self, opened, key, offset, length, into):
+        if key.startswith("packs/") and any(offset <= at < offset + length for at in bad):
+            failed.append((offset, length))
+            raise StorageError(f"{key}: cannot read: Input/output error")
+        return real(self, opened, key, offset, length, into)
+
+    def at(place):
+        bad[:], failed[:] = [place], []
+        return failed
+
+    monkeypatch.setattr(LocalStore, "_read_range", read_range)
+    return at
+
+
+def three_tensors(disk, run="r"):
+    """A snapshot of three tensors whose chunks lie in one pack, one behind the other: state, snapshot, and places."""
+    rng = np.random.default_rng(3)
+    state = {name: rng.integers(0, 256, 60_000 if name == "b" else 10_000, np.uint8) for name in "abc"}
+    with Repository.create(disk, chunk_bytes=1024, options=SaveOptions(codec="portable")) as repo:
+        snapshot = repo.save(state, run=run, step=0)
+    (key,) = packs_of(disk, snapshot)
+    return state, snapshot, {name: disk.get(key).index(state[name].tobytes()[:64]) + 500 for name in "abc"}
+
+
+@pytest.mark.parametrize("name", "abc")
+def test_bytes_that_no_restore_needs_may_be_unreadable(tmp_path, bad_sector, name):
+    """Chunks that lie near each other are read together, with what lies between them."""
+    disk = LocalStore(tmp_path / "r", create=True)
+    state, snapshot, places = three_tensors(disk)
+    failed = bad_sector(places[name])
+    others = [other for other in "abc" if other != name]
+    with opened(disk) as repo:
+        got = repo.restore(snapshot.ref, keys=others)
+        assert all((got[other] == state[other]).all() for other in others)
+        assert len(failed) == (name == "b"), "a and c are read together"
+        with pytest.raises(StorageError, match="Input/output error"):
+            repo.restore(snapshot.ref)
+
+
+def test_bytes_that_no_rewrite_needs_may_be_unreadable(tmp_path, bad_sector):
+    disk = LocalStore(tmp_path / "r", create=True)
+    state, first, places = three_tensors(disk)
+    with opened(disk) as repo:
+        kept = repo.save({name: state[name] for name in "ac"}, run="s", step=0, bases=[first.ref])
+        repo.forget_snapshots([first.ref], force=True)
+        failed = bad_sector(places["b"])
+        assert repo.compact().bytes_written > 0
+        assert failed, "the blobs that stay are read together"
+        got = repo.restore(kept.ref)
+        assert all((got[name] == state[name]).all() for name in "ac")

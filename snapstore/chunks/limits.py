@@ -83,8 +83,8 @@ class Budget:
     """How many bytes one verb may decode. One thread at a time uses it.
 
     Attributes:
-        limit_bytes: None: it follows from the stored bytes, which are summed once there is much to decode, as far as it
-            takes to explain twice that.
+        limit_bytes: None: not known yet. Once there is much to decode, stored bytes are summed until they explain twice
+            as much; if all are too few, they set it.
         spent_bytes: decoded so far.
     """
 

@@ -19,7 +19,7 @@ from ..arrays import Bytes, Column
 from ..context import Context
 from ..engine.base import Engine
 from ..engine.batches import Chunks, DecodeBatch
-from ..errors import IntegrityError, NotFoundError, StorageError
+from ..errors import IntegrityError, NotFoundError
 from ..format import pack
 from ..format.chunk_table import ChunkTable
 from ..format.keys import pack_key
@@ -27,6 +27,7 @@ from ..state.arrays import Memory
 from ..storage.base import GetRanges
 from ..text import strip_hint
 from ..threads import Pending, Threads
+from .bad_sectors import read_around
 
 #: No pack reaches so far; offsets of forged tables beyond it could overflow sums.
 _BEYOND = np.uint64(1 << 62)
@@ -151,13 +152,7 @@ class ChunkReader:
             self._get(batch.keys[some[0].pack], [one.offset for one in some], rooms)
 
         def read(some: list[pack.Read]) -> None:
-            try:
-                fill(some)
-            except StorageError:
-                apart = [own for one in some for own in pack.apart(one, batch.offsets, batch.lengths, positions)]
-                if len(apart) == len(some):
-                    raise
-                fill(apart)
+            read_around(fill, some, (batch.offsets, batch.lengths, positions))
 
         wait = self._readers.start(read, _by_pack(reads, count))
         return _Reading(batch, engine, buffer, stored, positions, wait)
@@ -208,16 +203,16 @@ class ChunkReader:
         pending: list[Wanted] = []
         engine: Engine | None = None
         cost = count = 0
-        tables: dict[int, tuple[ChunkTable, Column]] = {}  # by id, with the plain and stored bytes of each row
+        sizes = _Sizes()
         for w in wanted:
+            if not len(w.rows):
+                continue
             own = self._engine or self._engines.of(w.out)
             if engine is not None and own is not engine and pending:
                 yield engine, _columns(pending)
                 pending, cost, count = [], 0, 0
             engine = own
-            if id(w.table) not in tables:
-                tables[id(w.table)] = w.table, w.table.lengths + w.table.chain_bytes
-            costs = tables[id(w.table)][1][w.rows]
+            costs = sizes.of(w.table, w.rows)
             all_bytes = int(costs.sum())
             if cost + all_bytes <= engine.decode_bytes and count + len(w.rows) <= engine.batch_chunks:
                 pending.append(w)
@@ -241,6 +236,25 @@ class ChunkReader:
                     pending, cost, count = [], 0, 0
         if pending and engine is not None:
             yield engine, _columns(pending)
+
+
+class _Sizes:
+    """Sizes of rows of tables; of all rows of a table at once, if many are asked for in many calls."""
+
+    def __init__(self) -> None:
+        self._asked: dict[int, tuple[ChunkTable, int]] = {}  # by id
+        self._whole: dict[int, Column] = {}
+
+    def of(self, table: ChunkTable, rows: Column) -> Column:
+        """Return the sum of the plain bytes and the stored bytes of one or more rows, (n,)."""
+        number = id(table)
+        if number not in self._whole:
+            asked = self._asked.get(number, (table, 0))[1] + len(rows)
+            self._asked[number] = table, asked  # it stays alive: no other gets its id
+            if asked < len(table) // 16:
+                return table.lengths[rows] + table.chain_bytes_of(rows)
+            self._whole[number] = table.lengths + table.chain_bytes
+        return self._whole[number][rows]
 
 
 def _by_pack(reads: Sequence[pack.Read], threads: int) -> list[list[pack.Read]]:

@@ -19,8 +19,9 @@ long reads. A PackWriter belongs to one thread; reads may run in any thread.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -46,6 +47,8 @@ JOIN_GAP_BYTES = 64 * 1024
 #: So are ranges with wider gaps, the narrowest first, until these are together this share of the wanted bytes: a read
 #: takes a thread of Python as long as half a megabyte more, but little is to be read that nobody wants.
 WIDE_GAP_BYTES, WIDE_GAPS_SHARE = 512 * 1024, 1 / 10
+#: Where a disk cannot read some bytes, ranges with gaps of a page or more between them are read by themselves.
+PAGE_BYTES = 4096
 #: No joined read grows beyond this, so that memory stays bounded.
 JOIN_MAX_BYTES = 16 * 1024 * 1024
 
@@ -242,13 +245,28 @@ def plan_reads(packs: Column, offsets: Column, lengths: Column) -> tuple[list[Re
     return list(map(Read, *(column.tolist() for column in columns))), positions, int(sizes.sum())
 
 
-def apart(read: Read, offsets: Column, lengths: Column, positions: Column) -> list[Read]:
-    """Return a read for each range within a read of `plan_reads`: if that fails, the bytes between them may be the
-    unreadable ones, which nothing needs.
+def apart(reads: Sequence[Read], offsets: Column, lengths: Column, positions: Column) -> list[Read]:
+    """Return reads of the same ranges without the gaps of a page or more between them.
+
+    Args:
+        reads: some that `plan_reads` has returned for these ranges.
+
+    Returns:
+        More reads than before; none at all if there is no such gap.
     """
-    own = np.flatnonzero((positions >= read.position) & (positions < read.position + read.length))
-    columns = (offsets[own].tolist(), lengths[own].tolist(), positions[own].tolist())
-    return [Read(read.pack, *row) for row in sorted(set(zip(*columns, strict=True)))]
+    order = np.argsort(positions, kind="stable")
+    order = order[lengths[order] > 0]
+    found: list[Read] = []
+    for read in reads:
+        first, end = np.searchsorted(positions[order], (read.position, read.position + read.length))
+        own = order[first:end]
+        starts, reach = positions[own], np.maximum.accumulate(positions[own] + lengths[own])
+        gaps = np.flatnonzero(starts[1:] - reach[:-1] >= PAGE_BYTES) + 1
+        for i, j in pairwise([0, *gaps.tolist(), len(own)]):
+            if i < j:
+                start, length = int(starts[i]), int(reach[j - 1] - starts[i])
+                found.append(Read(read.pack, read.offset + start - read.position, length, start))
+    return found if len(found) > sum(read.length > 0 for read in reads) else []
 
 
 def _joined(gaps: Column, same_pack: Column, wanted_bytes: int) -> Column:

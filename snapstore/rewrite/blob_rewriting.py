@@ -19,9 +19,10 @@ import numpy.typing as npt
 from ..arrays import Column
 from ..catalog.history import View
 from ..catalog.read_twice import read_twice
+from ..chunks.bad_sectors import read_around
 from ..context import Context
 from ..engine.base import Engine
-from ..errors import DAMAGE, IntegrityError, NotFoundError, StorageError
+from ..errors import DAMAGE, IntegrityError, NotFoundError
 from ..format import blob, pack
 from ..format.chunk_table import ChunkTable
 from ..format.delta_chain import Key, Place
@@ -204,22 +205,16 @@ class BlobRewriting(Rewriting):
         stored = np.empty(size, np.uint8).data
         self.bytes_read += size
 
-        def fill(one: pack.Read) -> None:
-            room = stored[one.position : one.position + one.length]
-            try:
-                self.store.get_range(pack_key(names[one.pack]), one.offset, one.length, room)
-            except NotFoundError as error:
-                raise IntegrityError(f"{strip_hint(error)}: a pack is missing; run 'snapstore check'") from error
+        def fill(some: Sequence[pack.Read]) -> None:
+            for one in some:
+                room = stored[one.position : one.position + one.length]
+                try:
+                    self.store.get_range(pack_key(names[one.pack]), one.offset, one.length, room)
+                except NotFoundError as error:
+                    raise IntegrityError(f"{strip_hint(error)}: a pack is missing; run 'snapstore check'") from error
 
         def read(one: pack.Read) -> None:
-            try:
-                fill(one)
-            except StorageError:
-                ranges = pack.apart(one, offsets, lengths, positions)
-                if len(ranges) == 1:
-                    raise
-                for own in ranges:
-                    fill(own)
+            read_around(fill, [one], (offsets, lengths, positions))
 
         read_twice(self.store, lambda: self._readers.start(read, reads)())
         return [stored[at : at + length] for at, length in zip(positions.tolist(), lengths.tolist(), strict=True)]

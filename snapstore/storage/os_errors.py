@@ -12,6 +12,7 @@ from ..errors import SnapstoreError, StorageError, StorageFullError
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _REFUSED = {errno.EROFS, errno.EACCES, errno.EPERM}
 _TOO_MANY_FILES = {errno.EMFILE, errno.ENFILE}
+_BAD_SECTOR = {errno.EIO, errno.ENODATA, errno.EUCLEAN}  # the last two: of the device, and of XFS
 
 
 def error_name(error: OSError) -> str:
@@ -27,6 +28,11 @@ def is_too_many_files(error: BaseException | None) -> bool:
 def is_stale(error: BaseException | None) -> bool:
     """Return whether an error says that the server has deleted an open file (NFS)."""
     return isinstance(error, OSError) and error.errno == errno.ESTALE
+
+
+def is_bad_sector(error: BaseException | None) -> bool:
+    """Return whether an error says that the disk cannot read some bytes."""
+    return isinstance(error, OSError) and error.errno in _BAD_SECTOR
 
 
 def translate(what: str, error: OSError) -> SnapstoreError:

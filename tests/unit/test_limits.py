@@ -152,10 +152,10 @@ def test_a_budget_lists_as_many_packs_as_explain_the_work(monkeypatch):
         store.put(f"packs/{number:04}", bytes(1))
     budget = limits.Budget(store)
     budget.spend(10 * limits.DECODED_RATIO, "a")
-    assert len(listed) == 20  # twice as much may follow without another listing
+    assert len(listed) == 20  # as much again may follow without another listing
     budget.spend(10 * limits.DECODED_RATIO, "b")
     assert len(listed) == 20
-    for number in range(97):  # a listing at most as often as the work doubles
+    for number in range(97):  # each listing lasts until the work has doubled
         budget.spend(10 * limits.DECODED_RATIO, f"c{number}")
     assert len(listed) < 20 + 100 + 200 + 400 + 800 + 1000
     budget.spend(10 * limits.DECODED_RATIO + 100, "all that is stored")

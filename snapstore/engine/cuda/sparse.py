@@ -55,9 +55,10 @@ _JOB = np.dtype(
 _MAX_GROUPS = 256
 #: Changes whose ranks and differences take so many bytes are as much effort as one more link of a chunk of 1 MiB.
 _BYTES_PER_LINK = 90_000
-#: Thread blocks that apply sparse deltas, for each multiprocessor: twice as many as run at the same time, or the device
-#: would wait for a few. At most so many share a chunk, each with the effort of so many links. They wait for each other:
-#: at most one for each 16 multiprocessors, so that some can go on even if many batches share the device.
+#: Thread blocks that apply sparse deltas, for each multiprocessor: twice as many as run at the same time; with fewer,
+#: most of the device would wait for the last ones. At most so many share a chunk, each with the effort of at least so
+#: many links. They wait for each other: at most one for each 16 multiprocessors, so that some can go on even if many
+#: batches share the device.
 _BLOCKS, _MOST_BLOCKS, _MIN_EFFORT, _MULTIPROCESSORS_PER_BLOCK = 4, 8, 4, 16
 
 
@@ -75,7 +76,7 @@ class SparseLinks:
 
         Args:
             at: where the batch's stored bytes lie on the device.
-            headers: (m,) of the batch; those of these blobs are valid, and of codec 3.
+            headers: of all blobs of the batch, (m,); those of `refs` are valid, and of codec 3.
         """
         self._work, self.refs, self.fine = work, refs, np.ones(len(refs), bool)
         self.bad = work.empty(4 * len(refs))[: 4 * len(refs)].zero_().view(torch.int32)

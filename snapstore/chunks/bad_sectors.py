@@ -1,0 +1,39 @@
+"""Bad sectors: where bytes of a disk cannot be read, a second read leaves out what lies between the wanted ranges.
+
+In: reads of packs that join neighbouring ranges. Out: the same bytes in place. So a bad sector in a blob that no
+snapshot needs stops no restore and no rewrite of the blobs around it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from ..arrays import Column
+from ..errors import StorageError
+from ..format import pack
+from ..storage.os_errors import is_bad_sector
+
+log = logging.getLogger("snapstore")
+
+
+def read_around(
+    fill: Callable[[Sequence[pack.Read]], None], reads: Sequence[pack.Read], ranges: tuple[Column, Column, Column]
+) -> None:
+    """Call `fill(reads)`; if the disk cannot read some bytes, call it again without the gaps between the ranges.
+
+    Args:
+        ranges: offsets, lengths and positions (m,) of `pack.plan_reads`.
+
+    Raises:
+        StorageError: bytes of a range cannot be read; or the store failed in another way.
+    """
+    try:
+        fill(reads)
+        return
+    except StorageError as error:
+        apart = pack.apart(reads, *ranges) if is_bad_sector(error.__cause__) else []
+        if not apart:
+            raise
+        log.warning("%s; reading around what nothing needs", str(error))  # a log record must not hold the error
+    fill(apart)  # behind the `except`: else a second error would keep the first, and with it the memory that is filled

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from ..arrays import Column
 from ..errors import StorageError
 from ..format import pack
-from ..storage.os_errors import is_bad_sector
+from ..storage.os_errors import is_unreadable
 
 log = logging.getLogger("snapstore")
 
@@ -32,7 +32,7 @@ def read_around(
         fill(reads)
         return
     except StorageError as error:
-        apart = pack.apart(reads, *ranges) if is_bad_sector(error.__cause__) else []
+        apart = pack.apart(reads, *ranges) if is_unreadable(error.__cause__) else []
         if not apart:
             raise
         log.warning("%s; reading around what nothing needs", str(error))  # a log record must not hold the error

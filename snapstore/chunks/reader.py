@@ -239,7 +239,7 @@ class ChunkReader:
 
 
 class _Sizes:
-    """Sizes of rows of tables; of all rows of a table at once, if many are asked for in many calls."""
+    """Sizes of rows of tables; of all rows of a table at once, as soon as many have been asked for."""
 
     def __init__(self) -> None:
         self._asked: dict[int, tuple[ChunkTable, int]] = {}  # by id

@@ -256,13 +256,14 @@ def apart(reads: Sequence[Read], offsets: Column, lengths: Column, positions: Co
     """
     order = np.argsort(positions, kind="stable")
     order = order[lengths[order] > 0]
+    ascending = positions[order]
     found: list[Read] = []
     for read in reads:
-        first, end = np.searchsorted(positions[order], (read.position, read.position + read.length))
-        own = order[first:end]
-        starts, reach = positions[own], np.maximum.accumulate(positions[own] + lengths[own])
+        first, end = np.searchsorted(ascending, (read.position, read.position + read.length))
+        starts = ascending[first:end]
+        reach = np.maximum.accumulate(starts + lengths[order[first:end]])
         gaps = np.flatnonzero(starts[1:] - reach[:-1] >= PAGE_BYTES) + 1
-        for i, j in pairwise([0, *gaps.tolist(), len(own)]):
+        for i, j in pairwise([0, *gaps.tolist(), len(starts)]):
             if i < j:
                 start, length = int(starts[i]), int(reach[j - 1] - starts[i])
                 found.append(Read(read.pack, read.offset + start - read.position, length, start))

@@ -18,7 +18,6 @@ Layout: `<root>/<key>`, and `<root>/tmp/<random>` for files being written. `<roo
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import re
@@ -64,13 +63,11 @@ from .folders import (
 )
 from .kept_open import KeptOpen
 from .locks import clean_temp, drop_temp, is_locked, open_temp, unlock
-from .os_errors import translate
+from .os_errors import is_unreadable, translate
 
 _READ_PIECE_BYTES = 1024 * 1024 * 1024  # one read(2) moves less than 2 GiB
 
 _GONE = (FileNotFoundError, NotADirectoryError)
-#: Errors by which a file system reports one unreadable inode.
-_BAD_INODE = {errno.EIO, errno.EBADMSG, errno.ENODATA, getattr(errno, "EUCLEAN", errno.EIO)}
 _MOST_BAD_INODES = 64  # more mean a failing disk, which may take half a minute for each
 _TEMP_NAME = re.compile(r"[0-9a-f]{32}")
 
@@ -366,7 +363,7 @@ class LocalStore(ObjectStore):
 
     def _is_bad_file(self, error: OSError, folder: int, name: str) -> bool:
         """Return whether an error is about this one inode, and the folder lists it as a file."""
-        if error.errno not in _BAD_INODE:
+        if not is_unreadable(error):
             return False
         self._root_identity()  # a lost mount gives the same error for every file
         with closing(open_readable(folder)) as readable, os.scandir(readable) as scan:  # may stat the file

@@ -12,7 +12,8 @@ from ..errors import SnapstoreError, StorageError, StorageFullError
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _REFUSED = {errno.EROFS, errno.EACCES, errno.EPERM}
 _TOO_MANY_FILES = {errno.EMFILE, errno.ENFILE}
-_BAD_SECTOR = {errno.EIO, errno.ENODATA, errno.EUCLEAN}  # the last two: of the device, and of XFS
+#: The disk cannot read some bytes or an inode. Not every system has all of these.
+_UNREADABLE = {errno.EIO, errno.EBADMSG, errno.ENODATA, getattr(errno, "EUCLEAN", errno.EIO)}
 
 
 def error_name(error: OSError) -> str:
@@ -30,9 +31,9 @@ def is_stale(error: BaseException | None) -> bool:
     return isinstance(error, OSError) and error.errno == errno.ESTALE
 
 
-def is_bad_sector(error: BaseException | None) -> bool:
-    """Return whether an error says that the disk cannot read some bytes."""
-    return isinstance(error, OSError) and error.errno in _BAD_SECTOR
+def is_unreadable(error: BaseException | None) -> bool:
+    """Return whether an error says that the disk cannot read some bytes, or an inode."""
+    return isinstance(error, OSError) and error.errno in _UNREADABLE
 
 
 def translate(what: str, error: OSError) -> SnapstoreError:

@@ -794,32 +794,30 @@ def test_a_record_that_fails_at_once_is_asked_for_at_every_look(store):
 
 @pytest.fixture
 def bad_sector(monkeypatch):
-    """bad_sector(place, number) -> how many reads of packs fail from now on: all that contain the place."""
-    real, bad, failed = os.preadv, {}, []
+    """bad_sector(place) -> (offset, length) of the reads of packs that fail from now on: all that contain the place."""
+    real, bad, failed = os.preadv, [], []
 
     def preadv(fd, buffers, offset):
-        for at, number in bad.items() if "/packs/" in str(Path(f"/proc/self/fd/{fd}").readlink()) else ():
-            if offset <= at < offset + len(buffers[0]):
+        for place in bad if "/packs/" in str(Path(f"/proc/self/fd/{fd}").readlink()) else ():
+            if offset <= place < offset + len(buffers[0]):
                 failed.append((offset, len(buffers[0])))
-                raise OSError(number, os.strerror(number))
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
         return real(fd, buffers, offset)
 
-    def at(place, number=errno.EIO):
-        bad.clear()
-        failed.clear()
-        bad[place] = number
+    def at(place):
+        bad.append(place)
         return failed
 
     monkeypatch.setattr(os, "preadv", preadv)
     return at
 
 
-def three_tensors(disk, run="r"):
+def three_tensors(disk):
     """A snapshot of three tensors whose chunks lie in one pack, one behind the other: state, snapshot, and places."""
     rng = np.random.default_rng(3)
     state = {name: rng.integers(0, 256, 60_000 if name == "b" else 10_000, np.uint8) for name in "abc"}
-    with Repository.create(disk, chunk_bytes=1024, options=SaveOptions(codec="portable")) as repo:
-        snapshot = repo.save(state, run=run, step=0)
+    with Repository.create(disk, chunk_bytes=1024) as repo:
+        snapshot = repo.save(state, run="r", step=0)
     (key,) = packs_of(disk, snapshot)
     return state, snapshot, {name: disk.get(key).index(state[name].tobytes()[:64]) + 500 for name in "abc"}
 

@@ -70,7 +70,7 @@ LEFT_OUT = {
     ],
 }
 
-#: Four seconds or more each, three of them in a run; a GPU runs all.
+#: Four seconds or more each, six of them in a run; a GPU runs all.
 SLOW = [
     *(f"gpu/test_gpu_memory.py::{name}" for name in (
         "test_many_saves_keep_nothing[device]",
@@ -80,15 +80,12 @@ SLOW = [
         "test_nvcomp_without_memory_saves[{'first': 4}]",
         "test_an_engine_without_memory_saves[{'above': 2097152}]",
         "test_an_engine_without_memory_saves[{'first': 1}]",
-        "test_an_engine_without_memory_saves[{'first': 3}]",
         "test_memory_that_runs_out_after_some_saves",
         "test_memory_that_runs_out_at_any_level[CuPy]",
         "test_memory_that_runs_out_at_any_level[beneath torch]",
         "test_small_tensors_share_page_locked_memory",
         "test_page_locked_memory_of_tensors_without_a_base",
     )),
-    "gpu/test_gpu_changes.py::test_the_save_after_a_change[asynchronous, device]",
-    "gpu/test_gpu_changes.py::test_the_save_after_a_change[asynchronous, host]",
     *(f"gpu/test_gpu_staging.py::{name}" for name in (
         "test_streams_are_not_used_up",
         "test_bases_across_changes_of_mode",
@@ -106,7 +103,6 @@ SLOW = [
         "test_states_larger_than_any_batch[3000]",
         "test_states_larger_than_any_batch[70000]",
     )),
-    "gpu/test_gpu_directions.py::test_a_state_on_both",
     "gpu/test_gpu_first_save.py::test_the_first_save_locks_the_memory_of_the_second",
     "gpu/test_gpu_first_save.py::test_prepare_locks_the_memory_of_the_first_save",
     "gpu/test_gpu_first_save.py::test_a_save_does_not_wait_for_kernels[device]",
@@ -120,7 +116,7 @@ SLOW = [
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++, which compiles the kernels for this CPU")
 @pytest.mark.parametrize("names", RUNS, ids=["codecs", "memory", "staging"])
 def test_the_gpu_engine_on_a_cpu(tmp_path, names):
-    others = set(SLOW) - set(some(SLOW, 3))
+    others = set(SLOW) - set(some(SLOW, 6))
     left_out = [f"--deselect=tests/{name}" for names in (*LEFT_OUT.values(), others) for name in names]
     report = tmp_path / "report.xml"
     done = subprocess.run(

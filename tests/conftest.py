@@ -4,8 +4,12 @@ A time limit in a test judges a hang, never speed: other processes may be busy. 
 time, whatever profile the environment suggests.
 
 Every test has a cache of its own, so that none sees another's indexes, and none writes to the user's.
+
+Files of tests lie in memory where there is room: on a disk, half of the time goes into syncing and deleting them.
+`SNAPSTORE_TEST_DIR` names another folder. Thorough runs stay on the disk.
 """
 
+import contextlib
 import gc
 import itertools
 import os
@@ -19,9 +23,14 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from kit.samples import THOROUGH
+
 #: Until then threads have closed what the collector found; judges a hang.
 PATIENCE_S = 60.0
 _CACHES = pytest.StashKey[Path]()
+#: A file system in memory, and the free bytes that it must have: tests take up to 3 GB at a time.
+MEMORY, MEMORY_BYTES = Path("/dev/shm"), 8 * 1024**3
+_FOLDER = pytest.StashKey[Path | None]()
 _NUMBERS = itertools.count()
 
 hypothesis.settings.register_profile(
@@ -31,14 +40,30 @@ hypothesis.settings.load_profile("snapstore")
 
 
 def pytest_configure(config):
-    """Workers of xdist inherit it."""
+    """Workers of xdist inherit seed and folder."""
     os.environ.setdefault("SNAPSTORE_TEST_SEED", str(random.randrange(1_000_000)))
-    config.stash[_CACHES] = Path(tempfile.mkdtemp(prefix="snapstore-test-caches-"))
+    config.stash[_FOLDER] = None
+    place = os.environ.get("SNAPSTORE_TEST_DIR") or (MEMORY if _has_room() and not THOROUGH else None)
+    if place and config.option.basetemp is None:
+        config.stash[_FOLDER] = Path(tempfile.mkdtemp(prefix="snapstore-tests-", dir=place))
+        config.option.basetemp = config.stash[_FOLDER] / "tests"
+    caches = tempfile.mkdtemp(prefix="caches-", dir=config.option.basetemp and Path(config.option.basetemp).parent)
+    config.stash[_CACHES] = Path(caches)
     os.environ["SNAPSTORE_CACHE_DIR"] = str(config.stash[_CACHES] / "fixtures")
+
+
+def _has_room():
+    """Return whether MEMORY is there and has room; its files also take from the machine's memory."""
+    with contextlib.suppress(OSError, ValueError):
+        free, of_machine = shutil.disk_usage(MEMORY).free, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return min(free, of_machine) >= MEMORY_BYTES
+    return False
 
 
 def pytest_unconfigure(config):
     shutil.rmtree(config.stash[_CACHES], ignore_errors=True)
+    if config.stash[_FOLDER]:
+        shutil.rmtree(config.stash[_FOLDER], ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
@@ -70,8 +95,11 @@ def require_closed(request, folder):
         assert not left(), "the test leaves a repository open: close it, or what keeps it"
 
 
-def pytest_terminal_summary(terminalreporter):
+def pytest_terminal_summary(terminalreporter, config):
     if terminalreporter.stats.get("failed"):
         terminalreporter.write_line(
             f"the samples of this run again: SNAPSTORE_TEST_SEED={os.environ['SNAPSTORE_TEST_SEED']}"
         )
+        if config.stash[_FOLDER] and "CI" not in os.environ:
+            terminalreporter.write_line(f"files of the tests that failed: {config.stash[_FOLDER]}; remove it")
+            config.stash[_FOLDER] = None

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from kit.forge import little_memory, little_time
 from kit.repositories import created, opened
 from kit.samples import SEED, THOROUGH
+from kit.shell import invoke
 from kit.tally import EXAMPLES, tally
-from snapstore import KeepEvery, KeepLast, KeepWithin, Repository, SaveOptions, cli, retention
+from snapstore import KeepEvery, KeepLast, KeepWithin, Repository, SaveOptions, retention
 from snapstore.catalog import policy_store
 from snapstore.errors import InvalidInputError, SnapstoreError
 from snapstore.format import records
@@ -81,7 +81,7 @@ def test_any_record(made, tmp_path_factory, changes, verbs):
         for args in verbs:
             traced = THOROUGH or zlib.crc32(repr(args).encode()) % 5 == SEED % 5  # it takes five times as long
             with little_memory(128 * MIB) if traced else little_time():
-                result = CliRunner().invoke(cli.commands, args, env={"SNAPSTORE_REPO": str(place / "repo")})
+                result = invoke(args, env={"SNAPSTORE_REPO": str(place / "repo")})
             said = (args, result.exit_code, result.output[-2000:], result.exception)
             assert result.exception is None or isinstance(result.exception, SystemExit), said
             assert "this is a bug" not in result.output, said

@@ -171,13 +171,12 @@ def test_every_kind_of_token_is_stepped_over():
 )
 def test_metadata_that_python_does_not_print(metadata, tmp_path):
     """Integers of more than 4,300 digits can be saved; Python refuses to print them. Mitigation: in hexadecimal."""
-    from typer.testing import CliRunner
-
-    from snapstore import Repository, cli
+    from kit.shell import invoke
+    from snapstore import Repository
 
     with Repository.create(tmp_path / "repo") as repo:
         repo.save({}, run="r", step=0, metadata=metadata)
         assert repo.snapshot("r@0").metadata == metadata
     for args in (["show", "r@0"], ["show", "r@0", "--json"], ["log", "--json"]):
-        result = CliRunner().invoke(cli.commands, args, env={"SNAPSTORE_REPO": str(tmp_path / "repo")})
+        result = invoke(args, env={"SNAPSTORE_REPO": str(tmp_path / "repo")})
         assert result.exit_code == 0, result.output

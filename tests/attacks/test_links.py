@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from kit.repositories import OPTIONS, opened, save
 from kit.samples import sampled
+from kit.shell import invoke
 from kit.tally import tally
-from snapstore import KeepLast, NotFoundError, Repository, SnapshotManager, SnapstoreError, StorageError, cli
+from snapstore import KeepLast, NotFoundError, Repository, SnapshotManager, SnapstoreError, StorageError
 from snapstore.format import records
 from snapstore.format.records import Session
 from snapstore.storage.local import LocalStore
@@ -158,7 +158,7 @@ def run_all(folder: Path) -> None:
     for verb in VERBS:
         args = [part.format(out=folder / "out.pt", state=folder / "state.pt") for part in verb.split()]
         with time_limit():
-            result = CliRunner().invoke(cli.commands, args, env=env, prog_name="snapstore")
+            result = invoke(args, env=env)
         assert result.exit_code in (0, 1, 2, 3, 10, 11, 20), (verb, result.exit_code, result.exception)
         assert "Traceback" not in result.stderr, (verb, result.stderr)
         assert "this is a bug" not in result.stderr, (verb, result.stderr)

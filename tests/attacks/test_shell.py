@@ -11,10 +11,10 @@ import torch
 import typer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from kit.forge import little_memory, little_time
 from kit.samples import SEED, THOROUGH
+from kit.shell import invoke
 from kit.tally import EXAMPLES, tally
 from snapstore import Repository, SaveOptions, cli
 
@@ -85,9 +85,7 @@ def test_any_line(made, place, args):
     tally("fuzz inputs")
     traced = THOROUGH or zlib.crc32(repr(args).encode()) % 5 == SEED % 5  # it takes five times as long
     with little_memory(128 * 1024 * 1024) if traced else little_time():  # modules that a verb imports first included
-        result = CliRunner().invoke(
-            cli.commands, args, env={"SNAPSTORE_REPO": str(place / "repo")}, prog_name="snapstore"
-        )
+        result = invoke(args, env={"SNAPSTORE_REPO": str(place / "repo")})
     said = (args, result.exit_code, result.output[-2000:])
     assert result.exception is None or isinstance(result.exception, SystemExit), said
     assert result.exit_code in CODES, said

@@ -17,12 +17,12 @@ from types import ModuleType
 import msgspec
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from kit.objects import flip_file, keys_of, replace
 from kit.processes import ROOT
 from kit.samples import sampled
-from snapstore import KeepLast, Repository, RngState, SaveOptions, SnapshotManager, cli
+from kit.shell import invoke
+from snapstore import KeepLast, Repository, RngState, SaveOptions, SnapshotManager
 from snapstore.errors import SnapstoreError
 from snapstore.format import records
 from snapstore.format.records import Config, Lost, Mark, Policy, Quarantine, Session
@@ -57,7 +57,7 @@ class Shell:
     def __call__(self, *args):
         args = [os.fspath(arg) for arg in args]
         for more in (["-v"], ["--json"]):  # -v prints all else as well
-            result = CliRunner().invoke(cli.commands, [*args, *more], env=self.env, prog_name="snapstore")
+            result = invoke([*args, *more], env=self.env)
             assert result.exception is None or isinstance(result.exception, SystemExit), (args, result.exception)
             require_safe(result.stderr, args)
             if more != ["--json"]:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from kit.forge import (
     MIB,
@@ -29,8 +28,9 @@ from kit.forge import (
     rewrite,
 )
 from kit.samples import THOROUGH
+from kit.shell import invoke
 from kit.tally import EXAMPLES, tally
-from snapstore import Repository, SaveOptions, cli
+from snapstore import Repository, SaveOptions
 from snapstore.chunks import limits
 from snapstore.errors import CapabilityError, FormatError, IntegrityError, NotFoundError, SnapstoreError
 from snapstore.format import manifest, records
@@ -122,7 +122,7 @@ def test_the_shell_passes_the_limit_on(tmp_path, monkeypatch):
     for args, code in (
         (["--max-decoded", "2M"], 0), (["--max-decoded", "1000K"], 20), ([], 20), (["--max-decoded", "much"], 2),
     ):  # fmt: skip
-        result = CliRunner().invoke(cli.commands, ["check", "--restore", *args], env=env)
+        result = invoke(["check", "--restore", *args], env=env)
         assert result.exit_code == code, result.output
         assert ("1.0MB decoded" in result.output) == (code == 0)
 
@@ -473,7 +473,7 @@ def test_a_long_cell_does_not_widen_every_row(tmp_path):
             tags = ["x" * 100_000] if seq == 7 else []
             snapshot = msgspec.structs.replace(good, id=f"{seq:032x}", step=seq, seq=seq, tags=tags)
             repo.store.put(snapshot.key, records.encode(snapshot))
-    result = CliRunner().invoke(cli.commands, ["log"], env={"SNAPSTORE_REPO": str(tmp_path / "repo")})
+    result = invoke(["log"], env={"SNAPSTORE_REPO": str(tmp_path / "repo")})
     assert result.exit_code == 0
     assert 100_000 < len(result.stdout) < 200_000
     assert result.stdout.count("loss=1.5") == 99, "beside the long tag there is no room for it"

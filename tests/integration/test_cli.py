@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from kit import foreign
 from kit.objects import flip_file
 from kit.repositories import index_of
+from kit.shell import invoke
 from snapstore import KeepLast, NotFoundError, Repository, RngState, cli
 from snapstore.cli import inspect, maintenance, output
 from snapstore.cli.app import VERBS
@@ -50,9 +50,7 @@ class Shell:
         self.env = {"SNAPSTORE_REPO": self.url}
 
     def __call__(self, *args, code=0, **env):
-        result = CliRunner().invoke(
-            cli.commands, [str(arg) for arg in args], env={**self.env, **env}, prog_name="snapstore"
-        )
+        result = invoke([str(arg) for arg in args], env={**self.env, **env})
         assert result.exit_code == code, (args, result.exit_code, result.stdout, result.stderr)
         assert "Traceback" not in result.stderr or "-v" in args
         return result
@@ -111,17 +109,17 @@ def series(made, tmp_path):
 
 
 def test_every_verb_has_help_and_stands_in_the_list():
-    listed = CliRunner().invoke(cli.commands, ["--help"])
+    listed = invoke(["--help"])
     assert listed.exit_code == 0
     assert [line.split()[0] for line in listed.stdout.partition("Commands:\n")[2].splitlines()] == list(VERBS)
     for verb in VERBS:
-        text = CliRunner().invoke(cli.commands, [verb, "-h"]).stdout
+        text = invoke([verb, "-h"]).stdout
         assert all(option in text for option in ("--repo", "--json", "--verbose")), verb
 
 
 def test_usage_errors_are_2(sh):
     for args in (["nonsense"], ["log", "--nonsense"], ["show"], ["save", "x.pt", "--run", "r", "--step", "many"], []):
-        result = CliRunner().invoke(cli.commands, args, env=sh.env)
+        result = invoke(args, env=sh.env)
         assert result.exit_code == 2, args
         assert "Usage: " in result.stderr + result.stdout
 
@@ -850,7 +848,7 @@ def test_forget_by_policy(series):
 
 def test_the_help_of_forget_explains_every_policy():
     """Each with its own sentence."""
-    text = " ".join(CliRunner().invoke(cli.commands, ["forget", "-h"]).stdout.split())
+    text = " ".join(invoke(["forget", "-h"]).stdout.split())
     for words in (
         "--keep-last N Keep the N newest steps",
         "--keep-every STEPS Keep all multiples of STEPS",

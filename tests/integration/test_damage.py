@@ -6,14 +6,14 @@ import itertools
 import re
 
 import pytest
-from typer.testing import CliRunner
 
 from kit import damage
 from kit.damage import CLASSES, PLACES, everyone, refs, repository, restoring
 from kit.faults import one_thread
 from kit.repositories import OPTIONS, opened, values, version_of
 from kit.samples import sampled
-from snapstore import Repository, cli
+from kit.shell import invoke
+from snapstore import Repository
 from snapstore.check.report import LEVELS
 from snapstore.errors import IntegrityError, SnapstoreError, StorageError
 
@@ -172,7 +172,7 @@ class Operator:
             self.all_but_the_lost_restore()
             self.wanted = {ref: s for ref, s in self.wanted.items() if s.state == "committed"}
         command = command.replace("--keep-...", "--keep-last 7")
-        result = CliRunner().invoke(cli.commands, ["--repo", "mem", *command.split()[1:]], prog_name="snapstore")
+        result = invoke(["--repo", "mem", *command.split()[1:]])
         self.said.append(f"$ {command} -> {result.exit_code}\n{result.output}")
         assert result.exit_code in (0, 3, 20), self.log
         if command.startswith(("snapstore check", "snapstore repair")):

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from kit.rank_snapshots import RankWriter, columns, rows
 from kit.repositories import created, opened
 from kit.samples import SEED
-from snapstore import NotFoundError, Repository, cli
+from kit.shell import invoke
+from snapstore import NotFoundError, Repository
 from snapstore.chunks.reader import ChunkReader
 
 
@@ -138,14 +138,14 @@ def test_names_that_are_refused(repository):
 
 
 def test_the_shell(tmp_path):
-    place, runner = str(tmp_path / "r"), CliRunner()
+    place = str(tmp_path / "r")
     with Repository.create(place) as repository:
         save(repository, "a", range(3))
         save(repository, "b", range(3), lambda step, value: value["model"]["b"].add_(step // 2))
         save(repository, "c", range(3), lambda step, value: value["model"].pop("b"))
 
     def run(*words: str) -> str:
-        result = runner.invoke(cli.commands, ["diff", "--repo", place, "--first", *words])
+        result = invoke(["diff", "--repo", place, "--first", *words])
         assert result.exit_code == 0
         return result.stdout
 

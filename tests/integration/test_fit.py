@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from typer.testing import CliRunner
 
 from kit.rank_snapshots import RankWriter
 from kit.repositories import created, opened, same
+from kit.shell import invoke
 from snapstore import (
     IntegrityError,
     InvalidInputError,
@@ -24,7 +24,6 @@ from snapstore import (
     NotFoundError,
     Repository,
     SnapshotManager,
-    cli,
 )
 
 
@@ -302,7 +301,7 @@ def test_no_guess_while_a_record_cannot_be_read(word):
 
 
 def test_the_shell_writes_a_part_under_other_names(tmp_path):
-    place, runner = str(tmp_path / "r"), CliRunner()
+    place = str(tmp_path / "r")
     with Repository.create(place) as repository:
         repository.set_policies("r", [KeepBest("loss")])
         for step in range(2):
@@ -311,9 +310,9 @@ def test_the_shell_writes_a_part_under_other_names(tmp_path):
     for name, read in (("x.pt", torch.load), ("x.safetensors", load_file)):
         output = str(tmp_path / name)
         options = ["restore", "--repo", place, "r@best", "-o", output, "--part", "model", "--rename", "module.="]
-        assert runner.invoke(cli.commands, options).exit_code == 0
+        assert invoke(options).exit_code == 0
         assert same(dict(read(output)), {"w": torch.ones(3)})
     for given, code, text in (("module.", 2, "expected OLD=NEW"), ("none.=", 1, "not among the names")):
         options = ["restore", "--repo", place, "r@best", "-o", f"{output}2.pt", "--rename", given]
-        result = runner.invoke(cli.commands, options)
+        result = invoke(options)
         assert (result.exit_code, text in result.stderr) == (code, True)

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from kit.repositories import created, opened
+from kit.shell import invoke
 from snapstore import (
     AlreadyExistsError,
     FormatError,
@@ -22,7 +22,6 @@ from snapstore import (
     Repository,
     SnapshotManager,
     StorageError,
-    cli,
     pack_folder,
     unpack_folder,
 )
@@ -331,11 +330,11 @@ def test_damage_leaves_no_folder(tmp_path, monkeypatch):
 
 
 def test_the_shell(tmp_path):
-    root, place, runner = write(tmp_path / "there"), str(tmp_path / "r"), CliRunner()
+    root, place = write(tmp_path / "there"), str(tmp_path / "r")
     Repository.create(place).close()
 
     def run(*words: str) -> Any:
-        return runner.invoke(cli.commands, [words[0], "--repo", place, "--json", *words[1:]])
+        return invoke([words[0], "--repo", place, "--json", *words[1:]])
 
     saved = run("save", str(root), "--run", "r", "--step", "1")
     assert json.loads(saved.stdout)["snapshot"]["run"] == "r"

@@ -16,10 +16,10 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 from kit.repositories import OPTIONS, same
-from snapstore import InvalidInputError, NotFoundError, Repository, cli
+from kit.shell import invoke
+from snapstore import InvalidInputError, NotFoundError, Repository
 from snapstore.convert import ExportOptions, export_snapshot, import_checkpoints, safetensors_file
 from snapstore.convert.importing import default_run, format_of
 from snapstore.errors import AlreadyExistsError, IntegrityError
@@ -468,7 +468,7 @@ def test_shards_of_ranks_become_whole_tensors(repository, tmp_path):
 
 def test_the_verbs_print_what_they_did(tmp_path):
     def shell(*args, code=0):
-        found = CliRunner().invoke(cli.commands, [*map(str, args)], env={"SNAPSTORE_REPO": str(tmp_path / "repo")})
+        found = invoke([*map(str, args)], env={"SNAPSTORE_REPO": str(tmp_path / "repo")})
         assert found.exit_code == code, found.output
         return found
 

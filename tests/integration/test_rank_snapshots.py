@@ -7,13 +7,13 @@ from functools import partial
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from kit import foreign
 from kit.objects import keys_of
 from kit.rank_snapshots import RankWriter, assembled, columns, manifests_of, rows, strided
 from kit.repositories import created, opened
-from snapstore import IntegrityError, Repository, SnapstoreError, cli
+from kit.shell import invoke
+from snapstore import IntegrityError, Repository, SnapstoreError
 from snapstore.check.damaged_packs import DamagedPacks
 from snapstore.check.newest_whole import _is_whole as is_whole
 from snapstore.check.report import CheckResult
@@ -339,7 +339,7 @@ def test_show_and_log_name_the_ranks(tmp_path):
     Repository.create(root, chunk_bytes=1024).close()
     RankWriter(LocalStore(root)).save(arrays(), world=3)
     for words, expected in {("log",): "ranks", ("show", "ranks@0"): "ranks     3", ("check",): "no problem"}.items():
-        result = CliRunner().invoke(cli.commands, [words[0], *words[1:], "--repo", str(root)])
+        result = invoke([words[0], *words[1:], "--repo", str(root)])
         assert result.exit_code == 0, result.output
         assert expected in result.output
 

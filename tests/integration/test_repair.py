@@ -12,12 +12,12 @@ import msgspec
 import numpy as np
 import pytest
 import xxhash
-from typer.testing import CliRunner
 
 from kit.damage import damaged, packs_of, refs, repository, restoring, three, twin, wound
 from kit.faults import FaultStore, Unreadable, one_thread
 from kit.objects import clone, flip, keys_of
 from kit.repositories import OPTIONS, check_restores, index_of, opened, same, save, snapshots_of, values
+from kit.shell import invoke
 from snapstore import (
     ConflictError,
     FormatError,
@@ -29,7 +29,6 @@ from snapstore import (
     SnapshotManager,
     SnapstoreError,
     StorageError,
-    cli,
 )
 from snapstore.check.report import LEVELS
 from snapstore.format import blob, manifest, pack, records
@@ -923,7 +922,7 @@ def shell(disk, monkeypatch):
     monkeypatch.undo()
 
     def run(*arguments):
-        result = CliRunner().invoke(cli.commands, ["--repo", str(disk.root), *arguments], prog_name="snapstore")
+        result = invoke(["--repo", str(disk.root), *arguments])
         return result.exit_code, result.stdout
 
     return run

@@ -24,12 +24,12 @@ import botocore.client
 import msgspec
 import pytest
 from botocore.exceptions import ClientError
-from typer.testing import CliRunner
 
 from kit.forge import header_of, ref_of, reheader
 from kit.objects import keys_of
 from kit.repositories import OPTIONS, check_restores, opened, same, save, values
 from kit.s3_stores import fresh_url, moto_bucket, needs_server
+from kit.shell import invoke
 from snapstore import (
     CapabilityError,
     ConflictError,
@@ -40,7 +40,6 @@ from snapstore import (
     Repository,
     SnapshotManager,
     StorageError,
-    cli,
 )
 from snapstore.errors import AlreadyExistsError
 from snapstore.format import records
@@ -595,7 +594,7 @@ def test_the_documents_and_the_calls(moto, calls, tmp_path):
         repository.compact()
         repository.gc()
         repository.repair(apply=True)
-    assert CliRunner().invoke(cli.commands, ["doctor", moto]).exit_code == 0
+    assert invoke(["doctor", moto]).exit_code == 0
     trusted = document(TRUSTED, moto)
     assert not denied(trusted, calls)
     assert named(trusted) == {action for action, *_ in calls}

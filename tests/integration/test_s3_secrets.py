@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from kit import s3_stores  # noqa: F401 - its clients share what they load
 from kit.hostile_s3 import HostileS3, answer, says
 from kit.samples import SEED, THOROUGH
-from snapstore import cli
+from kit.shell import invoke
 from snapstore.errors import SnapstoreError
 from snapstore.storage.s3.store import S3Store
 from snapstore.storage.urls import open_store
@@ -209,7 +208,7 @@ def everything_said(url: str) -> list[str]:
         ):  # fmt: skip
             words += said(call)
     for args in (["log", "-v"], ["init", "-v", "--json"]):
-        result = CliRunner().invoke(cli.commands, [*args, "--repo", url] if args[0] == "log" else [*args, url])
+        result = invoke([*args, "--repo", url] if args[0] == "log" else [*args, url])
         words += [
             result.output,
             result.stderr,

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from kit.damage import packs_of, refs, repository, three, twin, wound
 from kit.faults import FaultStore, Unreadable, one_thread
 from kit.objects import clone, flip, keys_of
 from kit.repositories import created, opened, same, save, values
-from snapstore import IntegrityError, KeepLast, Repository, SaveOptions, SnapshotManager, cli
+from kit.shell import invoke
+from snapstore import IntegrityError, KeepLast, Repository, SaveOptions, SnapshotManager
 from snapstore.errors import SnapstoreError, StorageError
 from snapstore.format import blob, records
 from snapstore.format.keys import record_key
@@ -73,7 +73,7 @@ def test_the_command_for_damaged_policies_helps(tmp_path, monkeypatch, at):
     flip(disk, "policies/a.1", at)
 
     def shell(*arguments):
-        result = CliRunner().invoke(cli.commands, ["--repo", str(disk.root), *arguments], prog_name="snapstore")
+        result = invoke(["--repo", str(disk.root), *arguments])
         return result.exit_code, result.stdout
 
     code, out = shell("check")

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import Shard
-from typer.testing import CliRunner
 
 from kit import foreign, rank_saves
 from kit.objects import flip, keys_of
 from kit.rank_saves import sharded
 from kit.rank_snapshots import manifests_of
 from kit.repositories import opened
-from snapstore import IntegrityError, Repository, cli
+from kit.shell import invoke
+from snapstore import IntegrityError, Repository
 from snapstore.format import manifest
 from snapstore.format.keys import pack_key
 from snapstore.state.per_rank import PerRank
@@ -219,7 +219,7 @@ def test_show_names_values_of_each_rank(tmp_path):
     with Repository.create(root, chunk_bytes=1024) as repository:
         rank_saves.save(repository, states(0), 0)
     for flags in ((), ("--json",)):
-        result = CliRunner().invoke(cli.commands, ["show", "r@0", "--repo", str(root), *flags])
+        result = invoke(["show", "r@0", "--repo", str(root), *flags])
         assert result.exit_code == 0, result.output
         assert "<each rank's own>" in result.output
     assert json.loads(result.output)["ranks"] == RANKS

@@ -43,5 +43,6 @@ kit get it from `kit.processes.environment`.
 | `deepspeed_worker` | a rank of a training with DeepSpeed, a script | a test needs ZeRO |
 | `megatron_worker` | a rank that saves or loads a sharded state of Megatron, a script | a test needs `dist_checkpointing` |
 | `torchtitan_worker` | a rank of a training with torchtitan's components, a script | a test needs `torchtitan` |
+| `shell` | `invoke`, which runs a verb and returns its output | a test calls the shell in its own process |
 | `processes` | the checkout's folders, and the environment for another process | a test starts Python |
 """  # noqa: E501

@@ -1,6 +1,7 @@
 """Where kernels are tested: on a CUDA device, and on a CPU through an emulator of thread blocks (emulator.h)."""
 
 import ctypes
+import hashlib
 import re
 import shutil
 import subprocess
@@ -13,6 +14,8 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parents[2] / "snapstore" / "engine" / "cuda"
+HEADERS = Path(__file__).with_name("emulator.h"), FOLDER / "memory.cuh"
+COMPILED = Path(__file__).parents[2] / ".pytest_cache" / "emulated"
 GUARD = 256  # bytes of a known pattern around every array: a kernel that writes beyond it is caught
 
 
@@ -71,20 +74,29 @@ def emulated(kernel, *definitions):
     casts = ", ".join(f"({t})a{i}" for i, t in enumerate(types))
     signature = ", ".join(f"uint64_t a{i}" for i in range(len(names)))
     code = (
-        f'#include "{Path(__file__).with_name("emulator.h")}"\n#include "{FOLDER / "memory.cuh"}"\n{source}\n'
+        f'#include "{HEADERS[0]}"\n#include "{HEADERS[1]}"\n{source}\n'
         f'extern "C" void launch_{kernel}(unsigned x, unsigned y, unsigned block, {signature}) '
         f"{{ launch(x, y, block, [=] {{ {kernel}({casts}); }}); }}\n"
     )
-    folder = Path(tempfile.mkdtemp())
-    (folder / "kernel.cpp").write_text(code)
-    library = folder / "kernel.so"
     # some distributions' g++ takes a jump to another fibre's stack for an attack, and aborts
     flags = [*definitions, "-O1", "-U_FORTIFY_SOURCE", "-w", "-std=c++17", "-shared", "-fPIC", "-fno-strict-aliasing"]
-    subprocess.run(["g++", *flags, "-o", library, folder / "kernel.cpp"], check=True)
-    loaded = ctypes.CDLL(str(library))
+    loaded = ctypes.CDLL(str(compiled(code, flags)))
     getattr(loaded, f"launch_{kernel}").argtypes = [ctypes.c_uint] * 3 + [ctypes.c_uint64] * len(names)
-    shutil.rmtree(folder)
     return loaded
+
+
+def compiled(code, flags):
+    """The library of a source. It is compiled once for all processes of the tests, and for later runs."""
+    parts = [code, *flags, *(header.read_text() for header in HEADERS)]
+    library = COMPILED / f"{hashlib.sha256(repr(parts).encode()).hexdigest()}.so"
+    if not library.exists():
+        COMPILED.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=COMPILED) as folder:
+            source, new = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
+            source.write_text(code)
+            subprocess.run(["g++", *flags, "-o", new, source], check=True)
+            new.rename(library)
+    return library
 
 
 class Device:

@@ -25,9 +25,9 @@ MAX_LINKS = 160
 #: Where so few links fit into the cost, every chunk has its turn to be full in each period of them; where more fit, in
 #: the last quarter of the period.
 SHORT_PERIOD = 8
-#: A skip is made once the links since the last one cost this share of what all links may, or are this share of as many
-#: as there may be, and at the latest then; a chunk's number says where between half of it and all.
-SKIP_SHARE = 0.7
+#: A skip is made once the links since the last one cost this share of what all links may, or once they are so many, and
+#: at the latest then; a chunk's number says where between half of it and all.
+SKIP_SHARE, SKIP_LINKS = 0.7, 40
 #: It leaves out at least so many links. A link of twice the mean bytes of the newer ones counts as a skip.
 MIN_SKIPPED, SKIP_RATIO = 4, 2
 SKIP_ROWS = 65536  # chains looked at together
@@ -90,8 +90,8 @@ class ChainCosts:
         Returns:
             (rows (k,), the reference of each where its base begins (k,)).
         """
-        shares = SKIP_SHARE * (1 - numbers * GOLDEN % 1 / 2)
-        limits, most_links = shares * (restore_cost - 1) * self.full, shares * MAX_LINKS
+        shares = 1 - numbers * GOLDEN % 1 / 2
+        limits, most_links = shares * SKIP_SHARE * (restore_cost - 1) * self.full, shares * SKIP_LINKS
         spent = self.whole - self.full + self.newest
         due = np.flatnonzero((self._depths >= MIN_SKIPPED) & ((spent > limits) | (self._depths > most_links)))
         found = [self._skips_of(due[i : i + SKIP_ROWS], limits, most_links) for i in range(0, len(due), SKIP_ROWS)]

@@ -243,7 +243,7 @@ def test_links_of_next_to_no_bytes_are_skipped_before_there_are_too_many(restore
     """A link costs something however small it is; a noisy chunk may have more of them than a chain."""
     full = 2**20 + 50
     last = next(n for n in range(1, 400) if skips_of([*[100] * n, full], restore_cost=restore_cost))
-    assert last < delta_choice.MAX_LINKS
+    assert last == delta_choice.SKIP_LINKS + 1
     assert skips_of([*[100] * last, 9000, full], restore_cost=restore_cost) == {0: last}
 
 

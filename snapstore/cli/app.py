@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ..errors import ConflictError, FormatError, IntegrityError, SnapstoreError
+from ..errors import ConflictError, FormatError, IntegrityError, NotFoundError, SnapstoreError
 from ..text import printable
 from .output import note, print_json
 
@@ -123,7 +123,6 @@ class Shell:
     @contextmanager
     def repository(self, *, damaged: bool = False) -> Iterator[Repository]:
         """Open the repository; `damaged`: even if its config is damaged."""
-        from ..errors import NotFoundError
         from ..repository import Repository
 
         try:

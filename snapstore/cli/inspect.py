@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import DAMAGE, CapabilityError, NotFoundError, StorageError
+from ..text import counted, human_bytes
 from .app import PARTIAL, Ref, Shell, UsageError, verb
 from .output import fields_json, line, local, note, note_unknown, plain, print_json, snapshot_json, spinner, table
 
@@ -56,8 +58,6 @@ def log(
         marks = {"superseded": superseded, "damaged": damaged, "reconstructed": made_up, "not mirrored": behind}
         _print_log(snapshots, marks)
     if damaged:
-        from ..text import counted
-
         note(f"{counted(len(damaged), 'snapshot')} marked damaged: each {_DAMAGED}")
     if any(s.is_reconstructed for s in snapshots):
         note(f"marked reconstructed: {_RECONSTRUCTED}")
@@ -86,8 +86,6 @@ def _damaged(repository: Repository, snapshots: list[Snapshot]) -> set[str]:
 def _require_run(view: View, run: str | None, everything: bool) -> None:
     if run is None or view.snapshots(run, None):
         return
-    from ..errors import NotFoundError
-
     view.latest(run)  # raises if the run has only records that are gone or cannot be read
     there = sorted({s.run for s in view.snapshots(states=None)}) if everything else view.runs()
     raise NotFoundError(f"run {run!r}: no such run in this repository; runs: {', '.join(there) or 'none'}")
@@ -109,8 +107,6 @@ LOG_WIDTH = 80
 
 
 def _print_log(snapshots: list[Snapshot], marks: dict[str, set[str]]) -> None:
-    from ..text import human_bytes
-
     if not snapshots:
         note("no snapshots")
         return
@@ -214,7 +210,6 @@ def _tensors(m: Manifest) -> Iterator[dict[str, Any]]:
 
 def _values(repository: Repository, manifests: list[Manifest], ref: str) -> list[tuple[Any, Any]]:
     """Return (path, value) of every value that is no tensor; a list of such values is one."""
-    from ..errors import DAMAGE, CapabilityError, StorageError
     from ..inspect.plain_values import decode_tree, plain_values
 
     try:
@@ -229,7 +224,6 @@ def _values(repository: Repository, manifests: list[Manifest], ref: str) -> list
 def _reasons(repository: Repository, view: View, snapshot: Snapshot) -> list[str]:
     """Return why a committed snapshot stays under its run's policies, or why a forgotten one was forgotten."""
     from .. import retention
-    from ..errors import DAMAGE
 
     if snapshot.state != "committed":
         return [text for text in (snapshot.reason, snapshot.policy) if text]
@@ -244,8 +238,6 @@ def _reasons(repository: Repository, view: View, snapshot: Snapshot) -> list[str
 def _print_facts(
     snapshot: Snapshot, parent: Snapshot | None, children: list[Snapshot], reasons: list[str], metadata: Any
 ) -> None:
-    from ..text import human_bytes
-
     facts = {
         "snapshot": f"{snapshot.ref} ({snapshot.state})",
         "id": snapshot.id,
@@ -265,8 +257,6 @@ def _print_facts(
 
 
 def _print_parts(snapshot: Snapshot, tensors: list[dict[str, Any]], ranks: int) -> None:
-    from ..text import human_bytes
-
     line()
     parts = [
         [m.part or "(root)", m.sha256[:12], human_bytes(m.size_bytes), human_bytes(m.logical_bytes)]
@@ -349,8 +339,6 @@ def _first_difference(shell: Shell, a: str, b: str) -> None:
         shown = {name: getattr(found, name) for name in columns}
         print_json({"a": snapshot_json(found.a), "b": snapshot_json(found.b), **shown})
         return
-    from ..text import counted
-
     looked = counted(len(found.steps), "common step")
     if found.path is None:
         line(f"all tensors are the same in {looked}, up to {found.a.ref} and {found.b.ref}")
@@ -381,8 +369,6 @@ def stats(shell: Shell) -> None:
         document = asdict(found)
         print_json({**document, "ratio": found.ratio})
         return
-    from ..text import counted, human_bytes
-
     facts = {
         "snapshots": found.snapshots,
         "state": human_bytes(found.logical_bytes),

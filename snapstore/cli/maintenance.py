@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from ..errors import CapabilityError, InvalidInputError
+from ..text import counted, human_bytes, some
 from .app import CORRUPT, ERROR, PARTIAL, DryRun, Place, Shell, UsageError, verb
 from .output import fields_json, line, note, note_unknown, print_json, spinner
 
@@ -89,7 +91,6 @@ def _portion(text: str) -> tuple[float, tuple[int, int]]:
 
 def _print_check(result: CheckResult) -> None:
     from ..check.report import GC
-    from ..text import counted, human_bytes, some
 
     for problem in result.problems:
         line(f"{problem.kind}: {problem.message}")
@@ -160,7 +161,6 @@ def repair(
 
 def _print_repair(report: RepairResult) -> None:
     from ..check.report import stand_in
-    from ..text import counted
 
     if report.found.ok and report.ok and all(action.kind == "index" for action in report.actions):
         fine, level = counted(len(report.found.restorable), "snapshot"), report.found.level
@@ -220,7 +220,6 @@ def compact(
 def size_of(text: str, option: str = "--max-repack-size") -> int:
     """Parse `10G` into bytes; K, M, G, T and P are powers of 1024."""
     from ..chunks.limits import parse_size
-    from ..errors import InvalidInputError
 
     try:
         return parse_size(text)
@@ -229,8 +228,6 @@ def size_of(text: str, option: str = "--max-repack-size") -> int:
 
 
 def _print_compact(report: CompactResult) -> None:
-    from ..text import counted, human_bytes
-
     _print_failed(report.failed)
     would = "would be " if report.dry_run else ""
     line(
@@ -283,8 +280,6 @@ def recode(
 
 
 def _print_recode(result: RecodeResult) -> None:
-    from ..text import counted, human_bytes
-
     _print_failed(result.failed)
     after = "" if result.dry_run else f" -> {human_bytes(result.bytes_after)}"
     recoded = f"{counted(len(result.recoded), 'snapshot')} {'would be recoded' if result.dry_run else 'recoded'}"
@@ -331,8 +326,6 @@ def copy(
 
 
 def _print_copy(result: CopyResult) -> None:
-    from ..text import counted, human_bytes
-
     _print_failed(result.failed)
     copied = f"{counted(len(result.copied), 'snapshot')} {'would be ' if result.dry_run else ''}copied to {result.url}"
     sizes = f"; {human_bytes(result.read_bytes)} read, {human_bytes(result.stored_bytes)} stored"
@@ -366,8 +359,6 @@ def index(
     if shell.as_json:
         print_json({"snapshots": count})
     else:
-        from ..text import counted
-
         line(f"rebuilt the index: {counted(count, 'snapshot')} in any state")
     return PARTIAL if note_unknown(view) else None
 
@@ -409,8 +400,6 @@ def demo(
     """Run the demo on a real training run. Takes about three minutes."""
     script = _demo_script()
     if script is None:
-        from ..errors import CapabilityError
-
         raise CapabilityError("demo: not installed; clone the repository of snapstore and run tools/demo")
     from ..storage.urls import expand_home
 

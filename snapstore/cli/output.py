@@ -18,7 +18,7 @@ from dataclasses import asdict, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..state.containers import step
-from ..text import printable
+from ..text import counted, printable, some
 
 if TYPE_CHECKING:
     from ..catalog.history import View
@@ -119,7 +119,6 @@ def note(*lines: str) -> None:
 def note_unknown(view: View) -> bool:
     """Warn of records that a listing leaves out; return whether there are any."""
     from ..catalog.history import PUT_BACK
-    from ..text import counted, some
 
     if unknown := [*view.damaged, *view.unread, *view.repeated]:
         left_out = counted(len(unknown), "record")

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..errors import InvalidInputError
+from ..text import human_bytes
 from .app import Place, Shell, UsageError, verb
 from .output import line, print_json, spinner
 
@@ -84,7 +86,6 @@ def _measured(given: dict[str, float], url: str | None) -> Rates:
 def _given(texts: list[str]) -> dict[str, float]:
     """Parse a `NAME=RATE` each."""
     from ..chunks.limits import parse_size
-    from ..errors import InvalidInputError
 
     found: dict[str, float] = {}
     for text in texts:
@@ -113,8 +114,6 @@ def _count(text: str) -> float:
 
 
 def _print(run: Run, rates: Rates, given: dict[str, float], found: Estimate) -> None:
-    from ..text import human_bytes
-
     shown = [
         f"{name} {human_bytes(int(rate))}/s{'' if name in given else ' (measured)'}"
         for name, rate in asdict(rates).items()

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import ConflictError
+from ..errors import ConflictError, InvalidInputError, NotFoundError
+from ..text import counted, human_bytes
 from .app import PARTIAL, DryRun, Ref, Shell, UsageError, verb
 from .output import fields_json, line, note, print_json, snapshot_json, spinner, table
 
@@ -51,8 +52,6 @@ def untag(shell: Shell, ref: Ref, name: Name, dry_run: DryRun = False) -> None:
             return
         snapshot = repository.view().resolve(ref)
         if name not in snapshot.tags:
-            from ..errors import NotFoundError
-
             raise NotFoundError(f"{snapshot.ref}: has no tag {name!r}; tags: {', '.join(snapshot.tags) or 'none'}")
         _print_snapshot(shell, snapshot, f"would no longer be tagged {name}")
 
@@ -142,7 +141,6 @@ def _policies(given: dict[str, Any], best: list[str], steps: str | None) -> list
 
 
 def _stored_policies(repository: Repository, run: str, force: bool) -> list[Policy]:
-    from ..errors import InvalidInputError
     from ..format.argument_checks import check_name
 
     stored = repository.policies(check_name("run", run))
@@ -203,8 +201,6 @@ def gc(
     with shell.repository() as repository, spinner("collecting"):
         seconds = int(match[1]) * _UNIT_S[match[2]]
         result = repository.gc(dry_run=dry_run, fence_after_s=seconds, unexplained=unexplained)
-    from ..text import counted, human_bytes
-
     if shell.as_json:
         names = ("deleted_objects", "deleted_bytes", "stored_bytes", "waiting_for", "fenced")
         print_json(fields_json(result, *names, "dry_run"))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..text import counted, human_bytes, some
 from .app import Place, Ref, Shell, UsageError, verb
 from .output import fields_json, line, note, print_json, snapshot_json, spinner
 
@@ -100,8 +101,6 @@ def save(
     if shell.as_json:
         print_json({"snapshot": snapshot_json(snapshot)})
         return
-    from ..text import human_bytes
-
     line(
         f"saved {snapshot.ref} as id:{snapshot.id[:12]}: {human_bytes(snapshot.logical_bytes)} of state, "
         f"{human_bytes(snapshot.stored_bytes)} stored, {snapshot.new_chunks} of {snapshot.chunks} chunks new"
@@ -168,7 +167,6 @@ def restore(
         print_json({"snapshot": snapshot_json(snapshot), "file": str(output), **counts, "changed": changed})
         return
     from ..convert.safetensors_file import LEAVES_NAMED
-    from ..text import counted, human_bytes, some
 
     what = f"{counted(written.tensors, 'tensor')}, {human_bytes(size)}"
     line(f"restored {snapshot.ref} (id:{snapshot.id[:12]}) to {output}: {what}")
@@ -182,7 +180,6 @@ def restore(
 def _unpack(shell: Shell, repository: Repository, ref: str, output: Path) -> bool:
     """Write the folder that a snapshot holds; return whether it holds one."""
     from ..state.folder import is_folder, unpack_folder
-    from ..text import counted, human_bytes
 
     tensors = repository.tensors(ref)
     if not is_folder(tensors):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..text import counted, human_bytes, some
 from .app import Ref, Shell, verb
 from .maintenance import size_of
 from .output import line, note, print_json, snapshot_json, spinner
@@ -69,8 +70,6 @@ def import_(
         ]
         print_json({"imported": columns, "bytes": read, "stored_bytes": stored})
     elif taken:
-        from ..text import counted, human_bytes
-
         line(
             f"imported {counted(len(taken), 'checkpoint')} into {run}: {human_bytes(read)} in, {human_bytes(stored)} "
             f"stored, {read / max(stored, 1):.2f} times smaller"
@@ -78,8 +77,6 @@ def import_(
 
 
 def _print_imported(one: Imported) -> None:
-    from ..text import counted, human_bytes, some
-
     if one.skipped:
         line(f"{one.source}: skipped, {one.snapshot.ref} is there (id:{one.snapshot.id[:12]})")
         return
@@ -141,8 +138,6 @@ def export(
 
 
 def _print_exported(exported: Exported, output: Path, to: str) -> None:
-    from ..text import counted, human_bytes, some
-
     snapshot = exported.snapshot
     what = f"{counted(exported.tensors, 'tensor')} in {counted(len(exported.files), 'file')}"
     line(f"exported {snapshot.ref} (id:{snapshot.id[:12]}) to {output}: {what}, {human_bytes(exported.bytes)}")

@@ -98,6 +98,17 @@ DAMAGE = (IntegrityError, FormatError, NotFoundError)
 
 
 @contextmanager
+def needs(package: str, command: str) -> Iterator[None]:
+    """Raise CapabilityError where the block cannot import an optional package; the error says which command helps."""
+    try:
+        yield
+    except ImportError as error:
+        raise CapabilityError(
+            f"{package}: not installed here, or of an unknown release ({error}); install it with '{command}'"
+        ) from error
+
+
+@contextmanager
 def out_of_memory(verb: str, advice: str) -> Iterator[None]:
     """Raise CapabilityError where NumPy, torch or Python finds no host memory: "<verb>: out of memory; <advice>"."""
     try:

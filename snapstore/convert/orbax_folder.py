@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import CapabilityError, InvalidInputError
+from ..errors import InvalidInputError, needs
 from ..state.tensors import TORCH_DTYPES
 from .checkpoint import Checkpoint, file_inside, nest, read_json
 from .lazy_state import Later
@@ -88,12 +88,8 @@ class _Reader:
     """Reads the arrays of an item; those of one group together."""
 
     def __init__(self, folder: Path) -> None:
-        try:
+        with needs("orbax-checkpoint", 'pip install "snapstore[orbax]"'):
             import orbax.checkpoint as ocp
-        except ImportError as error:
-            raise CapabilityError(
-                "orbax-checkpoint: not installed here; install it with 'pip install \"snapstore[orbax]\"'"
-            ) from error
         logging.getLogger("absl").setLevel(logging.ERROR)
         self._ocp, self._folder, self._checkpointer = ocp, folder, ocp.PyTreeCheckpointer()
         self._ready: dict[Key, Any] = {}

@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ..errors import CapabilityError, InvalidInputError
+from ..errors import InvalidInputError, needs
 from ..restore.streaming import TensorReader
 from ..state.arrays import as_bytes
 from ..state.tensors import TensorSpec
@@ -43,12 +43,8 @@ def need_library() -> Any:
     Raises:
         CapabilityError: it is not installed.
     """
-    try:
+    with needs("safetensors", 'pip install "snapstore[safetensors]"'):
         import safetensors.torch
-    except ImportError as error:
-        raise CapabilityError(
-            "safetensors: not installed here; install it with 'pip install \"snapstore[safetensors]\"'"
-        ) from error
     return safetensors
 
 
@@ -123,10 +119,9 @@ def name_in_utf8(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _damaged(path: Path) -> Iterator[None]:
-    library = need_library()
     try:
         yield
-    except (library.SafetensorError, OSError, ValueError) as error:
+    except (need_library().SafetensorError, OSError, ValueError) as error:  # it is looked up after an error alone
         raise InvalidInputError(f"{path}: not a safetensors file, or damaged: {first_line(error)}") from error
 
 

@@ -27,20 +27,16 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.utils.data import RandomSampler
 
-from ..errors import CapabilityError, InvalidInputError
+from ..errors import CapabilityError, InvalidInputError, needs
 from ..format.records import Snapshot
 from ..manager import SnapshotManager
 from ..save.handle import SaveHandle
 from ..state.per_rank import PerRank
 from ..state.rng import RngState
 
-try:
+with needs("accelerate", 'pip install "snapstore[accelerate]"'):
     import accelerate
     from accelerate.data_loader import SeedableRandomSampler
-except ImportError as error:
-    raise CapabilityError(
-        f"accelerate: not installed here ({error}); install it with 'pip install \"snapstore[accelerate]\"'"
-    ) from error
 
 log = logging.getLogger("snapstore")
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from ..dcp.names import step_of
-from ..errors import CapabilityError, InvalidInputError, NotFoundError, SnapstoreError
+from ..errors import CapabilityError, InvalidInputError, NotFoundError, SnapstoreError, needs
 from ..manager import SnapshotManager
 from ..options import SaveOptions
 from ..ranks import place
@@ -33,16 +33,11 @@ from ..retention import Policy
 from ..save.handle import SaveHandle
 from . import references
 
-try:
+with needs("deepspeed>=0.17", 'pip install "snapstore[deepspeed]"'):
     from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
     from deepspeed.runtime.fp16 import loss_scaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
-except ImportError as error:
-    raise CapabilityError(
-        f"deepspeed: not installed here, or older than 0.17 ({error}); install it with "
-        "'pip install \"snapstore[deepspeed]\"'"
-    ) from error
 
 #: The classes of values in a checkpoint of DeepSpeed that a load makes again.
 _TYPES: Sequence[type] = (ZeroStageEnum, fragment_address)

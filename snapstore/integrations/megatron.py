@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from ..dcp.names import step_of
 from ..dcp.reader import SnapstoreReader
-from ..errors import CapabilityError, InvalidInputError, NotFoundError
+from ..errors import CapabilityError, InvalidInputError, NotFoundError, needs
 from ..manager import SnapshotManager
 from ..options import SaveOptions
 from ..repository import Repository
@@ -38,18 +38,13 @@ from ..retention import Policy
 from ..save.handle import SaveHandle
 from . import references
 
-try:
+with needs("megatron-core", 'pip install "snapstore[megatron]"'):
     from megatron.core import __version__ as _version
     from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
     from megatron.core.dist_checkpointing.strategies import base
     from megatron.core.dist_checkpointing.strategies import torch as strategies
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-except ImportError as error:
-    raise CapabilityError(
-        f"megatron-core: not installed here, or of an unknown release ({error}); install it with "
-        "'pip install \"snapstore[megatron]\"'"
-    ) from error
 
 log = logging.getLogger("snapstore")
 

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CapabilityError, InvalidInputError, NotFoundError, RanksError
+from ..errors import CapabilityError, InvalidInputError, NotFoundError, RanksError, needs
 from ..format.records import Snapshot
 from ..manager import SnapshotManager
 from ..ranks import place
@@ -38,16 +38,11 @@ from ..retention import KeepLast
 from ..state.per_rank import PerRank
 from ..state.rng import RngState
 
-try:
+with needs("transformers, accelerate", 'pip install "snapstore[transformers]"'):
     import safetensors.torch
     import transformers
     from accelerate.state import AcceleratorState
     from transformers.trainer_callback import CallbackHandler, ExportableState, TrainerCallback, TrainerState
-except ImportError as error:
-    raise CapabilityError(
-        f"transformers, accelerate: not installed here ({error}); install them with "
-        "'pip install \"snapstore[transformers]\"'"
-    ) from error
 
 log = logging.getLogger("snapstore")
 

@@ -277,5 +277,5 @@ def test_kinds_of_training_that_are_refused_and_a_missing_package(hf, tmp_path, 
             callback.on_train_begin(made.args, made.state, made.control)
     monkeypatch.delitem(sys.modules, "snapstore.integrations.transformers")
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(CapabilityError, match=r"install them with 'pip install \"snapstore\[transformers\]\"'"):
+    with pytest.raises(CapabilityError, match=r"install it with 'pip install \"snapstore\[transformers\]\"'"):
         importlib.import_module("snapstore.integrations.transformers")

@@ -22,6 +22,7 @@ from ..text import counted, printable, some
 
 if TYPE_CHECKING:
     from ..catalog.history import View
+    from ..convert import Exported
     from ..format.records import Snapshot
 
 #: The spinner appears only after this time [s].
@@ -32,6 +33,9 @@ RICH_ROWS = 200
 
 #: Cells are padded up to this width; longer ones are printed whole and shift the rest of their row.
 MAX_PADDED = 200
+
+#: A note names at most so many files, tensors or values.
+NAMED = 5
 
 #: Longer integers are shown in hexadecimal.
 MAX_BITS = 4096
@@ -128,6 +132,15 @@ def note_unknown(view: View) -> bool:
         gone = counted(len(view.missing), "record")
         note(f"snapstore: warning: gone from the store: {gone} that the index knows, of {names}; {PUT_BACK}")
     return bool(unknown or view.missing)
+
+
+def note_changes(exported: Exported, what: str) -> None:
+    """Say which values a file, or a format, does not hold as they are in the snapshot."""
+    if exported.dropped:
+        note(f"left out {counted(len(exported.dropped), 'value')}: the {what} holds tensors only")
+    if exported.changed:
+        changes = [f"{value.path} ({value.was} as {value.written_as})" for value in exported.changed]
+        note(f"written as another type for torch.load(weights_only=True): {some(changes, NAMED)}")
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

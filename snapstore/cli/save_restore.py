@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..text import counted, human_bytes, some
+from ..text import counted, human_bytes
 from .app import Place, Ref, Shell, UsageError, verb
-from .output import fields_json, line, note, print_json, snapshot_json, spinner
+from .output import fields_json, line, note_changes, print_json, snapshot_json, spinner
 
 if TYPE_CHECKING:
-    from ..convert.files import Written
-    from ..format.records import Snapshot
+    from ..convert import Exported
     from ..repository import Repository
     from ..state.fit import Fit
 
@@ -159,22 +158,15 @@ def restore(
         snapshot = repository.snapshot(ref)
         with spinner(f"restoring {snapshot.ref}"):
             # By id: the reference may name another snapshot now.
-            written = _write(repository, snapshot, output, fit, force=force, only=tensors_only)
-    size = output.stat().st_size
+            written = _write(repository, f"id:{snapshot.id}", output, fit, force=force, only=tensors_only)
     if shell.as_json:
-        counts = {"tensors": written.tensors, "bytes": size, "dropped": written.dropped}
+        counts = fields_json(written, "tensors", "bytes", "dropped")
         changed = [value._asdict() for value in written.changed]
         print_json({"snapshot": snapshot_json(snapshot), "file": str(output), **counts, "changed": changed})
         return
-    from ..convert.safetensors_file import LEAVES_NAMED
-
-    what = f"{counted(written.tensors, 'tensor')}, {human_bytes(size)}"
+    what = f"{counted(written.tensors, 'tensor')}, {human_bytes(written.bytes)}"
     line(f"restored {snapshot.ref} (id:{snapshot.id[:12]}) to {output}: {what}")
-    if written.dropped:
-        note(f"left out {counted(len(written.dropped), 'value')}: the file holds tensors only")
-    if written.changed:
-        changes = [f"{value.path} ({value.was} as {value.written_as})" for value in written.changed]
-        note(f"written as another type for torch.load(weights_only=True): {some(changes, LEAVES_NAMED)}")
+    note_changes(written, "file")
 
 
 def _unpack(shell: Shell, repository: Repository, ref: str, output: Path) -> bool:
@@ -207,17 +199,16 @@ def _names(given: list[str]) -> dict[str, str]:
     return found
 
 
-def _write(repository: Repository, snapshot: Snapshot, output: Path, fit: Fit, *, force: bool, only: bool) -> Written:
-    """Write a snapshot to a file; return the contents of the file."""
+def _write(repository: Repository, ref: str, output: Path, fit: Fit, *, force: bool, only: bool) -> Exported:
+    """Write a snapshot to a file."""
     from ..check.newest_whole import newest_whole_named
     from ..convert import files
     from ..restore.sources import ALONE
     from ..restore.streaming import TensorReader
 
-    ref = f"id:{snapshot.id}"
     with newest_whole_named(repository.context, ref):
         if output.suffix.lower() != files.SAFETENSORS:
             reader = TensorReader(repository.context, ref, keys=fit, as_rank=ALONE)
             return files.write_torch(output, reader, force=force)
-        reader, about = TensorReader(repository.context, ref, keys=fit), files.safetensors_metadata(snapshot)
-        return files.write_safetensors(output, reader, metadata=about, force=force, tensors_only=only)
+        reader = TensorReader(repository.context, ref, keys=fit)
+        return files.write_safetensors(output, reader, force=force, tensors_only=only)

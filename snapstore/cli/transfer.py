@@ -10,13 +10,10 @@ import typer
 from ..text import counted, human_bytes, some
 from .app import Ref, Shell, verb
 from .maintenance import size_of
-from .output import line, note, print_json, snapshot_json, spinner
+from .output import NAMED, fields_json, line, note, note_changes, print_json, snapshot_json, spinner
 
 if TYPE_CHECKING:
     from ..convert import Exported, Imported
-
-#: A note names at most so many files or tensors.
-NAMED = 5
 
 
 @verb()
@@ -131,8 +128,8 @@ def export(
             exported = export_snapshot(repository, ref, output, to=to, options=options)  # type: ignore[arg-type]
     if shell.as_json:
         document = {"snapshot": snapshot_json(exported.snapshot), "output": str(output), "to": to}
-        counts = {name: getattr(exported, name) for name in ("files", "tensors", "bytes", "dropped", "tied", "part")}
-        print_json({**document, **counts, "changed": [value._asdict() for value in exported.changed]})
+        document |= fields_json(exported, "files", "tensors", "bytes", "dropped", "tied", "part")
+        print_json({**document, "changed": [value._asdict() for value in exported.changed]})
         return
     _print_exported(exported, output, to)
 
@@ -143,10 +140,6 @@ def _print_exported(exported: Exported, output: Path, to: str) -> None:
     line(f"exported {snapshot.ref} (id:{snapshot.id[:12]}) to {output}: {what}, {human_bytes(exported.bytes)}")
     if exported.tied:
         note(f"not written, because they are tied to others: {some(exported.tied, NAMED)}")
-    if exported.dropped:
-        note(f"left out {counted(len(exported.dropped), 'value')}: the format holds tensors only")
-    if exported.changed:
-        changes = [f"{value.path} ({value.was} as {value.written_as})" for value in exported.changed]
-        note(f"written as another type for torch.load(weights_only=True): {some(changes, NAMED)}")
+    note_changes(exported, "format")
     if to == "hf" and "config.json" not in exported.files:
         note("no config.json: from_pretrained needs one; export with --config DIR, such as the base model's folder")

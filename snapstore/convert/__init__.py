@@ -5,7 +5,8 @@ tensor by tensor, so states may be larger than memory. Read importing.py and exp
 format opens or writes it, and lazy_state.py hands a state over to the save.
 """
 
-from .exporting import Exported, ExportOptions, export_snapshot
+from .exporting import ExportOptions, export_snapshot
+from .files import Exported
 from .importing import Imported, import_checkpoints
 
 __all__ = ["ExportOptions", "Exported", "Imported", "export_snapshot", "import_checkpoints"]

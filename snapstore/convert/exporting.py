@@ -10,22 +10,21 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
 from ..check.newest_whole import newest_whole_named
 from ..errors import AlreadyExistsError, InvalidInputError, StorageError
-from ..format.records import Snapshot
 from ..repository import Repository
 from ..restore.sources import ALONE, SHARED_ONLY
 from ..restore.streaming import TensorReader
 from ..state.fit import Fit
-from ..state.weights_only import Changed
 from ..text import some
 from . import files, hf_export
 from .dcp_folder import METADATA
+from .files import Exported
 
 To = Literal["hf", "safetensors", "torch", "dcp"]
 #: `torch.compile` puts this before the names of a module's parameters, at any depth.
@@ -58,31 +57,6 @@ class ExportOptions:
     config: str | Path | None = None
     tensors_only: bool = False
     force: bool = False
-
-
-@dataclass(slots=True)
-class Exported:
-    """An export that was written.
-
-    Attributes:
-        snapshot: that was read.
-        files: names of the files, in the folder of the export.
-        tensors: number of tensors.
-        bytes: size of the files [bytes].
-        dropped: dotted paths of the values left out.
-        tied: names left out because they are tied to one that is there.
-        changed: values of another type than in the snapshot.
-        part: as it was chosen; None: the whole state.
-    """
-
-    snapshot: Snapshot
-    files: list[str]
-    tensors: int
-    bytes: int = 0
-    dropped: list[str] = field(default_factory=list)
-    tied: list[str] = field(default_factory=list)
-    changed: list[Changed] = field(default_factory=list)
-    part: str | None = None
 
 
 def export_snapshot(
@@ -125,11 +99,9 @@ def export_snapshot(
         if lacking := [prefix for prefix in options.strip if prefix not in found_prefixes]:
             names = some([name for name, _ in reader.specs], 3) or "none"
             raise InvalidInputError(f"strip: no name begins with {lacking[0]!r}; the names are {names}")
-        found = _WRITERS[to](repository, snapshot, reader, path, options)
-    found.part = part
-    homes = [path / name for name in found.files] if path.is_dir() else [path]
-    found.bytes = sum(home.stat().st_size for home in homes)
-    return found
+        exported = _write(repository, reader, path, to, options)
+    exported.part = part
+    return exported
 
 
 def _model_part(reader: TensorReader) -> str | None:
@@ -156,51 +128,28 @@ def stripped(name: str, prefixes: Sequence[str], found: set[str]) -> str:
     return name
 
 
-def _to_hf(
-    repository: Repository, snapshot: Snapshot, reader: TensorReader, path: Path, options: ExportOptions
-) -> Exported:
+def _write(repository: Repository, reader: TensorReader, path: Path, to: To, options: ExportOptions) -> Exported:
+    snapshot, force = reader.snapshot, options.force
+    if to == "torch":
+        return files.write_torch(path, reader, force=force)
+    if to == "safetensors":
+        return files.write_safetensors(path, reader, force=force, tensors_only=options.tensors_only)
+    if to == "dcp":
+        from .dcp_export import write
+
+        publish_folder(path, lambda temp: write(temp, reader), force=force)
+        names = sorted(child.name for child in path.iterdir())
+        return Exported(snapshot, names, len(reader.specs), _size_of(path, names))
     beside = hf_export.other_files(repository, snapshot, options.config)
     plan = hf_export.plan(path, reader, beside, options.max_shard_bytes, tensors_only=options.tensors_only)
     about = {"format": "pt", **files.safetensors_metadata(snapshot)}
-    publish_folder(path, lambda temp: hf_export.write(temp, reader, plan, beside, about), force=options.force)
-    return Exported(snapshot, plan.files(beside), sum(map(len, plan.shards.values())), 0, plan.dropped, plan.tied)
+    publish_folder(path, lambda temp: hf_export.write(temp, reader, plan, beside, about), force=force)
+    names, tensors = plan.files(beside), sum(map(len, plan.shards.values()))
+    return Exported(snapshot, names, tensors, _size_of(path, names), plan.dropped, plan.tied)
 
 
-def _to_safetensors(
-    repository: Repository, snapshot: Snapshot, reader: TensorReader, path: Path, options: ExportOptions
-) -> Exported:
-    written = files.write_safetensors(
-        path,
-        reader,
-        metadata=files.safetensors_metadata(snapshot),
-        force=options.force,
-        tensors_only=options.tensors_only,
-    )
-    return Exported(snapshot, [path.name], written.tensors, 0, written.dropped)
-
-
-def _to_torch(
-    repository: Repository, snapshot: Snapshot, reader: TensorReader, path: Path, options: ExportOptions
-) -> Exported:
-    written = files.write_torch(path, reader, force=options.force)
-    return Exported(snapshot, [path.name], written.tensors, changed=written.changed)
-
-
-def _to_dcp(
-    repository: Repository, snapshot: Snapshot, reader: TensorReader, path: Path, options: ExportOptions
-) -> Exported:
-    from .dcp_export import write
-
-    publish_folder(path, lambda temp: write(temp, reader), force=options.force)
-    return Exported(snapshot, sorted(child.name for child in path.iterdir()), len(reader.specs))
-
-
-_WRITERS: dict[str, Callable[[Repository, Snapshot, TensorReader, Path, ExportOptions], Exported]] = {
-    "hf": _to_hf,
-    "safetensors": _to_safetensors,
-    "torch": _to_torch,
-    "dcp": _to_dcp,
-}
+def _size_of(folder: Path, names: Sequence[str]) -> int:
+    return sum((folder / name).stat().st_size for name in names)
 
 
 def publish_folder(path: Path, fill: Callable[[Path], None], *, force: bool) -> None:

@@ -19,23 +19,23 @@ import zipfile
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from ..arrays import Bytes
 from ..errors import AlreadyExistsError, InvalidInputError, StorageError, UnsupportedLeafError
+from ..format.records import Snapshot
 from ..restore.streaming import TensorReader
 from ..state.arrays import as_bytes, extent_of
 from ..state.containers import leaves
+from ..state.folder import pack_folder
 from ..state.tensors import is_array
+from ..state.weights_only import Changed, to_weights_only
 from . import safetensors_file
 from .safetensors_file import first_line, name_in_utf8
-
-if TYPE_CHECKING:
-    from ..format.records import Snapshot
-    from ..state.weights_only import Changed
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 SAFETENSORS = ".safetensors"
@@ -48,18 +48,29 @@ _MEMORY = re.compile(r"/data/[0-9]+\Z")
 _OBJECT = re.compile(r"GLOBAL (\S+)|[Uu]nsupported (?:class|type|global):? (?!GLOBAL)(\S+)")
 
 
-class Written(NamedTuple):
-    """The contents of a file that was written.
+@dataclass(slots=True)
+class Exported:
+    """An export that was written.
 
     Attributes:
-        tensors: how many tensors it has.
+        snapshot: that was read.
+        files: names of the files, in the folder of the export.
+        tensors: number of tensors.
+        bytes: size of the files [bytes].
         dropped: dotted paths of the values left out.
-        changed: the values that are written as another type.
+        tied: names left out because they are tied to one that is there.
+        changed: values of another type than in the snapshot.
+        part: as it was chosen; None: the whole state.
     """
 
+    snapshot: Snapshot
+    files: list[str]
     tensors: int
-    dropped: list[str]
-    changed: list[Changed]
+    bytes: int
+    dropped: list[str] = field(default_factory=list)
+    tied: list[str] = field(default_factory=list)
+    changed: list[Changed] = field(default_factory=list)
+    part: str | None = None
 
 
 def is_known(path: Path) -> bool:
@@ -69,8 +80,6 @@ def is_known(path: Path) -> bool:
 
 def read_any(path: Path, *, follow_links: bool) -> tuple[Any, dict[str, str]]:
     """Return the files of a folder as a state of bytes, or what `read` returns, which raises the same."""
-    from ..state.folder import pack_folder
-
     return (pack_folder(path, follow_links=follow_links), {}) if path.is_dir() else read(path)
 
 
@@ -228,8 +237,8 @@ def exists(path: Path) -> AlreadyExistsError:
     return AlreadyExistsError(f"{path}: exists; choose another name, or replace it with --force")
 
 
-def write_torch(path: Path, reader: TensorReader, *, force: bool = False) -> Written:
-    """Write the state of a snapshot to a file of torch, tensor by tensor; return the contents of the file.
+def write_torch(path: Path, reader: TensorReader, *, force: bool) -> Exported:
+    """Write the state of a snapshot to a file of torch, tensor by tensor.
 
     Raises:
         InvalidInputError: the format cannot hold the state.
@@ -244,18 +253,12 @@ def write_torch(path: Path, reader: TensorReader, *, force: bool = False) -> Wri
         _fill_torch(temp, plain, reader, tensors)
 
     publish(path, fill, force=force)
-    return Written(sum(is_array(leaf) for _, leaf in leaves(state, ())), [], changed)
+    count = sum(is_array(leaf) for _, leaf in leaves(state, ()))
+    return Exported(reader.snapshot, [path.name], count, path.stat().st_size, changed=changed)
 
 
-def write_safetensors(
-    path: Path,
-    reader: TensorReader,
-    *,
-    metadata: dict[str, str],
-    force: bool = False,
-    tensors_only: bool = False,
-) -> Written:
-    """Write the tensors of a snapshot as they are read; return the contents of the file.
+def write_safetensors(path: Path, reader: TensorReader, *, force: bool, tensors_only: bool) -> Exported:
+    """Write the tensors of a snapshot to a file as they are read, with the metadata that its own file had.
 
     Raises:
         InvalidInputError: the format cannot hold the state.
@@ -263,8 +266,9 @@ def write_safetensors(
         StorageError: the file cannot be written.
     """
     left_out = safetensors_file.check(path, reader, reader.specs, tensors_only=tensors_only)
-    publish(path, lambda temp: safetensors_file.write(temp, reader.specs, iter(reader), metadata), force=force)
-    return Written(len(reader.specs), left_out, [])
+    about = safetensors_metadata(reader.snapshot)
+    publish(path, lambda temp: safetensors_file.write(temp, reader.specs, iter(reader), about), force=force)
+    return Exported(reader.snapshot, [path.name], len(reader.specs), path.stat().st_size, left_out)
 
 
 def safetensors_metadata(snapshot: Snapshot) -> dict[str, str]:
@@ -278,8 +282,6 @@ def safetensors_metadata(snapshot: Snapshot) -> dict[str, str]:
 
 def _for_torch(path: Path, state: Any) -> tuple[Any, list[Changed]]:
     """Return a state as `torch.load(weights_only=True)` reads it, and the values that changed their type."""
-    from ..state.weights_only import to_weights_only
-
     try:
         return to_weights_only(state)
     except UnsupportedLeafError as error:

@@ -311,15 +311,8 @@ def copy(
         result = repository.copy(refs or None, to=to, run=run, dry_run=dry_run)
         unknown = everything and note_unknown(repository.view())
     if shell.as_json:
-        lists = ("copied", "present", "left_out")
-        print_json(
-            {
-                "url": result.url,
-                **{name: [s.id for s in getattr(result, name)] for name in lists},
-                "failed": [{"id": s.id, "message": message} for s, message in result.failed],
-                **{name: getattr(result, name) for name in ("blobs", "read_bytes", "stored_bytes", "dry_run")},
-            }
-        )
+        names = ("copied", "present", "left_out", "failed", "blobs", "read_bytes", "stored_bytes", "dry_run")
+        print_json(fields_json(result, "url", *names))
     else:
         _print_copy(result)
     return PARTIAL if result.failed or unknown else None

@@ -274,29 +274,16 @@ class Copier:
         return read_twice(self._source.store, lambda: manifest.read(self._source.store, ref, seed))
 
     def _record(self, ruling: Snapshot, there: Snapshot, moved: Moved) -> Snapshot:
-        """Return the record of a copy."""
-        return there.revised(
+        """Return the record of a copy: that of the source, in its place in the destination."""
+        place = {name: getattr(there, name) for name in ("run", "step", "seq", "revision")}
+        return msgspec.structs.replace(ruling, **place).revised(
             state=COMMITTED,
             reason="",
             policy="",
-            parent=ruling.parent,
-            bases=ruling.bases,
             manifests=moved.top.manifests,
             manifest_list=moved.top.manifest_list,
-            tags=ruling.tags,
-            metrics=ruling.metrics,
-            metadata_node=ruling.metadata_node,
-            created=ruling.created,
-            generation=ruling.generation,
             depth=max(moved.top.depth, moved.below.depth),
-            chunks=ruling.chunks,
-            new_chunks=ruling.new_chunks,
-            logical_bytes=ruling.logical_bytes,
             stored_bytes=sum(moved.sizes.values()),
-            stall_s=ruling.stall_s,
-            total_s=ruling.total_s,
-            features=ruling.features,
-            unknown=ruling.unknown,
         )
 
     def _begun(self, ruling: Snapshot) -> Snapshot:
@@ -323,9 +310,7 @@ class Copier:
         self.result.stored_bytes += sum(moved.sizes.values())
         self.result.blobs += moved.blobs
         self._last[record.run] = record
-        self._manifests = {
-            ref.sha256: m for of in (moved.top, moved.below) for ref, m in zip(of.manifests, of.in_memory, strict=True)
-        }
+        self._manifests = moved.top.manifests_by_name | moved.below.manifests_by_name
 
 
 def _ruling(view: View, snapshot: Snapshot) -> Snapshot:

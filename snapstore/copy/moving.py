@@ -326,7 +326,7 @@ class _Mover:
         """Return what a root says: the children as they are in the destination, and all of their packs."""
         packs = dict(zip(contents.packs, contents.pack_sizes, strict=True))  # its own come first
         depth = int(contents.table.depths.max(initial=0))
-        below = dict(zip((ref.sha256 for ref in self.moved.below.manifests), self.moved.below.in_memory, strict=True))
+        below = self.moved.below.manifests_by_name
         children = [renamed[child.sha256] for child in part.manifest.header.children]
         for child in children:
             header = below[child.sha256].header

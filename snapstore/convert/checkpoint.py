@@ -89,6 +89,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+def step_in(values: Any) -> int | None:
+    """Return the `global_step` of a state, or of what a trainer has noted; None: it has none."""
+    step = values.get("global_step") if isinstance(values, dict) else None
+    return step if type(step) is int else None
+
+
 def nest(leaves: dict[tuple[Any, ...], Any], where: Path) -> Any:
     """Return nested dicts and lists with a leaf at each path: text names a key, an int a position in a list.
 

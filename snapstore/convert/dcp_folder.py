@@ -21,7 +21,7 @@ from ..errors import InvalidInputError, out_of_memory
 from ..format.rank_checks import Cover
 from ..state.tensors import TORCH_DTYPES
 from . import files
-from .checkpoint import Checkpoint, file_inside, nest
+from .checkpoint import Checkpoint, file_inside, nest, step_in
 from .lazy_state import Later
 from .safetensors_file import first_line
 
@@ -128,8 +128,7 @@ def open_dcp(folder: Path) -> Checkpoint:
         used.add(path)
         meta = files.read_torch(path)
         state = {**(meta if isinstance(meta, dict) else {"meta": meta}), **state}
-    step = state.get("global_step") if isinstance(state, dict) else None
-    return Checkpoint(state, sum(path.stat().st_size for path in used), step if type(step) is int else None)
+    return Checkpoint(state, sum(path.stat().st_size for path in used), step_in(state))
 
 
 def _read_metadata(where: Path) -> _Record:

@@ -37,8 +37,8 @@ from ..state.weights_only import Changed, to_weights_only
 from . import safetensors_file
 from .safetensors_file import first_line, name_in_utf8
 
-TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 SAFETENSORS = ".safetensors"
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", SAFETENSORS)
 #: Linux's MADV_PAGEOUT, which Python does not name: reclaim these pages now.
 PAGE_OUT = 21
 
@@ -75,7 +75,7 @@ class Exported:
 
 def is_known(path: Path) -> bool:
     """Return whether a name has an ending of a file that is read and written here."""
-    return path.suffix.lower() in (*TORCH_SUFFIXES, SAFETENSORS)
+    return path.suffix.lower() in SUFFIXES
 
 
 def read_any(path: Path, *, follow_links: bool) -> tuple[Any, dict[str, str]]:

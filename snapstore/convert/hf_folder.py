@@ -17,7 +17,7 @@ from typing import Any
 from ..errors import InvalidInputError
 from ..text import some
 from . import files, safetensors_file
-from .checkpoint import Checkpoint, file_inside, read_json
+from .checkpoint import Checkpoint, file_inside, read_json, step_in
 from .lazy_state import Later
 
 INDEX, TORCH_INDEX, TORCH_WEIGHTS = "model.safetensors.index.json", "pytorch_model.bin.index.json", "pytorch_model.bin"
@@ -29,7 +29,6 @@ STATES = {"optimizer.pt": "optimizer", "optimizer.bin": "optimizer", "scheduler.
 WEIGHTS = (".safetensors", ".h5", ".msgpack", ".onnx", ".onnx_data", ".ot", ".gguf", ".tflite", ".mlmodel", ".bin")
 #: Files with such an ending that hold no weights.
 NO_WEIGHTS = {"training_args.bin"}
-Weights = dict[str, tuple[Path, Any]]
 
 
 def is_hf(folder: Path) -> bool:
@@ -66,16 +65,9 @@ def open_hf(folder: Path) -> Checkpoint:
     if others:
         state["files"] = others
     size = sum(path.stat().st_size for path in used)
-    imported = {"files": len(others)}
-    return Checkpoint(state, size, _step(folder), about, imported, left_out, files.let_go)
-
-
-def _step(folder: Path) -> int | None:
-    """Return the step that the Trainer has noted; None: it has noted none."""
-    if not (folder / TRAINER_STATE).is_file():
-        return None
-    step = read_json(folder / TRAINER_STATE).get("global_step")
-    return step if type(step) is int else None
+    trainer, imported = folder / TRAINER_STATE, {"files": len(others)}
+    step = step_in(read_json(trainer)) if trainer.is_file() else None
+    return Checkpoint(state, size, step, about, imported, left_out, files.let_go)
 
 
 def _names(folder: Path) -> set[str]:
@@ -97,7 +89,7 @@ def _weights(folder: Path) -> tuple[dict[str, Any], list[Path], dict[str, Any]]:
         return _indexed(folder, INDEX)
     if names := _safetensors(folder):
         paths = [file_inside(folder, name, folder) for name in names]
-        return *_merged(paths), _metadata(paths[0])
+        return _merged(paths), paths, _metadata(paths[0])
     if (folder / TORCH_INDEX).exists() and not (folder / TORCH_WEIGHTS).exists():
         return _indexed(folder, TORCH_INDEX)
     path = file_inside(folder, TORCH_WEIGHTS, folder)
@@ -116,7 +108,7 @@ def _indexed(folder: Path, index: str) -> tuple[dict[str, Any], list[Path], dict
         raise InvalidInputError(f"{where}: expected an object 'weight_map' of names and files; download it again")
     names = sorted(set(map(str, weight_map.values())))
     paths = [file_inside(folder, name, where) for name in names]
-    found, _ = _merged(paths)
+    found = _merged(paths)
     if missing := [name for name in weight_map if name not in found]:
         raise InvalidInputError(
             f"{where}: names {some(missing, 3)}, but {weight_map[missing[0]]!r} does not hold it; a shard is not of "
@@ -125,7 +117,7 @@ def _indexed(folder: Path, index: str) -> tuple[dict[str, Any], list[Path], dict
     return found, paths, _metadata(paths[0]) if index == INDEX else {}
 
 
-def _merged(paths: list[Path]) -> tuple[dict[str, Any], list[Path]]:
+def _merged(paths: list[Path]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     homes: dict[str, Path] = {}
     for path in paths:
@@ -135,7 +127,7 @@ def _merged(paths: list[Path]) -> tuple[dict[str, Any], list[Path]]:
                     f"{path}: holds {name!r}, as {homes[name]} does; remove the file that is not of this model"
                 )
             found[name], homes[name] = tensor, path
-    return found, paths
+    return found
 
 
 def _of_file(path: Path) -> Iterator[tuple[str, Any]]:

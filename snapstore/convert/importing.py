@@ -20,16 +20,16 @@ from ..save.inputs import SaveRequest
 from ..save.pipeline import save
 from ..text import some
 from . import files
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, step_in
 from .dcp_folder import is_dcp, open_dcp
 from .hf_folder import is_hf, open_hf
 from .lazy_state import inputs_of_lazy
 from .orbax_folder import is_orbax, open_orbax
+from .safetensors_file import laters
 
 #: A number that stands at the end of a name, such as in checkpoint-500, step_500, epoch=3-step=500.ckpt or 500.
 _NUMBER = re.compile(r"(?:^|[-_.=]|(?<=[-_.=])(?:step|iter|epoch))(\d{1,18})$")
 _STEP = re.compile(r"step[-_=]?(\d{1,18})")
-SUFFIXES = (*files.TORCH_SUFFIXES, files.SAFETENSORS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +52,11 @@ class Imported:
 
 
 def _open_file(path: Path) -> Checkpoint:
-    state, about = files.read(path)
+    state, metadata = files.read(path)
     if path.suffix.lower() == files.SAFETENSORS:
-        from .safetensors_file import laters
-
         state = dict(laters(path))
-    step = state.get("global_step") if isinstance(state, dict) else None
-    step = step if type(step) is int else None
-    return Checkpoint(state, path.stat().st_size, step, {"safetensors": about} if about else {}, let_go=files.let_go)
+    about = {"safetensors": metadata} if metadata else {}
+    return Checkpoint(state, path.stat().st_size, step_in(state), about, let_go=files.let_go)
 
 
 #: By name: whether a path is of the format, and how it is opened.
@@ -67,7 +64,7 @@ FORMATS: dict[str, tuple[Callable[[Path], bool], Callable[[Path], Checkpoint]]] 
     "dcp": (is_dcp, open_dcp),
     "orbax": (is_orbax, open_orbax),
     "hf": (is_hf, open_hf),
-    "file": (lambda path: path.is_file() and path.suffix.lower() in SUFFIXES, _open_file),
+    "file": (lambda path: path.is_file() and files.is_known(path), _open_file),
 }
 
 
@@ -83,7 +80,7 @@ def format_of(path: Path) -> str:
     if not path.exists():
         raise InvalidInputError(f"{path}: is missing; name a checkpoint's file or folder")
     if not path.is_dir():
-        raise InvalidInputError(f"{path}: expected a folder, or a file named *{', *'.join(SUFFIXES)}")
+        raise InvalidInputError(f"{path}: expected a folder, or a file named *{', *'.join(files.SUFFIXES)}")
     inside = sorted(child.name for child in path.iterdir() if any(fits(child) for fits, _ in FORMATS.values()))
     if inside:
         raise InvalidInputError(f"{path}: holds checkpoints ({some(inside, 3)}); name them: {path}/*")

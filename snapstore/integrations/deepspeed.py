@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from ..dcp.names import step_of
-from ..errors import CapabilityError, InvalidInputError, NotFoundError, SnapstoreError, needs
+from ..errors import CapabilityError, InvalidInputError, SnapstoreError, needs
 from ..manager import SnapshotManager
 from ..options import SaveOptions
 from ..ranks import place
@@ -162,16 +162,8 @@ class SnapstoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # deep
             FormatError: the file is no reference.
         """
         self.wait_until_finished()
-        named = references.read(path)
-        device = "cpu" if map_location is None or callable(map_location) else map_location
         where = self._where if self.manager is None else self.manager.repository
-        with references.repository_of(named, path, where) as repository:
-            try:
-                keys, part = [named["part"]], named["part"]
-                state = repository.restore(f"id:{named['snapshot']}", keys=keys, device=device, types=self._types)
-            except NotFoundError as error:
-                raise references.gone(named, path, repository, error) from error
-        return _with_scalers(state[part])
+        return _with_scalers(references.restore(path, where, map_location, self._types))
 
     def preserves_storage_sharing(self) -> bool:
         """Return False: of a view, only its own elements are stored, so DeepSpeed need not copy it."""

@@ -130,17 +130,8 @@ class SnapstoreCheckpointIO(_CheckpointIO):  # type: ignore[misc]  # a class of 
         self._wait()
         if isinstance(map_location, dict):
             raise InvalidInputError("map_location: expected a device or None; tensors are not mapped one by one")
-        device = "cpu" if map_location is None or callable(map_location) else map_location
-        named = references.read(os.fspath(path))
         where = self._where if self._manager is None else self._manager.repository
-        with references.repository_of(named, path, where) as repository:
-            try:
-                return cast(
-                    dict[str, Any],
-                    repository.restore(f"id:{named['snapshot']}", device=device, types=self._types),
-                )
-            except NotFoundError as error:
-                raise references.gone(named, path, repository, error) from error
+        return cast(dict[str, Any], references.restore(os.fspath(path), where, map_location, self._types))
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove the reference at `path`, and forget its snapshot; its bytes are collected in the background.

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -109,16 +109,11 @@ def repository_of(named: dict[str, Any], path: str | Path, here: str | Path | Re
         NotFoundError: it is in neither place.
     """
     for where in (here, named["repository"]):
-        owned: AbstractContextManager[Any] = nullcontext()
-        if isinstance(where, Repository):
-            repository = where
-        else:
-            try:
-                repository = Repository.open(where)
-            except NotFoundError:
-                continue
-            owned = closing(repository)
-        with owned:
+        try:
+            opened = nullcontext(where) if isinstance(where, Repository) else Repository.open(where)
+        except NotFoundError:
+            continue
+        with opened as repository:
             if repository.config.uuid == named["uuid"]:
                 yield repository
                 return
@@ -126,6 +121,29 @@ def repository_of(named: dict[str, Any], path: str | Path, here: str | Path | Re
         f"{path}: refers to the repository {named['uuid']}, and it is not at {named['repository']} any more; if it has "
         "moved, pass its new place"
     )
+
+
+def restore(path: str, here: str | Path | Repository, map_location: Any, types: Sequence[type]) -> Any:
+    """Return the state, or the part of one, that the reference at a path names.
+
+    Args:
+        here: see `repository_of`.
+        map_location: a device for all tensors; None or a function: host memory.
+        types: classes of values, to be made.
+
+    Raises:
+        NotFoundError: there is no file; or its snapshot is gone.
+        FormatError: the file is no reference.
+    """
+    named = read(path)
+    device = "cpu" if map_location is None or callable(map_location) else map_location
+    keys = [named["part"]] if "part" in named else None
+    with repository_of(named, path, here) as repository:
+        try:
+            state = repository.restore(f"id:{named['snapshot']}", keys=keys, device=device, types=types)
+        except NotFoundError as error:
+            raise gone(named, path, repository, error) from error
+    return state[named["part"]] if keys else state
 
 
 def gone(named: dict[str, Any], path: str | Path, repository: Repository, error: NotFoundError) -> NotFoundError:

@@ -26,7 +26,7 @@ from ..catalog.history import View
 from ..catalog.manifest_refs import all_manifests
 from ..catalog.read_twice import read_twice
 from ..context import Context
-from ..errors import DAMAGE, ConflictError, IntegrityError, InvalidInputError, NotFoundError, StorageError
+from ..errors import DAMAGE, ConflictError, IntegrityError, InvalidInputError, NotFoundError
 from ..format import manifest
 from ..format.keys import record_key
 from ..format.manifest import Manifest
@@ -155,15 +155,17 @@ class CopySession(Session):
 class Copier:
     """Copies snapshots from one open repository into another one.
 
+    Args:
+        watch: called now and then; what it raises gives the copy up, and nothing of it is committed.
+
     Attributes:
         result: what was done so far.
     """
 
-    def __init__(self, source: Context, target: Context) -> None:
-        self._source, self._target = source, target
+    def __init__(self, source: Context, target: Context, watch: Callable[[], object] | None = None) -> None:
+        self._source, self._target, self._watch = source, target, watch
         self.result = CopyResult(target.store.url)
         self._last: dict[str, Snapshot] = {}  # run -> what was copied last
-        self._wanted: Callable[[], bool] = lambda: True
         self._manifests: dict[str, Manifest] = {}  # of what was copied last, by SHA-256
 
     def announce(self, snapshot: Snapshot) -> Snapshot:
@@ -179,12 +181,11 @@ class Copier:
                 self._target.index.add(there)
         return there
 
-    def copy(self, snapshot: Snapshot, *, named: bool, wanted: Callable[[], bool] = lambda: True) -> Snapshot | None:
+    def copy(self, snapshot: Snapshot, *, named: bool) -> Snapshot | None:
         """Copy one snapshot as it is now, unless it is there.
 
         Args:
             named: also if the destination has forgotten it.
-            wanted: asked now and then; once it returns False the copy is given up, and nothing of it is committed.
 
         Returns:
             The snapshot in the destination; None: it is forgotten there, and not `named`; or this is a dry run.
@@ -195,7 +196,6 @@ class Copier:
             ConflictError: others keep revising it; or a gc of the destination fenced this copy as dead.
             StorageError: one of the stores failed.
         """
-        self._wanted = wanted
         with confirmed(self._source), self._target.store.pinned():
             return retry_conflicts(
                 lambda: self._attempt(snapshot, named),
@@ -250,7 +250,7 @@ class Copier:
                 raise ConflictError("another process has copied it")
             near = [self._last[ruling.run].id] if ruling.run in self._last else []
             with CopySession(self._target, there, ruling, near) as session:
-                session.watch = self._require_wanted
+                session.watch = self._watch
                 bases = load_bases(self._target, session, self._manifests)
                 moved = move(self._target, session, self._source.store, found, bases)
                 record = self._record(ruling, there, moved)
@@ -264,10 +264,6 @@ class Copier:
         sizes = human_bytes(moved.read_bytes), human_bytes(sum(moved.sizes.values()))
         log.info(text, record.run, record.step, self._target.store.url, *sizes, time.monotonic() - started)
         return record
-
-    def _require_wanted(self) -> None:
-        if not self._wanted():
-            raise StorageError("the copy was given up; nothing was committed; copy again")
 
     def _read(self, ref: ManifestRef) -> Manifest:
         seed = self._source.config.digest_seed

@@ -227,7 +227,7 @@ class Mirror:
     def _catch_up(self) -> bool:
         """Copy what is due, oldest first, and apply the policies of the mirror; return whether nothing is left."""
         target = self._opened()
-        copier = self._copier = self._copier or Copier(self._source, target)
+        copier = self._copier = self._copier or Copier(self._source, target, self._require_going_on)
         for snapshot in (due := self._due(target)):
             if self._ends:
                 return False
@@ -237,13 +237,19 @@ class Mirror:
             if self._ends:
                 return False
             try:
-                copier.copy(snapshot, named=False, wanted=lambda: not self._ends)
+                copier.copy(snapshot, named=False)
             except DAMAGE as error:
                 self._leave_out(snapshot, error)
             self.problem = ""
-            self._forget_pending({snapshot.id})
+            with self._changed:
+                self._pending = [s for s in self._pending if s.id != snapshot.id]
+                self._changed.notify_all()
             self._retain(target)
         return True
+
+    def _require_going_on(self) -> None:
+        if self._ends:
+            raise StorageError("the copy was given up; nothing was committed; copy again")
 
     def _leave_out(self, snapshot: Snapshot, why: object) -> None:
         log.warning("run=%s step=%d cannot be mirrored, and is left out: %s", self.run, snapshot.step, why)
@@ -288,11 +294,6 @@ class Mirror:
         with self._changed:  # a commit may have been noted since
             self._pending = found + [s for s in self._pending if s.id not in due | noted.keys()]
         return tagged + found
-
-    def _forget_pending(self, ids: set[str]) -> None:
-        with self._changed:
-            self._pending = [s for s in self._pending if s.id not in ids]
-            self._changed.notify_all()
 
     # -- what only the mirror has
 

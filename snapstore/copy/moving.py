@@ -117,7 +117,7 @@ class _Known:
     """The references of the bases, found by the digests of the chunks for which they stand."""
 
     def __init__(self, bases: Bases) -> None:
-        self.table = table = bases.table
+        table = bases.table
         rows = np.repeat(np.arange(len(table)), table.ref_counts)
         refs = np.flatnonzero(bases.usable[rows]) if len(rows) else np.zeros(0, np.int64)
         keys = _strings(table.ref_digests[refs])
@@ -283,20 +283,14 @@ class _Mover:
             contents = self._contents(part)
             if part.manifest.header.children:
                 contents = self._root(part, contents, renamed)
-            puts += self._add(self.moved.below if part.is_child else self.moved.top, part, contents, renamed)
+            written = self.moved.below if part.is_child else self.moved.top
+            puts += written.add(self._session, manifest.encode(contents), self._bases.manifests)
+            ref = msgspec.structs.replace(written.manifests[-1], unknown=part.ref.unknown)
+            written.manifests[-1] = renamed[part.ref.sha256] = ref
         puts += self.moved.top.add_list(self._session)
         for durable in [self._packs.start_put(key, data) for key, data in puts]:
             durable()
         self.moved.sizes |= self.moved.below.sizes | self.moved.top.sizes
-
-    def _add(
-        self, written: Written, part: _Part, contents: manifest.ManifestContents, renamed: dict[str, ManifestRef]
-    ) -> list[tuple[str, bytes]]:
-        """Add a manifest, and note its new reference; return what is to be put for it."""
-        puts = written.add(self._session, manifest.encode(contents), self._bases.manifests)
-        written.manifests[-1] = msgspec.structs.replace(written.manifests[-1], unknown=part.ref.unknown)
-        renamed[part.ref.sha256] = written.manifests[-1]
-        return puts
 
     def _contents(self, part: _Part) -> manifest.ManifestContents:
         """Return what a manifest says in the destination."""

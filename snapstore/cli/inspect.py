@@ -41,25 +41,18 @@ def log(
         _require_run(view, run, everything)
         if limit is not None:
             snapshots = _newest(snapshots, limit)
-        damaged, superseded = _damaged(repository, snapshots), view.superseded()
-    behind = _not_mirrored(snapshots, mirror) if mirror else set()
+        marks = {"superseded": view.superseded(), "damaged": _damaged(repository, snapshots)}
+    marks["made_up"] = {s.id for s in snapshots if s.is_reconstructed}
+    if mirror:
+        marks["not_mirrored"] = _not_mirrored(snapshots, mirror)
     if shell.as_json:
-        print_json(
-            {
-                "snapshots": [snapshot_json(s) for s in snapshots],
-                "superseded": [s.id for s in snapshots if s.id in superseded],
-                "damaged": [s.id for s in snapshots if s.id in damaged],
-                "made_up": [s.id for s in snapshots if s.is_reconstructed],
-                **({"not_mirrored": [s.id for s in snapshots if s.id in behind]} if mirror else {}),
-            }
-        )
+        marked = {mark: [s.id for s in snapshots if s.id in ids] for mark, ids in marks.items()}
+        print_json({"snapshots": [snapshot_json(s) for s in snapshots], **marked})
     else:
-        made_up = {s.id for s in snapshots if s.is_reconstructed}
-        marks = {"superseded": superseded, "damaged": damaged, "reconstructed": made_up, "not mirrored": behind}
         _print_log(snapshots, marks)
-    if damaged:
-        note(f"{counted(len(damaged), 'snapshot')} marked damaged: each {_DAMAGED}")
-    if any(s.is_reconstructed for s in snapshots):
+    if marks["damaged"]:
+        note(f"{counted(len(marks['damaged']), 'snapshot')} marked damaged: each {_DAMAGED}")
+    if marks["made_up"]:
         note(f"marked reconstructed: {_RECONSTRUCTED}")
     return PARTIAL if note_unknown(view) else None
 
@@ -104,6 +97,8 @@ def _newest(snapshots: list[Snapshot], limit: int) -> list[Snapshot]:
 
 #: The log fits a terminal of this width, unless names are long: metrics that do not fit are counted.
 LOG_WIDTH = 80
+#: The marks of a log that JSON names in another way.
+_MARKS = {"made_up": "reconstructed", "not_mirrored": "not mirrored"}
 
 
 def _print_log(snapshots: list[Snapshot], marks: dict[str, set[str]]) -> None:
@@ -115,7 +110,7 @@ def _print_log(snapshots: list[Snapshot], marks: dict[str, set[str]]) -> None:
     for above, s in zip([None, *snapshots], snapshots, strict=False):
         rows.append([s.ref, s.id[:8], local(s.created).rpartition(":")[0], human_bytes(s.stored_bytes)])
         marked = [s.state] if s.state != "committed" else []
-        marked += [mark for mark, ids in marks.items() if s.id in ids]
+        marked += [_MARKS.get(mark, mark) for mark, ids in marks.items() if s.id in ids]
         notes.append([*marked, *(f"@{tag}" for tag in s.tags), *_parent(s, above)])
     width = sum(max(map(len, column)) + 2 for column in zip(columns, *rows, strict=True))
     texts = [_fitting(words, s.metrics, LOG_WIDTH - width) for words, s in zip(notes, snapshots, strict=True)]

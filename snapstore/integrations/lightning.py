@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -111,7 +112,7 @@ class SnapstoreCheckpointIO(_CheckpointIO):  # type: ignore[misc]  # a class of 
         self._wait(only_ended=True)
         step = checkpoint.get("global_step", checkpoint.get("step", 0))
         handle = self._opened().save(step, checkpoint, force=True, metadata={"path": os.fspath(path)})
-        self._do(self._publish, handle, os.fspath(path))
+        self._do(partial(self._publish, handle, os.fspath(path)))
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
@@ -139,7 +140,7 @@ class SnapstoreCheckpointIO(_CheckpointIO):  # type: ignore[misc]  # a class of 
         A tagged snapshot is kept. Without a file nothing happens.
         """
         self._wait(only_ended=True)
-        self._do(self._remove, None, os.fspath(path))
+        self._do(partial(self._remove, os.fspath(path)))
 
     def teardown(self) -> None:
         """Wait for all saves and removals, close the repository, and raise what failed. Later calls open it again."""
@@ -162,14 +163,14 @@ class SnapstoreCheckpointIO(_CheckpointIO):  # type: ignore[misc]  # a class of 
             )
         return self._manager
 
-    def _do(self, work: Callable[[SaveHandle | None, str], None], handle: SaveHandle | None, path: str) -> None:
+    def _do(self, work: Callable[[], None]) -> None:
         if not self._async:
-            work(handle, path)
+            work()
             return
         self._opened()
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="snapstore-references")
-        self._pending.append(self._worker.submit(work, handle, path))
+        self._pending.append(self._worker.submit(work))
 
     def _wait(self, *, only_ended: bool = False) -> None:
         """Raise the first error of work in the background, and drop what has ended."""
@@ -178,9 +179,8 @@ class SnapstoreCheckpointIO(_CheckpointIO):  # type: ignore[misc]  # a class of 
         for error in filter(None, [one.exception() for one in ended]):
             raise error
 
-    def _publish(self, handle: SaveHandle | None, path: str) -> None:
+    def _publish(self, handle: SaveHandle, path: str) -> None:
         """Write a reference once its snapshot is committed; forget the snapshot that it named before."""
-        assert handle is not None
         try:
             snapshot = handle.result()
         except SnapstoreError:
@@ -194,7 +194,7 @@ class SnapstoreCheckpointIO(_CheckpointIO):  # type: ignore[misc]  # a class of 
         if before is not None and before["snapshot"] != snapshot.id:
             self._forget(before)
 
-    def _remove(self, _: SaveHandle | None, path: str) -> None:
+    def _remove(self, path: str) -> None:
         named = references.find(path)
         references.remove(path)
         if named is not None:

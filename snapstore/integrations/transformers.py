@@ -116,9 +116,7 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         """Save the last step, if that is due."""
         self._save_if_due(args, state, control, kwargs)
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save the last step, if that is due."""
-        self._save_if_due(args, state, control, kwargs)
+    on_epoch_begin = on_step_begin
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Save the last step of the training, if that is due, before the Trainer loads the best model."""

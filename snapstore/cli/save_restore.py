@@ -82,9 +82,11 @@ def save(
     metrics, file = _metrics(metric or []), Path(expand_home(file))
     with shell.repository() as repository:
         from ..convert import files
+        from ..state.folder import pack_folder
 
         with spinner(f"saving {file}"):
-            state, about = files.read_any(file, follow_links=follow_links)
+            is_folder = file.is_dir()
+            state, about = (pack_folder(file, follow_links=follow_links), {}) if is_folder else files.read(file)
             snapshot = repository.save(
                 state,
                 run=run,

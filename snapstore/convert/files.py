@@ -31,7 +31,6 @@ from ..format.records import Snapshot
 from ..restore.streaming import TensorReader
 from ..state.arrays import as_bytes, extent_of
 from ..state.containers import leaves
-from ..state.folder import pack_folder
 from ..state.tensors import is_array
 from ..state.weights_only import Changed, to_weights_only
 from . import safetensors_file
@@ -76,11 +75,6 @@ class Exported:
 def is_known(path: Path) -> bool:
     """Return whether a name has an ending of a file that is read and written here."""
     return path.suffix.lower() in SUFFIXES
-
-
-def read_any(path: Path, *, follow_links: bool) -> tuple[Any, dict[str, str]]:
-    """Return the files of a folder as a state of bytes, or what `read` returns, which raises the same."""
-    return (pack_folder(path, follow_links=follow_links), {}) if path.is_dir() else read(path)
 
 
 def read(path: Path) -> tuple[Any, dict[str, str]]:
@@ -246,7 +240,13 @@ def write_torch(path: Path, reader: TensorReader, *, force: bool) -> Exported:
         StorageError: the file cannot be written.
     """
     state, tensors = reader.unread()
-    plain, changed = _for_torch(path, state)
+    try:
+        plain, changed = to_weights_only(state)
+    except UnsupportedLeafError as error:
+        raise InvalidInputError(
+            f"{path}: torch.load(weights_only=True) would refuse {error}; select other values with --keys, or use the "
+            "Python interface"
+        ) from error
 
     def fill(temp: Path) -> None:
         _write_torch(temp, plain)
@@ -278,17 +278,6 @@ def safetensors_metadata(snapshot: Snapshot) -> dict[str, str]:
     if not isinstance(about, dict):
         return {}
     return {name: value for name, value in about.items() if isinstance(name, str) and isinstance(value, str)}
-
-
-def _for_torch(path: Path, state: Any) -> tuple[Any, list[Changed]]:
-    """Return a state as `torch.load(weights_only=True)` reads it, and the values that changed their type."""
-    try:
-        return to_weights_only(state)
-    except UnsupportedLeafError as error:
-        raise InvalidInputError(
-            f"{path}: torch.load(weights_only=True) would refuse {error}; select other values with --keys, or use the "
-            "Python interface"
-        ) from error
 
 
 def _write_torch(temp: Path, state: Any) -> None:

@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -78,10 +79,8 @@ class SnapstoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # deep
         super().__init__()
         self.name = "SnapstoreCheckpointEngine"
         self.manager: SnapshotManager | None = None
-        self._where, self._run, self._async = repository, run, async_save
-        self._make: Callable[[], SnapshotManager] = lambda: SnapshotManager(
-            repository, run=run, keep=keep, async_save=async_save, options=options
-        )
+        self._where, self._async = repository, async_save
+        self._make = partial(SnapshotManager, repository, run=run, keep=keep, async_save=async_save, options=options)
         self._types = (*_TYPES, *types)
         self._files: dict[str, Any] = {}
         self._info: Any = None

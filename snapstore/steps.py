@@ -162,10 +162,7 @@ class Steps:
 
     def _answered(self, question: str, find: Callable[[], int | None]) -> int | None:
         """Return what `find` returns; with several ranks, what it returns on rank 0."""
-        if self._job is None:
-            return find()
-        found = self._job.questions.ask(question, lambda: None if (step := find()) is None else str(step))
-        return None if found is None else int(found)
+        return find() if self._job is None else self._job.questions.ask(question, find)
 
     def restore(
         self,
@@ -288,7 +285,6 @@ class Steps:
             return self._local_ref(context, step)
         question = f"restore {step!r}" + (f" by {read}" if read != "own" else "")
         key = self._job.questions.ask(question, lambda: self.repository.snapshot(self._local_ref(context, step)).key)
-        assert key is not None
         return records.decode(self.repository.store.get(key, limit_bytes=MAX_OBJECT_BYTES), Snapshot, key)
 
     def _as_rank(self, per_rank: Literal["same", "drop"] | int) -> AsRank:

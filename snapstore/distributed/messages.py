@@ -8,7 +8,7 @@
     replicas  some ranks to 0     the digests of their replicas one by one, where these differ
     changed   some ranks to 0     the names of their plain tensors, if these are others than before
     outcome   rank 0 to all       committed, failed, or unclear
-    skip      rank 0 to all       whether a save is skipped because the last one still runs
+    answer    rank 0 to all       to a question that all ask, such as whether a save is skipped
     word      any rank to some    it has come to a place of a call that all make alike
     ready     any rank to 0       its node, before chunks are exchanged
 
@@ -163,11 +163,11 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         question: as rank 0 was asked.
-        value: the answer; None where `failed` is set, or there is none.
+        value: the answer, a plain value; None where `failed` is set, or there is none.
     """
 
     question: str
-    value: str | None = None
+    value: Any = None
     failed: Failed | None = None
 
 

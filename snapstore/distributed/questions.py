@@ -7,11 +7,14 @@ In: a question that every rank asks at the same place of the program, such as wh
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from ..errors import InvalidInputError, RanksError
 from . import messages
 from .base import Ranks, Watch, wait_for
 from .messages import Answer, Failed, Word, decode, encode
+
+V = TypeVar("V", bound=str | int | None)
 
 
 class Questions:
@@ -30,7 +33,7 @@ class Questions:
         """Return a prefix of keys for what goes with the next question; all ranks that ask alike have the same."""
         return f"{self._prefix}question/{self._number}/"
 
-    def ask(self, question: str, answer: Callable[[], str | None]) -> str | None:
+    def ask(self, question: str, answer: Callable[[], V]) -> V:
         """Return rank 0's answer to a question; `answer` is called on rank 0 alone.
 
         Raises:
@@ -53,9 +56,10 @@ class Questions:
             raise error
         if found.failed is not None:
             raise messages.raised(found.failed, self._ranks.rank)
-        return found.value
+        value: V = found.value
+        return value
 
-    def _answer(self, key: str, question: str, answer: Callable[[], str | None]) -> str | None:
+    def _answer(self, key: str, question: str, answer: Callable[[], V]) -> V:
         found = Answer(question, failed=Failed("RanksError", f"rank 0 has ended ({question})", 0))
         try:
             value = answer()

@@ -22,9 +22,7 @@ from ..distributed.base import (
     ChannelError,
     Heart,
     Ranks,
-    Watch,
     say_ended,
-    wait_for,
     wait_for_ends,
 )
 from ..distributed.preemption import Preemption
@@ -46,7 +44,6 @@ from .together import Job
 R = TypeVar("R", bound=Opened)
 _users: WeakKeyDictionary[Ranks, count[int]] = WeakKeyDictionary()
 _users_lock = threading.Lock()
-GO, SKIP = b"go", b"skip"
 
 
 class RankJob:
@@ -68,7 +65,7 @@ class RankJob:
         self.questions = Questions(ranks, self.prefix)
         self.heart = Heart(ranks)
         self._job: Job | None = None
-        self._saves, self._decisions = 0, 0
+        self._saves = 0
         self._holders: Holders | None = None  # as the ranks told each other last
         self._holders_are_sure = False  # no save has failed here since
         self._own: frozenset[Name] = frozenset()  # the plain tensors of this rank then
@@ -124,16 +121,10 @@ class RankJob:
 
         Raises:
             RanksError: rank 0 is silent, or does not call save.
+            InvalidInputError: rank 0 calls something else.
         """
-        key = f"{self.prefix}skip/{self._decisions}"
-        self._decisions += 1
-        watch = Watch(self.ranks, "rank 0 to save or skip", lambda: [0], self.ranks.total_s, self.prefix)
         try:
-            if self.leads:
-                skips = is_busy()
-                self.ranks.post(key, SKIP if skips else GO)
-                return skips
-            return wait_for(lambda: self.ranks.look(key), watch) == SKIP
+            return self.questions.ask("a save, or to skip it", is_busy)
         except RanksError as error:
             raise in_save(ref, error, "this save was not begun") from error
 

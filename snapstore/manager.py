@@ -132,7 +132,7 @@ class SnapshotManager(Steps):
             if self._job is not None:
                 self._job.close(error, ends_channel=self._made_ranks)
             raise
-        shares = self._job.shares(self.repository.context) if self._job is not None else None
+        shares = self._job.shares() if self._job is not None else None
         self._staging = Staging(self.repository.context.engines, keep_base=keep_base, mode=staging, shares=shares)
         if staging != "auto":
             self.repository.context.engines.required = True
@@ -280,7 +280,7 @@ class SnapshotManager(Steps):
 
         context = self.repository.context
         request.resolve(context, self.repository.lineage)
-        learn = None if self._job is None else self._job.learner(context, request, self._staging)
+        learn = None if self._job is None else self._job.learner(request, self._staging)
         work: list[Callable[[], Sequence[PartInput]]] = []  # `_run` takes it out: errors should not hold the state
         if is_stream(state):  # nothing can copy it
             work.append(lambda: [inputs_of_stream(state, context.engines)])
@@ -318,7 +318,7 @@ class SnapshotManager(Steps):
             self._begin(handle, request, state, slot)
         except BaseException as error:
             if not slot.handed_over:
-                self._job.give_up(self.repository.context, number, error)
+                self._job.give_up(number, error)
             if not isinstance(error, Exception):
                 raise
             handle._finish(None, error)
@@ -341,13 +341,13 @@ class SnapshotManager(Steps):
         try:
             inputs = work.pop()()
             if self._job is not None and not inputs[0].once:
-                snapshot = self._job.save(context, lineage, request, inputs, self._staging)
+                snapshot = self._job.save(lineage, request, inputs, self._staging)
             else:
                 staging = None if inputs[0].once else self._staging  # the tensors of an iterator are no bases
                 snapshot = save(context, lineage, request, inputs, staging)
         except BaseException as error:  # noqa: BLE001  raised at the caller's next call, never lost
             if self._job is not None:
-                self._job.give_up(context, request.number, error)
+                self._job.give_up(request.number, error)
             del inputs  # else the error's frames would hold them, gigabytes, until it is raised
             traceback.clear_frames(error.__traceback__)
             if in_background:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
-from ..context import Context
 from ..distributed.base import (
     CLOSE_S,
     LINGER_S,
@@ -49,6 +48,8 @@ _users_lock = threading.Lock()
 class RankJob:
     """One manager's saves with the other ranks. All ranks make theirs in the same order, and call alike.
 
+    Call sequence: `open`, then everything else; `close`, also if `open` has failed.
+
     Args:
         replicas: see `RankShares`.
 
@@ -64,7 +65,6 @@ class RankJob:
             self.prefix = f"{next(_users.setdefault(ranks, count()))}/"
         self.questions = Questions(ranks, self.prefix)
         self.heart = Heart(ranks)
-        self._job: Job | None = None
         self._saves = 0
         self._holders: Holders | None = None  # as the ranks told each other last
         self._holders_are_sure = False  # no save has failed here since
@@ -101,11 +101,13 @@ class RankJob:
                 f"rank {self.ranks.rank}: the repository at {repository.context.store.url} is not the one of rank 0 "
                 f"(uuid: expected {expected}, got {uuid}); pass one repository on all ranks, in a place that all share"
             )
+        self._job = Job(repository.context, self.ranks, self.prefix, self._answer)
         return repository
 
-    def shares(self, context: Context) -> RankShares:
+    def shares(self) -> RankShares:
         """Return which boxes this rank stores, as long as it does not know the holders of plain tensors."""
-        return RankShares(self.ranks.rank, self.ranks.count, context.config.chunk_bytes, None, self._replicas)
+        chunk_bytes = self._job.context.config.chunk_bytes
+        return RankShares(self.ranks.rank, self.ranks.count, chunk_bytes, None, self._replicas)
 
     def preemption(self) -> Preemption:
         """Return what tells when the job ends; its ranks agree in the background from now on."""
@@ -133,15 +135,13 @@ class RankJob:
         self._saves += 1
         return self._saves - 1
 
-    def learner(self, context: Context, request: SaveRequest, staging: Staging) -> Learn:
+    def learner(self, request: SaveRequest, staging: Staging) -> Learn:
         """Return what tells this rank the holders of plain tensors that it does not know. Call it before the copy."""
         if not self._holders_are_sure:
-            staging.use_shares(self.shares(context))
-        return partial(self._learn, context, request, staging)
+            staging.use_shares(self.shares())
+        return partial(self._learn, request, staging)
 
-    def _learn(
-        self, context: Context, request: SaveRequest, staging: Staging, inputs: Sequence[PartInput]
-    ) -> Sequence[PartInput]:
+    def _learn(self, request: SaveRequest, staging: Staging, inputs: Sequence[PartInput]) -> Sequence[PartInput]:
         """Return inputs as the shares of this rank; the ranks exchange holders if they do not know them.
 
         Raises:
@@ -150,15 +150,12 @@ class RankJob:
         if self._learnt_in == request.number:
             return inputs  # before they were copied
         try:
-            return self._exchanged(context, request, staging, inputs)
+            return self._exchanged(request, staging, inputs)
         except ChannelError as error:
             raise in_save(request.ref, error, "nothing was committed") from error
 
-    def _exchanged(
-        self, context: Context, request: SaveRequest, staging: Staging, inputs: Sequence[PartInput]
-    ) -> Sequence[PartInput]:
-        job = self._job_of(context)
-        exchange = Exchange(self.ranks, partial(job.key, request.number), request.require_wanted, self.prefix)
+    def _exchanged(self, request: SaveRequest, staging: Staging, inputs: Sequence[PartInput]) -> Sequence[PartInput]:
+        exchange = Exchange(self.ranks, partial(self._job.key, request.number), request.require_wanted, self.prefix)
         own, found, self._exchange = plain_names(inputs), self._holders, exchange
         if exchange.is_wanted(here=not self._holders_are_sure or own != self._own):
             found = exchange.holders(trees_of(inputs))
@@ -169,7 +166,7 @@ class RankJob:
         if self._holders_are_sure and self._holders is not None:
             require_kept(own & self._own, self._holders, found)
         if not self._holders_are_sure or found is not self._holders:
-            inputs = staging.use_holders(inputs, replace(self.shares(context), holders=found, known=own))
+            inputs = staging.use_holders(inputs, replace(self.shares(), holders=found, known=own))
         self._holders, self._own, self._holders_are_sure, self._learnt_in = found, own, True, request.number
         return inputs
 
@@ -180,31 +177,25 @@ class RankJob:
             if found is not None:
                 self._holders, self._answered_in = found, number
 
-    def give_up(self, context: Context, number: int, error: BaseException) -> None:
+    def give_up(self, number: int, error: BaseException) -> None:
         """Tell the other ranks that this one does not take part in a save."""
         self._holders_are_sure, self._has_failed = False, True
-        self._job_of(context).give_up(number, error)
+        self._job.give_up(number, error)
 
-    def save(
-        self,
-        context: Context,
-        lineage: Lineage,
-        request: SaveRequest,
-        inputs: Sequence[PartInput],
-        staging: Staging,
-    ) -> Snapshot:
+    def save(self, lineage: Lineage, request: SaveRequest, inputs: Sequence[PartInput], staging: Staging) -> Snapshot:
         """Store this rank's share, and return the snapshot of all ranks once it is committed.
 
         Raises:
             SnapstoreError: see `Job.save`.
         """
+        context = self._job.context
         before = context.index.refresh() if request.tags and self.leads else None
         advice = "free memory, then save again; 'snapstore log' shows whether this save was committed"
         with context.store.pinned():
             with staging.saving(inputs), out_of_memory("save", advice):
-                inputs = self._learn(context, request, staging, inputs)
+                inputs = self._learn(request, staging, inputs)
                 with closing(RankWriter(context, lineage, self.ranks, request, inputs, staging)) as data:
-                    snapshot = self._job_of(context).save(request.number, request, data)
+                    snapshot = self._job.save(request.number, request, data)
                 staging.keep_as_base(inputs, snapshot.id)
             self._has_failed = False
             lineage.note_saved(snapshot, data.manifests)
@@ -213,11 +204,6 @@ class RankJob:
             context.index.add(snapshot, data.headers)
             log_saved(snapshot)
             return take_tags(context, request, snapshot, before) if before is not None else snapshot
-
-    def _job_of(self, context: Context) -> Job:
-        if self._job is None:
-            self._job = Job(context, self.ranks, self.prefix, self._answer)
-        return self._job
 
     def close(self, error: BaseException | None = None, *, ends_channel: bool, limit_s: float | None = None) -> None:
         """Tell the other ranks that this one takes part no more, and let it beat no more for this manager.
@@ -235,6 +221,6 @@ class RankJob:
             longest_s = min(self.ranks.silent_s, LINGER_S if error or self._has_failed else CLOSE_S)
             wait_for_ends(self.ranks, self.prefix, longest_s if limit_s is None else min(longest_s, limit_s))
         self.heart.close()
-        with suppress(RanksError) if ends_channel else nullcontext():
-            if ends_channel:
+        if ends_channel:
+            with suppress(RanksError):
                 self.ranks.close()

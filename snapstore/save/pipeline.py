@@ -57,14 +57,23 @@ def save(
                 snapshot = commit(session, request, written, written.bases.ids, written.bases.generation)
             if staging:
                 staging.keep_as_base(inputs, snapshot.id)
-        context.index.add(snapshot, written.headers)
         lineage.note_saved(snapshot, written.manifests_by_name)
-        log_saved(snapshot)
-        return take_tags(context, request, snapshot, before) if before is not None else snapshot
+        return finish(context, request, snapshot, written.headers, before)
 
 
-def log_saved(snapshot: Snapshot) -> None:
-    """Log the sizes and times of a committed save."""
+def finish(
+    context: Context, request: SaveRequest, snapshot: Snapshot, headers: dict[str, bytes], before: View | None
+) -> Snapshot:
+    """Index and log a committed save; take its tags off the other snapshots of its run.
+
+    Args:
+        headers: of its manifests: the bytes up to the header's end, by SHA-256.
+        before: the records before the save; None: it has no tags.
+
+    Returns:
+        The snapshot with the tags that it keeps; see `tags.take`.
+    """
+    context.index.add(snapshot, headers)
     log.info(
         "run=%s step=%d logical=%s stored=%s new=%d/%d chunks stall=%.0fms total=%.2fs",
         snapshot.run,
@@ -76,12 +85,8 @@ def log_saved(snapshot: Snapshot) -> None:
         1000 * snapshot.stall_s,
         snapshot.total_s,
     )
-
-
-def take_tags(context: Context, request: SaveRequest, snapshot: Snapshot, before: View) -> Snapshot:
-    """Take the tags of a save off the other snapshots of its run; see `tags.take`."""
     try:
-        return tags.take(context, request.tags, snapshot, before)
+        return snapshot if before is None else tags.take(context, request.tags, snapshot, before)
     except SnapstoreError as error:  # the save is committed; of two that hold a tag, the tag means the newest
         log.warning("run=%s tags %s stay on an older snapshot as well: %s", request.run, request.tags, error)
         return snapshot

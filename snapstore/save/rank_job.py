@@ -33,7 +33,7 @@ from .holders import Exchange, Holders, require_kept
 from .inputs import PartInput, SaveRequest, plain_names
 from .lineage import Lineage
 from .outcomes import in_save
-from .pipeline import log_saved, take_tags
+from .pipeline import finish
 from .rank_state import trees_of
 from .rank_writer import RankWriter
 from .shares import Name, RankShares, Replicas
@@ -199,11 +199,7 @@ class RankJob:
                 staging.keep_as_base(inputs, snapshot.id)
             self._has_failed = False
             lineage.note_saved(snapshot, data.manifests)
-            if not self.leads:
-                return snapshot
-            context.index.add(snapshot, data.headers)
-            log_saved(snapshot)
-            return take_tags(context, request, snapshot, before) if before is not None else snapshot
+            return finish(context, request, snapshot, data.headers, before) if self.leads else snapshot
 
     def close(self, error: BaseException | None = None, *, ends_channel: bool, limit_s: float | None = None) -> None:
         """Tell the other ranks that this one takes part no more, and let it beat no more for this manager.

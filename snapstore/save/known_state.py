@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, islice
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -225,13 +225,19 @@ class KnownState:
 
     def __init__(self, structure: Structure, inputs: Sequence[PartInput], has_engine: Callable[[Any], bool]) -> None:
         self.structure = structure
-        self._slots = list(_slots_of(structure, inputs))
+        rows = _rows_by_name(structure)
+        self._slots = [
+            _Slot(tensor.key, tensor.spec, tensor.box_of, rows[tensor.key[:3]])
+            for part in inputs
+            for tensor in part.tensors
+        ]
         self._parts = [replace(part, tree=None, tensors=(), replicas=()) for part in inputs]
         self._counts = [(len(list(part.tensors)), len(part.replicas)) for part in inputs]
         self.keys = [slot.key for slot in self._slots]
         self.copied = Groups(structure, self._slots, has_engine)
         replicas = [one for part in inputs for one in part.replicas]
-        self.hashed = Groups(structure, list(_slots_of_replicas(structure, inputs)), has_engine)
+        hashed = [_Slot(one.name, structure.specs[rows[one.name]], None, rows[one.name]) for one in replicas]
+        self.hashed = Groups(structure, hashed, has_engine)
         self.small = SmallCopies(self.copied.small, self.hashed.small)
         self._replicas = [(one.name, one.group, None, one.is_buffer) for one in replicas]
 
@@ -265,23 +271,11 @@ class KnownState:
         ]
 
 
-def _slots_of(structure: Structure, inputs: Sequence[PartInput]) -> Iterator[_Slot]:
-    starts = dict(zip(structure.sizes, accumulate(structure.sizes.values(), initial=0), strict=False))
-    for part in inputs:
-        for position, tensor in enumerate(part.tensors):
-            yield _Slot(tensor.key, tensor.spec, tensor.box_of, starts[part.key] + tensor.number(position))
-
-
-def _slots_of_replicas(structure: Structure, inputs: Sequence[PartInput]) -> Iterator[_Slot]:
-    rows: dict[Name, int] = {}
-    starts = accumulate(structure.sizes.values(), initial=0)
-    for key, start in zip(structure.sizes, starts, strict=False):
-        names = names_of(key, structure.specs[start : start + structure.sizes[key]])
-        rows.update((name, start + i) for i, name in enumerate(names))
-    for part in inputs:
-        for replica in part.replicas:
-            row = rows[replica.name]
-            yield _Slot(replica.name, structure.specs[row], None, row)
+def _rows_by_name(structure: Structure) -> dict[Name, int]:
+    """Return the position of each tensor among the specs of a structure; the keys of inputs begin with these names."""
+    specs = iter(structure.specs)
+    names = (name for key, count in structure.sizes.items() for name in names_of(key, islice(specs, count)))
+    return {name: row for row, name in enumerate(names)}
 
 
 def _column(numbers: Iterable[int]) -> Column:

@@ -274,7 +274,6 @@ class SnapshotManager(Steps):
 
     def _begin(self, handle: SaveHandle, request: SaveRequest, state: Any, slot: Slot) -> None:
         """Run the save, or copy the state and leave the rest to a thread."""
-        from .save.inputs import inputs_of
         from .save.streaming import inputs_of_stream, is_stream
         from .state.flatten import flatten
 
@@ -294,14 +293,7 @@ class SnapshotManager(Steps):
                 raise
             return
         else:
-            shares = self._staging.shares
-            parts = flatten(state, of_rank=shares is not None)
-            copies = any(self._staging.on_device(held.value) for part in parts for held in part.arrays)
-            if copies:
-                work.append(partial(self._staging.copy, parts, learn=learn))
-            else:
-                work.append(partial(inputs_of, parts, shares))
-            del parts
+            work.append(partial(self._staging.inputs, flatten(state, of_rank=self._job is not None), learn))
         self._run(handle, request, work, in_background=False)
 
     def _begin_together(self, handle: SaveHandle, make: Callable[[], SaveRequest], state: Any, slot: Slot) -> None:

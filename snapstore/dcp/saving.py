@@ -24,7 +24,7 @@ from ..protocol.session import Session, SharedSession
 from ..repository import Repository
 from ..save.bases import load_bases
 from ..save.holders import Holders, require_kept
-from ..save.inputs import PartInput, SaveRequest, inputs_of, plain_names, plain_names_of
+from ..save.inputs import PartInput, SaveRequest, plain_names, plain_names_of
 from ..save.manifest_writer import Written, write
 from ..save.near_children import NearChildren
 from ..save.pipeline import commit
@@ -179,8 +179,7 @@ class Saver:
         if self._shares is not None:
             own = frozenset(name for part in parts for name in plain_names_of(part))
             self._use_shares(replace(self._shares, holders=self._holders_of(own), known=own))
-        on_devices = any(self._staging.on_device(held.value) for part in parts for held in part.arrays)
-        return self._staging.copy(parts) if on_devices else inputs_of(parts, self._shares)
+        return self._staging.inputs(parts)
 
     def write(self, session: Session | SharedSession, inputs: Sequence[PartInput]) -> Share:
         """Write packs and manifests; all of it is durable on return.

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import numpy as np
 
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from ..engine.cuda.sources import Sources
     from ..engine.cuda.staging import DeviceStaging
 
+T = TypeVar("T", TensorInput, Replica)
 Mode = Literal["auto", "device", "host"]
-MODES = ("auto", "device", "host")
 #: A tensor whose deltas were rejected keeps no base for this many saves; then it is tried again.
 RETRY_AFTER_SAVES = 32
 #: More bytes of plain tensors than this are not copied whole: a rank learns their holders before it copies its share.
@@ -70,8 +70,7 @@ class Staging:
     """The buffers of one SnapshotManager. One save at a time uses them, in this order:
 
         inputs = staging.copy_state(state)()    asynchronous: the call in the caller's thread, the rest behind it;
-        inputs = inputs_of(flatten(state))      or synchronous: the caller waits, and its own memory is read;
-                                                a rank passes its shares
+        inputs = staging.inputs(flatten(state)) or synchronous: the caller waits, and its own memory is read;
         with staging.saving(inputs):            waits until the copies are complete
             staging.use_base(inputs, id)        lends the bytes of snapshot `id`, if they are the ones kept here
             ...                                 the inputs are written, and committed
@@ -93,7 +92,7 @@ class Staging:
         mode: Mode = "auto",
         shares: RankShares | None = None,
     ) -> None:
-        if mode not in MODES:
+        if mode not in get_args(Mode):
             raise InvalidInputError(f"staging {mode!r}: expected 'auto', 'device' or 'host'")
         self._engines, self._keep_base, self._mode = engines, keep_base, mode
         self.shares = shares
@@ -104,7 +103,7 @@ class Staging:
         self._devices: DeviceStaging | None = None
         self._known: KnownState | None = None  # the structure of the last state
 
-    def on_device(self, value: Any) -> bool:
+    def _on_device(self, value: Any) -> bool:
         """Return whether a value is a tensor on a device that has an engine."""
         return self._has_engine(getattr(value, "device", None))
 
@@ -138,7 +137,7 @@ class Staging:
         new = {name for name in plain_names(inputs) if not shares.knows(name)}
         held = [tensor for tensor in _tensors(inputs) if tensor.box_of and tensor.box_of.name in new]
         large = [tensor for tensor in held if tensor.spec.nbytes >= INLINE_BYTES]
-        on_device = any(tensor.array and self.on_device(tensor.array.value) for tensor in large)
+        on_device = any(tensor.array and self._on_device(tensor.array.value) for tensor in large)
         return on_device or sum(tensor.spec.nbytes for tensor in held) > MAX_WHOLE_BYTES
 
     def copy_state(self, state: Any, learn: Learn | None = None) -> Callable[[], list[PartInput]]:
@@ -175,10 +174,16 @@ class Staging:
 
         return inputs_of_copies
 
-    def copy(
-        self, parts: Sequence[Part], inline_below: int = INLINE_BYTES, learn: Learn | None = None
-    ) -> list[PartInput]:
-        """Copy every tensor of `inline_below` bytes or more into spare buffers; the smaller ones into new memory.
+    def inputs(self, parts: Sequence[Part], learn: Learn | None = None) -> list[PartInput]:
+        """Return the inputs of a save whose caller waits: they are copied if some tensors lie on a device; see `copy`.
+
+        Else nothing is copied.
+        """
+        on_devices = any(self._on_device(held.value) for part in parts for held in part.arrays)
+        return self.copy(parts, learn) if on_devices else inputs_of(parts, self.shares)
+
+    def copy(self, parts: Sequence[Part], learn: Learn | None = None) -> list[PartInput]:
+        """Copy every tensor of INLINE_BYTES or more into spare buffers; the smaller ones into new memory.
 
         Args:
             learn: of a rank: called now if plain tensors whose holders it does not know are too large to be copied
@@ -190,7 +195,7 @@ class Staging:
         Raises:
             InvalidInputError: an array is not the one that was flattened, or is changed while it is copied.
         """
-        return self._copy(self._inputs_of(parts, learn), inline_below)
+        return self._copy(self._inputs_of(parts, learn))
 
     def _inputs_of(self, parts: Sequence[Part], learn: Learn | None) -> list[PartInput]:
         """Return the inputs to copy, and keep the spare buffers of no others."""
@@ -201,21 +206,26 @@ class Staging:
             self._spare.keep_only({tensor.key for tensor in _tensors(inputs)})
         return inputs
 
-    def _copy(self, inputs: list[PartInput], inline_below: int = INLINE_BYTES) -> list[PartInput]:
+    def _copy(self, inputs: list[PartInput]) -> list[PartInput]:
         with self._copying():
-            on_devices: dict[Any, list[tuple[TensorInput, Held]]] = defaultdict(list)
-            for tensor in _tensors(inputs):
-                held = tensor.array
-                assert held is not None
-                if tensor.spec.nbytes and self.on_device(held.value):
-                    on_devices[held.value.device].append((tensor, held))
-                else:
-                    tensor.copy, tensor.array = self._copy_to_host(tensor.key, held, inline_below), None
+            on_host, on_devices = self._by_place(_tensors(inputs))
+            for tensor, held in on_host:
+                tensor.copy, tensor.array = self._copy_to_host(tensor.key, held), None
             for device, tensors in on_devices.items():
-                self._copy_on_device(device, tensors, inline_below)
+                self._copy_on_device(device, tensors)
             self._digest_copies(inputs)
             self._digest_replicas([one for part in inputs for one in part.replicas])
         return inputs
+
+    def _by_place(self, inputs: Iterable[T]) -> tuple[list[tuple[T, Held]], dict[Any, list[tuple[T, Held]]]]:
+        """Return the inputs whose arrays are read on the host, and the others by their device, with the arrays."""
+        on_host: list[tuple[T, Held]] = []
+        on_devices: dict[Any, list[tuple[T, Held]]] = defaultdict(list)
+        for one in inputs:
+            if (held := one.array) is not None:
+                is_on_device = held.spec.nbytes and self._on_device(held.value)
+                (on_devices[held.value.device] if is_on_device else on_host).append((one, held))
+        return on_host, on_devices
 
     def _digest_copies(self, inputs: Sequence[PartInput]) -> None:
         """Let the replicas of which this rank has a whole copy in host memory be hashed when they are asked for."""
@@ -230,16 +240,11 @@ class Staging:
 
     def _digest_replicas(self, replicas: Sequence[Replica]) -> None:
         """Hash replicas of a state that is not recognised."""
-        on_devices: dict[Any, list[tuple[Replica, Held]]] = defaultdict(list)
+        on_host, on_devices = self._by_place(replicas)
+        for one, held in on_host:
+            one.digests = held.memory(lambda alias: digests_of(as_bytes(alias), self._engines.digest_seed)).copy
         for one in replicas:
-            held, one.array = one.array, None
-            if held is None:
-                continue
-            if self.on_device(held.value):
-                on_devices[held.value.device].append((one, held))
-            else:
-                found = held.memory(lambda alias: digests_of(as_bytes(alias), self._engines.digest_seed))
-                one.digests = found.copy
+            one.array = None
         for device, chosen in on_devices.items():
             from ..engine.cuda.sources import Sources
 
@@ -260,18 +265,18 @@ class Staging:
             self.release_copies()
             raise
 
-    def _copy_to_host(self, key: Key, held: Held, inline_below: int) -> Bytes:
+    def _copy_to_host(self, key: Key, held: Held) -> Bytes:
         nbytes = held.spec.nbytes
-        room = np.empty(nbytes, np.uint8) if nbytes < inline_below else self._spare.room(key, nbytes)
+        room = np.empty(nbytes, np.uint8) if nbytes < INLINE_BYTES else self._spare.room(key, nbytes)
         held.copy_into(room)
         return room
 
-    def _copy_on_device(self, device: Any, tensors: list[tuple[TensorInput, Held]], inline_below: int) -> None:
+    def _copy_on_device(self, device: Any, tensors: list[tuple[TensorInput, Held]]) -> None:
         from ..engine.cuda.sources import Sources
 
         keys, nbytes = [tensor.key for tensor, _ in tensors], [tensor.spec.nbytes for tensor, _ in tensors]
         sources = Sources(device, keys, [held.take() for _, held in tensors], np.array(nbytes, np.int64))
-        memories = self._on_devices().copy(sources, self._spare, self._base, self._delta_rejected, inline_below)
+        memories = self._on_devices().copy(sources, self._spare, self._base, self._delta_rejected, INLINE_BYTES)
         for (tensor, held), memory in zip(tensors, memories(), strict=True):
             held.confirm()
             tensor.copy, tensor.array = memory, None
@@ -303,7 +308,7 @@ class Staging:
             match.confirm()
             copies.append((known.copied.small.rows, small))
             for row, held in known.copied.held(match):
-                copies.append(([row], partial(list, [self._copy_to_host(known.keys[row], held, INLINE_BYTES)])))
+                copies.append(([row], partial(list, [self._copy_to_host(known.keys[row], held)])))
             seed = self._engines.digest_seed
             digests.append((known.hashed.small.rows, lambda i: digests_of(small_replica(i), seed)))
             for row, held in known.hashed.held(match):
@@ -322,18 +327,15 @@ class Staging:
         if self.shares is not None and self._must_learn_first(inputs):
             as_if_all_hold = replace(self.shares, holders=self.shares.holders or {}, known=None)
             inputs = inputs_of(parts, as_if_all_hold)
-        on_devices: dict[Any, list[TensorInput]] = defaultdict(list)
-        for tensor in _tensors(inputs):
-            assert tensor.array is not None
-            if tensor.spec.nbytes and self.on_device(tensor.array.value):
-                on_devices[tensor.array.value.device].append(tensor)
-            elif tensor.spec.nbytes >= INLINE_BYTES:
+        on_host, on_devices = self._by_place(_tensors(inputs))
+        for tensor, _ in on_host:
+            if tensor.spec.nbytes >= INLINE_BYTES:
                 self._spare.room(tensor.key, tensor.spec.nbytes).fill(0)
         for device, tensors in on_devices.items():
             from ..engine.cuda.sources import Sources
 
-            nbytes = np.array([tensor.spec.nbytes for tensor in tensors], np.int64)
-            sources = Sources(device, [tensor.key for tensor in tensors], (), nbytes)
+            nbytes = np.array([tensor.spec.nbytes for tensor, _ in tensors], np.int64)
+            sources = Sources(device, [tensor.key for tensor, _ in tensors], (), nbytes)
             self._on_devices().prepare(sources, self._spare, self._base, self._delta_rejected, INLINE_BYTES)
 
     def prepare_next(self) -> None:

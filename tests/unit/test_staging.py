@@ -103,14 +103,14 @@ def test_without_deltas_nothing_is_tried_and_nothing_rejected():
 
 def used(made, state, name):
     """Copy a state, and lend it the bytes of a snapshot."""
-    inputs = made.copy(flatten(state), 0)
+    inputs = made.copy(flatten(state))
     made.use_base(inputs, name)
     return [tensor for part in inputs for tensor in part.tensors]
 
 
 def saved(made, state, name, *, rejected):
     """Copy a state and take it for committed; the deltas of some tensors were rejected."""
-    inputs = made.copy(flatten(state), 0)
+    inputs = made.copy(flatten(state))
     tensors = [tensor for part in inputs for tensor in part.tensors]
     for tensor in tensors:
         tensor.bases_tried, tensor.deltas_stored = 1, int(tensor.spec.path[-1] not in rejected)

@@ -28,7 +28,8 @@ from ..save.inputs import PartInput, SaveRequest, plain_names, plain_names_of
 from ..save.manifest_writer import Written, write
 from ..save.near_children import NearChildren
 from ..save.pipeline import commit
-from ..save.rank_state import encode_trees, rank_state, trees_of
+from ..save.rank_state import digests_by_path, encode_trees, held_bytes, trees_of
+from ..save.replicas import group_digests
 from ..save.root_writer import Children, read_headers, write_roots
 from ..save.shares import Name, RankShares, Replicas
 from ..save.staging import Mode, Staging
@@ -211,19 +212,16 @@ class Saver:
 
     def told(self, answer: Answer, share: Share) -> Told:
         """Return what rank 0 is told of a share."""
-        state, written = rank_state(share.inputs), share.written
+        trees, replicas, details = encode_trees(trees_of(share.inputs)), dict[str, bytes](), {}
+        for part in share.inputs:
+            for group, digest in group_digests(part.replicas).items():
+                replicas[f"{part.name}\0{group}"] = digest
+                if answer.details:
+                    details[f"{part.name}\0{group}"] = digests_by_path(part.replicas, group)
         report = report_of(
-            answer.begin,
-            written,
-            request=b"",
-            trees=xxhash.xxh3_128_digest(b"".join(state.tree_digests.values())),
-            replicas={f"{part}\0{group}": d for part, of in state.replica_digests.items() for group, d in of.items()},
+            answer.begin, share.written, request=b"", trees=xxhash.xxh3_128_digest(trees), replicas=replicas
         )
-        details = {}
-        if answer.details:
-            pairs = [(part, group) for part, groups in state.replica_digests.items() for group in groups]
-            details = {f"{part}\0{group}": state.tensor_digests(part, group) for part, group in pairs}
-        return Told(report, state.held_bytes, encode_trees(state.parts) if answer.trees else b"", details)
+        return Told(report, held_bytes(share.inputs), trees if answer.trees else b"", details)
 
     def session_of(self, run: str, begin: Begin) -> SharedSession:
         """Return the part of a rank other than 0 in the session of rank 0."""

@@ -25,7 +25,8 @@ from .manifest_writer import Written, write
 from .merged_trees import merge_trees, orders_of
 from .near_children import NearChildren
 from .pipeline import commit
-from .rank_state import decode_trees, encode_trees, rank_state
+from .rank_state import decode_trees, digests_by_path, encode_trees, held_bytes, trees_of
+from .replicas import group_digests
 from .root_writer import ChildHeaders, Children, write_roots
 from .staging import Staging
 from .together import report_of
@@ -69,19 +70,14 @@ class RankWriter:
         self._note(written)
         if not rank:  # rank 0's own that a base has already; `take_report` sees to those of the others
             self._child_headers.start([ref for ref in written.manifests if ref.sha256 not in self.headers])
-        self._state = state = rank_state(self._inputs)
-        self._trees = encode_trees(state.parts)
-        replicas: dict[str, list[bytes]] = {}
-        for part in sorted(state.replica_digests):
-            for group, digest in state.replica_digests[part].items():
-                replicas.setdefault(group, []).append(digest)
+        self._trees = encode_trees(trees_of(self._inputs))
         return report_of(
             begin,
             written,
             request=request_digests(self._request),
             trees=xxhash.xxh3_128_digest(self._trees),
-            replicas={group: xxhash.xxh3_128_digest(b"".join(digests)) for group, digests in replicas.items()},
-            held_bytes=sum(state.held_bytes.values()),
+            replicas=group_digests([one for part in self._inputs for one in part.replicas]),
+            held_bytes=sum(held_bytes(self._inputs).values()),
         )
 
     def trees(self) -> bytes:
@@ -94,7 +90,7 @@ class RankWriter:
         Args:
             group: its id, or the end of several ids; see `Replica.group_id`.
         """
-        return [found for part in self._state.replica_digests for found in self._state.tensor_digests(part, group)]
+        return [found for part in self._inputs for found in digests_by_path(part.replicas, group)]
 
     def take_report(self, rank: int, manifests: Sequence[Ref]) -> None:
         """Take the child manifests of a rank that has reported, on rank 0: their headers are read from now on."""

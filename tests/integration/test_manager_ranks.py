@@ -319,6 +319,25 @@ def test_replicas_that_are_swapped_are_named(store):
         assert repository.snapshots("a") == []
 
 
+def test_a_rank_that_could_not_hash_one_part_agrees_with_the_others(store):
+    """Its device had no memory for it: the digests of its other parts are not those of the whole group."""
+    managers = Managers(store, async_save=False)
+    staging = managers[1]._staging
+    saving = staging.saving
+
+    def without_model(inputs):
+        for one in [one for part in inputs if part.name == "model" for one in part.replicas]:
+            one.array = one.digests = None
+        return saving(inputs)
+
+    staging.saving = without_model
+    made = managers.all(lambda m, rank: m.save(0, state(0, rank) | {"other": {"v": torch.ones(2000)}}))
+    assert not any(isinstance(found, Exception) for found in made), made
+    assert managers.end() == [None] * COUNT
+    with opened(store) as repository:
+        assert same(repository.restore("a@0", keys="model"), {"model": state(0)["model"]})
+
+
 def test_replicas_that_differ_are_named(store):
     """Silent corruption, or a forgotten broadcast: the tensor is named, and the rank."""
     for async_save in (False, True):

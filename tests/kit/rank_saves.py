@@ -34,7 +34,8 @@ from snapstore.save.inputs import PartInput, inputs_of
 from snapstore.save.manifest_writer import Written, write
 from snapstore.save.merged_trees import holders_of, merge_trees, orders_of
 from snapstore.save.near_children import NearChildren
-from snapstore.save.rank_state import RankState, rank_state
+from snapstore.save.rank_state import trees_of
+from snapstore.save.replicas import Replica
 from snapstore.save.root_writer import Children, read_headers, write_roots
 from snapstore.save.shares import RankShares, Replicas
 from snapstore.state.flatten import flatten
@@ -71,7 +72,10 @@ class OneRank:
 
     inputs: list[PartInput]
     written: Written
-    state: RankState
+
+    def replicas(self, part: str) -> list[Replica]:
+        """Return the tensors of a part that other ranks hold as well."""
+        return [one for each in self.inputs if each.name == part for one in each.replicas]
 
 
 def write_rank(repository: Repository, session: Session, state: Any, shares: RankShares) -> OneRank:
@@ -80,7 +84,7 @@ def write_rank(repository: Repository, session: Session, state: Any, shares: Ran
     inputs = inputs_of(flatten(state, of_rank=True), shares)
     bases = load_bases(context, session, {}, NearChildren(inputs, rank, world_size))
     written = write(context, session, inputs, bases, full=False, place=(rank, world_size))
-    return OneRank(inputs, written, rank_state(inputs))
+    return OneRank(inputs, written)
 
 
 def save(
@@ -104,7 +108,7 @@ def save(
         trees = []
         for share, make in zip(shares, states, strict=True):
             with as_rank(share.rank, size):
-                trees.append(([share.rank], rank_state(inputs_of(flatten(make(), of_rank=True), share)).parts))
+                trees.append(([share.rank], trees_of(inputs_of(flatten(make(), of_rank=True), share))))
         shares = [dataclasses.replace(share, holders=holders_of(trees)) for share in shares]
     with Session(context, run, step, parent=None) as session:
         bases = load_bases(context, session, {})
@@ -113,7 +117,7 @@ def save(
             with as_rank(share.rank, size):
                 ranks.append(write_rank(repository, session, make(), share))
         children = [ref for one in ranks for ref in one.written.manifests]
-        trees = [([rank], one.state.parts) for rank, one in enumerate(ranks)]
+        trees = [([rank], trees_of(one.inputs)) for rank, one in enumerate(ranks)]
         parts = merge_trees(trees)
         found = Children(children, read_headers(context, children), orders_of(trees, parts))
         roots = write_roots(context, session, parts, found, size, {})

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from snapstore import InvalidInputError, PerRank
 from snapstore.save.inputs import inputs_of
 from snapstore.save.merged_trees import merge_trees
-from snapstore.save.rank_state import decode_trees, encode_trees, rank_state
+from snapstore.save.rank_state import decode_trees, encode_trees, trees_of
 from snapstore.save.shares import RankShares
 from snapstore.state.flatten import flatten
 from snapstore.state.tensors import StoredPart
@@ -22,7 +22,7 @@ from snapstore.state.tree_encode import pack
 def trees(state, rank=0, size=2):
     """The trees of one rank as rank 0 gets them."""
     inputs = inputs_of(flatten(state, of_rank=True), RankShares(rank, size, 1024))
-    return decode_trees(encode_trees(rank_state(inputs).parts))
+    return decode_trees(encode_trees(trees_of(inputs)))
 
 
 def merge(*states):

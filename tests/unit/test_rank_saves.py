@@ -14,6 +14,8 @@ from kit import rank_saves
 from kit.rank_saves import opaque, sharded
 from snapstore import PerRank, Repository, RngState, SaveOptions, SnapshotManager
 from snapstore.format.pack import DEFAULT_PACK_BYTES
+from snapstore.save.rank_state import digests_by_path, held_bytes
+from snapstore.save.replicas import group_digests
 
 CHUNK = 1024
 A = torch.arange(64 * 40, dtype=torch.float32).reshape(64, 40).sin()
@@ -298,7 +300,7 @@ def by_group(ranks, part="model"):
     """Id of a group -> what its ranks say."""
     found = {}
     for number, one in enumerate(ranks):
-        for group, digest in one.state.replica_digests[part].items():
+        for group, digest in group_digests(one.replicas(part)).items():
             found.setdefault(group, {})[number] = digest
     return found
 
@@ -308,7 +310,7 @@ def test_equal_replicas_have_equal_digests(repository):
     found = by_group(ranks)
     assert sorted(sorted(told) for told in found.values()) == [[0, 1, 2, 3], [0, 2], [1, 3]]
     assert all(len(set(told.values())) == 1 for told in found.values())
-    assert sum(one.state.held_bytes["model"] for one in ranks) == sum(w.nbytes for w in [*W.values(), A, A])
+    assert sum(held_bytes(one.inputs)["model"] for one in ranks) == sum(w.nbytes for w in [*W.values(), A, A])
 
 
 @pytest.mark.parametrize("name", ["embed", "norm", "scalar", "pair"])
@@ -319,8 +321,8 @@ def test_a_replica_that_differs_in_one_bit_is_named(repository, name):
 
     _, ranks = rank_saves.save(repository, replicated(flip), 1)
     (group,) = [group for group, told in by_group(ranks).items() if len(set(told.values())) > 1]
-    odd = ranks[3].state.tensor_digests("model", group)
-    sound = ranks[1].state.tensor_digests("model", group)
+    odd = digests_by_path(ranks[3].replicas("model"), group)
+    sound = digests_by_path(ranks[1].replicas("model"), group)
     assert [path for path, _ in odd] == [path for path, _ in sound]
     assert [path for (path, a), (_, b) in zip(odd, sound, strict=True) if a != b] == [f"model.{name}"]
 
@@ -389,7 +391,7 @@ def test_stages_of_a_pipeline(repository):
         wholes[f"optimizer: optimizer.layers.{i}.exp"] = big(30 + i, 1500)
     snapshot, ranks = rank_saves.save(repository, [rank(i) for i in range(4)], 1, unlike=True)
     check(repository, snapshot, wholes)
-    held = sum(sum(one.state.held_bytes.values()) for one in ranks)
+    held = sum(sum(held_bytes(one.inputs).values()) for one in ranks)
     assert held == sum(whole.nbytes for whole in wholes.values())
     again, _ = rank_saves.save(repository, [rank(i) for i in range(4)], 2, unlike=True)
     assert again.new_chunks == 0
@@ -417,7 +419,7 @@ def test_of_dtensors_the_replica_with_coordinate_0_is_stored(repository, ranks):
         return {"model": {name: unlike_dtensor(ranks, *of) for name, of in shapes.items()}}
 
     snapshot, written = rank_saves.save(repository, [make] * 4, 1, replicas="rank0")
-    assert not any(digests for one in written for digests in one.state.replica_digests.values())
+    assert not any(part.replicas for one in written for part in one.inputs)
     (a, b), (c, _) = ranks
     rows = {}
     for name in ("wide", "small"):

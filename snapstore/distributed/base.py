@@ -101,24 +101,6 @@ class Ranks(Protocol):
         ...
 
 
-class Heard:
-    """When each rank was heard of last, from the counts of its beats: no clock of another host is compared."""
-
-    def __init__(self) -> None:
-        self._beats: dict[int, tuple[int, float]] = {}
-        self._lock = threading.Lock()
-
-    def silence_s(self, rank: int, beats: int) -> float:
-        """Return how long a rank has been silent that has beaten so often [s]; 0 when it is asked about first."""
-        now = time.monotonic()
-        with self._lock:
-            known, since = self._beats.get(rank, (-1, now))
-            if beats != known:
-                self._beats[rank] = beats, now
-                return 0.0
-            return now - since
-
-
 class Heart:
     """A thread that lets a rank beat, if there are ranks, and calls functions that are added, until it is closed.
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -27,7 +28,7 @@ from torch._C._distributed_c10d import TCPStore
 from ..errors import InvalidInputError, RanksError, SnapstoreError
 from ..format.records import new_id
 from ..threads import Threads
-from .base import LINGER_S, ChannelError, Heard, named
+from .base import LINGER_S, ChannelError, named
 
 log = logging.getLogger("snapstore")
 T = TypeVar("T")
@@ -86,7 +87,8 @@ class TorchRanks:
         self.is_hosted = self.rank == 0
         self._pid, self._closed, self._broken = os.getpid(), False, ""
         self._server: TCPStore | None = None
-        self._heard = Heard()
+        self._heard: dict[int, tuple[bytes, float]] = {}  # how often each rank has beaten, and since when so often [s]
+        self._heard_lock = threading.Lock()
         place = self._meet(group)
         self.attempt = place.attempt
         self._messages = _Client(self._connect(place), self.silent_s)
@@ -197,11 +199,19 @@ class TorchRanks:
         self._call(self._beats, lambda store: store.set(f"beats/{self.rank}", beats))
 
     def silences(self, ranks: Collection[int]) -> list[float]:
-        """Return how long each of some ranks has been silent [s]; see `Ranks`."""
+        """Return how long each of some ranks has been silent [s]; see `Ranks`.
+
+        Its beats are counted: no clock of another host is compared. It is 0 when a rank is asked about first.
+        """
         found = self.look_all([f"beats/{rank}" for rank in ranks])
         if found is None:  # one has met the others and has died before its first beat
             found = [self.look(f"beats/{rank}") or b"0" for rank in ranks]
-        return [self._heard.silence_s(rank, int(beats)) for rank, beats in zip(ranks, found, strict=True)]
+        now = time.monotonic()
+        with self._heard_lock:
+            for rank, beats in zip(ranks, found, strict=True):
+                if self._heard.get(rank, (b"", now))[0] != beats:
+                    self._heard[rank] = beats, now
+            return [now - self._heard[rank][1] for rank in ranks]
 
     def _call(self, client: _Client, call: Callable[[Any], T]) -> T:
         if os.getpid() != self._pid:

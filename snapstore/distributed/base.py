@@ -251,9 +251,9 @@ def _period_s(ranks: Ranks) -> float:
     return min(ranks.silent_s / BEATS, BEAT_S)
 
 
-def named(ranks: Sequence[int]) -> str:
-    """Return "rank 3", "ranks 1, 2" or "ranks 0, 1, 2, 3 and 60 more"."""
+def named(ranks: Sequence[int], *, most: int = 8) -> str:
+    """Return "rank 3", "ranks 1, 2" or, with `most` 4, "ranks 0, 1, 2, 3 and 60 more"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"ranks {', '.join(map(str, ranks[:8]))}{more}"
+    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
+    return f"ranks {', '.join(map(str, ranks[:most]))}{more}"

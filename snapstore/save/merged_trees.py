@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from ..arrays import Column
+from ..distributed.base import named
 from ..errors import FormatError, InvalidInputError
 from ..state.containers import shown
 from ..state.tensors import Node, TensorSpec
@@ -177,7 +178,7 @@ class _Merger:
 
     def _problem(self, path: Path, views: Sequence[_View], text: Callable[[_View], str]) -> None:
         self._has_groups = self._has_groups or "param_groups" in path
-        told = [f"{text(view)} on {_named(view.ranks)}" for view in views[:3]]
+        told = [f"{text(view)} on {named(view.ranks, most=4)}" for view in views[:3]]
         self._problems.append(f"{shown(path)}: {', '.join(told)}{', ...' if len(views) > 3 else ''}")
 
     def _merged(self, views: Sequence[_View], path: Path) -> Node:
@@ -275,11 +276,3 @@ def _union(values: Sequence[Any]) -> Any:
         return first
     keys = dict.fromkeys(key for value in values for key in value)
     return type(first)((key, _union([value[key] for value in values if key in value])) for key in keys)
-
-
-def _named(ranks: Sequence[int]) -> str:
-    """Return "rank 3", "ranks 1, 2" or "ranks 0, 1, 2, 3 and 60 more"."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
-    return f"ranks {', '.join(map(str, ranks[:4]))}{more}"

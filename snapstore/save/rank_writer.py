@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import msgspec
 import xxhash
 
 from ..context import Context
 from ..distributed.base import Ranks, named
-from ..distributed.messages import DIGEST_BYTES, REQUEST_FIELDS, Begin, Ref, Report
+from ..distributed.messages import DIGEST_BYTES, Begin, Ref, Report, encode
 from ..errors import IntegrityError
 from ..format.hashing import checksum
 from ..format.manifest import Manifest
@@ -145,13 +144,6 @@ class RankWriter:
 
 def request_digests(request: SaveRequest) -> bytes:
     """Return the digests of the fields that must be alike on all ranks; waits for metrics on devices."""
-    metrics = sorted(request.read_metrics().items())
-    fields = {
-        "run": request.run,
-        "step": request.step,
-        "metrics": metrics,
-        "metadata": bytes(request.metadata_node),
-        "tags": list(request.tags),
-    }
-    packed = (msgspec.msgpack.encode(fields[name]) for name in REQUEST_FIELDS)
-    return b"".join(checksum(data).to_bytes(DIGEST_BYTES, "little") for data in packed)
+    metrics, metadata = sorted(request.read_metrics().items()), bytes(request.metadata_node)
+    fields = (request.run, request.step, metrics, metadata, list(request.tags))  # in the order of REQUEST_FIELDS
+    return b"".join(checksum(encode(value)).to_bytes(DIGEST_BYTES, "little") for value in fields)

@@ -11,14 +11,11 @@ import logging
 import os
 import sys
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from .distributed.base import Ranks
 from .distributed.local import local_ranks
 from .errors import InvalidInputError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 log = logging.getLogger("snapstore")
 
@@ -26,7 +23,6 @@ _ADVICE = (
     "save with a SnapshotManager, made on every rank: it stores one snapshot of all; if each rank saves a run of its "
     'own, such as run=f"{name}-rank{{rank}}", or rank 0 alone saves the full state, pass ranks=False'
 )
-_NAMES: Sequence[str] = ("rank", "count", "attempt", "post", "look", "look_all", "beat", "silences", "close")
 
 
 def choose(run: str, ranks: Ranks | Literal[False] | None) -> tuple[Ranks | None, bool]:
@@ -42,7 +38,7 @@ def choose(run: str, ranks: Ranks | Literal[False] | None) -> tuple[Ranks | None
     if ranks is False:
         return None, False
     if ranks is not None:
-        if not all(hasattr(ranks, name) for name in _NAMES):
+        if not isinstance(ranks, Ranks):
             raise InvalidInputError(f"ranks={ranks!r}: expected a Ranks such as TorchRanks(group), False or None")
         return ranks, False
     rank, count = place()

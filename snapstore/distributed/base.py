@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from ..errors import RanksError, SnapstoreError
 
@@ -50,6 +50,7 @@ class ChannelError(RanksError):
         return str(self).removesuffix(f"; {RESTART}")
 
 
+@runtime_checkable
 class Ranks(Protocol):
     """The ranks of one job, as one of them sees them.
 

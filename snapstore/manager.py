@@ -301,7 +301,7 @@ class SnapshotManager(Steps):
         from .save.streaming import is_stream
 
         assert self._job is not None
-        number = self._job.next_number()
+        number = next(self._job.numbers)
         try:
             if is_stream(state) and self._job.ranks.count > 1:
                 raise InvalidInputError("state: an iterator is saved by one process alone; pass a dict of the tensors")

@@ -57,6 +57,7 @@ class RankJob:
         ranks: the channel.
         prefix: of all keys of this manager.
         questions: that rank 0 answers.
+        numbers: of the saves that are yet to begin.
     """
 
     def __init__(self, ranks: Ranks, replicas: Replicas = "check") -> None:
@@ -65,7 +66,7 @@ class RankJob:
             self.prefix = f"{next(_users.setdefault(ranks, count()))}/"
         self.questions = Questions(ranks, self.prefix)
         self.heart = Heart(ranks)
-        self._saves = 0
+        self.numbers = count()
         self._holders: Holders | None = None  # as the ranks told each other last
         self._holders_are_sure = False  # no save has failed here since
         self._own: frozenset[Name] = frozenset()  # the plain tensors of this rank then
@@ -129,11 +130,6 @@ class RankJob:
             return self.questions.ask("a save, or to skip it", is_busy)
         except RanksError as error:
             raise in_save(ref, error, "this save was not begun") from error
-
-    def next_number(self) -> int:
-        """Return the number of the next save."""
-        self._saves += 1
-        return self._saves - 1
 
     def learner(self, request: SaveRequest, staging: Staging) -> Learn:
         """Return what tells this rank the holders of plain tensors that it does not know. Call it before the copy."""

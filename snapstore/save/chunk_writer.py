@@ -211,8 +211,8 @@ class ChunkWriter:
         if of is None:
             start, place = 0, place_of(spec.path, spec.dtype, spec.shape)
         else:
-            start = strip_start(of.offsets, spec.shape, spec.itemsize)
-            place = place_of(spec.path, spec.dtype, of.spec.shape, of.offsets, spec.shape)
+            start = strip_start(of.piece.offsets, spec.shape, spec.itemsize)
+            place = place_of(spec.path, spec.dtype, of.spec.shape, of.piece.offsets, spec.shape)
         nbytes, before = spec.nbytes, start % self._chunk_bytes
         if before + nbytes <= self._chunk_bytes:  # most tensors of a state have one chunk
             lengths, starts = np.array([nbytes]), np.zeros(1, np.int64)

@@ -117,11 +117,6 @@ class BoxOf:
     piece: Piece
     same_path: Sequence[TensorSpec] = ()
 
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        """Return the offsets of the box in the whole tensor."""
-        return self.piece.offsets
-
 
 @dataclass(slots=True, eq=False)
 class TensorInput:
@@ -155,11 +150,6 @@ class TensorInput:
     def number(self, position: int) -> int:
         """Return the number of the tensor among those of its part; `position` is that of this input."""
         return position if self.box_of is None else self.box_of.number
-
-    @property
-    def delta_rejected(self) -> bool:
-        """Whether bases were tried and no delta was worth storing."""
-        return self.bases_tried > 0 and not self.deltas_stored
 
     def data(self, memory_of: Callable[[Any], Memory]) -> Memory:
         """Return the bytes, (nbytes,) uint8: the copy, or the caller's memory as `memory_of` gives it.

@@ -205,11 +205,6 @@ class Layout:
     wholes: int = 0  # of one of several ranks: how many tensors its tree counts
     boxes: dict[int, list[tuple[Sequence[int], Sequence[int]]]] = field(default_factory=dict)  # by number of the tensor
 
-    @property
-    def span(self) -> slice:
-        """The rows of the part's chunks."""
-        return slice(self.first_row, self.first_row + self.rows)
-
     def append(self, tensor: TensorInput, chunks: int, inline: bytes) -> None:
         """Add the entry of a tensor, or a box to it, which lies in so many chunks, or inline."""
         spec = tensor.spec
@@ -230,8 +225,8 @@ class Layout:
             self.entries += [entry_of(spec) for spec in (*missing, of.spec)]
             self.whole = of.name
         last = self.entries[-1]
-        self.boxes.setdefault(of.number, []).append((of.offsets, tensor.spec.shape))
-        last.boxes.append(Box(list(of.offsets), list(tensor.spec.shape), self.rows, chunks))
+        self.boxes.setdefault(of.number, []).append((of.piece.offsets, tensor.spec.shape))
+        last.boxes.append(Box(list(of.piece.offsets), list(tensor.spec.shape), self.rows, chunks))
         if place is not None:
             start, size = last.inline or (place[0], 0)
             self.entries[-1] = msgspec.structs.replace(last, inline=(start, size + place[1]))
@@ -332,7 +327,7 @@ def _write_manifests(
 def table_of(chunks: ChunkWriter, rows: Rows, layout: Layout) -> tuple[ChunkTable, list[str], list[int]]:
     """Return the chunk table of a part, and the names and sizes [bytes] of the packs that it uses."""
     bases, packs = chunks.bases, chunks.packs
-    span = layout.span
+    span = slice(layout.first_row, layout.first_row + layout.rows)
     sources = rows.sources[span]  # equal chunks of this save refer to the blob of the first
     base_rows, blobs = rows.base_rows[sources], rows.blobs[sources]
     has_own, has_base = blobs[:, 0] >= 0, base_rows >= 0

@@ -45,7 +45,7 @@ class NearChildren:
             for tensor in part.tensors:
                 if of := tensor.box_of:
                     form = of.spec.path, of.spec.dtype, of.spec.shape
-                    self._boxes[part.name][form].append((of.offsets, tensor.spec.shape))
+                    self._boxes[part.name][form].append((of.piece.offsets, tensor.spec.shape))
 
     def own(self, snapshot: Snapshot) -> Sequence[Manifest]:
         """Return the children that this rank wrote, if a base is its last save and was not rewritten since."""

@@ -389,7 +389,7 @@ class Staging:
     def keep_as_base(self, inputs: Sequence[PartInput], snapshot_id: str) -> None:
         """Keep the bytes of a committed save as the next base, but for tensors whose deltas were rejected."""
         self._delta_rejected = {key: left - 1 for key, left in self._delta_rejected.items() if left > 1}
-        rejected = [tensor.key for tensor in _tensors(inputs) if tensor.delta_rejected]
+        rejected = [tensor.key for tensor in _tensors(inputs) if tensor.bases_tried and not tensor.deltas_stored]
         self._delta_rejected.update(dict.fromkeys(rejected, RETRY_AFTER_SAVES))
         if self._devices is not None and self._delta_rejected:
             nbytes: dict[Any, dict[Key, int]] = defaultdict(dict)

@@ -24,7 +24,7 @@ from ..protocol.session import Session, SharedSession
 from ..repository import Repository
 from ..save.bases import load_bases
 from ..save.holders import Holders, require_kept
-from ..save.inputs import PartInput, SaveRequest, plain_names, plain_names_of
+from ..save.inputs import PartInput, SaveRequest, plain_names
 from ..save.manifest_writer import Written, write
 from ..save.near_children import NearChildren
 from ..save.pipeline import commit
@@ -178,7 +178,7 @@ class Saver:
         """
         parts = flatten(state, of_rank=self._shares is not None)
         if self._shares is not None:
-            own = frozenset(name for part in parts for name in plain_names_of(part))
+            own = plain_names(parts)
             self._use_shares(replace(self._shares, holders=self._holders_of(own), known=own))
         return self._staging.inputs(parts)
 

@@ -214,8 +214,7 @@ def inputs_of(parts: Sequence[Part], shares: RankShares | None = None) -> list[P
             inputs.append(PartInput(part.name, part.tree, list(_tensors(part)), own_nodes=part.own_nodes))
         else:
             boxes, replicas = list(_boxes(part, shares)), list(replicas_of(part, shares))
-            plain = [number for number, sharding in enumerate(part.shardings) if sharding is None]
-            inputs.append(PartInput(part.name, part.tree, boxes, specs=part.specs, replicas=replicas, plain=plain))
+            inputs.append(PartInput(part.name, part.tree, boxes, specs=part.specs, replicas=replicas, plain=part.plain))
     return inputs
 
 
@@ -235,18 +234,10 @@ def _boxes(part: Part, shares: RankShares) -> Iterator[TensorInput]:
             yield TensorInput(key, spec, piece.held(held), box_of=of)
 
 
-def plain_names_of(part: Part) -> Iterator[Name]:
-    """Yield the names of the tensors of a rank's part that are not sharded; none of a part of its own values."""
-    if part.own_nodes is None:
-        for name, sharding in zip(names_of(part.name, part.specs), part.shardings, strict=True):
-            if sharding is None:
-                yield name
-
-
-def plain_names(inputs: Iterable[PartInput]) -> frozenset[Name]:
+def plain_names(parts: Iterable[Part | PartInput]) -> frozenset[Name]:
     """Return the names of the tensors of a rank that are not sharded."""
     found = set[Name]()
-    for part in inputs:
+    for part in parts:
         plain = set(part.plain)
         found.update(name for i, name in enumerate(names_of(part.name, part.specs)) if i in plain)
     return frozenset(found)

@@ -71,6 +71,11 @@ class Part:
         """Return a name that no other part of the state has."""
         return self.name if self.own_nodes is None else own_key(self.name)
 
+    @property
+    def plain(self) -> list[int]:
+        """Return the numbers of a rank's arrays that are not sharded; none of its own values."""
+        return [] if self.own_nodes is not None else [i for i, each in enumerate(self.shardings) if each is None]
+
 
 def flatten(state: Any, *, of_rank: bool = False) -> list[Part]:
     """Split a state into parts; nothing is copied.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -137,9 +137,9 @@ class PackUploader:
         while self._puts:
             self._await_put()
 
-    def start_put(self, key: str, data: bytes) -> Callable[[], object]:
-        """Begin to put a manifest; return the call that waits until it is durable."""
-        return self._putters.start(lambda item: put_once(self._session, *item), [(key, data)])
+    def put_all(self, manifests: Sequence[tuple[str, bytes]]) -> None:
+        """Put manifests, by key; they are durable on return."""
+        self._putters.start(lambda item: put_once(self._session, *item), manifests)()
 
     def close(self) -> None:
         """End the threads, and with them every copy."""

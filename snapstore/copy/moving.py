@@ -287,9 +287,7 @@ class _Mover:
             puts += written.add(self._session, manifest.encode(contents), self._bases.manifests)
             ref = msgspec.structs.replace(written.manifests[-1], unknown=part.ref.unknown)
             written.manifests[-1] = renamed[part.ref.sha256] = ref
-        puts += self.moved.top.add_list(self._session)
-        for durable in [self._packs.start_put(key, data) for key, data in puts]:
-            durable()
+        self._packs.put_all(puts + self.moved.top.add_list(self._session))
         self.moved.sizes |= self.moved.below.sizes | self.moved.top.sizes
 
     def _contents(self, part: _Part) -> manifest.ManifestContents:

@@ -384,8 +384,7 @@ class Rewriting(ABC):
         written = {part.ref.sha256: self._new_manifest(work.claim, part, target, places) for part, target in targets}
         written |= shared
         written |= new_roots(self.index, self.manifest_of, work.claim, work.ruling, written)
-        for durable in [work.packs.start_put(ref.key, data) for ref, data in written.values() if data]:
-            durable()
+        work.packs.put_all([(ref.key, data) for ref, data in written.values() if data])
         work.claim.heartbeat()
         return written
 

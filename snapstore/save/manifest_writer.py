@@ -316,8 +316,7 @@ def _write_manifests(
         puts += written.add(session, manifest.encode(contents), chunks.bases.manifests)
     if not world_size:
         puts += written.add_list(session)
-    for wait in [chunks.packs.start_put(key, data) for key, data in puts]:
-        wait()
+    chunks.packs.put_all(puts)
     if context.options.verify_writes == "full":
         session.confirm(written.sizes)
     session.heartbeat()

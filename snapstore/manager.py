@@ -31,7 +31,7 @@ from .errors import (
     InvalidInputError,
     SnapstoreError,
 )
-from .format.argument_checks import check_name, check_step
+from .format.argument_checks import check_choice, check_name, check_step
 from .options import SaveOptions
 from .ranks import check as check_ranks
 from .ranks import choose
@@ -107,18 +107,16 @@ class SnapshotManager(Steps):
         self.run = check_name("run", run)
         if isinstance(save_interval_steps, bool) or not isinstance(save_interval_steps, int) or save_interval_steps < 1:
             raise InvalidInputError(f"save_interval_steps {save_interval_steps!r}: expected an integer of 1 or more")
-        if on_busy not in ("wait", "skip"):
-            raise InvalidInputError(f"on_busy {on_busy!r}: expected 'wait' or 'skip'")
+        check_choice("on_busy", on_busy, ("wait", "skip"))
         self.save_interval_steps = save_interval_steps
         self.keep = retention.check(keep)
         kept_there = self.keep if mirror_keep is None else retention.check(mirror_keep)
         self.read_only = read_only
         self._async, self._skip_busy = async_save, on_busy == "skip"
         from .save.rank_job import RankJob  # with all that threads run (threads.py)
-        from .save.shares import check_replicas
         from .save.staging import Staging
 
-        check_replicas(replicas)
+        check_choice("replicas", replicas, ("check", "rank0"))
         self._alone = ranks is False
         chosen, self._made_ranks = (None, False) if read_only and ranks is None else choose(self.run, ranks)
         self._job: RankJob | None = RankJob(chosen, replicas) if chosen is not None else None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .errors import InvalidInputError
+from .format.argument_checks import check_choice
 from .format.codecs import CODECS
 from .format.delta_choice import DEFAULT_RESTORE_COST
 from .format.pack import DEFAULT_PACK_BYTES, LARGE_PACK_BYTES, MANY_PACKS
@@ -46,12 +47,8 @@ class SaveOptions:
             raise InvalidInputError(f"restore_cost {self.restore_cost!r}: expected 1.0 to {MAX_RESTORE_COST}")
         if not 4096 <= self.pack_bytes <= 1024**3:
             raise InvalidInputError(f"pack_bytes {self.pack_bytes}: expected 4 KiB to 1 GiB")
-        for name, choice, choices in (
-            ("codec", self.codec, (*CODECS, "auto")),
-            ("verify_writes", self.verify_writes, ("off", "sample", "full")),
-        ):
-            if choice not in choices:
-                raise InvalidInputError(f"{name} {choice!r}: expected one of {', '.join(choices)}")
+        check_choice("codec", self.codec, (*CODECS, "auto"))
+        check_choice("verify_writes", self.verify_writes, ("off", "sample", "full"))
         if self.threads is not None and not 1 <= self.threads <= 1024:
             raise InvalidInputError(f"threads {self.threads}: expected 1 to 1024")
 

@@ -20,7 +20,7 @@ from .context import Context
 from .engine.registry import Engines
 from .errors import AlreadyExistsError, InvalidInputError, NotFoundError
 from .format import chunking, records
-from .format.argument_checks import check_name
+from .format.argument_checks import check_choice, check_name
 from .format.codecs import CODECS
 from .format.hashing import new_seed
 from .format.records import COMMITTED, FORGOTTEN, Config, Snapshot
@@ -297,8 +297,7 @@ class Repository(Snapshots):
         """
         from .rewrite.recode import recode
 
-        if codec not in CODECS:
-            raise InvalidInputError(f"codec {codec!r}: expected one of {', '.join(CODECS)}")
+        check_choice("codec", codec, CODECS)
         states = (COMMITTED,) if refs is None else (COMMITTED, FORGOTTEN)
         chosen = self.snapshots() if refs is None else self._resolve_all(refs, states)
         return recode(self.context, chosen, codec=codec, states=states, dry_run=dry_run)

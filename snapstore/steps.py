@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 from . import retention
 from .errors import InvalidInputError, NotFoundError, StorageError
 from .format import records
-from .format.argument_checks import check_step
+from .format.argument_checks import check_choice, check_step
 from .format.records import MAX_OBJECT_BYTES, Snapshot
 from .options import SaveOptions
 from .ranks import place
@@ -233,8 +233,7 @@ class Steps:
         """Yield where a step lies, its reference, once no save is running, and how this rank reads it."""
         from .check.newest_whole import newest_whole_named
 
-        if read not in ("own", "exchange"):
-            raise InvalidInputError(f"read {read!r}: expected 'own' or 'exchange'")
+        check_choice("read", read, ("own", "exchange"))
         self._wait_idle()
         step = self._of_both_stores(step)
         exchange = self._exchange_of(read)

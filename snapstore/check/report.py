@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ..errors import InvalidInputError
+from ..format.argument_checks import check_choice
 from ..format.keys import parse_record_key
 from ..format.records import Snapshot
 from ..text import brief, strip_hint
@@ -116,8 +116,7 @@ class Findings:
 
 def require_level(level: str) -> None:
     """Raise InvalidInputError unless a level of a check has this name."""
-    if level not in LEVELS:
-        raise InvalidInputError(f"check level {level!r}: expected one of {', '.join(LEVELS)}")
+    check_choice("check level", level, LEVELS)
 
 
 def stand_in(key: str) -> Snapshot:

@@ -35,13 +35,13 @@ from torch.futures import Future
 from ..distributed.base import Heart
 from ..distributed.messages import Begin, decode, encode
 from ..errors import AlreadyExistsError, InvalidInputError, NotFoundError
+from ..format.argument_checks import check_choice
 from ..format.records import Snapshot
 from ..options import SaveOptions
 from ..protocol.session import Session
 from ..repository import Repository
 from ..save.agreement import MAX_NAMES, Unlike, warn_of_buffers
 from ..save.inputs import PartInput, SaveRequest, plain_names
-from ..save.shares import check_replicas
 from ..text import some
 from .exchange import (
     Answer,
@@ -96,7 +96,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         replicas: Literal["check", "rank0"] = "check",
         options: SaveOptions | None = None,
     ) -> None:
-        check_replicas(replicas)
+        check_choice("replicas", replicas, ("check", "rank0"))
         super().__init__(repository, run, partial(_open_or_create, options=options))
         self.snapshot: Snapshot | None = None
         self._group = process_group

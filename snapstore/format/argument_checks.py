@@ -1,11 +1,11 @@
-"""Checks of what callers give for a record: names, steps, tags, metrics, metadata.
+"""Checks of what callers give for a record: names, steps, tags, metrics, metadata; and of choices.
 
 In: arguments of a save or a tag. Out: the values as records.py stores them, or InvalidInputError that says what to do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, SupportsFloat, TypeVar
 
 import msgspec
@@ -27,6 +27,12 @@ def check_name(what: str, name: object) -> str:
             f"{what} {shown}: expected 1 to 128 characters of A-Z a-z 0-9 . _ - that start with a letter or digit"
         )
     return name
+
+
+def check_choice(what: str, choice: object, choices: Sequence[str]) -> None:
+    """Raise InvalidInputError unless `choice` is one of the choices."""
+    if choice not in choices:
+        raise InvalidInputError(f"{what} {choice!r}: expected one of {', '.join(choices)}")
 
 
 def check_step(step: object) -> int:

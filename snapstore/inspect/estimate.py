@@ -13,6 +13,7 @@ import numpy as np
 
 from ..engine.rates import Rates, codec_for
 from ..errors import InvalidInputError
+from ..format.argument_checks import check_choice
 from ..format.pack import DEFAULT_PACK_BYTES, LARGE_PACK_BYTES, MANY_PACKS
 
 YEAR_S = 365.25 * 86400
@@ -64,13 +65,9 @@ class Run:
 
     def __post_init__(self) -> None:
         """Check the arguments; raises InvalidInputError."""
-        for name, choices in (
-            ("dtype", ("float32", "bfloat16")),
-            ("optimizer", tuple(MOMENTS)),
-            ("codec", ("portable", "auto", "raw")),
-        ):
-            if getattr(self, name) not in choices:
-                raise InvalidInputError(f"{name} {getattr(self, name)!r}: expected one of {', '.join(choices)}")
+        check_choice("dtype", self.dtype, ("float32", "bfloat16"))
+        check_choice("optimizer", self.optimizer, tuple(MOMENTS))
+        check_choice("codec", self.codec, ("portable", "auto", "raw"))
         for name in ("parameters", "ranks", "step_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):

@@ -17,11 +17,10 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Literal, get_args
+from typing import Literal
 
 import xxhash
 
-from ..errors import InvalidInputError
 from ..format.boxes import strip_start
 from ..state.containers import display
 from ..state.held_array import Held
@@ -44,12 +43,6 @@ def names_of(part: str, specs: Iterable[TensorSpec]) -> Iterator[Name]:
     for spec in specs:
         number = seen[spec.path] = seen.get(spec.path, -1) + 1
         yield part, spec.path, number
-
-
-def check_replicas(replicas: str) -> None:
-    """Raise InvalidInputError for a way to treat replicas that there is not."""
-    if replicas not in get_args(Replicas):
-        raise InvalidInputError(f"replicas {replicas!r}: expected 'check' or 'rank0'")
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,8 @@ import numpy as np
 
 from ..arrays import Bytes
 from ..engine.registry import Engines
-from ..errors import CapabilityError, InvalidInputError, out_of_memory
+from ..errors import CapabilityError, out_of_memory
+from ..format.argument_checks import check_choice
 from ..format.chunking import INLINE_BYTES
 from ..state.arrays import Memory, as_bytes
 from ..state.flatten import Part, flatten_and_learn
@@ -92,8 +93,7 @@ class Staging:
         mode: Mode = "auto",
         shares: RankShares | None = None,
     ) -> None:
-        if mode not in get_args(Mode):
-            raise InvalidInputError(f"staging {mode!r}: expected 'auto', 'device' or 'host'")
+        check_choice("staging", mode, get_args(Mode))
         self._engines, self._keep_base, self._mode = engines, keep_base, mode
         self.shares = shares
         self._base = Buffers()

@@ -243,7 +243,7 @@ def test_the_ranks_pass_the_same():
 
 
 def test_no_other_value_is_taken():
-    with pytest.raises(InvalidInputError, match="replicas 'rank1': expected 'check' or 'rank0'"):
+    with pytest.raises(InvalidInputError, match="replicas 'rank1': expected one of check, rank0"):
         SnapshotManager(created(), run="a", replicas="rank1")
 
 

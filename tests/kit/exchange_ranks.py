@@ -304,7 +304,7 @@ def case_unlike(world: World) -> None:
             ):
                 call() if world.rank == last else snapshots.restore(1, read="exchange")
             expect_whole(snapshots.restore(1, read="exchange")["a"], state["a"])
-        with raises(InvalidInputError, "expected 'own' or 'exchange'"):
+        with raises(InvalidInputError, "expected one of own, exchange"):
             snapshots.restore(1, read="once")
     with manager(world, "unlike", ranks=False, read_only=True) as alone, raises(InvalidInputError, "has no ranks"):
         alone.restore(1, read="exchange")

@@ -147,11 +147,11 @@ def test_a_failed_save_keeps_the_base_and_the_rejected_deltas():
 
 @pytest.mark.parametrize("value", ["gpu", "", None, "Device"])
 def test_a_mode_that_is_none_is_named(value):
-    with pytest.raises(InvalidInputError, match="expected 'auto', 'device' or 'host'"):
+    with pytest.raises(InvalidInputError, match="expected one of auto, device, host"):
         Staging(Engines(0, threads=1), mode=value)
     store = MemoryStore()
     Repository.create(store).close()
-    with pytest.raises(InvalidInputError, match="expected 'auto', 'device' or 'host'"):
+    with pytest.raises(InvalidInputError, match="expected one of auto, device, host"):
         SnapshotManager(store, run="a", staging=value)
 
 

@@ -108,17 +108,11 @@ class Group:
             match.tensors,
             self.nbytes,
             self.at,
-            self._addresses(match),
+            match.addresses[self.at] + self.offsets,
             self._in_pieces,
             match,
             self._spans,
         )
-
-    def _addresses(self, match: Match) -> Column:
-        addresses = match.addresses[self.at]
-        if self._spans:
-            addresses += self.offsets
-        return addresses
 
 
 class SmallCopies:

@@ -105,15 +105,11 @@ def _digest_batch(batch: Sequence[tuple[Replica, Memory]], engines: Engines) -> 
         chosen = [(replica, memory) for replica, memory in batch if engines.of(memory) is engine]
         which, starts, lengths = spans(np.array([replica.array.spec.nbytes for replica, _ in chosen if replica.array]))
         found = engine.start_digests(Chunks([memory for _, memory in chosen], which, starts, lengths))()
-        for (replica, _), own in zip(chosen, split(found, which, len(chosen)), strict=True):
+        of_each = np.split(found, np.searchsorted(which, np.arange(1, len(chosen))))
+        for (replica, _), own in zip(chosen, of_each, strict=True):
             assert replica.array is not None
             replica.array.confirm()
             replica.array, replica.digests = None, own.copy
-
-
-def split(found: Bytes, which: Column, count: int) -> list[Bytes]:
-    """Return the rows of each of `count` tensors; row i is of tensor `which[i]`, in order."""
-    return np.split(found, np.searchsorted(which, np.arange(1, count))) if count else []
 
 
 @lru_cache(maxsize=1024)

@@ -145,18 +145,15 @@ class RankJob:
         """
         if self._learnt_in == request.number:
             return inputs  # before they were copied
-        try:
-            return self._exchanged(request, staging, inputs)
-        except ChannelError as error:
-            raise in_save(request.ref, error, "nothing was committed") from error
-
-    def _exchanged(self, request: SaveRequest, staging: Staging, inputs: Sequence[PartInput]) -> Sequence[PartInput]:
         exchange = Exchange(self.ranks, partial(self._job.key, request.number), request.require_wanted, self.prefix)
         own, found, self._exchange = plain_names(inputs), self._holders, exchange
-        if exchange.is_wanted(here=not self._holders_are_sure or own != self._own):
-            found = exchange.holders(trees_of(inputs))
-        elif own != self._own:
-            found = exchange.ask(own)
+        try:
+            if exchange.is_wanted(here=not self._holders_are_sure or own != self._own):
+                found = exchange.holders(trees_of(inputs))
+            elif own != self._own:
+                found = exchange.ask(own)
+        except ChannelError as error:
+            raise in_save(request.ref, error, "nothing was committed") from error
         if found is None:
             raise RanksError("the ranks have not told each other which tensors they hold; save again")
         if self._holders_are_sure and self._holders is not None:

@@ -34,7 +34,7 @@ from torch.futures import Future
 
 from ..distributed.base import Heart
 from ..distributed.messages import Begin, decode, encode
-from ..errors import AlreadyExistsError, InvalidInputError, NotFoundError
+from ..errors import InvalidInputError
 from ..format.argument_checks import check_choice
 from ..format.records import Snapshot
 from ..options import SaveOptions
@@ -97,7 +97,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         options: SaveOptions | None = None,
     ) -> None:
         check_choice("replicas", replicas, ("check", "rank0"))
-        super().__init__(repository, run, partial(_open_or_create, options=options))
+        super().__init__(repository, run, partial(Repository.open_or_create, options=options))
         self.snapshot: Snapshot | None = None
         self._group = process_group
         self._saver = Saver(
@@ -328,13 +328,3 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
             self._heart.close()
             reason = InvalidInputError(error) if isinstance(error, str) else error
             session.__exit__(type(reason) if reason else None, reason, None)
-
-
-def _open_or_create(url: Url, options: SaveOptions | None) -> Repository:
-    try:
-        return Repository.open(url, options=options)
-    except NotFoundError:
-        try:
-            return Repository.create(url, options=options)
-        except AlreadyExistsError:  # another rank was first
-            return Repository.open(url, options=options)

@@ -20,13 +20,12 @@ from torch.distributed.tensor import DTensor
 from ..errors import InvalidInputError
 from ..save.inputs import PartInput
 from ..state.per_rank import is_per_rank
-from ..state.sharded import Sharding, locals_of, sharding_of
+from ..state.sharded import Boxes, Sharding, locals_of, sharding_of
 from .names import Closed
 from .target import NO_PROCESS
 
 #: The key of the only leaf of a state that was staged.
 STAGED = "snapstore.staged"
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 _CHANGING = ("set_up_planner", "create_local_plan", "lookup_object", "resolve_data", "transform_object")
 
 
@@ -185,7 +184,9 @@ def _resolved(planner: DefaultSavePlanner, key: str, held: Any, items: Sequence[
             place.copy_(value.detach())
     if sharding is None:
         return new[0]
-    return _like(held, new[0]) if isinstance(held, DTensor) and not sharding.is_apart else Shards(sharding, new)
+    if isinstance(held, DTensor) and not sharding.is_apart:
+        return _like(held, new[0])
+    return Shards(sharding.global_shape, sharding.boxes, new)
 
 
 def _box_in(
@@ -223,9 +224,16 @@ def _like(held: DTensor, local: torch.Tensor) -> DTensor:
 
 @dataclass(slots=True, eq=False)
 class Shards:
-    """A tensor of which this rank holds some boxes, as DCP asks for them."""
+    """A tensor of which this rank holds some boxes, as DCP asks for them; `state.sharded` knows it.
 
-    sharding: Sharding
+    Attributes:
+        shape: of the whole tensor.
+        boxes: (offsets, sizes) of each box.
+        tensors: the memory of each box.
+    """
+
+    shape: Sequence[int]
+    boxes: Boxes
     tensors: Sequence[torch.Tensor]
 
     @property
@@ -235,11 +243,11 @@ class Shards:
 
     def size(self) -> torch.Size:
         """Return the shape of the whole tensor."""
-        return torch.Size(self.sharding.global_shape)
+        return torch.Size(self.shape)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """Return the boxes."""
-        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in self.sharding.boxes]
+        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in self.boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         """Return the memory of a box."""

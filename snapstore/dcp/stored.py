@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from ..chunks import limits
 from ..errors import CapabilityError, FormatError, IntegrityError, NotFoundError, out_of_memory
@@ -27,53 +25,25 @@ from ..state.selection import Selection
 from ..state.tensors import Slot, TensorSpec
 from ..state.tree_decode import ELSEWHERE, decode
 from .names import Leaf, ObjectTypes, flat_leaves
+from .planner import Shards
 
 log = logging.getLogger("snapstore")
 T = TypeVar("T")
 
 
-@dataclass(slots=True, eq=False)
-class Piece:
-    """A box of a stored tensor, to be filled; `state.sharded` knows it as a sharded tensor of one chunk.
+class Piece(NamedTuple):
+    """A box of a stored tensor, to be filled.
 
     Attributes:
         slot: of the tensor.
         offsets, sizes: of the box.
         target: the tensor to fill, of these sizes.
-        local: where its bytes are read: `target`, or a tensor of the stored dtype whose values are cast.
     """
 
     slot: Slot
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     target: torch.Tensor
-    shape: torch.Size = field(init=False)
-    local: torch.Tensor = field(init=False)
-
-    def prepare(self, form: torch.Tensor) -> bool:
-        """Take the form of the stored tensor; return whether values have to be cast."""
-        self.shape, self.local = form.size(), self.target
-        if self.target.dtype == form.dtype:
-            return False
-        self.local = torch.empty(self.sizes, dtype=form.dtype, device=self.target.device)
-        return True
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the stored dtype."""
-        return self.local.dtype
-
-    def size(self) -> torch.Size:
-        """Return the shape of the whole tensor."""
-        return self.shape
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return the box."""
-        return [ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(self.sizes))]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """Return the memory of the box."""
-        return self.local
 
 
 class StoredState:
@@ -161,17 +131,20 @@ class StoredState:
 
     def _fill(self, pieces: Sequence[Piece]) -> None:
         buffers, casts = self._buffers(), []
-        for piece in pieces:
-            if piece.prepare(self.form(piece.slot)):
-                casts.append(piece)
-            place = Slot(piece.slot.part, piece.slot.index, "tensor")  # a tensor may be wanted by several pieces
+        for slot, offsets, sizes, target in pieces:
+            form, local = self.form(slot), target
+            if target.dtype != form.dtype:
+                local = torch.empty(sizes, dtype=form.dtype, device=target.device)
+                casts.append((target, local))
+            whole = sizes == tuple(form.shape)
+            place = Slot(slot.part, slot.index, "tensor")  # a tensor may be wanted by several pieces
             buffers.add(place)
-            buffers.claim(place, piece.local if piece.sizes == tuple(piece.shape) else piece, owned=False)
+            buffers.claim(place, local if whole else Shards(form.shape, ((offsets, sizes),), [local]), owned=False)
         buffers.find_overlaps()
         self._read(buffers)
         buffers.fill_overlapping()
-        for piece in casts:
-            piece.target.copy_(piece.local)
+        for target, local in casts:
+            target.copy_(local)
 
     def _values(self, keys: Sequence[str]) -> list[Any]:
         buffers, values = self._buffers(), [self.leaves[key].value for key in keys]

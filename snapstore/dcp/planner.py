@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import InvalidInputError
 from ..save.inputs import PartInput
+from ..state.arrays import memory_key
 from ..state.per_rank import is_per_rank
-from ..state.sharded import Boxes, Sharding, locals_of, sharding_of
+from ..state.sharded import Boxes, Sharding, dtensor_like, locals_of, sharding_of
 from .names import Closed
 from .target import NO_PROCESS
 
@@ -169,7 +170,7 @@ def _resolved(planner: DefaultSavePlanner, key: str, held: Any, items: Sequence[
                 f"{name} makes {tuple(value.shape)} of a {type(held).__name__}, of which this rank has another box: "
                 "change values and dtypes alone, or change the state before it is saved"
             )
-    is_same = all(place is not None and _is_same(value, place) for place, (_, value) in zip(there, parts, strict=True))
+    is_same = all(memory_key(value) == memory_key(place) for place, (_, value) in zip(there, parts, strict=True))
     if is_same and all(value.dtype == old[0].dtype for value in values):
         return None
     if left := sum(local.numel() for local in old) - sum(value.numel() for _, value in parts):
@@ -185,7 +186,7 @@ def _resolved(planner: DefaultSavePlanner, key: str, held: Any, items: Sequence[
     if sharding is None:
         return new[0]
     if isinstance(held, DTensor) and not sharding.is_apart:
-        return _like(held, new[0])
+        return dtensor_like(held, new[0])
     return Shards(sharding.global_shape, sharding.boxes, new)
 
 
@@ -207,19 +208,6 @@ def _box_in(
         if min(starts, default=0) >= 0 and all(end <= size for end, size in zip(ends, sizes, strict=True)):
             return local[tuple(map(slice, starts, ends))]
     return None
-
-
-def _is_same(value: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors of one shape are the same memory."""
-    forms = ((one.data_ptr(), one.stride(), one.dtype, one.is_conj(), one.is_neg()) for one in (value, other))
-    return next(forms) == next(forms)
-
-
-def _like(held: DTensor, local: torch.Tensor) -> DTensor:
-    """Return a DTensor with another local tensor of the same shape."""
-    return DTensor.from_local(
-        local, held.device_mesh, held.placements, run_check=False, shape=held.shape, stride=held.stride()
-    )
 
 
 @dataclass(slots=True, eq=False)

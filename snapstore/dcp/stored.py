@@ -13,16 +13,17 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ..chunks import limits
-from ..errors import CapabilityError, FormatError, IntegrityError, NotFoundError, out_of_memory
+from ..errors import FormatError, IntegrityError, NotFoundError, out_of_memory
 from ..format.records import SWEPT, Snapshot
 from ..repository import Repository
 from ..restore.manifests import decoding_of
 from ..restore.pipeline import load, opened, require_decoding_of, ruling_now
 from ..restore.sources import AsRank, Sources
+from ..state.arrays import torch_dtype
 from ..state.containers import CONTAINERS, children
 from ..state.restore_buffers import RestoreBuffers
 from ..state.selection import Selection
-from ..state.tensors import Slot, TensorSpec
+from ..state.tensors import Slot
 from ..state.tree_decode import ELSEWHERE, decode
 from .names import Leaf, ObjectTypes, flat_leaves
 from .planner import Shards
@@ -100,17 +101,14 @@ class StoredState:
                 if [part.specs for part in self._parts] != specs:
                     raise
 
-    def spec(self, slot: Slot) -> TensorSpec:
-        """Return the spec of a tensor."""
-        return self._parts[slot.part].specs[slot.index]
-
     def form(self, slot: Slot) -> torch.Tensor:
-        """Return a tensor without memory that has the dtype and shape of a stored one."""
-        spec = self.spec(slot)
-        dtype = getattr(torch, spec.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise CapabilityError(f"dtype {spec.dtype} is unknown to torch {torch.__version__}; update it")
-        return torch.empty(spec.shape, dtype=dtype, device="meta")
+        """Return a tensor without memory that has the dtype and shape of a stored one.
+
+        Raises:
+            CapabilityError: this torch does not have the dtype.
+        """
+        spec = self._parts[slot.part].specs[slot.index]
+        return torch.empty(spec.shape, dtype=torch_dtype(spec), device="meta")
 
     def fill(self, pieces: Sequence[Piece]) -> None:
         """Fill tensors with boxes of stored ones; values are cast where dtypes differ.

@@ -327,7 +327,12 @@ def copy_box(target: Boxed, source: Boxed, sizes: Sequence[int]) -> None:
             here.record_stream(torch.cuda.current_stream(here.device))
 
 
-def _torch_dtype(spec: TensorSpec) -> torch.dtype:
+def torch_dtype(spec: TensorSpec) -> torch.dtype:
+    """Return the dtype of a stored tensor.
+
+    Raises:
+        CapabilityError: this torch does not have it.
+    """
     import torch
 
     dtype = getattr(torch, spec.dtype, None)  # spec.check() found the name in our table
@@ -346,7 +351,7 @@ def new_array(spec: TensorSpec, device: str | torch.device | None) -> Any:
 
     # Bytes first: torch warns about an empty complex32. `.data` is a tensor of its own, not a view of them.
     memory = torch.empty(spec.nbytes, dtype=torch.uint8, device=device or "cpu")
-    return memory.view(_torch_dtype(spec)).view(spec.shape).data
+    return memory.view(torch_dtype(spec)).view(spec.shape).data
 
 
 def from_bytes(home: Memory, spec: TensorSpec, device: str | torch.device | None) -> Any:
@@ -369,7 +374,7 @@ def assign(target: Any, home: Memory, spec: TensorSpec) -> None:
         import torch
 
         stored = torch.from_numpy(home) if isinstance(home, np.ndarray) else home
-        _copy_tensor(target, stored.view(_torch_dtype(spec)).view(spec.shape))
+        _copy_tensor(target, stored.view(torch_dtype(spec)).view(spec.shape))
 
 
 def as_float64(data: Bytes, spec: TensorSpec) -> npt.NDArray[np.float64] | None:

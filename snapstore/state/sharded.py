@@ -113,6 +113,15 @@ def locals_of(value: Any) -> list[torch.Tensor]:
     return [one.detach() if one.requires_grad else one for one in found]
 
 
+def dtensor_like(value: Any, local: torch.Tensor) -> Any:
+    """Return a DTensor of the shape, mesh and placements of another one, with another local tensor."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+    )
+
+
 def _is_dtensor(value: Any) -> bool:
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)

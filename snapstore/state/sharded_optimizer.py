@@ -11,7 +11,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from .arrays import torch_dtype
 from .containers import is_mapping
+from .sharded import dtensor_like
 from .tensors import Slot, TensorSpec, family
 
 
@@ -34,25 +36,10 @@ def with_sharded_state(value: Any, stored: Any, present: Any, spec_of: Callable[
         arrays = stored["state"].get(number)
         if not isinstance(parameter, tensors.DTensor) or not is_mapping(arrays) or state.get(number):
             continue
+        local = parameter.to_local().detach()
         state[number] = {
-            name: _empty_like(parameter, spec_of(slot))
+            name: dtensor_like(parameter, torch.empty_like(local, dtype=torch_dtype(spec_of(slot))))
             for name, slot in arrays.items()
             if type(slot) is Slot and family(slot.tag) == "tensor" and spec_of(slot).shape == tuple(parameter.shape)
         }
     return {**present, "state": state}
-
-
-def _empty_like(parameter: Any, spec: TensorSpec) -> Any:
-    """Return a DTensor without values, of the shape, device and sharding of a parameter and the dtype of a spec."""
-    import torch
-    from torch.distributed.tensor import DTensor
-
-    local = torch.empty_like(parameter.to_local().detach(), dtype=getattr(torch, spec.dtype))
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

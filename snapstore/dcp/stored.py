@@ -7,7 +7,7 @@ asked for. A snapshot that is rewritten meanwhile is read again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -20,8 +20,7 @@ from ..restore.manifests import decoding_of
 from ..restore.pipeline import load, opened, require_decoding_of, ruling_now
 from ..restore.sources import AsRank, Sources
 from ..state.arrays import torch_dtype
-from ..state.containers import CONTAINERS, children
-from ..state.restore_buffers import RestoreBuffers
+from ..state.restore_buffers import RestoreBuffers, slots_of
 from ..state.selection import Selection
 from ..state.tensors import Slot
 from ..state.tree_decode import ELSEWHERE, decode
@@ -147,7 +146,7 @@ class StoredState:
     def _values(self, keys: Sequence[str]) -> list[Any]:
         buffers, values = self._buffers(), [self.leaves[key].value for key in keys]
         for value in values:
-            for slot in _slots(value):
+            for _, slot in slots_of(value, (), self._decoded.plain):
                 buffers.add(slot)
         self._read(buffers)
         return [buffers.build(value) for value in values]
@@ -165,12 +164,3 @@ class StoredState:
             load(self._context, wants, overlaps, buffers)
         finally:
             self._context.engines.release_memory()
-
-
-def _slots(tree: Any) -> Iterable[Slot]:
-    """Yield the places of arrays in a decoded tree."""
-    if type(tree) is Slot:
-        yield tree
-    elif type(tree) in CONTAINERS:
-        for _, _, child in children(tree):
-            yield from _slots(child)

@@ -18,7 +18,7 @@ from ..errors import FormatError, IntegrityError, NotFoundError, out_of_memory
 from ..format.records import SWEPT, Snapshot
 from ..state.containers import CONTAINERS, display, leaves
 from ..state.fit import Fit
-from ..state.restore_buffers import RestoreBuffers, Want
+from ..state.restore_buffers import RestoreBuffers, Want, slots_of
 from ..state.selection import Selection
 from ..state.tensors import Slot, StoredPart, TensorSpec, family
 from ..state.tree_decode import decode, part_names
@@ -227,9 +227,8 @@ class TensorReader:
         opened = self._opened
         buffers = RestoreBuffers(opened.parts, opened.selection, None, decoded=opened.decoded)
         tree = opened.selection.prune(opened.tree, ())
-        for _, leaf in leaves(tree, ()):
-            if type(leaf) is Slot:
-                buffers.add(leaf)
+        for _, slot in slots_of(tree, (), opened.decoded.plain):
+            buffers.add(slot)
         others, most = [], 0
         for want in buffers.wants():
             spec = opened.parts[want.part].specs[want.entry]

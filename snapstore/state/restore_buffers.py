@@ -14,7 +14,7 @@ state. torch is imported only when there are tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -369,6 +369,15 @@ class RestoreBuffers:
         if slot.requires_grad not in source.parameters:
             source.parameters[slot.requires_grad] = torch.nn.Parameter(value, slot.requires_grad)
         return source.parameters[slot.requires_grad]
+
+
+def slots_of(tree: Any, path: Path, plain: Container[int]) -> Iterator[tuple[Path, Slot]]:
+    """Yield (path, slot) of every array of a decoded tree; `plain` has the ids of containers without any."""
+    if type(tree) is Slot:
+        yield path, tree
+    elif type(tree) in CONTAINERS and id(tree) not in plain:
+        for element, _, child in children(tree):
+            yield from slots_of(child, (*path, element), plain)
 
 
 def _ties_to(spec: TensorSpec, origin: TensorSpec) -> bool:

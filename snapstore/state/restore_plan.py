@@ -24,7 +24,7 @@ state; `buffer` and `complete` of different arrays may run on any threads.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,7 @@ from .containers import CONTAINERS, MAX_DEPTH, Path, children, is_mapping, leave
 from .differences import IN_INTO, IN_SNAPSHOT, MAX_LINES, Differences, advice, renamed
 from .fit import Fit, Mismatches
 from .per_rank import PerRank, has_objects
-from .restore_buffers import RestoreBuffers, Want
+from .restore_buffers import RestoreBuffers, Want, slots_of
 from .selection import Selection
 from .sharded_optimizer import with_sharded_state
 from .stateful import is_stateful, is_strict_module, state_of
@@ -132,7 +132,7 @@ class RestorePlan:
         if missing and elsewhere is not None:
             raise InvalidInputError(f"{some(missing, 5)}: {elsewhere}")
         self._stored = self._selection.prune(stored, ()) if into is None else stored
-        for path, slot in _slots(stored, (), decoded.plain):
+        for path, slot in slots_of(stored, (), decoded.plain):
             if self._selection.matches(path):
                 self.buffers.add(slot)
         if into is not None:
@@ -268,7 +268,7 @@ class RestorePlan:
 
     def _leave_out(self, stored: Any) -> None:
         """Read no array that no place wants."""
-        for _, slot in _slots(stored, (), ()):
+        for _, slot in slots_of(stored, (), ()):
             self.buffers.remove(slot)
 
     def _plan_object(self, stored: Any, target: Any, path: Path, extent: str) -> None:
@@ -418,15 +418,6 @@ class RestorePlan:
 
     def _builder(self, tree: Any) -> Replace:
         return lambda: self.buffers.build(tree)
-
-
-def _slots(tree: Any, path: Path, plain: Container[int]) -> Iterator[tuple[Path, Slot]]:
-    """Yield (path, slot) of every array of a decoded tree; `plain` has the ids of containers without any."""
-    if type(tree) is Slot:
-        yield path, tree
-    elif type(tree) in CONTAINERS and id(tree) not in plain:
-        for element, _, child in children(tree):
-            yield from _slots(child, (*path, element), plain)
 
 
 def _constant(value: Any) -> Replace:

@@ -307,25 +307,23 @@ class RestorePlan:
 
     def _match(self, stored: Any, present: Any, path: Path) -> None:
         """Find arrays in an object's own state that can be filled directly."""
+        for below, slot, array in self._arrays_of_both(stored, present, path):
+            problem = mismatch(self.buffers.spec(slot), array)
+            if problem is None:
+                self.buffers.claim(slot, array, owned=True)
+            elif problem.startswith(("shape", "dtype")):
+                self._differ(below, problem)
+
+    def _arrays_of_both(self, stored: Any, present: Any, path: Path) -> Iterator[tuple[Path, Slot, Any]]:
+        """Yield the path, the slot and the present array of each selected place where both sides have an array."""
         if type(stored) is Slot:
-            if family(stored.tag) != "bytes" and is_array(present) and self._selection.matches(path):
-                spec = self.buffers.spec(stored)
-                problem = mismatch(spec, present)
-                if problem is None:
-                    self.buffers.claim(stored, present, owned=True)
-                elif problem.startswith(("shape", "dtype")):
-                    self._differ(path, problem)
-            return
-        if (
-            type(stored) not in CONTAINERS
-            or is_mapping(stored) != is_mapping(present)
-            or type(present) not in CONTAINERS
-        ):
-            return
-        there = {key: child for _, key, child in children(present)}
-        for element, key, child in children(stored):
-            if key in there:
-                self._match(child, there[key], (*path, element))
+            if is_array(present) and self._selection.matches(path):
+                yield path, stored, present
+        elif type(stored) in CONTAINERS and type(present) in CONTAINERS and is_mapping(stored) == is_mapping(present):
+            there = {key: child for _, key, child in children(present)}
+            for element, key, child in children(stored):
+                if key in there:
+                    yield from self._arrays_of_both(child, there[key], (*path, element))
 
     def _common(self, stored: Any, present: Any, path: Path) -> Replace:
         """Plan a module's state under the names that it has; it keeps what the snapshot lacks."""
@@ -399,22 +397,15 @@ class RestorePlan:
             )
 
     def _casts(self, stored: Any, present: Any, path: Path) -> Iterator[str]:
-        if type(stored) is Slot:
-            if not is_array(present) or not self._selection.matches(path):
-                return
-            spec = self.buffers.spec(stored)
-            dtype = dtype_name(present)
-            if family(spec.kind) == "tensor" and isinstance(present, np.ndarray):  # a file for torch has no arrays
-                dtype = present.dtype.name
+        for below, slot, array in self._arrays_of_both(stored, present, path):
+            spec = self.buffers.spec(slot)
+            dtype = dtype_name(array)
+            if family(spec.kind) == "tensor" and isinstance(array, np.ndarray):  # a file for torch has no arrays
+                dtype = array.dtype.name
             if dtype != spec.dtype:
-                yield f"{shown(path)}: dtype: expected {spec.dtype}, got {dtype}"
-            elif self.buffers.is_overlapping(stored):
-                self.buffers.require_equal(stored, present, path)
-        elif type(stored) in CONTAINERS and type(present) in CONTAINERS and is_mapping(stored) == is_mapping(present):
-            there = {key: child for _, key, child in children(present)}
-            for element, key, child in children(stored):
-                if key in there:
-                    yield from self._casts(child, there[key], (*path, element))
+                yield f"{shown(below)}: dtype: expected {spec.dtype}, got {dtype}"
+            elif self.buffers.is_overlapping(slot):
+                self.buffers.require_equal(slot, array, below)
 
     def _builder(self, tree: Any) -> Replace:
         return lambda: self.buffers.build(tree)

@@ -109,9 +109,8 @@ class RestoreBuffers:
         self._decoded = decoded or Decoded()
         self._sources: dict[Want, _Source] = {}
         self._boxes: dict[Slot, Boxes] = {}  # of the targets that are sharded
-        self._locals: dict[Slot, Any] = {}  # their local tensors
-        self._targets: dict[Slot, Any] = {}  # arrays of `into` to fill
-        self._in_shards: dict[Slot, Any] = {}  # those whose local tensors are filled in places of their own
+        self._targets: dict[Slot, Any] = {}  # arrays of `into` to fill; of sharded ones the local tensors
+        self._sharded: dict[Slot, Any] = {}  # the sharded ones themselves
         self._owned: set[Slot] = set()  # slots whose target belongs to an object
         self._overlapping: set[Slot] = set()  # slots whose target shares memory with that of another source
 
@@ -133,25 +132,23 @@ class RestoreBuffers:
 
     def claim(self, slot: Slot, target: Any, *, owned: bool) -> None:
         """Use an array of `into` for a place; `owned` if it is in the state of an object, which loads it itself."""
-        self._targets[slot] = target
         if owned:
             self._owned.add(slot)
         sharding = sharding_of(target)
         if sharding is None:
+            self._targets[slot] = target
             return
         self.remove(slot)
+        self._sharded[slot] = target
         if sharding.is_apart:
-            self._in_shards[slot] = self._targets.pop(slot)
             for box, local in zip(sharding.boxes, locals_of(target), strict=True):
-                place = Slot(slot.part, slot.index, slot.tag)
-                self._targets[place] = local
-                self._fill_boxes(place, (box,), local)
+                self._fill_boxes(Slot(slot.part, slot.index, slot.tag), (box,), local)
         else:
             self._fill_boxes(slot, sharding.boxes, local_of(target))
 
     def _fill_boxes(self, slot: Slot, boxes: Boxes, local: Any) -> None:
         """Fill a local tensor with the boxes that it holds."""
-        self._boxes[slot], self._locals[slot] = boxes, local
+        self._boxes[slot], self._targets[slot] = boxes, local
         source = self._source(slot)
         source.slots.append(slot)
         source.spec = msgspec.structs.replace(source.spec, shape=tuple(local.shape))
@@ -163,10 +160,6 @@ class RestoreBuffers:
     def wants(self) -> list[Want]:
         """Return every array to read, in the order of the manifests."""
         return sorted(self._sources, key=lambda want: (want.part, want.entry, want.boxes or ()))
-
-    def _array(self, slot: Slot) -> Any:
-        """Return the array of `into` for a place; of a sharded one the local tensor."""
-        return self._locals.get(slot, self._targets[slot])
 
     def spec(self, slot: Slot) -> TensorSpec:
         """Return the spec of the array that is stored for a place."""
@@ -208,9 +201,8 @@ class RestoreBuffers:
 
         They are filled at the end and compared: the stored values may be the same (views saved as copies) or differ.
         """
-        arrays = ((slot, self._array(slot)) for slot in self._targets)
         claims = sorted(
-            ((*extent_of(array), memory_key(array), slot) for slot, array in arrays),
+            ((*extent_of(array), memory_key(array), slot) for slot, array in self._targets.items()),
             key=lambda claim: claim[:3],
         )
         group: list[Any] = []
@@ -228,7 +220,7 @@ class RestoreBuffers:
         if len(places) > 1:
             self._overlapping.update(slot for *_, slot in group)
             for *_, slot in group:
-                if slot in self._owned and slot not in self._locals:  # its object decides how to load it
+                if slot in self._owned and slot not in self._sharded:  # its object decides how to load it
                     del self._targets[slot]
 
     def fresh_bytes(self) -> int:
@@ -249,7 +241,8 @@ class RestoreBuffers:
         """
         source = self._sources[want]
         if source.home is None:
-            places = ((slot, self._memory_of(slot)) for slot in source.slots)
+            arrays = self._filled_at_once(source)
+            places = ((slot, memory_view(array, self._on_device)) for slot, array in arrays)
             source.home_slot, source.home = next((place for place in places if place[1] is not None), (None, None))
         if source.home is None and self._in_fresh(source):
             source.fresh = new_array(source.spec, self._device)
@@ -268,11 +261,10 @@ class RestoreBuffers:
             home = source.home = new_memory(source.spec.nbytes, self._temporary_device(source))
         return home
 
-    def _memory_of(self, slot: Slot) -> Memory | None:
-        """Return the memory of a target that can be filled directly, else None."""
-        if slot not in self._targets or slot in self._overlapping:
-            return None
-        return memory_view(self._array(slot), self._on_device)
+    def _filled_at_once(self, source: _Source) -> list[tuple[Slot, Any]]:
+        """Return the places that have an array in `into`, with that array; overlapping ones are left out."""
+        slots = (slot for slot in source.slots if slot in self._targets and slot not in self._overlapping)
+        return [(slot, self._targets[slot]) for slot in slots]
 
     def _in_fresh(self, source: _Source) -> bool:
         """Return whether the bytes can be read directly into the new array of a place without a target."""
@@ -288,8 +280,7 @@ class RestoreBuffers:
 
     def _temporary_device(self, source: _Source) -> torch.device | None:
         """Return the device of the first target that does not overlap; overlapping ones use host memory to the end."""
-        slots = [slot for slot in source.slots if slot in self._targets and slot not in self._overlapping]
-        devices = (device_of(self._array(slot), self._on_device) for slot in slots)
+        devices = (device_of(array, self._on_device) for _, array in self._filled_at_once(source))
         return next(filter(None, devices), None)
 
     def complete(self, want: Want) -> None:
@@ -301,9 +292,9 @@ class RestoreBuffers:
         home = self.buffer(want)
         if source.fresh is None and any(slot not in self._targets for slot in source.slots):
             source.fresh = from_bytes(home, source.spec, self._device)
-        for slot in source.slots:
-            if slot in self._targets and slot is not source.home_slot and slot not in self._overlapping:
-                assign(self._array(slot), home, source.spec)
+        for slot, array in self._filled_at_once(source):
+            if slot is not source.home_slot:
+                assign(array, home, source.spec)
         source.complete = True
         if self._overlapping.isdisjoint(source.slots):
             source.home = None
@@ -317,7 +308,7 @@ class RestoreBuffers:
         slots = [slot for slot in self._overlapping if slot in self._targets]
         for slot in slots:
             source = self._source(slot)
-            assign(self._array(slot), self.buffer(source.want), source.spec)
+            assign(self._targets[slot], self.buffer(source.want), source.spec)
         for slot in slots:
             self.require_equal(slot, self._targets[slot], self._source(slot).spec.path)
 
@@ -354,8 +345,9 @@ class RestoreBuffers:
         return new if make is None else make(new)
 
     def _value(self, slot: Slot) -> Any:
-        if slot in self._targets or slot in self._in_shards:
-            return self._targets.get(slot, self._in_shards.get(slot))
+        target = self._sharded.get(slot, self._targets.get(slot))
+        if target is not None:
+            return target
         source = self._source(slot)
         if slot.tag == "bytearray":
             return bytearray(source.fresh)

@@ -199,28 +199,44 @@ def _overlaps_itself(shape: Sequence[int], strides: Sequence[int], itemsize: int
     return False
 
 
-def copy_into(value: Array, destination: np.ndarray[Any, Any]) -> None:
+def copy_into(value: Array, destination: Memory) -> None:
     """Copy a value's bytes in C order; torch copies tensors with its own threads.
 
     Args:
         value: A tensor of any device and strides, an ndarray, or bytes.
-        destination: (nbytes,) uint8, writable, aligned to 64.
+        destination: (nbytes,) uint8, writable; in host memory aligned to 64.
     """
-    if not destination.size:
+    if not len(destination):
         return
     if isinstance(value, bytes):
         destination[:] = np.frombuffer(value, np.uint8)
-    elif isinstance(value, np.ndarray):
-        opaque = np.dtype(f"V{value.itemsize}")  # copies bits without conversion
-        np.copyto(destination.view(opaque).reshape(value.shape), value.view(opaque))
     else:
-        import torch
-
-        _copy_tensor(torch.from_numpy(destination).view(value.dtype).view(value.shape), value)
+        _copy_bits(_in_form_of(value, destination), value)
 
 
-def _copy_tensor(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy bits between tensors of one dtype and shape, on any devices."""
+def assign(target: Any, home: Memory) -> None:
+    """Copy bytes in C order into an array of any strides and device."""
+    if len(home):
+        home = as_bytes(home) if isinstance(target, np.ndarray) else home
+        _copy_bits(target, _in_form_of(target, home))
+
+
+def _in_form_of(array: Any, memory: Memory) -> Any:
+    """Return bytes in C order as an array of the dtype and shape of another one."""
+    if isinstance(array, np.ndarray):
+        return memory.view(array.dtype).reshape(array.shape)
+    import torch
+
+    stored = torch.from_numpy(memory) if isinstance(memory, np.ndarray) else memory
+    return stored.view(array.dtype).view(array.shape)
+
+
+def _copy_bits(destination: Any, source: Any) -> None:
+    """Copy bits between ndarrays, or tensors on any devices, of one dtype and shape."""
+    if isinstance(destination, np.ndarray):
+        opaque = np.dtype(f"V{destination.itemsize}")  # copies bits without conversion
+        np.copyto(destination.view(opaque), source.view(opaque))
+        return
     import torch
 
     if not _is_whole(source):  # torch does not check
@@ -244,15 +260,8 @@ def _as_integers(value: torch.Tensor) -> torch.Tensor:
 
 def as_bytes(value: Array) -> np.ndarray[Any, Any]:
     """Return a value's bytes in C order as (nbytes,) uint8: a view of its memory if possible, else a copy."""
-    if isinstance(value, bytes):
-        return np.frombuffer(value, np.uint8)
-    count = value.nbytes
-    view: np.ndarray[Any, Any] | None = memory_view(value) if count else np.empty(0, np.uint8)
-    if view is None:
-        view = np.empty(count + 64, np.uint8)
-        view = view[-view.ctypes.data % 64 :][:count]
-        copy_into(value, view)
-    return view
+    memory: np.ndarray[Any, Any] = as_memory(value, None)
+    return memory
 
 
 def as_memory(value: Array, on_device: OnDevice) -> Memory:
@@ -260,13 +269,12 @@ def as_memory(value: Array, on_device: OnDevice) -> Memory:
 
     Work on the current stream may still be writing them; other streams must wait for it.
     """
-    device = device_of(value, on_device)
-    if device is None:
-        return as_bytes(value)
-    view = memory_view(value, on_device)
+    if isinstance(value, bytes):
+        return np.frombuffer(value, np.uint8)
+    view = memory_view(value, on_device) if value.nbytes else None
     if view is None:
-        view = new_memory(value.numel() * value.dtype.itemsize, device)
-        _copy_tensor(view.view(value.dtype).view(value.shape), value)
+        view = new_memory(value.nbytes, device_of(value, on_device))
+        copy_into(value, view)
     return view
 
 
@@ -279,9 +287,10 @@ def device_of(value: Array, on_device: OnDevice) -> torch.device | None:
 
 
 def new_memory(nbytes: int, device: torch.device | None) -> Memory:
-    """Return (nbytes,) uint8 of uninitialized memory, on a device or in host memory."""
+    """Return (nbytes,) uint8 of uninitialized memory, on a device or in host memory, there aligned to 64."""
     if device is None:
-        return np.empty(nbytes, np.uint8)
+        memory = np.empty(nbytes + 64, np.uint8)
+        return memory[-memory.ctypes.data % 64 :][:nbytes]
     import torch
 
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -359,22 +368,8 @@ def from_bytes(home: Memory, spec: TensorSpec, device: str | torch.device | None
     if spec.kind == "bytes":
         return as_bytes(home).tobytes()
     fresh = new_array(spec, device)
-    assign(fresh, home, spec)
+    assign(fresh, home)
     return fresh
-
-
-def assign(target: Any, home: Memory, spec: TensorSpec) -> None:
-    """Copy bytes in C order into an array of any strides and device."""
-    if not len(home):
-        return
-    if isinstance(target, np.ndarray):
-        opaque = np.dtype(f"V{target.itemsize}")
-        np.copyto(target.view(opaque), as_bytes(home).view(opaque).reshape(spec.shape))
-    else:
-        import torch
-
-        stored = torch.from_numpy(home) if isinstance(home, np.ndarray) else home
-        _copy_tensor(target, stored.view(torch_dtype(spec)).view(spec.shape))
 
 
 def as_float64(data: Bytes, spec: TensorSpec) -> npt.NDArray[np.float64] | None:

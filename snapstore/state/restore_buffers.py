@@ -294,7 +294,7 @@ class RestoreBuffers:
             source.fresh = from_bytes(home, source.spec, self._device)
         for slot, array in self._filled_at_once(source):
             if slot is not source.home_slot:
-                assign(array, home, source.spec)
+                assign(array, home)
         source.complete = True
         if self._overlapping.isdisjoint(source.slots):
             source.home = None
@@ -307,8 +307,7 @@ class RestoreBuffers:
         """
         slots = [slot for slot in self._overlapping if slot in self._targets]
         for slot in slots:
-            source = self._source(slot)
-            assign(self._targets[slot], self.buffer(source.want), source.spec)
+            assign(self._targets[slot], self.buffer(self._source(slot).want))
         for slot in slots:
             self.require_equal(slot, self._targets[slot], self._source(slot).spec.path)
 

@@ -267,9 +267,10 @@ class KnownState:
 
 def _rows_by_name(structure: Structure) -> dict[Name, int]:
     """Return the position of each tensor among the specs of a structure; the keys of inputs begin with these names."""
-    specs = iter(structure.specs)
-    names = (name for key, count in structure.sizes.items() for name in names_of(key, islice(specs, count)))
-    return {name: row for row, name in enumerate(names)}
+    found: dict[Name, int] = {}
+    for key, rows in structure.rows_of.items():
+        found.update(zip(names_of(key, structure.specs[rows.start : rows.stop]), rows, strict=True))
+    return found
 
 
 def _column(numbers: Iterable[int]) -> Column:

@@ -73,8 +73,8 @@ class Container:
 class Learner:
     """One walk over a state and its trees; `arrays` and `rows` are in the order in which a match finds the arrays."""
 
-    def __init__(self, states: Mapping[int, Any], trees: Mapping[str, Node], starts: Mapping[str, int]) -> None:
-        self._states, self._trees, self._starts = states, trees, starts
+    def __init__(self, states: Mapping[int, Any], trees: Mapping[str, Node], rows_of: Mapping[str, range]) -> None:
+        self._states, self._trees, self._rows_of = states, trees, rows_of
         self.arrays: list[Array] = []
         self.rows: list[int] = []  # the position of its spec
 
@@ -103,7 +103,7 @@ class Learner:
             if is_array(child) or (type(child) in (bytes, bytearray) and _has_arrays(child_node)):
                 found.arrays.append(i)
                 self.arrays.append(child)
-                self.rows.append(self._starts[part] + child_node[1])
+                self.rows.append(self._rows_of[part][child_node[1]])
             elif type(child) in _SCALARS:
                 found.plain.append(i)
                 found.scalars[i] = child

@@ -150,11 +150,10 @@ class Structure:
     Args:
         root, own_counts: as the learner found them; how many values of its own each part of a rank has.
         arrays, rows: of the state, and the positions of their specs.
-        sizes, specs: of its parts.
 
     Attributes:
         specs: of all parts, in order.
-        sizes: how many specs each part has, by key.
+        rows_of: the positions of the specs of each part, by key.
         rows: positions of the specs of tensors that a match gives as columns: on a device, or whole in host memory.
         nbytes: (n,) sizes of these tensors.
         devices: of these tensors.
@@ -170,10 +169,10 @@ class Structure:
         own_counts: Mapping[str, int],
         arrays: list[Array],
         rows: Sequence[int],
-        sizes: Mapping[str, int],
+        rows_of: Mapping[str, range],
         specs: Sequence[TensorSpec],
     ) -> None:
-        self._root, self._own_counts, self.sizes, self.specs = root, own_counts, sizes, specs
+        self._root, self._own_counts, self.rows_of, self.specs = root, own_counts, rows_of, specs
         starts = range(0, len(arrays), BLOCK_ARRAYS)
         self._slices = [slice(start, start + BLOCK_ARRAYS) for start in starts]
         try:
@@ -189,9 +188,8 @@ class Structure:
         ]
         batched = set(self._batched)
         self._others = [(i, rows[i]) for i in range(len(arrays)) if i not in batched]
-        starts = dict(zip(self.sizes, accumulate(self.sizes.values(), initial=0), strict=False))
         ties = [(row, self.specs[row].tie) for row in rows]
-        memories = [row if tie is None else starts[tie[0]] + tie[1] for row, tie in ties]
+        memories = [row if tie is None else self.rows_of[tie[0]][tie[1]] for row, tie in ties]
         used = Counter(memories)
         if any(used[memories[i]] > 1 for i, _ in self._others):
             raise DifferentStructureError  # rare, and slow to check
@@ -380,15 +378,15 @@ def learn(
     Raises:
         DifferentStructureError: the state has containers or ties that cannot be recognised, or has changed.
     """
-    sizes, by_key = dict(zip(keys, map(len, specs), strict=True)), dict(zip(keys, trees, strict=True))
-    starts = dict(zip(keys, accumulate(sizes.values(), initial=0), strict=False))
-    learner = Learner(states, by_key, starts)
+    of_parts = zip(keys, map(len, specs), accumulate(map(len, specs)), strict=True)
+    rows_of, by_key = {key: range(end - size, end) for key, size, end in of_parts}, dict(zip(keys, trees, strict=True))
+    learner = Learner(states, by_key, rows_of)
     root = learner.learn(state, trees[0], (), "")
     if root is None:
         raise DifferentStructureError  # there are no arrays
     own_counts = {key: len(tree[1]) for key, tree in by_key.items() if is_own_key(key)}
     of_all = [spec for part in specs for spec in part]
-    return Structure(root, own_counts, learner.arrays, learner.rows, sizes, of_all), learner.arrays
+    return Structure(root, own_counts, learner.arrays, learner.rows, rows_of, of_all), learner.arrays
 
 
 def _note_own(trees: dict[str, Node], part: str | None, key: str, number: int, node: Node) -> None:

@@ -1,7 +1,7 @@
 """The shardings of a known state's DTensors, by which those of the next one are recognised at once.
 
-In: the arrays of a state. Out: the same, with the local tensor in the place of each DTensor; or ValueError if one is
-sharded in another way. It runs while training waits, so each property of all DTensors is compared by C code.
+In: the arrays of a state. Out: the same, with the local tensor in the place of each DTensor; or DifferentStructureError
+if one is sharded in another way. It runs while training waits, so each property of all DTensors is compared by C code.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
+from .learner import DifferentStructureError
 from .sharded import local_of, sharding_of
 
 _spec: Any = attrgetter("_spec")  # mesh, placements, global shape and dtype: `==` compares all of them
@@ -25,7 +26,7 @@ class KnownShards:
         arrays: of the state.
 
     Raises:
-        ValueError: there is a sharded tensor of another kind, which must be looked at more closely.
+        DifferentStructureError: there is a sharded tensor that is no DTensor, or whose local tensor is special.
     """
 
     def __init__(self, arrays: Sequence[Any]) -> None:
@@ -33,7 +34,7 @@ class KnownShards:
         self._at = [i for i, array in enumerate(arrays) if sharding_of(array) is not None]
         found = [arrays[i] for i in self._at]
         if not all(hasattr(array, "_spec") and local_of(array) is array._local_tensor for array in found):
-            raise ValueError("a sharded tensor that is no DTensor, or whose local tensor is special")
+            raise DifferentStructureError
         self._specs = list(map(_spec, found))
         self._grads = _grads_of(found)
 
@@ -41,18 +42,19 @@ class KnownShards:
         """Return arrays with the local tensors of DTensors.
 
         Raises:
-            ValueError: a DTensor has another mesh, placement, shape, dtype or `requires_grad` than the known one.
+            DifferentStructureError: a DTensor has another mesh, placement, shape, dtype or `requires_grad` than the
+                known one, or a special local tensor.
         """
         if not self._at:
             return arrays
         found = arrays if len(self._at) == self._count else [arrays[i] for i in self._at]
         specs = list(map(_spec, found))
         if specs != self._specs or _grads_of(found) != self._grads:
-            raise ValueError("another sharding")
+            raise DifferentStructureError
         self._specs = specs  # the same objects again are compared at once
         local = list(map(_local, found))
         if set(map(type, local)) != {sys.modules["torch"].Tensor}:
-            raise ValueError("a local tensor that is special")
+            raise DifferentStructureError
         if found is arrays:
             return local
         replaced = list(arrays)

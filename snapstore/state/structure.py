@@ -78,7 +78,8 @@ class _Block:
     """Arrays of a known state that are looked at together: what torch reads of them stays in a core's cache meanwhile.
 
     Args:
-        arrays: these of the state.
+        arrays: of the state.
+        start: the position of the first one of the block.
 
     Attributes:
         batched: positions of the arrays that a match gives as columns, with the local tensors of DTensors.
@@ -86,13 +87,14 @@ class _Block:
         places: their addresses at the last match; None before.
 
     Raises:
-        ValueError: see `KnownShards`; or an array changed meanwhile.
+        DifferentStructureError: see `KnownShards`; or an array changed meanwhile.
     """
 
-    def __init__(self, arrays: list[Any]) -> None:
-        self._shards = KnownShards(arrays)
-        self._count = len(arrays)
-        local = self._shards.localize(arrays)
+    def __init__(self, arrays: list[Any], start: int) -> None:
+        self._of = slice(start, start + BLOCK_ARRAYS)
+        self._shards = KnownShards(arrays[self._of])
+        local = self.localize(arrays)
+        self._count = len(local)
         self.batched = [i for i, array in enumerate(local) if _is_batched(array)]
         tensors = self.tensors_of(local)
         self._positions = list(range(len(tensors)))
@@ -101,19 +103,16 @@ class _Block:
         _, shapes, _, strides, *_ = self.properties
         self._guards = _guards(tensors, shapes, strides)
         if not self._has_properties(tensors):  # the caller has changed one: the guards may be those of before
-            raise ValueError("a tensor changed while its form was noted")
+            raise DifferentStructureError
         self.places: Sequence[int] | None = None
 
     def localize(self, arrays: list[Any]) -> list[Any]:
-        """Return arrays with the local tensors of DTensors.
+        """Return those of a state's arrays that are in this block, with the local tensors of DTensors.
 
         Raises:
             DifferentStructureError: another sharding.
         """
-        try:
-            return self._shards.localize(arrays)
-        except ValueError as error:
-            raise DifferentStructureError from error
+        return self._shards.localize(arrays[self._of])
 
     def tensors_of(self, arrays: list[Any]) -> list[Any]:
         """Return the batched ones of arrays."""
@@ -174,18 +173,15 @@ class Structure:
     ) -> None:
         self._root, self._own_counts, self.rows_of, self.specs = root, own_counts, rows_of, specs
         starts = range(0, len(arrays), BLOCK_ARRAYS)
-        self._slices = [slice(start, start + BLOCK_ARRAYS) for start in starts]
         try:
-            self._blocks = [_Block(arrays[chosen]) for chosen in self._slices]
+            self._blocks = [_Block(arrays, start) for start in starts]
         except ValueError as error:
             raise DifferentStructureError from error
         self._batched = [start + i for start, block in zip(starts, self._blocks, strict=True) for i in block.batched]
         self._note_arrays(arrays, rows)
 
     def _note_arrays(self, arrays: list[Array], rows: Sequence[int]) -> None:
-        local = [
-            array for block, of in zip(self._blocks, self._slices, strict=True) for array in block.localize(arrays[of])
-        ]
+        local = [array for block in self._blocks for array in block.localize(arrays)]
         batched = set(self._batched)
         self._others = [(i, rows[i]) for i in range(len(arrays)) if i not in batched]
         ties = [(row, self.specs[row].tie) for row in rows]
@@ -245,8 +241,8 @@ class Structure:
         tensors: list[Any] = []
         storages: list[Any] | None = []
         try:
-            for block, of_block in zip(self._blocks, self._slices, strict=True):  # each fits into the processor's cache
-                found = block.localize(arrays[of_block])
+            for block in self._blocks:  # each fits into the processor's cache
+                found = block.localize(arrays)
                 local += found
                 tensors += (batched := block.tensors_of(found))
                 if storages is not None:

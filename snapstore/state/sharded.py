@@ -58,7 +58,7 @@ class Sharding:
         replica, replicas: this rank is number `replica` of `replicas` that hold the same boxes. With a number of
             `replicas` or more, another rank is their only writer (Megatron).
         group: the ranks that hold the same boxes, sorted; () if this rank is outside the tensor's mesh, or if they are
-            unknown (Megatron).
+            unknown (of all but DTensors).
         first: the number of the replica that has coordinate 0 along all mesh dimensions that replicate.
         is_apart: whether each box has a local tensor of its own, of any sizes: see `locals_of`.
     """
@@ -279,16 +279,9 @@ def _local_shape(sharding: Sharding) -> tuple[int, ...] | None:
 # --- the others ---
 
 
-def _own_rank() -> int:
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return 0
-    return int(distributed.get_rank())
-
-
 def _alone(shape: Sequence[int], boxes: Boxes) -> Sharding:
     """Return the sharding of boxes that no other rank holds."""
-    return Sharding(tuple(shape), boxes, 0, 1, (_own_rank(),), is_apart=len(boxes) > 1)
+    return Sharding(tuple(shape), boxes, 0, 1, (), is_apart=len(boxes) > 1)
 
 
 def _nonempty(offsets: Sequence[int], sizes: Sequence[int]) -> Boxes:
@@ -315,10 +308,7 @@ def _of_megatron(value: Any) -> Sharding:
         )
     local = (1,) * int(getattr(value, "prepend_axis_num", 0)) + tuple(value.data.shape)
     numbers = value.replica_id if isinstance(value.replica_id, tuple) else (value.replica_id,)
-    boxes, shape = _nonempty(value.global_offset, local), tuple(value.global_shape)
-    if any(numbers):
-        return Sharding(shape, boxes, 1, 1, ())
-    return Sharding(shape, boxes, 0, 1, ())
+    return replace(_alone(value.global_shape, _nonempty(value.global_offset, local)), replica=int(any(numbers)))
 
 
 def _chunk_boxes(value: Any) -> Boxes:

@@ -239,10 +239,10 @@ class Chunked:
 def test_chunk_list():
     """DCP's own protocol: one chunk is a box, none is nothing, several have a local tensor each."""
     value = Chunked([((4, 0), (4, 3))])
-    assert sharding_of(value) == Sharding((8, 3), (((4, 0), (4, 3)),), 0, 1, (0,))
+    assert sharding_of(value) == Sharding((8, 3), (((4, 0), (4, 3)),), 0, 1, ())
     assert torch.equal(local_of(value), torch.full((4, 3), 4.0))
     assert (sharding_of(Chunked([])).boxes, local_of(Chunked([])).numel()) == ((), 0)
     several = Chunked([((0, 0), (4, 3)), ((4, 0), (0, 3)), ((5, 1), (2, 1))])
     boxes = (((0, 0), (4, 3)), ((5, 1), (2, 1)))
-    assert sharding_of(several) == Sharding((8, 3), boxes, 0, 1, (0,), is_apart=True)
+    assert sharding_of(several) == Sharding((8, 3), boxes, 0, 1, (), is_apart=True)
     assert [one.tolist() for one in locals_of(several)] == [[[0.0] * 3] * 4, [[5.0]] * 2]

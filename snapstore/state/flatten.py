@@ -232,8 +232,8 @@ class _RankFlattener(_Flattener):
 
     def _special(self, value: Any, path: Path) -> Node:
         """Return the node of a value that only ranks have, or None."""
-        if is_per_rank(value) and self._part.own_nodes is None:
-            return self._put_own(value, path)
+        if is_per_rank(value):
+            return self._put_own(value, path) if self._part.own_nodes is None else None
         return self._put(value, path) if sharding_of(value) is not None else None
 
     def _put(self, value: Any, path: Path) -> Node:
@@ -278,11 +278,7 @@ class _RankFlattener(_Flattener):
         own = self._own.setdefault(name, Part(name, ["own", []], [], [], own_nodes=[]))
         outer = self._at, self._first, self._tied
         self._part, self._at, self._first, self._tied = own, {}, {}, {}  # it is tied to nothing outside
-        state = self._expand(value, path)
-        assert state is not None
-        self._encoder.enter(value, path)
-        node = self._encoder.node(state[0], path)
-        self._encoder.leave(value)
+        node = self._encoder.node(value, path)  # in this part it is an object like any other
         self._part, (self._at, self._first, self._tied) = shared, outer
         own.tree[1].append(node)
         return ["rank", len(own.tree[1]) - 1]

@@ -60,7 +60,14 @@ class RngState:
         """
         cuda = state.get("cuda") if self._cuda else None
         if cuda is not None:
-            self._require_devices(len(cuda))
+            import torch
+
+            present, saved = torch.cuda.device_count(), len(cuda)
+            if present != saved:
+                raise InvalidInputError(
+                    f"CUDA generators: expected {present}, one per device here, got {saved} in the snapshot; run with "
+                    f"{saved} visible devices, or use RngState(cuda=False) to skip CUDA generators"
+                )
         python = state["python"]
         random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
         np.random.set_state(state["numpy"])
@@ -70,14 +77,3 @@ class RngState:
             torch.set_rng_state(state["torch"].cpu())
             if cuda is not None:
                 torch.cuda.set_rng_state_all([one.cpu() for one in cuda])
-
-    @staticmethod
-    def _require_devices(saved: int) -> None:
-        import torch
-
-        present = torch.cuda.device_count()
-        if present != saved:
-            raise InvalidInputError(
-                f"CUDA generators: expected {present}, one per device here, got {saved} in the snapshot; run with "
-                f"{saved} visible devices, or use RngState(cuda=False) to skip CUDA generators"
-            )

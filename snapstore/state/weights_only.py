@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import codecs
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,7 +99,7 @@ class _Converter:
             return value
         if isinstance(value, Mapping):
             return self._mapping(value, path)
-        if kind is set or isinstance(value, Set):
+        if isinstance(value, Set):
             return self._set(value, path)
         if isinstance(value, np.ndarray):
             return self._array(value, path)
@@ -159,11 +159,9 @@ class _Converter:
             new._metadata = self.value(vars(value)["_metadata"], (*path, "_metadata"))
         return new if kind is form else self._change(path, value, new)
 
-    def _set(self, value: Iterable[Any], path: Path) -> Any:
-        new, count = set(), 0
-        for count, member in enumerate(value, 1):  # noqa: B007  the last is the size
-            new.add(self._key(member, path))
-        if len(new) < count:
+    def _set(self, value: Set[Any], path: Path) -> Any:
+        new = {self._key(member, path) for member in value}
+        if len(new) < len(value):
             self.problems.append(f"{shown(path)} (a member that would equal another one)")
         return new if type(value) is set else self._change(path, value, new)
 

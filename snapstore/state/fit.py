@@ -8,6 +8,7 @@ A name is a key of a dict, with the dots that are in it, as state_dict() has it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
@@ -188,7 +189,9 @@ def _rename(tree: Any, path: tuple[Any, ...], names: _Names, makers: Container[i
     new = {key: names.of(key) if type(key) is str else key for key in tree}
     if all(key == name for key, name in new.items()):
         return
-    _require_different(new.values(), path)
+    if len(set(new.values())) < len(new):
+        name = next(name for name, count in Counter(new.values()).items() if count > 1)
+        raise InvalidInputError(f"rename: two names in {shown(path)} would become {name!r}")
     items = list(tree.items())
     tree.clear()
     for key, child in items:
@@ -197,11 +200,3 @@ def _rename(tree: Any, path: tuple[Any, ...], names: _Names, makers: Container[i
     if is_mapping(about):
         modules = ((names.of_module(key) if type(key) is str else key, version) for key, version in about.items())
         tree._metadata = like(about, modules)
-
-
-def _require_different(names: Iterable[Any], path: tuple[Any, ...]) -> None:
-    seen: set[Any] = set()
-    for name in names:
-        if name in seen:
-            raise InvalidInputError(f"rename: two names in {shown(path)} would become {name!r}")
-        seen.add(name)

@@ -19,9 +19,7 @@ from ..format.records import SWEPT, Snapshot
 from ..state.containers import CONTAINERS, display, leaves
 from ..state.fit import Fit
 from ..state.restore_buffers import RestoreBuffers, Want, slots_of
-from ..state.selection import Selection
 from ..state.tensors import Slot, StoredPart, TensorSpec, family
-from ..state.tree_decode import decode, part_names
 from .manifests import decoding_of
 from .overlaps import Overlap
 from .pipeline import load, opened, require_decoding_of, ruling_now
@@ -60,14 +58,11 @@ class OpenSnapshot:
         fit = Fit.of(keys)
         self.sources = Sources(context, snapshot, fit.parts_keys, as_rank)
         self.parts: list[StoredPart] = self.sources.parts
-        self.selection, self.decoded = Selection(fit.keys), decoding_of(snapshot.ref)
-        tree = decode(self.parts, partial=fit.parts_keys is not None, decoded=self.decoded)
-        names = part_names(self.parts)
-        self.tree = tree = fit.apply(tree, names, self.decoded.makers)
-        self.selection.resolve(tree, names if fit.part is None else ())
+        self.decoded = decoding_of(snapshot.ref)
+        self.tree, self.selection = fit.decode(self.parts, self.decoded)
         places: dict[tuple[int, int], list[Named]] = {}
         self.others: list[str] = []
-        for path, leaf in leaves(tree, ()):
+        for path, leaf in leaves(self.tree, ()):
             if not self.selection.matches(path):
                 continue
             if type(leaf) is Slot and family(leaf.tag) != "bytes":

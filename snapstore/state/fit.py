@@ -1,7 +1,8 @@
 """Fit: which values of a snapshot a restore takes, under which names, and whether all of them must fit.
 
-In: the arguments `keys`, `part`, `rename` and `strict`, and a decoded tree. Out: the tree that is meant. A part stands
-for the whole state then. Names are changed in the tree, so all that follows, `keys` included, sees the new names.
+In: the arguments `keys`, `part`, `rename` and `strict`, and the parts of a snapshot. Out: the tree that is meant, and
+what is selected of it. A part stands for the whole state then. Names are changed in the tree, so all that follows,
+`keys` included, sees the new names.
 
 A name is a key of a dict, with the dots that are in it, as state_dict() has it. The names of values of classes stay.
 """
@@ -9,13 +10,16 @@ A name is a key of a dict, with the dots that are in it, as state_dict() has it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from ..errors import InvalidInputError, NotFoundError
 from ..text import counted, some
 from .containers import CONTAINERS, children, is_mapping, like, shown
+from .selection import Selection
+from .tensors import StoredPart
+from .tree_decode import Decoded, decode, part_names
 
 Rename = Mapping[str, str] | Callable[[str], str]
 #: A line of the log names at most so many.
@@ -106,29 +110,33 @@ class Fit:
             return [self.part]
         return self.keys if self.rename is None else None
 
-    def apply(self, tree: Any, part_names: Iterable[str], makers: Container[int] = ()) -> Any:
-        """Return the part that is meant of a decoded tree, which nobody else has, under its new names.
+    def decode(self, parts: Sequence[StoredPart], decoded: Decoded) -> tuple[Any, Selection]:
+        """Return the tree that is meant of a snapshot's parts, under its new names, and what `keys` selects of it.
 
         Args:
-            part_names: all parts of the snapshot, for the error; the tree may lack some.
-            makers: ids of containers that are plain forms of classes.
+            parts: all of them, or at least what `parts_keys` selects.
 
         Raises:
-            NotFoundError: there is no such part, or a name of `rename` is nowhere.
+            NotFoundError: there is no such part, or a name of `rename` is nowhere; or a key selects nothing.
             InvalidInputError: two names become one.
+            FormatError: `flatten` cannot have made these trees.
         """
+        selection = Selection(self.keys)
+        tree = decode(parts, partial=self.parts_keys is not None, decoded=decoded)
+        names = part_names(parts)
         if self.part is not None:
-            parts = {key: child for _, key, child in children(tree)} if is_mapping(tree) else {}
-            parts = {str(key): child for key, child in parts.items()} | parts  # a key 5 is "5", unless there is a "5"
-            if self.part not in parts:
-                there = list(dict.fromkeys([*part_names, *map(str, parts)]))
+            found = {key: child for _, key, child in children(tree)} if is_mapping(tree) else {}
+            found = {str(key): child for key, child in found.items()} | found  # a key 5 is "5", unless there is a "5"
+            if self.part not in found:
+                there = list(dict.fromkeys([*names, *map(str, found)]))
                 raise NotFoundError(f"part {self.part!r}: not in this snapshot; its parts are {some(there) or 'none'}")
-            tree = parts[self.part]
+            tree, names = found[self.part], []
         if self.rename is not None:
-            names = _Names(self.rename)
-            _rename(tree, (), names, makers)
-            names.require_used()
-        return tree
+            new_names = _Names(self.rename)
+            _rename(tree, (), new_names, decoded.makers)
+            new_names.require_used()
+        selection.resolve(tree, names)
+        return tree, selection
 
 
 class _Names:

@@ -40,11 +40,10 @@ from .differences import IN_INTO, IN_SNAPSHOT, MAX_LINES, Differences, advice, r
 from .fit import Fit, Mismatches
 from .per_rank import PerRank, has_objects
 from .restore_buffers import RestoreBuffers, Want, slots_of
-from .selection import Selection
 from .sharded_optimizer import with_sharded_state
 from .stateful import is_stateful, is_strict_module, state_of
 from .tensors import Slot, StoredPart, family, is_array
-from .tree_decode import ELSEWHERE, Decoded, decode, part_names
+from .tree_decode import ELSEWHERE, Decoded
 from .tree_encode import encode_plain
 
 if TYPE_CHECKING:
@@ -116,17 +115,14 @@ class RestorePlan:
             )
         self._into = into
         fit = Fit.of(keys)
-        self._selection, self._all_selected = Selection(fit.keys), fit.keys is None
+        self._all_selected = fit.keys is None
         self.left_out = fit.strict if isinstance(fit.strict, Mismatches) else None if fit.strict else Mismatches()
         decoded = decoded or Decoded()
+        stored, self._selection = fit.decode(parts, decoded)
         self.buffers = RestoreBuffers(parts, self._selection, device, on_device=on_device, decoded=decoded)
         self._differences = Differences()
         self._updates: list[Callable[[], None]] = []
         self._loads: list[_Load] = []
-        stored = decode(parts, partial=fit.parts_keys is not None, decoded=decoded)
-        names = part_names(parts)
-        stored = fit.apply(stored, names, decoded.makers)
-        self._selection.resolve(stored, names if fit.part is None else ())
         others = (path for path, leaf in leaves(stored, ()) if leaf is ELSEWHERE) if decoded.elsewhere else ()
         missing = [shown(path) for path in others if self._selection.matches(path)]
         if missing and elsewhere is not None:

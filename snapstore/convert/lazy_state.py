@@ -17,7 +17,7 @@ from ..save.inputs import PartInput, TensorInput
 from ..save.streaming import input_of
 from ..state.arrays import describe, memory_key
 from ..state.containers import Path
-from ..state.tensors import Node, is_array
+from ..state.tensors import Node, array_node, is_array
 from ..state.tree_encode import Encoder
 
 
@@ -47,27 +47,20 @@ class _Leaves:
         Raises:
             UnsupportedLeafError: it has no stored form.
         """
-        describe(value)
+        kind, *_ = describe(value)
         stored = bytes(value) if isinstance(value, bytearray) else value
         place = memory_key(stored) if is_array(stored) else None
         number = len(self.reads) if place is None else self.places.setdefault(place, len(self.reads))
         if number == len(self.reads):
             self.reads.append((path, lambda: stored))
-        if not is_array(stored):
-            return [type(value).__name__, number]
-        import torch
-
-        if not isinstance(stored, torch.Tensor):
-            return ["array", number]
-        return ["parameter" if type(stored) is torch.nn.Parameter else "tensor", number, stored.requires_grad]
+        return array_node(kind, number, getattr(stored, "requires_grad", False))
 
     def put_later(self, value: Any, path: Path) -> Node | None:
         """Add a `Later`, and return its node; None: it is none."""
         if not isinstance(value, Later):
             return None
         self.reads.append((path, value.read))
-        number = len(self.reads) - 1
-        return [value.kind, number] if value.kind == "bytes" else [value.kind, number, False]
+        return array_node(value.kind, len(self.reads) - 1, False)
 
 
 def inputs_of_lazy(state: Any, engines: Engines, let_go: Callable[[Any], None]) -> PartInput:

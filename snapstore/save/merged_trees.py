@@ -19,7 +19,7 @@ from ..arrays import Column
 from ..distributed.base import named
 from ..errors import FormatError, InvalidInputError
 from ..state.containers import shown
-from ..state.tensors import Node, TensorSpec
+from ..state.tensors import ARRAY_TAGS, Node, TensorSpec
 from ..state.tree_decode import decode_plain, unpack_nodes
 from ..state.tree_encode import Encoder, encode_plain, pack
 from .rank_state import PartTree, encode_trees
@@ -29,7 +29,6 @@ from .shares import Name, names_of
 Alike = tuple[Sequence[int], Sequence[PartTree]]
 
 MAX_PROBLEMS = 20  # the most differences that one error names
-_ARRAYS = ("tensor", "parameter", "array", "bytes", "bytearray")
 #: Where the keys and values of a mapping, the items of a sequence and the plain form of an object begin in their nodes.
 _MAPPINGS = {"dict": 1, "odict": 1, "counter": 1, "defaultdict": 2}
 _SEQUENCES = {"list": 1, "tuple": 1, "deque": 2}
@@ -64,7 +63,7 @@ class _View:
     @property
     def tensor(self) -> int | None:
         """The number of the tensor that the node stands for, in its part; None: it stands for no tensor."""
-        is_tensor = self.tag in _ARRAYS and type(self.node[1]) is int
+        is_tensor = self.tag in ARRAY_TAGS and type(self.node[1]) is int
         return self.node[1] if is_tensor else None
 
     def child(self, node: Node) -> _View:

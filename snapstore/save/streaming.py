@@ -21,7 +21,7 @@ from ..state.containers import Path, display
 from ..state.flatten import flatten
 from ..state.held_array import Held
 from ..state.stateful import is_stateful
-from ..state.tensors import TensorSpec, is_array
+from ..state.tensors import TensorSpec, array_node, is_array
 from ..state.tree_encode import encode_plain
 from .inputs import PartInput, TensorInput, inputs_of
 
@@ -60,9 +60,8 @@ def _tensors(pairs: Iterator[Any], keys: list[Any], nodes: list[Any], engines: E
             )
         tensor = input_of((path,), value, engines)
         del pair, value
-        grad = [tensor.spec.requires_grad] if tensor.spec.kind != "array" else []
         keys.append(encode_plain(path))
-        nodes.append([tensor.spec.kind, number, *grad])
+        nodes.append(array_node(tensor.spec.kind, number, tensor.spec.requires_grad))
         yield tensor
         if tensor.lent:
             tensor.array = None  # else the tensor would stay in memory while the next one is made

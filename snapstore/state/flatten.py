@@ -40,7 +40,7 @@ from .per_rank import is_per_rank
 from .sharded import Sharding, locals_of, sharding_of
 from .stateful import buffers_of, is_stateful, names_in_modules, state_of
 from .structure import Structure, learn
-from .tensors import Node, TensorSpec
+from .tensors import Node, TensorSpec, array_node
 from .tree_encode import PLAIN, Encoder
 
 MAX_PARTS = 64  # a state with more top-level containers and objects has only the part ""
@@ -173,7 +173,7 @@ class _Flattener:
 
     def _node(self, spec: TensorSpec, stored: Any, tag: str) -> Node:
         """Add an array to the part, unless it is there, and return its node."""
-        part, path, grad = self._part, spec.path, spec.requires_grad
+        part = self._part
         index = len(part.specs)
         first = self._put_first(stored, (part.key, index))
         tie = None if first[0] == part.key else first
@@ -185,8 +185,8 @@ class _Flattener:
             if tie is not None:
                 part.arrays[-1].ties += ((self._held[tie].spec.path, self._held[tie].value),)
         if self._held[first].value is not stored:
-            self._held[first].ties += ((path, stored),)
-        return [tag, index, grad] if tag in ("tensor", "parameter") else [tag, index]
+            self._held[first].ties += ((spec.path, stored),)
+        return array_node(tag, index, spec.requires_grad)
 
     def _append(self, spec: TensorSpec, stored: Any) -> None:
         self._part.specs.append(spec)

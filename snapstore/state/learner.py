@@ -15,11 +15,10 @@ from typing import Any
 
 from .arrays import Array
 from .containers import CONTAINERS, Path
-from .tensors import Node, is_array
+from .tensors import ARRAY_TAGS, Node, is_array
 
 MAPPINGS, _SEQUENCES = (dict, OrderedDict), (list, tuple)
 _SCALARS = frozenset({type(None), bool, int, float, str})
-_ARRAY_TAGS = ("tensor", "parameter", "array", "bytes", "bytearray")
 
 
 class DifferentStructureError(Exception):
@@ -167,7 +166,7 @@ def _has_arrays(node: Node) -> bool:
     """Return whether there may be arrays in a node."""
     if type(node) is not list or _is_columns(node):
         return False
-    if len(node) > 1 and node[0] in _ARRAY_TAGS and type(node[1]) is int:
+    if len(node) > 1 and node[0] in ARRAY_TAGS and type(node[1]) is int:
         return True
     return any(map(_has_arrays, node))
 

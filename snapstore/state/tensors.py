@@ -24,6 +24,8 @@ from .containers import INT_MAX, Path, shown
 
 Node = Any  # None | bool | int | float | str | bytes | list[Any], as msgpack decodes it
 
+#: The tags of nodes that stand for arrays; see tree.py.
+ARRAY_TAGS = ("tensor", "parameter", "array", "bytes", "bytearray")
 MAX_DIMENSIONS = 64  # of an array: the limit of NumPy and of torch's copy
 
 #: torch dtypes that can be stored: bytes per element, bytes per number (for byte planes), may require grad.
@@ -178,6 +180,11 @@ def is_array(value: Any) -> bool:
     """Return whether `value` is a tensor or an ndarray, of any subclass."""
     torch = sys.modules.get("torch")  # if torch is not imported, there are no tensors
     return (torch is not None and isinstance(value, torch.Tensor)) or isinstance(value, np.ndarray)
+
+
+def array_node(tag: str, index: int, requires_grad: bool) -> list[Any]:
+    """Return the node of an array (tree.py); `tag` as in `Slot`."""
+    return [tag, index, requires_grad] if tag in ("tensor", "parameter") else [tag, index]
 
 
 def family(kind: str) -> str:

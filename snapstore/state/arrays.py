@@ -296,7 +296,7 @@ def new_memory(nbytes: int, device: torch.device | None) -> Memory:
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-def memory_view(value: Any, on_device: OnDevice = None) -> Memory | None:
+def memory_view(value: Any, on_device: OnDevice) -> Memory | None:
     """Return the memory of an array as bytes; None if it is not in C order or cannot be accessed from here."""
     if isinstance(value, np.ndarray):
         return value.reshape(-1).view(np.uint8) if value.flags.c_contiguous else None

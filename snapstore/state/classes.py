@@ -34,9 +34,8 @@ PATHS: dict[str, type[pathlib.PurePath]] = {
     "pure windows": pathlib.PureWindowsPath,
 }
 PATH_NAMES = {kind: name for name, kind in PATHS.items()}
-TIMES = frozenset({date, datetime, time, timedelta, timezone})
 #: Leaves of the standard library, which come back exactly.
-KNOWN_LEAVES = TIMES | PATH_NAMES.keys()
+KNOWN_LEAVES = frozenset({date, datetime, time, timedelta, timezone}) | PATH_NAMES.keys()
 _BASES = (dict, list, str, int, float)  # whose subclasses have a plain form
 SCALARS = frozenset({type(None), bool, int, float, str, bytes})
 NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
@@ -234,7 +233,7 @@ class Types:
             InvalidInputError: (from the maker) the class does not take the stored fields.
         """
         if form.kind == "namespace":
-            return _namespace_maker(f"{form.module}.{form.name}")
+            return functools.partial(_make_namespace, f"{form.module}.{form.name}")
         kind = self.find(form.module, form.name)
         if kind is None:
             return None
@@ -345,15 +344,12 @@ def _make_dataclass(kind: type, plain: dict[str, Any]) -> Any:
     return value
 
 
-def _namespace_maker(name: str) -> Make:
-    def make(plain: dict[str, Any]) -> Any:
-        import argparse
+def _make_namespace(name: str, plain: dict[str, Any]) -> Any:
+    import argparse
 
-        value = argparse.Namespace() if name == NAMESPACES[0] else types.SimpleNamespace()
-        vars(value).update(plain)
-        return value
-
-    return make
+    value = argparse.Namespace() if name == NAMESPACES[0] else types.SimpleNamespace()
+    vars(value).update(plain)
+    return value
 
 
 def _does_not_fit(path: Path, kind: type, error: Exception) -> InvalidInputError:

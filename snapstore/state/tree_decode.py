@@ -104,13 +104,13 @@ def unpack_nodes(packed: bytes | memoryview) -> Node:
         raise FormatError(f"a tree does not decode: {error}") from error
 
 
-def decode_plain(node: Node, path: Path = ()) -> Any:
+def decode_plain(node: Node) -> Any:
     """Return the value that `encode_plain` encoded.
 
     Raises:
         FormatError: `encode_plain` cannot have made this node.
     """
-    return _Decoder([], 0, {}).value(node, path, 0)
+    return _Decoder([], 0, {}).value(node, (), 0)
 
 
 class Decoded:

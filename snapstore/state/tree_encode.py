@@ -371,7 +371,7 @@ def _torch_node(value: Any) -> Node:
     return _NO_NODE
 
 
-def encode_plain(value: Any, path: Path = ()) -> Node:
+def encode_plain(value: Any) -> Node:
     """Return the node of a value without arrays and objects, such as a snapshot's metadata.
 
     Raises:
@@ -379,7 +379,7 @@ def encode_plain(value: Any, path: Path = ()) -> Node:
         InvalidInputError: It contains itself, or is nested too deeply.
     """
     encoder = Encoder(_refuse, lambda value, path: None)
-    node = encoder.node(value, path)
+    node = encoder.node(value, ())
     encoder.raise_problems()
     return node
 

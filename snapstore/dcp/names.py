@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
 from torch.distributed.checkpoint._traverse import traverse_state_dict
 
@@ -68,26 +68,20 @@ def _text(checkpoint_id: str | os.PathLike[Any]) -> str:
     return os.fsdecode(checkpoint_id).rstrip("/")
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
+class Leaf(NamedTuple):
     """A leaf of a state dict as DCP sees it.
 
     Attributes:
         path: DCP's: keys of dicts as text, positions in lists.
-        value: the decoded value; tensors are `Slot`s. A tuple, or an object of a class, is one leaf whatever it holds.
+        value: the decoded value; see `is_tensor`. A tuple, or an object of a class, is one leaf whatever it holds.
     """
 
     path: Path
     value: Any
 
-    @property
-    def tensor(self) -> Slot | None:
-        """Return the slot of a leaf that DCP loads as a tensor; None: it loads it as a value."""
-        return self.value if is_tensor(self.value) else None
 
-
-def is_tensor(value: Any) -> bool:
-    """Return whether a decoded value is the place of a tensor."""
+def is_tensor(value: Any) -> TypeGuard[Slot]:
+    """Return whether a decoded value is the place of a tensor, which DCP loads as one and not as a value."""
     return type(value) is Slot and family(value.tag) == "tensor"
 
 

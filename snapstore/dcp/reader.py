@@ -34,7 +34,7 @@ from ..errors import InvalidInputError, NotFoundError
 from ..repository import Repository
 from ..restore.sources import AsRank
 from ..text import some
-from .names import ref_of
+from .names import is_tensor, ref_of
 from .stored import Piece, StoredState
 from .target import Target, Url, place_in
 
@@ -92,10 +92,10 @@ class SnapstoreReader(Target, StorageReader):
         described: dict[str, Any] = {}
         for key, leaf in stored.leaves.items():
             described[key] = BytesStorageMetadata()
-            if leaf.tensor is not None:
-                form = stored.form(leaf.tensor)
+            if is_tensor(leaf.value):
+                form = stored.form(leaf.value)
                 whole = ChunkStorageMetadata(torch.Size([0] * form.dim()), form.size())
-                properties = TensorProperties(dtype=form.dtype, requires_grad=leaf.tensor.requires_grad)
+                properties = TensorProperties(dtype=form.dtype, requires_grad=leaf.value.requires_grad)
                 described[key] = TensorStorageMetadata(properties, form.size(), [whole])
         names = {key: leaf.path for key, leaf in stored.leaves.items()}
         meta = StorageMeta(self.checkpoint_id, save_id=stored.snapshot.id, load_id=stored.snapshot.id)
@@ -133,13 +133,13 @@ class SnapstoreReader(Target, StorageReader):
             if item.type is LoadItemType.BYTE_IO:
                 values.append(item)
                 continue
-            if leaf.tensor is None:
+            if not is_tensor(leaf.value):
                 raise InvalidInputError(f"{item.storage_index.fqn}: is a value in {stored.snapshot.ref}, not a tensor")
             target = planner.resolve_tensor(item)
             _check_shape(item, target)
-            if target.dtype != stored.form(leaf.tensor).dtype:
+            if target.dtype != stored.form(leaf.value).dtype:
                 cast.append(item.storage_index.fqn)
-            pieces.append(Piece(leaf.tensor, tuple(item.storage_offsets), tuple(item.lengths), target.detach()))
+            pieces.append(Piece(leaf.value, tuple(item.storage_offsets), tuple(item.lengths), target.detach()))
         if cast:
             log.warning("%s: casting %d tensors to the dtypes given: %s", stored.snapshot.ref, len(cast), some(cast, 5))
         stored.fill(pieces)

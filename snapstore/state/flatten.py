@@ -107,10 +107,8 @@ def flatten_and_learn(state: Any, *, of_rank: bool = False) -> tuple[list[Part],
     parts = flattener.parts(state)
     if flattener.is_repeated:  # two states of one object may differ
         return parts, None
-    keys, trees = [part.key for part in parts], [part.tree for part in parts]
-    specs = [[held.spec for held in part.arrays] for part in parts]
     try:
-        return parts, learn(state, flattener.states, keys, trees, specs)
+        return parts, learn(state, flattener.states, parts)
     except DifferentStructureError:
         return parts, None
 

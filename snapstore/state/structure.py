@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 from math import prod
 from operator import attrgetter, eq, methodcaller, mul, not_
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -31,6 +31,9 @@ from .learner import MAPPINGS, Container, DifferentStructureError, Learner, byte
 from .stateful import is_stateful, state_of
 from .tensors import Node, TensorSpec
 from .tree_encode import Encoder
+
+if TYPE_CHECKING:
+    from .flatten import Part
 
 #: Properties of a tensor that must be as they were, beside its type, its device and its address.
 _PROPERTIES: list[Any] = [
@@ -354,19 +357,13 @@ class Structure:
         return others
 
 
-def learn(
-    state: Any,
-    states: Mapping[int, Any],
-    keys: Sequence[str],
-    trees: Sequence[Node],
-    specs: Sequence[Sequence[TensorSpec]],
-) -> tuple[Structure, list[Array]]:
+def learn(state: Any, states: Mapping[int, Any], parts: Sequence[Part]) -> tuple[Structure, list[Array]]:
     """Learn the structure of a state.
 
     Args:
         state: as it was flattened.
         states: what `state_dict` returned, by the id of its object.
-        keys, trees, specs: of its parts. Specs of sharded tensors are those of the local tensors.
+        parts: of the state.
 
     Returns:
         The structure, which keeps no array; and the arrays of this state, for `Structure.match_of`.
@@ -374,14 +371,16 @@ def learn(
     Raises:
         DifferentStructureError: the state has containers or ties that cannot be recognised, or has changed.
     """
-    of_parts = zip(keys, map(len, specs), accumulate(map(len, specs)), strict=True)
-    rows_of, by_key = {key: range(end - size, end) for key, size, end in of_parts}, dict(zip(keys, trees, strict=True))
-    learner = Learner(states, by_key, rows_of)
-    root = learner.learn(state, trees[0], (), "")
+    trees = {part.key: part.tree for part in parts}
+    specs = {part.key: [held.spec for held in part.arrays] for part in parts}  # of sharded tensors the local ones
+    ends = accumulate(map(len, specs.values()))
+    rows_of = {key: range(end - len(of), end) for (key, of), end in zip(specs.items(), ends, strict=True)}
+    learner = Learner(states, trees, rows_of)
+    root = learner.learn(state, trees[""], (), "")
     if root is None:
         raise DifferentStructureError  # there are no arrays
-    own_counts = {key: len(tree[1]) for key, tree in by_key.items() if is_own_key(key)}
-    of_all = [spec for part in specs for spec in part]
+    own_counts = {key: len(tree[1]) for key, tree in trees.items() if is_own_key(key)}
+    of_all = list(chain.from_iterable(specs.values()))
     return Structure(root, own_counts, learner.arrays, learner.rows, rows_of, of_all), learner.arrays
 
 

@@ -29,7 +29,7 @@ from typing import TypeVar
 
 import lmdb
 
-from ..errors import FormatError, IntegrityError, InvalidInputError, NotFoundError, SnapstoreError, StorageError
+from ..errors import DAMAGE, FormatError, IntegrityError, InvalidInputError, SnapstoreError, StorageError
 from ..format import manifest, records
 from ..format.keys import name_of_record, parse_record_key, record_key
 from ..format.manifest import ManifestHeader
@@ -145,7 +145,7 @@ class Index:
         assert self._environment is not None
         for key, data in self._environment.items(b"records"):
             try:
-                snapshot = self._decode(key.decode(), data[_LISTED.size :])
+                snapshot = records.decode(data[_LISTED.size :], Snapshot, key.decode())
                 self._records[snapshot.key] = _Record(snapshot, *_LISTED.unpack_from(data))
             except (FormatError, IntegrityError, UnicodeDecodeError, struct.error):
                 continue  # read again from the store
@@ -224,9 +224,9 @@ class Index:
                 try:
                     if isinstance(data, SnapstoreError):
                         raise data
-                    record = _Record.from_listing(self._decode(key, data), infos[key])
+                    record = _Record.from_listing(records.decode(data, Snapshot, key), infos[key])
                     self._records[key], fresh[key] = record, record.pack(data)
-                except (FormatError, IntegrityError, NotFoundError) as error:
+                except DAMAGE as error:
                     damaged[key] = str(error)
                 except StorageError as error:
                     unread[key] = str(error)
@@ -261,7 +261,7 @@ class Index:
             for other in dict.fromkeys(others):
                 if name not in seqs and other != key and isinstance(data := self._get_record(other), bytes):
                     with suppress(SnapstoreError):
-                        seqs[name] = self._decode(other, data).seq
+                        seqs[name] = records.decode(data, Snapshot, other).seq
         return seqs
 
     def _note_listing(self, infos: Iterable[ObjectInfo]) -> None:
@@ -276,14 +276,18 @@ class Index:
         return self._get_record(key), time.monotonic() - began
 
     def _get_record(self, key: str) -> bytes | SnapstoreError:
-        """Return the bytes of a record, or the error that reading it gave.
+        """Return the bytes of a record, or the error that reading it gave; raises as `_tried` does."""
+        return self._tried(lambda: self._store.get(key, limit_bytes=records.MAX_OBJECT_BYTES))
+
+    def _tried(self, read: Callable[[], bytes]) -> bytes | SnapstoreError:
+        """Return the bytes that a read of one object gives, or its error.
 
         Raises:
             StorageError: the store cannot be read at all.
         """
         try:
-            return self._store.get(key, limit_bytes=records.MAX_OBJECT_BYTES)
-        except (FormatError, IntegrityError, NotFoundError) as error:
+            return read()
+        except DAMAGE as error:
             return error
         except StorageError as error:
             self._require_reads()
@@ -291,12 +295,8 @@ class Index:
 
     def _require_reads(self) -> None:
         """Raise StorageError unless the store can be read: a listing may succeed where reads fail."""
-        with suppress(NotFoundError, FormatError, IntegrityError):
+        with suppress(*DAMAGE):
             self._store.get("config", limit_bytes=records.MAX_OBJECT_BYTES)
-
-    @staticmethod
-    def _decode(key: str, data: bytes) -> Snapshot:
-        return records.decode(data, Snapshot, key)
 
     def some_keys(self, count: int = 4) -> list[str]:
         """Return the keys of the records that were added last."""
@@ -347,24 +347,22 @@ class Index:
                     missing[ref.sha256] = ref
                 else:
                     found[ref.sha256] = data
-            read = dict(zip(missing, _in_threads(self._read_header, list(missing.values())), strict=True))
+            read = dict(zip(missing, _in_threads(self._get_header, list(missing.values())), strict=True))
             self._store_all(b"manifests", {name: data for name, data in read.items() if isinstance(data, bytes)})
             found |= read
             for ref in some:
                 header = found[ref.sha256]
                 yield header if isinstance(header, SnapstoreError) else _proven(header, ref)
 
-    def _read_header(self, ref: ManifestRef) -> bytes | SnapstoreError:
-        """Return the bytes of a manifest's header, or the error that reading it gave."""
-        try:
+    def _get_header(self, ref: ManifestRef) -> bytes | SnapstoreError:
+        """Return the bytes of a manifest's header, or the error that reading it gave; raises as `_tried` does."""
+
+        def read() -> bytes:
             data = manifest.read_header(self._store, ref.key, ref.size_bytes)
             manifest.proven_header(data, ref)  # a wrong one is not cached: it may be repaired in the store
             return data
-        except (FormatError, IntegrityError, NotFoundError) as error:
-            return error
-        except StorageError as error:
-            self._require_reads()
-            return error
+
+        return self._tried(read)
 
     def _cached_header(self, ref: ManifestRef) -> bytes | None:
         """Return the cached bytes of a manifest's header if they prove to be that; else None."""
@@ -413,10 +411,9 @@ class Index:
                     "index %s does not fit its %d bytes; it is dropped and built again", self.folder, self._limit_bytes
                 )
                 environment.wipe()
-                known = {key: parse_record_key(key) for key in self._records}
-                ruling = _highest({key: parsed for key, parsed in known.items() if parsed is not None})
-                kept = {key: self._records[key] for key in ruling}
-                environment.put(b"records", _packed(kept))
+                by_revision = sorted(self._records.values(), key=lambda record: record.snapshot.revision)
+                ruling = {record.snapshot.id: record for record in by_revision}
+                environment.put(b"records", _packed({record.snapshot.key: record for record in ruling.values()}))
                 if database != b"records":
                     environment.put(database, items)
         except (lmdb.Error, OSError) as error:
@@ -456,14 +453,6 @@ def _proven(data: bytes, ref: ManifestRef) -> ManifestHeader | SnapstoreError:
         return manifest.proven_header(data, ref)
     except (FormatError, IntegrityError) as error:
         return error
-
-
-def _highest(listed: Mapping[str, tuple[str, int, str, int]]) -> set[str]:
-    """Return the key of the highest revision of every id."""
-    highest: dict[str, tuple[int, str]] = {}
-    for key, (_, _, snapshot_id, revision) in listed.items():
-        highest[snapshot_id] = max(highest.get(snapshot_id, (-1, "")), (revision, key))
-    return {key for _, key in highest.values()}
 
 
 def open_index(store: ObjectStore, config: Config, *, reconstructed: bool) -> Index:

@@ -17,7 +17,7 @@ import msgspec
 from ..catalog.history import View
 from ..catalog.needed_keys import needed_keys
 from ..context import Context
-from ..errors import FormatError, IntegrityError, NotFoundError, StorageError
+from ..errors import DAMAGE, StorageError
 from ..format import manifest, records
 from ..format.keys import record_key
 from ..format.manifest import ManifestHeader
@@ -48,7 +48,7 @@ class Session(Claim):
         """Choose lineage, bases and sequence number."""
         marked = self.marked()
         view = self._index.refresh()
-        self.parent, self.usable_bases = self._choose(view, self.parent, self._also, marked)
+        self._choose(view, marked)
         self.seq = view.next_seq(self.run)
         if not self.usable_bases:
             self._compare_seed(view)
@@ -64,27 +64,22 @@ class Session(Claim):
             if self._index.digest_seed is not None and isinstance(header, ManifestHeader):
                 manifest.check_seed(header, self._index.digest_seed, refs[0].key)
 
-    def _choose(
-        self, view: View, parent: str | None, also: Sequence[str], marked: set[str] | None
-    ) -> tuple[str | None, list[Snapshot]]:
-        """Return (the parent's id, the usable bases): the parent, the run's newest and `also`, unless a mark names
-        one of their packs.
-        """
+    def _choose(self, view: View, marked: set[str] | None) -> None:
+        """Set the parent, and as bases it, the run's newest and `also`, unless a mark names one of their packs."""
         newest = view.newest(self.run)
-        first = parent or (newest.id if newest else None)
-        bases: list[Snapshot] = []
-        for name in [first, newest.id if newest else None, *also]:
+        newest_id = newest.id if newest else None
+        self.parent = self.parent or newest_id
+        for name in [self.parent, newest_id, *self._also]:
             snapshot = view.get(name) if name else None
-            if marked is None or snapshot is None or snapshot.state != COMMITTED or snapshot in bases:
+            if marked is None or snapshot is None or snapshot.state != COMMITTED or snapshot in self.usable_bases:
                 continue
             try:
                 if marked.isdisjoint(needed_keys(self._index, snapshot)):
-                    bases.append(snapshot)
+                    self.usable_bases.append(snapshot)
                 else:
                     log.info("run=%s base %s is being collected: not used", self.run, snapshot.ref)
-            except (NotFoundError, IntegrityError, FormatError, StorageError) as error:
+            except (*DAMAGE, StorageError) as error:
                 log.warning("run=%s base %s is damaged and not used: %s", self.run, snapshot.ref, error)
-        return first, bases
 
     def commit(self, **fields: Any) -> Snapshot:
         """Create the record; see `publish` for what it raises."""

@@ -19,8 +19,7 @@ from ..errors import AlreadyExistsError, IntegrityError, NotFoundError, StorageE
 from ..format import blob
 from ..format.keys import pack_key
 from ..format.pack import Encoded, PackWriter
-from ..protocol.commit import Claim
-from ..protocol.session import SharedSession
+from ..protocol.commit import Putter
 from ..storage.base import ObjectStore
 from ..threads import Threads
 
@@ -37,10 +36,6 @@ PACK_SLACK_BYTES = 2 * 1024 * 1024
 PUT_ATTEMPTS = 4
 #: An object that exists already is compared in pieces of this size.
 COMPARED_BYTES = 4 * 1024 * 1024
-
-
-#: The owner of new packs and manifests: a claim, or a rank's part in the session of its job.
-Putter = Claim | SharedSession
 
 
 class PackUploader:

@@ -51,13 +51,66 @@ COMMIT_S = 300.0
 HEARTBEAT_S = 60.0
 
 
-class Claim:
+class Putter:
+    """Puts packs and manifests for one record, while a session protects and explains them.
+
+    The store refuses any place but the one that held the repository when the session began (same_repository.py), so
+    nothing is put on a volume mounted since.
+
+    Attributes:
+        id: of the session; packs and manifests carry it.
+        made_for: the record's id and revision, as packs and manifests state it.
+        written: keys of the packs and manifests that were put, or may have been.
+        quarantined: keys of the packs in quarantine; empty before they are looked for.
+        watch: called with every heartbeat; what it raises ends the work.
+    """
+
+    def __init__(self, context: Context, verb: str, session_id: str, made_for: MadeFor) -> None:
+        self._context, self.store, self.verb = context, context.store, verb
+        self.id, self.made_for = session_id, made_for
+        self._same_repository = ExitStack()
+        self.written: set[str] = set()
+        self.quarantined: set[str] = set()
+        self.watch: Callable[[], object] | None = None
+
+    def heartbeat(self) -> None:
+        """Look whether the work goes on; cheap to call often."""
+        if self.watch is not None:
+            self.watch()
+
+    def require_session(self) -> None:
+        """Raise ConflictError if a gc is known to have fenced the session."""
+
+    def confirm(self, sizes: Mapping[str, int]) -> None:
+        """Check that packs and manifests that were put are there.
+
+        Args:
+            sizes: of each, by key [bytes].
+
+        Raises:
+            ConflictError: a gc has fenced the session and deleted them; nothing was committed.
+            StorageError: one is missing or has another size; nothing was committed.
+        """
+        absent = dict(sizes)
+        for _ in range(2):
+            found = self.store.sizes(list(absent))
+            absent = {key: size for key, size in absent.items() if found.get(key) != size}
+            if not absent:
+                return
+        self.require_session()  # else a gc has deleted them
+        key, size = next(iter(absent.items()))
+        raise StorageError(
+            f"{key} in {self.store.url}: was put and is not there: expected {size} bytes, got "
+            f"{found.get(key, 'none')}; so are {len(absent)} of {len(sizes)} objects; nothing was committed; "
+            f"{self.verb} again"
+        )
+
+
+class Claim(Putter):
     """The right to create one record: announced before anything is read, and kept until the record exists.
 
     Use as a context manager: `with` announces it. While a claim stands, no gc deletes what was put since it began. A gc
-    that fences it creates another record under its key first, so exactly one of the two wins. The store refuses any
-    place but the one that held the repository when the claim began (same_repository.py), so nothing is put on a volume
-    mounted since.
+    that fences it creates another record under its key first, so exactly one of the two wins.
 
     Args:
         key: of the record to create.
@@ -66,33 +119,23 @@ class Claim:
             then never appear, and the packs that were put for it are explained.
 
     Attributes:
-        id: of the session; packs and manifests of the claim carry it.
-        made_for: the record's id and revision, as packs and manifests state it.
-        written: keys of the packs and manifests that were put, or may have been.
-        quarantined: keys of the packs in quarantine; empty before `marked` is called.
         shared: whether other processes may have put objects for this claim: ranks of the same job.
-        watch: called with every heartbeat; what it raises ends the claim.
     """
 
     def __init__(self, context: Context, key: str, verb: str, substitute: Callable[[str], Snapshot]) -> None:
-        self._context = context
-        self.store, self.key, self.verb, self._substitute = context.store, key, verb, substitute
-        self._same_repository = ExitStack()
         parsed = parse_record_key(key)
         assert parsed is not None
         self.run, self.step, snapshot_id, revision = parsed
-        self.made_for = MadeFor(bytes.fromhex(snapshot_id), revision)
-        self.id = records.new_id() if revision else snapshot_id
-        self.written: set[str] = set()
+        session_id = records.new_id() if revision else snapshot_id
+        super().__init__(context, verb, session_id, MadeFor(bytes.fromhex(snapshot_id), revision))
+        self._substitute = substitute
         self._session_key = f"sessions/{self.id}"
         self._announced = records.encode(this_session(self.id, key))
         self._last_beat = time.monotonic()
         self._is_announced = False  # or may be
         self._may_land = False  # a PUT of the record whose outcome is unknown
         self._key_taken = False  # by this process or another one
-        self.quarantined: set[str] = set()
         self.shared = False
-        self.watch: Callable[[], object] | None = None
 
     @property
     def is_unclear(self) -> bool:
@@ -178,14 +221,13 @@ class Claim:
 
     def heartbeat(self) -> None:
         """Tell gcs that this process lives; cheap to call often."""
-        if self.watch is not None:
-            self.watch()
+        super().heartbeat()
         if time.monotonic() - self._last_beat >= HEARTBEAT_S:
             self._last_beat = time.monotonic()
             try:
                 self.store.touch(self._session_key)
             except NotFoundError:
-                self._require_session()
+                self.require_session()
             except StorageError as error:
                 log.warning("run=%s step=%d a heartbeat failed, the next may not: %s", self.run, self.step, error)
             except CapabilityError as error:  # it stays so: do not ask again
@@ -199,7 +241,7 @@ class Claim:
                     self.verb,
                 )
 
-    def _require_session(self) -> None:
+    def require_session(self) -> None:
         """Raise ConflictError unless the session is still there: then every gc that began since has seen it.
 
         Raises:
@@ -219,30 +261,6 @@ class Claim:
             f"was committed; {self.verb} again"
         )
 
-    def confirm(self, sizes: Mapping[str, int]) -> None:
-        """Check that packs and manifests that were put are there.
-
-        Args:
-            sizes: of each, by key [bytes].
-
-        Raises:
-            ConflictError: a gc has fenced this claim and deleted them; nothing was committed.
-            StorageError: one is missing or has another size; nothing was committed.
-        """
-        absent = dict(sizes)
-        for _ in range(2):
-            found = self.store.sizes(list(absent))
-            absent = {key: size for key, size in absent.items() if found.get(key) != size}
-            if not absent:
-                return
-        self._require_session()  # else a gc has deleted them
-        key, size = next(iter(absent.items()))
-        raise StorageError(
-            f"{key} in {self.store.url}: was put and is not there: expected {size} bytes, got "
-            f"{found.get(key, 'none')}; so are {len(absent)} of {len(sizes)} objects; nothing was committed; "
-            f"{self.verb} again"
-        )
-
     def publish(self, snapshot: Snapshot) -> Snapshot:
         """Create the record, and read it back.
 
@@ -250,7 +268,7 @@ class Claim:
             ConflictError: another record has its key, or a gc has fenced this claim; nothing was committed.
             StorageError: the store failed; the message tells whether nothing was committed or that is not known.
         """
-        self._require_session()
+        self.require_session()
         failure: StorageError | None = None
         began = time.monotonic()
         for attempt in range(COMMIT_ATTEMPTS):

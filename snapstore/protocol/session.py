@@ -8,8 +8,7 @@ reference.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import msgspec
@@ -22,7 +21,7 @@ from ..format import manifest, records
 from ..format.keys import record_key
 from ..format.manifest import ManifestHeader
 from ..format.records import COMMITTED, MadeFor, Snapshot
-from .commit import Claim
+from .commit import Claim, Putter
 from .liveness import aborted
 from .same_repository import confirmed
 
@@ -99,11 +98,11 @@ class Session(Claim):
         return msgspec.structs.replace(aborted(self.run, self.step, self.id, reason), seq=self.seq, created=0.0)
 
 
-class SharedSession:
+class SharedSession(Putter):
     """A rank's part in the session of its job, which rank 0 holds. It has what a writer needs of a `Session`.
 
     Use as a context manager. It puts packs and manifests, and never a record: rank 0's session protects and explains
-    them, and if rank 0 gives the save up, its aborted record does.
+    them, and if rank 0 gives the save up, its aborted record does. Gcs hear of rank 0's session alone.
 
     Args:
         snapshot_id, step: of the save, as rank 0 has begun it.
@@ -123,12 +122,8 @@ class SharedSession:
         bases: list[Snapshot],
         watch: Callable[[], object],
     ) -> None:
-        self._context, self._watch, self._same_repository = context, watch, ExitStack()
-        self.store, self.id, self.run, self.step = context.store, snapshot_id, run, step
-        self.made_for = MadeFor(bytes.fromhex(snapshot_id), 0)
-        self.written: set[str] = set()
-        self.quarantined: set[str] = set()
-        self.usable_bases = bases
+        super().__init__(context, "save", snapshot_id, MadeFor(bytes.fromhex(snapshot_id), 0))
+        self.run, self.step, self.usable_bases, self.watch = run, step, bases, watch
 
     def __enter__(self) -> Self:
         """Pin the place of the repository, as rank 0's session does on its host."""
@@ -137,24 +132,3 @@ class SharedSession:
 
     def __exit__(self, *_: object) -> None:
         self._same_repository.close()
-
-    def heartbeat(self) -> None:
-        """Look whether the save goes on; cheap to call often. Gcs hear of rank 0's session alone."""
-        self._watch()
-
-    def confirm(self, sizes: Mapping[str, int]) -> None:
-        """Check that packs and manifests that were put are there.
-
-        Args:
-            sizes: of each, by key [bytes].
-
-        Raises:
-            StorageError: one is missing or has another size.
-        """
-        found = self.store.sizes(list(sizes))
-        for key, size in sizes.items():
-            if found.get(key) != size:
-                raise StorageError(
-                    f"{key} in {self.store.url}: was put and is not there: expected {size} bytes, got "
-                    f"{found.get(key, 'none')}; nothing was committed; save again"
-                )

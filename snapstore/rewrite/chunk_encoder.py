@@ -21,7 +21,7 @@ from ..format.delta_chain import Chain, cost_of, table_of
 from ..format.delta_choice import cost, delta_limit
 from ..format.manifest import Manifest
 from ..format.tensor_layout import spec_of
-from .stored_blobs import Stored, batches, gathered, new_verifier
+from .stored_blobs import Stored, batches, verified
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,6 @@ class Reencoder:
         Raises:
             IntegrityError, FormatError: a chunk or its base is damaged, or a new blob does not decode to its chunk.
         """
-        verifier = new_verifier()
         for batch in batches(np.array([2 * job.size for job in jobs]), self._engine):
             own = [jobs[i] for i in batch.tolist()]
             sizes = np.array([job.size for job in own])
@@ -104,12 +103,7 @@ class Reencoder:
                 _joined([job.base[0].digest if job.base else bytes(16) for job in own]),
                 np.array([job.delta_limit(self._context.options.restore_cost) for job in own], np.int64),
             )
-            made = self._engine.start_encode(encode)()
-            stored = gathered(made)
-            self._engine.recycle(made)
-            verifier.start(self._engine, encode, stored)
-            verifier.finish()
-            yield own, stored
+            yield own, verified(self._engine, encode, self._engine.start_encode(encode)())
 
     def rebuild(self, chains: Sequence[Chain], out: Bytes, starts: Column) -> None:
         """Rebuild chunks into memory, and compare each with its digest.

@@ -32,7 +32,7 @@ from ..text import brief
 from ..threads import Threads
 from .base import Part, Target, Work, places_of
 from .blob_rewriting import BlobRewriting
-from .stored_blobs import NAME, Stored, batches, bytes_of, digests_of, gathered, lengths_of, names_of, new_verifier
+from .stored_blobs import NAME, Stored, batches, bytes_of, digests_of, lengths_of, names_of, verified
 
 #: The codecs that each choice leaves as they are; a sparse delta cannot be decoded without its base.
 KEPT = {
@@ -232,12 +232,7 @@ class _Recoding(BlobRewriting):
         Raises:
             IntegrityError: one does not decode to its source.
         """
-        made = begun.wait()
-        blobs = gathered(made)
-        self.engine.recycle(made)
-        verifier = new_verifier()
-        verifier.start(self.engine, begun.batch, blobs)
-        verifier.finish()
+        blobs = verified(self.engine, begun.batch, begun.wait())
         entries, offsets, lengths = blobs.entries, blobs.entries["offset"].tolist(), lengths_of(blobs.entries)
         bytes_of(entries)[:, NAME] = bytes_of(begun.entries)[:, NAME]
         for name, offset, length in zip(names_of(entries), offsets, lengths, strict=True):

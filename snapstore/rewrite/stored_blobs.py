@@ -14,6 +14,7 @@ import numpy.typing as npt
 from ..arrays import Bytes, Column
 from ..chunks.verify import Verifier
 from ..engine.base import Engine
+from ..engine.batches import EncodeBatch
 from ..errors import IntegrityError
 from ..format import blob
 from ..format.blob import ENTRY
@@ -71,9 +72,18 @@ def stored_of(blobs: Sequence[memoryview]) -> Stored:
     return Stored(np.frombuffer(entries, ENTRY), stored)
 
 
-def new_verifier() -> Verifier:
-    """Return a verifier of blobs that a rewrite has encoded."""
-    return Verifier("what it was made of", "nothing was changed; try again")
+def verified(engine: Engine, batch: EncodeBatch, made: Sequence[Encoded]) -> Stored:
+    """Copy the blobs of a batch that an engine has encoded into one memory, and decode them.
+
+    Raises:
+        IntegrityError: one does not decode to what it was made of.
+    """
+    stored = gathered(made)
+    engine.recycle(made)
+    verifier = Verifier("what it was made of", "nothing was changed; try again")
+    verifier.start(engine, batch, stored)
+    verifier.finish()
+    return stored
 
 
 def bytes_of(entries: npt.NDArray[np.void]) -> Bytes:

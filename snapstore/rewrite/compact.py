@@ -112,7 +112,7 @@ def compact(
             break  # the unreadable manifests were not replaced and collected meanwhile: they are damaged
     before = needed_bytes(context, view)
     with _Compacting(context, live, max_repack_bytes, dry_run) as compacting:
-        plan = compacting.choose(view, max_repack_bytes)
+        plan = compacting.choose(view)
         sound = [s for s in chosen if s.id not in live.damaged]
         if plan.cuts or plan.emptied:
             compacting.run(sound)
@@ -185,10 +185,10 @@ class _Compacting(BlobRewriting):
 
     # -- choose
 
-    def choose(self, view: View, max_bytes: int | None) -> Plan:
+    def choose(self, view: View) -> Plan:
         """Return what is worth rewriting."""
         self._neighbours.estimate(view)
-        self._plan = self._live.plan(max_bytes)
+        self._plan = self._live.plan(self._max_bytes)
         self._to_move = self._plan.moved_bytes
         return self._plan
 

@@ -7,6 +7,7 @@ of different blobs (some 50 bytes each) and of chains that could be cut, not wit
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -155,7 +156,8 @@ class LiveBlobs:
         while any(snapshot.id in self.damaged for snapshot, _, _ in self.full):  # its first parts looked sound
             self._survey()
         self._stays = np.array([pack_key(name) in quarantined for name in self._names], bool)
-        self._pinned |= self._stays[self._packs_of(self._blobs)]
+        self._packs = (self._blobs >> np.uint64(_OFFSET_BITS)).astype(np.uint32)  # the pack of every blob
+        self._pinned |= self._stays[self._packs]
 
     def _survey(self) -> None:
         """Read every manifest once, and those again whose chains lead through chunks that no snapshot holds."""
@@ -278,7 +280,7 @@ class LiveBlobs:
 
     # -- choose
 
-    def plan(self, max_bytes: int | None) -> Plan:
+    def plan(self, max_bytes: float) -> Plan:
         """Return the most profitable plan that writes at most so many bytes; an empty one if it would not pay."""
         cuts = list(self._cuts())
         at, counts = self._blobs_of(cuts)
@@ -326,15 +328,13 @@ class LiveBlobs:
         keys = np.fromiter(chain.from_iterable(cut.blobs for cut in cuts), np.uint64, sum(counts))
         return np.searchsorted(self._blobs, keys), counts
 
-    def _plan_of(self, cuts: list[Cut], max_bytes: int | None) -> Plan:
+    def _plan_of(self, cuts: list[Cut], max_bytes: float) -> Plan:
         """Return the plan of some cuts, and of packs to empty, the worst first, as long as bytes are left to write."""
         plan = Plan(self.kept)
-        left_bytes = float("inf") if max_bytes is None else max_bytes
-        live, packs = self._packs(np.ones(len(self._blobs), bool))
-        if max_bytes is not None:  # packs that pay more than a cut come before it
-            rivals = [(gain, cost) for gain, cost, _ in self._worst(live, packs)]
-            cuts = _affordable(cuts, rivals, max_bytes)
         alive = np.ones(len(self._blobs), bool)
+        if math.isfinite(max_bytes):  # packs that pay more than a cut come before it
+            rivals = [(gain, cost) for gain, cost, _ in self._worst(self._live(alive))]
+            cuts = _affordable(cuts, rivals, max_bytes)
         freed, _ = self._blobs_of(cuts)
         alive[freed[~self._pinned[freed]]] = False
         for cut in cuts:
@@ -343,12 +343,12 @@ class LiveBlobs:
             plan.gain_bytes -= cut.cost_bytes
         plan.deltas = plan.cuts.keys() & self._deltas.keys()
         plan.edges = Digests([np.frombuffer(b"".join(plan.cuts), np.uint8).reshape(-1, 16)])
-        left_bytes -= plan.cost_bytes
-        live, packs = self._packs(alive)
-        counts = np.bincount(packs[alive], minlength=len(self._names))
+        left_bytes = max_bytes - plan.cost_bytes
+        live, packs = self._live(alive), self._packs[alive]
+        counts = np.bincount(packs, minlength=len(self._names))
         dead = float((np.array(self._sizes) - live - _FRAME)[~self._stays].sum())
-        lengths = np.bincount(packs[alive], self._lengths[alive], len(self._names))
-        for _, _, number in self._worst(live, packs):
+        lengths = np.bincount(packs, self._lengths[alive], len(self._names))
+        for _, _, number in self._worst(live):
             gain = self._sizes[number] - int(live[number])
             if dead <= MAX_DEAD_SHARE * live[~self._stays].sum():
                 break
@@ -363,19 +363,14 @@ class LiveBlobs:
         plan.cost_bytes += plan.moved_bytes
         return plan
 
-    def _packs(self, alive: npt.NDArray[np.bool_]) -> tuple[Column, Column]:
-        """Return (the bytes that the live blobs of each pack need there, the pack of every blob)."""
-        packs = self._packs_of(self._blobs)
-        return np.bincount(packs[alive], room(self._lengths[alive]), len(self._names)), packs
+    def _live(self, alive: npt.NDArray[np.bool_]) -> Column:
+        """Return the bytes that the live blobs of each pack need there."""
+        return np.bincount(self._packs[alive], room(self._lengths[alive]), len(self._names))
 
-    @staticmethod
-    def _packs_of(blobs: npt.NDArray[np.uint64]) -> Column:
-        return (blobs >> np.uint64(_OFFSET_BITS)).astype(np.int64)
-
-    def _worst(self, live: Column, packs: Column) -> list[tuple[float, float, int]]:
+    def _worst(self, live: Column) -> list[tuple[float, float, int]]:
         """Return (gain, cost, number) of the packs that may be emptied, those with the largest dead share first."""
         may = np.ones(len(self._names), bool)
-        may[packs[self._pinned]] = False
+        may[self._packs[self._pinned]] = False
         sizes = np.array(self._sizes, np.float64)
         gain = sizes - live - _FRAME
         may &= (gain > _FRAME) & (gain >= MIN_GAIN * live)
@@ -402,7 +397,7 @@ def _gain(cut: Cut) -> float:
     return (cut.freed_bytes - cut.cost_bytes) / max(1, cut.cost_bytes)
 
 
-def _affordable(cuts: list[Cut], packs: list[tuple[float, float]], max_bytes: int) -> list[Cut]:
+def _affordable(cuts: list[Cut], packs: list[tuple[float, float]], max_bytes: float) -> list[Cut]:
     """Return the cuts that fit when cuts and packs are taken by their gain for each byte written."""
     items = [(_gain(cut), cut.cost_bytes, cut) for cut in cuts] + [(g / max(1.0, c), c, None) for g, c in packs]
     chosen: list[Cut] = []

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,16 +16,15 @@ import numpy as np
 
 from ..arrays import Bytes
 from ..context import Context
-from ..errors import FormatError, IntegrityError
 from ..format.records import Snapshot
-from ..restore.manifests import read_manifests, require_decoding
+from ..restore.manifests import require_decoding
 from ..state.arrays import as_float64
 from ..state.containers import display
 from ..state.tree_decode import ELSEWHERE
 from ..state.tree_encode import encode_plain
 from ..text import brief
 from .plain_values import Chained, decode_tree, dotted, plain_values, show_value
-from .stored_tensors import StoredTensor, tensor_bytes, tensors_by_path
+from .stored_tensors import StoredTensor, naming, read_tensors, tensor_bytes
 
 #: Two tensors are compared in pieces of this size.
 COMPARED_BYTES = 1024 * 1024
@@ -73,39 +71,26 @@ def diff(context: Context, a: Snapshot, b: Snapshot) -> DiffResult:
         IntegrityError, FormatError: an object that must be read is damaged.
         CapabilityError: the comparison must decode more than this machine or the limits allow.
     """
-    with naming(a):
-        manifests_a = read_manifests(context.store, context.engines.digest_seed, a)
-        before = tensors_by_path(context, a.manifests, manifests_a)
-    with naming(b):
-        manifests_b = read_manifests(context.store, context.engines.digest_seed, b)
-        after = tensors_by_path(context, b.manifests, manifests_b)
+    manifests_a, before = read_tensors(context, a)
+    manifests_b, after = read_tensors(context, b)
     changed = [(before[key], after[key]) for key in before.keys() & after.keys() if _is_read(before[key], after[key])]
     pieces_read = [piece for pair in changed for stored in pair for piece in stored.pieces]
     require_decoding(context.store, pieces_read, f"comparing {a.ref} and {b.ref}:")
     tensors = []
-    for key in [*before, *(key for key in after if key not in before)]:
+    for key in before | after:
         path = display(key[0])
         if key not in after:
             tensors.append(TensorDiff(path, "removed"))
         elif key not in before:
             tensors.append(TensorDiff(path, "added"))
         else:
-            pieces = pieces_of(context, a, before[key]), pieces_of(context, b, after[key])
+            pieces = pieces_of(context, before[key]), pieces_of(context, after[key])
             tensors.append(_compare(path, before[key], after[key], pieces))
     with naming(a):
         tree_a = decode_tree(context, manifests_a, a.ref)
     with naming(b):
         tree_b = decode_tree(context, manifests_b, b.ref)
     return DiffResult(a, b, tensors, _plain_changes(tree_a, tree_b))
-
-
-@contextmanager
-def naming(snapshot: Snapshot) -> Iterator[None]:
-    """Name the snapshot in errors about damage."""
-    try:
-        yield
-    except (IntegrityError, FormatError) as error:
-        raise type(error)(f"{snapshot.ref} (id:{snapshot.id[:12]}): {error}") from error
 
 
 def _is_read(a: StoredTensor, b: StoredTensor) -> bool:
@@ -140,15 +125,15 @@ def _compare(
     return TensorDiff(path, "changed", changed / max(1, spec_a.nbytes // spec_a.itemsize), relative)
 
 
-def pieces_of(context: Context, snapshot: Snapshot, stored: StoredTensor) -> Iterator[Bytes]:
+def pieces_of(context: Context, stored: StoredTensor) -> Iterator[Bytes]:
     """Yield a tensor's bytes in pieces of whole elements, all but the last of one length, at most a mebibyte each.
 
     As float64 a piece may take eight times that.
     """
     step = stored.spec.itemsize * max(1, COMPARED_BYTES // stored.spec.itemsize)
     left = np.empty(0, np.uint8)
-    with naming(snapshot):
-        for piece in tensor_bytes(context, stored, snapshot.ref):
+    with naming(stored.snapshot):
+        for piece in tensor_bytes(context, stored):
             left = np.concatenate([left, piece]) if left.size else piece
             end = left.size - left.size % step
             yield from (left[at : at + step] for at in range(0, end, step))
@@ -160,11 +145,10 @@ def pieces_of(context: Context, snapshot: Snapshot, stored: StoredTensor) -> Ite
 def _plain_changes(a: Any, b: Any) -> list[tuple[str, str, str]]:
     """Return (path, before, after) of plain values that differ; "" is before a new value and after a removed one."""
     before, after = _packed(a), _packed(b)
-    paths = [*before, *(path for path in after if path not in before)]
     gone = (b"", "")
     return [
         (dotted(p), before.get(p, gone)[1], after.get(p, gone)[1])
-        for p in paths
+        for p in before | after
         if before.get(p, gone)[0] != after.get(p, gone)[0]
     ]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -21,13 +21,13 @@ from ..context import Context
 from ..errors import NotFoundError
 from ..format.manifest import Box, Manifest
 from ..format.records import Snapshot
-from ..restore.manifests import read_manifests, require_decoding
+from ..restore.manifests import require_decoding
 from ..state.arrays import from_bytes
 from ..state.containers import display
 from ..state.tensors import TensorSpec
 from ..text import some
-from .diff import naming, pieces_of
-from .stored_tensors import StoredTensor, boxes_of, chunks_of, tensors_by_path
+from .diff import pieces_of
+from .stored_tensors import StoredTensor, boxes_of, chunks_of, naming, read_tensors
 
 #: An error names at most so many steps.
 STEPS_NAMED = 5
@@ -73,10 +73,10 @@ def first_difference(context: Context, a: str, b: str) -> DivergenceResult:
     steps: list[int] = []
     for one, other in _pairs(context.index.refresh(), a, b):
         steps.append(one.step)
-        found = _compare(context, one, other)
-        if found is not None:
-            return DivergenceResult(steps, one, other, *found)
-    return DivergenceResult(steps, one, other)
+        found = _compare(context, DivergenceResult(steps, one, other))
+        if found:
+            break
+    return found
 
 
 def _pairs(view: View, a: str, b: str) -> list[tuple[Snapshot, Snapshot]]:
@@ -97,29 +97,22 @@ def _pairs(view: View, a: str, b: str) -> list[tuple[Snapshot, Snapshot]]:
     return [(by_step[0][step], by_step[1][step]) for step in common]
 
 
-_Found = tuple[str, tuple[int, ...] | None, int | None, str, str, str]
-
-
-def _compare(context: Context, a: Snapshot, b: Snapshot) -> _Found | None:
-    """Return path, index, chunk, both values and note of the first difference; None if all tensors are the same."""
+def _compare(context: Context, same: DivergenceResult) -> DivergenceResult:
+    """Return where two snapshots first differ, or `same`, which names the two, if all of their tensors are the same."""
+    a, b = same.a, same.b
     if a.manifests == b.manifests:
-        return None
-    found = []
-    for snapshot in (a, b):
-        with naming(snapshot):
-            manifests = read_manifests(context.store, context.engines.digest_seed, snapshot)
-            found.append(tensors_by_path(context, snapshot.manifests, manifests))
-    before, after = found
-    for key in [*before, *(key for key in after if key not in before)]:
+        return same
+    (_, before), (_, after) = read_tensors(context, a), read_tensors(context, b)
+    for key in before | after:
         path = display(key[0])
         if key not in before or key not in after:
-            return path, None, None, "", "", f"only in {(a if key in before else b).ref}"
+            return replace(same, path=path, note=f"only in {(a if key in before else b).ref}")
         one, other = before[key].spec, after[key].spec
         if (one.dtype, one.shape) != (other.dtype, other.shape):
             note = f"{one.dtype} {list(one.shape)} -> {other.dtype} {list(other.shape)}"
-            return path, None, None, "", "", note
+            return replace(same, path=path, note=note)
         if before[key].fingerprint != after[key].fingerprint:
-            place = _first_byte(context, (a, before[key]), (b, after[key]))
+            place = _first_byte(context, before[key], after[key])
             if place is not None:
                 at, texts = place[0] // one.itemsize, [_text(data, one) for data in place[1:]]
                 if texts[0] == texts[1]:  # such as NaNs of other bits
@@ -127,18 +120,16 @@ def _compare(context: Context, a: Snapshot, b: Snapshot) -> _Found | None:
                         f"{text} (0x{data[::-1].tobytes().hex()})" for text, data in zip(texts, place[1:], strict=True)
                     ]
                 index = tuple(int(n) for n in np.unravel_index(at, one.shape)) if one.shape else ()
-                return path, index, place[0] // context.config.chunk_bytes, texts[0], texts[1], ""
-    return None
+                chunk = place[0] // context.config.chunk_bytes
+                return replace(same, path=path, index=index, chunk=chunk, before=texts[0], after=texts[1])
+    return same
 
 
-_Place = tuple[Snapshot, StoredTensor]
-
-
-def _first_byte(context: Context, a: _Place, b: _Place) -> tuple[int, Bytes, Bytes] | None:
+def _first_byte(context: Context, a: StoredTensor, b: StoredTensor) -> tuple[int, Bytes, Bytes] | None:
     """Return where the first element that differs begins [bytes], and its bytes in both; None: all are the same."""
-    require_decoding(context.store, [*a[1].pieces, *b[1].pieces], f"comparing {a[0].ref} and {b[0].ref}:")
-    itemsize, chunked = a[1].spec.itemsize, (_chunked(a[1]), _chunked(b[1]))
-    start, pieces = 0, (pieces_of(context, *a), pieces_of(context, *b))
+    require_decoding(context.store, [*a.pieces, *b.pieces], f"comparing {a.snapshot.ref} and {b.snapshot.ref}:")
+    itemsize, chunked = a.spec.itemsize, (_chunked(a), _chunked(b))
+    start, pieces = 0, (pieces_of(context, a), pieces_of(context, b))
     if chunked[0] is not None and chunked[1] is not None:
         whole = chunked[0], chunked[1]
         rows = [slice(box.first_chunk, box.first_chunk + box.chunks) for _, box in whole]
@@ -147,7 +138,7 @@ def _first_byte(context: Context, a: _Place, b: _Place) -> tuple[int, Bytes, Byt
             differs = (tables[0].digests[rows[0]] != tables[1].digests[rows[1]]).any(axis=1)
             first = int(np.argmax(differs))
             start = int(tables[0].lengths[rows[0]][:first].sum(dtype=np.int64))
-            pieces = _from(context, a[0], whole[0], first), _from(context, b[0], whole[1], first)
+            pieces = _from(context, a.snapshot, whole[0], first), _from(context, b.snapshot, whole[1], first)
     for one, other in zip(*pieces, strict=True):
         different = np.flatnonzero(one != other)
         if different.size:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,18 +18,21 @@ from ..arrays import Bytes
 from ..chunks import limits
 from ..chunks.reader import ChunkReader, Wanted, whole
 from ..context import Context
+from ..errors import FormatError, IntegrityError
 from ..format.manifest import Box, Manifest, TensorEntry
 from ..format.rank_checks import entries_by_path, match_entries, read_children
-from ..format.records import ManifestRef
+from ..format.records import Snapshot
 from ..format.tensor_layout import spec_of
+from ..restore.manifests import read_manifests
 from ..state.containers import Path
 from ..state.tensors import TensorSpec
 
 
 @dataclass(slots=True)
 class StoredTensor:
-    """A tensor, and the manifests' entries that hold its bytes."""
+    """A tensor of a snapshot, and the manifests' entries that hold its bytes."""
 
+    snapshot: Snapshot
     spec: TensorSpec
     pieces: list[tuple[Manifest, TensorEntry]] = field(default_factory=list)
 
@@ -43,43 +47,48 @@ class StoredTensor:
         return sorted(found, key=lambda of: of[:2])
 
 
-def tensors_by_path(
-    context: Context, refs: Sequence[ManifestRef], manifests: Sequence[Manifest]
-) -> dict[tuple[Path, int], StoredTensor]:
-    """Return every tensor by path and a number: dict keys such as 1.0 and "1.0" give the same path.
+@contextmanager
+def naming(snapshot: Snapshot) -> Iterator[None]:
+    """Name the snapshot in errors about damage."""
+    try:
+        yield
+    except (IntegrityError, FormatError) as error:
+        raise type(error)(f"{snapshot.ref} (id:{snapshot.id[:12]}): {error}") from error
 
-    Args:
-        manifests: the ones that a record names by `refs`; their children are read.
+
+def read_tensors(context: Context, snapshot: Snapshot) -> tuple[list[Manifest], dict[tuple[Path, int], StoredTensor]]:
+    """Return the manifests that a record names, and every tensor of the snapshot.
+
+    A tensor's key is its path and a number: dict keys such as 1.0 and "1.0" give the same path.
 
     Raises:
-        IntegrityError, FormatError: a child is missing or damaged, or contradicts its root.
+        IntegrityError, FormatError: a manifest is missing or damaged, or contradicts its root.
     """
     seen: Counter[Path] = Counter()
     found: dict[tuple[Path, int], StoredTensor] = {}
-    for ref, m in zip(refs, manifests, strict=True):
-        own: list[StoredTensor] = []
-        for entry in m.tensors:
-            own.append(StoredTensor(spec_of(entry)))
-            if entry.kind == "page":  # plain values are compared one by one
-                continue
-            if not m.header.world_size:
-                own[-1].pieces.append((m, entry))
-            path = tuple(entry.path)
-            found[path, seen[path]] = own[-1]
-            seen[path] += 1
-        by_path = entries_by_path(m) if m.header.world_size else {}
-        for child in read_children(context.store, ref, m, context.engines.digest_seed):
-            for entry, number in match_entries(by_path, child.tensors):
-                if number is not None:
-                    own[number].pieces.append((child, entry))
-    return found
+    with naming(snapshot):
+        manifests = read_manifests(context.store, context.engines.digest_seed, snapshot)
+        for ref, m in zip(snapshot.manifests, manifests, strict=True):
+            own: list[StoredTensor] = []
+            for entry in m.tensors:
+                own.append(StoredTensor(snapshot, spec_of(entry)))
+                if entry.kind == "page":  # plain values are compared one by one
+                    continue
+                if not m.header.world_size:
+                    own[-1].pieces.append((m, entry))
+                path = tuple(entry.path)
+                found[path, seen[path]] = own[-1]
+                seen[path] += 1
+            by_path = entries_by_path(m) if m.header.world_size else {}
+            for child in read_children(context.store, ref, m, context.engines.digest_seed):
+                for entry, number in match_entries(by_path, child.tensors):
+                    if number is not None:
+                        own[number].pieces.append((child, entry))
+    return manifests, found
 
 
-def tensor_bytes(context: Context, stored: StoredTensor, what: str) -> Iterator[Bytes]:
+def tensor_bytes(context: Context, stored: StoredTensor) -> Iterator[Bytes]:
     """Yield the bytes of a tensor in C order, in pieces of any length.
-
-    Args:
-        what: names the snapshot in errors.
 
     Raises:
         IntegrityError, FormatError: a chunk is damaged.
@@ -91,7 +100,7 @@ def tensor_bytes(context: Context, stored: StoredTensor, what: str) -> Iterator[
             yield from chunks_of(context, m, box) if data is None else [np.frombuffer(data, np.uint8)]
         return
     spec = stored.spec
-    limits.require_memory(2 * spec.nbytes, f"{what}: putting a tensor of several ranks together")
+    limits.require_memory(2 * spec.nbytes, f"{stored.snapshot.ref}: putting a tensor of several ranks together")
     together = np.empty((*spec.shape, spec.itemsize), np.uint8)
     for m, entry in stored.pieces:
         for box, data in boxes_of(m, entry):

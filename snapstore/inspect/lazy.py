@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import index as as_int
 from types import EllipsisType
 from typing import Any
@@ -31,7 +31,6 @@ from ..restore.streaming import OpenSnapshot
 from ..state.arrays import as_bytes, new_array
 from ..state.fit import Fit
 from ..state.restore_buffers import Want
-from ..state.tensors import Slot, TensorSpec
 from ..text import counted
 
 #: A selection with steps is read in boxes of at most this much, unless it needs nearly all of a larger one [bytes].
@@ -55,7 +54,7 @@ def open_tensors(context: Context, ref: str, *, keys: str | Sequence[str] | Fit 
                 raise InvalidInputError(
                     f"{opened.snapshot.ref}: two tensors have the path {name!r}; read them with named_tensors"
                 )
-            handles[name] = TensorHandle(name, _Place(reader, slot, opened.spec(slot)))
+            handles[name] = TensorHandle(name, reader, slot, opened.spec(slot))
     return LazyTensors(opened.snapshot, handles)
 
 
@@ -119,15 +118,6 @@ class _Reader:
         reads.arrived(0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a tensor is stored."""
-
-    reader: _Reader
-    slot: Slot
-    spec: TensorSpec
-
-
 class TensorHandle:
     """One stored tensor or array. `handle[10:20, :]` and `read()` return its values; nothing else reads.
 
@@ -141,8 +131,8 @@ class TensorHandle:
         shape: of the whole tensor.
     """
 
-    def __init__(self, name: str, place: Any) -> None:
-        self._reader, self._slot, self._spec = place.reader, place.slot, place.spec
+    def __init__(self, name: str, reader: Any, slot: Any, spec: Any) -> None:
+        self._reader, self._slot, self._spec = reader, slot, spec
         self.name: str = name
         self.kind: str = self._spec.kind
         self.dtype: str = self._spec.dtype

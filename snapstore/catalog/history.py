@@ -211,14 +211,9 @@ class View:
 
     def superseded(self) -> set[str]:
         """Return the ids of committed snapshots whose (run, step) has a committed one of higher seq."""
-        last: dict[tuple[str, int], Snapshot] = {}
-        old: set[str] = set()
-        for snapshot in self.snapshots():
-            before = last.get((snapshot.run, snapshot.step))
-            if before is not None:
-                old.add(before.id)
-            last[snapshot.run, snapshot.step] = snapshot
-        return old
+        snapshots = self.snapshots()
+        last = {(s.run, s.step): s.id for s in snapshots}
+        return {s.id for s in snapshots} - set(last.values())
 
     def resolve(self, ref: str, states: tuple[str, ...] = (COMMITTED, FORGOTTEN)) -> Snapshot:
         """Return the snapshot that a reference names: `run@step`, `run@tag`, `run@latest` or another word, or an id.

@@ -129,11 +129,8 @@ def forget(context: Context, chosen: Sequence[Snapshot], *, policy: str, reason:
     Returns:
         The new revisions.
     """
-    threads = Threads(min(FORGET_THREADS, max(1, len(chosen))))
-    try:
+    with Threads(FORGET_THREADS) as threads:
         done = threads.start(lambda s: _forget_one(context, s, policy, reason), chosen)()
-    finally:
-        threads.close()
     return [snapshot for snapshot in done if snapshot is not None]
 
 

@@ -118,12 +118,10 @@ def _origins(context: Context, sizes: Mapping[str, int]) -> dict[str, Origin | N
     """Return each object's origin; None for one that is gone."""
     known = _read_origins.setdefault(context.index, {})
     unread = [key for key in sizes if key not in known]
-    found: dict[str, Origin | None] = {}
-    if unread:
-        with Threads(min(HEADER_THREADS, len(unread))) as threads:
-            origins = threads.start(lambda key: _read_origin(context.store, key, sizes[key]), unread)()
-        found = dict(zip(unread, origins, strict=True))
-        known.update({key: origin for key, origin in found.items() if origin is not None})
+    with Threads(HEADER_THREADS) as threads:
+        origins = threads.start(lambda key: _read_origin(context.store, key, sizes[key]), unread)()
+    found = dict(zip(unread, origins, strict=True))
+    known.update({key: origin for key, origin in found.items() if origin is not None})
     return {key: known.get(key) or found[key] for key in sizes}
 
 

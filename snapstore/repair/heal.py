@@ -75,11 +75,6 @@ class Healing:
     copied: int
     lost: str
 
-    @property
-    def changes(self) -> bool:
-        """Whether there is anything to publish."""
-        return self.elsewhere + self.copied > 0
-
 
 class Healer(Rewriting):
     """Heals snapshots of one repository, one after the other; a blob that several need is copied once.

@@ -71,28 +71,19 @@ log = logging.getLogger("snapstore")
 _STATES = (COMMITTED, FORGOTTEN)
 
 
-def repair(
-    context: Context,
-    *,
-    level: str,
-    apply: bool,
-    drop: bool,
-    purge: bool,
-    fence_after_s: float = gc.DEFAULT_FENCE_AFTER_S,
-) -> RepairResult:
+def repair(context: Context, *, level: str, apply: bool, drop: bool, purge: bool) -> RepairResult:
     """Check everything up to a level of `check`, and repair what can be repaired.
 
     Args:
         drop: forget what stays damaged, unless it is tagged.
         purge: let gc delete the packs in quarantine that nobody needs.
-        fence_after_s: a damaged session is removed after so long a silence [s].
 
     Raises:
         StorageError: the store failed; every step until then is complete.
     """
     require_level(level)
     report = RepairResult(CheckResult(level), apply)
-    _Repair(context, report, fence_after_s).run(drop=drop, purge=purge)
+    _Repair(context, report).run(drop=drop, purge=purge)
     return report
 
 
@@ -110,9 +101,9 @@ class _Repair:
     _records: RecordScan
     _scan: ScanResult
 
-    def __init__(self, context: Context, report: RepairResult, fence_after_s: float) -> None:
+    def __init__(self, context: Context, report: RepairResult) -> None:
         self._context, self._store, self._index = context, context.store, context.index
-        self._report, self._level, self._fence_after_s = report, report.found.level, fence_after_s
+        self._report, self._level = report, report.found.level
         self._ruling: dict[str, Snapshot] = {}
         self._repaired: set[str] = set()
         self._unwritten_notes: set[str] = set()
@@ -122,7 +113,7 @@ class _Repair:
         if self._context.config_problem:
             config = self._context.config
             message = f"config: is written again: chunks of {config.chunk_bytes} bytes, digest seed of the manifests"
-            self._do("config", "config", message, partial(self._replace, "config", config))
+            self._do("config", "config", message, partial(self._replace_config, config))
         self._records = scan_records(self._context)
         self._write_vanished_records()
         self._write_damaged_records(drop)
@@ -181,7 +172,7 @@ class _Repair:
         self._report.actions.append(RepairAction(kind, key, message))
         return True
 
-    def _replace(self, key: str, value: Config) -> None:
+    def _replace_config(self, config: Config) -> None:
         """Replace a damaged config. It needs no create-only put: processes decide nothing by who writes it first.
 
         Raises:
@@ -189,11 +180,11 @@ class _Repair:
         """
         found: Config | None = None
         with suppress(*DAMAGE, StorageError):
-            found = records.decode(self._store.get(key), Config, key)
+            found = records.decode(self._store.get("config"), Config, "config")
         if found is not None and not is_foreign(self._store, found):
-            raise ConflictError(f"{key}: can be read")
-        self._store.delete([key])
-        self._store.put(key, records.encode(value))
+            raise ConflictError("config: can be read")
+        self._store.delete(["config"])
+        self._store.put("config", records.encode(config))
 
     # -- records
 
@@ -281,8 +272,8 @@ class _Repair:
             if key.startswith("sessions/"):
                 if self._store.is_locked(key):
                     until = "the process that has it open on this host has ended"
-                elif silent_s < self._fence_after_s:
-                    until = f"it was silent for {self._fence_after_s:.0f} s"
+                elif silent_s < gc.DEFAULT_FENCE_AFTER_S:
+                    until = f"it was silent for {gc.DEFAULT_FENCE_AFTER_S:.0f} s"
             if until:
                 self._report.open.append(f"{key}: is damaged, and its save may be running; repair again once {until}")
                 continue
@@ -407,7 +398,7 @@ class _Repair:
                 suffered.pop(snapshot.id, None)
                 continue
             ruling[snapshot.id] = done.snapshot
-            if done.changes:
+            if done.elsewhere or done.copied:
                 message = (
                     f"{snapshot.ref}: chunks that now come from other packs: {done.elsewhere}, "
                     f"blobs copied out of damaged packs: {done.copied}"

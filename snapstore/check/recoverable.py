@@ -16,7 +16,7 @@ from ..catalog.config import read_unproven
 from ..catalog.read_twice import tried
 from ..context import Context
 from ..format import manifest, records
-from ..format.keys import manifest_key, parse_record_key, record_key
+from ..format.keys import manifest_key
 from ..format.manifest import Manifest
 from ..format.rank_checks import read_children
 from ..format.records import COMMITTED, FORGOTTEN, RANKS, ManifestList, ManifestRef, Snapshot
@@ -53,15 +53,13 @@ def _recover(context: Context, scan: RecordScan, key: str) -> tuple[Snapshot, st
     cached = context.index.cached(key)
     if cached is not None:
         return cached.revised(), f"its record is written again, from the index, as revision {cached.revision + 1}"
-    parsed = parse_record_key(key)
-    assert parsed is not None
-    run, step, name, revision = parsed
-    for before in range(revision - 1, -1, -1):
-        earlier_key = record_key(run, step, name, before)
+    lost = stand_in(key)
+    for before in range(lost.revision - 1, -1, -1):
+        earlier_key = msgspec.structs.replace(lost, revision=before).key
         earlier = tried(context.store, partial(_read_record, context.store, earlier_key))
         if earlier is not None:
-            return _after(context, scan, earlier, revision)
-    return None if revision else _reconstructed(context, scan, key)
+            return _after(context, scan, earlier, lost.revision)
+    return None if lost.revision else _reconstructed(context, scan, key)
 
 
 def _read_record(store: ObjectStore, key: str) -> Snapshot:

@@ -35,7 +35,7 @@ from ..format.records import COMMITTED, FORGOTTEN, MAX_OBJECT_BYTES, Lost, Manif
 from ..format.tensor_layout import check_layouts
 from ..text import some, strip_hint
 from .damaged_packs import DamagedPacks, check_tree
-from .report import COPY, DROP, GC, REPAIR, REPAIR_CHUNKS, CheckResult, Findings, require_level, stand_in
+from .report import COPY, DROP, GC, REPAIR, REPAIR_CHUNKS, CheckResult, Findings, stand_in
 from .scan_records import RecordScan, read_failure
 from .verify_chunks import ChunkRebuilder, tensor_of
 
@@ -83,12 +83,9 @@ def scan_objects(
     """Read packs and manifests, as many as the level says; see `check` for the arguments.
 
     Raises:
-        InvalidInputError: no level has this name.
         StorageError: the store does not answer; a single object that cannot be read is a problem.
     """
-    require_level(level)
-    scanner = _ObjectScanner(context, records, level, max_decoded_bytes)
-    return scanner.scan(share, subset)
+    return _ObjectScanner(context, records, level, max_decoded_bytes).scan(share, subset)
 
 
 def why_recovered(sizes: Mapping[str, int], key: str) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 import numpy as np
 
@@ -20,10 +19,10 @@ from ..errors import DAMAGE, CapabilityError, FormatError, SnapstoreError, Stora
 from ..format import blob
 from ..format.keys import pack_key
 from ..format.manifest import Manifest, manifest_name
+from ..restore.manifests import decoding_of, pages_of, part_of, read_pages
 from ..state.tensors import StoredPart
+from ..state.tree_decode import decode, unpack_nodes
 from ..storage.base import ObjectStore
-
-T = TypeVar("T")
 
 
 class DamagedPacks:
@@ -103,13 +102,10 @@ def check_tree(context: Context, manifests: Sequence[Manifest], *, with_pages: b
     Raises:
         FormatError: they do not.
     """
-    from ..restore.manifests import decoding_of, pages_of, part_of, read_pages
-    from ..state.tree_decode import decode, unpack_nodes
-
     parts: list[StoredPart] = []
     for m in manifests:
         if m.header.world_size and any(part.name == m.header.part for part in parts):
-            check_own_values(context, m, with_pages=with_pages)
+            _check_own_values(context, m, with_pages=with_pages)
             continue
         tree, pages = m.tree, pages_of(m)
         if pages is not None:
@@ -121,23 +117,15 @@ def check_tree(context: Context, manifests: Sequence[Manifest], *, with_pages: b
                 return
             tree = None if packed is None else unpack_nodes(packed)
         parts.append(part_of(m, tree))
-    try:
-        decode(parts, decoded=decoding_of("check"))
-    except CapabilityError as error:
-        if isinstance(error, FormatError):
-            raise
-        # The values are too many for this machine, which is no damage.
+    _require_state(parts)
 
 
-def check_own_values(context: Context, m: Manifest, *, with_pages: bool) -> None:
+def _check_own_values(context: Context, m: Manifest, *, with_pages: bool) -> None:
     """Check the tree of the values that are a rank's own; see `check_tree`.
 
     Raises:
         FormatError: it is none.
     """
-    from ..restore.manifests import decoding_of, pages_of, part_of, read_pages
-    from ..state.tree_decode import decode, unpack_nodes
-
     tree, pages = m.tree, pages_of(m)
     if pages is not None:
         try:
@@ -148,8 +136,13 @@ def check_own_values(context: Context, m: Manifest, *, with_pages: bool) -> None
         return
     if type(tree) is not list or len(tree) != 2 or tree[0] != "own" or type(tree[1]) is not list:
         raise FormatError(f"{manifest_name(m.header)}: its tree is not one of the rank's own values")
+    _require_state([replace(part_of(m, ["list", tree[1]]), name="")])
+
+
+def _require_state(parts: Sequence[StoredPart]) -> None:
+    """Raise FormatError unless the trees of parts decode; more values than this machine has room for are no damage."""
     try:
-        decode([replace(part_of(m, ["list", tree[1]]), name="")], decoded=decoding_of("check"))
+        decode(parts, decoded=decoding_of("check"))
     except CapabilityError as error:
         if isinstance(error, FormatError):
             raise

@@ -89,11 +89,11 @@ class Work:
     Attributes:
         ruling: the snapshot as it is.
         view, marked: records and gc's candidates, both listed after the session; None: a mark could not be read.
-        places: of blobs that were there already.
-        new: blobs that this session has packed: (number of its pack, offset, length).
-        before: stored bytes of the blob that each of them replaces.
+        places: of blobs that were there already; once the new packs are durable, of the new blobs too.
+        new: blobs that this session has packed: (number of its pack, offset, stored bytes, stored bytes of the blob
+            that it replaces).
         there: whether a pack was there when it was first looked for: after the marks, so it stays while we write.
-        named: the same blobs by their names.
+        named: the new blobs by their names.
     """
 
     claim: Claim
@@ -102,8 +102,7 @@ class Work:
     view: View
     marked: set[str] | None
     places: dict[Key, Place] = field(default_factory=dict)
-    new: dict[Key, tuple[int, int, int]] = field(default_factory=dict)
-    before: dict[Key, int] = field(default_factory=dict)
+    new: dict[Key, tuple[int, int, int, int]] = field(default_factory=dict)
     there: dict[str, bool] = field(default_factory=dict)
     named: dict[bytes, Key] = field(default_factory=dict)
 
@@ -114,15 +113,14 @@ class Work:
     def pack(self, made: Stored, keys: Sequence[Key], before: Sequence[int], engine: Engine) -> None:
         """Pack new blobs."""
         numbers, offsets = self.packs.add(made, engine)
-        lengths = lengths_of(made.entries)
-        self.new.update(zip(keys, zip(numbers.tolist(), offsets.tolist(), lengths, strict=True), strict=True))
-        self.before.update(zip(keys, before, strict=True))
+        columns = numbers.tolist(), offsets.tolist(), lengths_of(made.entries), before
+        self.new.update(zip(keys, zip(*columns, strict=True), strict=True))
         self.named.update(zip(names_of(made.entries), keys, strict=True))
         self.claim.heartbeat()
 
-    def new_places(self) -> dict[Key, Place]:
-        """Return where the new blobs lie; their packs are durable."""
-        return {key: Place(self.packs.names[n], offset, length) for key, (n, offset, length) in self.new.items()}
+    def lengths(self) -> dict[Key, tuple[int, int]]:
+        """Return the stored bytes of every new blob, before and after."""
+        return {key: (before, length) for key, (_, _, length, before) in self.new.items()}
 
 
 class Rewriting(ABC):
@@ -185,7 +183,7 @@ class Rewriting(ABC):
 
     def published(self, work: Work) -> None:
         """Let later snapshots build on the blobs that `work` has packed: its snapshot refers to them now."""
-        self._places.update(work.places | work.new_places())
+        self._places.update(work.places)
 
     # -- one snapshot
 
@@ -314,7 +312,7 @@ class Rewriting(ABC):
             claim.publish(revision)
         self.index.add(revision, headers)
         self._replacements.note(revision, written)
-        self.made.update(_lengths(work))
+        self.made.update(work.lengths())
         self.published(work)
         log.info(
             "run=%s step=%d %s: %d blobs rewritten, total=%.2fs",
@@ -331,7 +329,7 @@ class Rewriting(ABC):
         ruling = work.ruling
         refs = [written[ref.sha256][0] if ref.sha256 in written else ref for ref in ruling.manifests]
         before = {ref.sha256: ref.size_bytes for ref in (*ruling.manifests, *(part.ref for part in parts))}
-        grown = sum(after - before for before, after in _lengths(work).values())
+        grown = sum(after - before for before, after in work.lengths().values())
         grown += sum(ref.size_bytes - before[old] for old, (ref, data) in written.items() if data)
         depths = [manifest.decode_header(headers[sha256], "manifest").depth for sha256 in headers]
         depths += [self.index.header(ref).depth for ref, data in written.values() if not data]
@@ -380,22 +378,20 @@ class Rewriting(ABC):
         work.packs.seal()
         work.packs.finish()
         self.sizes.update(zip(work.packs.names, work.packs.sizes, strict=True))
-        places = work.places | work.new_places()
-        written = {part.ref.sha256: self._new_manifest(work.claim, part, target, places) for part, target in targets}
+        work.places |= {key: Place(work.packs.names[n], at, length) for key, (n, at, length, _) in work.new.items()}
+        written = {part.ref.sha256: self._new_manifest(work, part, target) for part, target in targets}
         written |= shared
         written |= new_roots(self.index, self.manifest_of, work.claim, work.ruling, written)
         work.packs.put_all([(ref.key, data) for ref, data in written.values() if data])
         work.claim.heartbeat()
         return written
 
-    def _new_manifest(
-        self, claim: Claim, part: Part, target: Target, places: dict[Key, Place]
-    ) -> tuple[ManifestRef, bytes]:
+    def _new_manifest(self, work: Work, part: Part, target: Target) -> tuple[ManifestRef, bytes]:
         """Encode a part's manifest over its new table, with every stale reference sent to its blob's place."""
         table, m = target.table, part.manifest
         numbers = {name: number for number, name in enumerate(target.packs)}
         columns = {name: getattr(table, name).copy() for name in ("ref_packs", "ref_offsets", "ref_lengths")}
-        new_places = [places[key] for key in target.keys]
+        new_places = [work.places[key] for key in target.keys]
         columns["ref_packs"][target.stale] = [numbers.setdefault(place.pack, len(numbers)) for place in new_places]
         columns["ref_offsets"][target.stale] = [place.offset for place in new_places]
         columns["ref_lengths"][target.stale] = [place.length for place in new_places]
@@ -404,11 +400,11 @@ class Rewriting(ABC):
         packs = [names[number] for number in used.tolist()]
         contents = replace(
             manifest.ManifestContents.of(part.manifest),
-            save_id=bytes.fromhex(claim.id),
+            save_id=bytes.fromhex(work.claim.id),
             table=replace(table, **columns),
             packs=packs,
             pack_sizes=[self.sizes[name] for name in packs],
-            made_for=claim.made_for,
+            made_for=work.claim.made_for,
         )
         data = manifest.encode(contents)
         new = manifest.decode(data, part.ref.key)
@@ -488,8 +484,3 @@ def places_of(part: Part) -> list[Place]:
     columns = (table.ref_packs, table.ref_offsets, table.ref_lengths)
     packs, offsets, lengths = (column[part.stale].tolist() for column in columns)
     return [Place(names[n], offset, length) for n, offset, length in zip(packs, offsets, lengths, strict=True)]
-
-
-def _lengths(work: Work) -> dict[Key, tuple[int, int]]:
-    """Return the stored bytes of every blob that `work` has packed, before and after."""
-    return {key: (work.before[key], length) for key, (_, _, length) in work.new.items()}

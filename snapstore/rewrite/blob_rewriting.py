@@ -79,8 +79,7 @@ class BlobRewriting(Rewriting):
         """Let later snapshots share the new blobs."""
         super().published(work)
         if self._duplicates is not None:
-            made = work.new_places()
-            self._duplicates.newer.update({name: made[key] for name, key in work.named.items()})
+            self._duplicates.newer.update({name: work.places[key] for name, key in work.named.items()})
 
     # -- footers
 

@@ -125,7 +125,7 @@ def compact(
         compacting.failed,
         len(compacting.encoded),
         len(compacting.made.keys() - compacting.encoded),
-        compacting.all_bytes_read,
+        compacting.bytes_read + compacting.encoder.bytes_read,
         compacting.spent,
         before,
         before,
@@ -156,6 +156,7 @@ class _Compacting(BlobRewriting):
     """Compacts the snapshots of one repository.
 
     Attributes:
+        encoder: encodes chunks again, and counts the bytes that it reads for that.
         spent: bytes of blobs written.
         encoded: names of the blobs that were encoded; the other new ones are copies.
     """
@@ -166,9 +167,9 @@ class _Compacting(BlobRewriting):
         super().__init__(context, context.engines.cpu, states=(COMMITTED,), dry_run=dry_run)
         self._live, self._restore_cost = live, context.options.restore_cost
         self._max_bytes = float("inf") if max_bytes is None else max_bytes
-        self._encoder = Reencoder(context)
-        self._neighbours = Neighbours(live, self._encoder, self._restore_cost, self.manifest_of)
-        self._shared_edges = SharedEdges(self._encoder, live.kept, self.manifest_of)
+        self.encoder = Reencoder(context)
+        self._neighbours = Neighbours(live, self.encoder, self._restore_cost, self.manifest_of)
+        self._shared_edges = SharedEdges(self.encoder, live.kept, self.manifest_of)
         self._plan = Plan(live.kept)
         self._to_move = 0  # bytes planned to be moved, and not moved yet
         self.spent = 0
@@ -177,11 +178,6 @@ class _Compacting(BlobRewriting):
         self._packs: set[str] = set()  # that these chains need, and maybe more
         self._fresh: dict[bytes, Chain] = {}  # chains that the running session adds to `_chains`
         self._old: dict[bytes, Chain] = {}  # how these chunks were rebuilt before
-
-    @property
-    def all_bytes_read(self) -> int:
-        """Stored bytes read to move, share and encode."""
-        return self.bytes_read + self._encoder.bytes_read
 
     # -- choose
 
@@ -230,10 +226,9 @@ class _Compacting(BlobRewriting):
     def published(self, work: Work) -> None:
         """Let later snapshots build on the new blobs and the new chains."""
         super().published(work)
-        places = work.places | work.new_places()
         for digest, chain in self._fresh.items():
             self._chains[digest] = [
-                replace(link, place=places[link.key], key=b"") if link.key else link for link in chain
+                replace(link, place=work.places[link.key], key=b"") if link.key else link for link in chain
             ]
             self._packs.update(link.place.pack for link in self._chains[digest] if link.place)
 
@@ -312,7 +307,7 @@ class _Compacting(BlobRewriting):
             own = [found[i] for i in batch.tolist()]
             ends = np.cumsum([chain[0].size for chain in own])
             with suppress(*DAMAGE, CapabilityError):  # else the chunks are encoded again
-                self._encoder.rebuild(own, np.empty(int(ends[-1]), np.uint8), ends - [chain[0].size for chain in own])
+                self.encoder.rebuild(own, np.empty(int(ends[-1]), np.uint8), ends - [chain[0].size for chain in own])
                 self._chains.update({chain[0].digest: chain for chain in own})
                 self._packs.update(link.place.pack for chain in own for link in chain if link.place)
             work.claim.heartbeat()
@@ -327,7 +322,7 @@ class _Compacting(BlobRewriting):
         jobs = [job for job in jobs if self._plan.cuts[job.digest].pays is not False]
         done: list[tuple[Job, Link]] = []
         try:
-            for own, made in self._encoder.encode(jobs):
+            for own, made in self.encoder.encode(jobs):
                 work.claim.heartbeat()
                 names, rooms = names_of(made.entries), room(made.entries["length"].astype(np.int64)).tolist()
                 rows = self._worthwhile(own, rooms)

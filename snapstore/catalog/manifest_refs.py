@@ -13,8 +13,8 @@ from ..format.records import RANKS, ManifestRef, Snapshot
 from .index import Index
 
 
-def manifest_refs(index: Index, snapshot: Snapshot) -> list[ManifestRef]:
-    """Return the references of all manifests of a snapshot: each root, then its children.
+def data_refs(index: Index, snapshot: Snapshot) -> list[ManifestRef]:
+    """Return the references of the manifests that hold a snapshot's chunks: each root that has some, then its children.
 
     Reads nothing if one process has written the snapshot.
 
@@ -24,13 +24,8 @@ def manifest_refs(index: Index, snapshot: Snapshot) -> list[ManifestRef]:
     """
     if RANKS not in snapshot.features:
         return snapshot.manifests
-    return [found for ref in snapshot.manifests for found in (ref, *index.header(ref).children)]
-
-
-def data_refs(index: Index, snapshot: Snapshot) -> list[ManifestRef]:
-    """Return the references of the manifests that hold a snapshot's chunks; raises as `manifest_refs` does."""
-    roots = set(snapshot.manifests) if RANKS in snapshot.features else set()
-    return [ref for ref in manifest_refs(index, snapshot) if ref not in roots or index.header(ref).chunks]
+    headers = [(ref, index.header(ref)) for ref in snapshot.manifests]
+    return [found for ref, head in headers for found in ([ref] if head.chunks else []) + head.children]
 
 
 def all_manifests(

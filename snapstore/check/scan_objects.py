@@ -157,7 +157,7 @@ class _ObjectScanner:
             restorable=[s for s in kept if s.id not in doubtful],
             damaged=damaged + [s for s in kept if s.id in bad - named],
             unknown=unknown + [s for s in kept if s.id in self._unknown - bad],
-            decoded_bytes=self._rebuilder.decoded_bytes,
+            decoded_bytes=self._rebuilder.budget.spent_bytes,
             unneeded_bytes=sum(self._sizes[key] for key in unneeded),
         )
 

@@ -25,17 +25,15 @@ class ChunkRebuilder:
 
     Args:
         max_decoded_bytes: limit of the bytes to decode; None: the default of limits.py.
+
+    Attributes:
+        budget: counts the bytes decoded.
     """
 
     def __init__(self, context: Context, max_decoded_bytes: int | None) -> None:
         self._context = context
-        self._budget = limits.Budget(context.store, max_decoded_bytes)
+        self.budget = limits.Budget(context.store, max_decoded_bytes)
         self._good: set[bytes] = set()  # names of chains
-
-    @property
-    def decoded_bytes(self) -> int:
-        """Bytes decoded so far."""
-        return self._budget.spent_bytes
 
     def failures(self, ref: str, m: Manifest, packs: DamagedPacks, *, prove: bool = False) -> dict[int, SnapstoreError]:
         """Rebuild the chunks of a manifest, except chains that are known to be good and chunks with a lost blob.
@@ -58,7 +56,7 @@ class ChunkRebuilder:
         log.info("%s: %s to decode for level 'restore'", ref, human_bytes(decoded))
         proven: dict[int, list[bytes]] | None = {} if prove else None
         try:
-            self._budget.spend(decoded, f"{ref}, and the snapshots checked before it")
+            self.budget.spend(decoded, f"{ref}, and the snapshots checked before it")
             failed = unbuilt(self._context, m, rows, proven) if rows else {}
         except CapabilityError as error:
             failed = dict.fromkeys(rows, error)

@@ -24,7 +24,7 @@ from ..format import records
 from ..format.keys import parse_policy_key
 from ..format.records import Policy
 from ..storage.base import ObjectStore
-from .read_twice import listed
+from .read_twice import listed, read_twice
 
 log = logging.getLogger("snapstore")
 #: A revision that no listing shows must not keep a process in the loop for ever.
@@ -70,13 +70,10 @@ def are_damaged(objects: ObjectStore, run: str) -> bool:
     newest = _newest(objects, run)
     if newest is None:
         return False
-    for again in (True, False):
-        try:
-            data = objects.get(newest[1], limit_bytes=records.MAX_OBJECT_BYTES)
-            break
-        except StorageError:  # twice, though the store has just been listed
-            if not again:
-                return True
+    try:
+        data = read_twice(objects, lambda: objects.get(newest[1], limit_bytes=records.MAX_OBJECT_BYTES))
+    except IntegrityError:
+        return True
     try:
         decode(data, newest[1])
     except IntegrityError:

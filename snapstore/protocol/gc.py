@@ -270,19 +270,13 @@ def _live_keys(context: Context, view: View, present: Iterable[str]) -> set[str]
     return live
 
 
-def _durable_view(context: Context) -> View:
-    """Return the records, on listings that a power cut cannot take back."""
-    view = context.index.refresh(list_twice=True)
-    for run in {snapshot.run for snapshot in view.snapshots(states=None)}:
-        context.store.sync(f"snapshots/{run}/")
-    return view
-
-
 def _live(context: Context, present: Iterable[str]) -> tuple[View, set[str]]:
     """Return the records now, and the keys of all that they need."""
 
     def look() -> tuple[View, set[str]]:
-        view = _durable_view(context)
+        view = context.index.refresh(list_twice=True)
+        for run in {snapshot.run for snapshot in view.snapshots(states=None)}:
+            context.store.sync(f"snapshots/{run}/")  # a power cut must not take back what the listings show
         try:
             return view, _live_keys(context, view, present)
         except IntegrityError as error:

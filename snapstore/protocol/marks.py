@@ -20,11 +20,6 @@ log = logging.getLogger("snapstore")
 MARK_LIMIT_BYTES = 1024 * 1024 * 1024
 
 
-def is_mark(key: str) -> bool:
-    """Return whether a key below `gc/` is that of a mark."""
-    return key.endswith(".mark")
-
-
 def read_mark(store: ObjectStore, key: str) -> Mark | None:
     """Return a mark that was listed; None if its gc has finished, or another gc has removed it, meanwhile.
 
@@ -46,7 +41,7 @@ def marked_keys(store: ObjectStore, keys: Iterable[str]) -> set[str]:
         IntegrityError, FormatError, StorageError: a mark cannot be read.
     """
     marked: set[str] = set()
-    for key in filter(is_mark, keys):
+    for key in (key for key in keys if key.endswith(".mark")):
         mark = read_mark(store, key)
         marked |= mark.keys() if mark else set()
     return marked
@@ -55,7 +50,7 @@ def marked_keys(store: ObjectStore, keys: Iterable[str]) -> set[str]:
 def standing_marks(store: ObjectStore) -> list[Mark]:
     """Return every mark. Remove a mark that cannot be read twice: if its gc runs, it finds its mark gone and stops."""
     marks: list[Mark] = []
-    for key in filter(is_mark, [info.key for info in store.list("gc/")]):
+    for key in [info.key for info in store.list("gc/") if info.key.endswith(".mark")]:
         for again in (True, False):
             try:
                 mark = read_mark(store, key)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from ..arrays import Column
-from ..catalog.read_twice import answers
+from ..catalog.read_twice import answers, tried
 from ..chunks.reader import ChunkReader, whole
 from ..context import Context
 from ..engine.cpu import ProvingEngine
@@ -47,28 +47,17 @@ class DamagedPacks:
         self.misbuilt.setdefault(key, set()).add(offset)
 
     def holds(self, key: str, offset: int, length: int, digest: bytes) -> bool:
-        """Return whether the intact blob of a chunk lies there."""
-        if offset in self.misbuilt.get(key, ()):
-            return False
-        if (key, offset) not in self._found:
-            self._found[key, offset] = self._digest(key, offset, length)
-        return self._found[key, offset] == digest
-
-    def _digest(self, key: str, offset: int, length: int) -> bytes:
-        """Return the digest of the blob there; empty: it is damaged, or it could not be read twice.
+        """Return whether the intact blob of a chunk lies there; not if it cannot be read twice.
 
         Raises:
             StorageError: the store does not answer at all, which is no damage.
         """
-        for _ in range(2):
-            try:
-                data = self._store.get_range(key, offset, length)
-                return blob.parse(data, key).digest
-            except DAMAGE:
-                return b""
-            except StorageError:
-                answers(self._store)
-        return b""
+        if offset in self.misbuilt.get(key, ()):
+            return False
+        if (key, offset) not in self._found:
+            found = tried(self._store, lambda: blob.parse(self._store.get_range(key, offset, length), key).digest)
+            self._found[key, offset] = found or b""
+        return self._found[key, offset] == digest
 
     def within(self, m: Manifest) -> Column:
         """Return which references of a manifest point into damaged packs, (k,) bool."""

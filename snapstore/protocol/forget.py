@@ -61,8 +61,7 @@ def forget(
         ("superseded by a later save of its step", [s for s in going if s.id in superseded]),
         ("kept by no policy", [s for s in going if s.id not in superseded]),
     ):
-        if group:
-            forgotten += revisions.forget(context, group, policy=policy, reason=reason)
+        forgotten += revisions.forget(context, group, policy=policy, reason=reason)
     return ForgetResult(kept, sorted(forgotten, key=lambda s: s.seq))
 
 

@@ -10,7 +10,6 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -195,13 +194,10 @@ class LiveBlobs:
         if self._edges:
             self._find_chains()
 
-    def _read(self, ref: ManifestRef) -> Manifest:
-        return manifest.read(self._store, ref, self._digest_seed)
-
     def _tried(self, snapshot: Snapshot, ref: ManifestRef) -> Manifest | None:
         """Return a manifest; None, and note its snapshot as damaged, if it cannot be read."""
         try:
-            m = read_twice(self._store, partial(self._read, ref))
+            m = read_twice(self._store, lambda: manifest.read(self._store, ref, self._digest_seed))
             if (m.table.ref_offsets >> np.uint64(_OFFSET_BITS)).any():
                 raise FormatError(f"{ref.key}: a reference beyond the first TiB of a pack")
         except DAMAGE as error:

@@ -7,15 +7,15 @@ tensors that differ; writes nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import numpy as np
 
 from ..arrays import Bytes
 from ..context import Context
+from ..format.manifest import Manifest
 from ..format.records import Snapshot
 from ..restore.manifests import require_decoding
 from ..state.arrays import as_float64
@@ -86,11 +86,8 @@ def diff(context: Context, a: Snapshot, b: Snapshot) -> DiffResult:
         else:
             pieces = pieces_of(context, before[key]), pieces_of(context, after[key])
             tensors.append(_compare(path, before[key], after[key], pieces))
-    with naming(a):
-        tree_a = decode_tree(context, manifests_a, a.ref)
-    with naming(b):
-        tree_b = decode_tree(context, manifests_b, b.ref)
-    return DiffResult(a, b, tensors, _plain_changes(tree_a, tree_b))
+    plain = _plain_changes(_packed(context, a, manifests_a), _packed(context, b, manifests_b))
+    return DiffResult(a, b, tensors, plain)
 
 
 def _is_read(a: StoredTensor, b: StoredTensor) -> bool:
@@ -142,9 +139,11 @@ def pieces_of(context: Context, stored: StoredTensor) -> Iterator[Bytes]:
         yield left
 
 
-def _plain_changes(a: Any, b: Any) -> list[tuple[str, str, str]]:
+_Packed = dict[Chained, tuple[bytes, str]]
+
+
+def _plain_changes(before: _Packed, after: _Packed) -> list[tuple[str, str, str]]:
     """Return (path, before, after) of plain values that differ; "" is before a new value and after a removed one."""
-    before, after = _packed(a), _packed(b)
     gone = (b"", "")
     return [
         (dotted(p), before.get(p, gone)[1], after.get(p, gone)[1])
@@ -153,11 +152,12 @@ def _plain_changes(a: Any, b: Any) -> list[tuple[str, str, str]]:
     ]
 
 
-def _packed(tree: Any) -> dict[Chained, tuple[bytes, str]]:
+def _packed(context: Context, snapshot: Snapshot, manifests: Sequence[Manifest]) -> _Packed:
     """Return (packed, shown) of every plain value, by path."""
-    values = plain_values(tree)
+    with naming(snapshot):
+        tree = decode_tree(context, manifests, snapshot.ref)
     return {
         path: (msgspec.msgpack.encode(encode_plain(value)), show_value(value))
-        for path, value in values
+        for path, value in plain_values(tree)
         if value is not ELSEWHERE
     }

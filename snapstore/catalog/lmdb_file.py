@@ -60,8 +60,6 @@ class Environment:
         self._use = begin_use(folder)
         try:
             with self._locked():
-                if not self._seal_holds():
-                    self._remove()
                 self._open_lmdb()
         except BaseException:
             end_use(self._use)
@@ -93,7 +91,9 @@ class Environment:
                 end_use(self._use)
 
     def _open_lmdb(self) -> None:
-        """Open the file, drop the items of another repository or schema, and seal it."""
+        """Open the file if its seal holds, else a new one; drop the items of another repository or schema; seal it."""
+        if not self._seal_holds():
+            self._remove()
         self._env = lmdb.open(
             os.fsencode(self._folder),
             map_size=self._limit_bytes,
@@ -122,8 +122,6 @@ class Environment:
         """Open the file that another process has put in place of ours: our seal would not match it."""
         if self._users and self._file_now() != self._file:  # without users this process may have another environment
             self._env.close()
-            if not self._seal_holds():
-                self._remove()
             self._open_lmdb()
 
     @contextmanager

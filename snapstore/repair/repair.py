@@ -230,10 +230,9 @@ class _Repair:
         """Return whether a damaged record can be read now: then no guess replaces it."""
         with suppress(*DAMAGE, StorageError):
             found = records.decode(self._store.get(key), Snapshot, key)
-            if found.key == key:
-                self._know([found])
-                self._report.open.append(f"{key}: could not be read at first and can be read now; check the disk")
-                return True
+            self._know([found])
+            self._report.open.append(f"{key}: could not be read at first and can be read now; check the disk")
+            return True
         return False
 
     def _put(self, record: Snapshot) -> None:

@@ -73,7 +73,7 @@ class Reencoder:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._store, self._engines, self._engine = context.store, context.engines, context.engines.cpu
+        self._store, self._engine = context.store, context.engines.cpu
         self.bytes_read = 0
         self._budget = limits.Budget(context.store)
 

@@ -64,7 +64,7 @@ from ..format.keys import UNKNOWN_RUN, lost_names, quarantined_names
 from ..format.records import ABORTED, COMMITTED, FORGOTTEN, Config, Lost, Quarantine, Session, Snapshot
 from ..protocol import gc, liveness, revisions
 from ..text import strip_hint
-from .heal import Healer, renew_list
+from .heal import Healer, Healing, renew_list
 from .report import RepairAction, RepairResult
 
 log = logging.getLogger("snapstore")
@@ -382,19 +382,9 @@ class _Repair:
         for key, why in self._records.unreadable.items():
             lost[stand_in(key).id] = stand_in(key), why
         for snapshot in chosen:
-            try:
-                done = healer.heal(snapshot) if report.applied else healer.plan(snapshot, view)
-            except CapabilityError as error:  # not lost: another machine may rebuild it
-                report.open.append(f"{snapshot.ref}: cannot be healed here: {strip_hint(error)}")
-                suffered.pop(snapshot.id, None)
-                continue
-            except (*DAMAGE, ConflictError) as error:
-                why = strip_hint(error)
-                report.open.append(f"{snapshot.ref}: could not be healed now, repair again: {why}")
-                suffered.pop(snapshot.id, None)  # neither healed nor lost: lost snapshots may be dropped
-                continue
+            done = self._heal_one(healer, snapshot, view)
             if done is None:
-                suffered.pop(snapshot.id, None)
+                suffered.pop(snapshot.id, None)  # neither healed nor lost: lost snapshots may be dropped
                 continue
             ruling[snapshot.id] = done.snapshot
             if done.elsewhere or done.copied:
@@ -416,6 +406,16 @@ class _Repair:
         report.lost = sorted(lost.values(), key=lambda found: (found[0].run, found[0].seq, found[0].step, found[0].id))
         whole = [ruling[name] for name in suffered.keys() - lost.keys() if name in ruling]
         report.healed = sorted((s for s in whole if s.state in _STATES), key=lambda s: (s.run, s.seq, s.id))
+
+    def _heal_one(self, healer: Healer, snapshot: Snapshot, view: View) -> Healing | None:
+        """Heal a snapshot, or plan it; return None if it needs no healing any more, or cannot be healed now."""
+        try:
+            return healer.heal(snapshot) if self._report.applied else healer.plan(snapshot, view)
+        except CapabilityError as error:  # not lost: another machine may rebuild it
+            self._report.open.append(f"{snapshot.ref}: cannot be healed here: {strip_hint(error)}")
+        except (*DAMAGE, ConflictError) as error:
+            self._report.open.append(f"{snapshot.ref}: could not be healed now, repair again: {strip_hint(error)}")
+        return None
 
     def _renew_lists(self) -> None:
         """Write lists of manifests again that are missing or damaged, unless their snapshots were healed just now."""

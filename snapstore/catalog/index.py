@@ -112,23 +112,14 @@ class Index:
 
     Args:
         limit_bytes: of the LMDB map.
-        digest_seed: of the repository, as it was opened; None: not known.
         temporary: remove the folder on closing.
     """
 
     def __init__(
-        self,
-        store: ObjectStore,
-        uuid: str,
-        folder: Path,
-        *,
-        limit_bytes: int = MAP_BYTES,
-        digest_seed: int | None = None,
-        temporary: bool = False,
+        self, store: ObjectStore, uuid: str, folder: Path, *, limit_bytes: int = MAP_BYTES, temporary: bool = False
     ) -> None:
         self._store, self.uuid, self.folder, self._limit_bytes = store, uuid, folder, limit_bytes
-        self.digest_seed, self.temporary = digest_seed, temporary
-        self._pid = os.getpid()
+        self._pid, self.temporary = os.getpid(), temporary
         self._lock = threading.RLock()
         self._records: dict[str, _Record] = {}
         self._pauses: dict[str, _Pause] = {}
@@ -464,9 +455,7 @@ def open_index(store: ObjectStore, config: Config, *, reconstructed: bool) -> In
     folder, temporary = folder_for(store, config.uuid)
     if reconstructed and not temporary:
         folder, temporary = _temporary_folder(), True
-    index = Index(
-        store, config.uuid, folder, limit_bytes=MAP_BYTES, digest_seed=config.digest_seed, temporary=temporary
-    )
+    index = Index(store, config.uuid, folder, limit_bytes=MAP_BYTES, temporary=temporary)
     if not temporary:
         shrink()
     return index

@@ -157,7 +157,7 @@ class Claim(Putter):
         """Announce the session. Not the constructor does: nothing would end it after a Ctrl-C between the two."""
         try:
             config = self._same_repository.enter_context(confirmed(self._context))
-            if config is not None and self._context.index.digest_seed not in (None, config.digest_seed):
+            if config is not None and config.digest_seed != self._context.config.digest_seed:
                 raise StorageError(
                     f"{self.store.url}: config has another digest seed than when this repository was opened: it was "
                     f"replaced or repaired; nothing was written; open the repository again, then {self.verb} again"

@@ -60,8 +60,8 @@ class Session(Claim):
         """
         refs = [ref for snapshot in view.snapshots() for ref in snapshot.manifests][:1]
         for header in self._index.headers(refs):
-            if self._index.digest_seed is not None and isinstance(header, ManifestHeader):
-                manifest.check_seed(header, self._index.digest_seed, refs[0].key)
+            if isinstance(header, ManifestHeader):
+                manifest.check_seed(header, self._context.config.digest_seed, refs[0].key)
 
     def _choose(self, view: View, marked: set[str] | None) -> None:
         """Set the parent, and as bases it, the run's newest and `also`, unless a mark names one of their packs."""

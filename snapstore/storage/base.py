@@ -239,18 +239,17 @@ def check_prefix(prefix: str) -> None:
         check_key(prefix[:-1])
 
 
-def check_range(key: str, offset: int, length: int) -> None:
-    """Raise InvalidInputError if a number of the range is negative."""
-    if offset < 0 or length < 0:
-        raise InvalidInputError(f"{key} at {offset}+{length}: expected an offset and a length of 0 or more")
-
-
-def memory_for(key: str, length: int, into: memoryview | None) -> memoryview:
-    """Return where a range of `length` bytes goes: `into`, or new memory.
+def range_memory(key: str, url: str, offset: int, length: int, size_bytes: int, into: memoryview | None) -> memoryview:
+    """Return where a range of an object of `size_bytes` goes: `into`, or new memory.
 
     Raises:
-        InvalidInputError: `into` is not a writable, contiguous view of that many bytes.
+        InvalidInputError: A number is negative, or `into` is not a writable, contiguous view of `length` bytes.
+        IntegrityError: The object ends before the range does.
     """
+    if offset < 0 or length < 0:
+        raise InvalidInputError(f"{key} at {offset}+{length}: expected an offset and a length of 0 or more")
+    if offset + length > size_bytes:
+        raise too_short(key, url, offset, length, size_bytes)
     if into is None:
         return np.empty(length, np.uint8).data  # not a bytearray, which is zeroed first
     if into.readonly or not into.c_contiguous or into.format != "B" or into.shape != (length,):

@@ -43,10 +43,9 @@ from .base import (
     check_key,
     check_limit,
     check_prefix,
-    check_range,
     is_component,
-    memory_for,
     not_found,
+    range_memory,
     too_short,
 )
 from .folders import (
@@ -150,10 +149,7 @@ class LocalStore(ObjectStore):
         self, opened: tuple[int, int], key: str, offset: int, length: int, into: memoryview | None
     ) -> memoryview:
         fd, size_bytes = opened
-        check_range(key, offset, length)
-        if offset + length > size_bytes:
-            raise too_short(key, self.url, offset, length, size_bytes)
-        view = memory_for(key, length, into)
+        view = range_memory(key, self.url, offset, length, size_bytes, into)
         done = 0
         while done < length:
             try:

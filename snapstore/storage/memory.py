@@ -25,10 +25,8 @@ from .base import (
     check_key,
     check_limit,
     check_prefix,
-    check_range,
-    memory_for,
     not_found,
-    too_short,
+    range_memory,
 )
 
 _NAMED: dict[str, MemoryStore] = {}
@@ -72,10 +70,7 @@ class MemoryStore(ObjectStore):
     def get_range(self, key: str, offset: int, length: int, into: memoryview | None = None) -> memoryview:
         """Return a copy of a range of `key`; see `ObjectStore.get_range`."""
         data, _ = self._object(key)
-        check_range(key, offset, length)
-        if offset + length > len(data):
-            raise too_short(key, self.url, offset, length, len(data))
-        view = memory_for(key, length, into)
+        view = range_memory(key, self.url, offset, length, len(data), into)
         view[:] = data[offset : offset + length]
         return view
 

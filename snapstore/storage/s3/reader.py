@@ -15,7 +15,7 @@ import numpy as np
 
 from ...errors import SnapstoreError, StorageError
 from ...threads import Threads
-from ..base import GET_LIMIT_BYTES, check_key, check_limit, check_range, memory_for, too_short
+from ..base import GET_LIMIT_BYTES, check_key, check_limit, range_memory, too_short
 from .deadline import SLOWEST_BYTES_PER_S
 from .failures import Failure, guarded, pause, status_of
 from .requests import Answer, Requests
@@ -62,10 +62,8 @@ class Reader:
     def get_range(self, key: str, offset: int, length: int, into: memoryview | None = None) -> memoryview:
         """Return a range of `key`, a long one by several requests at once; see `ObjectStore.get_range`."""
         check_key(key)
-        if offset < 0 or length < 0:
-            self._requests.stat(key)  # that the object is missing is the more important error
-        check_range(key, offset, length)
-        pieces = split_range(length) if offset + length <= STAT_FIRST_BYTES else []
+        # A range that cannot be is left to `range_memory`: that the object is missing is the more important error.
+        pieces = split_range(length) if 0 <= offset <= STAT_FIRST_BYTES - length else []
         last: Answer | None = None  # the answer to the last piece; it has the object's size, before memory is filled
         with self._requests.failures(key, "read"):
             if pieces:
@@ -73,9 +71,7 @@ class Reader:
             else:
                 size_bytes = self._requests.stat(key).size_bytes
             try:
-                if offset + length > size_bytes:
-                    raise too_short(key, self._requests.url, offset, length, size_bytes)
-                view = memory_for(key, length, into)
+                view = range_memory(key, self._requests.url, offset, length, size_bytes, into)
                 self._read_pieces(key, offset, view, size_bytes, last)
             finally:
                 if last is not None:

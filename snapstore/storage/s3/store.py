@@ -52,7 +52,6 @@ from ..base import (
     check_key,
     check_prefix,
     is_key,
-    sizes_one_by_one,
 )
 from .client import Body, check_storage_class, parse_url
 from .failures import Failure, guarded, pause, refused, safe_code, status_of
@@ -254,13 +253,12 @@ class S3Store(Reader, ObjectStore):
     def sizes(self, keys: Collection[str]) -> dict[str, int]:
         """Return the size of each key that has an object; a short listing of their common folder gives several."""
         if len(keys) <= 1:
-            return sizes_one_by_one(self, keys)
+            return super().sizes(keys)
         folder = posixpath.commonpath(keys)
         wanted, listing = set(keys), self.list(folder and f"{folder}/")
         found = {info.key: info.size_bytes for info in islice(listing, LISTED_FOR_SIZES) if info.key in wanted}
         if next(listing, None) is not None:
-            rest = [[key] for key in wanted - found.keys()]
-            for sizes in self._threads.start(lambda keys: sizes_one_by_one(self, keys), rest)() if rest else ():
+            for sizes in self._threads.start(super().sizes, [[key] for key in wanted - found.keys()])():
                 found |= sizes
         return found
 

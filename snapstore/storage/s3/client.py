@@ -66,7 +66,8 @@ def parse_url(url: str) -> BucketUrl:
     """Parse `s3://bucket[/prefix][?storage_class=NAME]`.
 
     Raises:
-        InvalidInputError: It is not such a URL. The error repeats nothing of a URL that may hold credentials.
+        InvalidInputError: It is not such a URL, or objects of its class cannot be read at once. The error repeats
+            nothing of a URL that may hold credentials.
     """
     try:
         parts = guarded(urlsplit, url)
@@ -87,28 +88,19 @@ def parse_url(url: str) -> BucketUrl:
             "letters, digits and '._=+@-', joined by '/'"
         )
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
-    storage_class = options.pop("storage_class", None)
+    name = options.pop("storage_class", None)
     if options:
         raise InvalidInputError(f"s3://{parts.netloc}: unknown options after '?'; expected storage_class only")
-    return BucketUrl(parts.netloc, f"{prefix}/" if prefix else "", check_storage_class(storage_class))
-
-
-def _is_prefix_component(name: str) -> bool:
-    return bool(_PREFIX_COMPONENT.fullmatch(name)) and name.strip(".") != ""
-
-
-def check_storage_class(name: str | None) -> str | None:
-    """Return the name of a storage class after checking that packs may have it.
-
-    Raises:
-        InvalidInputError: It is not valid, or its objects cannot be read at once.
-    """
     if name is not None and (name in _FROZEN or not _STORAGE_CLASS.fullmatch(name)):
         raise InvalidInputError(
             f"storage_class {name!r}: expected a class whose objects can be read at once, such as STANDARD_IA, "
             "INTELLIGENT_TIERING or GLACIER_IR"
         )
-    return name
+    return BucketUrl(parts.netloc, f"{prefix}/" if prefix else "", name)
+
+
+def _is_prefix_component(name: str) -> bool:
+    return bool(_PREFIX_COMPONENT.fullmatch(name)) and name.strip(".") != ""
 
 
 def make_client(*, connections: int, connect_timeout_s: float, read_timeout_s: float) -> S3Client:

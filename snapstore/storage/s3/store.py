@@ -53,7 +53,7 @@ from ..base import (
     check_prefix,
     is_key,
 )
-from .client import Body, check_storage_class, parse_url
+from .client import Body, parse_url
 from .failures import Failure, guarded, pause, refused, safe_code, status_of
 from .lock_files import LivenessLocks
 from .reader import Reader
@@ -88,7 +88,6 @@ class S3Store(Reader, ObjectStore):
 
     Args:
         url: `s3://bucket[/prefix][?storage_class=NAME]`; everything else is the standard AWS configuration.
-        storage_class: The storage class of packs, as in the URL.
         connect_timeout_s, read_timeout_s, attempts: When a request fails.
 
     Raises:
@@ -102,13 +101,12 @@ class S3Store(Reader, ObjectStore):
         self,
         url: str,
         *,
-        storage_class: str | None = None,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         read_timeout_s: float = READ_TIMEOUT_S,
         attempts: int = ATTEMPTS,
     ) -> None:
         where = parse_url(url)
-        self._storage_class = check_storage_class(storage_class) or where.storage_class
+        self._storage_class = where.storage_class
         self._threads, self._read_timeout_s = Threads(READERS), read_timeout_s
         when_dropped(self, self._threads.close).atexit = False  # the interpreter's exit does not wait for a server
         self._use(

@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import TypeVar
 
@@ -131,33 +132,22 @@ def run_with_timeout(work: Callable[[], T], seconds: float, discard: Callable[[T
     Raises:
         TimeoutError: `work` takes longer; its thread goes on alone.
     """
-    lock, done = threading.Lock(), threading.Event()
-    results: list[T] = []
-    failures: list[BaseException] = []
-    left = False
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
-            result = work()
+            future.set_result(work())
         except BaseException as error:  # noqa: BLE001 - raised in the waiting thread
-            failures.append(error)
-        else:
-            with lock:
-                results.append(result)
-                late = left
-            if late:
-                discard(result)
-        done.set()
+            future.set_exception(error)
 
     try:
         threading.Thread(target=run, name="snapstore-timeout", daemon=True).start()
     except RuntimeError:  # at exit no thread can start
         return work()
-    done.wait(seconds)
-    with lock:
-        left = True
-        if results:
-            return results[0]
-    if failures:
-        raise failures.pop()
-    raise TimeoutError(f"took longer than {seconds:.0f} s")
+    if not wait([future], seconds).done:
+        future.add_done_callback(lambda late: late.exception() or discard(late.result()))
+        raise TimeoutError(f"took longer than {seconds:.0f} s")
+    try:
+        return future.result()
+    finally:
+        future = Future()  # a failure holds this frame; it must not hold itself, and with it the bytes of its request

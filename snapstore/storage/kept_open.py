@@ -24,7 +24,6 @@ class _File:
     fd: int
     size_bytes: int
     users: int = 0
-    is_stale: bool = False
 
 
 class KeptOpen:
@@ -38,7 +37,6 @@ class KeptOpen:
     def __init__(self, open_file: Callable[[str], tuple[int, int]], read_range: Callable[..., object]) -> None:
         self._open_file, self._read_range = open_file, read_range
         self._files: OrderedDict[str, _File] = OrderedDict()  # the one that was used last at the end
-        self._stale: list[_File] = []
         self._lock = threading.Lock()
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._most_unused = MOST_UNUSED if most == resource.RLIM_INFINITY else min(MOST_UNUSED, most // ONE_IN)
@@ -60,11 +58,15 @@ class KeptOpen:
             for offset, memory in zip(offsets, into, strict=True):
                 self._read_range((file.fd, file.size_bytes), key, offset, len(memory), memory)
         except StorageError as error:
-            file.is_stale = is_stale(error.__cause__)
+            with self._lock:
+                if is_stale(error.__cause__) and self._files.get(key) is file:
+                    del self._files[key]
             raise
         finally:
             with self._lock:
                 file.users -= 1
+                if not file.users and self._files.get(key) is not file:
+                    os.close(file.fd)
             self._close_unused(self._most_unused)
 
     def _open(self, key: str) -> _File:
@@ -85,10 +87,6 @@ class KeptOpen:
         """Return the file of a key, for one more user; `new` if there is none yet, else it is closed."""
         with self._lock:
             file = self._files.get(key, new)
-            if file is not None and file.is_stale:
-                self._stale.append(file)
-                del self._files[key]
-                file = new
             if file is None:
                 return None
             file.users += 1
@@ -99,16 +97,13 @@ class KeptOpen:
         return file
 
     def _close_unused(self, most: int) -> None:
-        """Close the files that were used longest ago, until at most so many are unused, and all stale ones."""
+        """Close the files that were used longest ago, until at most so many are unused."""
         with self._lock:
-            if len(self._files) <= most and not self._stale:
+            if len(self._files) <= most:
                 return
             unused = [key for key, file in self._files.items() if not file.users]
             for key in unused[: max(0, len(unused) - most)]:
                 os.close(self._files.pop(key).fd)
-            for file in [file for file in self._stale if not file.users]:
-                self._stale.remove(file)
-                os.close(file.fd)
 
     def close(self) -> None:
         """Close all files; one that a thread still reads is closed as soon as it has ended."""

@@ -1007,9 +1007,9 @@ def test_a_file_that_another_host_has_deleted(store, monkeypatch, again):
     (key,), before, stale, real = put_keys(store, 1), open_files(), set(), os.preadv
 
     def preadv(fd, buffers, offset):
-        if fd in stale:
+        if os.fstat(fd).st_ino in stale:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        used.add(fd)
+        used.add(os.fstat(fd).st_ino)
         return real(fd, buffers, offset)
 
     used = set()

@@ -102,8 +102,8 @@ class LocalStore(ObjectStore):
     @contextmanager
     def pinned(self) -> Iterator[None]:
         """Raise in every operation if another folder takes this one's place; see `ObjectStore.pinned`."""
-        with self._failures("/", "open"), self._rooted() as root:
-            pin = identity(os.fstat(root))
+        with self._failures("/", "open"):
+            pin = self._root_identity()
         self._pins.append(pin)
         try:
             yield
@@ -411,7 +411,9 @@ class LocalStore(ObjectStore):
         try:
             root = open_root(self._root)
         except _GONE as error:
-            raise self._no_root() from error
+            raise StorageError(
+                f"{self.url}: expected a directory, found none; mount it, or make it with 'snapstore init'"
+            ) from error
         if self._pins and any(pin != identity(os.fstat(root)) for pin in tuple(self._pins)):
             os.close(root)
             raise StorageError(
@@ -421,17 +423,9 @@ class LocalStore(ObjectStore):
         return root
 
     def _root_identity(self) -> Identity:
-        """Return device and inode of the root as it is now."""
-        try:
-            status = self._root.stat()
-        except _GONE as error:
-            raise self._no_root() from error
-        if not stat.S_ISDIR(status.st_mode):
-            raise self._no_root()
-        return identity(status)
-
-    def _no_root(self) -> StorageError:
-        return StorageError(f"{self.url}: expected a directory, found none; mount it, or make it with 'snapstore init'")
+        """Return device and inode of the root as it is now; see `_open_root`."""
+        with self._rooted() as root:
+            return identity(stat_entry(root, ".", "/"))
 
     @contextmanager
     def _failures(self, key: str, verb: str) -> Iterator[None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -193,13 +194,9 @@ def _zfs_cache(root: Path) -> int:
 
 def _resources(root: Path) -> Iterator[int]:
     """Yield what `ulimit -v` and `ulimit -d` leave [bytes]."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return
     used = [int(word) * resource.getpagesize() for word in " ".join(_lines(root / "proc/self/statm")).split()]
-    for name, at in (("RLIMIT_AS", 0), ("RLIMIT_DATA", 5)):
-        soft = resource.getrlimit(getattr(resource, name))[0]
+    for which, at in ((resource.RLIMIT_AS, 0), (resource.RLIMIT_DATA, 5)):
+        soft = resource.getrlimit(which)[0]
         if soft != resource.RLIM_INFINITY and len(used) > at:
             yield soft - used[at]
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +33,7 @@ from .codec_choice import NOISE, REPEATS, RUNS, plane_kinds
 from .codecs import deflate, sparse, zstd
 from .hashing import checksum
 
-HEADER = struct.Struct("<4sHHQBBBBIII8sII16s16s")
+HEADER = struct.Struct("<4sHHQBBBxIII8sI4x16s16s")
 MAGIC = b"SNBL"
 VERSION = 1
 FULL, DIFFERENCE = 0, 1
@@ -92,13 +93,11 @@ class Header(NamedTuple):
     transform: int
     element_size: int
     layout: int
-    unused_byte: int
     raw_bytes: int
     payload_bytes: int
     block_bytes: int
     codecs: bytes
     blocks: int
-    unused_word: int
     digest: bytes
     base: bytes
     block_lengths: tuple[int, ...] = ()
@@ -197,13 +196,11 @@ def _assemble(
         FULL if base is None else DIFFERENCE,
         element_size,
         layout,
-        0,
         raw_bytes,
         sum(map(len, payload)),
         codecs.BLOCK_BYTES,
         codec_ids.ljust(8, b"\0"),
         len(block_lengths),
-        0,
         chunk_digest,
         base or NO_BASE,
     )
@@ -391,20 +388,15 @@ def entry(blob: memoryview, offset: int) -> bytes:
 
 def stored_plane_bytes(blob: memoryview) -> list[int]:
     """Return the stored lengths of planes 0 to 7 of a blob from `encode`, zero beyond its element size."""
-    _, _, _, _, _, element_size, _, _, raw_bytes, _, block_bytes, codec_ids, count, *_ = HEADER.unpack_from(blob)
+    _, _, _, _, _, element_size, _, raw_bytes, _, block_bytes, codec_ids, count, *_ = HEADER.unpack_from(blob)
     if codec_ids[0] == codecs.SPARSE:  # one payload for all planes
         return [len(blob) - HEADER.size - 4 * count] + [0] * 7
-    lengths = struct.unpack_from(f"<{count}I", blob, HEADER.size)
     plane_bytes = raw_bytes // element_size
     blocks = -(-plane_bytes // block_bytes)
-    stored, entry = [0] * 8, 0
-    for k in range(element_size):
-        if codec_ids[k] == codecs.RAW:
-            stored[k] = plane_bytes
-        else:
-            stored[k] = sum(lengths[entry : entry + blocks])
-            entry += blocks
-    return stored
+    lengths = iter(struct.unpack_from(f"<{count}I", blob, HEADER.size))
+    used = codec_ids[:element_size]
+    stored = [plane_bytes if codec == codecs.RAW else sum(islice(lengths, blocks)) for codec in used]
+    return stored + [0] * (8 - element_size)
 
 
 def stored_planes(blob: memoryview, header: Header, where: str) -> Iterator[tuple[int, list[memoryview]]]:

@@ -102,6 +102,8 @@ def forge_blob(source, chunk_digest, base, element_size=1):
     return bytes(blob.encode(source, element_size, planes.BYTES, statistics, chunk_digest, base, out))
 
 
+#: `blob.HEADER`, with the two fields that a reader ignores.
+HEADER = struct.Struct("<4sHHQBBBBIII8sII16s16s")
 FIELDS = (
     "magic", "version", "zero", "check", "transform", "element_size", "layout", "zero2", "raw_bytes", "payload_bytes",
     "block_bytes", "codecs", "count", "zero3", "digest", "base",
@@ -110,15 +112,15 @@ FIELDS = (
 
 def rewrite(data, **changes):
     """A blob with other header fields and a checksum that holds."""
-    fields = dict(zip(FIELDS, blob.HEADER.unpack_from(data), strict=True)) | changes
-    out = bytearray(blob.HEADER.pack(*(fields[name] for name in FIELDS)) + data[blob.HEADER.size :])
+    fields = dict(zip(FIELDS, HEADER.unpack_from(data), strict=True)) | changes
+    out = bytearray(HEADER.pack(*(fields[name] for name in FIELDS)) + data[HEADER.size :])
     struct.pack_into("<Q", out, 8, checksum(bytes(out[16:])))
     return bytes(out)
 
 
 def coded_blob(chunk, codec, block, **changes):
     """A blob of one plane in one block of a codec, whatever the block holds."""
-    head = blob.HEADER.pack(
+    head = HEADER.pack(
         blob.MAGIC, 1, 0, 0, 0, 1, 0, 0, chunk.size, len(block), 65536, bytes([codec]).ljust(8, b"\0"), 1, 0,
         digest(chunk), bytes(16),
     )  # fmt: skip

@@ -223,10 +223,7 @@ class Body:
         return self._at
 
 
-_SignerOfS3: Any = auth.S3SigV4Auth  # the stubs lack what is overridden
-
-
-class _SignerOfHashedBodies(_SignerOfS3):  # type: ignore[misc]
+class _SignerOfHashedBodies(auth.S3SigV4Auth):
     """botocore's signer for S3, except that it does not hash a `Body` again, whose SHA-256 is known.
 
     Over plain HTTP the signature covers the body. If the hash were wrong, the server would refuse the request.
@@ -234,7 +231,7 @@ class _SignerOfHashedBodies(_SignerOfS3):  # type: ignore[misc]
 
     def payload(self, request: Any) -> str:
         known: str | None = getattr(request.body, "sha256", None)
-        if known is not None and self._should_sha256_sign_payload(request):
+        if known is not None and self._should_sha256_sign_payload(request):  # type: ignore[attr-defined]
             return known
         return str(super().payload(request))
 

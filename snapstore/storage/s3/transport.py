@@ -136,25 +136,19 @@ class _Pool:
         super()._put_conn(conn)  # type: ignore[misc]
 
 
-_Plain: Any = awsrequest.AWSHTTPConnection
-_Secure: Any = awsrequest.AWSHTTPSConnection
-_PlainPool: Any = awsrequest.AWSHTTPConnectionPool
-_SecurePool: Any = awsrequest.AWSHTTPSConnectionPool
-
-
-class _PlainConnection(_DeadlineConnection, _Plain):  # type: ignore[misc]
+class _PlainConnection(_DeadlineConnection, awsrequest.AWSHTTPConnection):  # type: ignore[misc]
     pass
 
 
-class _SecureConnection(_DeadlineConnection, _Secure):  # type: ignore[misc]
+class _SecureConnection(_DeadlineConnection, awsrequest.AWSHTTPSConnection):  # type: ignore[misc]
     pass
 
 
-class _Pools(_Pool, _PlainPool):  # type: ignore[misc]
+class _Pools(_Pool, awsrequest.AWSHTTPConnectionPool):
     ConnectionCls = _PlainConnection
 
 
-class _SecurePools(_Pool, _SecurePool):  # type: ignore[misc]
+class _SecurePools(_Pool, awsrequest.AWSHTTPSConnectionPool):
     ConnectionCls = _SecureConnection
 
 

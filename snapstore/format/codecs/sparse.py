@@ -56,10 +56,6 @@ SAMPLED = 61
 #: Stored bytes that another frame costs: its header, and the table of its Huffman code per symbol.
 FRAME_BYTES, SYMBOL_BYTES = 20.0, 0.45
 
-Words = npt.NDArray[np.uint64]
-#: The lowest 0 to 8 bytes of a word.
-_LOWEST_BYTES = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)
-
 
 @dataclass(frozen=True, slots=True)
 class Encoded:

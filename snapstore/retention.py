@@ -84,16 +84,20 @@ class Decision(Generic[S]):
 
 
 @dataclass(frozen=True, repr=False)
-class KeepLast(Policy):
-    """Keep the `n` newest steps."""
+class _KeepCount(Policy):
+    """Keep `n` of something."""
 
     n: int
 
     def __post_init__(self) -> None:
-        _at_least_one("KeepLast", "n", self.n)
+        _at_least_one(type(self).__name__, "n", self.n)
 
     def __repr__(self) -> str:
-        return f"KeepLast({self.n})"
+        return f"{type(self).__name__}({self.n})"
+
+
+class KeepLast(_KeepCount):
+    """Keep the `n` newest steps."""
 
     def reasons(self, current: Sequence[SnapshotLike]) -> Reasons:
         """Name the first `n`."""
@@ -203,19 +207,11 @@ class KeepWithin(Policy):
         return {snapshot.id: f"within {self.duration}" for snapshot in current if snapshot.created >= oldest}
 
 
-@dataclass(frozen=True, repr=False)
-class _KeepPeriodic(Policy):
+class _KeepPeriodic(_KeepCount):
     """Keep the newest snapshot of each of the last `n` calendar periods (UTC) that have any."""
 
-    n: int
     #: For `format`: times of one period give one text, which is also the reason.
     period: ClassVar[str]
-
-    def __post_init__(self) -> None:
-        _at_least_one(type(self).__name__, "n", self.n)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.n})"
 
     def reasons(self, current: Sequence[SnapshotLike]) -> Reasons:
         """Name the newest snapshot of each of the first `n` periods met on the way from newest to oldest.

@@ -139,7 +139,7 @@ class TensorReader:
         self.others = self._opened.others
         if device is not None and any(family(spec.kind) == "tensor" for _, spec in self.specs):
             require_device(device)
-        most = max((sum(self._spec(slot).nbytes for _, slot in group) for group in self._groups), default=0)
+        most = max((sum(self._opened.spec(slot).nbytes for _, slot in group) for group in self._groups), default=0)
         limits.require_memory(most, f"{self.snapshot.ref}: reading its largest tensor")
         require_decoding_of(context, self._overlaps, f"{self.snapshot.ref}: restoring")
 
@@ -150,15 +150,12 @@ class TensorReader:
         wants = dict.fromkeys(Want(slot.part, slot.index) for group in self._groups for _, slot in group)
         self._overlaps: dict[Want, list[Overlap]] = opened.sources.overlaps(wants)
 
-    def _spec(self, slot: Slot) -> TensorSpec:
-        return self._opened.spec(slot)
-
     def _grouped(self, sources: Sequence[list[Named]]) -> Iterator[list[Named]]:
         """Yield the paths and slots of stored tensors, in groups that are read together."""
         group: list[Named] = []
         size = 0
         for named in sources:
-            nbytes = self._spec(named[0][1]).nbytes
+            nbytes = self._opened.spec(named[0][1]).nbytes
             if group and size + nbytes > self._context.engines.cpu.decode_bytes:
                 yield group
                 group, size = [], 0

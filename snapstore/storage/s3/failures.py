@@ -58,11 +58,6 @@ class Failure(Exception):  # noqa: N818 - never raised to users: it is the cause
     def __str__(self) -> str:
         return f"{self.name}, HTTP status {self.status}: {self.code}" if self.status else self.name
 
-    @property
-    def is_missing(self) -> bool:
-        """Whether the server says that the object is missing; any other 404 may come from a proxy."""
-        return self.status == 404 and self.code == "NoSuchKey"
-
     def as_error(self, what: str) -> SnapstoreError:
         """Return the error to raise; `what` names the thing and the action."""
         if self.status:

@@ -151,8 +151,8 @@ class Requests:
         try:
             yield
         except Failure as failure:
-            if failure.is_missing and verb != "write":
-                raise not_found(key, self.url) from failure
+            if failure.status == 404 and failure.code == "NoSuchKey" and verb != "write":
+                raise not_found(key, self.url) from failure  # any other 404 may come from a proxy
             raise failure.as_error(f"{key} in {self.url}: cannot {verb}") from failure
 
 

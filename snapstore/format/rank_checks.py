@@ -7,6 +7,7 @@ the ranks (docs/format.md, "Several ranks").
 from __future__ import annotations
 
 import secrets
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
@@ -53,7 +54,7 @@ class Cover:
     """
 
     def __init__(self, shapes: Iterable[Sequence[int]]) -> None:
-        self._points: list[dict[int, int]] = []
+        self._points = defaultdict[int, defaultdict[int, int]](lambda: defaultdict(lambda: secrets.randbelow(_PRIME)))
         self._left = [self._product([0] * len(shape), shape) for shape in shapes]
 
     def add(self, tensor: int, offsets: Sequence[int], sizes: Sequence[int]) -> None:
@@ -67,16 +68,9 @@ class Cover:
     def _product(self, offsets: Sequence[int], sizes: Sequence[int]) -> int:
         product = 1
         for dimension, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
-            product = product * (self._point(dimension, start + size) - self._point(dimension, start)) % _PRIME
+            points = self._points[dimension]
+            product = product * (points[start + size] - points[start]) % _PRIME
         return product
-
-    def _point(self, dimension: int, at: int) -> int:
-        while len(self._points) <= dimension:
-            self._points.append({})
-        points = self._points[dimension]
-        if at not in points:
-            points[at] = secrets.randbelow(_PRIME)
-        return points[at]
 
 
 def entries_by_path(root: Manifest) -> dict[bytes, list[int]]:

@@ -94,10 +94,8 @@ class Verifier:
 
     def close(self) -> None:
         """Wait for the batch that was begun, and ignore its result; nothing reads or writes its memory any more."""
-        wait, self._wait = self._wait, None
-        if wait is not None:
-            with suppress(Exception):
-                wait()
+        with suppress(Exception):
+            self.finish()
 
 
 def _copied(encoded: Encoded, chosen: Column) -> tuple[Bytes, Column]:

@@ -94,12 +94,10 @@ class ChunkTable:
     @property
     def chain_bytes(self) -> npt.NDArray[np.int64]:
         """Return the stored bytes that rebuilding every chunk reads, (n,)."""
-        if not len(self):
-            return np.zeros(0, np.int64)
         return np.add.reduceat(self.ref_lengths, self.starts[:-1], dtype=np.int64)
 
     def chain_bytes_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return `chain_bytes` of one or more chunks."""
+        """Return `chain_bytes` of these chunks."""
         counts = self.ref_counts[rows].astype(np.int64)
         return np.add.reduceat(self.ref_lengths[self.refs_of(rows)], np.cumsum(counts) - counts, dtype=np.int64)
 

@@ -229,14 +229,14 @@ def plan_reads(packs: Column, offsets: Column, lengths: Column) -> tuple[list[Re
     wanted_bytes = int((end - start)[~is_repeated].sum())
     begins[1:] = ~(same_pack & _joined(start[1:] - end[:-1], same_pack, wanted_bytes))
     first = np.flatnonzero(begins)
-    for i in np.flatnonzero(_reach(end, first) - start[first] > JOIN_MAX_BYTES).tolist():
+    for i in np.flatnonzero(np.maximum.reduceat(end, first) - start[first] > JOIN_MAX_BYTES).tolist():
         at, last = int(first[i]), int(first[i + 1]) if i + 1 < len(first) else len(order)
         while at < last:
             begins[at] = True
             within = np.searchsorted(np.maximum.accumulate(end[at:last]), start[at] + JOIN_MAX_BYTES, "right")
             at += max(1, int(within))
     first = np.flatnonzero(begins)
-    sizes = _reach(end, first) - start[first]
+    sizes = np.maximum.reduceat(end, first) - start[first]
     before = np.cumsum(sizes) - sizes
     columns = (pack[first], start[first], sizes, before)
     read = np.cumsum(begins) - 1
@@ -277,9 +277,3 @@ def _joined(gaps: Column, same_pack: Column, wanted_bytes: int) -> Column:
     wide = wide[np.argsort(gaps[wide], kind="stable")]
     joined[wide[np.cumsum(gaps[wide]) <= WIDE_GAPS_SHARE * wanted_bytes]] = True
     return joined
-
-
-def _reach(ends: Column, first: Column) -> Column:
-    """Return the last end of each run of ranges; a run begins at each number in `first`."""
-    reach: Column = np.maximum.reduceat(ends, first) if len(first) else ends
-    return reach

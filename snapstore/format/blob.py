@@ -168,11 +168,10 @@ def encode_sparse(
     Returns:
         The blob, which is the beginning of `out`, or None if it is too large.
     """
-    encoded = sparse.encode(difference, base, element_size, layout, codecs.BLOCK_BYTES)
-    lengths = encoded.frame_lengths
-    if HEADER.size + 4 * len(lengths) + sum(map(len, encoded.pieces)) >= min(max_bytes, out.size):
+    pieces, lengths = sparse.encode(difference, base, element_size, layout, codecs.BLOCK_BYTES)
+    if HEADER.size + 4 * len(lengths) + sum(map(len, pieces)) >= min(max_bytes, out.size):
         return None
-    return _assemble((base.size, element_size, layout, bytes([codecs.SPARSE])), encoded.pieces, lengths, digests, out)
+    return _assemble((base.size, element_size, layout, bytes([codecs.SPARSE])), pieces, lengths, digests, out)
 
 
 def _assemble(

@@ -403,8 +403,8 @@ def sparse_blob(payload, lengths, chunk, base, size, layout):
 def sparse_payload(chunk, base, size, layout):
     difference = np.empty_like(chunk)
     planes.difference(chunk, base, size, difference)
-    encoded = sparse.encode(difference, base, size, layout, codecs.BLOCK_BYTES)
-    return b"".join(encoded.pieces), encoded.frame_lengths
+    pieces, frame_lengths = sparse.encode(difference, base, size, layout, codecs.BLOCK_BYTES)
+    return b"".join(pieces), frame_lengths
 
 
 @pytest.fixture

@@ -29,8 +29,8 @@ BLOCK = codecs.BLOCK_BYTES
 def payload_of(base, chunk, size, layout, block_bytes=BLOCK):
     difference = np.empty_like(chunk)
     planes.difference(chunk, base, size, difference)
-    encoded = sparse.encode(difference, base, size, layout, block_bytes)
-    return b"".join(encoded.pieces), encoded.frame_lengths
+    pieces, frame_lengths = sparse.encode(difference, base, size, layout, block_bytes)
+    return b"".join(pieces), frame_lengths
 
 
 def applied(payload, frame_lengths, base, size, layout, block_bytes=BLOCK):

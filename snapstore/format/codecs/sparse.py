@@ -57,20 +57,14 @@ SAMPLED = 61
 FRAME_BYTES, SYMBOL_BYTES = 20.0, 0.45
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """A payload in pieces, and the stored lengths of its frames."""
-
-    pieces: list[bytes]
-    frame_lengths: list[int]
-
-
 def worth_trying(changed: Any, elements: Any) -> Any:
     """Return whether a delta that changes so many of its elements may be smaller as gaps; numbers or arrays."""
     return (changed <= TRIED_BELOW_SHARE * elements) & (elements <= MAX_ELEMENTS)
 
 
-def encode(difference: Bytes, base: Bytes, element_size: int, layout: int, block_bytes: int) -> Encoded:
+def encode(
+    difference: Bytes, base: Bytes, element_size: int, layout: int, block_bytes: int
+) -> tuple[list[bytes], list[int]]:
     """Encode a difference from a base of the same length.
 
     Args:
@@ -79,6 +73,9 @@ def encode(difference: Bytes, base: Bytes, element_size: int, layout: int, block
         element_size: 1, 2, 4 or 8.
         layout: planes.ROTATED for floats, which are grouped by exponent, else planes.BYTES.
         block_bytes: the most symbols of a frame.
+
+    Returns:
+        The payload in pieces, and the stored lengths of its frames.
     """
     zigzag, before = (array.view(f"u{element_size}") for array in (difference, base))
     keys = keys_of(before, layout)
@@ -101,7 +98,7 @@ def encode(difference: Bytes, base: Bytes, element_size: int, layout: int, block
     frames = _encode_frames(groups, block_bytes)
     table = np.array([tuple(group.row) for group in groups], GROUP)
     low = [part for group in groups for part in group.low]
-    return Encoded([COUNT.pack(len(groups)), table.tobytes(), *frames, *low], [len(frame) for frame in frames])
+    return [COUNT.pack(len(groups)), table.tobytes(), *frames, *low], [len(frame) for frame in frames]
 
 
 def _last_keys(changed: Column, sampled: Column) -> list[int]:

@@ -216,23 +216,16 @@ def is_component(name: str) -> bool:
 def is_key(key: str) -> bool:
     """Return whether `key` is valid."""
     components = key.split("/")
-    return _are_components(components) and components[0] not in RESERVED
-
-
-def _are_components(names: Sequence[str]) -> bool:
-    return len(names) <= MAX_LEVELS and all(map(is_component, names))
+    return len(components) <= MAX_LEVELS and all(map(is_component, components)) and components[0] not in RESERVED
 
 
 def check_key(key: str) -> None:
     """Raise InvalidInputError unless `key` is valid; every backend calls this first."""
-    components = key.split("/")
-    if not _are_components(components):
+    if not is_key(key):
         raise InvalidInputError(
             f"{key!r}: not a key, expected at most {MAX_LEVELS} names joined by '/', each of at most 255 letters, "
-            "digits, '.', '_' and '-', with a letter or digit first"
+            "digits, '.', '_' and '-', with a letter or digit first; as the first name, 'index' and 'tmp' are reserved"
         )
-    if components[0] in RESERVED:
-        raise InvalidInputError(f"{key!r}: not a key, {components[0]!r} is reserved")
 
 
 def check_prefix(prefix: str) -> None:

@@ -125,10 +125,9 @@ _NO_NUMBERS = np.empty(0, np.int64)
 class Digests:
     """A set of digests; with each a number may be kept, and one with the number 0 is not in the set."""
 
-    def __init__(self, parts: Iterable[Bytes] = ()) -> None:
+    def __init__(self, digests: Iterable[bytes] = ()) -> None:
         self._numbers = Numbers()
-        for part in parts:
-            self.add(part)
+        self.add(np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 16))
 
     def add(self, digests: Bytes, numbers: Column | int = 1) -> Column:
         """Add digests (n, 16) with numbers from 0 to 255; return which of them were added before, (n,) bool."""

@@ -116,7 +116,7 @@ class Healer(Rewriting):
                     self._lost.update(digest.tobytes() for digest in table.ref_digests[lost])
         if not wanted:
             return
-        digests = _digests(wanted)
+        digests = Digests(wanted)
         for snapshot in view.snapshots():
             for ref in tried(self.store, lambda: self.data_refs(snapshot)) or ():  # noqa: B023 (called at once)
                 with suppress(*DAMAGE):
@@ -225,7 +225,7 @@ class Healer(Rewriting):
         if self._packs.within(m).any():
             self._affected[ruling.id].add(ref.sha256)
             self.find_chains([ruling], view)
-        held = _digests(self._lost).has(m.table.ref_digests)
+        held = Digests(self._lost).has(m.table.ref_digests)
         rows = np.setdiff1d(lost_rows(m, held), lost_rows(m, self._packs.lost(m)))
         for error in unbuilt(self.context, m, rows.tolist()).values() if len(rows) else ():
             if isinstance(error, CapabilityError):
@@ -353,7 +353,3 @@ def renew_list(context: Context, snapshot: Snapshot) -> Snapshot:
         revision = claim.publish(snapshot.revised(manifest_list=name))
     context.index.add(revision)
     return revision
-
-
-def _digests(found: Iterable[bytes]) -> Digests:
-    return Digests([np.frombuffer(b"".join(found), np.uint8).reshape(-1, 16)])

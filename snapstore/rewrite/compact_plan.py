@@ -248,7 +248,7 @@ class LiveBlobs:
 
     def _find_chains(self) -> None:
         """Find chunks at edges that an interrupted compact has already rewritten in some snapshot."""
-        edges = Digests([np.frombuffer(b"".join(self._edges), np.uint8).reshape(-1, 16)])
+        edges = Digests(self._edges)
         for _, _, _, m in self._manifests():
             rows = np.flatnonzero(edges.has(m.table.digests))
             refs = m.table.refs_of(rows)
@@ -338,7 +338,7 @@ class LiveBlobs:
             plan.cost_bytes += cut.cost_bytes
             plan.gain_bytes -= cut.cost_bytes
         plan.deltas = plan.cuts.keys() & self._deltas.keys()
-        plan.edges = Digests([np.frombuffer(b"".join(plan.cuts), np.uint8).reshape(-1, 16)])
+        plan.edges = Digests(plan.cuts)
         left_bytes = max_bytes - plan.cost_bytes
         live, packs = self._live(alive), self._packs[alive]
         counts = np.bincount(packs, minlength=len(self._names))

@@ -40,8 +40,6 @@ FULL, DIFFERENCE = 0, 1
 TRANSFORMS = {FULL: "full", DIFFERENCE: "difference"}
 NO_BASE = bytes(16)
 ALIGNMENT = 8
-#: The first eight bytes, as a number; and a mask of a field of four bytes.
-_BEGINS, _LOW_HALF = int.from_bytes(struct.pack("<4sHH", MAGIC, VERSION, 0), "little"), 0xFFFFFFFF
 
 
 def _row(itemsize: int, *fields: tuple[str, Any, int]) -> np.dtype[np.void]:
@@ -295,26 +293,20 @@ def read_headers(stored: Bytes, offsets: Column, lengths: Column) -> tuple[Heade
     It checks what `parse` checks, except the checksum. `parse` raises the error of an invalid one.
     """
     whole = lengths >= HEADER.size
-    rows = np.zeros(len(offsets), f"V{HEADER.size}")
+    fixed = np.zeros(len(offsets), HEADER_COLUMNS)
     if len(stored) >= HEADER.size:
-        rows = items_at(stored, np.where(whole, offsets, 0), rows.dtype)
-    words = np.ascontiguousarray(rows.view("<u8").reshape(len(offsets), HEADER.size // 8).T)
-    form, sizes = words[2], words[3]
+        fixed = items_at(stored, np.where(whole, offsets, 0), HEADER_COLUMNS)
+    numbers = ("transform", "element_size", "layout", "raw_bytes", "payload_bytes", "block_bytes", "count")
     found = Headers(
-        checksum=words[1],
-        transform=(form & 255).view(np.int64),
-        element_size=(form >> 8 & 255).view(np.int64),
-        layout=(form >> 16 & 255).view(np.int64),
-        raw_bytes=(form >> 32).view(np.int64),
-        payload_bytes=(sizes & _LOW_HALF).view(np.int64),
-        block_bytes=(sizes >> 32).view(np.int64),
-        codecs=words[4],
-        count=(words[5] & _LOW_HALF).view(np.int64),
-        digest=words[6:8],
-        base=words[8:],
+        checksum=fixed["checksum"],
+        codecs=fixed["codecs"].view(np.uint64)[:, 0],
+        digest=np.ascontiguousarray(fixed["digest"].view(np.uint64).T),
+        base=np.ascontiguousarray(fixed["base"].view(np.uint64).T),
+        **{name: fixed[name].astype(np.int64) for name in numbers},
     )
     size = found.element_size
-    fine: npt.NDArray[np.bool_] = whole & (words[0] == _BEGINS)
+    fine: npt.NDArray[np.bool_] = whole & (fixed["magic"] == MAGIC) & (fixed["version"] == VERSION)
+    fine &= fixed["zero"] == 0
     fine &= (found.payload_start + found.payload_bytes <= lengths) & (found.transform <= DIFFERENCE)
     fine &= found.layout <= planes.ROTATED
     is_sparse = found.codecs & 255 == codecs.SPARSE

@@ -78,7 +78,7 @@ class CapabilityError(SnapstoreError):
 
 
 class RanksError(SnapstoreError):
-    """Another rank of the job failed or is silent, or the ranks do not do alike.
+    """Another rank of the job failed or is silent, or the ranks do not make the same calls.
 
     Attributes:
         ranks: the ranks that the error is about.

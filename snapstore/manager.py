@@ -4,8 +4,8 @@ The caller's thread flattens the state and copies it (save/staging.py). One thre
 put, commit, then forget and gc by policy. One save runs at a time: the next one waits for it, or is skipped. A failure
 in the background is raised at the next call. The names are Orbax's.
 
-In a job of several ranks each rank makes a manager, and all call it alike: a save stores one snapshot of all
-(save/rank_job.py). Rank 0 alone lists the store, applies the policies and deletes.
+In a job of several ranks each rank makes a manager, and all make the same calls: a save stores one snapshot of all
+(save/rank_job.py). Only rank 0 lists the store, applies the policies and deletes.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class SnapshotManager(Steps):
     Args:
         repository: a URL or path, where a repository is made if there is none; a store; or an open Repository.
         run: the name of the run.
-        parent: reference of the snapshot, mostly of another run, that the first save of a new run goes on from: a fork.
-            Once the run has a snapshot, it does nothing.
+        parent: reference of the snapshot, mostly of another run, that is the parent of a new run's first save: a fork.
+            Once the run has a snapshot, it has no effect.
         save_interval_steps: `should_save` is True at multiples of this.
         keep: a retention policy, or several, ORed. After each commit, the other snapshots are forgotten and collected
             in the background. The policies are stored, so that `snapstore forget --run` knows them.
-        mirror: a second repository, mostly on S3, behind the first one: each commit is copied there in the background.
-            It is made if there is none; if the first one is new, that one is made like it. A step that only the mirror
-            has is copied back when it is restored.
+        mirror: a second repository, mostly on S3: each commit is copied there from the first one, in the background.
+            It is made if there is none. If the first one is new, it takes over the seed of the mirror. A step that only
+            the mirror has is copied back when it is restored.
         mirror_keep: the policies of the mirror; (): it keeps everything; None: those of `keep`.
         async_save: save in the background; else `save` returns when the snapshot is committed.
         on_busy: while a save runs, `save` waits for it ("wait"), or skips ("skip"); with `force` it waits.
@@ -192,7 +192,7 @@ class SnapshotManager(Steps):
             step: a step off the interval is skipped unless `force`.
             state: any nesting of dict, list and tuple over tensors, arrays, plain values and objects with state_dict.
                 Or an iterator of (dotted path, tensor): it cannot be copied, so `save` returns when it is committed.
-            metrics, metadata, tags: see `Repository.save`. With several ranks they must be alike on all.
+            metrics, metadata, tags: see `Repository.save`. With several ranks they must be equal on all.
 
         Raises:
             InvalidInputError: the state or an argument cannot be saved, or an array was changed meanwhile. With several
@@ -241,7 +241,7 @@ class SnapshotManager(Steps):
         return is_busy() if self._job is None else self._job.decide_skip(f"{self.run}@{step}", is_busy)
 
     def prepare(self, state: Any) -> None:
-        """Get ready in the background for saves of a state: load kernels, and take and lock memory for its copies.
+        """Prepare for saves of a state, in the background: load kernels, and allocate and pin memory for its copies.
 
         The first save then waits no longer than later ones. Call it once the state is on its devices; a save waits
         until this has ended.
@@ -264,11 +264,11 @@ class SnapshotManager(Steps):
             self._background.start(partial(self._take_memory, partial(self._staging.prepare, parts)), slot)
 
     def _take_memory(self, take: Callable[[], object]) -> None:
-        """Take memory for the copies of a later save, in the background."""
+        """Allocate memory for the copies of a later save, in the background."""
         try:
             take()
         except Exception as error:  # noqa: BLE001  a save finds out, and says so
-            log.warning("run=%s the memory for copies could not be taken ahead: %s", self.run, error)
+            log.warning("run=%s the memory for copies could not be allocated ahead: %s", self.run, error)
 
     def _begin(self, handle: SaveHandle, request: SaveRequest, state: Any, slot: Slot) -> None:
         """Run the save, or copy the state and leave the rest to a thread."""
@@ -395,7 +395,7 @@ class SnapshotManager(Steps):
 
         Raises:
             SnapstoreError: a save failed, or was given up.
-            TimeoutError: the store does not answer, so that the save goes on; its memory is kept.
+            TimeoutError: the store does not answer, so that the save still runs; its memory is kept.
         """
         self._close(timeout, None)
 
@@ -427,7 +427,7 @@ class SnapshotManager(Steps):
     # -- preemption
 
     def handle_preemption(self, *, end: bool = True, timeout: float = 25.0) -> None:
-        """From now on, let SIGTERM lead to one more save at the next step, the same step on all ranks.
+        """Let SIGTERM cause one more save, at the same next step on all ranks.
 
         Call it in the main thread. The handler only sets a flag; `close` puts the former handler back.
 
@@ -445,7 +445,7 @@ class SnapshotManager(Steps):
         self._ending = SignalHandler(self._preemption, end=end, timeout=timeout)
 
     def reached_preemption(self, step: int) -> bool:
-        """Return whether the job is told to end, and this is the step to save at; alike on all ranks.
+        """Return whether the job is told to end, and this is the step to save at; all ranks get the same.
 
         Call it at every step, on all ranks, after `handle_preemption`. It does not communicate.
         """

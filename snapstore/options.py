@@ -28,7 +28,7 @@ class SaveOptions:
         codec: "portable": zstd and deflate, which every machine reads. "ans": nvCOMP's own format for CUDA tensors. It
             is faster, but only a GPU with the same major release of nvCOMP reads it; `recode` converts it. "auto":
             "portable", but chunks in host memory are stored as they are if the store takes bytes faster than the CPU
-            engine codes them: the first save measures both, in about a second (docs/guides/planning.md).
+            engine encodes them: the first save measures both, in about a second (docs/guides/planning.md).
         verify_writes: "off", "sample" (one new chunk in 64) or "full": decode new chunks before the commit.
             "full" also asks the store for every new pack and manifest by name and size.
     """

@@ -1,7 +1,7 @@
 """Ranks of one job under torch.distributed: which of them save together.
 
 In: the `ranks=` of a SnapshotManager. Out: the `Ranks` of the job, or None for one process; or an error that says what
-to do, where two ranks would save the same run each by itself. torch.distributed is used only if the program has
+to do, if two ranks would each save the same run alone. torch.distributed is used only if the program has
 imported it.
 """
 

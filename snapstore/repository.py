@@ -1,6 +1,6 @@
-"""Repository: the data under one URL, and one call per verb. Each call leads to a module of its own.
+"""Repository: the data under one URL, and one method per verb. Each method calls a module of its own.
 
-The calls that only look at snapshots are in snapshots.py.
+The methods that only read snapshots are in snapshots.py.
 
 Several threads may use one Repository, also for several saves at once. It must not be used across a fork.
 """
@@ -169,8 +169,8 @@ class Repository(Snapshots):
                 Or an iterator of (dotted path, tensor), for a state larger than memory: each tensor is written before
                 the next is asked for. It is saved as a dict of the paths.
             run, step: the name of the snapshot. A step may be saved again: `run@step` then means the newest save.
-            parent: reference of the snapshot that this one goes on from, of any run; by default the one of this run
-                that this Repository committed last, else the newest of the run.
+            parent: reference of the parent, of any run; by default the snapshot of this run that this Repository
+                committed last, else the newest of the run.
             bases: references of more snapshots to dedup against.
             metrics: numbers for policies such as KeepBest, NaN and infinities included: tensors and arrays of one
                 element, or anything with `__float__`. A GPU's are copied in the order of its stream.
@@ -226,8 +226,8 @@ class Repository(Snapshots):
     ) -> ForgetResult:
         """Forget the snapshots of a run that no policy keeps. Their bytes stay until `gc`; `unforget` works until then.
 
-        Tagged snapshots and the newest one always stay. So does a snapshot that a repair found damaged; it counts for
-        no policy, so it costs no intact snapshot its place.
+        Tagged snapshots and the newest one always stay. So does a snapshot that a repair found damaged; no policy
+        counts it, so it takes no place of an intact snapshot.
 
         Raises:
             InvalidInputError: no policy, or policies that keep nothing, without `force`.
@@ -267,7 +267,7 @@ class Repository(Snapshots):
                 removed by hand. Without it, such an object stops the gc: the store may have listed too few records.
 
         Raises:
-            IntegrityError, StorageError: live objects cannot be told from dead ones; nothing was deleted.
+            IntegrityError, StorageError: needed objects cannot be told from unneeded ones; nothing was deleted.
         """
         if isinstance(fence_after_s, bool) or not isinstance(fence_after_s, int | float) or not fence_after_s >= 0:
             raise InvalidInputError(f"fence_after_s {fence_after_s!r}: expected a number of seconds of 0 or more")
@@ -306,7 +306,7 @@ class Repository(Snapshots):
     def compact(
         self, refs: Sequence[str] | None = None, *, max_repack_bytes: int | None = None, dry_run: bool = False
     ) -> CompactResult:
-        """Rewrite packs that are mostly dead, and chunks whose bases no snapshot needs; `gc` then frees the bytes.
+        """Rewrite packs that are mostly unneeded, and chunks whose bases no snapshot needs; `gc` then frees the bytes.
 
         States, digests, ids, lineage and tags stay. It may run beside saves, forgets and gcs. If it dies, the next
         compact finishes its work.
@@ -320,7 +320,7 @@ class Repository(Snapshots):
 
         Raises:
             NotFoundError, InvalidInputError: a reference names nothing; `max_repack_bytes` is no int of 0 or more.
-            IntegrityError: a record is damaged or missing, so live bytes cannot be told; nothing was rewritten.
+            IntegrityError: a record is damaged or missing, so nothing says which bytes are needed; nothing was changed.
             StorageError: the store failed; snapshots before that are rewritten.
         """
         from .rewrite.compact import compact
@@ -342,10 +342,10 @@ class Repository(Snapshots):
         run: str | None = None,
         dry_run: bool = False,
     ) -> CopyResult:
-        """Copy snapshots into another repository, as they are stored: verified, and nothing is sent that is there.
+        """Copy snapshots into another repository as they are stored: verify them, and send only blobs that it lacks.
 
         Ids, steps, tags, metrics, metadata and lineage stay; policies are not copied. It may run beside saves, copies
-        and gcs of both. An interrupted copy is taken up by the next one, after the last snapshot that was committed.
+        and gcs of both. The next copy continues an interrupted one, after the last snapshot that was committed.
 
         Args:
             refs: the snapshots to copy. None: all committed ones, but the ones that the destination has forgotten.
@@ -434,7 +434,7 @@ class Repository(Snapshots):
         the index. It deletes no pack and no manifest. It may run beside saves, forgets and gcs, and may be repeated.
 
         Args:
-            level: how closely to check first, as in `check`.
+            level: how thorough the check before the repair is, as in `check`.
             drop: forget snapshots that stay damaged, unless they are tagged; `gc` then deletes what only they need.
             purge: let `gc` delete damaged packs that no snapshot needs any more.
 

@@ -13,7 +13,7 @@ Rules, in this order:
 
 "Newer" means a higher `seq`, never a later `created`: clocks jump. Two writers that raced may hold the same `seq`; the
 higher id then counts as newer, everywhere. `created` only names the calendar periods and measures `KeepWithin`, back
-from the newest snapshot and never from now, so a run that pauses for a month loses nothing when it goes on.
+from the newest snapshot and never from now, so a run that pauses for a month loses nothing when it resumes.
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ Reasons = dict[str, str]  # snapshot id -> why this policy keeps it
 
 
 class Policy(Protocol):
-    """One rule. The classes below are all there are: a policy is stored, so its kind is part of the format."""
+    """One rule. There are no policies but the classes below: a policy is stored, so its kind is part of the format."""
 
     def reasons(self, current: Sequence[SnapshotLike]) -> Reasons:
         """Return why this policy keeps snapshots, by id. `current` is one snapshot per step, newest first."""
@@ -302,7 +302,7 @@ def apply(policies: Policy | Iterable[Policy], snapshots: Iterable[S], *, force:
     if steps and not any(by_policy) and not force:
         raise InvalidInputError(
             f"forget: {describe(policies)} would keep none of the {len(steps)} steps of run {runs[0]}; "
-            "add a policy such as KeepLast(1), or force it"
+            "add a policy such as KeepLast(1), or pass force (--force)"
         )
 
     decisions = []

@@ -73,7 +73,7 @@ class Snapshots:
             keys: dotted paths, or globs over them such as "model.*"; only the bytes that they need are read.
             device: where new tensors go.
             types: classes to make values of; other classes of users come back in plain forms, nothing is imported.
-            part: return the value of this top-level key alone, and read no more; `keys` then begin inside it.
+            part: return only the value of this top-level key, and read no more; `keys` then begin inside it.
             rename: other names for the keys of dicts, such as {"_orig_mod.": ""}: a mapping of old names to new ones,
                 where one that ends with a dot is a prefix, or a function of each name. `keys` are of new names.
 
@@ -106,9 +106,9 @@ class Snapshots:
         Args:
             ref, keys, types, part, rename: see `restore`; the classes in `target` need not be named.
             target: nested containers, tensors and objects with load_state_dict, shaped like the saved state.
-            strict: False fills what both sides have, and the log names the rest. `Mismatches()` does so too, and notes
-                the names. Another shape, dtype or type is an error in any case, and so are names that differ by the
-                prefix of a wrapper alone.
+            strict: False fills only names that both sides have, and logs the others. `Mismatches()` does so too, and
+                notes the names. Another shape, dtype or type is an error in any case, and so are names that differ only
+                by the prefix of a wrapper.
 
         Raises:
             NotFoundError: the reference, a key, the part or an old name names nothing.
@@ -174,8 +174,8 @@ class Snapshots:
     def first_difference(self, a: str, b: str) -> DivergenceResult:
         """Return the first common step, tensor and element at which two runs, or two snapshots, differ.
 
-        All common steps are looked at, in ascending order, up to the first that differs. Digests are compared; chunks
-        of one tensor are read. Plain values are not compared: see `diff`.
+        Looks at all common steps in ascending order, up to the first that differs. Compares digests, and reads chunks
+        of one tensor. Plain values are not compared: see `diff`.
 
         Args:
             a, b: names of runs, or references.

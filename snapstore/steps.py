@@ -177,14 +177,14 @@ class Steps:
     ) -> Any:
         """Return the state of a step (or tag; None: the newest), once no save is running. See `Repository.restore`.
 
-        The run's next save goes on from it. With several ranks all call it, and get the same snapshot.
+        This snapshot is the parent of the run's next save. With several ranks all call this, and get the same snapshot.
 
         Args:
             per_rank: whose values that are each rank's own (`PerRank`, `RngState`): "same": this rank's, if as many
                 ranks saved; a number: that rank's; "drop": none.
             read: "own": this rank reads what it needs, and the ranks do not communicate. "exchange": the ranks of a
                 node read each chunk once, and exchange it by collectives of torch.distributed. All ranks of the job
-                call it alike, with the same `step`; an error of one is raised on all. The result is the same.
+                call it with the same `step`; an error of one is raised on all. The result is the same.
             names: `part` and `rename`.
 
         Raises:
@@ -216,7 +216,7 @@ class Steps:
         """Fill `target` with the state of a step (or tag; None: the newest), and return the snapshot.
 
         Waits for the running save. See `Repository.restore_into`, also for `part`, `rename` and `strict` in `fit`, and
-        `restore` for `per_rank`, `read` and several ranks. The run's next save goes on from it.
+        `restore` for `per_rank`, `read` and several ranks. The snapshot is the parent of the run's next save.
         """
         from .restore.pipeline import read_into
         from .state.fit import Fit
@@ -279,7 +279,7 @@ class Steps:
         return self._mirror.nearest("latest" if step is None else str(step))
 
     def _ref(self, context: Context, step: int | str | None, read: str) -> str | Snapshot:
-        """Return the reference of a step; with several ranks, the snapshot that rank 0 means: it alone lists."""
+        """Return the reference of a step; with several ranks, the snapshot that rank 0 chooses: only rank 0 lists."""
         if self._job is None:
             return self._local_ref(context, step)
         question = f"restore {step!r}" + (f" by {read}" if read != "own" else "")

@@ -1,7 +1,7 @@
 """Config: read and check the config of a repository, or reconstruct one from its manifests.
 
-In: a store. Out: its Config. A config that is damaged, gone or another repository's is reconstructed for `check` and
-`repair` alone: with the digest seed of the manifests, every digest can be verified as before.
+In: a store. Out: its Config. A config that is damaged, gone or another repository's is reconstructed only for `check`
+and `repair`: with the digest seed of the manifests, every digest can be verified as before.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def read_or_reconstruct_config(store: ObjectStore) -> tuple[Config, str]:
             raise
         return reconstructed, "config is missing" if isinstance(error, NotFoundError) else str(error)
     if is_foreign(store, config):
-        problem = "config has another digest seed than the manifests: it is another repository's"
+        problem = "config has another digest seed than the manifests: it belongs to another repository"
         return _reconstruct(store) or config, problem
     return config, ""
 

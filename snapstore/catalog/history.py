@@ -1,7 +1,7 @@
 """History: answer questions about snapshots from one listing of their records.
 
 In: the ruling record of every snapshot, the keys of records that are damaged or cannot be read, and records that have
-vanished. Out: references resolved, lineage, sequence numbers, all from memory; `run@best` alone reads the policies of
+vanished. Out: references resolved, lineage, sequence numbers, all from memory; only `run@best` reads the policies of
 the run. An answer that one of those records might change is an error. A View never changes: any thread may use it.
 """
 

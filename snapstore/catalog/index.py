@@ -399,7 +399,7 @@ class Index:
                 environment.put(database, items)
             except lmdb.MapFullError:
                 log.warning(
-                    "index %s does not fit its %d bytes; it is dropped and built again", self.folder, self._limit_bytes
+                    "index %s does not fit into its %d bytes; it is built again", self.folder, self._limit_bytes
                 )
                 environment.wipe()
                 by_revision = sorted(self._records.values(), key=lambda record: record.snapshot.revision)
@@ -408,7 +408,7 @@ class Index:
                 if database != b"records":
                     environment.put(database, items)
         except (lmdb.Error, OSError) as error:
-            log.warning("index %s cannot be written (%s); a later one will add what is missing", self.folder, error)
+            log.warning("index %s cannot be written (%s); the next write adds what is missing", self.folder, error)
 
     def check_process(self) -> None:
         """Raise InvalidInputError in a forked child."""
@@ -465,7 +465,7 @@ def folder_for(store: ObjectStore, uuid: str) -> tuple[Path, bool]:
     """Return (where the index lies, whether it is temporary): in the user's own cache, if that can be used."""
     lasts = isinstance(store, LocalStore) or ("://" in store.url and not store.url.startswith("memory://"))
     cache = cache_folder()  # a wrong setting is an error for every store
-    why = refusal(cache) if lasts else "is not for stores that end with this process"
+    why = refusal(cache) if lasts else "is not used for stores that end with this process"
     if not why:
         # A copy of a repository has its uuid, and records of its own: one index must not serve both.
         return cache / f"{uuid}-{_shortened(store.place).hex()}", False

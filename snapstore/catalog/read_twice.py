@@ -1,4 +1,4 @@
-"""Read twice: tell a bad sector from an outage, and take no single answer for proof.
+"""Read twice: distinguish a bad sector from an outage, and do not rely on a single answer.
 
 In: a store and a read. Out: its result, or IntegrityError where the store answers but does not return this object. One
 answer that an object is not there is no proof, so listings are made twice.

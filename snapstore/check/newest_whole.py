@@ -1,7 +1,7 @@
-"""Newest whole: name the snapshot to go on from if the newest one of a run cannot be restored.
+"""Newest whole: name the snapshot to resume from if the newest one of a run cannot be restored.
 
 In: the error of a restore. Out: the same error, which names the newest older snapshot whose every chunk can be rebuilt.
-The search reads snapshots from the newest to the oldest and each blob about once. Nothing is kept of the bytes.
+The search reads snapshots from the newest to the oldest and each blob about once. The bytes are not kept.
 """
 
 from __future__ import annotations

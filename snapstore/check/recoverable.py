@@ -1,4 +1,4 @@
-"""Recover what a damaged record or config said.
+"""Recover the content of a damaged record or config.
 
 In: a RecordScan, or a store. Out: the revision that follows a damaged one, taken from the index, from the revision
 before or from the manifests, and a message that says which; or a config. Nothing is written: repair/ does that.

@@ -277,7 +277,7 @@ class _RecordScanner:
 
     def _report_damaged_record(self, key: str, error: Exception, *, rules: bool) -> None:
         if not rules:
-            message = f"{error}; a later revision replaces it; only what this one alone said is lost"
+            message = f"{error}; a later revision replaces it; only the content of this revision is lost"
             self._findings.note("record", key, message)
             return
         self._unreadable[key] = strip_hint(error)

@@ -1,6 +1,6 @@
 """Rebuild every chunk of many manifests, each chain of blobs about once: level "restore" of a check.
 
-In: manifests. Out: the chunks that cannot be rebuilt, with their errors. Nothing is kept of the bytes.
+In: manifests. Out: the chunks that cannot be rebuilt, with their errors. The bytes are not kept.
 """
 
 from __future__ import annotations

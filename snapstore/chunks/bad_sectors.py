@@ -35,5 +35,5 @@ def read_around(
         apart = pack.apart(reads, *ranges) if is_unreadable(error.__cause__) else []
         if not apart:
             raise
-        log.warning("%s; reading around what nothing needs", str(error))  # a log record must not hold the error
+        log.warning("%s; skipping bytes that nothing needs", str(error))  # a log record must not hold the error
     fill(apart)  # behind the `except`: else a second error would keep the first, and with it the memory that is filled

@@ -88,7 +88,7 @@ class Verifier:
             wait()
         except DAMAGE as error:
             raise IntegrityError(
-                f"what was encoded does not decode to {self._source} ({error}); {self._advice}, and test the memory of "
+                f"an encoded blob does not decode to {self._source} ({error}); {self._advice}, and test the memory of "
                 "this machine and its GPU"
             ) from error
 

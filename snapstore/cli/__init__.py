@@ -1,4 +1,4 @@
-"""The shell: one function per verb, each a thin cover over a method of Repository (docs/cli.md).
+"""The shell: one function per verb, each a thin wrapper around a method of Repository (docs/cli.md).
 
 Read app.py first: options, exit codes and errors that all verbs share. The verbs are in save_restore.py, inspect.py,
 transfer.py, retention.py, maintenance.py and planning.py; output.py prints, doctor/ tests a machine.

@@ -29,7 +29,7 @@ def log(
     ] = False,
     limit: Annotated[int | None, typer.Option("-n", "--limit", metavar="N", help="Only the newest N of a run.")] = None,
     mirror: Annotated[
-        str | None, typer.Option("--mirror", metavar="URL", help="Mark what this repository does not have.")
+        str | None, typer.Option("--mirror", metavar="URL", help="Mark snapshots that this repository does not have.")
     ] = None,
 ) -> int | None:
     """List snapshots, oldest first, run by run."""
@@ -182,7 +182,7 @@ def show(shell: Shell, ref: Ref) -> None:
     if snapshot.is_reconstructed:
         line(f"record    {_RECONSTRUCTED}")
     if ranks:
-        line(f"ranks     {ranks}, each with a manifest for every part of which it holds something")
+        line(f"ranks     {ranks}, each with a manifest for every part of which it stores a piece")
     _print_parts(snapshot, tensors, ranks)
     _print_values(values)
 
@@ -295,10 +295,10 @@ def diff(
     a: Annotated[str, typer.Argument(metavar="A")],
     b: Annotated[str, typer.Argument(metavar="B")],
     first: Annotated[
-        bool, typer.Option("--first", help="Where two runs first differ: the step, the tensor and the element.")
+        bool, typer.Option("--first", help="Find where two runs first differ: the step, tensor and element.")
     ] = False,
 ) -> None:
-    """Compare two snapshots, tensor by tensor; or find where two runs diverge."""
+    """Compare two snapshots tensor by tensor, or find where two runs diverge."""
     if first:
         _first_difference(shell, a, b)
         return

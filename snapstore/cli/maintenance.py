@@ -38,7 +38,7 @@ class _OptionalValue(TyperCommand):
     """Lets --read-data stand without a value, or before one; typer has no options with an optional value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments, with a default for --read-data; its value may be apart, and its percent sign too."""
+        """Parse the arguments, with a default for --read-data; its value and the percent sign may stand apart."""
         joined: list[str] = []
         for arg in args:
             last = joined[-1] if joined else ""
@@ -134,12 +134,12 @@ def repair(
     shell: Shell,
     apply: Annotated[bool, typer.Option("--apply", help="Repair; without it, only print what would be done.")] = False,
     level: Annotated[
-        Level, typer.Option(help="Check names and sizes first, or all packs too, or every chunk too.")
+        Level, typer.Option(help="How thorough the check is: names and sizes; also all packs; also every chunk.")
     ] = Level.DATA,
     drop: Annotated[bool, typer.Option("--drop", help="Forget snapshots that cannot be healed.")] = False,
     purge: Annotated[bool, typer.Option("--purge", help="Let gc delete damaged packs that no snapshot needs.")] = False,
 ) -> int | None:
-    """Repair what is damaged; without --apply, print how. Deletes no data.
+    """Repair what is damaged; without --apply, only print how. Deletes no data.
 
     Heals snapshots from other chunks of the repository, keeps saves from building on damaged packs, and rebuilds the
     index. Exit code 20: something stays damaged (without --apply: something is damaged now). Exit code 3: something
@@ -197,7 +197,7 @@ def compact(
     refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...", help="Only these; default: all.")] = None,
     max_repack_size: Annotated[
         str | None,
-        typer.Option("--max-repack-size", metavar="SIZE", help="Write at most this, such as 10G; best packs first."),
+        typer.Option("--max-repack-size", metavar="SIZE", help="Write at most this, such as 10G; best gains first."),
     ] = None,
     dry_run: DryRun = False,
 ) -> int | None:
@@ -294,7 +294,7 @@ def _print_recode(result: RecodeResult) -> None:
 @verb()
 def copy(
     shell: Shell,
-    to: Annotated[str, typer.Option("--to", metavar="URL", help="The destination; made if there is none.")],
+    to: Annotated[str, typer.Option("--to", metavar="URL", help="The destination; created if there is none.")],
     refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...", help="Copy these snapshots.")] = None,
     run: Annotated[str | None, typer.Option("--run", metavar="R", help="Copy a run.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Copy every committed snapshot.")] = False,
@@ -302,8 +302,8 @@ def copy(
 ) -> int | None:
     """Copy snapshots into another repository.
 
-    Nothing is decoded, and nothing is sent that is there. Repeat an interrupted copy to go on. Safe beside running
-    saves. Exit code 3: some snapshots could not be copied.
+    Decodes nothing, and sends no blob that the destination has. Repeat an interrupted copy to continue it. Safe beside
+    running saves. Exit code 3: some snapshots could not be copied.
     """
     if bool(refs) + (run is not None) + everything != 1:
         raise UsageError("name snapshots, or pass --run R or --all: one of the three")

@@ -1,4 +1,4 @@
-"""The verb estimate: what snapshots of a run will cost, before it starts."""
+"""The verb estimate: say what the snapshots of a run will cost, before the run starts."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def estimate(
     shell: Shell,
     params: Annotated[str, typer.Option("--params", metavar="N", help="Parameters, such as 7e9, 350M or 7B.")],
     place: Place = None,
-    dtype: Annotated[str, typer.Option(help="float32, or bfloat16 with fp32 masters.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="Of the weights: float32, or bfloat16 with fp32 masters.")] = "bfloat16",
     optimizer: Annotated[str, typer.Option(help="adamw, momentum, sgd or none.")] = "adamw",
-    ranks: Annotated[int, typer.Option(metavar="N", help="Each writes its share.")] = 1,
-    step_time: Annotated[float, typer.Option(metavar="S", help="Seconds a step.")] = 1.0,
-    interval: Annotated[int, typer.Option(metavar="STEPS", help="Default: the one that loses least.")] = 0,
-    mtbf: Annotated[float, typer.Option(metavar="HOURS", help="Of the job; default: 50,677 / ranks.")] = 0.0,
-    restart: Annotated[float, typer.Option(metavar="S", help="From a failure to the restore.")] = 300.0,
+    ranks: Annotated[int, typer.Option(metavar="N", help="Ranks of the job; each writes its share.")] = 1,
+    step_time: Annotated[float, typer.Option(metavar="S", help="Seconds per step.")] = 1.0,
+    interval: Annotated[int, typer.Option(metavar="STEPS", help="Between two snapshots; default: the best.")] = 0,
+    mtbf: Annotated[float, typer.Option(metavar="HOURS", help="Between job failures; default: 50,677 / ranks.")] = 0.0,
+    restart: Annotated[float, typer.Option(metavar="S", help="Seconds from a failure to the restore.")] = 300.0,
     keep: Annotated[int, typer.Option(metavar="N", help="Snapshots that stay; 0: all.")] = 3,
     codec: Annotated[str, typer.Option(help="portable, raw or auto.")] = "portable",
     rates: Annotated[
         list[str] | None,
         typer.Option("--rate", metavar="NAME=RATE", help="write, read, encode, decode or copy, such as encode=8G."),
     ] = None,
-    storage_price: Annotated[float, typer.Option(metavar="USD", help="A GB and month.")] = 0.023,
-    put_price: Annotated[float, typer.Option(metavar="USD", help="A thousand PUTs.")] = 0.005,
+    storage_price: Annotated[float, typer.Option(metavar="USD", help="Price of a GB per month.")] = 0.023,
+    put_price: Annotated[float, typer.Option(metavar="USD", help="Price of a thousand PUTs.")] = 0.005,
 ) -> None:
     """Estimate bytes, stall, money and the best interval of a run, before it starts.
 
@@ -95,7 +95,7 @@ def _given(texts: list[str]) -> dict[str, float]:
         except InvalidInputError:
             number = 0.0
         if name not in _RATES or number <= 0:
-            raise UsageError(f"--rate {text!r}: expected one of {', '.join(_RATES)} and bytes a second, as encode=8G")
+            raise UsageError(f"--rate {text!r}: expected one of {', '.join(_RATES)} and bytes per second, as encode=8G")
         found[name] = number
     return found
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from ..retention import Policy
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The tag.")]
-_BEST = "Keep the N best steps (default 1) by a metric; min, the default: smaller is better. May be repeated."
-_WITHIN = "Keep what is at most this much older than the newest: 90s, 30m, 12h, 7d, 1d12h."
+_BEST = "Keep the N best steps (default 1) by a metric; smaller is better, unless max. May be repeated."
+_WITHIN = "Keep snapshots at most this much older than the newest: 90s, 30m, 12h, 7d, 1d12h."
 
 
 def _period(name: str) -> Any:
@@ -84,7 +84,7 @@ def forget(
     keep_weekly: Annotated[int | None, _period("weeks")] = None,
     keep_monthly: Annotated[int | None, _period("months")] = None,
     keep_yearly: Annotated[int | None, _period("years")] = None,
-    keep_steps: Annotated[str | None, typer.Option(metavar="STEP,...", help="Keep these: 1000,2000.")] = None,
+    keep_steps: Annotated[str | None, typer.Option(metavar="STEP,...", help="Keep these steps: 1000,2000.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Forget even the newest, or everything.")] = False,
     dry_run: DryRun = False,
 ) -> None:
@@ -185,15 +185,15 @@ def gc(
     shell: Shell,
     dry_run: DryRun = False,
     fence_after: Annotated[
-        str, typer.Option(metavar="DURATION", help="Abandon a save of another machine that was silent this long.")
+        str, typer.Option(metavar="DURATION", help="Abandon a save of another machine without heartbeat for this time.")
     ] = "1h",
     unexplained: Annotated[
         bool, typer.Option("--unexplained", help="Also delete objects whose records are gone for good.")
     ] = False,
 ) -> int | None:
-    """Delete what no committed snapshot needs.
+    """Delete the objects that no committed snapshot needs.
 
-    Safe beside running saves. Exit code 3: it must wait for one.
+    Safe beside running saves. Exit code 3: gc must wait for a running save.
     """
     match = _FENCE.fullmatch(fence_after)
     if match is None:

@@ -27,7 +27,7 @@ def init(
     ] = None,
     like: Annotated[
         str | None,
-        typer.Option("--like", metavar="URL", help="Take over chunk size and digest seed, to copy from there."),
+        typer.Option("--like", metavar="URL", help="Take over the chunk size and digest seed of URL, to copy from it."),
     ] = None,
 ) -> None:
     """Create a repository."""
@@ -52,7 +52,7 @@ def init(
 def save(
     shell: Shell,
     file: Annotated[
-        Path, typer.Argument(metavar="FILE|DIR", help="A .pt, .pth, .bin or .safetensors file, or a folder.")
+        Path, typer.Argument(metavar="FILE|DIR", help="A .pt, .pth, .bin, .ckpt or .safetensors file, or a folder.")
     ],
     run: Annotated[str, typer.Option("--run", metavar="R", help="The run of the snapshot.")],
     step: Annotated[int, typer.Option("--step", metavar="N", help="The step of the snapshot.")],
@@ -61,11 +61,11 @@ def save(
         list[str] | None, typer.Option("--metric", metavar="NAME=VALUE", help="A metric; may be repeated.")
     ] = None,
     parent: Annotated[
-        str | None, typer.Option("--parent", metavar="REF", help="Default: the newest of the run.")
+        str | None, typer.Option("--parent", metavar="REF", help="The parent; default: the newest of the run.")
     ] = None,
     base: Annotated[
         list[str] | None,
-        typer.Option("--base", metavar="REF", help="Also dedup against this; may be repeated."),
+        typer.Option("--base", metavar="REF", help="Also dedup against REF; may be repeated."),
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="Store no deltas.")] = False,
     follow_links: Annotated[
@@ -138,7 +138,7 @@ def restore(
     ] = None,
     rename: Annotated[
         list[str] | None,
-        typer.Option("--rename", metavar="OLD=NEW", help="Another name; 'module.=' cuts a prefix; may be repeated."),
+        typer.Option("--rename", metavar="OLD=NEW", help="Rename keys; 'module.=' cuts a prefix; may be repeated."),
     ] = None,
     tensors_only: Annotated[
         bool, typer.Option("--tensors-only", help="Leave out values that .safetensors cannot hold.")

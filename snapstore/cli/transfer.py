@@ -26,17 +26,17 @@ def import_(
     run: Annotated[
         str | None, typer.Option("--run", metavar="R", help="The run; default: the name of the folder.")
     ] = None,
-    step: Annotated[int | None, typer.Option("--step", metavar="N", help="The step, of one SRC.")] = None,
+    step: Annotated[int | None, typer.Option("--step", metavar="N", help="The step, if there is one SRC.")] = None,
     base: Annotated[
-        list[str] | None, typer.Option("--base", metavar="REF", help="Also dedup against this; may be repeated.")
+        list[str] | None, typer.Option("--base", metavar="REF", help="Also dedup against REF; may be repeated.")
     ] = None,
     format: Annotated[
-        str | None, typer.Option("--format", metavar="FORMAT", help="dcp, hf, orbax or file; default: as it looks.")
+        str | None, typer.Option("--format", metavar="FORMAT", help="dcp, hf, orbax or file; default: detected.")
     ] = None,
 ) -> None:
-    """Import checkpoints of other programs, a series of them as the steps of a run.
+    """Import checkpoints of other programs; a series becomes the steps of a run.
 
-    Files that hold Python objects are refused, because they could run any code. Steps that are there are skipped.
+    Files that hold Python objects are refused, because they could run any code. Steps that the run has are skipped.
     """
     from ..storage.urls import expand_home
 
@@ -90,15 +90,15 @@ def export(
     shell: Shell,
     ref: Ref,
     to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="hf, safetensors, torch or dcp.")],
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="OUT", help="The file, or folder of hf and dcp.")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="OUT", help="The file; of hf and dcp, the folder.")],
     part: Annotated[
         str | None, typer.Option("--part", "--root", metavar="NAME", help="Only the value of this top-level key.")
     ] = None,
     strip: Annotated[
-        list[str] | None, typer.Option("--strip", metavar="PREFIX", help="Take it off names; may be repeated.")
+        list[str] | None, typer.Option("--strip", metavar="PREFIX", help="Remove it from names; may be repeated.")
     ] = None,
     max_shard_size: Annotated[
-        str, typer.Option("--max-shard-size", metavar="SIZE", help="Of one file of hf, such as 5G.")
+        str, typer.Option("--max-shard-size", metavar="SIZE", help="Limit for one file of hf, such as 5G.")
     ] = "5G",
     config: Annotated[
         Path | None, typer.Option("--config", metavar="DIR", help="Copy config and tokenizer files from here.")

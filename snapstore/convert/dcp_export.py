@@ -36,7 +36,7 @@ def write(temp: Path, reader: TensorReader) -> None:
     """
     state, tensors = reader.unread()
     if not is_mapping(state):
-        raise InvalidInputError(f"{reader.snapshot.ref}: its state is a {type(state).__name__}; DCP saves dicts alone")
+        raise InvalidInputError(f"{reader.snapshot.ref}: its state is a {type(state).__name__}; DCP saves only dicts")
     planner = _Planner(reader, tensors)
     writer = _Writer(temp, sync_files=False)
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Open a folder of torch.distributed.checkpoint (DCP) without running code of it.
+"""Open a folder of torch.distributed.checkpoint (DCP) without running its code.
 
 In: a folder with `.metadata` and the files that it names. Out: the nested state that was saved there; each tensor is
 put together from its shards when it is its turn. `.metadata` is a pickle. It is read by an unpickler that knows the
@@ -216,13 +216,13 @@ def _leaf(where: Path, name: str, entry: Any, places: Places) -> Any:
         )
     if cover.wrong():
         raise InvalidInputError(
-            f"{where}: {name}: two of its shards overlap, and elements lack; it is damaged: save it again"
+            f"{where}: {name}: two of its shards overlap, and elements are missing; it is damaged: save it again"
         )
     return Later(partial(_assemble, name, dtype, shape, shards))
 
 
 def _missing(where: Path, what: str) -> InvalidInputError:
-    return InvalidInputError(f"{where}: names no bytes of {what}; the checkpoint is not whole: save it again")
+    return InvalidInputError(f"{where}: names no bytes of {what}; the checkpoint is not complete: save it again")
 
 
 def _assemble(
@@ -238,7 +238,7 @@ def _assemble(
             got = f"{shard.dtype}{list(shard.shape)}" if isinstance(shard, torch.Tensor) else type(shard).__name__
             raise InvalidInputError(
                 f"{stored.path}: {name}: expected torch.{dtype}{list(sizes)} at byte {stored.offset}, got {got}; the "
-                "file is not of this checkpoint, or damaged"
+                "file does not belong to this checkpoint, or is damaged"
             )
         if sizes == shape:
             return shard

@@ -190,7 +190,7 @@ def _require_export(path: Path, new: Path) -> None:
     whole = path.is_dir() and not path.is_symlink()
     if not whole or (any(path.iterdir()) and not (path / METADATA).exists() and not any(path.glob("*.safetensors"))):
         raise AlreadyExistsError(
-            f"{path}: is no folder of an export (*.safetensors or {METADATA}), so --force does not delete it; remove "
+            f"{path}: is not an export (*.safetensors or {METADATA}), so --force does not delete it; remove "
             "it, or choose another name"
         )
     for old in sorted(path.rglob("*")):

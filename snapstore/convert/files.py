@@ -137,7 +137,7 @@ def _memory_sizes(state: Any) -> list[int] | None:
 def _stored_sizes(path: Path) -> list[int] | None:
     """Return the sizes of the memories in a file of torch, sorted; None: torch must not map the file.
 
-    Torch maps compressed bytes as if they were values, and reads behind a memory that is shorter than it should be.
+    Torch maps compressed bytes as if they were values, and reads beyond the end of a memory that is too short.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -217,7 +217,7 @@ def check_new(path: Path, *, force: bool, is_folder: bool = False) -> None:
         AlreadyExistsError: it exists.
     """
     if path.name in ("", ".."):
-        raise InvalidInputError(f"{path}: has no name that a new folder could take; name a new one")
+        raise InvalidInputError(f"{path}: expected the name of a new folder")
     if not path.parent.is_dir():
         raise InvalidInputError(f"{path}: {path.parent} is not a folder; create it first")
     if path.is_dir() and not is_folder:
@@ -329,7 +329,7 @@ class _Record(NamedTuple):
 
 def _put(file: BinaryIO, record: _Record, data: Bytes) -> None:
     if len(data) != record.size:
-        raise OSError(f"torch has made room for {record.size} bytes of a tensor, expected {len(data)}; update torch")
+        raise OSError(f"torch has allocated {record.size} bytes for a tensor, expected {len(data)}; update torch")
     file.seek(record.start)
     file.write(data.data)
     checksum = zlib.crc32(data.data).to_bytes(4, "little")

@@ -76,7 +76,7 @@ def other_files(repository: Repository, snapshot: Snapshot, config: str | Path |
 
 def _of_folder(folder: Path) -> dict[str, bytes]:
     if not folder.is_dir():
-        raise InvalidInputError(f"{folder}: is no folder; name one with {CONFIG}, such as that of the base model")
+        raise InvalidInputError(f"{folder}: is not a folder; name one with {CONFIG}, such as that of the base model")
     names = sorted(path.name for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
     names = [name for name in names if not name.endswith((*WEIGHTS, ".pt", ".pth")) and name not in _OF_TRAINING]
     if CONFIG not in names:

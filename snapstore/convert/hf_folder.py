@@ -124,7 +124,7 @@ def _merged(paths: list[Path]) -> dict[str, Any]:
         for name, tensor in _of_file(path):
             if name in found:
                 raise InvalidInputError(
-                    f"{path}: holds {name!r}, as {homes[name]} does; remove the file that is not of this model"
+                    f"{path}: holds {name!r}, as {homes[name]} does; remove the file that does not belong to this model"
                 )
             found[name], homes[name] = tensor, path
     return found

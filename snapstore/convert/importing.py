@@ -2,7 +2,7 @@
 
 In: files and folders, in any order. Out: one snapshot each, saved in the order of their steps. Each is read tensor by
 tensor, so a checkpoint may be larger than memory. Steps that the run has already are skipped, so an import that was
-interrupted goes on where it was.
+interrupted can be repeated.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Imported:
         snapshot: as it was saved, or as it was there already.
         skipped: whether it was there already.
         bytes_read: size of its files, 0 if it was skipped [bytes].
-        left_out: names of its files that were not imported: weights once more, in another format.
+        left_out: names of its files that were not imported: the same weights in another format.
     """
 
     source: str
@@ -103,7 +103,7 @@ def import_checkpoints(
 
     Args:
         sources: files and folders of checkpoints.
-        step: of the only source. None: a number behind "step" or at the end of its name, else the step that the
+        step: of the only source. None: a number after "step" or at the end of its name, else the step that the
             checkpoint names itself, else 0 for the only source.
         bases: references of snapshots to dedup against, of any run, such as that of the model which these fine-tune.
         format: one of FORMATS; None: as `format_of` finds.

@@ -1,4 +1,4 @@
-"""A state whose tensors lie in files, as the input of a save: each is read when it is its turn, and then let go of.
+"""A state whose tensors lie in files, as the input of a save: each is read when it is saved, and then freed.
 
 In: nested containers over plain values, arrays, and `Later`s. Out: one part whose tensors are made one at a time. So a
 state larger than memory passes through, with its nesting. Arrays over the same memory are stored once, as ties.

@@ -77,7 +77,7 @@ class CopyResult:
 def copy(
     source: Context, target: Context, snapshots: Sequence[Snapshot], *, named: bool, dry_run: bool = False
 ) -> CopyResult:
-    """Copy snapshots into another repository; one that cannot be copied is noted, and the others go on.
+    """Copy snapshots into another repository. One that cannot be copied is noted; the others are copied.
 
     Args:
         snapshots: of the source.
@@ -209,7 +209,7 @@ class Copier:
         there = before.get(snapshot.id)
         before.require_record(snapshot.id)
         if there is not None and (there.run, there.step) != (ruling.run, ruling.step):
-            raise IntegrityError(f"{there.key} in {self._target.store.url}: has its id, and is another snapshot")
+            raise IntegrityError(f"{there.key} in {self._target.store.url}: has the same id, but is another snapshot")
         if there is not None and there.state == COMMITTED:
             return self._present(ruling, there)
         if there is not None and there.state in (FORGOTTEN, SWEPT) and not named:
@@ -285,7 +285,7 @@ class Copier:
     def _begun(self, ruling: Snapshot) -> Snapshot:
         """Return the first record of a copy, which gives it its place in the order of its run.
 
-        That is behind all snapshots that are there, unless a later one was copied before, or its copy has begun. A
+        That is after all snapshots that are there, unless a later one was copied before, or its copy has begun. A
         mirror of a run has the numbers of the source; a run that went on in the destination keeps its order.
         """
         of_run = self._source.index.refresh().snapshots(ruling.run, states=None)

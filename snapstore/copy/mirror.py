@@ -1,9 +1,9 @@
-"""Mirror: keep a second repository behind the saves of one run; and bring back what only that one has.
+"""Mirror: copy the saves of one run to a second repository, and bring back snapshots that only that one has.
 
 In: the commits of a manager, and the place of the mirror. Out: copies there, in the order of the saves, made by one
-thread that never holds a save up. Each snapshot that is due is announced there first, by a record which says that its
-copy has begun: so a later process can tell what was lost with the first store. A failure is a warning, and is tried
-again.
+thread that never delays a save. Each snapshot that is due is announced there first, by a record which says that its
+copy has begun: so a later process can tell which snapshots were lost with the first store. After a failure it warns and
+tries again.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Mirror:
         """Wait as `wait` does, then end the thread; a copy that still runs commits nothing.
 
         Returns:
-            The steps that are not mirrored; they are named in a warning. The next manager goes on with them.
+            The steps that are not mirrored; they are named in a warning. The next manager mirrors them.
         """
         left = self.wait(timeout) if not self.read_only else []
         with self._changed:
@@ -344,8 +344,8 @@ class Mirror:
     def nearest(self, name: str) -> Context:
         """Return the repository from which a snapshot of the run is to be restored.
 
-        A snapshot that only the mirror has is copied back first, unless this is read-only: then the first store has
-        all that the next saves build on.
+        A snapshot that only the mirror has is copied back first, so that the first store has all that the next saves
+        build on; but not if this is read-only.
 
         Args:
             name: a step, a tag or "latest".

@@ -84,8 +84,8 @@ class Told(msgspec.Struct, frozen=True, array_like=True):
         report: see `messages.Report`.
         held: of each part, the bytes of shared tensors that it has stored.
         trees: its trees, if they were wanted.
-        replicas: of each part and group of ranks, the path and digest of each tensor that these ranks hold alike, if
-            the last save failed because they differed.
+        replicas: of each part and group of ranks, the path and digest of each tensor of which these ranks hold
+            copies, if the last save failed because they differed.
     """
 
     report: Report
@@ -109,7 +109,7 @@ def digest_of(plan: SavePlan) -> bytes:
 def marks_of_cache() -> list[WriteItem]:
     """Return items by which DCP's plan cache, if a planner uses it, takes a plan for another one than the last.
 
-    The cache compares items alone, and leaves a plan that it takes for the same out, with its storage data.
+    The cache compares only items, and leaves a plan that it takes for the same out, with its storage data.
     """
     if not SavePlanner._cached_save_plan:
         return []

@@ -24,7 +24,7 @@ from .writer import SnapstoreWriter
 def save(
     state: dict[str, Any], writer: SnapstoreWriter, step: int, *, process_group: dist.ProcessGroup | None = None
 ) -> Metadata:
-    """Save the state of all ranks as one snapshot, and wait until it is committed; every rank calls it alike.
+    """Save the state of all ranks as one snapshot, and wait until it is committed; every rank calls it.
 
     Args:
         state: a dict of tensors, DTensors, plain values, objects with state_dict/load_state_dict, and containers of
@@ -52,7 +52,7 @@ def async_save(
 
     Args:
         state: see `save`.
-        process_group: a group with gloo, for this alone: the background uses its collectives beside the training's.
+        process_group: a group with gloo, only for this: a background thread calls its collectives during the training.
 
     Returns:
         A future. Wait for it before the next save; its result raises as `save` does.

@@ -24,14 +24,14 @@ from ..state.tensors import Slot, family
 from ..state.tree_decode import Decoded
 
 _STEP = re.compile(r"(\d+)/*$", re.ASCII)
-_FORMS = "expected a step, or a path or text that ends in it, such as 'runs/a/step-100'"
+_FORMS = "expected a step, or a path or text that ends with it, such as 'runs/a/step-100'"
 
 
 def step_of(checkpoint_id: Any) -> int:
-    """Return the step that a checkpoint id ends in: 100 of 100, "step-100", or "/runs/a/step-100".
+    """Return the step that a checkpoint id ends with: 100 of 100, "step-100", or "/runs/a/step-100".
 
     Raises:
-        InvalidInputError: it ends in none.
+        InvalidInputError: it ends with no step.
     """
     step = _find_step(checkpoint_id)
     if step is None:
@@ -51,7 +51,7 @@ def ref_of(run: str, checkpoint_id: Any) -> str:
     if step is not None:
         return f"{run}@{check_step(step)}"
     if not isinstance(checkpoint_id, str | os.PathLike) or not (name := PurePath(_text(checkpoint_id)).name):
-        raise InvalidInputError(f"checkpoint_id {checkpoint_id!r}: {_FORMS}; or in a tag, or 'latest'")
+        raise InvalidInputError(f"checkpoint_id {checkpoint_id!r}: {_FORMS}; or with a tag, or 'latest'")
     return f"{run}@{name}"
 
 
@@ -116,7 +116,7 @@ def flat_leaves(tree: Any, decoded: Decoded, where: str) -> dict[str, Leaf]:
     """
     if not is_mapping(tree) or id(tree) in decoded.makers:
         raise InvalidInputError(
-            f"{where}: its state is a {type(tree).__name__} and no dict, so DCP cannot load it: use Repository.restore"
+            f"{where}: its state is a {type(tree).__name__}, not a dict, so DCP cannot load it: use Repository.restore"
         )
     leaves: dict[str, Leaf] = {}
 

@@ -168,7 +168,7 @@ def _resolved(planner: DefaultSavePlanner, key: str, held: Any, items: Sequence[
         if place is None or value.shape != place.shape:
             raise InvalidInputError(
                 f"{name} makes {tuple(value.shape)} of a {type(held).__name__}, of which this rank has another box: "
-                "change values and dtypes alone, or change the state before it is saved"
+                "change only values and dtypes, or change the state before it is saved"
             )
     is_same = all(memory_key(value) == memory_key(place) for place, (_, value) in zip(there, parts, strict=True))
     if is_same and all(value.dtype == old[0].dtype for value in values):

@@ -52,7 +52,7 @@ class SnapstoreReader(Target, StorageReader):
             as many ranks saved; a number: that rank's; "drop": none. Keys of values that it does not get are missing.
         process_group: the ranks that load together; None: all of the job.
 
-    A checkpoint id is a step, or a path or text that ends in one; or that ends in a tag, or in "latest".
+    A checkpoint id is a step, or a path or text that ends with a step, a tag or "latest".
 
     Attributes:
         snapshot: the one that was read last.

@@ -38,7 +38,7 @@ def place_in(group: dist.ProcessGroup | None) -> Place:
         return 0, 0
     rank = dist.get_rank(group)
     if rank < 0:
-        raise InvalidInputError("process_group: this rank is not in it; make writers and readers on its ranks alone")
+        raise InvalidInputError("process_group: this rank is not in it; make writers and readers only on its ranks")
     return rank, dist.get_world_size(group)
 
 

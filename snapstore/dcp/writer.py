@@ -79,10 +79,10 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         process_group: the ranks that save together, as it is passed to `async_save`; None: all of the job.
         staging, keep_base, replicas, options: see `SnapshotManager`.
 
-    A checkpoint id is a step, or a path or text that ends in one.
+    A checkpoint id is a step, or a path or text that ends with a step.
 
     Attributes:
-        snapshot: the one that was committed last (on rank 0 alone).
+        snapshot: the one that was committed last (only on rank 0).
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """Return False: the copies are complete, or ordered behind the caller's work, when `stage` returns."""
+        """Return False: the copies are complete, or ordered after the caller's work, when `stage` returns."""
         return False
 
     def stage(self, state_dict: Any) -> dict[str, Any]:
@@ -186,7 +186,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         return SavePlan(marks_of_cache(), storage_data=planned, planner_data={})
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Open the session, and return for each rank what it needs to write. Rank 0 alone calls it.
+        """Open the session, and return for each rank what it needs to write. Only rank 0 calls it.
 
         Raises:
             InvalidInputError, StorageError, RanksError: the save cannot begin.
@@ -277,7 +277,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         return staged.inputs()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit. Rank 0 alone calls it, with what every rank has reported.
+        """Commit. Only rank 0 calls it, with the reports of all ranks.
 
         Raises:
             ConflictError: a gc has expired this save; nothing was committed.

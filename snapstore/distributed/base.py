@@ -61,7 +61,7 @@ class Ranks(Protocol):
         rank: of this process, from 0.
         count: the number of ranks, at least 1.
         attempt: identifies this attempt of the job; 32 hex digits.
-        silent_s: a rank that has not been heard of for so long counts as dead [s].
+        silent_s: a rank that was silent for so long counts as dead [s].
         total_s: the longest that one save may take [s].
         is_hosted: whether the messages are kept in this process, so that they end with it.
     """
@@ -94,7 +94,7 @@ class Ranks(Protocol):
         ...
 
     def silences(self, ranks: Collection[int]) -> list[float]:
-        """Return for each of some ranks how long it has not been heard of, in few requests [s]."""
+        """Return for each of some ranks how long it has been silent, in few requests [s]."""
         ...
 
     def close(self) -> None:
@@ -196,8 +196,8 @@ class Watch:
             )
         if now - self._began > self._limit_s:
             raise RanksError(
-                f"{named(who)} of {self._ranks.count}: alive, and {self._what} has not come within "
-                f"{self._limit_s:.6g} s; do all ranks call save, restore and close alike?",
+                f"{named(who)} of {self._ranks.count}: alive, but {self._what} has not come within "
+                f"{self._limit_s:.6g} s; do all ranks call save, restore and close in the same order?",
                 ranks=who,
             )
 

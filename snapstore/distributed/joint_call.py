@@ -1,4 +1,4 @@
-"""Joint call: one call that all ranks make alike, such as a restore in which they exchange chunks.
+"""Joint call: one call that all ranks make together, such as a restore in which they exchange chunks.
 
 In: the ranks, and a prefix of keys that no other call has. Out: rank 0's decisions over what all ranks say, and steps
 that the ranks of one node make together. A rank that fails tells the others, so an error of one is raised on all of
@@ -28,10 +28,11 @@ BLAME_S = 5.0
 
 
 class JointCall:
-    """One call of all ranks, as a context. Every rank makes it in the same order of calls, and leaves it alike.
+    """One call of all ranks, as a context. Every rank makes and leaves it in the same order of calls.
 
     Call sequence: enter; `agree` and `step` in the same order on all ranks (`step` on those of one node); leave. An
-    error inside is told to the other ranks. Who leaves without one waits until all have, or raises their error.
+    error inside is told to the other ranks. A rank that leaves without one waits until all have left, or raises their
+    error.
 
     Args:
         prefix: of the keys of this call.
@@ -78,13 +79,13 @@ class JointCall:
             decision = settle(self._collect(name, range(ranks.count)))
             self._post(name, Word(decision))
         else:
-            watch = Watch(ranks, f"rank 0's word ({self._what})", lambda: [0], ranks.total_s + WORD_S, self._ends)
+            watch = Watch(ranks, f"rank 0's decision ({self._what})", lambda: [0], ranks.total_s + WORD_S, self._ends)
             decision = self._heard([wait_for(lambda: ranks.look(self._prefix + name), watch)])[0]
         self.has_begun = True
         return decision
 
     def step(self, peers: Sequence[int]) -> None:
-        """Return once all of some ranks, this one among them, have come to the same step."""
+        """Return once all of some ranks, this one among them, have reached the same step."""
         name = f"step/{self._steps}"
         self._post(f"{name}/{self._ranks.rank}", Word())
         self._collect(name, peers)

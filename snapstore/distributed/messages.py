@@ -1,7 +1,7 @@
-"""Messages: the words of one save, from rank to rank, each bounded in size whatever the state.
+"""Messages: the messages of one save, from rank to rank; the size of the state does not change their sizes.
 
     begin     rank 0 to all       the snapshot's id and step, and the records that may be built on
-    report    each rank to 0      its child manifests, counts, and digests of what all ranks must hold alike
+    report    each rank to 0      its child manifests, counts, and digests of what must be equal on all ranks
     failed    any rank to all     the first error
     ask       rank 0 to some      whose trees it needs: for each digest that is new to it, those of one rank
     tree      some ranks to 0     the trees that were asked for: with `replicas`, the messages that grow with the state
@@ -9,7 +9,7 @@
     changed   some ranks to 0     the names of their plain tensors, if these are others than before
     outcome   rank 0 to all       committed, failed, or unclear
     answer    rank 0 to all       to a question that all ask, such as whether a save is skipped
-    word      any rank to some    it has come to a place of a call that all make alike
+    word      any rank to some    it has reached a place of a call that all make together
     ready     any rank to 0       its node, before chunks are exchanged
 
 In: typed structs. Out: msgpack, and back. A key begins with the number of the save in its attempt, so no message is
@@ -140,7 +140,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True):
-    """Rank 0 needs the trees of these ranks, or the digests of the tensors that a group of ranks holds alike."""
+    """Rank 0 needs the trees of these ranks, or the digests of the tensors of which a group of ranks holds copies."""
 
     ranks: list[int]
     group: str = ""
@@ -159,7 +159,7 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """Rank 0's answer to a question that all ranks ask alike, such as which snapshot is the newest.
+    """Rank 0's answer to a question that all ranks ask, such as which snapshot is the newest.
 
     Attributes:
         question: as rank 0 was asked.
@@ -172,7 +172,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Word(msgspec.Struct, frozen=True, array_like=True):
-    """A rank has come to a place of a call that all make alike (`joint_call.py`).
+    """A rank has reached a place of a call that all make together (`joint_call.py`).
 
     Attributes:
         value: what it says there.

@@ -3,8 +3,8 @@
 In: which ranks share a node. Out: bytes of all ranks on each; bytes from each to each. The group is one of its own, so
 a collective that fails breaks none of the training's. NCCL moves memory of the GPU, other backends host memory.
 
-All ranks of the job make the groups alike, and the ranks of a node call its methods alike. Their caller makes sure of
-that by messages before each collective.
+All ranks of the job make the groups in the same order, and the ranks of a node call its methods in the same order.
+Their caller makes sure of that by messages before each collective.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def require_whole_job(ranks: Ranks) -> None:
     if (ranks.rank, ranks.count) != job:
         raise InvalidInputError(
             f"read='exchange': rank {ranks.rank} of {ranks.count} of this manager is rank {job[0]} of {job[1]} of the "
-            "job; managers of the whole job alone exchange chunks; pass read='own'"
+            "job; only managers of the whole job exchange chunks; pass read='own'"
         )
     _device()
 

@@ -66,7 +66,7 @@ class Preemption:
         log.warning("the job is to end: rank %d of %d saves at step %d", ranks.rank, ranks.count, self._agreed)
 
     def _agree(self, ranks: Ranks, told: str) -> int:
-        """Return the step behind the last one that any rank has begun."""
+        """Return the step after the last one that any rank has begun."""
         deadline = time.monotonic() + AGREE_S
 
         def watch() -> None:

@@ -1,4 +1,4 @@
-"""Questions: rank 0 answers for all ranks, so that all of them go on from one answer.
+"""Questions: rank 0 answers for all ranks, so that all of them use the same answer.
 
 In: a question that every rank asks at the same place of the program, such as which snapshot is the newest. Out: rank
 0's answer, or its error, on every rank. The answer says which question it is to, so ranks that ask unlike ones notice.
@@ -30,11 +30,11 @@ class Questions:
 
     @property
     def prefix(self) -> str:
-        """Return a prefix of keys for what goes with the next question; all ranks that ask alike have the same."""
+        """Return a prefix of keys for what goes with the next question, the same on all ranks that ask the same."""
         return f"{self._prefix}question/{self._number}/"
 
     def ask(self, question: str, answer: Callable[[], V]) -> V:
-        """Return rank 0's answer to a question; `answer` is called on rank 0 alone.
+        """Return rank 0's answer to a question; `answer` is called only on rank 0.
 
         Raises:
             SnapstoreError: what `answer` has raised.
@@ -50,7 +50,7 @@ class Questions:
         if found.question != question:
             error = InvalidInputError(
                 f"rank {self._ranks.rank} asks for {question}, and rank 0 has asked for {found.question}: call the "
-                "methods of a SnapshotManager on all ranks alike, also latest_step, best_step and restore"
+                "methods of a SnapshotManager in the same order on all ranks, also latest_step, best_step and restore"
             )
             self._ranks.post(unlike, encode(Word(failed=Failed.of(error, self._ranks.rank))))
             raise error

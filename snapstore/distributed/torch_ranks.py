@@ -82,7 +82,7 @@ class TorchRanks:
                 raise InvalidInputError(f"{name} {value!r}: expected a number of seconds above 0")
         self.rank, self.count = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
         if self.rank < 0:
-            raise InvalidInputError("TorchRanks: this rank is not of the given group; make one on its ranks alone")
+            raise InvalidInputError("TorchRanks: this rank is not in the given group; make one only on its ranks")
         self.silent_s, self.total_s = float(silent_s), float(total_s)
         self.is_hosted = self.rank == 0
         self._pid, self._closed, self._broken = os.getpid(), False, ""
@@ -102,7 +102,7 @@ class TorchRanks:
     # -- the ranks meet
 
     def _meet(self, group: Any) -> _Place:
-        """Return where rank 0's server is, once all ranks have come.
+        """Return where rank 0's server is, once all ranks have called this.
 
         Raises:
             RanksError: some have not.
@@ -215,7 +215,7 @@ class TorchRanks:
 
     def _call(self, client: _Client, call: Callable[[Any], T]) -> T:
         if os.getpid() != self._pid:
-            raise InvalidInputError("these ranks were made before a fork; a child process is no rank of the job")
+            raise InvalidInputError("these ranks were made before a fork; a child process is not a rank of the job")
         if self._closed:
             raise InvalidInputError("these ranks are closed")
         try:

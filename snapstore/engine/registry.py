@@ -69,12 +69,12 @@ class Engines:
                 try:
                     rates = measure(store, self.threads)
                 except SnapstoreError as error:
-                    log.warning("codec='auto': the store cannot be measured, so chunks are coded: %s", error)
+                    log.warning("codec='auto': the store cannot be measured, so chunks are encoded: %s", error)
                     return False
                 self._stores_raw = codec_for(rates.write, rates.encode) == "raw"
                 found = human_bytes(int(rates.write)), human_bytes(int(rates.encode))
-                done = "stored as they are" if self._stores_raw else "coded"
-                log.info("codec='auto': the store takes %s/s, the engine codes %s/s: chunks are %s", *found, done)
+                done = "stored as they are" if self._stores_raw else "encoded"
+                log.info("codec='auto': the store takes %s/s, the engine encodes %s/s: chunks are %s", *found, done)
             return self._stores_raw
 
     def of(self, memory: Memory) -> Engine:

@@ -65,7 +65,7 @@ def check_metrics(metrics: Mapping[str, SupportsFloat]) -> dict[str, Read]:
     names = dict.fromkeys(map(str, metrics), 0.0)  # every number takes as many bytes
     if len(names) < len(metrics):
         raise InvalidInputError(f"metrics: two names are the same text, of {sorted(names)[:10]}; use str as names")
-    _bounded("metrics", names, "keep those by which policies or people choose; save the others with the state")
+    _bounded("metrics", names, "keep the metrics by which policies or people choose; save the others with the state")
     checked = {}
     for name, value in metrics.items():
         try:

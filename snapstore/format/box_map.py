@@ -1,7 +1,7 @@
 """Box map: which ranks store which boxes of the tensors of a part, so a reader opens only the manifests that it needs.
 
 In: the boxes of each rank. Out: a few kilobytes in the header of a root manifest, and the ranks whose boxes overlap a
-wanted one. Tensors that lie alike share a pattern: the size grows with the forms of tensors, not with their number.
+wanted one. Tensors with equal boxes share a pattern: the size grows with the forms of tensors, not with their number.
 
 Invariant: a box map is advice. It decides which manifests are read first, never which bytes are taken: those come from
 the entries of the manifests. A wrong one costs reads, and `check` reports it (docs/format.md, "Several ranks").

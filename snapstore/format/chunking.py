@@ -2,8 +2,8 @@
 
 Chunk sizes are multiples of 16, the size of the largest element (complex128), so a cut never splits an element.
 
-The packed bytes of a large tree are cut into pages where their content says so: an insertion moves all bytes behind it,
-and the cuts move with them, so the pages behind it are known chunks (docs/design/plain-values.md).
+The packed bytes of a large tree are cut into pages where their content says so: an insertion moves all bytes after it,
+and the cuts move with them, so the pages after it are known chunks (docs/design/plain-values.md).
 """
 
 from __future__ import annotations

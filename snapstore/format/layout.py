@@ -59,7 +59,7 @@ def decode_sections(data: bytes, start: int, sections: Sequence[Section], where:
     """Return the plain bytes of all sections that this release knows.
 
     Args:
-        start: offset of the first section in `data`, behind the header.
+        start: offset of the first section in `data`, after the header.
 
     Raises:
         FormatError: a section lies outside the manifest, declares more than it can hold, or does not decompress.

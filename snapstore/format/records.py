@@ -106,7 +106,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         run, step: its lineage, and its position there.
         seq: order of snapshots within the run, since clocks can be wrong; see `highest_seq`.
         state: "committed", "aborted", "forgotten" or "swept".
-        parent: id of the snapshot, of any run, that this one goes on from.
+        parent: id of the snapshot, of any run, from which this one continues.
         bases: ids of the snapshots whose packs this one uses.
         manifest_list: SHA-256 of its `ManifestList`; unset: all manifests were written for this snapshot.
         created: seconds since the epoch, by the writer's clock.
@@ -181,7 +181,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_reconstructed(self) -> bool:
-        """Return whether a repair made this record from manifests alone: `created`, times and sizes are guesses."""
+        """Return whether a repair made this record only from manifests: `created`, times and sizes are guesses."""
         return self.reason == RECONSTRUCTED
 
     @property
@@ -252,7 +252,7 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Quarantine(msgspec.Struct, frozen=True, kw_only=True):
-    """A repair's note about a damaged pack. Saves and gcs act on its key alone.
+    """A repair's note about a damaged pack. Saves and gcs need only its key.
 
     Attributes:
         found: time of the repair [s since the epoch].
@@ -274,7 +274,7 @@ class Quarantine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lost(msgspec.Struct, frozen=True, kw_only=True):
-    """A repair's note about a snapshot that lacks a manifest. Policies act on its key alone.
+    """A repair's note about a snapshot that lacks a manifest. Policies need only its key.
 
     Attributes:
         found: time of the repair [s since the epoch].

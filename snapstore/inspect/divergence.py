@@ -1,8 +1,8 @@
 """Divergence: the first step, tensor and element at which two runs differ.
 
 In: two runs, or two snapshots. Out: a DivergenceResult. The common steps are walked in ascending order. A binary search
-would be wrong: runs that have diverged may meet again, as two runs that restore the same snapshot do. Manifests are
-compared by their digests; the chunks of one tensor alone are read, from the first whose digests differ.
+would be wrong: runs that have diverged may become equal again, as two runs that restore the same snapshot do. Manifests
+are compared by their digests; only the chunks of one tensor are read, from the first whose digests differ.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Estimate: what snapshots of a run will cost, before it starts: bytes, time, money, and the interval that loses least.
+"""Estimate what the snapshots of a run will cost: bytes, time, money; and the interval that loses the least time.
 
 In: the run (parameters, dtypes, optimizer, ranks, failures) and rates, given or measured on this machine. Out: an
 `Estimate`. Pure functions; engine/rates.py measures. docs/guides/planning.md has the sources of all numbers.

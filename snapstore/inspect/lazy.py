@@ -1,7 +1,7 @@
 """Lazy tensors: the tensors of a snapshot by name, read in slices.
 
 In: a reference. Out: a mapping of dotted paths to handles, which know shape and dtype and read nothing until they are
-asked. A slice reads the chunks that hold an element of it, each checked against its digest. It makes no difference
+indexed. A slice reads the chunks that hold an element of it, each checked against its digest. It makes no difference
 whether one process or several ranks saved the tensor: the boxes of the ranks are put together.
 """
 
@@ -84,7 +84,7 @@ class LazyTensors(Mapping[str, "TensorHandle"]):
 
 
 class _Reader:
-    """Reads chunks of a snapshot, and goes on if it is rewritten meanwhile."""
+    """Reads chunks of a snapshot, and continues if it is rewritten meanwhile."""
 
     def __init__(self, context: Context, opened: OpenSnapshot) -> None:
         self._context, self._opened, self._lock = context, opened, threading.Lock()

@@ -50,9 +50,9 @@ def save_state(
     tags: Sequence[str] = (),
     force: bool = False,
 ) -> SaveHandle:
-    """Snapshot all that the accelerator has prepared, and the objects registered for checkpointing.
+    """Save all that the accelerator has prepared, and the objects registered for checkpointing.
 
-    It takes the place of `accelerator.save_state`, and returns as soon as the state may change again. Under
+    It replaces `accelerator.save_state`, and returns as soon as the state may change again. Under
     torch.distributed all ranks call it. Each keeps its own generators and positions of loaders. Custom objects are
     equal on all ranks, unless their class has `per_rank = True`.
 
@@ -91,7 +91,7 @@ def load_state(
 ) -> Snapshot:
     """Fill all that the accelerator has prepared from a snapshot of `save_state`, and return the snapshot.
 
-    It takes the place of `accelerator.load_state`. `accelerator.step`, the number of saves and the epochs of the
+    It replaces `accelerator.load_state`. `accelerator.step`, the number of saves and the epochs of the
     loaders are set too, so that they shuffle as they did.
 
     Args:
@@ -219,7 +219,7 @@ def _refuse(accelerator: Any, what: str) -> None:
         kind = "FSDP1" if kind == "FSDP" and not accelerator.is_fsdp2 else kind
         raise CapabilityError(
             f"accelerate: one process, DDP and FSDP2 are covered, on CPU and CUDA; got {kind} on "
-            f"{accelerator.device.type}; of FSDP pass FullyShardedDataParallelPlugin(fsdp_version=2)"
+            f"{accelerator.device.type}; for FSDP pass FullyShardedDataParallelPlugin(fsdp_version=2)"
         )
     if getattr(accelerator, f"_{what}_model_state_pre_hook", None):
         raise InvalidInputError(

@@ -8,7 +8,7 @@
 In: the state dicts that `save_checkpoint` gives `save` on each rank, one for each file. Out: at `commit`, one snapshot
 of all ranks with a part for each file, under the file's name; then a reference at the path of each. DeepSpeed calls, on
 every rank: create, save for each file that the rank writes, commit; then rank 0 writes `latest`. Invariant: references,
-and `latest` behind them, are written by rank 0 once the snapshot is durable.
+and `latest` after them, are written by rank 0 once the snapshot is durable.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SnapstoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # deep
     """Saves the checkpoints of a DeepSpeedEngine as snapshots of a run. Make one on every rank.
 
     ZeRO stages 0 to 3, pipelines and experts: each file that a rank would write is a part of the snapshot. Unchanged
-    chunks and deltas are found by the names of the files, so from one tag to the next. The ranks share a file system
+    chunks and deltas are found by the names of the files, from one tag to the next. The ranks share a file system
     for the references.
 
     Args:
@@ -94,10 +94,10 @@ class SnapstoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # deep
         """Begin a checkpoint.
 
         Args:
-            info: a CheckpointCommitInfo, whose tag ends in the step.
+            info: a CheckpointCommitInfo, whose tag ends with the step.
 
         Raises:
-            InvalidInputError: the tag ends in no step; or `latest` is wanted of a save in the background.
+            InvalidInputError: the tag ends with no step; or `latest` is wanted of a save in the background.
             SnapstoreError: an earlier save failed in the background.
         """
         if not isinstance(info, CheckpointCommitInfo):
@@ -185,7 +185,7 @@ class SnapstoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # deep
             self.manager.wait_until_finished()
 
     def close(self) -> None:
-        """Wait, and release everything; every rank calls it alike."""
+        """Wait, and release everything; every rank calls it."""
         try:
             self.wait_until_finished()
         finally:

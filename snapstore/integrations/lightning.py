@@ -228,9 +228,9 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
     Args:
         manager: a SnapshotManager; or a function that makes one, which is called in `fit`, when the ranks of the job
             are known: on several ranks pass a function. A manager that is made here is closed here.
-        when: "step": save behind a batch if the manager's `should_save` says so. "validation": save behind each
+        when: "step": save after a batch if the manager's `should_save` says so. "validation": save after each
             validation, when its metrics are there.
-        resume: "latest": `fit` goes on from the newest snapshot, if there is one and no `ckpt_path` is given; a step or
+        resume: "latest": `fit` resumes from the newest snapshot, if there is one and no `ckpt_path` is given; a step or
             tag: from that one; None: it does not resume.
         metrics: names in `trainer.callback_metrics` that are stored with a snapshot; those of `KeepBest` policies
             always are. On several ranks log them with `sync_dist=True`.
@@ -304,7 +304,7 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
             self._save(trainer, step)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save behind a validation within a fit."""
+        """Save after a validation within a fit."""
         if self._when == "validation" and trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._save(trainer, trainer.global_step)
 
@@ -378,7 +378,7 @@ def _connector(trainer: Any) -> Any:
     if not hasattr(found, "dump_checkpoint") or not hasattr(found, "_loaded_checkpoint"):
         raise CapabilityError(
             f"Lightning {version}: SnapshotCallback knows the releases 2.5 and 2.6, and this one has another "
-            "checkpoint connector; install one of these, or use SnapstoreCheckpointIO, which calls nothing private"
+            "checkpoint connector; install one of these, or use SnapstoreCheckpointIO, which uses nothing private"
         )
     if tuple(map(int, version.split(".")[:2])) not in _KNOWN:
         log.warning("Lightning %s: SnapshotCallback knows the private names of 2.5 and 2.6", version)

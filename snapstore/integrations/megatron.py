@@ -84,17 +84,17 @@ class SnapstoreSaveStrategy(strategies.TorchDistSaveShardedStrategy):  # type: i
         self._make = partial(SnapshotManager, repository, run=run, keep=keep, options=options)
 
     def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> Any:
-        """Copy the state of this rank, and begin the save; every rank calls it alike.
+        """Copy the state of this rank, and begin the save; every rank calls it.
 
         Args:
-            sharded_state_dict: of ShardedTensors and ShardedObjects alone, as `dist_checkpointing.save` gives it.
-            checkpoint_dir: a folder whose name ends in the step.
+            sharded_state_dict: only of ShardedTensors and ShardedObjects, as `dist_checkpointing.save` gives it.
+            checkpoint_dir: a folder whose name ends with the step.
 
         Returns:
             An AsyncRequest. Its last function waits for the commit, on all ranks, and writes the reference.
 
         Raises:
-            InvalidInputError: the name ends in no step; or an object cannot be saved, which is named.
+            InvalidInputError: the name ends with no step; or an object cannot be saved, which is named.
             SnapstoreError: an earlier save failed in the background.
         """
         step = step_of(str(checkpoint_dir))
@@ -118,7 +118,7 @@ class SnapstoreSaveStrategy(strategies.TorchDistSaveShardedStrategy):  # type: i
         return AsyncRequest(_wait_for, (mark, os.getpid()), [finalize])
 
     def close(self) -> None:
-        """Wait for the running save, and release everything; every rank calls it alike."""
+        """Wait for the running save, and release everything; every rank calls it."""
         manager, self.manager = self.manager, None
         if manager is not None:
             manager.close()
@@ -226,8 +226,8 @@ class SnapstoreLoadStrategy(strategies.TorchDistLoadShardedStrategy):  # type: i
 def use_by_default(save: SnapstoreSaveStrategy, load: SnapstoreLoadStrategy) -> None:
     """Make these the strategies that Megatron takes where none is passed, as Megatron-LM's training loop does.
 
-    Megatron registers its own for "torch_dist" again at each look-up, so one that is registered there is replaced in
-    silence. This replaces the function that registers them, which is not part of its documented interface.
+    Megatron registers its own for "torch_dist" again at each look-up, so one that is registered there is silently
+    replaced. This replaces the function that registers them, which is not part of its documented interface.
 
     Raises:
         CapabilityError: this release of Megatron looks strategies up in another way.

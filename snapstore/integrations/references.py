@@ -1,4 +1,4 @@
-"""Reference files: what an adapter leaves where a trainer expects a checkpoint file.
+"""Reference files: small files that an adapter writes where a trainer expects a checkpoint file.
 
 In: a committed snapshot. Out: a small JSON file that names it: the repository by place and uuid, the run, the step and
 the id. Invariant: a reference is replaced at once, so a reader finds the old one or the new one.
@@ -69,7 +69,7 @@ def read(path: str) -> dict[str, Any]:
     except (ValueError, KeyError):
         is_one = False
     if not is_one:
-        raise FormatError(f"{path}: is no reference to a snapshot; load it with the plugin that saved it")
+        raise FormatError(f"{path}: is not a reference to a snapshot; load it with the plugin that saved it")
     if named.get("version") != VERSION:
         found = named.get("version")
         raise FormatError(f"{path}: is a reference of version {found!r}, expected {VERSION}; update snapstore")
@@ -119,7 +119,7 @@ def repository_of(named: dict[str, Any], path: str | Path, here: str | Path | Re
                 return
     raise NotFoundError(
         f"{path}: refers to the repository {named['uuid']}, and it is not at {named['repository']} any more; if it has "
-        "moved, pass its new place"
+        "moved, pass its new URL"
     )
 
 

@@ -1,4 +1,4 @@
-"""torchtitan: a checkpoint manager in the place of torchtitan's own.
+"""torchtitan: a checkpoint manager that replaces torchtitan's own.
 
     from snapstore.integrations.torchtitan import checkpoint_manager
     torchtitan.train.CheckpointManager = checkpoint_manager("/data/snapshots", run="exp1")
@@ -57,8 +57,8 @@ class SnapstoreCheckpointManager:
 
     The config decides when to save (`enable`, `interval`, `enable_first_step_checkpoint`, `load_only`), and what is
     loaded (`exclude_from_loading`, `initial_load_model_only`). `async_mode` "disabled" waits for each save; the others
-    save in the background. `initial_load_path` is a reference such as "exp0@1000", in the same repository. `folder` has
-    no meaning.
+    save in the background. `initial_load_path` is a reference such as "exp0@1000", in the same repository. `folder` is
+    ignored.
 
     Attributes:
         manager: of the saves and loads; None if the config disables checkpoints.
@@ -104,10 +104,10 @@ class SnapstoreCheckpointManager:
     # -- what a Trainer calls
 
     def load(self, step: int = -1) -> bool:
-        """Load a snapshot into the components; return whether there was one. Every rank calls it alike.
+        """Load a snapshot into the components; return whether there was one. Every rank calls it.
 
         Args:
-            step: -1: the newest; if the run has none, `initial_load_path`. Step 0 is a seed: its model alone is loaded.
+            step: -1: the newest; if the run has none, `initial_load_path`. Step 0 is a seed: only its model is loaded.
 
         Raises:
             NotFoundError: the step, or what `initial_load_path` names, is not there.
@@ -137,9 +137,9 @@ class SnapstoreCheckpointManager:
 
     @torch.no_grad()
     def save(self, curr_step: int, last_step: bool = False) -> bool:
-        """Save if the config says so; return whether it did. Every rank calls it alike.
+        """Save if the config says so; return whether it did. Every rank calls it.
 
-        The last step stores the model alone, in `export_dtype`, if `last_save_model_only` is set, as torchtitan does;
+        The last step stores only the model, in `export_dtype`, if `last_save_model_only` is set, as torchtitan does;
         such a run cannot be resumed from that step.
 
         Raises:
@@ -169,7 +169,7 @@ class SnapstoreCheckpointManager:
             self.manager.wait_until_finished()
 
     def close(self) -> None:
-        """Wait, and release everything; every rank calls it alike."""
+        """Wait, and release everything; every rank calls it."""
         manager, self.manager = self.manager, None
         if manager is not None:
             manager.close()
@@ -206,7 +206,7 @@ def _require_known(config: Any, ft_manager: Any) -> None:
     if config.initial_load_in_hf or config.last_save_in_hf:
         raise InvalidInputError(
             "initial_load_in_hf, last_save_in_hf: the repository holds snapshots; switch these off, and use 'snapstore "
-            "import' before the training or 'snapstore export' behind it"
+            "import' before the training or 'snapstore export' after it"
         )
     if ft_manager is not None and getattr(ft_manager, "enabled", False):
         raise InvalidInputError("fault_tolerance.enable: TorchFT's own checkpoints are not supported; switch it off")

@@ -53,7 +53,7 @@ _FILES = {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "scaler": "s
 
 
 class SnapshotCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types
-    """Saves a snapshot whenever the Trainer would write a checkpoint, in place of it.
+    """Saves a snapshot whenever the Trainer would write a checkpoint, instead of it.
 
     With `save_strategy="steps"` or `"epoch"` the Trainer says when. With `"no"` the manager's `save_interval_steps`
     does. The step of a snapshot is `TrainerState.global_step`. Its metrics are the numbers that the Trainer has logged
@@ -126,7 +126,7 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Warn of a checkpoint that the Trainer has written itself, and save as well."""
         log.warning(
-            "run=%s step=%d the Trainer has written a checkpoint of its own: a callback behind SnapshotCallback asked "
+            "run=%s step=%d the Trainer has written a checkpoint of its own: a callback after SnapshotCallback asked "
             "for it; put SnapshotCallback last",
             self.manager.run,
             state.global_step,
@@ -307,7 +307,7 @@ def checkpoint_dir(
 
 
 def _write_files(manager: SnapshotManager, step: int, path: Path) -> None:
-    """Write the files of a checkpoint: this rank's own, and once a machine those of all ranks."""
+    """Write the files of a checkpoint: this rank's own, and once per machine those of all ranks."""
     snapshot = manager.repository.snapshot(f"{manager.run}@{step}")
     metadata = snapshot.metadata
     if not isinstance(metadata, dict) or "transformers" not in metadata:

@@ -171,7 +171,7 @@ class Claim(Putter):
         return self
 
     def _look(self) -> None:
-        """Read what the claim builds on, behind the announced session."""
+        """Read what the claim builds on, after the session is announced."""
 
     def __exit__(self, *exc: object) -> None:
         try:
@@ -229,7 +229,7 @@ class Claim(Putter):
             except NotFoundError:
                 self.require_session()
             except StorageError as error:
-                log.warning("run=%s step=%d a heartbeat failed, the next may not: %s", self.run, self.step, error)
+                log.warning("run=%s step=%d a heartbeat failed; the next may succeed: %s", self.run, self.step, error)
             except CapabilityError as error:  # it stays so: do not ask again
                 self._last_beat = math.inf
                 log.warning(

@@ -1,4 +1,4 @@
-"""Forget: which snapshots of a run go, and what brings one back. The bytes stay until a gc.
+"""Forget: mark snapshots of a run as forgotten, and bring them back. The bytes stay until a gc.
 
 In: policies, or references. Out: new revisions of the records, in state `forgotten` or `committed`; `revisions` writes
 them. Pure functions in `retention` decide what a policy keeps.
@@ -75,7 +75,7 @@ def forget_snapshots(
         if snapshot.tags:
             raise InvalidInputError(f"{snapshot.ref}: is tagged {', '.join(snapshot.tags)}; untag it first")
         if snapshot == view.newest(snapshot.run) and not force:
-            raise InvalidInputError(f"{snapshot.ref}: is the newest of its run, which a resume needs; force it")
+            raise InvalidInputError(f"{snapshot.ref}: is the newest of its run, needed to resume; pass force (--force)")
     if not dry_run:
         chosen = revisions.forget(context, chosen, policy="", reason="named by the user")
     return ForgetResult([], chosen, dry_run)

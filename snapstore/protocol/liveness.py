@@ -57,7 +57,7 @@ def _silence_s(store: ObjectStore, info: ObjectInfo, *, redate: bool) -> float:
         try:
             store.touch(info.key)
         except (NotFoundError, CapabilityError, StorageError) as error:
-            log.warning("%s keeps its date: %s", info.key, strip_hint(error))
+            log.warning("the date of %s cannot be changed: %s", info.key, strip_hint(error))
     return max(0.0, now_s - info.modified_s)
 
 

@@ -1,6 +1,6 @@
 """Session: a save's claim, with the snapshots that it may build on; and the part in it of another rank of the job.
 
-In: run, step, parent. Out: lineage, bases and the next sequence number, chosen behind the announced session; then the
+In: run, step, parent. Out: lineage, bases and the next sequence number, chosen after the session is announced; then the
 committed record. The bases are committed snapshots whose packs no mark names, so no gc is deleting what this save will
 reference.
 """
@@ -33,7 +33,7 @@ class Session(Claim):
 
     Attributes:
         id: of the snapshot to commit.
-        parent: id of the snapshot that this one goes on from; None: the newest of the run.
+        parent: id of the parent; None: the newest of the run.
         usable_bases: the snapshots that this save may reference, best first.
     """
 

@@ -2,12 +2,12 @@
 
 In: what each rank wants, and the ranks of its node. Out: filled memory, to the bit as if each rank had read by itself.
 A chunk has one reader, one of the ranks that need it; chunks with one digest are one. The reader checks the digest. It
-sends the bytes that are wanted, not the whole chunk. A chunk that one rank alone needs goes the ordinary way.
+sends the bytes that are wanted, not the whole chunk. A chunk that only one rank needs goes the ordinary way.
 
 All ranks of a node compute the same plan from the same lists, so they call the same collectives. They go on in rounds,
 in each of which a rank reads, sends and receives at most ROUND_BYTES together. Before each collective the ranks tell
-each other by messages that they have come to it; so a rank that fails is heard of, and nobody waits in a collective
-for it.
+each other by messages that they have come to it; so the others notice a rank that fails, and none waits in a
+collective for it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ RUNS_A_ROUND = 4
 class Exchange:
     """The exchanges of one manager with the other ranks of its node, one after the other.
 
-    Call sequence: for each restore, on all ranks alike, `call`, and in it `load`; at the end `close`.
+    Call sequence, the same on all ranks: for each restore `call`, and in it `load`; at the end `close`.
 
     Args:
         ends: see `JointCall`.

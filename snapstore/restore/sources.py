@@ -78,7 +78,7 @@ class AsRank:
             return None
         return (
             f"each rank's own (PerRank, RngState): {counted(saved, 'rank')} saved, and {self.world_size} restore, so "
-            f"none is this one's; pass per_rank=<rank> (0 to {saved - 1}) for that rank's values, or per_rank='drop' "
+            f"none is this rank; pass per_rank=<rank> (0 to {saved - 1}) for that rank's values, or per_rank='drop' "
             "to leave them out"
         )
 
@@ -249,7 +249,7 @@ def _check(child: Manifest, entries: Sequence[tuple[_Open, TensorEntry]]) -> Non
 
 
 def _stored_boxes(m: Manifest, entry: TensorEntry, itemsize: int) -> Iterator[StoredBox]:
-    """Yield the boxes of an entry; one without chunks lies in the inline bytes, behind those before it."""
+    """Yield the boxes of an entry; one without chunks lies in the inline bytes, after those before it."""
     at = entry.inline[0] if entry.inline else 0
     if not entry.boxes and entry.inline is not None:
         yield StoredBox(m, [0] * len(entry.shape), entry.shape, inline=at)

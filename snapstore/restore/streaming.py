@@ -108,7 +108,7 @@ class OpenSnapshot:
 class TensorReader:
     """The selected tensors of one snapshot; going through it reads them.
 
-    It may be gone through several times, and goes on if the snapshot is rewritten meanwhile.
+    It may be iterated several times, and continues if the snapshot is rewritten meanwhile.
 
     Args:
         ref, keys, device: see `Repository.restore`.

@@ -188,7 +188,7 @@ class Rewriting(ABC):
     # -- one snapshot
 
     def run(self, snapshots: Iterable[Snapshot]) -> None:
-        """Rewrite snapshots; one that cannot be rewritten is noted, and the others go on."""
+        """Rewrite snapshots. One that cannot be rewritten is noted; the others are rewritten."""
         for snapshot in snapshots:
             try:
                 self.rewrite_one(snapshot)
@@ -221,7 +221,7 @@ class Rewriting(ABC):
         if view.is_unknown(snapshot.id):
             raise IntegrityError("its record can no longer be read; run 'snapstore check'")
         if ruling is None or ruling.state not in self._states:
-            log.info("run=%s step=%d left alone: no longer there", snapshot.run, snapshot.step)
+            log.info("run=%s step=%d skipped: it is no longer there", snapshot.run, snapshot.step)
             self.skipped.append(ruling or snapshot)
             return None
         try:

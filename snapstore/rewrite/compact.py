@@ -1,4 +1,4 @@
-"""compact: free bytes that gc cannot: dead bytes in packs that are needed, and chunks kept only as a delta's base.
+"""compact: free bytes that gc cannot: unneeded bytes in needed packs, and chunks kept only as a delta's base.
 
 In: the committed snapshots. Out: their next revisions (base.py), and a result. Two things are rewritten:
 
@@ -89,7 +89,7 @@ def compact(
     max_repack_bytes: int | None = None,
     dry_run: bool = False,
 ) -> CompactResult:
-    """Rewrite snapshots where that pays; one that cannot be rewritten is reported, and the others go on.
+    """Rewrite snapshots where that pays. One that cannot be rewritten is reported; the others are rewritten.
 
     Args:
         only: rewrite no other snapshots; None: all committed ones.

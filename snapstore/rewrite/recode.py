@@ -75,7 +75,7 @@ def recode(
     states: tuple[str, ...] = (COMMITTED, FORGOTTEN),
     dry_run: bool = False,
 ) -> RecodeResult:
-    """Rewrite snapshots; one that cannot be rewritten is reported, and the others go on.
+    """Rewrite snapshots. One that cannot be rewritten is reported; the others are rewritten.
 
     Args:
         codec: "portable" or "ans", see `SaveOptions`.

@@ -1,4 +1,4 @@
-"""Agreement: compare what the ranks of a job must have alike, by the digests in their reports.
+"""Agreement: compare the values that must be equal on all ranks of a job, by the digests in their reports.
 
 In: the reports of all ranks. Out: nothing, or what differs on which ranks. Buffers may differ, with a warning.
 """
@@ -83,7 +83,7 @@ def unlike_replicas(reports: Mapping[int, Report]) -> list[Unlike]:
 def compare_replicas(
     reports: Mapping[int, Report], request: SaveRequest, ask: AskDigests, warned: set[frozenset[str]]
 ) -> None:
-    """Compare the tensors that several ranks hold alike; log a warning that names buffers which differ.
+    """Compare the tensors of which several ranks hold copies; log a warning that names buffers which differ.
 
     Args:
         ask: called for other ranks than rank 0 at most once.
@@ -121,7 +121,7 @@ def warn_of_buffers(request: SaveRequest, unlike: Sequence[Unlike], names: str) 
     log.warning(
         "run=%s step=%d buffers on %s differ from those on %s, which are stored, and which all ranks will restore: %s; "
         "BatchNorm computes them from each rank's own batches; average or broadcast them before you save, if you want "
-        "others. This is said once.",
+        "others. This is logged once.",
         request.run,
         request.step,
         named(sorted(few)),

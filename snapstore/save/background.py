@@ -1,6 +1,6 @@
 """Background: the thread of a manager's save, and the slot that lets one save run at a time.
 
-In: a function to run behind the caller's back. Out: its error, at the caller's next call. The slot survives Ctrl-C
+In: a function to run in the background. Out: its error, at the caller's next call. The slot survives Ctrl-C
 between any two steps of Python code (handle.py, `Slot`).
 """
 

@@ -149,7 +149,7 @@ class SmallCopies:
 
 
 def copy_addresses(addresses: Column, sizes: Column) -> Bytes:
-    """Copy memory at addresses (n,), of sizes (n,), one piece behind the other; return it as (bytes,) uint8."""
+    """Copy memory at addresses (n,), of sizes (n,), one piece after the other; return it as (bytes,) uint8."""
     size = int(sizes[0]) if len(sizes) else 0
     if size not in _WORDS or (sizes != size).any() or (addresses % size).any():
         return np.frombuffer(bytearray().join(map(ctypes.string_at, addresses.tolist(), sizes.tolist())), np.uint8)

@@ -1,4 +1,4 @@
-"""Lineage: the snapshot that a run's next save goes on from.
+"""Lineage: the parent of a run's next save.
 
 In: the snapshots that this process committed, or that a manager restored for its run. Out: the parent of the next save
 of a run, and the manifests of each run's last save, so that the next one need not read them again. Any thread may use
@@ -27,7 +27,7 @@ class Lineage:
         self._named: dict[str, list[ManifestRef]] = {}  # run -> the manifests that the record of that save names
 
     def parent(self, run: str) -> str | None:
-        """Return the id that the next save of a run goes on from; None if nothing was noted."""
+        """Return the id of the parent of a run's next save; None if nothing was noted."""
         with self._lock:
             return self._last.get(run)
 
@@ -43,12 +43,12 @@ class Lineage:
             return self._named.get(run, ()), [m for m in found if m.header.world_size and not m.header.children]
 
     def go_on_from(self, run: str, snapshot: Snapshot) -> None:
-        """The next save of a run goes on from this snapshot."""
+        """Make this snapshot the parent of the run's next save."""
         with self._lock:
             self._last[run] = snapshot.id
 
     def note_saved(self, snapshot: Snapshot, manifests: dict[str, Manifest]) -> None:
-        """The next save of the run goes on from this snapshot, with these manifests by SHA-256."""
+        """Make this snapshot, with these manifests by SHA-256, the parent of the run's next save."""
         self.go_on_from(snapshot.run, snapshot)
         with self._lock:
             self._manifests[snapshot.run], self._named[snapshot.run] = manifests, snapshot.manifests

@@ -247,7 +247,7 @@ def entry_of(spec: TensorSpec, boxes: Sequence[Box] = (), inline: tuple[int, int
 
 
 def add_tree(chunks: ChunkWriter, layout: Layout, tree: bytes) -> None:
-    """Add the packed tree of a part; if it is large, write it as pages behind the tensors."""
+    """Add the packed tree of a part; if it is large, write it as pages after the tensors."""
     layout.tree = tree
     if len(tree) < PAGED_BYTES:
         return

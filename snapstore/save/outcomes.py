@@ -1,4 +1,4 @@
-"""Outcomes: how a rank learns what became of a save, when rank 0 does not tell it, and what its errors say of that.
+"""Outcomes: how a rank learns whether a save was committed, if rank 0 does not tell it, and the errors that say so.
 
 In: the id of a save that rank 0 has begun. Out: its record, or an error that says whether anything was committed.
 

@@ -1,6 +1,6 @@
 """The write path of one save: session -> bases -> packs -> manifests -> the record -> the index.
 
-In: the inputs of a save, safe to read. Out: a committed Snapshot, or an exception and none. The order is the
+In: the inputs of a save, safe to read. Out: a committed Snapshot, or an exception and no snapshot. The order is the
 protocol's: everything that a record needs is durable before it.
 """
 

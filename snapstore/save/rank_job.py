@@ -46,7 +46,7 @@ _users_lock = threading.Lock()
 
 
 class RankJob:
-    """One manager's saves with the other ranks. All ranks make theirs in the same order, and call alike.
+    """One manager's saves with the other ranks. All ranks make theirs, and call them, in the same order.
 
     Call sequence: `open`, then everything else; `close`, also if `open` has failed.
 
@@ -83,10 +83,10 @@ class RankJob:
         """Open the repository on rank 0, and once it is open there, on the other ranks.
 
         Args:
-            question: with the arguments that are alike on all ranks.
+            question: with the arguments that must be equal on all ranks.
 
         Raises:
-            InvalidInputError: it is not the same repository on all ranks, or the arguments are not alike.
+            InvalidInputError: it is not the same repository on all ranks, or the arguments are not equal.
             SnapstoreError: what `opened` has raised, here or on rank 0.
         """
         first: list[R] = []

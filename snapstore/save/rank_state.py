@@ -35,7 +35,7 @@ def held_bytes(inputs: Sequence[PartInput]) -> dict[str, int]:
 
 
 def digests_by_path(replicas: Sequence[Replica], group: str) -> list[tuple[str, bytes]]:
-    """Return the path and the digest (16 bytes) of each tensor that some ranks hold alike: one that differs is named.
+    """Return the path and the digest (16 bytes) of each tensor of which some ranks hold copies.
 
     Args:
         group: the id of these ranks, or the end of several ids, such as BUFFERS.

@@ -84,7 +84,7 @@ class RankWriter:
         return self._trees
 
     def replicas(self, group: str) -> list[tuple[str, bytes]]:
-        """Return the path and the digest of each tensor that a group of ranks holds alike.
+        """Return the path and the digest of each tensor of which a group of ranks holds copies.
 
         Args:
             group: its id, or the end of several ids; see `Replica.group_id`.
@@ -143,7 +143,7 @@ class RankWriter:
 
 
 def request_digests(request: SaveRequest) -> bytes:
-    """Return the digests of the fields that must be alike on all ranks; waits for metrics on devices."""
+    """Return the digests of the fields that must be equal on all ranks; waits for metrics on devices."""
     metrics, metadata = sorted(request.read_metrics().items()), bytes(request.metadata_node)
     fields = (request.run, request.step, metrics, metadata, list(request.tags))  # in the order of REQUEST_FIELDS
     return b"".join(checksum(encode(value)).to_bytes(DIGEST_BYTES, "little") for value in fields)

@@ -1,4 +1,4 @@
-"""Replicas: digests of what several ranks hold alike, by which copies that have diverged are found.
+"""Replicas: digests of the copies that several ranks hold, which show copies that have diverged.
 
 In: the tensors of a rank of which other ranks hold the same bytes. Out: one digest for each group of such ranks and
 part, over all of these bytes, not over the share that this rank stores; buffers, which may differ, have digests of

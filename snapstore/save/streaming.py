@@ -89,7 +89,7 @@ def _checked(pair: Any, number: int) -> tuple[str, Any]:
             f"'model.weight', got {type(path).__name__}; nothing was committed"
         )
     if not path.isascii() and path.encode(errors="replace").decode() != path:
-        raise InvalidInputError(f"{path}: a path of the iterator is no Unicode text; rename it; nothing was committed")
+        raise InvalidInputError(f"{path}: a path of the iterator is not Unicode text; rename it; nothing was committed")
     if not is_array(value):
         raise InvalidInputError(
             f"{path}: expected a tensor or NumPy array from the iterator, got {type(value).__name__}; pass plain "

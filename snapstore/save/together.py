@@ -70,9 +70,9 @@ class Job:
     Attributes:
         prefix: of all keys of these saves.
         answer: called with a save's number while rank 0 waits for reports: what a rank may need before its own.
-        known_trees: the trees of the last save's ranks by digest, so that rank 0 asks for each once (rank 0 alone).
+        known_trees: the trees of the last save's ranks by digest, so that rank 0 asks for each once (only on rank 0).
         old_keys: posted by this rank in earlier saves: no rank looks them up again once all take part in the next one.
-        warned: the buffers that a warning was about: see `compare_replicas` (rank 0 alone).
+        warned: the buffers that a warning was about: see `compare_replicas` (only on rank 0).
     """
 
     context: Context
@@ -307,8 +307,8 @@ class _Save:
         begin = decode(wait_for(lambda: ranks.look(self._key("begin")), watch), Begin)
         if begin.step != request.step:
             raise InvalidInputError(
-                f"run {request.run!r}: this rank saves step {request.step}, rank 0 step {begin.step}; call save alike "
-                "on all ranks; nothing was committed"
+                f"run {request.run!r}: this rank saves step {request.step}, rank 0 step {begin.step}; pass the "
+                "same step on all ranks; nothing was committed"
             )
         self._remove_old_keys()
         return begin

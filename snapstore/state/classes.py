@@ -4,7 +4,7 @@ In: a value of a state. Out: its form as plain values and the name of its class;
 
 - snapstore knows those of the standard library (pathlib, datetime, argparse.Namespace, types.SimpleNamespace). Their
   values come back exactly.
-- It knows classes of users by name alone. Their values come back in the plain form: a dict of the fields of a
+- It knows classes of users only by name. Their values come back in the plain form: a dict of the fields of a
   dataclass, a tuple for a named tuple, the value of an enum's member (its name if the value is no scalar), and a dict,
   list, str, int or float for a subclass of these. `Types` has the classes that a caller names, and makes their values.
 
@@ -315,10 +315,10 @@ def _make(kind: type, form: Form, path: Path, plain: Any) -> Any:
             return _make_dataclass(kind, plain)
         if form.kind == "namedtuple":
             if not (issubclass(kind, tuple) and hasattr(kind, "_fields")):
-                raise TypeError("it is no named tuple")
+                raise TypeError("it is not a named tuple")
             return kind(**dict(zip(form.fields, plain, strict=True)))
         if not issubclass(kind, type(plain)):
-            raise TypeError(f"it is no subclass of {type(plain).__name__}")
+            raise TypeError(f"it is not a subclass of {type(plain).__name__}")
         return kind(plain)
     except Exception as error:  # of the user's constructor too
         raise _does_not_fit(path, kind, error) from error

@@ -1,7 +1,7 @@
 """Differences between a snapshot and `into`: count them by part, and write the error with the line of code that helps.
 
 In: the path of every difference, and what differs there; names that only one side has. Out: the text of one error. A
-wrapper such as torch.compile puts a prefix on all names of a module: names that differ by it alone are one difference.
+wrapper such as torch.compile puts a prefix on all names of a module: names that differ only by it are one difference.
 Stateless but for `Differences`, which one restore fills; torch is not imported.
 """
 
@@ -43,7 +43,7 @@ class Differences:
         self._parts.setdefault(path[:1], []).append((path, text))
 
     def add_renamed(self, path: Path, names: int, advice: str) -> None:
-        """Add names below a path that differ by a wrapper's prefix alone."""
+        """Add names below a path that differ only by a wrapper's prefix."""
         self._parts.setdefault(path[:1], [])
         self._renamed.setdefault(path[:1], []).append((names, advice))
 
@@ -133,7 +133,7 @@ def _names(tree: Any) -> dict[Any, None]:
 
 
 def renamed(stored: Iterable[Any], into: Iterable[Any]) -> dict[str, str]:
-    """Return the names of the snapshot, each with its name in `into`, that differ by wrappers' prefixes alone.
+    """Return the names of the snapshot, each with its name in `into`, that differ only by wrappers' prefixes.
 
     Args:
         stored, into: The names of one module that only this side has.

@@ -1,8 +1,8 @@
 """Fit: which values of a snapshot a restore takes, under which names, and whether all of them must fit.
 
-In: the arguments `keys`, `part`, `rename` and `strict`, and the parts of a snapshot. Out: the tree that is meant, and
-what is selected of it. A part stands for the whole state then. Names are changed in the tree, so all that follows,
-`keys` included, sees the new names.
+In: the arguments `keys`, `part`, `rename` and `strict`, and the parts of a snapshot. Out: the tree to restore, and
+which of its values are selected. A part then stands for the whole state. Names are changed in the tree, so all that
+follows, `keys` included, sees the new names.
 
 A name is a key of a dict, with the dots that are in it, as state_dict() has it. The names of values of classes stay.
 """

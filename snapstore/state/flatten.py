@@ -87,7 +87,7 @@ def flatten(state: Any, *, of_rank: bool = False) -> list[Part]:
 
     Returns:
         The part "" with the root of the tree, then one part per top-level container or object of a dict, in its order.
-        A part of a rank's own values comes behind the part of the same name.
+        A part of a rank's own values comes after the part of the same name.
 
     Raises:
         UnsupportedLeafError: Values have no stored form; all of them (up to 20) are named.

@@ -47,7 +47,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         name: path in the folder, in the bytes of the file system, with `/` between its elements.
         kind: "file", "folder" or "link".
         size: of a file [bytes].
-        block, start: where a file begins; further blocks of it have numbers behind the name.
+        block, start: where a file begins; further blocks of it have numbers after the name.
         executable: whether its owner may run a file.
         target: of a link.
     """
@@ -156,7 +156,7 @@ class _Packer:
             if not self._follow:
                 raise InvalidInputError(
                     f"{_shown(path)}: is a link to {_shown(target)}, outside of the folder; pass follow_links=True "
-                    "(shell: --follow-links) to store that file, or take the link away"
+                    "(shell: --follow-links) to store that file, or remove the link"
                 )
             about = path.stat()
             if stat.S_ISDIR(about.st_mode):
@@ -229,7 +229,7 @@ def unpack_folder(blocks: Mapping[str, Any], path: str | os.PathLike[str]) -> Un
         path: the new folder; it does not exist yet, or is empty.
 
     Raises:
-        InvalidInputError: the snapshot is none of a folder; the folder above `path` is missing.
+        InvalidInputError: the snapshot does not hold a folder; the folder above `path` is missing.
         AlreadyExistsError: there is something.
         FormatError: an entry leads out of the folder, or contradicts another one or the blocks.
         StorageError: the folder cannot be written; nothing is left behind.
@@ -260,12 +260,12 @@ def index_of(blocks: Mapping[str, Any]) -> Index:
     """Return the index of a folder, in which each entry is in a folder that stands before it.
 
     Raises:
-        InvalidInputError: the snapshot is none of a folder.
+        InvalidInputError: the snapshot does not hold a folder.
         FormatError: an entry has a name that leads out of the folder, or contradicts another one.
     """
     data = _span(blocks[INDEX], 0, None).tobytes() if INDEX in blocks else b""
     if not data.startswith(MAGIC):
-        raise InvalidInputError("unpack_folder: this snapshot is not of a folder; restore it as a state")
+        raise InvalidInputError("unpack_folder: this snapshot does not hold a folder; restore it as a state")
     try:
         index = msgspec.msgpack.decode(data[len(MAGIC) :], type=Index)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -61,7 +61,7 @@ def _require_one(kind: str, dtype: Any, is_other: bool, shape: tuple[int, ...]) 
 
 
 def _copied(value: torch.Tensor) -> Read:
-    """Copy a CUDA tensor of one element to host memory, behind the work that computes it."""
+    """Copy a CUDA tensor of one element to host memory, after the work that computes it."""
     import torch
 
     if torch.cuda.is_current_stream_capturing():

@@ -1,4 +1,4 @@
-"""Values that are each rank's own: a job's snapshot keeps one for every rank.
+"""Values that differ by rank: the snapshot of a job keeps one value for every rank.
 
 In: any value of a state. Out: whether each rank keeps its own. An object is each rank's own if it is stored as its
 state (stateful.py) and its class has `per_rank = True`, as `PerRank` and `RngState` have. A process without ranks
@@ -15,7 +15,7 @@ from .stateful import is_stateful
 
 
 class PerRank:
-    """A value of which each rank keeps its own: `state = {"loader": PerRank(loader.state_dict()), ...}`.
+    """A value that each rank saves for itself: `state = {"loader": PerRank(loader.state_dict()), ...}`.
 
     Plain values and plain tensors of a state must be equal on all ranks, but not within a `PerRank`. A restore gives
     each rank its own value back if there are as many ranks.

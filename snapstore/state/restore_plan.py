@@ -294,7 +294,7 @@ class RestorePlan:
     def _plan_renamed(
         self, absent: Iterable[str | int], extra: Iterable[str | int], path: Path, *, is_module: bool
     ) -> set[str]:
-        """Note the names that one side alone has because of a wrapper's prefix; return them."""
+        """Note the names that only one side has because of a wrapper's prefix; return them."""
         pairs = renamed(absent, extra)
         names = {*pairs, *pairs.values()}
         if any(self._selection.matches((*path, name)) for name in names):

@@ -150,7 +150,7 @@ class StoredPart:
 
     Attributes:
         of_rank: whether it has the values of one rank's own of the part with that name; its tree is then
-            `["own", [node, ...]]`. Such parts come behind all others.
+            `["own", [node, ...]]`. Such parts come after all others.
     """
 
     name: str

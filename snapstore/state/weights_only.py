@@ -1,6 +1,6 @@
 """The form of a state that `torch.load(weights_only=True)` reads: tensors, and the plain types that torch allows.
 
-In: a restored state. Out: the same state of these types alone, and the values that changed their type; or an error that
+In: a restored state. Out: the same state in these types, and the values that changed their type; or an error that
 names every value without such a form. One rule for each value, the first that fits:
 
 | value                                       | written as                                                         |

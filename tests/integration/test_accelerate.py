@@ -181,4 +181,4 @@ def test_the_script_of_the_guide_runs(ours, tmp_path, monkeypatch, capsys):
     for total in ("3", "4"):
         monkeypatch.setattr(sys, "argv", ["train.py", total])
         exec(script, {})
-    assert capsys.readouterr().out.splitlines() == ["starting behind step 0", "starting behind step 2"]
+    assert capsys.readouterr().out.splitlines() == ["starting after step 0", "starting after step 2"]

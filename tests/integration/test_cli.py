@@ -687,7 +687,7 @@ def test_reconstructed_records_are_marked(series):
     assert "record    a repair reconstructed the lost record" in series("show", "exp@1").stdout
     assert "reconstructed" not in series("show", "exp@2").stdout
     text = series("check").stdout  # its metrics are lost for good
-    assert "a later revision replaces it; only what this one alone said is lost" in text
+    assert "a later revision replaces it; only the content of this revision is lost" in text
     assert "nothing is lost" not in text
 
 

@@ -312,7 +312,7 @@ def test_two_values_with_one_key_are_refused(repository: Repository, reader: Any
 
 def test_a_state_that_is_no_dict_is_refused(repository: Repository, reader: Any) -> None:
     repository.save([torch.ones(2)], run="r", step=1)
-    with pytest.raises(dcp.CheckpointException, match="no dict, so DCP cannot load it"):
+    with pytest.raises(dcp.CheckpointException, match="not a dict, so DCP cannot load it"):
         dcp.load({}, storage_reader=reader, checkpoint_id=1)
 
 

@@ -305,7 +305,7 @@ def test_places_that_are_refused(tmp_path):
         unpack_folder(state, tmp_path / "link")
     with pytest.raises(InvalidInputError, match="the folder above is missing"):
         unpack_folder(state, tmp_path / "none/out")
-    with pytest.raises(InvalidInputError, match="not of a folder"):
+    with pytest.raises(InvalidInputError, match="does not hold a folder"):
         unpack_folder({"x": np.zeros(3)}, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

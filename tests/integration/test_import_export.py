@@ -329,7 +329,7 @@ def test_an_export_replaces_nothing_but_an_export(repository, tmp_path, monkeypa
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.tex").touch()
-    with pytest.raises(AlreadyExistsError, match="is no folder of an export"):
+    with pytest.raises(AlreadyExistsError, match="is not an export"):
         export_snapshot(repository, "a@1", mine, to="hf", options=force)
     (out / "notes").mkdir()
     (out / "notes" / "thesis.tex").touch()
@@ -339,7 +339,7 @@ def test_an_export_replaces_nothing_but_an_export(repository, tmp_path, monkeypa
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "out"]
     shutil.rmtree(out / "notes")
     monkeypatch.chdir(out)
-    with pytest.raises(InvalidInputError, match="has no name that a new folder could take"):
+    with pytest.raises(InvalidInputError, match="expected the name of a new folder"):
         export_snapshot(repository, "a@1", ".", to="hf", options=force)
     repository.save({"model": {}}, run="a", step=2)
     with pytest.raises(InvalidInputError, match="the state has no tensors"):

@@ -272,7 +272,7 @@ def test_files_that_lead_nowhere_say_so(adapter, tmp_path):
     with pytest.raises(NotFoundError, match="no such checkpoint"):
         io.load_checkpoint(path)
     torch.save({"global_step": 1}, path)
-    with pytest.raises(FormatError, match="is no reference to a snapshot"):
+    with pytest.raises(FormatError, match="is not a reference to a snapshot"):
         io.load_checkpoint(path)
     io.save_checkpoint(checkpoint(1), path)
     io.teardown()
@@ -282,7 +282,7 @@ def test_files_that_lead_nowhere_say_so(adapter, tmp_path):
         io.load_checkpoint(path)
     path.write_text(json.dumps(named))
     repo.rename(tmp_path / "moved")
-    with pytest.raises(NotFoundError, match="if it has moved, pass its new place"):
+    with pytest.raises(NotFoundError, match="if it has moved, pass its new URL"):
         io.load_checkpoint(path)
     moved = adapter.SnapstoreCheckpointIO(tmp_path / "moved", run="another")
     assert moved.load_checkpoint(path)["callbacks"] == {"a": (1, None)}

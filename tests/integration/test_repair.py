@@ -857,7 +857,7 @@ def test_a_config_of_another_repository(store):
     with opened(store, damaged=True) as found:
         (problem,) = found.check("restore").problems
         assert (problem.kind, problem.command) == ("config", "snapstore repair")
-        assert "it is another repository's" in problem.message
+        assert "it belongs to another repository" in problem.message
         assert found.repair(apply=True).ok
     with opened(store) as found:
         assert found.config.digest_seed == ours.digest_seed

@@ -191,7 +191,7 @@ T = torch.ones(3000)
         ([("a", T), ("b", T.to_sparse())], "b: torch.sparse_coo tensor has no stored form"),
         ([("a", T), ("b", np.array([object()]))], "b: ndarray of dtype object has no stored form"),
         (["ab"], "got str"),
-        ([("a\udcff", T)], "a path of the iterator is no Unicode text"),
+        ([("a\udcff", T)], "a path of the iterator is not Unicode text"),
     ],
 )
 def test_pairs_that_cannot_be_saved(repository, given, says):

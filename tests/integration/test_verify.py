@@ -63,7 +63,7 @@ def test_full_finds_every_wrong_chunk(spoil, number, is_delta):
             repo.save({"w": values(0)}, run="a", step=0)
         before = [s.ref for s in repo.view().snapshots()]
         spoil(values(1), number)
-        with pytest.raises(IntegrityError, match=r"what was encoded does not decode to what was saved.*save again"):
+        with pytest.raises(IntegrityError, match=r"an encoded blob does not decode to what was saved.*save again"):
             repo.save({"w": values(1)}, run="a", step=1)
         assert [s.ref for s in repo.view().snapshots()] == before, "nothing was committed"
         undo(spoil, values(1))

@@ -317,7 +317,7 @@ def case_unlike(world: World) -> None:
         ranks = TorchRanks(pair)
         with manager(world, f"pair-{world.rank // 2}", ranks=ranks, async_save=False) as snapshots:
             snapshots.save(1, state)
-            with raises(InvalidInputError, "managers of the whole job alone exchange"):
+            with raises(InvalidInputError, "only managers of the whole job exchange"):
                 snapshots.restore(1, read="exchange")
         ranks.close()
 

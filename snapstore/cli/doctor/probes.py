@@ -47,7 +47,7 @@ def _case(store: ObjectStore) -> str:
 
 
 def _permissions(store: ObjectStore) -> str:
-    """Try each operation: these credentials may lack permissions, and each one costs something else."""
+    """Try each operation: these credentials may lack permissions, and each missing one has another effect."""
     tries: dict[str, tuple[str, Callable[[], object]]] = {
         "write": ("nothing can be saved", lambda: store.put("sessions/probe", b"0")),
         "read": ("nothing can be restored", lambda: store.get("sessions/probe")),

@@ -184,7 +184,7 @@ class CudaEngine:
         """Halve the batches and release memory, after the device ran out of it for `what`; warn once a save."""
         self.batch_bytes = max(MIN_BATCH_BYTES, self.batch_bytes // 2)
         if not self._warned:
-            text = "cuda:%d: out of memory for %s; going on with smaller batches, or in host memory"
+            text = "cuda:%d: out of memory for %s; continuing with smaller batches, or in host memory"
             log.warning(text, self.device.index, what)
         self._warned = True
         self._pool.release_memory()

@@ -295,7 +295,7 @@ class DeviceStaging:
             wanted = (2 if self._twice else 1) * needed + WORK_BYTES
             mode = "device" if wanted <= AUTO_SHARE * free else "host"
             log.info(
-                "staging=%s on %s: copies of %.1f GB of state, and work, take up to %.1f GB; %.1f GB is free",
+                "staging=%s on %s: copies of %.1f GB of state, and work buffers, take up to %.1f GB; %.1f GB is free",
                 mode,
                 device,
                 needed / 1e9,

@@ -2,5 +2,5 @@
 
 Read store.py first: `S3Store` writes, deletes and lists, and reader.py reads. Below them are requests.py (one request
 with its retries), client.py (the boto3 client, and botocore's failures as our errors), transport.py and deadline.py
-(connections and time limits), listing.py (pages of a listing) and liveness.py (locks of this machine's processes).
+(connections and time limits), listing.py (pages of a listing) and lock_files.py (locks of this machine's processes).
 """

@@ -14,8 +14,8 @@ Invariants, and what is lost without them:
   as a whole all have a time limit.
 - A listing whose pages contradict each other is an error, never the end of the list.
 
-The lock of an object is a locked file of this machine (liveness.py). Other machines cannot see it: there, the heartbeat
-decides.
+The lock of an object is a locked file of this machine (lock_files.py). Other machines cannot see it: there, the
+heartbeat decides.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 
 The data path, folder by folder; each folder's docstring names the file to read first:
 
-    save      state/flatten -> save/staging copy -> format/chunking split -> engine/ digest -> save/bases known? base?
+    save      state/flatten -> save/staging copy -> format/chunking split -> engine/ digest -> save/known_chunks dedup
               -> save/chunk_writer delta or full -> engine/ planes, codecs -> format/blob -> chunks/uploader packs
               -> save/manifest_writer -> protocol/session commit the record -> catalog/index
     restore   catalog/index record -> format/manifest -> restore/pipeline -> chunks/reader get ranges, decode, add

@@ -238,8 +238,7 @@ class Steps:
         step = self._of_both_stores(step)
         exchange = self._exchange_of(read)
         with exchange.call(self._job.questions.prefix) if exchange and self._job else nullcontext():
-            context = self._nearest(step)
-            ref, as_rank = self._ref(context, step, read), self._as_rank(per_rank)
+            (context, ref), as_rank = self._place_of(step, read), self._as_rank(per_rank)
             is_others = partial(getattr, exchange, "has_heard", False)
             named = ref if isinstance(ref, str) else f"id:{ref.id}"
             with newest_whole_named(context, named, is_others), exchange.told() if exchange else nullcontext():
@@ -278,13 +277,22 @@ class Steps:
             return self.repository.context
         return self._mirror.nearest("latest" if step is None else str(step))
 
-    def _ref(self, context: Context, step: int | str | None, read: str) -> str | Snapshot:
-        """Return the reference of a step; with several ranks, the snapshot that rank 0 chooses: only rank 0 lists."""
+    def _place_of(self, step: int | str | None, read: str) -> tuple[Context, str | Snapshot]:
+        """Return where a step is to be read, and its reference.
+
+        With several ranks, it is the snapshot that rank 0 chooses: only rank 0 lists, and has a mirror.
+        """
         if self._job is None:
-            return self._local_ref(context, step)
+            context = self._nearest(step)
+            return context, self._local_ref(context, step)
         question = f"restore {step!r}" + (f" by {read}" if read != "own" else "")
-        key = self._job.questions.ask(question, lambda: self.repository.snapshot(self._local_ref(context, step)).key)
-        return records.decode(self.repository.store.get(key, limit_bytes=MAX_OBJECT_BYTES), Snapshot, key)
+
+        def find() -> str:
+            return self.repository.snapshot(self._local_ref(self._nearest(step), step)).key
+
+        key = self._job.questions.ask(question, find)
+        chosen = records.decode(self.repository.store.get(key, limit_bytes=MAX_OBJECT_BYTES), Snapshot, key)
+        return self.repository.context, chosen
 
     def _as_rank(self, per_rank: Literal["same", "drop"] | int) -> AsRank:
         from .restore.sources import AsRank

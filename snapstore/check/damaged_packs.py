@@ -118,9 +118,10 @@ def _check_own_values(context: Context, m: Manifest, *, with_pages: bool) -> Non
     tree, pages = m.tree, pages_of(m)
     if pages is not None:
         try:
-            tree = unpack_nodes(read_pages(context, m, pages, "check")) if with_pages else None
+            packed = read_pages(context, m, pages, "check") if with_pages else None
         except (*DAMAGE, StorageError, CapabilityError):
             return
+        tree = None if packed is None else unpack_nodes(packed)
     if tree is None:
         return
     if type(tree) is not list or len(tree) != 2 or tree[0] != "own" or type(tree[1]) is not list:

@@ -63,7 +63,7 @@ def _recover(context: Context, scan: RecordScan, key: str) -> tuple[Snapshot, st
 
 
 def _read_record(store: ObjectStore, key: str) -> Snapshot:
-    return records.decode(store.get(key), Snapshot, key)
+    return records.decode(store.get(key, limit_bytes=records.MAX_OBJECT_BYTES), Snapshot, key)
 
 
 def _after(context: Context, scan: RecordScan, earlier: Snapshot, revision: int) -> tuple[Snapshot, str] | None:

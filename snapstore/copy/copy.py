@@ -38,7 +38,7 @@ from ..protocol.liveness import aborted
 from ..protocol.revisions import create, retry_conflicts, same_content
 from ..protocol.same_repository import confirmed
 from ..protocol.session import Session
-from ..save.bases import load_bases
+from ..save.known_chunks import load_bases
 from ..text import brief, human_bytes
 from .moving import Moved, move
 

@@ -26,7 +26,7 @@ from ..format.keys import pack_key
 from ..format.manifest import Manifest
 from ..format.records import ManifestRef
 from ..rewrite.stored_blobs import batches, stored_of
-from ..save.bases import AnySession, Bases
+from ..save.known_chunks import AnySession, Bases
 from ..save.manifest_writer import Written
 from ..storage.base import ObjectStore
 from ..text import strip_hint

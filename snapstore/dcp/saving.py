@@ -22,9 +22,9 @@ from ..format.manifest import Manifest
 from ..format.records import RANKS, Snapshot
 from ..protocol.session import Session, SharedSession
 from ..repository import Repository
-from ..save.bases import load_bases
 from ..save.holders import Holders, require_kept
 from ..save.inputs import PartInput, SaveRequest, plain_names
+from ..save.known_chunks import load_bases
 from ..save.manifest_writer import Written, write
 from ..save.near_children import NearChildren
 from ..save.pipeline import commit
@@ -59,7 +59,6 @@ class Share:
 
     Attributes:
         written: the objects.
-        bases: that they refer to.
         buffers: the paths of its buffers, by the part and group under which it reports their digest.
         inputs: cut to the share.
     """

@@ -333,7 +333,7 @@ def parse(blob: memoryview, where: str) -> Header:
     if h.version != VERSION:
         raise UnknownFormatError(
             f"{where}: blob version {h.version}, this snapstore reads {VERSION}; use the release that writes it, or a "
-            "newer one; run 'snapstore check --read-data' to see whether it is damaged"
+            "newer one; run 'snapstore check --read-data'"
         )
     if h.zero:  # the one field that the checksum does not cover
         raise IntegrityError(f"{where}: {h.zero} in a field that must be zero; run 'snapstore check --read-data'")

@@ -19,7 +19,7 @@ from ..format.delta_chain import chains_of
 from ..format.delta_choice import ChainCosts
 from ..format.manifest import Manifest
 from ..format.records import COMMITTED, ManifestRef, Snapshot
-from ..save.bases import Base, Bases, place_of
+from ..save.known_chunks import Base, Bases, place_of
 from .chunk_encoder import Job, Reencoder, kinds_of
 from .compact_plan import HEIGHT_UNITS, LiveBlobs
 

@@ -29,8 +29,8 @@ from ..format.boxes import cut, strip_start
 from ..format.pack import Encoded
 from ..state.arrays import Memory
 from ..state.held_array import changed
-from .bases import AnySession, Bases, place_of
 from .inputs import TensorInput
+from .known_chunks import AnySession, Bases, place_of
 
 log = logging.getLogger("snapstore")
 #: Packs put at once when an engine fills them faster than one core hashes them.

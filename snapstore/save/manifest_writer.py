@@ -30,9 +30,9 @@ from ..format.records import RANKS, ManifestList, ManifestRef
 from ..state.arrays import as_bytes
 from ..state.tensors import TensorSpec
 from ..state.tree_encode import pack
-from .bases import AnySession, Bases
 from .chunk_writer import BaseDamagedError, ChunkWriter, Rows
 from .inputs import BoxOf, PartInput, TensorInput
+from .known_chunks import AnySession, Bases
 from .replicas import digest_arrays
 from .shares import Name
 from .staging import Staging

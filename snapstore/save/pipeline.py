@@ -18,8 +18,8 @@ from ..format.records import Snapshot
 from ..protocol import tags
 from ..protocol.session import Session
 from ..text import human_bytes
-from .bases import load_bases
 from .inputs import PartInput, SaveRequest
+from .known_chunks import load_bases
 from .lineage import Lineage
 from .manifest_writer import Written, write
 from .staging import Staging

@@ -17,8 +17,8 @@ from ..format.hashing import checksum
 from ..format.manifest import Manifest
 from ..format.records import RANKS, Snapshot
 from ..protocol.session import Session
-from .bases import AnySession, Bases, load_bases
 from .inputs import PartInput, SaveRequest
+from .known_chunks import AnySession, Bases, load_bases
 from .lineage import Lineage
 from .manifest_writer import Written, write
 from .merged_trees import merge_trees, orders_of

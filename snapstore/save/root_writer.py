@@ -28,8 +28,8 @@ from ..state.containers import shown
 from ..state.tree_encode import pack
 from ..text import some
 from ..threads import Pending, Threads, when_dropped
-from .bases import AnySession, Bases, load_bases
 from .chunk_writer import ChunkWriter, Rows
+from .known_chunks import AnySession, Bases, load_bases
 from .manifest_writer import Layout, Written, add_tree, entry_of, table_of
 from .near_children import NearChildren
 from .rank_state import PartTree

@@ -25,7 +25,7 @@ from kit.s3_stores import fresh_url, moto_bucket, needs_server
 from snapstore import FormatError, InvalidInputError, KeepLast, NotFoundError, Repository
 from snapstore.copy.moving import move
 from snapstore.format import manifest
-from snapstore.save.bases import Bases
+from snapstore.save.known_chunks import Bases
 from snapstore.storage.memory import MemoryStore
 
 

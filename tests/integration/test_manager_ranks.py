@@ -830,3 +830,19 @@ def test_a_job_of_one_rank(store):
     with opened(store) as repository:
         assert [s.features for s in repository.snapshots("a")] == [["ranks"], [], ["ranks"]]
         assert repository.check("restore").ok
+
+
+@pytest.mark.parametrize("read", ["own", "exchange"])
+def test_a_mirror_that_cannot_be_read_by_rank_0_is_an_error_on_all_ranks(store, monkeypatch, read):
+    """Rank 0 alone has the mirror: the others hear at once that it failed there, and do not wait for an answer."""
+    managers = Managers(store, of_rank=lambda rank: {"mirror": MemoryStore()} if rank == 0 else {})
+    managers.save(1)
+
+    def fails(name):
+        raise StorageError("the mirror does not answer")
+
+    monkeypatch.setattr(managers[0]._mirror, "nearest", fails)
+    found = managers.all(lambda m, _: m.restore(1, read=read))
+    assert [type(one) for one in found] == [StorageError] * COUNT, found
+    assert all("the mirror does not answer" in str(one) for one in found)
+    managers.end()

@@ -29,8 +29,8 @@ from snapstore.format.manifest import Manifest, TensorEntry
 from snapstore.format.records import Snapshot
 from snapstore.protocol.session import Session
 from snapstore.repository import Repository
-from snapstore.save.bases import load_bases
 from snapstore.save.inputs import PartInput, inputs_of
+from snapstore.save.known_chunks import load_bases
 from snapstore.save.manifest_writer import Written, write
 from snapstore.save.merged_trees import holders_of, merge_trees, orders_of
 from snapstore.save.near_children import NearChildren

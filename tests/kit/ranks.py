@@ -32,8 +32,8 @@ from snapstore.distributed.messages import DIGEST_BYTES, REQUEST_FIELDS, Report
 from snapstore.format import records
 from snapstore.format.hashing import checksum
 from snapstore.format.records import ManifestList
-from snapstore.save.bases import Bases, load_bases
 from snapstore.save.inputs import SaveRequest, inputs_of
+from snapstore.save.known_chunks import Bases, load_bases
 from snapstore.save.manifest_writer import write
 from snapstore.save.together import Job, report_of
 from snapstore.state.flatten import flatten

@@ -1,11 +1,14 @@
 """check finds each class of damage at the level that can see it, and names exactly the affected snapshots."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from kit.objects import flip, keys_of, replace
 from kit.packs import scan
-from snapstore.errors import InvalidInputError
+from snapstore.check import damaged_packs
+from snapstore.errors import FormatError, InvalidInputError
 from snapstore.format import blob, pack, records
 from snapstore.format.keys import parse_record_key
 from snapstore.format.records import Snapshot
@@ -311,3 +314,11 @@ def test_bad_shares(store, share):
 def test_a_bad_level(store):
     with pytest.raises(InvalidInputError, match="check level 'all': expected one of metadata, data, restore"):
         check(store, "all")
+
+
+def test_intact_pages_that_hold_no_tree_of_own_values_are_damage(monkeypatch):
+    """The chunks of such pages prove right, so only their content tells. Other checks find unreadable pages."""
+    monkeypatch.setattr(damaged_packs, "pages_of", lambda m: [object()])
+    monkeypatch.setattr(damaged_packs, "read_pages", lambda *_: b"\xc1")
+    with pytest.raises(FormatError):
+        damaged_packs._check_own_values(None, SimpleNamespace(tree=None), with_pages=True)

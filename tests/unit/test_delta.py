@@ -13,7 +13,7 @@ from snapstore.format.delta_chain import Digests, Numbers
 from snapstore.format.delta_choice import ChainCosts
 from snapstore.format.manifest import Box, Manifest, ManifestHeader, TensorEntry
 from snapstore.format.records import Snapshot
-from snapstore.save.bases import Base, Bases, place_of
+from snapstore.save.known_chunks import Base, Bases, place_of
 
 
 def pack_name(number):

@@ -26,8 +26,8 @@ from snapstore.format.chunk_table import ChunkTable
 from snapstore.format.manifest import Box, ManifestContents, TensorEntry
 from snapstore.format.records import RANKS, ManifestRef, new_id
 from snapstore.protocol.session import SharedSession
-from snapstore.save.bases import AnySession
 from snapstore.save.inputs import SaveRequest
+from snapstore.save.known_chunks import AnySession
 from snapstore.save.lineage import Lineage
 from snapstore.save.manifest_writer import Written
 from snapstore.save.rank_state import PartTree, encode_trees

@@ -338,6 +338,7 @@ def test_evicted_indexes_and_trials_follow_no_links(store, tmp_path):
         (cache_folder() / name).symlink_to(canaries / "folder")
     (cache_folder() / f"{'1' * 32}-{'0' * 32}").mkdir()
     (cache_folder() / f"{'1' * 32}-{'0' * 32}" / "link").symlink_to(canaries / "folder")
+    (cache_folder() / f"{'1' * 32}-{'0' * 32}" / "data.mdb").write_bytes(bytes(5000))
     shrink(0)
     with store.sandbox() as trial:
         (trial.root / "link").symlink_to(canaries / "folder")

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
+import msgspec
 import numpy.ma  # noqa: F401  # np.unique and np.isin import it
 
 from .errors import CapabilityError
@@ -27,6 +28,23 @@ R = TypeVar("R")
 
 #: Items are handed to the threads in at most this many runs.
 MAX_RUNS = 64
+
+_decoders: dict[Any, Any] = {}
+_preparing = threading.Lock()
+os.register_at_fork(before=_preparing.acquire, after_in_parent=_preparing.release, after_in_child=_preparing.release)
+
+
+def msgpack_decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
+    """Return the decoder of a type, which one thread at a time makes. All types of msgspec are decoded by it.
+
+    msgspec prepares a struct at its first use, and lets other threads run meanwhile. If one of them decodes the same
+    struct, msgspec reads memory that is not filled yet, and the process ends (SIGSEGV, msgspec 0.22).
+    """
+    found: msgspec.msgpack.Decoder[T] | None = _decoders.get(kind)
+    if found is None:
+        with _preparing:
+            found = _decoders[kind] = msgspec.msgpack.Decoder(kind)
+    return found
 
 
 class Pending(Generic[R]):

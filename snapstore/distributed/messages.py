@@ -25,6 +25,7 @@ import msgspec
 from .. import errors
 from ..errors import RanksError, SnapstoreError
 from ..format.records import Id, ManifestRef
+from ..threads import msgpack_decoder
 
 #: The texts of errors are cut to this many characters.
 MAX_TEXT = 900
@@ -220,7 +221,7 @@ def decode(data: Any, kind: type[M]) -> M:
         RanksError: it is none of this kind: the ranks run different releases of snapstore.
     """
     try:
-        return msgspec.msgpack.decode(data, type=kind)
+        return msgpack_decoder(kind).decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, TypeError) as error:
         raise RanksError(
             f"a message is no {kind.__name__} ({error}); install one release of snapstore on all ranks, and pass a "

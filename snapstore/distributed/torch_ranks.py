@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from ..errors import InvalidInputError, RanksError, SnapstoreError
 from ..format.records import new_id
-from ..threads import Threads
+from ..threads import Threads, msgpack_decoder
 from .base import LINGER_S, ChannelError, named
 
 log = logging.getLogger("snapstore")
@@ -58,7 +58,7 @@ class _Place(msgspec.Struct, frozen=True):
     @classmethod
     def decoded(cls, data: bytes | None, count: int) -> _Place:
         """Return a place from its bytes; None: the answer to no call of any rank."""
-        return msgspec.msgpack.decode(data, type=cls) if data is not None else cls(calls=[0] * count)
+        return msgpack_decoder(cls).decode(data) if data is not None else cls(calls=[0] * count)
 
 
 class TorchRanks:

@@ -20,6 +20,7 @@ import zstandard
 
 from ..arrays import Column
 from ..errors import FormatError
+from ..threads import msgpack_decoder
 
 log = logging.getLogger("snapstore")
 
@@ -134,7 +135,7 @@ class BoxMap:
                     "read it, else it is damaged"
                 )
             plain = zstandard.ZstdDecompressor().decompress(data, max_output_size=size_bytes)
-            packed = msgspec.msgpack.decode(plain, type=_Packed)
+            packed = msgpack_decoder(_Packed).decode(plain)
             tensors = np.frombuffer(packed.tensors, "<u4").astype(np.int64)
             forms = np.frombuffer(packed.patterns, "<u4").reshape(-1, 2).astype(np.int64)
             values = np.frombuffer(packed.columns, "<i8")

@@ -20,6 +20,7 @@ from ..state.containers import display
 from ..state.tree_decode import unpack_nodes
 from ..storage.base import ObjectStore
 from ..text import counted
+from ..threads import msgpack_decoder
 from . import layout, open_maps
 from .chunk_table import COLUMNS, ChunkTable
 from .chunking import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
@@ -262,7 +263,7 @@ def decode_header(data: bytes | memoryview, where: str) -> ManifestHeader:
     packed = layout.packed_header(data, where)
     try:
         require_known_features(packed, where)
-        header = msgspec.msgpack.decode(packed, type=ManifestHeader)
+        header = msgpack_decoder(ManifestHeader).decode(packed)
         header = open_maps.with_unknown(header, packed, "children")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"{where}: manifest header does not decode: {error}") from error
@@ -462,7 +463,7 @@ def decode(data: bytes, where: str) -> Manifest:
     raw = layout.decode_sections(data, layout.header_end(data, where), header.sections, where)
     try:
         table = ChunkTable.from_bytes(raw)
-        tensors = msgspec.msgpack.decode(raw["tensors"], type=list[TensorEntry])
+        tensors = msgpack_decoder(list[TensorEntry]).decode(raw["tensors"])
         tree = unpack_nodes(raw["tree"])
         inline = raw["inline"]
     except KeyError as error:

@@ -10,11 +10,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ..threads import msgpack_decoder
+
 #: The name under which msgspec sees the attribute `unknown`; it is unset or removed before anything is stored.
 _NAME = "(unknown)"
 _ENCODER = msgspec.msgpack.Encoder()
-_MAP = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
-_MAPS = msgspec.msgpack.Decoder(list[dict[str, msgspec.Raw]])
+_MAP = msgpack_decoder(dict[str, msgspec.Raw])
+_MAPS = msgpack_decoder(list[dict[str, msgspec.Raw]])
 
 #: (key, packed value) of the keys of a map that this release does not know; unset if there are none.
 Unknown = tuple[tuple[str, bytes], ...] | msgspec.UnsetType

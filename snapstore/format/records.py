@@ -16,6 +16,7 @@ import xxhash
 
 from ..errors import FormatError, IntegrityError, InvalidInputError, UnknownFormatError
 from ..state.tree_decode import decode_plain, unpack_nodes
+from ..threads import msgpack_decoder
 from . import open_maps
 from .keys import manifest_key, pack_key, record_key, sha256_names
 from .open_maps import NONE_UNKNOWN, Unknown
@@ -422,7 +423,7 @@ def unpack(data: bytes, kind: type[T], key: str) -> T:
     try:
         if kind is Snapshot:
             require_known_features(payload, key)
-        found = msgspec.msgpack.decode(payload, type=kind)
+        found = msgpack_decoder(kind).decode(payload)
         if isinstance(found, Snapshot):
             found = open_maps.with_unknown(found, payload, "manifests")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -439,7 +440,7 @@ class _Features(msgspec.Struct):
     features: list[str] = []
 
 
-_FEATURES = msgspec.msgpack.Decoder(_Features)
+_FEATURES = msgpack_decoder(_Features)
 
 
 def require_known_features(packed: bytes | memoryview, where: str) -> None:

@@ -33,6 +33,7 @@ from ..errors import RanksError
 from ..protocol.this_process import boot_id, host_name
 from ..state.arrays import Memory
 from ..state.restore_buffers import RestoreBuffers, Want
+from ..threads import msgpack_decoder
 from .overlaps import Overlap, Shape
 from .pipeline import load
 
@@ -177,7 +178,7 @@ class Needs(msgspec.Struct, array_like=True):
 
 def decode_needs(data: bytes) -> Needs:
     """Return what another rank has encoded."""
-    raw = msgspec.msgpack.decode(data, type=Needs)
+    raw = msgpack_decoder(Needs).decode(data)
     columns = {name: np.frombuffer(getattr(raw, name), np.int64) for name in Needs.__struct_fields__[1:]}
     return msgspec.structs.replace(raw, **columns)
 

@@ -25,6 +25,7 @@ from ..distributed.messages import Ask, Failed, Outcome, decode, encode
 from ..errors import RanksError
 from ..state.containers import shown
 from ..text import some
+from ..threads import msgpack_decoder
 from .merged_trees import holders_of
 from .rank_state import PartTree, decode_trees, encode_trees
 from .shares import Name
@@ -97,7 +98,7 @@ class Exchange:
             return None
         for rank in range(1, ranks.count):
             if (data := ranks.look(self._key(f"changed/{rank}"))) is not None:
-                changed[rank] = set(msgspec.msgpack.decode(data, type=list[Name]))
+                changed[rank] = set(msgpack_decoder(list[Name]).decode(data))
             elif ranks.look(self._key(f"report/{rank}")) is None:
                 return None
         everyone = tuple(range(ranks.count))
@@ -121,7 +122,7 @@ class Exchange:
     def _told(self) -> Holders:
         ranks, key = self._ranks, self._key
         data = self._wait("rank 0 to tell who holds which tensors", lambda: ranks.look(key("holders")), [0])
-        groups = msgspec.msgpack.decode(data, type=list[tuple[tuple[int, ...], list[Name]]])
+        groups = msgpack_decoder(list[tuple[tuple[int, ...], list[Name]]]).decode(data)
         return {name: holders for holders, names in groups for name in names}
 
     def _gather(self, own: bytes) -> Holders:

@@ -15,6 +15,7 @@ from ..state.containers import shown
 from ..state.tensors import Node, TensorSpec
 from ..state.tree_decode import unpack_nodes
 from ..state.tree_encode import pack
+from ..threads import msgpack_decoder
 from .inputs import PartInput
 from .replicas import Replica, tensor_digests
 
@@ -57,7 +58,7 @@ def encode_trees(parts: Sequence[PartTree]) -> bytes:
 
 def decode_trees(data: bytes) -> list[PartTree]:
     """Return the trees that another rank of the same job has encoded."""
-    packed = msgspec.msgpack.decode(data, type=list[_Packed])
+    packed = msgpack_decoder(list[_Packed]).decode(data)
     return [PartTree(part.name, unpack_nodes(part.tree), part.specs, part.plain) for part in packed]
 
 

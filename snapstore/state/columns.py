@@ -33,6 +33,7 @@ import msgspec
 import numpy as np
 
 from ..errors import UnsupportedLeafError
+from ..threads import msgpack_decoder
 from .classes import KNOWN_LEAVES
 from .containers import MAX_ALIKE, MAX_DEPTH, crowded
 from .tensors import Node
@@ -230,7 +231,7 @@ def _lengths(group: list[Any]) -> Node:
 
 # --- back ---
 
-_VALUES = msgspec.msgpack.Decoder(list[bool | int | float | str | None])  # refuses maps and arrays
+_VALUES = msgpack_decoder(list[bool | int | float | str | None])  # refuses maps and arrays
 
 
 class Reader:

@@ -27,6 +27,7 @@ import numpy as np
 from ..arrays import Bytes
 from ..errors import AlreadyExistsError, FormatError, InvalidInputError, StorageError
 from ..text import printable
+from ..threads import msgpack_decoder
 
 INDEX = "folder"
 MAGIC = b"snapstore folder 1\n"
@@ -267,7 +268,7 @@ def index_of(blocks: Mapping[str, Any]) -> Index:
     if not data.startswith(MAGIC):
         raise InvalidInputError("unpack_folder: this snapshot does not hold a folder; restore it as a state")
     try:
-        index = msgspec.msgpack.decode(data[len(MAGIC) :], type=Index)
+        index = msgpack_decoder(Index).decode(data[len(MAGIC) :])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise FormatError(f"folder: its index does not decode: {error}") from error
     if index.block_bytes < 1:

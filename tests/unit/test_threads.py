@@ -1,14 +1,17 @@
 """Pools of threads need no semaphore, end with their owner, and say plainly when no thread can be started."""
 
 import gc
+import re
 import subprocess
 import sys
 import threading
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import snapstore
 from kit.processes import environment
 from snapstore import CapabilityError, Repository, SaveOptions
 from snapstore.storage.memory import MemoryStore
@@ -136,3 +139,51 @@ def test_a_save_and_a_restore_need_no_shared_memory(tmp_path):
         timeout=600,
     )
     assert (done.stdout, done.returncode) == ("saved\n", 0), done.stderr
+
+
+FIRST_USES = """
+import sys, threading
+import msgspec
+from snapstore.distributed.messages import Answer, Failed, decode, encode
+from snapstore.threads import msgpack_decoder
+
+sys.setswitchinterval(1e-6)
+barrier = threading.Barrier(4)
+answer = encode(Answer("q", None, Failed("RanksError", "text", 0)))
+kinds = []
+for i in range(200):
+    fields, of_builtins = [(f"a{k}", "int | None") for k in range(8)], {"__module__": "builtins"}
+    inner = msgspec.defstruct(f"Inner{i}", fields, namespace=of_builtins)
+    kinds.append(msgspec.defstruct(f"Outer{i}", [("inner", inner), ("others", list[inner])]))
+packed = msgspec.msgpack.encode({"inner": {f"a{k}": k for k in range(8)}, "others": []})
+
+def run():
+    barrier.wait()
+    decode(answer, Answer)
+    for kind in kinds:
+        barrier.wait()
+        assert msgpack_decoder(kind).decode(packed).inner.a7 == 7
+
+threads = [threading.Thread(target=run) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print("all threads are done")
+"""
+
+
+def test_threads_that_decode_a_type_for_the_first_time_at_once():
+    """msgspec lets other threads run while it prepares a struct; decoding it then ends the process by SIGSEGV."""
+    command = [sys.executable, "-c", FIRST_USES]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "all threads are done\n", done.stderr
+
+
+def test_all_types_are_decoded_by_decoders_that_one_thread_makes():
+    allowed = Path(snapstore.__file__).parent / "threads.py"
+    for file in allowed.parent.rglob("*.py"):
+        if file != allowed:
+            found = re.findall(r"msgpack\.(?:Decoder\(|decode\(.*type=)|msgspec\.(?:convert|json)", file.read_text())
+            assert not found, f"{file}: {found}: take threads.msgpack_decoder: first uses by two threads may crash"

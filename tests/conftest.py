@@ -31,6 +31,8 @@ _CACHES = pytest.StashKey[Path]()
 #: A file system in memory, and the free bytes that it must have: tests take up to 3 GB at a time.
 MEMORY, MEMORY_BYTES = Path("/dev/shm"), 8 * 1024**3
 _FOLDER = pytest.StashKey[Path | None]()
+#: Files whose tests take a minute or more each.
+LONGEST = ("test_gpu_on_cpu.py", "test_dcp_ranks.py", "test_exchange.py")
 _NUMBERS = itertools.count()
 
 hypothesis.settings.register_profile(
@@ -58,6 +60,11 @@ def _has_room():
         free, of_machine = shutil.disk_usage(MEMORY).free, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return min(free, of_machine) >= MEMORY_BYTES
     return False
+
+
+def pytest_collection_modifyitems(items):
+    """Begin with the longest tests: at the end they would run alone, one after the other."""
+    items.sort(key=lambda item: not item.path.name.startswith(LONGEST))
 
 
 def pytest_unconfigure(config):

@@ -345,7 +345,7 @@ def check_outcome(verb: str, before: dict[str, Any], inner: ObjectStore, outcome
         assert new == {outcome.id}, about
 
 
-#: Much like a neighbour: a sixth of the operations in each run, of the others a third; all of them if THOROUGH.
+#: Much like a neighbour: a fourth of the operations in each run, of the others the half; all of them if THOROUGH.
 ALIKE = {
     "step again",
     "tagged",
@@ -369,9 +369,9 @@ def points(verb: str, mode: str, total: int) -> range:
     """The operations to try."""
     sparse = verb in ALIKE or (mode == "full" and verb != "gc")
     if verb.endswith(", ranks"):
-        return sampled(total, 20)
+        return sampled(total, 14)
     # a recode has sixty operations, each of which some other verb has too
-    return sampled(total, 12 if verb.startswith(("recode", "compact", "copy")) else 6 if sparse else 3)
+    return sampled(total, 8 if verb.startswith(("recode", "compact", "copy")) else 4 if sparse else 2)
 
 
 @untraced

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ..chunks import limits
-from ..errors import FormatError, IntegrityError, NotFoundError, out_of_memory
+from ..errors import FormatError, IntegrityError, out_of_memory
 from ..format.records import SWEPT, Snapshot
 from ..repository import Repository
 from ..restore.manifests import decoding_of
-from ..restore.pipeline import load, opened, require_decoding_of, ruling_now
+from ..restore.pipeline import deleted_meanwhile, load, opened, require_decoding_of, ruling_now
 from ..restore.sources import AsRank, Sources
 from ..state.arrays import torch_dtype
 from ..state.restore_buffers import RestoreBuffers, slots_of
@@ -94,7 +94,7 @@ class StoredState:
             except (IntegrityError, FormatError) as error:
                 ruling = ruling_now(self._context, self.snapshot, error)
                 if ruling.state == SWEPT:
-                    raise NotFoundError(f"{self.snapshot.ref}: was forgotten and deleted by a gc meanwhile") from error
+                    raise deleted_meanwhile(self.snapshot) from error
                 specs = [part.specs for part in self._parts]
                 self._open(ruling)
                 if [part.specs for part in self._parts] != specs:

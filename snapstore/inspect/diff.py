@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -18,6 +19,7 @@ from ..context import Context
 from ..format.manifest import Manifest
 from ..format.records import Snapshot
 from ..restore.manifests import require_decoding
+from ..restore.pipeline import read_as_ruled
 from ..state.arrays import as_float64
 from ..state.containers import display
 from ..state.tree_decode import ELSEWHERE
@@ -68,9 +70,14 @@ def diff(context: Context, a: Snapshot, b: Snapshot) -> DiffResult:
     """Compare two snapshots. Reads only tensors whose digests differ.
 
     Raises:
+        NotFoundError: one of them was deleted meanwhile.
         IntegrityError, FormatError: an object that must be read is damaged.
         CapabilityError: the comparison must decode more than this machine or the limits allow.
     """
+    return read_as_ruled(context, (a, b), partial(_diff, context))
+
+
+def _diff(context: Context, a: Snapshot, b: Snapshot) -> DiffResult:
     manifests_a, before = read_tensors(context, a)
     manifests_b, after = read_tensors(context, b)
     changed = [(before[key], after[key]) for key in before.keys() & after.keys() if _is_read(before[key], after[key])]

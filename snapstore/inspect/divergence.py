@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -22,6 +23,7 @@ from ..errors import NotFoundError
 from ..format.manifest import Box, Manifest
 from ..format.records import Snapshot
 from ..restore.manifests import require_decoding
+from ..restore.pipeline import read_as_ruled
 from ..state.arrays import from_bytes
 from ..state.containers import display
 from ..state.tensors import TensorSpec
@@ -66,14 +68,14 @@ def first_difference(context: Context, a: str, b: str) -> DivergenceResult:
     """Return where two runs, or the snapshots that two references name, first differ. Plain values are not compared.
 
     Raises:
-        NotFoundError: a name is of no run, or the runs have no step in common.
+        NotFoundError: a name is of no run, the runs have no step in common, or a snapshot was deleted meanwhile.
         IntegrityError, FormatError: an object that must be read is damaged.
         CapabilityError: the comparison must decode more than the limits allow.
     """
     steps: list[int] = []
     for one, other in _pairs(context.index.refresh(), a, b):
         steps.append(one.step)
-        found = _compare(context, DivergenceResult(steps, one, other))
+        found = read_as_ruled(context, (one, other), partial(_compare, context, steps))
         if found:
             break
     return found
@@ -97,9 +99,9 @@ def _pairs(view: View, a: str, b: str) -> list[tuple[Snapshot, Snapshot]]:
     return [(by_step[0][step], by_step[1][step]) for step in common]
 
 
-def _compare(context: Context, same: DivergenceResult) -> DivergenceResult:
-    """Return where two snapshots first differ, or `same`, which names the two, if all of their tensors are the same."""
-    a, b = same.a, same.b
+def _compare(context: Context, steps: list[int], a: Snapshot, b: Snapshot) -> DivergenceResult:
+    """Return where two snapshots first differ; no path if all of their tensors are the same."""
+    same = DivergenceResult(steps, a, b)
     if a.manifests == b.manifests:
         return same
     (_, before), (_, after) = read_tensors(context, a), read_tensors(context, b)

@@ -7,18 +7,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from ..catalog.manifest_refs import all_manifests
 from ..context import Context
+from ..errors import NotFoundError
 from ..format import codecs, manifest, pack
 from ..format.keys import pack_key
 from ..format.manifest import Manifest
+from ..format.records import ManifestRef, Snapshot
 from ..format.tensor_layout import held_bytes
 from ..protocol.quarantine import in_quarantine
+from ..restore.pipeline import read_as_ruled
 from ..text import brief
 
 
@@ -83,21 +88,29 @@ def stats(context: Context) -> StatsResult:
     tally = _Tally(result)
     needed: set[str] = set()
     for snapshot in view.snapshots():
-        result.snapshots += 1
-        result.logical_bytes += snapshot.logical_bytes
-        needed.update(snapshot.named_keys)
-        for ref, read in all_manifests(snapshot, lambda ref: manifest.read(context.store, ref, None)):
-            needed.add(ref.key)
-            needed.update(map(pack_key, read.header.pack_names))
-            tally.add(read)
+        with suppress(NotFoundError):  # deleted meanwhile
+            snapshot, manifests = read_as_ruled(context, [snapshot], partial(_read, context))
+            result.snapshots += 1
+            result.logical_bytes += snapshot.logical_bytes
+            needed.update(snapshot.named_keys)
+            for ref, read in manifests:
+                needed.add(ref.key)
+                needed.update(map(pack_key, read.header.pack_names))
+                tally.add(read)
     tally.finish()
     kept = in_quarantine(context.store)
     result.unneeded_bytes = sum(size for key, size in sizes.items() if key not in needed | kept)
     by_codec: Counter[str] = Counter()
     for key in sorted(key for key in sizes if key.startswith("packs/") and key not in kept):
-        by_codec.update(_codec_bytes(pack.read_listing(context.store, key, sizes[key]).entries))
+        with suppress(NotFoundError):  # a gc has deleted it since it was listed
+            by_codec.update(_codec_bytes(pack.read_listing(context.store, key, sizes[key]).entries))
     result.codecs = dict(by_codec)
     return result
+
+
+def _read(context: Context, snapshot: Snapshot) -> tuple[Snapshot, list[tuple[ManifestRef, Manifest]]]:
+    """Return a snapshot as it was read, and all its manifests."""
+    return snapshot, list(all_manifests(snapshot, lambda ref: manifest.read(context.store, ref, None)))
 
 
 class _Tally:

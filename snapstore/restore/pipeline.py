@@ -15,7 +15,7 @@ from ..chunks import limits
 from ..chunks.reader import ChunkReader, Wanted
 from ..context import Context
 from ..engine.cuda import require_device
-from ..errors import FormatError, IntegrityError, InvalidInputError, SnapstoreError, out_of_memory
+from ..errors import FormatError, IntegrityError, InvalidInputError, NotFoundError, SnapstoreError, out_of_memory
 from ..format.records import SWEPT, Snapshot
 from ..state.classes import Types
 from ..state.fit import Fit
@@ -79,6 +79,32 @@ def ruling_now(context: Context, snapshot: Snapshot, error: SnapstoreError) -> S
     if ruling is None or (ruling.state != SWEPT and ruling.manifests == snapshot.manifests):
         raise type(error)(f"{snapshot.ref} (id:{snapshot.id[:12]}): {error}") from error
     return ruling
+
+
+def read_as_ruled(context: Context, snapshots: Sequence[Snapshot], read_them: Callable[..., T]) -> T:
+    """Return what reading some snapshots gives; they are read again if one is rewritten meanwhile.
+
+    Raises:
+        NotFoundError: one was deleted meanwhile.
+        IntegrityError, FormatError: all rule as they were read, so one is damaged.
+    """
+    while True:
+        try:
+            return read_them(*snapshots)
+        except (IntegrityError, FormatError) as error:
+            view = context.index.refresh()
+            ruling = [view.get(snapshot.id) or snapshot for snapshot in snapshots]
+            for snapshot in ruling:
+                if snapshot.state == SWEPT:
+                    raise deleted_meanwhile(snapshot) from error
+            if [snapshot.manifests for snapshot in ruling] == [snapshot.manifests for snapshot in snapshots]:
+                raise
+            snapshots = ruling
+
+
+def deleted_meanwhile(snapshot: Snapshot) -> NotFoundError:
+    """Return the error of a snapshot that a gc has deleted under its reader."""
+    return NotFoundError(f"{snapshot.ref} (id:{snapshot.id[:12]}): was forgotten and deleted by a gc while it was read")
 
 
 def opened(context: Context, ref: str, open_it: Callable[[Snapshot], T]) -> T:

@@ -14,7 +14,7 @@ from typing import Any
 from ..chunks import limits
 from ..context import Context
 from ..engine.cuda import require_device
-from ..errors import FormatError, IntegrityError, NotFoundError, out_of_memory
+from ..errors import FormatError, IntegrityError, out_of_memory
 from ..format.records import SWEPT, Snapshot
 from ..state.containers import CONTAINERS, display, leaves
 from ..state.fit import Fit
@@ -22,7 +22,7 @@ from ..state.restore_buffers import RestoreBuffers, Want, slots_of
 from ..state.tensors import Slot, StoredPart, TensorSpec, family
 from .manifests import decoding_of
 from .overlaps import Overlap
-from .pipeline import load, opened, require_decoding_of, ruling_now
+from .pipeline import deleted_meanwhile, load, opened, require_decoding_of, ruling_now
 from .sources import SHARED_ONLY, AsRank, Sources
 
 Named = tuple[str, Slot]
@@ -96,9 +96,7 @@ class OpenSnapshot:
         """
         ruling = ruling_now(self._context, self.snapshot, error)
         if ruling.state == SWEPT:
-            raise NotFoundError(
-                f"{self.snapshot.ref} (id:{self.snapshot.id[:12]}): was forgotten and deleted by a gc while it was read"
-            ) from error
+            raise deleted_meanwhile(self.snapshot) from error
         new = OpenSnapshot(self._context, ruling, self._keys, self._as_rank)
         if new.specs != self.specs:
             raise error

@@ -100,7 +100,6 @@ ALLOWED = {
     "untag": {"ConflictError", "NotFoundError"},
     "show": {"NotFoundError"},
     "diff": {"NotFoundError"},
-    "stats": {"NotFoundError"},  # a pack that a gc deletes meanwhile
     "compact": {"ConflictError"},
     "recode": {"ConflictError"},
     "repair": {"ConflictError"},

@@ -1,0 +1,83 @@
+"""A verb that only reads calls nothing damaged, whatever other processes rewrite or delete at any of its operations.
+
+It gives what it gives before or after the change; of a snapshot that is deleted it may say so (NotFoundError).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+
+from kit.faults import one_thread
+from kit.objects import clone
+from kit.repositories import created, opened, same, save, values
+from kit.samples import sampled
+from kit.stalls import Stalling
+from snapstore import NotFoundError, Repository
+from snapstore.storage.memory import MemoryStore
+
+#: a@0 is the base of the others. Forgotten and collected, it makes a compact write a@1 and a@2 again.
+VERBS: dict[str, Callable[[Repository], Any]] = {
+    "stats": lambda r: sorted((name, group.logical_bytes) for name, group in r.stats().groups.items()),
+    "diff": lambda r: [(t.path, t.status, t.changed_share) for t in r.diff("a@1", "a@2").tensors],
+    "first difference": lambda r: (found := r.first_difference("a@1", "a@2")) and (found.path, found.index),
+    "restore": lambda r: same(r.restore("a@1"), values("a", 1)),
+    "tensors": lambda r: [(name, same(value, value)) for name, value in r.named_tensors("a@1")],
+    "check": lambda r: r.check("restore").problems,
+}
+
+
+def forget(repository: Repository) -> None:
+    """a@1 and its packs go."""
+    repository.forget_snapshots(["a@1"])
+    repository.gc()
+
+
+def rewrite(repository: Repository) -> None:
+    """a@1 and a@2 get other packs and manifests."""
+    repository.forget_snapshots(["a@0"])
+    assert repository.compact().rewritten
+    repository.gc()
+
+
+@cache
+def history() -> MemoryStore:
+    store = created()
+    with opened(store) as repository:
+        for step in range(3):
+            save(repository, "a", step, step)
+    return store
+
+
+@pytest.mark.parametrize("change", [forget, rewrite])
+@pytest.mark.parametrize("verb", VERBS)
+def test_another_process_changes_what_is_read(verb, change, monkeypatch):
+    one_thread(monkeypatch, index=False)
+    dry = Stalling(clone(history()), lambda: None, "before")
+    with opened(dry) as repository:
+        first = len(dry.log)
+        expected = [VERBS[verb](repository)]
+        total = len(dry.log) - first
+    with opened(clone(history())) as repository:
+        change(repository)
+        try:
+            expected.append(VERBS[verb](repository))
+        except NotFoundError:
+            assert change is forget
+    for k in sampled(total, 3):
+        inner = clone(history())
+
+        def meanwhile(store=inner):
+            with opened(store) as other:
+                change(other)
+
+        store = Stalling(inner, meanwhile, "before")
+        with opened(store) as repository:
+            store.stalls_at = first + k
+            try:
+                assert VERBS[verb](repository) in expected, f"{verb} at {k} of {total}: {store.log[first + k]}"
+            except NotFoundError:
+                assert change is forget

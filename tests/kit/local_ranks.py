@@ -5,6 +5,7 @@ In: a number of ranks. Out: one `Ranks` for each: everything that may go wrong w
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -41,7 +42,8 @@ class _Board:
         self.beaten: dict[int, float] = {}
         self.faults, self.random = faults, random.Random(faults.seed)
         self.sent_bytes: dict[int, int] = {}
-        self.first: LocalRank | None = None
+        self.all: list[LocalRank] = []
+        self.tells_deaths = False
 
 
 class LocalRank:
@@ -108,6 +110,8 @@ class LocalRank:
     def silences(self, ranks: Collection[int]) -> list[float]:
         """Return how long each of some ranks has been silent [s]."""
         self._require_life()
+        if self._board.tells_deaths:
+            return [math.inf if self._board.all[rank].dead else 0.0 for rank in ranks]
         now = time.monotonic()
         with self._board.lock:
             return [now - self._board.beaten[rank] for rank in ranks]
@@ -118,8 +122,7 @@ class LocalRank:
     def _require_life(self) -> None:
         if self.dead:
             raise RanksError(f"rank {self.rank}: its process is gone", ranks=[self.rank])
-        first = self._board.first
-        if first is not None and first.dead and first.is_hosted:
+        if self._board.all[0].dead and self._board.all[0].is_hosted:
             raise ChannelError.of(f"rank 0 of {self.count}: its process is gone, and the messages with it")
 
 
@@ -129,6 +132,8 @@ class LocalRanks(list[LocalRank]):
     Args:
         count: of ranks.
         faults: what goes wrong with their messages.
+        tells_deaths: a rank is silent only once it is dead, and for ever: whatever the machine does beside, the same
+            job ends in the same way.
 
     Attributes:
         sent_bytes: keys and values that each rank has posted [bytes].
@@ -136,13 +141,19 @@ class LocalRanks(list[LocalRank]):
     """
 
     def __init__(
-        self, count: int, *, silent_s: float = 600.0, total_s: float = 3600.0, faults: MessageFaults | None = None
+        self,
+        count: int,
+        *,
+        silent_s: float = 600.0,
+        total_s: float = 3600.0,
+        faults: MessageFaults | None = None,
+        tells_deaths: bool = False,
     ) -> None:
         self._board = _Board(faults or MessageFaults())
         attempt, now = new_id(), time.monotonic()
         super().__init__(LocalRank(self._board, rank, count, attempt, silent_s, total_s) for rank in range(count))
         self._board.beaten = dict.fromkeys(range(count), now)
-        self._board.first = self[0]
+        self._board.all, self._board.tells_deaths = list(self), tells_deaths
 
     @property
     def sent_bytes(self) -> dict[int, int]:

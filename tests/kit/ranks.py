@@ -309,6 +309,7 @@ def save_shared(
     version: int,
     *,
     silent_s: float = 20.0,
+    tells_deaths: bool = False,
     make: Callable[[str, int, int, int], Any] = values_of_rank,
     save_options: SaveOptions | None = OPTIONS,
     **options: Any,
@@ -316,10 +317,11 @@ def save_shared(
     """Save a version by one manager for each store, all at once; return each rank's snapshot, or its error.
 
     Args:
+        silent_s, tells_deaths: see LocalRanks; of a long silence the ranks ask less often.
         make: the state of (run, version, rank, count).
         save_options: None with repositories, which have theirs.
     """
-    ranks = LocalRanks(len(stores), silent_s=silent_s, total_s=4 * silent_s)
+    ranks = LocalRanks(len(stores), silent_s=silent_s, total_s=80.0, tells_deaths=tells_deaths)
     options.setdefault("metrics", {"loss": 1 / (1 + version)})
 
     def of_rank(rank: LocalRank, store: Any) -> Snapshot | None:

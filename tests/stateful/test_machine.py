@@ -292,7 +292,7 @@ class Machine(RuleBasedStateMachine):
         stores = [RankStore(self.store) for _ in range(2)]
         stores[rank].at, stores[rank].mode = k, mode
         before = len(self.store._objects)
-        found = save_shared(stores, run, step, self.count, silent_s=0.5)
+        found = save_shared(stores, run, step, self.count, silent_s=0.5, tells_deaths=True)
         self.order_new_keys(before)
         for store in stores:
             store.die()

@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from kit.forked import Forked
 from kit.processes import environment
 from kit.rank_worker import POINTS, expected
 from kit.repositories import same
@@ -32,17 +31,15 @@ class Rank:
     """One process of a job, and the words that it has said."""
 
     def __init__(self, folder: Path, **options):
-        self.log = folder / f"{options['place'][-8:]}.{options['rank']}.log"
-        env = environment(GLOO_SOCKET_IFNAME="lo", SNAPSTORE_THREADS="1", OMP_NUM_THREADS="1")
-        arguments = [sys.executable, "-m", "kit.rank_worker", json.dumps(options)]
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(arguments, env=env, stdout=log, stderr=subprocess.STDOUT)
+        log = folder / f"{options['place'][-8:]}.{options['rank']}.log"
+        env = environment(GLOO_SOCKET_IFNAME="lo", SNAPSTORE_THREADS="1")
+        self.process = Forked("-m", "kit.rank_worker", json.dumps(options), log=log, env=env)
 
     def is_stopped(self):
         return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
     def text(self):
-        return self.log.read_text()
+        return self.process.text()
 
     def words(self):
         found = {}

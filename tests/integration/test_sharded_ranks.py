@@ -6,12 +6,11 @@ ShardedTensor. The ranks compare their boxes, so no element is missing and none 
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 
 import pytest
 
+from kit.forked import Forked, wait_all
 from kit.processes import environment
 from snapstore import Repository
 
@@ -150,20 +149,10 @@ FOOT = textwrap.dedent("""
 
 def run_ranks(folder, script: str, world: int) -> None:
     """Run a script on several ranks; each prints that it is done."""
-    env = environment(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", HEAD + script + FOOT, str(folder), str(rank), str(world)],
-            env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(world)
-    ]  # fmt: skip
-    try:
-        texts = [process.communicate(timeout=110)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    program, env = ("-c", HEAD + script + FOOT, str(folder)), environment(GLOO_SOCKET_IFNAME="lo")
+    processes = [Forked(*program, str(rank), str(world), log=folder / f"log.{rank}", env=env) for rank in range(world)]
+    wait_all(processes, 110)
+    texts = [process.text() for process in processes]
     assert [text.strip().splitlines()[-1:] for text in texts] == [[f"done {r}"] for r in range(world)], "\n".join(texts)
 
 

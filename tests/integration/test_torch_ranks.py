@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 
 import pytest
 
+from kit.forked import Forked, wait_all
 from kit.processes import environment
 
 BEGIN = """
@@ -25,30 +24,17 @@ BEGIN = """
 """
 
 
-def run(program, count, place, *, stopped=()):
+def run(program, count, folder, *, stopped=()):
     """Run a program on so many ranks; return their outputs. The stopped ones are killed when the others have ended."""
     program = textwrap.dedent(BEGIN) + textwrap.dedent(program)
-    env = environment(GLOO_SOCKET_IFNAME="lo", SNAPSTORE_THREADS="1", OMP_NUM_THREADS="1")
+    env = environment(GLOO_SOCKET_IFNAME="lo", SNAPSTORE_THREADS="1")
+    place = f"file://{folder}/rendezvous"
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, place, str(rank), str(count)],
-            env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
+        Forked("-c", program, place, str(rank), str(count), log=folder / f"log.{rank}", env=env)
         for rank in range(count)
-    ]  # fmt: skip
-    try:
-        order = sorted(range(count), key=lambda rank: rank in stopped)
-        said = [""] * count
-        for rank in order:
-            if rank in stopped:
-                processes[rank].kill()
-            said[rank] = processes[rank].communicate(timeout=110)[0]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-            process.stdout.close()
-    return said, [process.returncode for process in processes]
+    ]
+    wait_all(processes, 110, stopped=stopped)
+    return [process.text() for process in processes], [process.poll() for process in processes]
 
 
 @pytest.mark.slow
@@ -86,7 +72,7 @@ def test_messages_between_processes(tmp_path):
         dist.destroy_process_group()
         print("done", rank)
     """
-    said, codes = run(program, 3, f"file://{tmp_path}/rendezvous")
+    said, codes = run(program, 3, tmp_path)
     assert codes == [0, 0, 0], "\n".join(said)
 
 
@@ -104,7 +90,7 @@ def test_ranks_that_do_not_come_are_named(tmp_path, absent):
                 print("named")
         dist.barrier()
     """
-    said, _ = run(program, 3, f"file://{tmp_path}/rendezvous")
+    said, _ = run(program, 3, tmp_path)
     assert sum("named" in text for text in said) == 2, "\n".join(said)
 
 
@@ -134,7 +120,7 @@ def test_ranks_meet_after_some_did_not_come_and_rank_0_closes_last(tmp_path):
         assert time.monotonic() - began < 40
         dist.barrier()
     """
-    said, codes = run(program, 2, f"file://{tmp_path}/rendezvous")
+    said, codes = run(program, 2, tmp_path)
     assert codes == [0, 0], "\n".join(said)
     assert [text.count("missed") for text in said] == [2, 1], "\n".join(said)
 
@@ -173,7 +159,7 @@ def test_a_rank_0_that_does_not_answer_is_an_error_in_bounded_time(tmp_path, sen
         ranks.close()
         print("done")
     """
-    said, codes = run(program, 2, f"file://{tmp_path}/rendezvous", stopped=[0])
+    said, codes = run(program, 2, tmp_path, stopped=[0])
     assert codes[1] == 0, said[1]
 
 
@@ -226,7 +212,7 @@ def test_ddp_with_batch_norm(tmp_path):
             assert unlike(restored, first) == set()
         dist.barrier()
     """
-    said, codes = run(program, 2, f"file://{tmp_path}/rendezvous")
+    said, codes = run(program, 2, tmp_path)
     assert codes == [0, 0], "\n".join(said)
     assert all("named" in text for text in said), "\n".join(said)
     assert [text.count("buffers on rank 1 differ from those on rank 0") for text in said] == [1, 0], "\n".join(said)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import traceback
 import warnings
@@ -19,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from kit.forked import Forked, wait_all
 from kit.processes import environment
 
 #: A world that hangs is given up after this long [s].
@@ -29,22 +29,14 @@ def run(
     folder: Path, world: int, names: list[str], module: str = "kit.dcp_ranks", backend: str = "gloo"
 ) -> dict[str, list[str]]:
     """Run cases of a module on `world` ranks; return the texts of each case, by rank."""
-    env = environment(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", SNAPSTORE_TEST_BACKEND=backend)
+    env = environment(GLOO_SOCKET_IFNAME="lo", SNAPSTORE_TEST_BACKEND=backend)
     (folder / f"rendezvous{world}").unlink(missing_ok=True)
-    command = [sys.executable, "-m", module, str(folder), str(world)]
+    program = "-m", module, str(folder), str(world)
     processes = [
-        subprocess.Popen(
-            [*command, str(rank), *names], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for rank in range(world)
+        Forked(*program, str(rank), *names, log=folder / f"log-{world}-{rank}", env=env) for rank in range(world)
     ]
-    texts = []
-    try:
-        for process in processes:
-            texts.append(process.communicate(timeout=HANG_S)[0])
-    finally:
-        for process in processes:
-            process.kill()
+    wait_all(processes, HANG_S)
+    texts = [process.text() for process in processes]
     found: dict[str, list[str]] = {name: [] for name in names}
     for rank, text in enumerate(texts):
         path = folder / f"said-{world}-{rank}.json"

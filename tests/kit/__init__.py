@@ -38,11 +38,13 @@ kit get it from `kit.processes.environment`.
 | `gpu_states` | states of known bytes on any device, comparison by digests, a process without a GPU | a test of the GPU engine |
 | `machines` | a CUDA device and the emulator of thread blocks (`emulator.h`), each of which runs a kernel | a test of one kernel |
 | `fake_cuda` | a CUDA device made of the CPU, as a plugin of pytest | the host code of the GPU engine runs without a GPU |
+| `remembered` | decoding of the same bytes that happens once in a process of the tests | a harness looks at thousands of stores that differ in few objects |
 | `tally` | counts of the cases that a harness tried, for `tools/torture` | a test is one of its harnesses |
 | `lightning_worker` | trainings with Lightning in forks of one process, which may be killed | a test needs a Trainer |
 | `deepspeed_worker` | a rank of a training with DeepSpeed, a script | a test needs ZeRO |
 | `megatron_worker` | a rank that saves or loads a sharded state of Megatron, a script | a test needs `dist_checkpointing` |
 | `torchtitan_worker` | a rank of a training with torchtitan's components, a script | a test needs `torchtitan` |
 | `shell` | `invoke`, which runs a verb and returns its output | a test calls the shell in its own process |
+| `forked` | `Forked`: a process of its own, forked from one that has imported torch | a test starts processes that train or are killed |
 | `processes` | the checkout's folders, and the environment for another process | a test starts Python |
 """  # noqa: E501

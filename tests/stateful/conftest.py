@@ -6,6 +6,13 @@ import pytest
 
 from kit.actors import Actor
 from kit.faults import one_thread
+from kit.remembered import remember
+
+
+@pytest.fixture(autouse=True)
+def _remembering(monkeypatch) -> None:
+    """Decode each object once: these tests are about the order in which objects come and go."""
+    remember(monkeypatch)
 
 
 @pytest.fixture

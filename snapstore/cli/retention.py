@@ -185,7 +185,7 @@ def gc(
     shell: Shell,
     dry_run: DryRun = False,
     fence_after: Annotated[
-        str, typer.Option(metavar="DURATION", help="Abandon a save of another machine without heartbeat for this time.")
+        str, typer.Option(metavar="DURATION", help="Fence a save of another machine without heartbeat for this time.")
     ] = "1h",
     unexplained: Annotated[
         bool, typer.Option("--unexplained", help="Also delete objects whose records are gone for good.")
@@ -210,7 +210,7 @@ def gc(
             f"{human_bytes(result.deleted_bytes)}; {human_bytes(result.stored_bytes)} stay"
         )
         if result.fenced:
-            line(f"abandoned {counted(len(result.fenced), 'dead save')}")
+            line(f"fenced {counted(len(result.fenced), 'dead save')}")
     if result.waiting_for:
         saves = counted(len(result.waiting_for), "save")
         note(

@@ -319,7 +319,7 @@ class _Repair:
         if running:
             self._report.open.append(
                 f"running saves that may have built on damaged packs: {len(running)}; repair again once they end "
-                f"('{GC}' abandons saves that died)"
+                f"('{GC}' fences saves that died)"
             )
         for key in sorted(scan.recovered):
             why = why_recovered(scan.records.sizes, key)

@@ -284,7 +284,7 @@ class Rewriting(ABC):
         """Put new packs, new manifests and the next revision; return it, or `ruling` if nothing changes after all.
 
         Raises:
-            ConflictError: the revision is taken, or a gc has abandoned this session; nothing was changed.
+            ConflictError: the revision is taken, or a gc has fenced this session; nothing was changed.
         """
         started = time.monotonic()
         key = record_key(ruling.run, ruling.step, ruling.id, ruling.revision + 1)

@@ -967,7 +967,7 @@ def test_gc_waits_for_living_saves_and_gives_up_dead_ones(series):
         assert "run 'snapstore gc' again" in result.stderr
         repository.store.release(f"sessions/{held.id}")
         repository.store.put(f"sessions/{held.id}", records.encode(held))  # nobody holds this one
-    assert "abandoned 1 dead save\n" in series("gc").stdout
+    assert "fenced 1 dead save\n" in series("gc").stdout
     assert {s["state"] for s in series.json("log", "--all")["snapshots"]} >= {"aborted"}
     assert series.json("show", "id:" + "0" * 32)["snapshot"]["state"] == "aborted"
 

@@ -24,6 +24,7 @@ import hypothesis
 import pytest
 
 from kit.samples import THOROUGH
+from snapstore.chunks.limits import available_bytes
 
 #: Until then threads have closed what the collector found; judges a hang.
 PATIENCE_S = 60.0
@@ -56,9 +57,8 @@ def pytest_configure(config):
 
 def _has_room():
     """Return whether MEMORY is there and has room; its files also take from the machine's memory."""
-    with contextlib.suppress(OSError, ValueError):
-        free, of_machine = shutil.disk_usage(MEMORY).free, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return min(free, of_machine) >= MEMORY_BYTES
+    with contextlib.suppress(OSError):
+        return min(shutil.disk_usage(MEMORY).free, available_bytes() or 0) >= MEMORY_BYTES
     return False
 
 

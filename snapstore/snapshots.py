@@ -165,7 +165,12 @@ class Snapshots:
         return stats(self.context)
 
     def diff(self, a: str, b: str) -> DiffResult:
-        """Return the differences between two snapshots, tensor by tensor."""
+        """Return the differences between two snapshots, tensor by tensor.
+
+        Raises:
+            NotFoundError: a reference names nothing, or a snapshot was deleted meanwhile.
+            IntegrityError, FormatError: an object that must be read is damaged.
+        """
         from .inspect.diff import diff
 
         view = self.view()
@@ -181,7 +186,7 @@ class Snapshots:
             a, b: names of runs, or references.
 
         Raises:
-            NotFoundError: a name is of no run, or the runs have no step in common.
+            NotFoundError: a name is of no run, the runs have no step in common, or a snapshot was deleted meanwhile.
             IntegrityError: an object that must be read is damaged.
         """
         from .inspect.divergence import first_difference

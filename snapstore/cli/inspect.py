@@ -143,13 +143,13 @@ def show(shell: Shell, ref: Ref) -> None:
         from ..inspect.plain_values import dotted
         from ..restore.pipeline import read_as_ruled
 
-        def read(snapshot: Snapshot) -> list[Manifest]:
-            return [manifest.read(repository.store, ref, None) for ref in snapshot.manifests]
+        def read(snapshot: Snapshot) -> tuple[Snapshot, list[Manifest]]:
+            return snapshot, [manifest.read(repository.store, ref, None) for ref in snapshot.manifests]
 
         view = repository.view()
         snapshot = view.resolve(ref, ("committed", "forgotten", "swept", "aborted"))
         held = snapshot.state in ("committed", "forgotten")  # a gc may have deleted the manifests of others
-        manifests = read_as_ruled(repository.context, [snapshot], read) if held else []
+        snapshot, manifests = read_as_ruled(repository.context, [snapshot], read) if held else (snapshot, [])
         ranks = max((m.header.world_size for m in manifests), default=0)
         parent = view.get(snapshot.parent) if snapshot.parent else None
         children = view.children(snapshot.id)

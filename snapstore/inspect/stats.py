@@ -7,23 +7,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
+from ..catalog.history import View
 from ..catalog.manifest_refs import all_manifests
 from ..context import Context
-from ..errors import NotFoundError
+from ..errors import FormatError, IntegrityError, NotFoundError
 from ..format import codecs, manifest, pack
 from ..format.keys import pack_key
 from ..format.manifest import Manifest
-from ..format.records import ManifestRef, Snapshot
 from ..format.tensor_layout import held_bytes
 from ..protocol.quarantine import in_quarantine
-from ..restore.pipeline import read_as_ruled
 from ..text import brief
 
 
@@ -77,40 +74,50 @@ class StatsResult:
 
 
 def stats(context: Context) -> StatsResult:
-    """Count what a repository holds.
+    """Count what a repository holds; again if it fails to read what another process has changed since it began.
 
     Raises:
         IntegrityError, FormatError: a manifest or a pack's footer is damaged.
+        NotFoundError: a pack that a snapshot needs is missing.
     """
-    view = context.index.refresh()
+    while True:
+        view = context.index.refresh()
+        try:
+            return _count(context, view)
+        except (IntegrityError, FormatError, NotFoundError):
+            if _revisions(context.index.refresh()) == _revisions(view):
+                raise
+
+
+def _revisions(view: View) -> set[str]:
+    return {snapshot.key for snapshot in view.snapshots(states=None)}
+
+
+def _count(context: Context, view: View) -> StatsResult:
     sizes = {info.key: info.size_bytes for prefix in ("packs/", "manifests/") for info in context.store.list(prefix)}
     result = StatsResult(stored_bytes=sum(sizes.values()), packs=sum(key.startswith("packs/") for key in sizes))
     tally = _Tally(result)
     needed: set[str] = set()
     for snapshot in view.snapshots():
-        with suppress(NotFoundError):  # deleted meanwhile
-            snapshot, manifests = read_as_ruled(context, [snapshot], partial(_read, context))
-            result.snapshots += 1
-            result.logical_bytes += snapshot.logical_bytes
-            needed.update(snapshot.named_keys)
-            for ref, read in manifests:
-                needed.add(ref.key)
-                needed.update(map(pack_key, read.header.pack_names))
-                tally.add(read)
+        result.snapshots += 1
+        result.logical_bytes += snapshot.logical_bytes
+        needed.update(snapshot.named_keys)
+        for ref, read in all_manifests(snapshot, lambda ref: manifest.read(context.store, ref, None)):
+            needed.add(ref.key)
+            needed.update(map(pack_key, read.header.pack_names))
+            tally.add(read)
     tally.finish()
     kept = in_quarantine(context.store)
     result.unneeded_bytes = sum(size for key, size in sizes.items() if key not in needed | kept)
     by_codec: Counter[str] = Counter()
     for key in sorted(key for key in sizes if key.startswith("packs/") and key not in kept):
-        with suppress(NotFoundError):  # a gc has deleted it since it was listed
+        try:
             by_codec.update(_codec_bytes(pack.read_listing(context.store, key, sizes[key]).entries))
+        except NotFoundError:
+            if key in needed:
+                raise
     result.codecs = dict(by_codec)
     return result
-
-
-def _read(context: Context, snapshot: Snapshot) -> tuple[Snapshot, list[tuple[ManifestRef, Manifest]]]:
-    """Return a snapshot as it was read, and all its manifests."""
-    return snapshot, list(all_manifests(snapshot, lambda ref: manifest.read(context.store, ref, None)))
 
 
 class _Tally:

@@ -37,7 +37,8 @@ class Forked:
     def __init__(self, *program: str, log: Path, env: Mapping[str, str]) -> None:
         self.log = log
         log.touch()
-        self._process = _server().Process(target=_run, args=(program, str(log), dict(env), str(Path.cwd())))
+        arguments = program, str(log), dict(env), str(Path.cwd())
+        self._process = _server().Process(target=_run, args=arguments, daemon=True)  # killed at our end, not waited for
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid

@@ -21,7 +21,7 @@ from snapstore.storage.memory import MemoryStore
 
 #: a@0 is the base of the others. Forgotten and collected, it makes a compact write a@1 and a@2 again.
 VERBS: dict[str, Callable[[Repository], Any]] = {
-    "stats": lambda r: sorted((name, group.logical_bytes) for name, group in r.stats().groups.items()),
+    "stats": lambda r: [(s.snapshots, s.logical_bytes, s.groups, s.chunks, s.depths) for s in [r.stats()]],
     "diff": lambda r: [(t.path, t.status, t.changed_share) for t in r.diff("a@1", "a@2").tensors],
     "first difference": lambda r: (found := r.first_difference("a@1", "a@2")) and (found.path, found.index),
     "restore": lambda r: same(r.restore("a@1"), values("a", 1)),

@@ -38,7 +38,7 @@ class Forked:
         self.log = log
         log.touch()
         arguments = program, str(log), dict(env), str(Path.cwd())
-        self._process = _server().Process(target=_run, args=arguments, daemon=True)  # killed at our end, not waited for
+        self._process = _server().Process(target=_run, args=arguments)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid

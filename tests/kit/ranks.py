@@ -321,7 +321,7 @@ def save_shared(
         make: the state of (run, version, rank, count).
         save_options: None with repositories, which have theirs.
     """
-    ranks = LocalRanks(len(stores), silent_s=silent_s, total_s=80.0, tells_deaths=tells_deaths)
+    ranks = LocalRanks(len(stores), silent_s=silent_s, total_s=max(80.0, 4 * silent_s), tells_deaths=tells_deaths)
     options.setdefault("metrics", {"loss": 1 / (1 + version)})
 
     def of_rank(rank: LocalRank, store: Any) -> Snapshot | None:

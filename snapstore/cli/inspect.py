@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from ..format.records import Snapshot
     from ..repository import Repository
 
+    #: A snapshot as it was read, its manifests, and (path, value) of its plain values.
+    Contents = tuple[Snapshot, list[Manifest], list[tuple[Any, Any]]]
+
 
 @verb()
 def log(
@@ -139,23 +142,17 @@ def _fitting(words: list[str], metrics: dict[str, float], room: int) -> str:
 def show(shell: Shell, ref: Ref) -> None:
     """Show one snapshot: record, lineage, tensors, reasons to keep it."""
     with shell.repository() as repository:
-        from ..format import manifest
         from ..inspect.plain_values import dotted
-        from ..restore.pipeline import read_as_ruled
-
-        def read(snapshot: Snapshot) -> tuple[Snapshot, list[Manifest]]:
-            return snapshot, [manifest.read(repository.store, ref, None) for ref in snapshot.manifests]
 
         view = repository.view()
         snapshot = view.resolve(ref, ("committed", "forgotten", "swept", "aborted"))
         held = snapshot.state in ("committed", "forgotten")  # a gc may have deleted the manifests of others
-        snapshot, manifests = read_as_ruled(repository.context, [snapshot], read) if held else (snapshot, [])
+        snapshot, manifests, values = _contents(repository, snapshot) if held else (snapshot, [], [])
         ranks = max((m.header.world_size for m in manifests), default=0)
         parent = view.get(snapshot.parent) if snapshot.parent else None
         children = view.children(snapshot.id)
         reasons = _reasons(repository, view, snapshot)
         damaged, superseded = bool(_damaged(repository, [snapshot])), snapshot.id in view.superseded()
-        values = _values(repository, manifests, snapshot.ref)
     metadata = plain(snapshot.metadata)
     tensors = [row for m in manifests for row in _tensors(m)]
     if shell.as_json:
@@ -207,17 +204,35 @@ def _tensors(m: Manifest) -> Iterator[dict[str, Any]]:
         }
 
 
-def _values(repository: Repository, manifests: list[Manifest], ref: str) -> list[tuple[Any, Any]]:
-    """Return (path, value) of every value that is no tensor; a list of such values is one."""
+def _contents(repository: Repository, snapshot: Snapshot) -> Contents:
+    """Return the snapshot as it was read, its manifests, and (path, value) of every value that is no tensor.
+
+    A list of such values is one value. Values that cannot be read are none, with a warning.
+
+    Raises:
+        NotFoundError: the snapshot was deleted meanwhile.
+        IntegrityError, FormatError: a manifest is damaged.
+    """
+    from ..format import manifest
     from ..inspect.plain_values import decode_tree, plain_values
+    from ..restore.pipeline import read_as_ruled
+
+    def read(snapshot: Snapshot) -> Contents:
+        return snapshot, [manifest.read(repository.store, ref, None) for ref in snapshot.manifests], []
+
+    def read_all(snapshot: Snapshot) -> Contents:
+        snapshot, manifests, _ = read(snapshot)
+        if not manifests:
+            return snapshot, [], []
+        tree = decode_tree(repository.context, manifests, snapshot.ref)
+        return snapshot, manifests, list(plain_values(tree, whole_lists=True))
 
     try:
-        if not manifests:
-            return []
-        return list(plain_values(decode_tree(repository.context, manifests, ref), whole_lists=True))
-    except (*DAMAGE, CapabilityError, StorageError) as error:  # the rest of the snapshot can still be shown
+        return read_as_ruled(repository.context, [snapshot], read_all)
+    except (*DAMAGE, CapabilityError, StorageError) as error:
+        found = read_as_ruled(repository.context, [snapshot], read)  # raises if more than the values cannot be read
         note(f"snapstore: warning: the plain values cannot be shown: {error}")
-        return []
+        return found
 
 
 def _reasons(repository: Repository, view: View, snapshot: Snapshot) -> list[str]:
@@ -231,7 +246,7 @@ def _reasons(repository: Repository, view: View, snapshot: Snapshot) -> list[str
     except DAMAGE as error:  # the rest of the snapshot can still be shown
         return [f"unknown: {error}"]
     decisions = retention.apply(policies, view.snapshots(snapshot.run), force=True)
-    return next(list(d.reasons) for d in decisions if d.snapshot.id == snapshot.id)
+    return next((list(d.reasons) for d in decisions if d.snapshot.id == snapshot.id), [])  # none: of an older view
 
 
 def _print_facts(

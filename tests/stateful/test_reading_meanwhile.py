@@ -5,28 +5,54 @@ It gives what it gives before or after the change; of a snapshot that is deleted
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 
+from kit import shell
 from kit.faults import one_thread
 from kit.objects import clone
-from kit.repositories import created, opened, same, save, values
+from kit.repositories import created, opened, same, values
 from kit.samples import sampled
 from kit.stalls import Stalling
 from snapstore import NotFoundError, Repository
+from snapstore.cli.app import Shell
 from snapstore.storage.memory import MemoryStore
+
+
+def state(step: int) -> dict[str, Any]:
+    """Tensors, some larger than the plain values, which are stored as pages."""
+    wide = np.random.default_rng(0).standard_normal(60_000)
+    wide[::100] += step
+    return values("a", step) | {"wide": wide, "losses": [1 / (step + i) for i in range(1, 8_000)]}
+
+
+def shown(repository: Repository) -> Any:
+    """Return what the shell's `show` says of a@1."""
+    with mock.patch.object(Shell, "repository", return_value=nullcontext(repository)):
+        found = shell.invoke(["show", "a@1", "--json", "--repo", "any"])
+    if "deleted by a gc" in found.stderr:
+        raise NotFoundError(found.stderr)
+    assert "cannot be shown" not in found.stderr, found.stderr
+    printed = json.loads(found.stdout)
+    return printed["snapshot"]["state"], printed["tensors"], len(printed["plain"]), repr(printed["plain"])
+
 
 #: a@0 is the base of the others. Forgotten and collected, it makes a compact write a@1 and a@2 again.
 VERBS: dict[str, Callable[[Repository], Any]] = {
     "stats": lambda r: [(s.snapshots, s.logical_bytes, s.groups, s.chunks, s.depths) for s in [r.stats()]],
     "diff": lambda r: [(t.path, t.status, t.changed_share) for t in r.diff("a@1", "a@2").tensors],
     "first difference": lambda r: (found := r.first_difference("a@1", "a@2")) and (found.path, found.index),
-    "restore": lambda r: same(r.restore("a@1"), values("a", 1)),
+    "restore": lambda r: same(r.restore("a@1"), state(1)),
     "tensors": lambda r: [(name, same(value, value)) for name, value in r.named_tensors("a@1")],
     "check": lambda r: r.check("restore").problems,
+    "show": shown,
 }
 
 
@@ -48,7 +74,7 @@ def history() -> MemoryStore:
     store = created()
     with opened(store) as repository:
         for step in range(3):
-            save(repository, "a", step, step)
+            repository.save(state(step), run="a", step=step)
     return store
 
 

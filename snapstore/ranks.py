@@ -1,21 +1,20 @@
 """Ranks of one job under torch.distributed: which of them save together.
 
-In: the `ranks=` of a SnapshotManager. Out: the `Ranks` of the job, or None for one process; or an error that says what
-to do, if two ranks would each save the same run alone. torch.distributed is used only if the program has
-imported it.
+In: the `ranks=` of a SnapshotManager. Out: the `Ranks` of the job, or None for one process. If two ranks would each
+save the same run alone, an error says what to do. torch.distributed is used only if the program has imported it.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import sys
 from functools import cache
 from typing import Any, Literal
 
 from .distributed.base import Ranks
 from .distributed.local import local_ranks
 from .errors import InvalidInputError
+from .threads import imported
 
 log = logging.getLogger("snapstore")
 
@@ -33,7 +32,7 @@ def choose(run: str, ranks: Ranks | Literal[False] | None) -> tuple[Ranks | None
 
     Raises:
         InvalidInputError: `ranks` is something else.
-        RanksError: not all ranks of the job have come here.
+        RanksError: not all ranks of the job have called this within 60 s.
     """
     if ranks is False:
         return None, False
@@ -45,7 +44,7 @@ def choose(run: str, ranks: Ranks | Literal[False] | None) -> tuple[Ranks | None
     if not _is_initialized():
         _warn_of_launcher(run)
         return None, False
-    if count == 1:  # its tensors may be sharded on a mesh of one
+    if count == 1:  # its tensors may be sharded on a mesh of one rank
         return local_ranks(1)[0], True
     from .distributed.torch_ranks import TorchRanks
 
@@ -56,15 +55,15 @@ def choose(run: str, ranks: Ranks | Literal[False] | None) -> tuple[Ranks | None
 def check(run: str, ranks: Literal[False] | None, *, has_manager: bool = False) -> None:
     """Refuse to save a run alone from one of several ranks.
 
-    If only a launcher (torchrun) has set WORLD_SIZE, log one warning: child processes inherit the variable, and
-    programs that never form a group save only their own state.
+    If a launcher (torchrun) has set WORLD_SIZE and torch.distributed is not initialised, only log one warning: child
+    processes inherit the variable, and programs that never form a group save only their own state.
 
     Args:
         ranks: False: the caller makes sure that no two ranks save the same run. None: unknown.
-        has_manager: whether a SnapshotManager saves, which was made when torch.distributed was not initialised.
+        has_manager: whether a SnapshotManager saves that was made when torch.distributed was not initialised.
 
     Raises:
-        InvalidInputError: torch.distributed is initialised with more than one rank.
+        InvalidInputError: torch.distributed is initialised with more than one rank; or `ranks` is something else.
     """
     if ranks is False:
         return
@@ -87,12 +86,12 @@ def check(run: str, ranks: Literal[False] | None, *, has_manager: bool = False) 
 
 def place() -> tuple[int, int]:
     """Return this process's rank and the number of ranks of its job; (0, 1) if torch.distributed has none."""
-    distributed: Any = sys.modules.get("torch.distributed")
+    distributed: Any = imported("torch.distributed")
     return (distributed.get_rank(), distributed.get_world_size()) if _is_initialized() else (0, 1)
 
 
 def _is_initialized() -> bool:
-    distributed: Any = sys.modules.get("torch.distributed")
+    distributed: Any = imported("torch.distributed")
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import _thread
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from .errors import CapabilityError
 T = TypeVar("T")
 R = TypeVar("R")
 
-#: Items are handed to the threads in at most this many runs.
+#: Items are handed to the threads in runs of consecutive items: about so many runs, never twice as many.
 MAX_RUNS = 64
 
 _decoders: dict[Any, Any] = {}
@@ -35,7 +36,7 @@ os.register_at_fork(before=_preparing.acquire, after_in_parent=_preparing.releas
 
 
 def msgpack_decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
-    """Return the decoder of a type, which one thread at a time makes. All types of msgspec are decoded by it.
+    """Return the msgpack decoder of a type; one thread at a time makes one. All code decodes msgspec's types by this.
 
     msgspec prepares a struct at its first use, and lets other threads run meanwhile. If one of them decodes the same
     struct, msgspec reads memory that is not filled yet, and the process ends (SIGSEGV, msgspec 0.22).
@@ -45,6 +46,15 @@ def msgpack_decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
         with _preparing:
             found = _decoders[kind] = msgspec.msgpack.Decoder(kind)
     return found
+
+
+def imported(name: str) -> Any:
+    """Return a module that has been imported; None if nothing has imported it, or another thread does so right now.
+
+    Python shows other threads a module before its import has ended: with some of its names, or none.
+    """
+    module = sys.modules.get(name)
+    return None if getattr(getattr(module, "__spec__", None), "_initializing", False) else module
 
 
 class Pending(Generic[R]):
@@ -65,7 +75,7 @@ class Pending(Generic[R]):
         return range(0, len(self._items), self._step)
 
     def compute(self, first: int) -> None:
-        """Compute a run of items, in a thread of the pool; an exception ends the run, and is kept."""
+        """Compute a run of items, in a thread of the pool; keep an exception, which ends the run."""
         error: BaseException | None = None
         try:
             for i in range(first, min(first + self._step, len(self._items))):
@@ -82,7 +92,7 @@ class Pending(Generic[R]):
                 self._done.set()
 
     def __call__(self) -> list[R]:
-        """Wait, and return the results in order; raises the first failure's exception."""
+        """Wait, and return the results in order; raise the exception of the first failure."""
         self._done.wait()
         if self._error is not None:
             raise self._error
@@ -120,7 +130,7 @@ class Threads:
             self._pid = os.getpid()
         pending = Pending(function, items)
         with self._lock:
-            wanted = min(self.count, len(self._members) + len(pending.runs()))  # the present ones may be busy
+            wanted = min(self.count, len(self._members) + len(pending.runs()))  # the running threads may be busy
             while len(self._members) < wanted:
                 member = threading.Thread(target=_work, args=[self._work], name="snapstore-pool", daemon=True)
                 try:
@@ -141,7 +151,7 @@ class Threads:
         self.close()
 
     def close(self) -> None:
-        """Wait until the threads are idle, and end them; a thread of the pool itself does not wait."""
+        """End the threads once they are idle, and wait for that; a thread of the pool itself does not wait."""
         if self._pid != os.getpid():  # before taking the lock: a fork may have left it locked
             return
         with self._lock:

@@ -47,6 +47,7 @@ HARNESSES: dict[str, tuple[list[str], int]] = {
     "full disks": (["tests/integration/test_full_disk.py"], 1),
     "figures": (["tests/integration/test_figures.py"], 1),
     "leaks": (["tests/integration/test_leaks.py"], 20),
+    "first uses": (["tests/integration/test_first_use.py"], 1),
     "chaos": (["tests/integration/test_chaos.py", "-k", "disk"], 24),  # of 5 s for each class
     "chaos-s3": (["tests/integration/test_chaos.py", "-k", "s3"], 60),
     "ranks-s3": (["tests/integration/test_s3_ranks.py"], 1),
@@ -132,7 +133,9 @@ def run(name: str, args: argparse.Namespace, report: dict[str, Any]) -> None:
     if done.returncode:
         shown = " ".join(f"{key}={value}" for key, value in settings.items())
         again = f"{shown} python -m pytest --hypothesis-seed={seed} {shlex.join(tests)}"
-        print(done.stdout[-6000:], flush=True)
+        with tempfile.NamedTemporaryFile("w", prefix=f"torture-{seed}-", suffix=".txt", delete=False) as whole:
+            whole.write(done.stdout)
+        print(f"{done.stdout[-6000:]}\nall of it: {whole.name}", flush=True)
         report["failed_runs"] += 1
         said = [line for line in lines if line.startswith(("E  ", "FAILED", "ERROR"))]
         failure = {"harness": name, "seed": seed, "again": again, "said": said[:20] or lines[-5:]}

@@ -1,13 +1,12 @@
 """Engines: the CPU engine and the CUDA engines of one repository, each found by the memory that it works in.
 
-In: arrays, tensors, devices. Out: their engine. CUDA engines are made when a tensor on their device is first seen.
+In: arrays, tensors, devices. Out: their engine. A CUDA engine is made when a tensor on its device is first seen.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -22,6 +21,7 @@ from ..format.codecs import nvcomp
 from ..state.arrays import Memory, as_memory
 from ..storage.base import ObjectStore
 from ..text import human_bytes
+from ..threads import imported
 from .base import Engine
 from .cpu import CpuEngine
 from .rates import codec_for, measure
@@ -40,8 +40,9 @@ class Engines:
 
     Args:
         digest_seed: the repository's.
+        threads: of the CPU engine; None: SNAPSTORE_THREADS, else one per core.
         codec: "portable", "ans" or "auto": how new blobs are coded; see `SaveOptions`.
-        required: whether the caller asked for the GPU, so that its lack is an error.
+        required: whether the caller asked for the GPU: then a device without an engine is an error.
     """
 
     digest_seed: int
@@ -51,7 +52,7 @@ class Engines:
     cpu: CpuEngine = field(init=False)
     _cuda: dict[int, CudaEngine] = field(init=False, default_factory=dict)
     _loaded: set[int] = field(init=False, default_factory=set)  # devices whose kernels are loaded
-    _lacking: str | None = field(init=False, default=None)
+    _lacking: str | None = field(init=False, default=None)  # why there is no CUDA engine
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
     _pid: int = field(init=False, default_factory=os.getpid)
     _stores_raw: bool | None = field(init=False, default=None)  # None: not measured yet
@@ -62,7 +63,7 @@ class Engines:
             self._stores_raw = False
 
     def stores_raw(self, store: ObjectStore) -> bool:
-        """Return whether saves store chunks in host memory as they are; with "auto" the first call measures it."""
+        """Return whether saves store host chunks uncompressed; with "auto", the first call measures it."""
         with self._lock:
             if self._stores_raw is None:
                 self._stores_raw = False
@@ -78,13 +79,13 @@ class Engines:
             return self._stores_raw
 
     def of(self, memory: Memory) -> Engine:
-        """Return the engine that works where a memory lies."""
+        """Return the engine that works in a memory."""
         if isinstance(memory, np.ndarray):
             return self.cpu
         return self.on(memory.device)
 
     def memory_of(self, value: Any) -> Memory:
-        """Return an array's own bytes where they can be read as they lie, else a copy; no write to them is pending."""
+        """Return an array's own bytes if they can be read in place, else a copy; no write to them is pending."""
         memory = as_memory(value, self.on_device)
         if not isinstance(memory, np.ndarray):
             self.on(memory.device).sync()
@@ -118,22 +119,22 @@ class Engines:
             return self._cuda[device]
 
     def _note_lack(self, error: CapabilityError) -> None:
-        """Let CUDA tensors go through host memory from now on; say so once."""
+        """Send CUDA tensors through host memory from now on; log it once."""
         if self._lacking is None and not self.required:
             log.warning("CUDA tensors are compressed on the CPU: %s", error)
         self._lacking = str(error)
 
     def start_loading(self) -> None:
-        """Begin to load the kernels of every CUDA device on which torch has memory: the first save need not wait."""
-        torch = sys.modules.get("torch")
+        """Begin to load the kernels of every CUDA device where torch has memory, so that no save waits for it."""
+        torch = imported("torch")
         if torch is not None and torch.cuda.is_initialized():
             for index in range(torch.cuda.device_count()):
                 if torch.cuda.memory_allocated(index):
-                    with suppress(CapabilityError):  # a save raises it, or goes on without
+                    with suppress(CapabilityError):  # a save raises it, or goes on without the GPU
                         self.on_device(torch.device("cuda", index))
 
     def for_ans(self) -> CudaEngine:
-        """Return an engine that codes in ANS, on the current CUDA device.
+        """Return an engine on the current CUDA device that codes in ANS.
 
         Raises:
             CapabilityError: there is no device, or a library is missing; the message says what to install.
@@ -148,7 +149,7 @@ class Engines:
         It does not wait for kernels: `on` may still find that they cannot be loaded.
 
         Raises:
-            CapabilityError: it has none, and the caller asked for the GPU.
+            CapabilityError: the device has no engine, and the caller asked for the GPU.
         """
         if device.type != "cuda":
             return False
@@ -175,12 +176,12 @@ class Engines:
         return beside_captures()
 
     def lift_limits(self, saver: object) -> None:
-        """Let other work have the device memory that a save was bound to; it may not have begun to encode."""
+        """Remove the limits of a save's device memory; without limits, do nothing."""
         for engine in list(self._cuda.values()):
             engine.limit(saver, None)
 
     def release_memory(self, buffers: Sequence[Bytes] = (), *, saved: bool = False) -> None:
-        """Release unused device memory after a save (`saved`) or a restore; each buffer goes back to its engine."""
+        """Release unused device memory after a save (`saved`) or a restore; give each buffer to its engine."""
         for engine in list(self._cuda.values()):
             for buffer in buffers:
                 engine.give_back(buffer)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -29,6 +28,7 @@ from ..retention import KeepBest
 from ..save.handle import SaveHandle
 from ..state.per_rank import PerRank
 from ..state.rng import RngState
+from ..threads import imported
 from . import references
 
 log = logging.getLogger("snapstore")
@@ -44,7 +44,7 @@ _OWN = "snapstore"
 
 def _import() -> list[Any]:
     """Return the namespaces of Lightning that are imported; else the first that is installed."""
-    found = [sys.modules[name] for name in _NAMESPACES if name in sys.modules]
+    found = [module for name in _NAMESPACES if (module := imported(name))]
     for name in () if found else _NAMESPACES:
         with suppress(ModuleNotFoundError):
             return [import_module(name)]

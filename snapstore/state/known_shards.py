@@ -1,7 +1,7 @@
-"""The shardings of a known state's DTensors, by which those of the next one are recognised at once.
+"""The shardings of a known state's DTensors, and a fast check that the next state has the same ones.
 
 In: the arrays of a state. Out: the same, with the local tensor in the place of each DTensor; or DifferentStructureError
-if one is sharded in another way. It runs while training waits, so each property of all DTensors is compared by C code.
+if one is sharded in another way. It runs while training waits, so C code compares each property of all DTensors.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
+from ..threads import imported
 from .learner import DifferentStructureError
 from .sharded import local_of, sharding_of
 
@@ -51,7 +52,7 @@ class KnownShards:
         specs = list(map(_spec, found))
         if specs != self._specs or _grads_of(found) != self._grads:
             raise DifferentStructureError
-        self._specs = specs  # the same objects again are compared at once
+        self._specs = specs  # comparing with the same objects is faster
         local = list(map(_local, found))
         if set(map(type, local)) != {sys.modules["torch"].Tensor}:
             raise DifferentStructureError
@@ -64,7 +65,7 @@ class KnownShards:
 
 
 def _grads_of(arrays: Sequence[Any]) -> list[bool]:
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     if torch is None or not arrays:
         return []
     with torch._C.DisableTorchFunctionSubclass():  # half the time

@@ -2,21 +2,21 @@
 
 In: a tensor of one element, a NumPy scalar, or anything with `__float__`. Out: a function that returns the number.
 
-`.item()` of a CUDA tensor waits until the device has done all that was enqueued before: the training step. So such a
-tensor is copied to pinned host memory on the current stream, and only the thread that needs the number waits for that
-copy. Later changes of the tensor do not show. Nothing of the caller's is kept, neither the tensor nor its graph.
+`.item()` of a CUDA tensor waits until the device has done all work that was enqueued before it: the training step. So
+such a tensor is copied to pinned host memory on the current stream, and only the thread that needs the number waits for
+that copy. Later changes of the tensor do not change the number. Neither the tensor nor its graph is kept.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import InvalidInputError
+from ..threads import imported
 
 if TYPE_CHECKING:
     import torch
@@ -30,9 +30,9 @@ def begin_read(value: Any) -> Read:
     Raises:
         InvalidInputError: it is not one real number; the message begins with "expected".
     """
-    torch = sys.modules.get("torch")  # if torch is not imported, there are no tensors
+    torch = imported("torch")  # if torch is not imported, there are no tensors
     if torch is not None and isinstance(value, torch.Tensor):
-        value = value.detach()  # or torch warns of its graph
+        value = value.detach()  # else torch warns about its graph
         _require_one("tensor", value.dtype, value.is_complex(), tuple(value.shape))
     elif isinstance(value, np.ndarray | np.generic):
         _require_one(type(value).__name__, value.dtype, value.dtype.kind not in "biuf", value.shape)
@@ -68,7 +68,7 @@ def _copied(value: torch.Tensor) -> Read:
         raise InvalidInputError("expected a save between replays of a CUDA graph, not while one is being captured")
     float(torch.empty((), dtype=value.dtype))  # raises now for a dtype that cannot be converted
     with torch.no_grad(), torch.cuda.device(value.device):
-        host = value.reshape(()).to("cpu", non_blocking=True)  # pinned; and no kernel, which may load first
+        host = value.reshape(()).to("cpu", non_blocking=True)  # pinned memory; no kernel runs, which might have to load
         copied = torch.cuda.current_stream().record_event()
 
     def read() -> float:

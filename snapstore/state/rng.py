@@ -1,19 +1,19 @@
 """The global random generators as an object of a state.
 
 In and out: the generators' states as plain values and arrays, through `state_dict` and `load_state_dict` like any other
-object; a restore only looks at `load_last`. The generators belong to the process: use this in the thread that draws
-from them. torch is used only if the user has imported it, or the snapshot has its generators.
+object. Saves also look at `per_rank`, and restores at `load_last`. The generators belong to the process: use this in
+the thread that draws from them. torch is used only if the user has imported it, or the snapshot has its generators.
 """
 
 from __future__ import annotations
 
 import random
-import sys
 from typing import Any
 
 import numpy as np
 
 from ..errors import InvalidInputError
+from ..threads import imported
 
 
 class RngState:
@@ -45,7 +45,7 @@ class RngState:
             "python": {"version": version, "words": np.array(words, np.uint32), "gauss": gauss},
             "numpy": np.random.get_state(legacy=False),
         }
-        torch = sys.modules.get("torch")
+        torch = imported("torch")
         if torch is not None:
             state["torch"] = torch.get_rng_state()
             if self._cuda and torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -56,7 +56,7 @@ class RngState:
         """Set the generators to saved states.
 
         Raises:
-            InvalidInputError: The number of CUDA generators in the snapshot is not that of the devices.
+            InvalidInputError: The snapshot has another number of CUDA generators than there are visible devices.
         """
         cuda = state.get("cuda") if self._cuda else None
         if cuda is not None:

@@ -8,9 +8,9 @@ A box is (offsets, sizes), in elements, one pair per dimension. Along a dimensio
 left to right as torch cuts: `Shard` takes one of n pieces as torch.chunk does; `_StridedShard` (FSDP on top of tensor
 parallelism) takes a piece of each of `split_factor` pieces. So a rank holds runs of indices, and a run is a box.
 
-A tensor on a part of a larger mesh (a LayerNorm under FSDP on mesh["dp"] beside tensor parallelism) is taken to be the
-same along the dimensions that it lacks, as torch.distributed.checkpoint takes it. Dimensions of pipeline stages are
-known by their names.
+A tensor on a part of a larger mesh (a LayerNorm under FSDP on mesh["dp"] beside tensor parallelism) counts as
+replicated along the dimensions that its mesh lacks, as in torch.distributed.checkpoint. Dimensions of pipeline stages
+do not count so; they are recognised by their names.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UnsupportedLeafError
+from ..threads import imported
 
 if TYPE_CHECKING:
     import torch
@@ -55,10 +56,10 @@ class Sharding:
         global_shape: of the whole tensor.
         boxes: (offsets, sizes) of each box; () if the rank holds nothing. The rows (dimension 0) of the local tensor
             are those of the boxes, one after the other. A tensor without dimensions is the box ((), ()).
-        replica, replicas: this rank is number `replica` of `replicas` that hold the same boxes. With a number of
+        replica, replicas: this rank is number `replica` of `replicas` that hold the same boxes. If `replica` is
             `replicas` or more, another rank is their only writer (Megatron).
         group: the ranks that hold the same boxes, sorted; () if this rank is outside the tensor's mesh, or if they are
-            unknown (of all but DTensors).
+            unknown (for all tensors but DTensors).
         first: the number of the replica that has coordinate 0 along all mesh dimensions that replicate.
         is_apart: whether each box has a local tensor of its own, of any sizes: see `locals_of`.
     """
@@ -99,7 +100,7 @@ def local_of(value: Any) -> torch.Tensor:
 def locals_of(value: Any) -> list[torch.Tensor]:
     """Return the local tensors of a value that `sharding_of` knows, without autograd; they share the value's memory.
 
-    It is one, or if the sharding `is_apart` one for each box.
+    There is one, or one for each box if the sharding `is_apart`.
     """
     local: Any = getattr(value, "_local_tensor", None)
     if local is None:
@@ -123,7 +124,7 @@ def dtensor_like(value: Any, local: torch.Tensor) -> Any:
 
 
 def _is_dtensor(value: Any) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")
+    module = imported("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
@@ -156,7 +157,7 @@ def _of_dtensor(value: Any) -> Sharding:
 def _mesh_sharding(shape: tuple[int, ...], mesh: Any, root: Any, rank: int, placements: tuple[Any, ...]) -> Sharding:
     """Return the sharding of a DTensor for a rank.
 
-    The rank is an argument because parts of a mesh that have other ranks are equal to Python.
+    The rank is an argument for the cache: in Python, parts of one mesh compare equal though they have other ranks.
     """
     what = f"DTensor of shape {shape}, placements {placements}:"
     for placement in placements:
@@ -181,13 +182,13 @@ def _mesh_sharding(shape: tuple[int, ...], mesh: Any, root: Any, rank: int, plac
 
 
 def _coordinate(mesh: Any, rank: int) -> tuple[int, ...] | None:
-    """Return the place of a rank in a mesh; None: it is outside. A mesh may know the rank of an earlier job only."""
+    """Return the place of a rank in a mesh; None: it is outside. A mesh may have noted its place in an earlier job."""
     found = (mesh.mesh == rank).nonzero().tolist()
     return tuple(found[0]) if found else None
 
 
 def _root_of(mesh: Any) -> Any:
-    """Return the mesh that a mesh was taken out of: itself, if of none."""
+    """Return the larger mesh that a mesh is a part of; the mesh itself if there is none."""
     if hasattr(mesh, "_get_root_mesh"):
         return mesh._get_root_mesh()
     from torch.distributed.device_mesh import _mesh_resources  # torch before 2.8
@@ -222,7 +223,7 @@ def _is_stages(name: str) -> bool:
 
 
 def _cut(runs: Sequence[Run], pieces: int, count: int, position: int) -> list[Run]:
-    """Return the indices of one of `count` shards: chunk `position` of each of `pieces` chunks, as torch.chunk cuts."""
+    """Return the runs of one of `count` shards: chunk `position` of each of `pieces` chunks, as torch.chunk cuts."""
     total = sum(size for _, size in runs)
     piece = -(-total // pieces)
     taken: list[Run] = []
@@ -235,7 +236,7 @@ def _cut(runs: Sequence[Run], pieces: int, count: int, position: int) -> list[Ru
 
 
 def _between(runs: Sequence[Run], first: int, end: int) -> list[Run]:
-    """Return the indices of runs that are the `first` to `end` of them."""
+    """Return, as runs, the indices number `first` to `end` (excluded) among those of some runs."""
     found, at = [], 0
     for start, size in runs:
         low, high = max(first, at), min(end, at + size)
@@ -246,7 +247,7 @@ def _between(runs: Sequence[Run], first: int, end: int) -> list[Run]:
 
 
 def _joined(runs: Sequence[Run]) -> list[Run]:
-    """Return runs with neighbours that follow each other as one."""
+    """Return runs; neighbours without a gap are joined into one."""
     joined: list[Run] = []
     for start, size in runs:
         if joined and sum(joined[-1]) == start:
@@ -257,7 +258,7 @@ def _joined(runs: Sequence[Run]) -> list[Run]:
 
 
 def _boxes_of_runs(runs: Sequence[Sequence[Run]]) -> Boxes:
-    """Return the boxes of the runs of each dimension, of which the first alone may have several."""
+    """Return the boxes for the runs of each dimension; only the first dimension may have several runs."""
     if not all(sum(size for _, size in found) for found in runs):
         return ()
     if not runs:
@@ -334,7 +335,7 @@ def _chunks(value: Any, shards: Any) -> list[Any]:
 
 
 def _filled(value: Any, shards: Sequence[Any]) -> list[Any]:
-    """Return the shards that have elements; one without, if none has."""
+    """Return the shards that have elements; if none has, one empty shard."""
     import torch
 
     found = [shard for shard in shards if shard.numel()]

@@ -7,10 +7,10 @@ communicates. Without this a fresh optimizer would get whole tensors, which fit 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
+from ..threads import imported
 from .arrays import torch_dtype
 from .containers import is_mapping
 from .sharded import dtensor_like
@@ -24,7 +24,7 @@ def with_sharded_state(value: Any, stored: Any, present: Any, spec_of: Callable[
         stored: The decoded state of the snapshot.
         present: The result of the object's `state_dict`; it is not changed.
     """
-    torch, tensors = sys.modules.get("torch"), sys.modules.get("torch.distributed.tensor")
+    torch, tensors = imported("torch"), imported("torch.distributed.tensor")
     if torch is None or tensors is None or not isinstance(value, torch.optim.Optimizer):
         return present
     if not all(is_mapping(state) and is_mapping(state.get("state")) for state in (stored, present)):

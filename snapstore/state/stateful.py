@@ -7,12 +7,12 @@ only if the user has imported it; only this module knows the special cases of it
 
 from __future__ import annotations
 
-import sys
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidInputError
+from ..threads import imported
 from .containers import CONTAINERS, Path, shown
 from .tensors import TensorSpec, is_array
 
@@ -28,7 +28,7 @@ def is_stateful(value: Any) -> bool:
 
 
 def state_of(value: Any, path: Path) -> Any:
-    """Return `value.state_dict()`, without the functions in a torch scheduler's (docstring of flatten.py).
+    """Return `value.state_dict()`; of a torch scheduler, without its functions (see the docstring of flatten.py).
 
     Raises:
         InvalidInputError: `state_dict()` failed.
@@ -37,7 +37,7 @@ def state_of(value: Any, path: Path) -> Any:
         state = value.state_dict()
     except Exception as error:
         raise InvalidInputError(f"{shown(path)}: {type(value).__name__}.state_dict() failed: {error!r}") from error
-    scheduler = getattr(sys.modules.get("torch.optim.lr_scheduler"), "LRScheduler", None)
+    scheduler = getattr(imported("torch.optim.lr_scheduler"), "LRScheduler", None)
     if scheduler is None or not isinstance(value, scheduler) or type(state) is not dict:
         return state
     if type(value).load_state_dict is not scheduler.load_state_dict:
@@ -48,7 +48,7 @@ def state_of(value: Any, path: Path) -> Any:
 
 def is_strict_module(value: Any) -> bool:
     """Return whether `value` is a module whose load_state_dict accepts only the names of its state_dict."""
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     if torch is None or not isinstance(value, torch.nn.Module):
         return False
     module = torch.nn.Module
@@ -69,7 +69,7 @@ def is_strict_module(value: Any) -> bool:
 
 def names_in_modules(objects: Mapping[Path, Any]) -> dict[Path, dict[Any, bool]]:
     """Return the names of the parameters and buffers of each module among objects, and whether each is a buffer."""
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     found: dict[Path, dict[Any, bool]] = {}
     for path, value in objects.items():
         if torch is not None and isinstance(value, torch.nn.Module):
@@ -83,8 +83,8 @@ def buffers_of(specs: Sequence[TensorSpec], modules: Mapping[Path, Mapping[Any, 
     """Return the numbers of the tensors that are buffers, which may differ between the ranks of a job by design.
 
     They are the buffers of a module that is in the state itself; and in a state dict, the statistics of a norm layer:
-    `running_mean` beside a `running_var` of the same shape (channels,), and `num_batches_tracked` with them. Nothing
-    that a module in the state calls a parameter is one, nor any tensor that requires grad.
+    `running_mean` beside a `running_var` of the same shape (channels,), and `num_batches_tracked` with them. A
+    parameter of a module in the state is no buffer, whatever its name. A mean or variance that requires grad is none.
 
     Args:
         modules: what `names_in_modules` gives for the objects in the state.

@@ -1,8 +1,8 @@
-"""The structure of the last state, by which the next one is recognised instead of walked again.
+"""The structure of the last state: the next state is recognised by it, instead of being walked again.
 
 In: the state of a save, and what `flatten` made of it. Out, for a later state: its arrays, and the trees of its parts;
 or `DifferentStructureError`, and the caller flattens it. Training saves the same structure again and again, and waits
-meanwhile. So the keys and types of a container are compared by C code, and so is each property of all tensors.
+meanwhile. So C code compares the keys and types of a container, and each property of all tensors.
 
 Invariants: no array of a state is kept. A match that `confirm` accepts gives what `flatten` would give. Plain values
 are encoded again at every match.
@@ -23,6 +23,7 @@ import numpy as np
 
 from ..arrays import Column
 from ..errors import InvalidInputError, UnsupportedLeafError
+from ..threads import imported
 from .arrays import Array, address_of, describe
 from .containers import Path
 from .held_array import Held
@@ -52,9 +53,9 @@ class Match:
     Attributes:
         trees: by the name of the part.
         tensors: one for each of `Structure.rows`.
-        addresses: (n,) of these tensors. As many bytes as the structure says lie there. This object keeps host memory.
-            Memory of a device is kept by its tensors; if they let go of it, its allocator gives it to work behind that
-            which the current stream has got by now.
+        addresses: (n,) of these tensors. At each lie as many bytes as the structure says. This object keeps host memory
+            alive. The tensors keep device memory alive; if they release it, the allocator gives it only to work that
+            the current stream gets later.
         others: the position of its spec, and the array, of every other array.
     """
 
@@ -71,14 +72,14 @@ class Match:
         """Check that the tensors still lie where they lay at the match; call this after their bytes were read.
 
         Raises:
-            DifferentStructureError: one does not.
+            DifferentStructureError: one has moved.
         """
         if not _lie_at(self._all, self._places, self.structure.positions):
             raise DifferentStructureError
 
 
 class _Block:
-    """Arrays of a known state that are looked at together: what torch reads of them stays in a core's cache meanwhile.
+    """Arrays of a known state that are compared together: they are so few that torch's data stay in a core's cache.
 
     Args:
         arrays: of the state.
@@ -110,26 +111,26 @@ class _Block:
         self.places: Sequence[int] | None = None
 
     def localize(self, arrays: list[Any]) -> list[Any]:
-        """Return those of a state's arrays that are in this block, with the local tensors of DTensors.
+        """Return a state's arrays that are in this block, with the local tensors of DTensors.
 
         Raises:
-            DifferentStructureError: another sharding.
+            DifferentStructureError: one is sharded in another way.
         """
         return self._shards.localize(arrays[self._of])
 
     def tensors_of(self, arrays: list[Any]) -> list[Any]:
-        """Return the batched ones of arrays."""
+        """Return the batched ones among the block's arrays."""
         return arrays if len(self.batched) == self._count else [arrays[i] for i in self.batched]
 
     def storages(self, tensors: Sequence[Any]) -> list[Any] | None:
         """Return the storages in host memory; None if a tensor has moved since the last match.
 
         Raises:
-            DifferentStructureError: none has, but one has another form.
+            DifferentStructureError: no tensor has moved, but one has another form.
         """
         if self.places is None:
             return None
-        storages = _storages([tensors[k] for k in self._on_host])  # then the addresses are asked
+        storages = _storages([tensors[k] for k in self._on_host])  # taken before the addresses are read
         if not _lie_at(tensors, self.places, self._positions):
             return None
         if not self.has_form(tensors):
@@ -150,7 +151,7 @@ class Structure:
     """The containers of a state, and the form of its arrays.
 
     Args:
-        root, own_counts: as the learner found them; how many values of its own each part of a rank has.
+        root, own_counts: the containers that the learner found; how many own values of a rank each part has.
         arrays, rows: of the state, and the positions of their specs.
 
     Attributes:
@@ -159,7 +160,8 @@ class Structure:
         rows: positions of the specs of tensors that a match gives as columns: on a device, or whole in host memory.
         nbytes: (n,) sizes of these tensors.
         devices: of these tensors.
-        in_pieces: positions in `rows` of tensors that are strided, or views with other values.
+        in_pieces: positions in `rows` of tensors whose elements are not in order without gaps, or whose values are not
+            those in memory (conjugated or negated views).
 
     Raises:
         DifferentStructureError: the state has ties that cannot be recognised, or is no longer as its specs say.
@@ -263,10 +265,10 @@ class Structure:
         return Match(self, trees, chosen, addresses, others, tensors, self._places, storages)
 
     def _locate(self, tensors: Sequence[Any]) -> list[Any]:
-        """Note where tensors lie that have moved; return their storages. Known bytes must lie within, tied as is known.
+        """Note the addresses of tensors; return their storages. Each must lie in its storage, tied as is known.
 
         Raises:
-            DifferentStructureError: they do not, or a tensor has another form.
+            DifferentStructureError: one does not, or is tied otherwise, or has another form.
         """
         storages = _storages(tensors)
         places = _addresses(tensors)
@@ -385,7 +387,7 @@ def learn(state: Any, states: Mapping[int, Any], parts: Sequence[Part]) -> tuple
 
 
 def _note_own(trees: dict[str, Node], part: str | None, key: str, number: int, node: Node) -> None:
-    """Put a rank's own value among those of its part; `part`: it is all of that part."""
+    """Put a rank's own value among those of its part; `part`: the name of the part if the value is the whole part."""
     trees[key][1][number] = node
     if part is not None:
         trees[part] = ["rank", number]
@@ -419,7 +421,7 @@ def _addresses(tensors: Sequence[Any]) -> list[int]:
 
 
 def _is_batched(array: Array) -> bool:
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     if torch is None or not isinstance(array, torch.Tensor) or not array.numel():
         return False
     return array.device.type != "cpu" or (array.is_contiguous() and not array.is_conj() and not array.is_neg())
@@ -438,7 +440,7 @@ def _extent(shape: Sequence[int], strides: Sequence[int], dtype: Any) -> int:
 
 
 def _guards(tensors: Sequence[Any], shapes: Sequence[Any], strides: Sequence[Any]) -> Any:
-    """Return torch's own check of the form of many tensors at once, by which torch.compile knows its inputs; or None.
+    """Return torch's own check of the form of many tensors at once, which torch.compile uses on its inputs; or None.
 
     It is not public. If it is missing, or says no, each property is compared.
     """

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ import msgspec
 import numpy as np
 
 from ..errors import FormatError
+from ..threads import imported
 from .containers import INT_MAX, Path, shown
 
 Node = Any  # None | bool | int | float | str | bytes | list[Any], as msgpack decodes it
@@ -149,7 +149,7 @@ class StoredPart:
     """One part as its manifest stores it: name, tree and specs; the values are in packs.
 
     Attributes:
-        of_rank: whether it has the values of one rank's own of the part with that name; its tree is then
+        of_rank: whether it holds one rank's own values of the part with that name; its tree is then
             `["own", [node, ...]]`. Such parts come after all others.
     """
 
@@ -178,7 +178,7 @@ class Slot:
 
 def is_array(value: Any) -> bool:
     """Return whether `value` is a tensor or an ndarray, of any subclass."""
-    torch = sys.modules.get("torch")  # if torch is not imported, there are no tensors
+    torch = imported("torch")  # if torch is not imported, there are no tensors
     return (torch is not None and isinstance(value, torch.Tensor)) or isinstance(value, np.ndarray)
 
 

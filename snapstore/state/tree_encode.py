@@ -1,11 +1,10 @@
 """The encoder of the typed tree: values in, nodes out.
 
-In: Python values. Out: the nodes of tree.py's table; or one error that names every value that cannot be stored.
+In: Python values. Out: the nodes of tree.py's table; or one error that names the values that cannot be stored.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from datetime import date, timedelta, timezone
@@ -17,6 +16,7 @@ import msgspec
 import numpy as np
 
 from ..errors import InvalidInputError, UnsupportedLeafError
+from ..threads import imported
 from . import classes, columns
 from .containers import CONTAINERS, INT_MAX, INT_MIN, MAX_ALIKE, MAX_DEPTH, Path, children, crowded, is_mapping, shown
 from .tensors import Node, is_array, numpy_dtype_name
@@ -37,7 +37,7 @@ class Encoder:
         put: Stores an array leaf (tensor, ndarray, or bytes of more than 4 KiB) at a path; returns its node, or raises
             UnsupportedLeafError.
         expand: Returns (state,) for an object that is stored as its state, None for any other.
-        special: Returns the node of a value that no rule below is for, or None.
+        special: Returns the node of a value that the caller encodes itself, or None.
         columnar: Whether large trees of plain values become columns (columns.py).
     """
 
@@ -108,7 +108,7 @@ class Encoder:
         self._problems.append(f"{shown(path)}: {text}")
 
     def raise_problems(self) -> None:
-        """Raise one error that names every noted problem.
+        """Raise one error that names the noted problems, at most MAX_PROBLEMS of them.
 
         Raises:
             UnsupportedLeafError: A value could not be stored.
@@ -144,7 +144,7 @@ class Encoder:
                 return self._each(value, path)
             if count >= columns.MIN_VALUES:
                 return node
-            self._columnar = False  # nor has anything in it so many values
+            self._columnar = False  # nothing in it has so many values either
             node = self._each(value, path)
             self._columnar = True
             return node
@@ -318,7 +318,7 @@ def _text_node(text: str) -> Node:
 
 
 def _hashable(value: Any, depth: int) -> Node:
-    """Return the node of a dict key or set member: a scalar, or a tuple or frozenset of such."""
+    """Return the node of a dict key or set member: a scalar, a value of a class, or a tuple or frozenset of these."""
     if type(value) is tuple:
         return _members("tuple", value, depth)
     node = _scalar(value, depth)
@@ -359,7 +359,7 @@ def _numpy_node(value: Any) -> Node:
 
 
 def _torch_node(value: Any) -> Node:
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     if torch is None:
         return _NO_NODE
     if isinstance(value, torch.dtype):

@@ -1,10 +1,12 @@
 """Pools of threads need no semaphore, end with their owner, and say plainly when no thread can be started."""
 
 import gc
+import importlib
 import re
 import subprocess
 import sys
 import threading
+import types
 import weakref
 from pathlib import Path
 
@@ -15,7 +17,7 @@ import snapstore
 from kit.processes import environment
 from snapstore import CapabilityError, Repository, SaveOptions
 from snapstore.storage.memory import MemoryStore
-from snapstore.threads import MAX_RUNS, Threads
+from snapstore.threads import MAX_RUNS, Threads, imported
 
 
 @pytest.fixture
@@ -187,3 +189,31 @@ def test_all_types_are_decoded_by_decoders_that_one_thread_makes():
         if file != allowed:
             found = re.findall(r"msgpack\.(?:Decoder\(|decode\(.*type=)|msgspec\.(?:convert|json)", file.read_text())
             assert not found, f"{file}: {found}: take threads.msgpack_decoder: first uses by two threads may crash"
+
+
+def test_a_module_that_another_thread_is_importing_is_not_imported_yet(tmp_path, monkeypatch):
+    (tmp_path / "slowly_imported.py").write_text("import kit_gate\nkit_gate.reached()\nname = 1\n")
+    begun, goes_on = threading.Event(), threading.Event()
+    gate = types.ModuleType("kit_gate")
+    gate.reached = lambda: (begun.set(), goes_on.wait(60))
+    monkeypatch.setitem(sys.modules, "kit_gate", gate)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert imported("slowly_imported") is None
+    importing = threading.Thread(target=importlib.import_module, args=["slowly_imported"])
+    importing.start()
+    try:
+        assert begun.wait(60)
+        assert not hasattr(sys.modules["slowly_imported"], "name")
+        assert imported("slowly_imported") is None
+    finally:
+        goes_on.set()
+        importing.join()
+    assert imported("slowly_imported").name == 1
+    del sys.modules["slowly_imported"]
+
+
+def test_modules_of_others_are_looked_up_when_their_import_has_ended():
+    folder = Path(snapstore.__file__).parent
+    for file in (file for file in folder.rglob("*.py") if file != folder / "threads.py"):
+        found = re.findall(r"sys\.modules\.get\(.torch|in sys\.modules", file.read_text())
+        assert not found, f"{file}: {found}: take threads.imported: another thread may be importing it"

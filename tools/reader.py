@@ -224,7 +224,7 @@ class Blob:
         need(self.at == payload and next(self.lengths, None) is None, "a blob has more blocks than planes")
         elements = np.array([np.frombuffer(plane, np.uint8) for _, plane in planes]).T.copy().view(f"<u{self.element}")
         need(self.transform == 0 or self.layout == 0, "a difference in rotated planes")
-        if self.layout == 1:  # rotated left by one bit
+        if self.layout == 1 and self.element > 1:  # rotated left by one bit
             elements = (elements >> 1) | (elements << (8 * self.element - 1))
         self.decoded = elements.reshape(-1).view(np.uint8)
 

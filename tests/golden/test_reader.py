@@ -20,6 +20,8 @@ import xxhash
 
 from kit.processes import ROOT
 from snapstore import Repository, SaveOptions
+from snapstore.format import blob as stored_blob
+from snapstore.format import chain_decode, hashing, planes
 
 sys.path.insert(0, str(ROOT / "tools"))
 
@@ -98,6 +100,21 @@ def test_sparse_deltas(tmp_path, name):
             found = snapshot(tmp_path / "repo", "r", step).state()["w"]
             expected = repository.restore(f"r@{step}")["w"].view(torch.uint8).numpy()
             np.testing.assert_array_equal(found.data.view(np.uint8), expected)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("layout", [planes.BYTES, planes.ROTATED])
+def test_both_layouts_of_each_element_size(size, layout):
+    """No writer makes layout 1 of one byte: it is not rotated."""
+    chunk = np.random.default_rng(size).integers(0, 256, 4096, np.uint8)
+    chunk[::2] = 7  # a plane that is coded
+    statistics = planes.statistics(planes.histograms(planes.sample(chunk, size, layout)))
+    found, digest = np.empty(stored_blob.bound(chunk.size, size), np.uint8), hashing.digest(chunk, 0)
+    stored = bytes(stored_blob.encode(chunk, size, layout, statistics, digest, None, found))
+    assert reader.Blob(stored).decoded.tobytes() == chunk.tobytes()
+    out = np.empty_like(chunk)
+    chain_decode.decode_chain([memoryview(stored)], ["the blob"], digest, out, seed=0)
+    np.testing.assert_array_equal(out, chunk)
 
 
 class Colour(enum.Enum):

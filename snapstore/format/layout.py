@@ -1,7 +1,7 @@
-"""Layout: where the bytes of a manifest lie: prefix, header, then sections, each stored as it is or compressed.
+"""Layout of a manifest's bytes: prefix, header, then sections. Each section is stored plain or compressed.
 
 In: a packed header and sections by name. Out: one object's bytes, and back (docs/format.md, "Manifest"). Every declared
-size is checked against the bytes that are there, before anything of that size is allocated.
+size is compared with the bytes that are there, before anything of that size is allocated.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from .hashing import checksum
 PREFIX = struct.Struct("<8sHHIQ")  # magic, version, zero, header length, XXH3-64 of the header
 MAGIC = b"SNAPMANI"
 VERSION = 1
-#: All columns together unpack to at most this times the size of the manifest: the digests, which are never compressed,
-#: are more than half of them.
+#: All columns together unpack to at most this times the size of the manifest. The digests are more than half of them,
+#: and are never compressed.
 MAX_COLUMNS_RATIO = 4
-#: Nodes and entries become Python objects of fifty times their size. A tree or a list of tensors larger than the first
-#: number is compressed by at most the second, so that a few kilobytes cannot become millions of objects.
+#: Nodes and entries become Python objects of fifty times their size. So a tree or a list of tensors above the first
+#: number may unpack to at most the second times its stored size: kilobytes cannot become millions of objects.
 MAX_NODES_BYTES, MAX_NODES_RATIO = 64 * 1024, 64
 #: Inline bytes beyond this are not compressed.
 MAX_INLINE_BYTES = 16 * 1024 * 1024
 _NODES = ("tree", "tensors")
 _NAMES = {*COLUMNS, *_NODES, "inline"}
 
-Section = tuple[str, int, int, int, int]  # name, offset behind the header, stored bytes, plain bytes, codec (1: zstd)
+Section = tuple[str, int, int, int, int]  # name, offset after the header, stored bytes, plain bytes, codec (1: zstd)
 Unknown = tuple[str, bytes, int, int]  # a section that this release does not know: name, as stored, plain bytes, codec
 
 
 def encode_sections(
     raw: Mapping[str, bytes | memoryview], unknown: Sequence[Unknown] = ()
 ) -> tuple[list[Section], list[bytes | memoryview]]:
-    """Compress sections where that makes them smaller; return what the header says of them, and their stored bytes."""
+    """Compress sections where that makes them smaller; return their entries in the header, and their stored bytes."""
     compressor = zstandard.ZstdCompressor(level=1)
     body: list[bytes | memoryview] = []
     sections: list[Section] = []
@@ -59,11 +59,17 @@ def decode_sections(data: bytes, start: int, sections: Sequence[Section], where:
     """Return the plain bytes of all sections that this release knows.
 
     Args:
+        data: the whole manifest.
         start: offset of the first section in `data`, after the header.
+        where: names the manifest in errors.
 
     Raises:
-        FormatError: a section lies outside the manifest, declares more than it can hold, or does not decompress.
+        FormatError: a section is there twice, lies outside the manifest, declares more than it can hold, has an unknown
+            codec, or does not decompress.
     """
+    names = [section[0] for section in sections]
+    if len(set(names)) != len(names):
+        raise FormatError(f"{where}: a section is there twice, expected once: {', '.join(map(repr, names))}")
     known = {section[0]: section for section in sections if section[0] in _NAMES}
     total = sum(plain_bytes for name, _, _, plain_bytes, _ in known.values() if name in COLUMNS)
     if total > MAX_COLUMNS_RATIO * len(data):
@@ -75,7 +81,7 @@ def unknown_sections(data: bytes, start: int, sections: Sequence[Section], where
     """Return the sections that this release does not know, as they are stored.
 
     Raises:
-        FormatError: one lies outside the manifest, or they overlap.
+        FormatError: one lies outside the manifest, or together they are longer than it.
     """
     if sum(section[2] for section in sections if section[0] not in _NAMES) > len(data):
         raise FormatError(f"{where}: unknown sections declare more bytes than the manifest's {len(data)}")
@@ -119,7 +125,7 @@ def _decode_section(data: bytes, start: int, section: Section, where: str) -> by
 
 
 def _max_plain_bytes(name: str, stored_bytes: int, otherwise: int) -> int:
-    """Return the most that a compressed section may unpack to; `otherwise` for columns, which are bounded together."""
+    """Return the most bytes that a compressed section may unpack to; `otherwise` for columns: their sum is bounded."""
     if name.endswith("digests"):
         return 0
     if name in _NODES:
@@ -136,14 +142,20 @@ def header_end(data: bytes | memoryview, where: str) -> int:
     """Return the length of prefix and header, from a manifest's first bytes.
 
     Raises:
-        IntegrityError: not even the prefix is there.
-        FormatError: not a manifest, or of another version.
+        IntegrityError: the bytes are shorter than the prefix.
+        FormatError: not a manifest.
+        UnknownFormatError: of another version.
     """
     return _read_prefix(data, where)[0]
 
 
 def packed_header(data: bytes | memoryview, where: str) -> memoryview:
-    """Return the packed header, checked against its checksum; raises as `header_end` does."""
+    """Return the packed header, checked against its checksum.
+
+    Raises:
+        IntegrityError: the header is damaged or cut short.
+        FormatError, UnknownFormatError: see `header_end`.
+    """
     end, expected = _read_prefix(data, where)
     packed = memoryview(data)[PREFIX.size : end]
     if len(packed) != end - PREFIX.size or checksum(packed) != expected:

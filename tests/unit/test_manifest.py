@@ -293,6 +293,18 @@ def test_unknown_sections_are_passed_over():
     assert isinstance(header, ManifestHeader)
 
 
+@pytest.mark.parametrize("name", ["tree", "digests", "novel"])
+def test_a_section_is_there_once(name):
+    data = encode(ChunkTable.empty(), tree=7)
+    header = manifest.decode_header(data, "here")
+    extra = [section for section in [*header.sections, ("novel", 0, 1, 1, 0)] if section[0] == name]
+    more = msgspec.structs.replace(header, sections=[*header.sections, *extra, *extra])
+    packed = msgspec.msgpack.encode(more)
+    prefix = layout.PREFIX.pack(layout.MAGIC, 1, 0, len(packed), checksum(packed))
+    with pytest.raises(FormatError, match="here: a section is there twice"):
+        manifest.decode(prefix + packed + data[len(manifest.header_bytes(data)) :], "here")
+
+
 @pytest.mark.slow
 def test_a_million_chunks_take_less_than_a_second_each_way():
     table = a_table(np.ones(1_000_000, np.uint16))

@@ -92,7 +92,14 @@ def _server() -> Any:
     finally:
         os.environ.clear()
         os.environ |= before
+    atexit.register(_kill_all)  # before multiprocessing waits for them, also for a stopped one
     return context
+
+
+def _kill_all() -> None:
+    """Kill the processes that a failed test has left."""
+    for process in multiprocessing.active_children():
+        process.kill()
 
 
 def _run(program: tuple[str, ...], log: str, env: dict[str, str], folder: str) -> None:

@@ -1,5 +1,8 @@
-"""The proxies of the kit pass requests on unchanged, except for the ones that they are told to spoil."""
+"""The kit's proxies spoil only the requests that they are told to, and its processes do not outlive the tests."""
 
+import os
+import subprocess
+import sys
 from random import Random
 
 import pytest
@@ -7,6 +10,7 @@ import pytest
 from kit.hostile_s3 import HostileS3
 from kit.lying_proxy import LyingProxy, Memory
 from kit.objects import flip, keys_of
+from kit.processes import environment
 from kit.repositories import check_whole, created, opened, save
 from kit.tcp_proxy import Fault, Proxy, answer, lose_answer
 from snapstore.errors import NotFoundError, StorageError
@@ -85,3 +89,22 @@ def test_check_whole_notices_a_flipped_bit():
     flip(store, keys_of(store, "packs/")[0], 150)
     with pytest.raises(Exception, match=r"pack|digest|checksum"):
         check_whole(store)
+
+
+def test_a_stopped_process_does_not_hold_up_the_end_of_the_tests(tmp_path):
+    program = """
+import signal, sys, time
+from pathlib import Path
+from kit.forked import Forked
+from kit.processes import environment
+sleep = "import time; print('begun', flush=True); time.sleep(600)"
+process = Forked("-c", sleep, log=Path(sys.argv[1]), env=environment())
+while "begun" not in process.text():
+    time.sleep(0.01)
+process.send_signal(signal.SIGSTOP)
+print(process.pid)
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "log")]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=True)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(done.stdout), 0)

@@ -1,4 +1,4 @@
-"""The user's cache folder on this machine: it has the indexes, and the lock files of stores without file locks.
+"""The user's cache folder on this machine: it holds the indexes, and the lock files of stores without file locks.
 
 Nothing in it is the only copy, and any of it may be deleted at any time. But its contents are trusted, and LMDB maps
 its file, so only the user may write to it. It must be on a local disk: LMDB and flock both fail silently on network
@@ -26,12 +26,13 @@ _NETWORK_FILE_SYSTEMS = re.compile(
     r"nfs|cifs|smb|lustre|gpfs|beegfs|ceph|9p|afs|glusterfs|fuse\.|wekafs|panfs|pvfs2|ocfs2|gfs2|virtiofs"
 )
 
-#: The most bytes that all indexes together take, except those in use.
+#: The limit for all indexes together [bytes]. Indexes in use may exceed it: they are never removed.
 CACHE_BYTES = 4 * 1024 * 1024 * 1024
-#: The only folders that `shrink` removes: indexes (`catalog.index.folder_for`), and those it was removing when killed.
+#: The only folders that `shrink` removes: indexes (`catalog.index.folder_for`), and the rest of an index that a killed
+#: process was removing.
 _INDEX, _EVICTED = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}"), re.compile(r"evicted-[0-9a-f]{16}")
-_ESCAPED = re.compile(r"\\([0-7]{3})")  # in /proc/mounts, such as a blank
-_IN_USE = "used"  # its time is that of the last use
+_ESCAPED = re.compile(r"\\([0-7]{3})")  # in /proc/mounts: \040 is a space
+_IN_USE = "used"  # a file in each folder; its modification time is the time of the last use
 
 
 def cache_folder() -> Path:
@@ -49,7 +50,7 @@ def cache_folder() -> Path:
 
 
 def refusal(cache: Path) -> str:
-    """Return why a folder cannot be the cache, or ""; make it if it is missing."""
+    """Return why a folder cannot be the cache, or ""; make the folder if it is missing."""
     if on_network(cache):
         return "is on a network file system, where LMDB and file locks fail"
     try:
@@ -65,7 +66,7 @@ def refusal(cache: Path) -> str:
 
 
 def mount_of(folder: Path) -> tuple[str, str]:
-    """Return (mount point, file system type) of a folder by /proc/mounts; ("", "") without that file."""
+    """Return (mount point, file system type) of a folder from /proc/mounts; ("", "") without that file."""
     try:
         rows = [line.split(" ") for line in os.fsdecode(Path("/proc/mounts").read_bytes()).split("\n")]
         mounts = [[_ESCAPED.sub(lambda code: chr(int(code[1], 8)), field) for field in row[1:3]] for row in rows[:-1]]
@@ -87,12 +88,17 @@ def begin_use(folder: Path) -> int:
 
     Returns:
         A descriptor for `end_use`. The use also ends when this process and the children that it forked are dead.
+
+    Raises:
+        FileExistsError: The name of the folder, or of one above it, is that of a file, or of a link that leads nowhere.
+        PermissionError: The folder is not ours alone.
+        OSError: The folder cannot be made or locked.
     """
     while True:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except FileExistsError:  # it vanished before pathlib's check that it is a directory; or it is a file
-            if folder.is_file():
+        except FileExistsError as error:  # it vanished before pathlib's check that it is a directory; or it is none
+            if os.path.lexists(error.filename) and not Path(error.filename).is_dir():
                 raise
             continue
         with suppress(FileNotFoundError):  # removed meanwhile: try again
@@ -117,7 +123,7 @@ def _require_private(folder: Path) -> None:
 
 
 def end_use(fd: int) -> None:
-    """End the use of a folder: it may be removed, after folders that were used earlier."""
+    """End the use of a folder, at the present time; `shrink` may remove it after folders that were used earlier."""
     with suppress(OSError):
         os.utime(fd)
     os.close(fd)
@@ -156,7 +162,7 @@ def _use_of(folder: Path) -> tuple[float, int, Path]:
     for file in folder.iterdir():
         with suppress(FileNotFoundError):
             status = file.lstat()
-            size_bytes += status.st_blocks * 512  # the map of an index is sparse
+            size_bytes += status.st_blocks * 512  # the file of an index is sparse
             used_s = status.st_mtime if file.name == _IN_USE else used_s
     return used_s, size_bytes, folder
 

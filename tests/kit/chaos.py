@@ -1,8 +1,8 @@
-"""Chaos: real processes at one repository, killed, stopped and robbed at random, and a judge of what is left.
+"""Chaos: real processes on one repository, killed, stopped and disturbed at random, and a judge of what is left.
 
     with Chaos(folder, url, kinds=KINDS["processes"], seed=SEED) as chaos:
         chaos.run(seconds=20)
-    judge(chaos)
+    judge(chaos, store)
 
 Several workers and verbs of the shell (chaos_worker.py) save, restore, forget, tag, collect, compact, check and repair
 all at once. `DEEDS` has the actions of each kind of chaos; each can be tried alone. Every decision comes from the seed
@@ -53,7 +53,7 @@ KINDS: dict[str, frozenset[str]] = {
 }
 #: Deeds that make verbs fail in ways that they otherwise must not.
 ROUGH = {"links", "mounts", "renames", *SORTS}
-#: A verb, or a process that was told to end, that takes longer hangs.
+#: A verb, or a process that was told to end, hangs if it takes longer [s].
 HANGS_AFTER_S = 180.0
 YEAR_S = 365 * 86_400.0
 #: Exit codes of the shell: ok, error, partial, busy.
@@ -62,7 +62,7 @@ CODES = {0, 1, 3, 11}
 
 @dataclass
 class Child:
-    """A process. `stopped_until`: when it goes on, if it is stopped; `shell`: the journal's number of its verb."""
+    """A process. `stopped_until`: when it goes on, if it is stopped; `shell`: the verb's call, None for a worker."""
 
     about: str
     journal: Path | None
@@ -85,7 +85,7 @@ class Entry:
 
     @property
     def ended(self) -> float:
-        """Infinity of what was killed, or has failed: a part of it may have been done, or be done yet."""
+        """Return infinity for a call that was killed or has failed: a part of it may be done, or may be done later."""
         return float(self.end["at"]) if self.end is not None and "error" not in self.end else float("inf")
 
 
@@ -97,7 +97,7 @@ class Chaos:
         folder: an empty one, for everything but the repository.
         url: where the repository is made.
         kinds: of chaos, see `DEEDS`.
-        fence_s: what workers give gc now and then; of S3 a live save may be given up by that, and must then fail.
+        fence_s: what workers give gc as `fence_after_s` now and then. On S3 that may fence a live save; it must fail.
     """
 
     folder: Path
@@ -122,7 +122,7 @@ class Chaos:
         self._shell_journal = chaos_worker.Journal(self.folder / "journals" / "shell.jsonl")
         self.canary = self._make_canary()
         self.mounted = "mounts" in self.kinds
-        #: Where the objects are in truth; with mounts the repository's place is an empty folder until it is mounted.
+        #: Where the objects really are. With mounts, the repository's place is an empty folder until it is mounted.
         self.truth = str(self.folder / "volume") if self.mounted else self.url
         Repository.create(self.truth, chunk_bytes=1024, options=chaos_worker.OPTIONS).close()
 
@@ -173,7 +173,7 @@ class Chaos:
         self._launcher.stdin.flush()
 
     def _answer(self, kind: str) -> dict[str, Any]:
-        """The next event of a kind; ends of processes that come before it are seen to."""
+        """Return the next event of a kind; handle the ends of processes that come before it."""
         while True:
             event = self._next()
             if kind in event:
@@ -181,13 +181,13 @@ class Chaos:
             self._ended(event)
 
     def log(self, what: str, **about: Any) -> None:
-        """A decision."""
+        """Log a decision."""
         self._log.write(json.dumps({"at": time.monotonic(), "do": what} | about) + "\n")
 
     # -- a run
 
     def run(self, seconds: float) -> None:
-        """Chaos for so long; then all processes end."""
+        """Cause chaos for this time; then end all processes."""
         ends = time.monotonic() + seconds
         if "links" in self.kinds:
             self._unpack_links()
@@ -206,7 +206,7 @@ class Chaos:
         self._end_all()
 
     def _watch(self, seconds: float) -> None:
-        """See to what ends, goes on or hangs, for so long."""
+        """Handle processes that end, that must go on, or that hang, for this time."""
         until = time.monotonic() + seconds
         while True:
             now = time.monotonic()
@@ -233,7 +233,7 @@ class Chaos:
                 self._ended(event)
 
     def _end_all(self) -> None:
-        """Nothing is stopped, linked or swapped any more; every process ends with its verb."""
+        """Undo all stops, links and swaps; then wait until every process ends after its verb."""
         (self.folder / "stop").touch()
         if self._swapped_until:
             self._swap_back()
@@ -292,7 +292,7 @@ class Chaos:
         self._count("verbs")
 
     def _command(self) -> tuple[list[str], dict[str, Any]]:
-        """A random verb of the shell, and what the journal says of it."""
+        """Return a random verb of the shell, and the fields of its line in the journal."""
         random = self.random
         run, churned, step = random.choice(KEPT + CHURNED), random.choice(CHURNED), random.randrange(STEPS)
         ref = f"{run}@{random.choice(['latest', SHARED_TAG, str(step)])}"
@@ -327,7 +327,7 @@ class Chaos:
             self.wrong.append(f"{child.about} (pid {event['ended']}) ended with {event['code']}: {output[-2000:]}")
 
     def _judge_shell(self, child: Child, event: dict[str, Any]) -> None:
-        """Its exit code, its errors, and its line in the journal."""
+        """Judge the exit code and the errors of a verb, and write its end into the journal."""
         shell, code = child.shell, event["code"]
         assert shell is not None
         verb, said, end = (
@@ -357,7 +357,7 @@ class Chaos:
                 self._judge_file(Path(shell["file"]))
 
     def _judge_file(self, file: Path) -> None:
-        """Check a file that the shell has restored of what the shell had saved."""
+        """Check a restored file, if its snapshot was saved by the shell."""
         from snapstore.convert import files
 
         state, about = files.read(file)
@@ -396,9 +396,9 @@ class Chaos:
             self._count("stops")
 
     def lose_cache(self) -> None:
-        """A host's cache is gone, or noise, or an old one comes back."""
+        """Lose a host's cache, replace it by noise or by a link that leads nowhere, or bring an old one back."""
         cache, kept = self.folder / f"cache{self.random.randrange(2)}", self.folder / "cache2" / "old"
-        how = self.random.choice(["lost", "noise", "old", "kept"])
+        how = self.random.choice(["lost", "noise", "old", "kept", "link"])
         self.log("cache", folder=str(cache), how=how)
         indexes = [file.parent for file in cache.glob("**/data.mdb")]
         with suppress(OSError):  # a process uses it at this moment
@@ -406,7 +406,11 @@ class Chaos:
                 shutil.rmtree(kept, ignore_errors=True)
                 shutil.copytree(cache, kept)
                 return
+            if cache.is_symlink():
+                cache.unlink()
             shutil.rmtree(cache, ignore_errors=True)  # live processes keep what they have open
+            if how == "link":
+                cache.symlink_to(self.folder / "unmounted")
             for folder in indexes if how == "noise" else []:
                 folder.mkdir(parents=True)
                 (folder / "data.mdb").write_bytes(self.random.randbytes(32768))
@@ -422,7 +426,7 @@ class Chaos:
             self._plant(root / name)
 
     def _free_name(self) -> str:
-        """A name of ours that nobody has, most likely."""
+        """Return a name that the repository could use, and most likely does not."""
         random = self.random
         name, two = random.randbytes(16).hex(), f"{random.randrange(256):02x}"
         run = random.choice(KEPT + CHURNED)
@@ -435,9 +439,9 @@ class Chaos:
         ])  # fmt: skip
 
     def _plant(self, place: Path) -> None:
-        """A link at a free name, to what is not ours or to what is; for a while."""
+        """Plant a link at a free name for a while; it leads to another program's files, or into the repository."""
         root, canary = Path(self.truth), self.folder / "canary"
-        if place.parent.resolve() != root.resolve() / place.parent.relative_to(root):  # beneath a link of ours
+        if place.parent.resolve() != root.resolve() / place.parent.relative_to(root):  # below a link that we planted
             return
         like = canary / place.name
         targets = [canary, canary / "file", canary / "missing", root, root / "config"]
@@ -449,7 +453,7 @@ class Chaos:
             self._count("links planted")
 
     def swap_volume(self) -> None:
-        """The volume is gone from under everybody, and an empty folder is in its place; for a moment."""
+        """Take the volume away from all processes for a moment; an empty folder is in its place."""
         if self._swapped_until:
             return
         seconds = self.random.uniform(0.02, 0.8)
@@ -493,7 +497,7 @@ class Chaos:
         return self.canary_now()
 
     def canary_now(self) -> dict[str, str]:
-        """All of them: the mode, time and content of each."""
+        """Return mode, time and content of each file of the other program."""
         found: dict[str, str] = {}
         for path in sorted((self.folder / "canary").rglob("*")):
             status = path.lstat()
@@ -544,11 +548,11 @@ def calls(folder: Path) -> tuple[list[Entry], list[str]]:
 
 
 def judge(chaos: Chaos, store: ObjectStore) -> None:
-    """Check as an honest process what is left when all is over; raise AssertionError.
+    """Check what is left when all is over, as a process without faults; raise AssertionError.
 
-    Every snapshot that was called committed is there and restores bit by bit, unless a process may have forgotten it;
-    a tagged one always. No verb has failed in a way that it must not. Nothing was written into what took the volume's
-    place. After a gc nothing is left that nobody needs.
+    Every snapshot that was reported as committed is there and restores bit for bit, unless a process may have forgotten
+    it; one with a tag of its own must be there always. No verb has failed in a way that it must not. Nothing was
+    written into the folder that took the volume's place. After a gc nothing is left that nobody needs.
     """
     entries, wrong = calls(chaos.folder)
     chaos._count("verbs", len(entries))
@@ -583,7 +587,7 @@ def judge(chaos: Chaos, store: ObjectStore) -> None:
 
 
 def lost(entries: list[Entry], states: dict[str, Any]) -> list[str]:
-    """Snapshots that were called committed, and are not there though nobody can have forgotten them."""
+    """Return what is lost: snapshots that were reported as committed, are gone, and cannot have been forgotten."""
     forgets = [entry for entry in entries if entry.begin["verb"] == "forget"]
     unforgets: dict[str, float] = {}
     for entry in entries:
@@ -617,7 +621,7 @@ def lost(entries: list[Entry], states: dict[str, Any]) -> list[str]:
 
 
 def damaged(repository: Repository) -> list[str]:
-    """Committed and forgotten snapshots that do not restore, and why."""
+    """Return the committed and forgotten snapshots that do not restore, and why."""
     wrong: list[str] = []
     for snapshot in repository.view().snapshots(states=("committed", "forgotten")):
         about = f"{snapshot.state} {snapshot.ref} id:{snapshot.id}, created at {snapshot.created:.1f}"
@@ -630,7 +634,7 @@ def damaged(repository: Repository) -> list[str]:
 
 
 def _may_forget(forget: Entry, name: str, run: str, since: float) -> bool:
-    """Whether a call may be why a snapshot is forgotten that was brought back, or not, by a call begun at `since`."""
+    """Return whether a call may have forgotten a snapshot after `since`: the begin of its last unforget, or 0."""
     if forget.ended < since:
         return False
     if forget.end is not None and "forgotten" in forget.end:

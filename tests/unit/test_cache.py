@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kit.repositories import OPTIONS, check_restores, opened, save
@@ -203,7 +204,30 @@ def test_a_folder_that_goes_while_it_is_made(tmp_path, monkeypatch):
     assert len(calls) == 2
 
 
-def test_a_file_in_the_place_of_a_folder(tmp_path):
-    (tmp_path / "folder").write_text("")
+def a_file(path):
+    path.write_text("")
+
+
+def a_pipe(path):
+    os.mkfifo(path)
+
+
+def a_link_that_leads_nowhere(path):
+    path.symlink_to(path.parent / "unmounted" / "folder")
+
+
+@pytest.mark.parametrize("made", [a_file, a_pipe, a_link_that_leads_nowhere])
+def test_another_thing_in_the_place_of_a_folder(tmp_path, made):
+    made(tmp_path / "folder")
     with pytest.raises(FileExistsError):
         begin_use(tmp_path / "folder")
+
+
+@pytest.mark.parametrize("made", [a_file, a_pipe, a_link_that_leads_nowhere])
+def test_another_thing_in_the_place_of_the_cache(tmp_path, made, monkeypatch, caplog):
+    made(tmp_path / "cache")
+    monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cache"))
+    with Repository.create(tmp_path / "repository") as repository:
+        repository.save({"x": np.arange(9)}, run="a", step=1)
+        assert repository.restore("a@1")["x"].tolist() == list(range(9))
+    assert "has a temporary index" in caplog.text

@@ -1,8 +1,8 @@
 """Reader: rebuilds chunks from packs. get ranges -> decode planes -> add up chains -> verify digests.
 
 In: rows of chunk tables, and the memory of each chunk. Out: filled memory; every chunk is checked against its digest.
-A batch is bounded in stored plus plain bytes, and is read while the one before is decoded. So memory stays bounded for
-states of any size.
+The stored plus plain bytes of a batch are bounded. A batch is read while the batch before it is decoded. So memory
+stays bounded for states of any size.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from ..text import strip_hint
 from ..threads import Pending, Threads
 from .bad_sectors import read_around
 
-#: No pack reaches so far; offsets of forged tables beyond it could overflow sums.
+#: No pack is so long [bytes]. Larger offsets, in forged tables, could overflow sums.
 _BEYOND = np.uint64(1 << 62)
 #: While a batch is read, the engine is polled this often [s].
 POLL_S = 0.0005
-#: Packs are opened by one thread for so long, before several read them [s].
+#: One thread opens packs for at most this time, before several threads read them [s].
 OPEN_AHEAD_S = 0.01
 
 
@@ -42,14 +42,14 @@ class Wanted:
     """Chunks to rebuild, all of them in one memory."""
 
     table: ChunkTable
-    packs: Sequence[str]  # hex names that `table.ref_packs` counts in
-    rows: Column  # (k,)
+    packs: Sequence[str]  # hex names; `table.ref_packs` are indices in it
+    rows: Column  # (k,) of the table
     out: Memory
-    starts: Column  # (k,) where each goes in `out`
+    starts: Column  # (k,) the first byte of each chunk in `out`
 
 
 def whole(table: ChunkTable, packs: Sequence[str], row: int, out: Memory) -> Wanted:
-    """Return one chunk that fills a memory."""
+    """Request one chunk that fills `out`."""
     return Wanted(table, packs, np.array([row]), out, np.zeros(1, np.int64))
 
 
@@ -57,16 +57,16 @@ def whole(table: ChunkTable, packs: Sequence[str], row: int, out: Memory) -> Wan
 class _Batch:
     """Chunks of one engine, as columns, and what they need from the store."""
 
-    keys: list[str]  # packs
-    packs: Column  # (m,) index into keys, of every blob
-    offsets: Column
-    lengths: Column
-    counts: Column  # (n,)
-    digests: Bytes
-    outs: Chunks
+    keys: list[str]  # of packs
+    packs: Column  # (m,) the index of each blob's pack in `keys`
+    offsets: Column  # (m,)
+    lengths: Column  # (m,)
+    counts: Column  # (n,) how many blobs each chunk has
+    digests: Bytes  # (n, 16)
+    outs: Chunks  # (n,)
 
     def where(self, blob: int) -> str:
-        """Return how an error names a blob."""
+        """Return a blob's name for errors."""
         name = self.keys[self.packs[blob]].rpartition("/")[2]
         return f"pack {name[:12]} at {self.offsets[blob]}+{self.lengths[blob]}"
 
@@ -78,8 +78,8 @@ class _Reading:
     batch: _Batch
     engine: Engine
     buffer: Bytes  # lent by the engine
-    stored: Bytes  # the part of it that is used
-    positions: Column
+    stored: Bytes  # the part of `buffer` that is used
+    positions: Column  # (m,) of each blob in `stored`
     wait: Pending[None]
 
 
@@ -97,7 +97,7 @@ class ChunkReader:
         self._get_ranges: GetRanges
 
     def rebuild(self, wanted: Iterable[Wanted]) -> Generator[int]:
-        """Fill the memory of every chunk, in order; yield after each batch how many more are done.
+        """Fill the memory of every chunk, in order; yield the number of chunks after each batch.
 
         Raises:
             IntegrityError, FormatError: a chunk cannot be rebuilt; the memory then holds garbage.
@@ -109,7 +109,7 @@ class ChunkReader:
             try:
                 for engine, batch in self._batches(wanted):
                     # Nothing is decoded yet: wait for the first batch, and begin to decode it before threads read the
-                    # second, which would take Python's lock. Requests to a far store must not wait for that.
+                    # second one, since these take Python's lock. With a remote store, requests must not wait for that.
                     if reading and not decoding and self._store.gets_at_once == 1:
                         self._decode(reading, decoding)
                     reading.append(self._read(engine, batch))
@@ -122,7 +122,7 @@ class ChunkReader:
                 while decoding:
                     yield self._finished(decoding)
             finally:
-                for begun in reading:  # nothing may write into the memory any more
+                for begun in reading:  # after this, nothing may write into the memory any more
                     _ended(begun.wait)
                     begun.engine.give_back(begun.buffer)
                 for begun, wait in decoding:
@@ -134,7 +134,7 @@ class ChunkReader:
     def _read(self, engine: Engine, batch: _Batch) -> _Reading:
         """Begin to read the blobs of a batch into one buffer."""
         reads, positions, size = pack.plan_reads(batch.packs, batch.offsets, batch.lengths)
-        if size > engine.decode_bytes:  # one chunk claims much: check first that its blobs exist
+        if size > engine.decode_bytes:  # one chunk declares many bytes: check first that its blobs exist
             for one in reads:
                 if one.length:
                     self._get(batch.keys[one.pack], [one.offset + one.length - 1], [memoryview(bytearray(1))])
@@ -158,8 +158,10 @@ class ChunkReader:
         return _Reading(batch, engine, buffer, stored, positions, wait)
 
     def _open_ahead(self, keys: Sequence[str]) -> None:
-        """Open packs: an open takes ten system calls, after each of which a thread waits for Python's lock. If opens
-        themselves take long, as on a network, the threads that read do the rest.
+        """Open packs, for at most OPEN_AHEAD_S.
+
+        An open takes ten system calls, and a thread waits for Python's lock after each of them. If an open takes long,
+        as on a network, the threads that read open the remaining packs.
         """
         ends = time.monotonic() + OPEN_AHEAD_S
         for key in keys:
@@ -171,7 +173,7 @@ class ChunkReader:
         """Read ranges of a pack.
 
         Raises:
-            IntegrityError: the pack is missing, or too short.
+            IntegrityError: the pack is missing, or shorter than a range needs.
         """
         try:
             self._get_ranges(key, offsets, into)
@@ -179,17 +181,17 @@ class ChunkReader:
             raise IntegrityError(f"{strip_hint(error)}: a pack is missing; run 'snapstore check'") from error
 
     def _decode(self, reading: deque[_Reading], decoding: deque[tuple[_Reading, Callable[[], object]]]) -> None:
-        """Begin to decode the oldest batch that was read."""
+        """Begin to decode the oldest batch in `reading`."""
         begun = reading[0]
         while not begun.wait.ready(POLL_S):
             begun.engine.poll()
         begun.wait()
-        reading.popleft()
         batch = begun.batch
         job = DecodeBatch(
             begun.stored, begun.positions, batch.lengths, batch.counts, batch.digests, batch.outs, batch.where
         )
         decoding.append((begun, begun.engine.start_decode(job)))
+        reading.popleft()  # now: an error leaves the buffer where it is given back
 
     def _finished(self, decoding: deque[tuple[_Reading, Callable[[], object]]]) -> int:
         begun, wait = decoding[0]
@@ -199,7 +201,7 @@ class ChunkReader:
         return len(begun.batch.counts)
 
     def _batches(self, wanted: Iterable[Wanted]) -> Iterator[tuple[Engine, _Batch]]:
-        """Yield runs of chunks that fit in memory together, each for one engine."""
+        """Yield batches of bounded size and number of chunks, for one engine."""
         pending: list[Wanted] = []
         engine: Engine | None = None
         cost = count = 0
@@ -239,18 +241,18 @@ class ChunkReader:
 
 
 class _Sizes:
-    """Sizes of rows of tables; of all rows of a table at once, as soon as many have been asked for."""
+    """Sizes of rows of tables. After many requests for one table, all its sizes are computed."""
 
     def __init__(self) -> None:
         self._asked: dict[int, tuple[ChunkTable, int]] = {}  # by id
         self._whole: dict[int, Column] = {}
 
     def of(self, table: ChunkTable, rows: Column) -> Column:
-        """Return the sum of the plain bytes and the stored bytes of one or more rows, (n,)."""
+        """Return plain bytes plus stored bytes of one or more rows, (n,)."""
         number = id(table)
         if number not in self._whole:
             asked = self._asked.get(number, (table, 0))[1] + len(rows)
-            self._asked[number] = table, asked  # it stays alive: no other gets its id
+            self._asked[number] = table, asked  # the reference keeps it alive, so no other table gets its id
             if asked < len(table) // 16:
                 return table.lengths[rows] + table.chain_bytes_of(rows)
             self._whole[number] = table.lengths + table.chain_bytes
@@ -258,7 +260,7 @@ class _Sizes:
 
 
 def _by_pack(reads: Sequence[pack.Read], threads: int) -> list[list[pack.Read]]:
-    """Return small reads of one pack together: for a thread, one call; as few as keep the threads busy."""
+    """Group the reads of each pack, for one call each; there are enough groups for all threads."""
     most = max(1, len(reads) // (4 * threads))
     found: list[list[pack.Read]] = []
     size = 0
@@ -278,14 +280,14 @@ def _ended(wait: Callable[[], object]) -> None:
     try:
         wait()
     except Exception as error:  # noqa: BLE001
-        error.__traceback__ = None  # the result holds the error, its frames hold the result, and chunks' memory
+        error.__traceback__ = None  # the result holds the error, whose frames hold the result and the chunks' memory
 
 
 def _columns(wanted: Sequence[Wanted]) -> _Batch:
     """Return chunks of several tensors as one batch."""
     numbers: dict[str, int] = {}
     columns: list[tuple[Column, ...]] = []
-    # few calls of NumPy: while threads read packs, each of them may have to wait for Python's lock
+    # few calls of NumPy: while threads read packs, each call may wait for Python's lock
     for _, same in groupby(wanted, lambda w: (id(w.table), id(w.packs))):
         run = list(same)
         table, packs, rows = run[0].table, run[0].packs, np.concatenate([w.rows for w in run])

@@ -1,10 +1,12 @@
-"""Checks of what callers give for a record: names, steps, tags, metrics, metadata; and of choices.
+"""Checks of arguments that go into a record: names, steps, tags, metrics, metadata; and of choices.
 
-In: arguments of a save or a tag. Out: the values as records.py stores them, or InvalidInputError that says what to do.
+In: arguments of a save or a tag. Out: the values as records.py stores them, or an InvalidInputError that says what to
+do.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, SupportsFloat, TypeVar
 
@@ -37,9 +39,13 @@ def check_choice(what: str, choice: object, choices: Sequence[str]) -> None:
 
 def check_step(step: object) -> int:
     """Return `step` as an int if it is a step number, else raise InvalidInputError."""
-    if isinstance(step, bool) or not hasattr(step, "__index__"):
-        raise InvalidInputError(f"step {step!r}: expected an integer from 0 to {MAX_STEP}, got {type(step).__name__}")
-    number = int(step.__index__())
+    try:
+        if isinstance(step, bool):
+            raise TypeError("a bool is no number")
+        number = operator.index(step)  # type: ignore[arg-type]
+    except TypeError as error:
+        text = f"step {step!r}: expected an integer from 0 to {MAX_STEP}, got {type(step).__name__}"
+        raise InvalidInputError(text) from error
     if not 0 <= number <= MAX_STEP:
         raise InvalidInputError(f"step {number}: expected 0 to {MAX_STEP}")
     return number
@@ -54,15 +60,19 @@ def check_tag(name: str) -> str:
 
 
 def check_tags(names: Iterable[str]) -> list[str]:
-    """Return `names`, sorted, each once, if a record can have them as its tags, else raise InvalidInputError."""
+    """Return `names`, sorted, each once, if they can be tags of one record, else raise InvalidInputError."""
     return _bounded("tags", sorted({check_tag(name) for name in names}), "remove some, or put them into the metadata")
 
 
 def check_metrics(metrics: Mapping[str, SupportsFloat]) -> dict[str, Read]:
-    """Return, by name, functions that give the metrics once they are computed, else raise InvalidInputError."""
+    """Begin to read the metrics; return functions by name that wait for the numbers and return them.
+
+    Raises:
+        InvalidInputError: a name or a value cannot be stored, or the metrics are too large.
+    """
     if not isinstance(metrics, Mapping):
         raise InvalidInputError(f"metrics: expected a mapping of names to numbers, got {type(metrics).__name__}")
-    names = dict.fromkeys(map(str, metrics), 0.0)  # every number takes as many bytes
+    names = dict.fromkeys(map(str, metrics), 0.0)  # every number takes the same number of bytes
     if len(names) < len(metrics):
         raise InvalidInputError(f"metrics: two names are the same text, of {sorted(names)[:10]}; use str as names")
     _bounded("metrics", names, "keep the metrics by which policies or people choose; save the others with the state")
@@ -76,7 +86,7 @@ def check_metrics(metrics: Mapping[str, SupportsFloat]) -> dict[str, Read]:
 
 
 def encode_metadata(metadata: Any) -> msgspec.Raw:
-    """Return plain values as the packed node that a record keeps, else raise InvalidInputError."""
+    """Return metadata as the packed node of a record; raise InvalidInputError if not storable."""
     return msgspec.Raw(
         msgspec.msgpack.encode(_bounded("metadata", encode_plain(metadata), "put large values into the state"))
     )

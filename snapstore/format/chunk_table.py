@@ -41,8 +41,8 @@ class ChunkTable:
     ref_packs: npt.NDArray[np.uint32]  # (m,) index into the manifest's packs
     ref_offsets: npt.NDArray[np.uint64]  # (m,)
     ref_lengths: npt.NDArray[np.uint32]  # (m,)
-    ref_digests: Bytes  # (m, 16) uint8; what is stored leaves out the first one of every chunk, as it has the chunk's
-    starts: npt.NDArray[np.int64] = field(init=False)  # (n + 1,) first reference of every chunk
+    ref_digests: Bytes  # (m, 16) uint8; the first of every chunk is the chunk's digest, and is not stored
+    starts: npt.NDArray[np.int64] = field(init=False)  # (n + 1,) the first reference of every chunk, and m
 
     def __post_init__(self) -> None:
         self.starts = np.zeros(len(self.ref_counts) + 1, np.int64)
@@ -55,11 +55,12 @@ class ChunkTable:
 
     @classmethod
     def from_bytes(cls, raw: Mapping[str, bytes]) -> ChunkTable:
-        """Return the table of these columns as stored; nothing checks yet that they agree (see `check`).
+        """Return a table from its columns as stored; only `check` finds out whether they agree.
 
         Raises:
             KeyError: a column is missing.
-            FormatError: a column does not consist of whole rows, or there are not as many references as digests.
+            FormatError: a column does not consist of whole rows, a chain is empty, or the numbers of chunks, references
+                and digests contradict each other.
         """
         columns = {name: _column(raw[name], name) for name in COLUMNS}
         digests, counts, others = columns["digests"], columns["ref_counts"].astype(np.int64), columns["ref_digests"]
@@ -88,12 +89,12 @@ class ChunkTable:
 
     @property
     def depths(self) -> npt.NDArray[np.int64]:
-        """Return how many deltas are in every chunk's chain, (n,)."""
+        """Return the number of deltas in each chunk's chain, (n,)."""
         return self.ref_counts.astype(np.int64) - 1
 
     @property
     def chain_bytes(self) -> npt.NDArray[np.int64]:
-        """Return the stored bytes that rebuilding every chunk reads, (n,)."""
+        """Return the stored bytes of every chunk's chain, (n,)."""
         return np.add.reduceat(self.ref_lengths, self.starts[:-1], dtype=np.int64)
 
     def chain_bytes_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -111,7 +112,7 @@ class ChunkTable:
         return ChunkTable(**{name: getattr(self, name)[rows if name in _PER_CHUNK else refs] for name in COLUMNS})
 
     def from_links(self, rows: npt.NDArray[np.int64], refs: npt.NDArray[np.int64]) -> ChunkTable:
-        """Return a table of older chunks: of the references `refs` (k,), which are in the chains of `rows` (k,)."""
+        """Return a table of older chunks: those of the references `refs` (k,) in the chains of `rows` (k,)."""
         counts = self.starts[rows + 1] - refs
         kept = spans(refs, counts)
         columns = {name: getattr(self, name)[kept] for name in COLUMNS if name not in _PER_CHUNK}
@@ -120,16 +121,16 @@ class ChunkTable:
 
     @classmethod
     def concatenate(cls, tables: Sequence[ChunkTable]) -> ChunkTable:
-        """Return one table after the other; `ref_packs` must count in one list of packs already."""
+        """Concatenate tables; their `ref_packs` must already be numbers in one list of packs."""
         if not tables:
             return cls.empty()
         return cls(**{name: np.concatenate([getattr(table, name) for table in tables]) for name in COLUMNS})
 
     def check(self, chunks: int, chunk_bytes: int, pack_sizes: npt.NDArray[np.uint64], where: str) -> None:
-        """Check all that readers rely on, so that a damaged or hostile table cannot lead them out of bounds.
+        """Check everything that readers rely on: no damaged or hostile table can lead them out of bounds.
 
         Args:
-            chunks, chunk_bytes, pack_sizes: as the manifest's header says.
+            chunks, chunk_bytes, pack_sizes: from the manifest's header; pack_sizes (p,) in bytes.
 
         Raises:
             FormatError: the table is inconsistent.
@@ -144,7 +145,8 @@ class ChunkTable:
             return
         last = self.starts[1:] - 1
         if self.ref_counts.min() < 1 or self.ref_counts.max() > MAX_CHAIN:
-            raise FormatError(f"{where}: a chain of {self.ref_counts.max()} references, expected 1 to {MAX_CHAIN}")
+            least, most = self.ref_counts.min(), self.ref_counts.max()
+            raise FormatError(f"{where}: chains of {least} to {most} references, expected 1 to {MAX_CHAIN}")
         if self.ref_kinds.max() > 1:
             raise UnknownFormatError(
                 f"{where}: a reference of kind {self.ref_kinds.max()}, which this snapstore does not know; use the "
@@ -155,14 +157,15 @@ class ChunkTable:
         if self.ref_packs.max() >= len(pack_sizes):
             raise FormatError(f"{where}: a reference to a pack that the header does not name")
         if self.lengths.max() > chunk_bytes or self.lengths.min() < 1:
-            raise FormatError(f"{where}: a chunk of {self.lengths.max()} bytes, expected 1 to {chunk_bytes}")
+            least, most = self.lengths.min(), self.lengths.max()
+            raise FormatError(f"{where}: chunks of {least} to {most} bytes, expected 1 to {chunk_bytes}")
         ends = self.ref_offsets + self.ref_lengths
         if (ends > pack_sizes[self.ref_packs]).any() or (ends < self.ref_offsets).any():
             raise FormatError(f"{where}: a reference beyond the end of its pack")
 
 
 def spans(starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return starts[0], starts[0] + 1, ..., counts[0] of them, then those of the next start, and so on."""
+    """Concatenate ranges: starts[0], starts[0] + 1, ... (counts[0] numbers), then the next range."""
     ends = np.cumsum(counts)
     return np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1] if len(ends) else 0)
 

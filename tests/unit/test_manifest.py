@@ -241,7 +241,7 @@ BAD = {
     "expected 1 to 255": lambda t: setattr(t, "ref_counts", np.array([0, 6], np.uint16)),
     "not difference": lambda t: t.ref_kinds.fill(1),
     "a pack that the header does not name": lambda t: t.ref_packs.fill(5),
-    "of 1025 bytes, expected 1 to 1024": lambda t: t.lengths.fill(1025),
+    "to 1025 bytes, expected 1 to 1024": lambda t: t.lengths.fill(1025),
     "bytes, expected 1 to": lambda t: t.lengths.__setitem__(0, 0),
     "beyond the end of its pack": lambda t: t.ref_offsets.fill(2**64 - 1),
     "1 digests and 4 of references, for 6": lambda t: setattr(t, "digests", t.digests[:-1]),

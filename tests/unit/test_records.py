@@ -4,6 +4,7 @@ import hashlib
 import os
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -147,12 +148,14 @@ def test_bad_names_are_shown_short(name):
     assert len(str(caught.value)) < 200
 
 
-@pytest.mark.parametrize("step", [0, 1, 10**12 - 1])
+@pytest.mark.parametrize("step", [0, 1, 10**12 - 1, np.int64(7), np.array(7)])
 def test_good_steps(step):
     assert check_step(step) == step
 
 
-@pytest.mark.parametrize("step", [-1, 10**12, 1 << 200, 1.0, "1", None, True])
+@pytest.mark.parametrize(
+    "step", [-1, 10**12, 1 << 200, 1.0, "1", None, True, np.array([1, 2]), np.array(1.5), np.float64(1)]
+)
 def test_bad_steps(step):
     with pytest.raises(InvalidInputError, match=r"^step "):
         check_step(step)

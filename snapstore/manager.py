@@ -1,11 +1,11 @@
-"""SnapshotManager: what a training loop calls. Snapshot every N steps, keep by policy, wait only for the copy.
+"""SnapshotManager: the object that a training loop calls. It saves every N steps, and keeps snapshots by policy.
 
-The caller's thread flattens the state and copies it (save/staging.py). One thread per save does the rest: hash, encode,
-put, commit, then forget and gc by policy. One save runs at a time: the next one waits for it, or is skipped. A failure
-in the background is raised at the next call. The names are Orbax's.
+The caller's thread flattens the state and copies it (save/staging.py): training waits only for that. One thread per
+save does the rest: hash, encode, put, commit, then forget and gc by policy. One save runs at a time: the next one waits
+for it, or is skipped. A failure in the background is raised at the next call. The methods have the names of Orbax's.
 
 In a job of several ranks each rank makes a manager, and all make the same calls: a save stores one snapshot of all
-(save/rank_job.py). Only rank 0 lists the store, applies the policies and deletes.
+ranks (save/rank_job.py). Only rank 0 lists the store, applies the policies and deletes.
 """
 
 from __future__ import annotations
@@ -46,43 +46,43 @@ if TYPE_CHECKING:
     from .save.rank_job import RankJob
 
 log = logging.getLogger("snapstore")
-#: A save that `close(timeout=)` gives up ends within this time, unless its store does not answer [s].
+#: After `close(timeout=)` has given a save up, it ends within this time, unless its store does not answer [s].
 GIVE_UP_S = 2.0
 
 
 class SnapshotManager(Steps):
-    """Snapshots of one run, from its training loop.
+    """Saves and restores the snapshots of one run, from its training loop.
 
     Args:
         repository: a URL or path, where a repository is made if there is none; a store; or an open Repository.
         run: the name of the run.
-        parent: reference of the snapshot, mostly of another run, that is the parent of a new run's first save: a fork.
-            Once the run has a snapshot, it has no effect.
+        parent: reference of a snapshot, usually of another run. It becomes the parent of the first save of a new run: a
+            fork. It has no effect once the run has a snapshot.
         save_interval_steps: `should_save` is True at multiples of this.
-        keep: a retention policy, or several, ORed. After each commit, the other snapshots are forgotten and collected
-            in the background. The policies are stored, so that `snapstore forget --run` knows them.
-        mirror: a second repository, mostly on S3: each commit is copied there from the first one, in the background.
-            It is made if there is none. If the first one is new, it takes over the seed of the mirror. A step that only
-            the mirror has is copied back when it is restored.
+        keep: a retention policy, or several, ORed. After each commit, the thread that saves forgets all other snapshots
+            and runs gc. The policies are stored, so that `snapstore forget --run` knows them.
+        mirror: a second repository, usually on S3: each commit is copied there from the first one, in the background.
+            It is made if there is none. A new first repository takes the digest seed and chunk size of the mirror. A
+            step that only the mirror has is copied back when it is restored.
         mirror_keep: the policies of the mirror; (): it keeps everything; None: those of `keep`.
-        async_save: save in the background; else `save` returns when the snapshot is committed.
+        async_save: save in the background; else `save` returns after the commit.
         on_busy: while a save runs, `save` waits for it ("wait"), or skips ("skip"); with `force` it waits.
         staging: where the copies of CUDA tensors lie. "device": in device memory, up to twice their size; takes
             milliseconds. "host": in pinned memory, at the speed of the bus. "auto": on the device if there is room.
-            Without a GPU, or the packages for it, they lie in host memory.
+            If CuPy or nvCOMP is missing, "auto" copies them to host memory, and the others raise CapabilityError.
         keep_base: keep the bytes of the last snapshot where they were staged, as bases for the next; else bases are
             read back from the store.
         read_only: never write; for evaluation jobs.
         ranks: the ranks of a job that save one snapshot together, such as `TorchRanks(group)`. None: all ranks, if
             torch.distributed is initialised with several; each must make a manager within 60 s. False: this process
-            saves alone. Read-only managers take no ranks by themselves.
-        replicas: tensors that several ranks hold whole, and replicas of DTensors. "check": they are equal, each rank
-            stores a share, and ones that differ are an error that names them; buffers such as BatchNorm's are rank 0's,
-            with one warning. "rank0": they may differ; rank 0 (of DTensors: the first replica) stores all of them, and
-            each rank restores its values. The same on all ranks.
-        options: how saves are stored, if the repository is opened here.
+            saves alone. A read-only manager uses ranks only if you pass them.
+        replicas: tensors that several ranks hold whole, and replicas of DTensors. "check": they must be equal, and each
+            rank stores a share; if some differ, an error names them. If buffers such as BatchNorm's differ, those of
+            rank 0 are stored, with one warning. "rank0": they may differ; rank 0 (of DTensors: the first replica)
+            stores all of them, and each rank restores its values. Pass the same on all ranks.
+        options: how saves are stored; no effect if `repository` is an open Repository.
 
-    Do not use it across a fork, or from a signal handler: set a flag there, and save from the loop.
+    Do not use it across a fork, or in a signal handler: set a flag in the handler, and save from the loop.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class SnapshotManager(Steps):
         kept_there = self.keep if mirror_keep is None else retention.check(mirror_keep)
         self.read_only = read_only
         self._async, self._skip_busy = async_save, on_busy == "skip"
-        from .save.rank_job import RankJob  # with all that threads run (threads.py)
+        from .save.rank_job import RankJob  # imports all code that threads run: see threads.py
         from .save.staging import Staging
 
         check_choice("replicas", replicas, ("check", "rank0"))
@@ -141,7 +141,7 @@ class SnapshotManager(Steps):
         self._running: SaveRequest | None = None
         self._preemption: Preemption | None = None
         self._ending: SignalHandler | None = None
-        self._retention_error: BaseException | None = None  # costs space, so no save is refused for it
+        self._retention_error: BaseException | None = None  # it costs only space, so saves go on
         self._closed = False
 
     def __repr__(self) -> str:
@@ -172,7 +172,10 @@ class SnapshotManager(Steps):
     # -- save
 
     def should_save(self, step: int) -> bool:
-        """Return whether `step` is a multiple of the interval, or the last one of a job that is told to end."""
+        """Return whether to save at `step`: a multiple of the interval, or the last step of a job that is told to end.
+
+        A read-only manager returns False.
+        """
         on_interval = check_step(step) % self.save_interval_steps == 0
         return not self.read_only and (on_interval or self._ends_at(step))
 
@@ -186,7 +189,7 @@ class SnapshotManager(Steps):
         tags: Sequence[str] = (),
         force: bool = False,
     ) -> SaveHandle:
-        """Snapshot the state; return as soon as the state may change again.
+        """Save a snapshot of the state; return as soon as the state may change again.
 
         Args:
             step: a step off the interval is skipped unless `force`.
@@ -197,8 +200,8 @@ class SnapshotManager(Steps):
         Raises:
             InvalidInputError: the state or an argument cannot be saved, or an array was changed meanwhile. With several
                 ranks, an asynchronous save raises it at the next call, as on the other ranks.
-            SnapstoreError: an earlier save failed in the background, on this rank or another one, which is named; this
-                one was not begun.
+            SnapstoreError: an earlier save failed in the background, on this rank or another one, which the error
+                names; this save was not begun.
         """
         self._check_open()
         if self.read_only:
@@ -210,11 +213,11 @@ class SnapshotManager(Steps):
         if not (force or self.should_save(step)):
             return SaveHandle(skipped=True)
         started = time.monotonic()
-        if self._skip_busy and not force and self._skips(step):
+        if self._skip_busy and not force and not self._ends_at(step) and self._skips(step):
             log.info("run=%s step=%d skipped: the last save is still running", self.run, step)
             return SaveHandle(skipped=True)
         self._background.check_inside()
-        if not threading.current_thread().is_alive():  # in an exit handler: the interpreter waits for no more threads
+        if not threading.current_thread().is_alive():  # an exit handler calls: the interpreter waits for no new thread
             self._async = False
         full = retention.stays_without_neighbours(self.keep, step, self.save_interval_steps)
         from .save.inputs import SaveRequest
@@ -236,15 +239,15 @@ class SnapshotManager(Steps):
         return handle
 
     def _skips(self, step: int) -> bool:
-        """Return whether a save is skipped, because the last one still runs; rank 0 decides for all ranks."""
+        """Return whether to skip a save because the last one still runs; rank 0 decides for all ranks."""
         is_busy = self._background.saving.locked
         return is_busy() if self._job is None else self._job.decide_skip(f"{self.run}@{step}", is_busy)
 
     def prepare(self, state: Any) -> None:
         """Prepare for saves of a state, in the background: load kernels, and allocate and pin memory for its copies.
 
-        The first save then waits no longer than later ones. Call it once the state is on its devices; a save waits
-        until this has ended.
+        The first save then takes no longer than later ones. Call it once the state is on its devices. A save waits
+        until the preparation has ended.
 
         Args:
             state: as for `save`; its values do not matter.
@@ -267,7 +270,7 @@ class SnapshotManager(Steps):
         """Allocate memory for the copies of a later save, in the background."""
         try:
             take()
-        except Exception as error:  # noqa: BLE001  a save finds out, and says so
+        except Exception as error:  # noqa: BLE001  the next save meets the same error, and raises it
             log.warning("run=%s the memory for copies could not be allocated ahead: %s", self.run, error)
 
     def _begin(self, handle: SaveHandle, request: SaveRequest, state: Any, slot: Slot) -> None:
@@ -278,8 +281,8 @@ class SnapshotManager(Steps):
         context = self.repository.context
         request.resolve(context, self.repository.lineage)
         learn = None if self._job is None else self._job.learner(request, self._staging)
-        work: list[Callable[[], Sequence[PartInput]]] = []  # `_run` takes it out: errors should not hold the state
-        if is_stream(state):  # nothing can copy it
+        work: list[Callable[[], Sequence[PartInput]]] = []  # `_run` pops it, so that errors do not hold the state
+        if is_stream(state):  # an iterator cannot be copied
             work.append(lambda: [inputs_of_stream(state, context.engines)])
         elif self._async:
             work.append(self._staging.copy_state(state, learn))
@@ -295,7 +298,7 @@ class SnapshotManager(Steps):
         self._run(handle, request, work, in_background=False)
 
     def _begin_together(self, handle: SaveHandle, make: Callable[[], SaveRequest], state: Any, slot: Slot) -> None:
-        """Begin a save with all ranks. An error ends it on all of them, and is raised where theirs is."""
+        """Begin a save with all ranks. An error ends the save on all ranks, and each raises it at the same call."""
         from .save.streaming import is_stream
 
         assert self._job is not None
@@ -338,7 +341,7 @@ class SnapshotManager(Steps):
         except BaseException as error:  # noqa: BLE001  raised at the caller's next call, never lost
             if self._job is not None:
                 self._job.give_up(request.number, error)
-            del inputs  # else the error's frames would hold them, gigabytes, until it is raised
+            del inputs  # else the frames of the error would hold them, gigabytes, until it is raised
             traceback.clear_frames(error.__traceback__)
             if in_background:
                 self._background.errors.append(error)
@@ -352,14 +355,14 @@ class SnapshotManager(Steps):
         if self.keep and (self._job is None or self._job.leads):
             try:
                 self._retain()
-            except Exception as error:  # noqa: BLE001  likewise, though not by `save`
+            except Exception as error:  # noqa: BLE001  raised at the caller's next call, but not by `save`
                 log.error("run=%s nothing is forgotten or deleted until this is repaired: %s", self.run, error)
                 self._retention_error = error
         if in_background:
             self._take_memory(self._staging.prepare_next)
 
     def _retain(self) -> None:
-        """Forget and collect. A failure costs space, not snapshots: only damage is raised, and not by `save`."""
+        """Forget snapshots and run gc. A failure costs only space, so only damage is raised, and never by `save`."""
         try:
             self._retention_error = None
             keep = self.keep if self._mirror is None else self._mirror.holding(self.keep)
@@ -378,29 +381,29 @@ class SnapshotManager(Steps):
         self.check_for_errors()
 
     def check_for_errors(self) -> None:
-        """Raise what failed in the background since the last call, retention included. It does not wait."""
+        """Raise the error of a save or retention that failed in the background since the last call; do not wait."""
         self._background.raise_errors()
         if (error := self._retention_error) is not None:
             self._retention_error = None
             raise error
 
     def close(self, timeout: float | None = None) -> None:
-        """Wait for the running save, release memory and repository, and raise what failed in the background.
+        """Wait for the running save, release memory and repository, and raise an error that happened in the background.
 
-        With `TorchRanks`, rank 0 also waits until the other ranks have closed: at most a minute, 5 s after an error.
+        With `TorchRanks`, rank 0 also waits until the other ranks have closed: at most a minute, or 5 s after an error.
 
         Args:
-            timeout: give the running save up after this time, so that nothing of it is committed; None: wait for it.
-                Also the longest that rank 0 waits for the others [s].
+            timeout: give up the running save after this time, so that nothing of it is committed; None: wait for it.
+                It is also the longest time that rank 0 waits for the others [s].
 
         Raises:
             SnapstoreError: a save failed, or was given up.
-            TimeoutError: the store does not answer, so that the save still runs; its memory is kept.
+            TimeoutError: the store does not answer, so the save still runs; its memory is kept.
         """
         self._close(timeout, None)
 
     def _close(self, timeout: float | None, error: BaseException | None) -> None:
-        """Close; tell the other ranks of the error that has ended this one, if any."""
+        """Close; if an error has ended this rank, tell it to the other ranks."""
         if self._closed:
             return
         end = None if timeout is None else time.monotonic() + timeout
@@ -427,14 +430,14 @@ class SnapshotManager(Steps):
     # -- preemption
 
     def handle_preemption(self, *, end: bool = True, timeout: float = 25.0) -> None:
-        """Let SIGTERM cause one more save, at the same next step on all ranks.
+        """Make SIGTERM cause one last save, at the same step on all ranks.
 
-        Call it in the main thread. The handler only sets a flag; `close` puts the former handler back.
+        Call it in the main thread. The handler only sets a flag; `close` restores the previous handler.
 
         Args:
-            end: `should_save` is True at that step, and `save` there waits, closes this manager and ends the process
-                with status 143. False: the loop asks `reached_preemption`, saves and ends by itself.
-            timeout: of waiting for that save: schedulers kill a process some time after SIGTERM [s].
+            end: True: `should_save` is True at that step, and `save` there waits, closes this manager and ends the
+                process with status 143. False: the loop asks `reached_preemption`, saves and ends by itself.
+            timeout: the longest wait for that save [s]; schedulers kill a process some time after SIGTERM.
 
         Raises:
             InvalidInputError: this is not the main thread.
@@ -442,12 +445,18 @@ class SnapshotManager(Steps):
         self._check_open()
         if self._preemption is None:
             self._preemption = self._job.preemption() if self._job is not None else Preemption(None, "")
+        if self._ending is not None:
+            self._ending.close()  # else the new one would take the old one's handler for the program's
         self._ending = SignalHandler(self._preemption, end=end, timeout=timeout)
 
     def reached_preemption(self, step: int) -> bool:
-        """Return whether the job is told to end, and this is the step to save at; all ranks get the same.
+        """Return whether the job is told to end, and this is the step to save at, or later; all ranks get the same.
 
-        Call it at every step, on all ranks, after `handle_preemption`. It does not communicate.
+        Call it at every step, on all ranks, after `handle_preemption`. It sends no message. After the signal it waits
+        until a background thread has agreed on the step with the other ranks, for about 10 s at most.
+
+        Raises:
+            InvalidInputError: `handle_preemption` was not called.
         """
         if self._preemption is None:
             raise InvalidInputError("reached_preemption: call handle_preemption() once before the training loop")
@@ -474,7 +483,7 @@ class SnapshotManager(Steps):
         except Exception as failure:
             if error is None:
                 raise
-            log.error("run=%s a save failed as well: %s", self.run, failure)  # the first error is the one to see
+            log.error("run=%s a save failed as well: %s", self.run, failure)  # the caller gets the first error
 
     def _wait_idle(self) -> None:
         self._check_open()

@@ -1,7 +1,7 @@
-"""Steps: the saved steps of one run: which there are, and their states.
+"""Steps: list the saved steps of one run, and restore them.
 
-In: a run of a repository, and the ranks of a job if there are several. Out: steps and restored states; on several ranks
-rank 0 says which snapshot is meant, so all of them restore that one.
+In: a run of a repository, and the ranks of a job if there are several. Out: steps and restored states. With several
+ranks, rank 0 chooses the snapshot, so all ranks restore the same one.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ if TYPE_CHECKING:
     from .state.fit import FitOptions, NameOptions
 
 
-#: A place of a repository.
+#: Where a repository lies.
 Url = str | Path | ObjectStore
 
 
 def open_like(url: Url, mirror: Url | None, options: SaveOptions | None, *, read_only: bool) -> Repository:
-    """Open the repository under a URL. Where there is none, make one like its mirror; or, read-only, open the mirror.
+    """Open the repository under a URL. If there is none, make one like its mirror; or, read-only, open the mirror.
 
     Raises:
         NotFoundError: read-only, and there is neither.
-        StorageError: a store failed; or there is none, and the mirror, whose seed a new one needs, does not answer.
+        StorageError: a store failed; or there is no repository, and the mirror, whose seed a new one takes, cannot be
+            read.
     """
     try:
         return Repository.open(url, options=options)
@@ -67,12 +68,12 @@ def open_like(url: Url, mirror: Url | None, options: SaveOptions | None, *, read
 
 
 class Steps:
-    """The steps of one run. `SnapshotManager` is one, and saves them as well.
+    """The steps of one run. `SnapshotManager` is a subclass, which also saves them.
 
     Attributes:
         run: the name of the run.
-        repository: where it is saved.
-        keep: its retention policies.
+        repository: where the run is saved.
+        keep: the retention policies of the run.
     """
 
     run: str
@@ -86,14 +87,14 @@ class Steps:
         _mirror = None  # rank 0 may have one
 
     def _wait_idle(self) -> None:
-        """Wait until no save runs; raise if steps cannot be looked at any more."""
+        """Wait until no save runs; raise an error if this object is closed."""
 
     def all_steps(self) -> list[int]:
         """Return the steps that have a committed snapshot, ascending, each once."""
         return sorted({snapshot.step for snapshot in self._snapshots()})
 
     def _snapshots(self) -> list[Snapshot]:
-        """Return the committed snapshots of the run, those of a mirror first; each once."""
+        """Return the committed snapshots of the run, each once: those of a mirror first."""
         found = {s.id: s for s in self._mirror.snapshots()} if self._mirror is not None else {}
         return list((found | {s.id: s for s in self.repository.snapshots(self.run)}).values())
 
@@ -133,7 +134,10 @@ class Steps:
         self._mirror = found
 
     def not_mirrored(self) -> list[int]:
-        """Return the steps that are committed and not yet in the mirror, in the order of their saves; rank 0 knows."""
+        """Return the steps that are committed and not yet in the mirror, in the order of their saves.
+
+        Without a mirror, and on other ranks than rank 0, the list is empty.
+        """
         return self._mirror.behind() if self._mirror is not None else []
 
     def wait_until_mirrored(self, timeout: float | None = None) -> list[int]:
@@ -177,20 +181,21 @@ class Steps:
     ) -> Any:
         """Return the state of a step (or tag; None: the newest), once no save is running. See `Repository.restore`.
 
-        This snapshot is the parent of the run's next save. With several ranks all call this, and get the same snapshot.
+        The snapshot becomes the parent of the run's next save. With several ranks, all ranks call this, and get the
+        same snapshot.
 
         Args:
-            per_rank: whose values that are each rank's own (`PerRank`, `RngState`): "same": this rank's, if as many
-                ranks saved; a number: that rank's; "drop": none.
-            read: "own": this rank reads what it needs, and the ranks do not communicate. "exchange": the ranks of a
-                node read each chunk once, and exchange it by collectives of torch.distributed. All ranks of the job
+            per_rank: which rank's own values (`PerRank`, `RngState`) to return. "same": those of this rank, if as many
+                ranks saved; a number: those of that rank; "drop": none.
+            read: "own": this rank reads the bytes that it needs, and the ranks exchange none. "exchange": the ranks of
+                a node read each chunk once, and exchange it by collectives of torch.distributed. All ranks of the job
                 call it with the same `step`; an error of one is raised on all. The result is the same.
             names: `part` and `rename`.
 
         Raises:
             InvalidInputError: with "exchange": this manager's ranks are not those of the whole job.
             CapabilityError: with "exchange": the job's backend is neither NCCL nor one for host memory.
-            RanksError: with "exchange": a rank is silent or does not call it, or a collective failed.
+            RanksError: a rank does not answer or does not call this; with "exchange" also: a collective failed.
             SnapstoreError: see `Repository.restore`; with "exchange" also the error of another rank.
         """
         from .restore import pipeline
@@ -215,8 +220,8 @@ class Steps:
     ) -> Snapshot:
         """Fill `target` with the state of a step (or tag; None: the newest), and return the snapshot.
 
-        Waits for the running save. See `Repository.restore_into`, also for `part`, `rename` and `strict` in `fit`, and
-        `restore` for `per_rank`, `read` and several ranks. The snapshot is the parent of the run's next save.
+        It waits for the running save. See `Repository.restore_into`, also for `part`, `rename` and `strict` in `fit`,
+        and `restore` for `per_rank`, `read` and several ranks. The snapshot becomes the parent of the run's next save.
         """
         from .restore.pipeline import read_into
         from .state.fit import Fit
@@ -230,12 +235,11 @@ class Steps:
     def _reading(
         self, step: int | str | None, read: str, per_rank: Literal["same", "drop"] | int
     ) -> Iterator[tuple[Context, str | Snapshot, AsRank]]:
-        """Yield where a step lies, its reference, once no save is running, and how this rank reads it."""
+        """Wait until no save runs; yield where a step lies, its reference, and how this rank reads it."""
         from .check.newest_whole import newest_whole_named
 
         check_choice("read", read, ("own", "exchange"))
         self._wait_idle()
-        step = self._of_both_stores(step)
         exchange = self._exchange_of(read)
         with exchange.call(self._job.questions.prefix) if exchange and self._job else nullcontext():
             (context, ref), as_rank = self._place_of(step, read), self._as_rank(per_rank)
@@ -245,7 +249,11 @@ class Steps:
                 yield context, ref, replace(as_rank, exchange=exchange)
 
     def _exchange_of(self, read: str) -> Exchange | None:
-        """Return what exchanges chunks with other ranks; None: this process reads by itself."""
+        """Return the Exchange with the other ranks; None: this process reads by itself.
+
+        Raises:
+            InvalidInputError: the manager has no ranks.
+        """
         if read == "own" or place()[1] == 1:
             return None
         if self._job is None:
@@ -260,35 +268,37 @@ class Steps:
         return self._exchange
 
     def _of_both_stores(self, step: int | str | None) -> int | str | None:
-        """Return the step that "best" or "highest" means in both stores together; a tag of that name goes first."""
-        if self._mirror is None or self._job is not None or step not in ("best", "highest"):
+        """Return the step that "best" or "highest" means in both stores together; a tag of that name comes first."""
+        if self._mirror is None or step not in ("best", "highest"):
             return step
         if any(step in snapshot.tags for snapshot in self._snapshots()):
             return step
         if step == "highest":
-            return self.highest_step()
-        has_best = any(isinstance(policy, retention.KeepBest) for policy in self.keep)
-        found = self.best_step() if has_best else None
+            return max(self.all_steps(), default=step)
+        policy = next((policy for policy in self.keep if isinstance(policy, retention.KeepBest)), None)
+        found = None if policy is None else self._best_by(policy)
         return step if found is None else found
 
     def _nearest(self, step: int | str | None) -> Context:
-        """Return where a step is to be read; what only a mirror has is copied back by rank 0."""
+        """Return where to read a step; rank 0 first copies back a step that only its mirror has."""
         if self._mirror is None:
             return self.repository.context
         return self._mirror.nearest("latest" if step is None else str(step))
 
     def _place_of(self, step: int | str | None, read: str) -> tuple[Context, str | Snapshot]:
-        """Return where a step is to be read, and its reference.
+        """Return where to read a step, and its reference.
 
-        With several ranks, it is the snapshot that rank 0 chooses: only rank 0 lists, and has a mirror.
+        With several ranks, rank 0 chooses the snapshot: only rank 0 lists the store, and has a mirror.
         """
         if self._job is None:
+            step = self._of_both_stores(step)
             context = self._nearest(step)
             return context, self._local_ref(context, step)
         question = f"restore {step!r}" + (f" by {read}" if read != "own" else "")
 
         def find() -> str:
-            return self.repository.snapshot(self._local_ref(self._nearest(step), step)).key
+            meant = self._of_both_stores(step)
+            return self.repository.snapshot(self._local_ref(self._nearest(meant), meant)).key
 
         key = self._job.questions.ask(question, find)
         chosen = records.decode(self.repository.store.get(key, limit_bytes=MAX_OBJECT_BYTES), Snapshot, key)

@@ -1,19 +1,19 @@
 """SnapstoreWriter: DCP's StorageWriter and AsyncStager over a run of a repository.
 
-In: the state that DCP's planner holds. Out: one snapshot of all ranks. DCP calls, in this order; each in the thread
-that saves, but `stage` in its caller's:
+In: the state that DCP's planner holds. Out: one snapshot of all ranks. DCP makes these calls in this order: `stage` in
+its caller's thread, the others in the thread that saves.
 
-    stage                   async_save: copy the state, on its devices; DCP goes on with one leaf that has the copies
+    stage                   async_save: copy the state; DCP continues with a state of one leaf that has the copies
     reset                   take the checkpoint id
-    set_up_storage_writer   learn the rank
-    prepare_local_plan      keep the plan here, and send a digest of it in its place; hashes of keys if they are others
-    prepare_global_plan     rank 0: open the session, and answer with what every rank needs to write
+    set_up_storage_writer   check how DCP was called
+    prepare_local_plan      keep the plan, and send its digest instead; and the hashes of its keys if they have changed
+    prepare_global_plan     rank 0: open the session, and answer each rank with the data that it needs to write
     write_data              write this rank's packs and manifests, and report
-    finish                  rank 0: compare the reports, write what is common, create the record
+    finish                  rank 0: compare the reports, write the root manifests, create the record
 
-So nothing that grows with the state goes over the wire, and DCP's error handling is whole: a rank that fails fails the
-save on all. DCP tells nobody else that a save has failed; a session that is left open ends at the next reset, save or
-close.
+So the messages hardly grow with the state (see `exchange.py`), and DCP's error handling works: if a rank fails, the
+save fails on all ranks. DCP does not tell the writer that another rank has failed. So a session that is left open ends
+at the next reset, save or close.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ _ALONE = (
 
 
 class SnapstoreWriter(Target, StorageWriter, AsyncStager):
-    """Saves snapshots of a run through DCP. Make one for the whole job: it holds what the next save builds on.
+    """Saves snapshots of a run through DCP. Make one for the whole job: it holds the bases of the next save.
 
     Args:
         repository: a URL, path or store, where a repository is made if there is none; or an open Repository.
         run: the name of the run.
-        process_group: the ranks that save together, as it is passed to `async_save`; None: all of the job.
+        process_group: the ranks that save together, the same group as for `async_save`; None: all ranks of the job.
         staging, keep_base, replicas, options: see `SnapshotManager`.
 
     A checkpoint id is a step, or a path or text that ends with a step.
@@ -109,12 +109,12 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         self._plan = SavePlan([])
         self._plan_digest = b""
         self._key_holders = KeyHolders()  # on rank 0
-        self._details = False  # whether the last save failed for want of them
+        self._details = False  # whether the last save failed, and more details would have shown where
         self._session: Session | None = None  # on rank 0, of the save that has begun
         self._heart: Heart  # of that session
         self._request: SaveRequest | None = None
         self._share: Share | None = None  # of rank 0
-        self._warned: set[frozenset[str]] = set()  # the buffers that a warning was about
+        self._warned: set[frozenset[str]] = set()  # the buffers that were warned of
 
     # -- AsyncStager, in the thread that calls async_save
 
@@ -124,13 +124,13 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         return False
 
     def stage(self, state_dict: Any) -> dict[str, Any]:
-        """Copy a state where its tensors lie; return a state dict of one leaf, which holds the copies.
+        """Copy a state, by default where its tensors lie; return a state dict of one leaf, which holds the copies.
 
         Raises:
             InvalidInputError: the state cannot be saved.
         """
         started = time.monotonic()
-        with self._writing:  # the copies of a save that is being written are not to be changed
+        with self._writing:  # do not change the copies of a save that is being written
             self._stages += 1
             self._saver.take(place_in(self._group))
             give = self._saver.stage(opened(state_dict))
@@ -141,7 +141,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         """Do nothing: `stage` has copied."""
 
     def close(self) -> None:
-        """End a session that a failed save has left open, release memory, and close what was opened here.
+        """End a session that a failed save has left open, release memory, and close a repository that was opened here.
 
         Wait for the future of a save first: this ends its session.
         """
@@ -186,7 +186,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         return SavePlan(marks_of_cache(), storage_data=planned, planner_data={})
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Open the session, and return for each rank what it needs to write. Only rank 0 calls it.
+        """Open the session, and return the answer for each rank, with the data that it needs. Only rank 0 calls it.
 
         Raises:
             InvalidInputError, StorageError, RanksError: the save cannot begin.
@@ -196,12 +196,15 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         repository, step = self.repository, step_of(self.checkpoint_id)
         request = SaveRequest(self.run, step)
         request.resolve(repository.context, repository.lineage)
-        session = Session(repository.context, self.run, step, parent=request.parent)
-        session.__enter__()
+        session, heart = Session(repository.context, self.run, step, parent=request.parent), Heart()
+        try:
+            session.__enter__()
+        except BaseException:
+            heart.close()
+            raise
         session.shared = len(plans) > 1
-        self._session, self._request = session, request
-        self._heart = Heart()
-        self._heart.add(session.heartbeat)
+        self._session, self._request, self._heart = session, request, heart
+        heart.add(session.heartbeat)
         bases = [snapshot.key for snapshot in session.usable_bases]
         begin = Begin(session.id, step, bases, full=False, quarantine=bool(session.quarantined))
         wanted = set(range(len(plans))) if self._details else wanted_trees(planned)
@@ -216,7 +219,8 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
             A future that is complete.
 
         Raises:
-            InvalidInputError: the state cannot be saved.
+            InvalidInputError: the state cannot be saved, or the ranks do not save alike.
+            RanksError: see `Saver.write`.
             StorageError: the store failed.
         """
         try:
@@ -230,7 +234,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         return done
 
     def _write(self, answer: Answer, planner: SavePlanner) -> Told:
-        """Write this rank's share, and return what rank 0 is told of it."""
+        """Write this rank's share, and return the message about it to rank 0."""
         step, begin, saver = step_of(self.checkpoint_id), answer.begin, self._saver
         if step != begin.step or answer.seed != self.repository.config.digest_seed:
             mine, theirs = f"step {step} to {self.repository.url}", f"step {begin.step}"
@@ -254,7 +258,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         return saver.told(answer, share)
 
     def _inputs(self, planner: SavePlanner, place: Place, answer: Answer) -> Sequence[PartInput]:
-        """Return the tensors to write: copies, or those of the caller, who waits."""
+        """Return the tensors to write: the staged copies, or those of the waiting caller."""
         staged, request, saver = staged_of(planner), self._request, self._saver
         if staged is None:
             saver.take(place)
@@ -277,9 +281,10 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         return staged.inputs()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit. Only rank 0 calls it, with the reports of all ranks.
+        """Commit the save. Only rank 0 calls it, with the reports of all ranks.
 
         Raises:
+            InvalidInputError: the reports of the ranks contradict each other; nothing was committed.
             ConflictError: a gc has expired this save; nothing was committed.
             StorageError: the store failed.
         """
@@ -291,7 +296,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         self._end_session(None)
         remove_marks(metadata)
         metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.snapshot.id)
-        self.checkpoint_id = None  # the next save without one must not take this step again
+        self.checkpoint_id = None  # a next save without a checkpoint id must not get this step again
 
     def _commit(self, told: dict[int, Told]) -> Snapshot:
         """Write the root manifests, if there are several ranks, and create the record."""
@@ -313,7 +318,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         return saver.commit(session, request, saver.write_roots(session, collected), bases)
 
     def _warn_of_buffers(self, request: SaveRequest, unlike: Sequence[Unlike], share: Share) -> None:
-        """Log that buffers differ between ranks, once for the same ones."""
+        """Log that buffers differ between ranks, once for the same buffers."""
         parts = [f"buffers of part {one.group.partition(chr(0))[0]!r}" for one in unlike]
         names = [name for one in unlike for name in share.buffers.get(one.group, ())] or parts
         about = frozenset([*names, *(one.group for one in unlike)])

@@ -1,7 +1,7 @@
-"""Ranks: how the ranks of one job exchange small messages, and notice that one of them is silent.
+"""Ranks: how the ranks of one job exchange small messages, and notice that one of them is dead.
 
-In: values under keys, each set by one rank. Out: the same values, on every rank. No call is a collective, none blocks
-for long, and none needs the ranks to call in the same order; so a thread in the background may use it at any time.
+In: values under keys, each set by one rank. Out: the same values, on every rank. No call is a collective, blocks for
+long, or needs the ranks to call in the same order; so a thread in the background may use it at any time.
 
 Invariant: every message belongs to one attempt of the job: a restarted job has another channel, and reads none of them.
 """
@@ -16,22 +16,23 @@ from contextlib import suppress
 from typing import Protocol, TypeVar, runtime_checkable
 
 from ..errors import RanksError, SnapstoreError
+from ..threads import no_threads
 
 log = logging.getLogger("snapstore")
 T = TypeVar("T")
-#: How often a rank looks whether a message has come [s]: short at first, then growing to the second.
+#: The pause between two looks for a message [s]: it doubles from the first value to the second.
 POLL_S, POLL_MAX_S = 0.002, 0.05
-#: A rank beats this many times in `silent_s`.
+#: A rank sends a heartbeat this many times in `silent_s`.
 BEATS = 4
-#: A rank beats at least so often, and calls the functions of its heart so often [s].
+#: The longest period of heartbeats, and the period of the functions that were added to the Heart [s].
 BEAT_S, CALL_S = 30.0, 1.0
-#: A rank that waits for others looks so often whether one of them has ended [s].
+#: The period at which a waiting rank looks whether another rank has ended [s].
 LOOK_ENDED_S = 0.5
-#: After an error, a closing rank waits so long for the others to read its last words [s].
+#: After an error, a closing rank waits so long for the others to read its last messages [s].
 LINGER_S = 5.0
-#: After a normal end the channel stays so long for ranks that still beat, a minute behind [s].
+#: After a normal end, a closing rank waits at most so long for ranks that are alive and have not closed [s].
 CLOSE_S = 60.0
-#: The texts of ends are cut to this many characters.
+#: The text of why a rank has ended is cut to this many characters.
 MAX_TEXT = 400
 RESTART = "start the job again: it resumes from the newest committed snapshot"
 
@@ -41,12 +42,12 @@ class ChannelError(RanksError):
 
     @classmethod
     def of(cls, why: str) -> ChannelError:
-        """Return the error that says why, and what to do."""
+        """Return the error that says `why`, and what to do."""
         return cls(f"{why}; {RESTART}", ranks=[0])
 
     @property
     def why(self) -> str:
-        """Return the message without what to do."""
+        """Return the message without the advice."""
         return str(self).removesuffix(f"; {RESTART}")
 
 
@@ -54,16 +55,16 @@ class ChannelError(RanksError):
 class Ranks(Protocol):
     """The ranks of one job, as one of them sees them.
 
-    Call sequence: any method, from any thread, until `close`. Every rank makes its own in the same order of calls.
-    Every method but `close` raises ChannelError if the channel is broken or does not answer.
+    Call sequence: any method, from any thread, until `close`. All ranks make their channels in the same order. Every
+    method but `close` raises ChannelError if the channel is broken or does not answer.
 
     Attributes:
         rank: of this process, from 0.
         count: the number of ranks, at least 1.
         attempt: identifies this attempt of the job; 32 hex digits.
-        silent_s: a rank that was silent for so long counts as dead [s].
-        total_s: the longest that one save may take [s].
-        is_hosted: whether the messages are kept in this process, so that they end with it.
+        silent_s: a rank without a heartbeat for so long counts as dead [s].
+        total_s: the longest wait for messages of living ranks, such as their reports of a save [s].
+        is_hosted: whether this process keeps the messages, so that they are lost when it ends.
     """
 
     rank: int
@@ -74,7 +75,7 @@ class Ranks(Protocol):
     is_hosted: bool
 
     def post(self, key: str, value: bytes) -> None:
-        """Set a key for all ranks. Only the first value of a key counts; to post it again does no harm."""
+        """Set a key for all ranks. Only the first value of a key counts; a second one is ignored."""
         ...
 
     def look(self, key: str) -> bytes | None:
@@ -90,11 +91,11 @@ class Ranks(Protocol):
         ...
 
     def beat(self) -> None:
-        """Tell the other ranks that this one lives."""
+        """Send a heartbeat: tell the other ranks that this one is alive."""
         ...
 
     def silences(self, ranks: Collection[int]) -> list[float]:
-        """Return for each of some ranks how long it has been silent, in few requests [s]."""
+        """Return for each of some ranks the time since its last heartbeat, in few requests [s]."""
         ...
 
     def close(self) -> None:
@@ -103,18 +104,22 @@ class Ranks(Protocol):
 
 
 class Heart:
-    """A thread that lets a rank beat, if there are ranks, and calls functions that are added, until it is closed.
+    """A thread that sends the heartbeats of a rank, if there are ranks, and calls added functions, until it is closed.
 
-    It lives as long as the channel and not only while a save runs: a rank that has not called `save` yet is late, and
-    not dead.
+    It runs as long as the channel, and not only during a save: a rank that has not called `save` yet is late, not dead.
+
+    Raises:
+        CapabilityError: no thread can be started.
     """
 
     def __init__(self, ranks: Ranks | None = None) -> None:
         self._calls: list[Callable[[], object]] = [] if ranks is None else [ranks.beat]
         self._period_s = CALL_S if ranks is None else _period_s(ranks)
         self._soon, self._stopped = threading.Event(), False
-        self._thread = threading.Thread(target=self._run, name="snapstore-heart", daemon=True)
-        self._thread.start()
+        try:
+            threading.Thread(target=self._run, name="snapstore-heart", daemon=True).start()
+        except RuntimeError as error:
+            raise no_threads() from error
 
     def add(self, call: Callable[[], object]) -> None:
         """Call a function every second from now on; it may raise SnapstoreError."""
@@ -125,7 +130,7 @@ class Heart:
     def _run(self) -> None:
         while not self._stopped:
             for call in tuple(self._calls):
-                with suppress(SnapstoreError):  # a rank that waits for a message notices
+                with suppress(SnapstoreError):  # a rank that waits for a message raises it
                     call()
             self._soon.wait(self._period_s)
             self._soon.clear()
@@ -137,7 +142,7 @@ class Heart:
 
 
 def wait_for(look: Callable[[], T | None], watch: Callable[[], object], *, poll_max_s: float = POLL_MAX_S) -> T:
-    """Return what `look` returns once that is not None; call `watch` between looks, which raises to end the wait."""
+    """Return the first result of `look` that is not None; between looks call `watch`, which raises to end the wait."""
     pause_s = POLL_S
     while (found := look()) is None:
         watch()
@@ -147,13 +152,14 @@ def wait_for(look: Callable[[], T | None], watch: Callable[[], object], *, poll_
 
 
 class Watch:
-    """Bounds a wait: raises once a rank that is waited for is silent, or the time is over.
+    """Limits a wait: raises once a rank that is waited for is dead or has ended, or the time is over.
 
     Args:
-        what: is waited for, in errors.
+        what: the thing that is waited for, in errors.
         who: returns the ranks that are waited for.
-        limit_s: of the whole wait.
+        limit_s: of the whole wait [s].
         ends: the prefix under which ranks say that they have ended (`say_ended`); None: they do not.
+        also: called at every look; it may raise.
     """
 
     def __init__(
@@ -171,10 +177,12 @@ class Watch:
         self._ends, self._next_ends, self._has_ended = ends, self._began + LOOK_ENDED_S, False
 
     def __call__(self) -> None:
-        """Look whether all are alive, at most four times in `silent_s`, and whether one has ended, twice a second.
+        """Look whether all are alive, and twice a second whether one has ended.
+
+        The first look comes at once, the next ones four times in the shorter of `silent_s` and the limit.
 
         Raises:
-            RanksError: not all of them are, or one has ended, or the time is over.
+            RanksError: one is dead or has ended, or the time is over.
         """
         self._also()
         now = time.monotonic()
@@ -186,7 +194,7 @@ class Watch:
         self._next = now + min(self._ranks.silent_s, self._limit_s) / BEATS
         who = self._who()
         if not who:
-            return  # all have said it since the last look
+            return  # all messages have come since the last look
         silences = self._ranks.silences(who)
         if silent := [rank for rank, silence in zip(who, silences, strict=True) if silence > self._ranks.silent_s]:
             raise RanksError(
@@ -202,7 +210,7 @@ class Watch:
             )
 
     def _look_for_ends(self, prefix: str) -> None:
-        """Raise for a rank that has ended. Before that, the waiting one looks once more for what that rank has said."""
+        """Raise for a rank that has ended; not at the first look that sees an end: its messages are read before."""
         if not self._has_ended:
             self._has_ended = self._ranks.look(f"{prefix}ended") is not None
             return
@@ -216,11 +224,11 @@ class Watch:
 
 
 def say_ended(ranks: Ranks, prefix: str, error: BaseException | None) -> None:
-    """Tell the other ranks that this one takes part no more; who waits for it raises an error.
+    """Tell the other ranks that this one has ended; a rank that waits for it raises an error.
 
     Args:
         prefix: of its keys; the same on all ranks.
-        error: why; None: it has closed, which all do in the end.
+        error: why it has ended; None: it has closed.
     """
     why = "has closed its SnapshotManager" if error is None else f"has ended: {type(error).__name__}: {error}"
     with suppress(SnapstoreError):
@@ -229,7 +237,7 @@ def say_ended(ranks: Ranks, prefix: str, error: BaseException | None) -> None:
 
 
 def wait_for_ends(ranks: Ranks, prefix: str, limit_s: float) -> None:
-    """Wait until all ranks have said that they have ended, or no other one beats any more, or the time is over."""
+    """Wait until all ranks have said that they have ended, or the others send no heartbeats, or the time is over."""
     patience_s, began, next_look = 2.5 * _period_s(ranks), time.monotonic(), 0.0
     keys = {rank: f"{prefix}ended/{rank}" for rank in range(ranks.count)}
     has_warned, pause_s = False, POLL_S
@@ -248,7 +256,7 @@ def wait_for_ends(ranks: Ranks, prefix: str, limit_s: float) -> None:
 
 
 def _period_s(ranks: Ranks) -> float:
-    """Return how often a rank beats [s]."""
+    """Return the period of a rank's heartbeats [s]."""
     return min(ranks.silent_s / BEATS, BEAT_S)
 
 

@@ -1,7 +1,7 @@
-"""torch.distributed.checkpoint over snapstore, in one process: what its tests check of writers, readers and planners.
+"""In one process, snapstore's storage for DCP keeps what DCP's own tests check of writers, readers and planners.
 
-Each test states a promise that DCP's own tests hold its storage to, or one of ours: nothing of a failed save is left,
-what is loaded is what was saved to the bit, and a snapshot of the manager and one of DCP are the same snapshot.
+DCP is torch.distributed.checkpoint. Each test states a promise of DCP's own tests, or one of ours: nothing is left of a
+failed save, a load gives the bits that were saved, and a snapshot of the manager and one of DCP are the same.
 docs/design/dcp-tests.md says which of DCP's cases is checked where.
 """
 
@@ -12,6 +12,7 @@ import gc
 import io
 import pickle
 import resource
+import threading
 import weakref
 from collections import OrderedDict
 from pathlib import Path, PurePosixPath
@@ -680,7 +681,7 @@ def test_a_planner_may_leave_the_state_nested(flatten: bool, writer: Any, reposi
 
 
 def test_the_plan_cache_works(writer: Any, reader: Any) -> None:
-    class Cached(DefaultSavePlanner):  # a class of its own: the cache is by its name
+    class Cached(DefaultSavePlanner):  # a class of its own: the cache goes by its name
         pass
 
     class CachedSkipping(Skipping):
@@ -910,3 +911,21 @@ def test_a_writer_makes_the_repository_and_a_reader_does_not(tmp_path: Any) -> N
     reader.close()
     with pytest.raises(InvalidInputError, match="run"):
         snap.SnapstoreWriter(tmp_path / "new", run="a/b")
+
+
+def test_a_save_that_gets_no_thread_for_heartbeats_leaves_no_session(
+    writer: Any, store: MemoryStore, monkeypatch: Any
+) -> None:
+    start = threading.Thread.start
+
+    def without_heart(thread: threading.Thread) -> None:
+        if thread.name == "snapstore-heart":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", without_heart)
+        with pytest.raises(dcp.CheckpointException, match="CapabilityError"):
+            dcp.save({"a": torch.ones(3)}, storage_writer=writer, checkpoint_id=1)
+    assert not sessions(store)
+    dcp.save({"a": torch.ones(3)}, storage_writer=writer, checkpoint_id=2)

@@ -1,4 +1,4 @@
-"""Two tiers: a mirror follows in the order of the saves, stalls nobody, and brings back what the first store lost."""
+"""A mirror gets every snapshot in the order of the saves, delays no save, and restores what the first store lost."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_mirror_that_fails_stalls_nothing_and_says_what_is_lost(caplog):
     assert "is behind, and tries again" in caplog.text
     faulty.heal()
     until(lambda: not snapshots.not_mirrored())
-    # once more; this time the outage comes behind the first announcement, and the first store is lost
+    # once more; now the outage comes after the first announcement, and the first store is lost
     faulty.at = next(number for number in range(len(faulty.log), 10**6) if number > len(faulty.log) + 40)
     faulty.mode = "outage"
     saved(snapshots, [3, 4, 5])
@@ -122,7 +122,7 @@ def created_like(store):
 
 
 def test_policies_leave_what_is_not_mirrored(caplog):
-    """While the mirror is away, the first store keeps the oldest of what it lacks; later ones go, and that is said."""
+    """While the mirror fails, the first store keeps the oldest snapshots that it lacks; policies forget later ones."""
     fast = created()
     slow = created_like(fast)
     faulty = FaultStore(slow, 0, "outage")
@@ -146,7 +146,7 @@ def test_the_newest_over_both(tmp_path, monkeypatch):
         saved(snapshots, [2])  # it went back
         assert snapshots.latest_step() == 2
     shutil.rmtree(tmp_path / "fast")
-    shutil.copytree(tmp_path / "older", tmp_path / "fast")  # put back to an earlier day, on another machine
+    shutil.copytree(tmp_path / "older", tmp_path / "fast")  # the first store is put back to an earlier day, on another machine
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cache"))
     with manager(tmp_path / "fast", tmp_path / "slow") as snapshots:
         assert snapshots.latest_step() == 2
@@ -240,6 +240,21 @@ def test_rank_0_mirrors_and_brings_back_for_all():
         assert repository.check("restore").ok
 
 
+def test_ranks_find_the_highest_and_the_best_step_in_the_mirror():
+    fast = created()
+    slow = created_like(fast)
+    with manager(fast, slow) as one:
+        for step in range(3):
+            one.save(step, {"w": torch.full((2000,), float(step))}, metrics={"loss": abs(step - 1)})
+        one.wait_until_mirrored()
+    again = created_like(slow)
+    ranks = Managers(again, 2, mirror=slow, keep=[KeepLast(9), KeepBest("loss")])
+    for step, expected in ((0, 0.0), ("best", 1.0), ("highest", 2.0)):
+        found = ranks.all(lambda m, _, step=step: float(m.restore(step)["w"][0]))
+        assert found == [expected] * 2, step
+    assert ranks.end() == [None, None]
+
+
 def test_log_marks_what_is_not_mirrored(tmp_path, capsys):
     from snapstore.cli import commands
 
@@ -253,7 +268,7 @@ def test_log_marks_what_is_not_mirrored(tmp_path, capsys):
 
 
 def test_a_first_store_that_is_empty_is_no_mirrored_one(tmp_path, caplog):
-    """An unmounted volume leaves an empty folder; what was saved there is behind until it is back."""
+    """An unmounted volume leaves an empty folder; its snapshots are not mirrored until the volume is mounted again."""
     fast, away = tmp_path / "fast", tmp_path / "away"
     with created_at(fast) as repository:
         slow = MemoryStore()
@@ -272,7 +287,7 @@ def test_a_first_store_that_is_empty_is_no_mirrored_one(tmp_path, caplog):
     assert steps_in(slow) == [0, 1]
     faulty.at, faulty.mode = len(faulty.log), "outage"
     saved(snapshots, [2])
-    shutil.rmtree(fast / "snapshots")  # the records are lost, and the rest is not
+    shutil.rmtree(fast / "snapshots")  # only the records are lost
     faulty.heal()
     until(lambda: not snapshots.not_mirrored())
     assert "step=2 cannot be mirrored, and is left out: its record" in caplog.text
@@ -319,7 +334,7 @@ def test_the_newest_by_the_order_of_saves_not_by_a_clock_that_lags(tmp_path, mon
         snapshots.restore()
         snapshots.wait_until_mirrored()
         real = time.time
-        monkeypatch.setattr(time, "time", lambda: real() - 3600)  # of the host that goes on
+        monkeypatch.setattr(time, "time", lambda: real() - 3600)  # the host that continues the run
         monkeypatch.setattr(snapshots._mirror, "_catch_up", lambda: True)  # the mirror is behind
         saved(snapshots, [2])
         assert snapshots.latest_step() == 2

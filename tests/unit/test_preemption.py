@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 
+from kit.faults import FaultStore
 from kit.local_ranks import LocalRanks
 from kit.ranks import together
 from kit.repositories import OPTIONS, created, opened
@@ -119,6 +120,37 @@ def test_a_loop_may_end_by_itself():
         assert manager.reached_preemption(4)
         assert not manager.should_save(4)
         assert manager.save(4, {"w": torch.ones(3)}, force=True).result().step == 4
+
+
+def test_a_handler_that_is_set_twice_gives_the_first_one_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with SnapshotManager(created(), run="a", options=OPTIONS) as manager:
+        manager.handle_preemption(end=False)
+        manager.handle_preemption()
+        assert signal.getsignal(signal.SIGTERM) is not before
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_last_save_waits_for_the_running_one():
+    """`on_busy="skip"` would lose the steps since that one began."""
+    inner, gate = created(), threading.Event()
+
+    class Waiting(FaultStore):
+        def _act(self, name, key, effect):
+            if name == "put" and key.startswith("packs/"):
+                gate.wait(60)
+            return super()._act(name, key, effect)
+
+    manager = SnapshotManager(Waiting(inner), run="a", on_busy="skip", options=OPTIONS)
+    manager.handle_preemption()
+    manager.save(1, {"w": torch.ones(5000)})
+    assert manager.save(2, {"w": torch.ones(5000)}).skipped
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Timer(0.3, gate.set).start()
+    with pytest.raises(SystemExit):
+        manager.save(3, {"w": 3 * torch.ones(5000)})
+    with opened(inner) as repository:
+        assert [s.step for s in repository.snapshots()] == [1, 3]
 
 
 def test_handlers_belong_to_the_main_thread():

@@ -4,13 +4,15 @@ In: snapshots of the source, parents before their children. Out: records of the 
 manifests (moving.py). A copy is a writer like any other (docs/design/protocol.md, "Copies"):
 
     begin     create revision 0 as `aborted`, if the destination does not know the id; then PUT a session for the next
-              revision, and only then LIST marks and records: what is there, and no gc wants, is not sent again
-    write     blobs, moved as they are, each pack of the source verified by its name; then manifests
-    commit    the packs and manifests are there; create-only PUT of the next revision, `committed`
+              revision, and only then LIST marks and records: chunks that are there, and that no gc is about to delete,
+              are not sent again
+    write     blobs, unchanged; each pack of the source is compared with the SHA-256 in its name; then manifests
+    commit    check that the packs and manifests are there; create-only PUT of the next revision, `committed`
 
-So a gc that fences it, and two copies of one snapshot, meet at one key. An interrupted copy leaves packs that nobody
-needs and that its session or its record explains; the next one goes on with the snapshots that are not there yet. The
-source is only read: a snapshot that is rewritten meanwhile is read again, and one that is collected is an error.
+So a gc that fences a copy creates the same key as the copy, and so do two copies of one snapshot: exactly one wins. An
+interrupted copy leaves packs that no snapshot needs and that its session or its record explains; the next copy goes on
+with the snapshots that are not there yet. The source is only read. A snapshot that is rewritten meanwhile is read
+again; one whose bytes a gc has deleted is an error.
 """
 
 from __future__ import annotations
@@ -52,13 +54,14 @@ class CopyResult:
     """The result of a copy, or of a dry run.
 
     Attributes:
-        url: of the destination.
+        url: URL of the destination.
         copied: the new snapshots there (of a dry run: those of the source).
-        present: snapshots that were there already; in the destination's records.
-        left_out: snapshots that the destination has forgotten; they were not named.
-        failed: (snapshot of the source, why) for each that could not be copied; nothing of them was committed.
-        read_bytes: of packs and manifests of the source; stored_bytes: put into the destination.
-        blobs: how many were moved.
+        present: snapshots that were there already, by the destination's records.
+        left_out: snapshots that the destination has forgotten, and that were not named.
+        failed: (snapshot of the source, why) for each that could not be copied; nothing of these was committed.
+        read_bytes: bytes read of packs and manifests of the source.
+        stored_bytes: bytes of the packs and manifests put into the destination.
+        blobs: number of blobs copied.
     """
 
     url: str
@@ -85,7 +88,7 @@ def copy(
 
     Raises:
         InvalidInputError: the two are one repository, or their digests have different seeds.
-        StorageError: one of the stores failed; the snapshots before are copied.
+        StorageError: one of the stores failed; the snapshots before that are copied.
     """
     require_same_seed(source, target)
     copier = Copier(source, target)
@@ -117,7 +120,7 @@ def require_same_seed(source: Context, target: Context) -> None:
 
 
 def in_order(snapshots: Iterable[Snapshot]) -> list[Snapshot]:
-    """Return snapshots by run and order of saves, but none before its parent and its bases."""
+    """Return snapshots by run and in the order of saves, but each after its parent and its bases."""
     chosen = {s.id: s for s in sorted(snapshots, key=lambda s: (s.run, s.seq, s.id))}
     done: dict[str, Snapshot] = {}
     for first in chosen.values():
@@ -136,7 +139,7 @@ def in_order(snapshots: Iterable[Snapshot]) -> list[Snapshot]:
 
 
 class CopySession(Session):
-    """The session of a copy: a claim to the next revision of a record, that chooses bases as a save does.
+    """The session of a copy: a claim to the next revision of a record. It chooses bases as a save does.
 
     Args:
         there: the ruling record in the destination, which is not committed.
@@ -156,17 +159,17 @@ class Copier:
     """Copies snapshots from one open repository into another one.
 
     Args:
-        watch: called now and then; what it raises gives the copy up, and nothing of it is committed.
+        watch: called often during a copy; if it raises, the copy ends, and nothing of it is committed.
 
     Attributes:
-        result: what was done so far.
+        result: the result so far.
     """
 
     def __init__(self, source: Context, target: Context, watch: Callable[[], object] | None = None) -> None:
         self._source, self._target, self._watch = source, target, watch
         self.result = CopyResult(target.store.url)
-        self._last: dict[str, Snapshot] = {}  # run -> what was copied last
-        self._manifests: dict[str, Manifest] = {}  # of what was copied last, by SHA-256
+        self._last: dict[str, Snapshot] = {}  # run -> the snapshot that was copied last, or was there
+        self._manifests: dict[str, Manifest] = {}  # of the snapshot that was copied last, by SHA-256
 
     def announce(self, snapshot: Snapshot) -> Snapshot:
         """Create the first record of a copy, unless the destination knows the snapshot; return its ruling record.
@@ -185,7 +188,7 @@ class Copier:
         """Copy one snapshot as it is now, unless it is there.
 
         Args:
-            named: also if the destination has forgotten it.
+            named: copy it even if the destination has forgotten it.
 
         Returns:
             The snapshot in the destination; None: it is forgotten there, and not `named`; or this is a dry run.
@@ -193,7 +196,7 @@ class Copier:
         Raises:
             IntegrityError, FormatError, NotFoundError: it is damaged in the source, or was collected there; nothing was
                 committed.
-            ConflictError: others keep revising it; or a gc of the destination fenced this copy as dead.
+            ConflictError: other processes keep revising it; or a gc of the destination fenced this copy as dead.
             StorageError: one of the stores failed.
         """
         with confirmed(self._source), self._target.store.pinned():
@@ -203,7 +206,7 @@ class Copier:
             )
 
     def _attempt(self, snapshot: Snapshot, named: bool) -> Snapshot | None:
-        """Copy it once; raises ConflictError where another process has revised it, here or there."""
+        """Try once to copy a snapshot; raise ConflictError if another process has revised it, here or there."""
         ruling = _ruling(self._source.index.refresh(), snapshot)
         before = self._target.index.refresh()
         there = before.get(snapshot.id)
@@ -232,16 +235,17 @@ class Copier:
             raise ConflictError(str(error)) from error  # it was rewritten or collected while we read it
 
     def _present(self, ruling: Snapshot, there: Snapshot) -> Snapshot:
-        """Return a snapshot that is there, with the tags of the source."""
+        """Give a snapshot that is there the tags that it has in the source, and return it."""
         lacking = [] if self.result.dry_run else [name for name in ruling.tags if name not in there.tags]
         for name in lacking:
             there = tags.tag(self._target, f"id:{there.id}", name)
-        self.result.present.append(there)
+        if all(copied.id != there.id for copied in self.result.copied):  # else this copy has put it there
+            self.result.present.append(there)
         self._last[there.run] = there
         return there
 
     def _copied(self, ruling: Snapshot, there: Snapshot | None, before: View) -> Snapshot:
-        """Move a snapshot, and commit it."""
+        """Copy the blobs of a snapshot, and commit it in the destination."""
         started = time.monotonic()
         found = list(all_manifests(ruling, self._read))
         with confirmed(self._target):
@@ -283,10 +287,10 @@ class Copier:
         )
 
     def _begun(self, ruling: Snapshot) -> Snapshot:
-        """Return the first record of a copy, which gives it its place in the order of its run.
+        """Return the first record of a copy; its seq gives the copy its place in the order of the run.
 
-        That is after all snapshots that are there, unless a later one was copied before, or its copy has begun. A
-        mirror of a run has the numbers of the source; a run that went on in the destination keeps its order.
+        It comes after all snapshots that are there, unless a later snapshot of the source is there, or its copy has
+        begun. A mirror of a run has the numbers of the source; a run that went on in the destination keeps its order.
         """
         of_run = self._source.index.refresh().snapshots(ruling.run, states=None)
         later = {s.id for s in of_run if (s.seq, s.id) > (ruling.seq, ruling.id)}

@@ -1,4 +1,4 @@
-"""Copies between repositories: what comes over, what is verified, what is not sent twice."""
+"""A copy brings over whole snapshots, verifies every byte, and sends nothing twice."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from kit.processes import environment
 from kit.ranks import save_shared
 from kit.repositories import OPTIONS, check_clean, created, lasting, objects_of, opened, same, save, values
 from kit.s3_stores import fresh_url, moto_bucket, needs_server
-from snapstore import FormatError, InvalidInputError, KeepLast, NotFoundError, Repository
+from snapstore import ConflictError, FormatError, InvalidInputError, KeepLast, NotFoundError, Repository
 from snapstore.copy.moving import move
 from snapstore.format import manifest
+from snapstore.protocol import tags
 from snapstore.save.known_chunks import Bases
 from snapstore.storage.memory import MemoryStore
 
@@ -111,6 +112,21 @@ def test_tags_follow(source):
     copied(source, to=target)
     with opened(target) as repository:
         assert [s.step for s in repository.snapshots("a") if "good" in s.tags] == [3]
+
+
+def test_a_conflict_about_tags_does_not_count_a_snapshot_twice(source, monkeypatch):
+    take, conflicts = tags.take, iter([ConflictError("another process revises them")])
+
+    def taken(*arguments):
+        for conflict in conflicts:
+            raise conflict
+        return take(*arguments)
+
+    monkeypatch.setattr(tags, "take", taken)
+    to, result = copied(source, "a@1")
+    assert ([s.ref for s in result.copied], result.present) == (["a@1"], [])
+    with opened(to) as repository:
+        assert repository.snapshot("a@good").step == 1
 
 
 def test_what_the_destination_has_forgotten_comes_back_only_if_it_is_named(source):

@@ -14,14 +14,14 @@ The data path, folder by folder; each folder's docstring names the file to read 
               up the chain, verify -> state/restore_plan put together
 
 Ranks of a torch.distributed job save one snapshot together: save/rank_job -> save/together, over distributed/.
-Trainers are served by integrations/, one module for each.
+`integrations/` has one module for each trainer.
 
-`save/pipeline.py` and `restore/pipeline.py` tell these two stories; docs/design/walk.md walks through them frame by
-frame. `protocol/` keeps saves and deletions apart, and deletes (`gc`); `retention.py` says what to keep; `check/` finds
-damage and `repair/` heals it; `rewrite/` recodes and compacts; `inspect/` counts and compares. `storage/` keeps objects
-and knows nothing of snapshots. `Repository` and `SnapshotManager` are what users call.
+`save/pipeline.py` and `restore/pipeline.py` run these two paths; docs/design/walk.md follows them call by call.
+`protocol/` keeps a gc from deleting what a running save needs, and deletes (`gc`). `retention.py` decides which
+snapshots stay. `check/` finds damage and `repair/` heals it. `rewrite/` recodes and compacts. `inspect/` counts and
+compares. `storage/` keeps objects and knows nothing of snapshots. Users call `Repository` and `SnapshotManager`.
 
-Importing this package imports neither torch nor any GPU library; saving and restoring do when they meet a tensor.
+Importing this package imports neither torch nor any GPU library. A save or a restore imports them at the first tensor.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ _HOME = {
 __all__ = list(_HOME)
 
 
-if not TYPE_CHECKING:  # or a misspelt name would pass a type checker
+if not TYPE_CHECKING:  # else a type checker would accept any misspelt name
 
     def __getattr__(name: str) -> Any:
         """Import a public name when it is first used: the shell's `--help` needs none of them."""

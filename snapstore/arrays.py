@@ -1,6 +1,6 @@
 """Types of NumPy arrays that many modules share.
 
-`Bytes` is (n,) uint8. `Column` is (n,) of any dtype: one field of many chunks or blobs, of which several form a table.
+`Bytes` is (n,) uint8. `Column` is (n,) of any dtype: one field of many chunks or blobs. Several columns form a table.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ Column = npt.NDArray[Any]
 
 
 def items_at(data: Bytes, at: Column, dtype: npt.DTypeLike) -> Column:
-    """Return copies of the items of `dtype` that begin at the bytes `at` of `data`, (n,); they may lie at any byte.
+    """Return copies, (n,), of the items of `dtype` at the byte offsets `at` (n,) of `data`, in any alignment.
 
     Raises:
-        IndexError: one lies outside.
+        IndexError: an item ends outside of `data`.
     """
     dtype = np.dtype(dtype)
     starts = max(0, data.size - dtype.itemsize + 1)

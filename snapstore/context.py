@@ -22,9 +22,9 @@ class Context:
         store: where its objects lie.
         index: this machine's index of its records and manifest headers.
         engines: the engines that hash, encode and decode its chunks.
-        config: its config; reconstructed where `config_problem` is set.
+        config: its config; reconstructed if `config_problem` is set.
         options: how this process saves.
-        config_problem: why the config in the store cannot be used; empty: it can.
+        config_problem: why the config in the store cannot be used; "": it can.
     """
 
     store: ObjectStore

@@ -1,6 +1,6 @@
 """The errors of snapstore, grouped by how a caller would handle them.
 
-SnapstoreError                    all errors below; a message says which thing, expected and got, and what to do
+SnapstoreError                    all errors below; a message names the thing, what was expected and found, and a remedy
 ├── NotFoundError (KeyError)      a snapshot, run, tag or object is missing
 ├── AlreadyExistsError            a create-only object or a repository exists already
 ├── ConflictError                 another writer won: the save was fenced, or a revision was taken; try again
@@ -10,7 +10,7 @@ SnapstoreError                    all errors below; a message says which thing, 
 │   └── StorageFullError          no space or quota is left; committed snapshots stay
 ├── FormatError                   bytes are not of this format, or of a version that this release does not read
 ├── IntegrityError                bytes of this format are damaged or missing; see `snapstore check`
-├── RanksError                    another rank of the job failed, is silent, or called something else
+├── RanksError                    another rank of the job failed, does not answer, or made another call
 └── CapabilityError               this machine, store or installation lacks a capability
     └── UnknownFormatError        also a FormatError: intact bytes that another release of snapstore reads
 """
@@ -27,7 +27,8 @@ class SnapstoreError(Exception):
     """The base of every error that snapstore raises on purpose.
 
     Args:
-        lines: of the message; most have one. No name in a line can add another: control characters are escaped.
+        lines: the lines of the message; most messages have one. Control characters are escaped, so a name in a line
+            cannot add a line.
     """
 
     def __init__(self, *lines: object) -> None:
@@ -78,7 +79,7 @@ class CapabilityError(SnapstoreError):
 
 
 class RanksError(SnapstoreError):
-    """Another rank of the job failed or is silent, or the ranks do not make the same calls.
+    """Another rank of the job failed or does not answer, or the ranks do not make the same calls.
 
     Attributes:
         ranks: the ranks that the error is about.
@@ -99,7 +100,11 @@ DAMAGE = (IntegrityError, FormatError, NotFoundError)
 
 @contextmanager
 def needs(package: str, command: str) -> Iterator[None]:
-    """Raise CapabilityError where the block cannot import an optional package; the error says which command helps."""
+    """Raise CapabilityError if the block cannot import an optional package; the error names the command to install it.
+
+    Args:
+        package: its name, in the error.
+    """
     try:
         yield
     except ImportError as error:
@@ -110,7 +115,7 @@ def needs(package: str, command: str) -> Iterator[None]:
 
 @contextmanager
 def out_of_memory(verb: str, advice: str) -> Iterator[None]:
-    """Raise CapabilityError where NumPy, torch or Python finds no host memory: "<verb>: out of memory; <advice>"."""
+    """Raise CapabilityError if NumPy, torch or Python finds no host memory: "<verb>: out of memory; <advice>"."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

@@ -11,7 +11,8 @@ from .format.codecs import CODECS
 from .format.delta_choice import DEFAULT_RESTORE_COST
 from .format.pack import DEFAULT_PACK_BYTES, LARGE_PACK_BYTES, MANY_PACKS
 
-#: It allows about a hundred deltas that are almost as large as the full chunk; delta_choice.MAX_LINKS is near.
+#: At this cost a chain has about a hundred deltas that are almost as large as the full chunk. `delta_choice.MAX_LINKS`
+#: also limits a chain.
 MAX_RESTORE_COST = 100.0
 
 
@@ -23,8 +24,9 @@ class SaveOptions:
         restore_cost: the most that a restore of a chunk may cost, in bytes read and decoding time, as a multiple of
             what it costs if the chunk is stored full: 1.0 to 100.0. With larger values fewer bytes are stored, and
             restores are slower. 1.0: no deltas.
-        pack_bytes: a pack is closed at this size. The default is for states of up to 512 GiB: see `pack_bytes_of`.
-        threads: of the CPU engine; None: SNAPSTORE_THREADS, else every core.
+        pack_bytes: a pack is closed at this size, 4 KiB to 1 GiB [bytes]. The default is for states of up to 512 GiB:
+            see `pack_bytes_of`.
+        threads: the number of threads of the CPU engine, 1 to 1024; None: SNAPSTORE_THREADS, else every core.
         codec: "portable": zstd and deflate, which every machine reads. "ans": nvCOMP's own format for CUDA tensors. It
             is faster, but only a GPU with the same major release of nvCOMP reads it; `recode` converts it. "auto":
             "portable", but chunks in host memory are stored as they are if the store takes bytes faster than the CPU
@@ -53,8 +55,10 @@ class SaveOptions:
             raise InvalidInputError(f"threads {self.threads}: expected 1 to 1024")
 
     def pack_bytes_of(self, state_bytes: int) -> int:
-        """Return the size at which a save closes its packs [bytes]: `pack_bytes`; but 128 MiB where that is the
-        default, and a state of `state_bytes` on all ranks together would fill more than 16,384 packs.
+        """Return the size at which a save closes its packs [bytes]: `pack_bytes`.
+
+        If that is the default, and a state of `state_bytes` on all ranks together would fill more than 16,384 packs,
+        return 128 MiB.
         """
         is_large = state_bytes > MANY_PACKS * DEFAULT_PACK_BYTES
         return LARGE_PACK_BYTES if is_large and self.pack_bytes == DEFAULT_PACK_BYTES else self.pack_bytes

@@ -54,7 +54,7 @@ class Repository(Snapshots):
 
     Attributes:
         url, store, config, options: as opened.
-        context: what the verbs take.
+        context: the argument of the verbs.
         lineage: the parents of this process's next saves.
     """
 
@@ -78,13 +78,14 @@ class Repository(Snapshots):
         """Make a repository under a URL.
 
         Args:
-            like: take over the chunk size and the digest seed of this one, so that snapshots can be copied between
-                the two.
+            chunk_bytes: the size of a chunk, a multiple of 16 [bytes].
+            like: an open repository. The new one takes its chunk size and digest seed, so that snapshots can be copied
+                between the two.
 
         Raises:
-            AlreadyExistsError: there is one.
+            AlreadyExistsError: there is a repository already.
             InvalidInputError: the directory or prefix is not empty, or the chunk size cannot be used.
-            StorageError, CapabilityError: the store cannot be written, or lacks what snapstore relies on.
+            StorageError, CapabilityError: the store cannot be written, or lacks a property that snapstore needs.
         """
         chunking.check_chunk_bytes(chunk_bytes)
         store = open_store(url, create=True)
@@ -108,10 +109,10 @@ class Repository(Snapshots):
         """Open the repository under a URL.
 
         Args:
-            damaged: open it even if its config is damaged, missing or another repository's, to `check` and `repair` it.
+            damaged: open it even if its config is damaged, missing or of another one, to `check` and `repair` it.
 
         Raises:
-            NotFoundError: there is none.
+            NotFoundError: there is no repository.
             FormatError: this release does not know its format, or one of its features.
             IntegrityError: its config is damaged.
         """
@@ -173,12 +174,12 @@ class Repository(Snapshots):
                 committed last, else the newest of the run.
             bases: references of more snapshots to dedup against.
             metrics: numbers for policies such as KeepBest, NaN and infinities included: tensors and arrays of one
-                element, or anything with `__float__`. A GPU's are copied in the order of its stream.
+                element, or anything with `__float__`. Those on a GPU are copied in the order of its current stream.
             metadata: plain values, stored with the snapshot.
             tags: names; a tagged snapshot is never forgotten.
             full: store no deltas, for a snapshot that is kept for a long time.
-            ranks: False says that no other rank of torch.distributed saves this run. Without it, a save from one of
-                several ranks is an error.
+            ranks: False: no other rank of torch.distributed saves this run. None: a save from one of several ranks is
+                an error.
 
         Raises:
             InvalidInputError: a name, step, metric or leaf cannot be saved, or an array of the state was changed
@@ -199,10 +200,11 @@ class Repository(Snapshots):
 
     @pinned
     def tag(self, ref: str, name: str) -> Snapshot:
-        """Put a tag on a committed snapshot; from then on it is never forgotten.
+        """Put a tag on a committed snapshot; from then on the snapshot is never forgotten.
 
-        A tag names one snapshot of a run: if another one has it, it moves here. If several are given it at once, the
-        newest keeps it; the returned snapshot shows whether this one has it.
+        A tag names one snapshot of a run: if another snapshot of the run has the tag, it moves to this one. If several
+        processes give it to different snapshots at once, the newest of these keeps it. The returned snapshot shows
+        whether it has the tag.
 
         Raises:
             ConflictError: other processes keep revising the snapshots of the run; tag again.
@@ -211,10 +213,10 @@ class Repository(Snapshots):
 
     @pinned
     def untag(self, ref: str, name: str) -> Snapshot:
-        """Take a tag off.
+        """Remove a tag from a snapshot.
 
         Raises:
-            NotFoundError: the snapshot does not have it.
+            NotFoundError: the snapshot does not have the tag.
         """
         return tags.untag(self.context, ref, name)
 
@@ -226,8 +228,12 @@ class Repository(Snapshots):
     ) -> ForgetResult:
         """Forget the snapshots of a run that no policy keeps. Their bytes stay until `gc`; `unforget` works until then.
 
-        Tagged snapshots and the newest one always stay. So does a snapshot that a repair found damaged; no policy
-        counts it, so it takes no place of an intact snapshot.
+        Tagged snapshots and the newest one always stay. A snapshot that a repair found damaged stays too; no policy
+        counts it, so it does not take the place of an intact snapshot.
+
+        Args:
+            dry_run: only return the result; write nothing.
+            force: accept no policy, and policies that keep nothing.
 
         Raises:
             InvalidInputError: no policy, or policies that keep nothing, without `force`.
@@ -267,7 +273,9 @@ class Repository(Snapshots):
                 removed by hand. Without it, such an object stops the gc: the store may have listed too few records.
 
         Raises:
-            IntegrityError, StorageError: needed objects cannot be told from unneeded ones; nothing was deleted.
+            IntegrityError: gc cannot know which objects are needed. Nothing was deleted, except objects that an earlier
+                gc had marked.
+            StorageError: the store failed; the next gc continues.
         """
         if isinstance(fence_after_s, bool) or not isinstance(fence_after_s, int | float) or not fence_after_s >= 0:
             raise InvalidInputError(f"fence_after_s {fence_after_s!r}: expected a number of seconds of 0 or more")
@@ -348,16 +356,16 @@ class Repository(Snapshots):
         and gcs of both. The next copy continues an interrupted one, after the last snapshot that was committed.
 
         Args:
-            refs: the snapshots to copy. None: all committed ones, but the ones that the destination has forgotten.
-            to: the destination; where there is none, one is made, with the chunk size and digest seed of this one.
-            run: with no `refs`: only those of this run.
+            refs: the snapshots to copy. None: all committed ones, except snapshots that the destination has forgotten.
+            to: the destination. If there is none, one is made, with the chunk size and digest seed of this repository.
+            run: without `refs`: copy only the snapshots of this run.
 
         Returns:
             The work done, and the snapshots that could not be copied; nothing of them was committed.
 
         Raises:
             NotFoundError, InvalidInputError: a reference or the run names nothing; the digests of the destination have
-                another seed; or it is this repository.
+                another seed; or the destination is this repository.
             StorageError: one of the stores failed; snapshots before that are copied.
         """
         from .copy.copy import CopyResult, copy
@@ -403,14 +411,14 @@ class Repository(Snapshots):
         subset: tuple[int, int] = (1, 1),
         max_decoded_bytes: int | None = None,
     ) -> CheckResult:
-        """Verify the repository, and return what was found.
+        """Verify the repository, and return the problems that were found.
 
         Args:
             level: "metadata" (are all objects there?), "data" (are all stored bytes intact?) or "restore" (does every
                 state come back bit for bit?).
             share: the part of the packs that "data" reads, 0 to 1.
             subset: (n, t): "data" reads the n-th of t fixed shares of the packs, so t checks read them all.
-            max_decoded_bytes: "restore" decodes at most this; None: 1 GiB and 8192 times the stored bytes. No
+            max_decoded_bytes: "restore" decodes at most so many bytes; None: 1 GiB plus 8192 times the stored bytes. No
                 repository that snapstore made needs more.
         """
         from .check.check import check
@@ -420,7 +428,7 @@ class Repository(Snapshots):
     def in_need_of_quarantined(self, snapshots: Sequence[Snapshot]) -> set[str]:
         """Return the ids of the snapshots that need a pack or manifest that a repair found damaged or missing.
 
-        They may be lost. While no pack is in quarantine, nothing is read.
+        These snapshots may be lost. While no pack is in quarantine, nothing is read.
         """
         return quarantine.in_need_of_quarantined(self.context, snapshots)
 
@@ -439,7 +447,7 @@ class Repository(Snapshots):
             purge: let `gc` delete damaged packs that no snapshot needs any more.
 
         Raises:
-            StorageError: the store failed; every step that was done is complete. Repair again.
+            StorageError: the store failed; every step so far is complete. Repair again.
         """
         from .repair.repair import repair
 

@@ -64,7 +64,7 @@ Reasons = dict[str, str]  # snapshot id -> why this policy keeps it
 
 
 class Policy(Protocol):
-    """One rule. There are no policies but the classes below: a policy is stored, so its kind is part of the format."""
+    """One rule. Only the classes below are policies: a policy is stored, so its kind is part of the format."""
 
     def reasons(self, current: Sequence[SnapshotLike]) -> Reasons:
         """Return why this policy keeps snapshots, by id. `current` is one snapshot per step, newest first."""
@@ -100,7 +100,7 @@ class KeepLast(_KeepCount):
     """Keep the `n` newest steps."""
 
     def reasons(self, current: Sequence[SnapshotLike]) -> Reasons:
-        """Name the first `n`."""
+        """Return the reason for each of the first `n`."""
         return {snapshot.id: f"last {self.n}" for snapshot in current[: self.n]}
 
 
@@ -117,7 +117,7 @@ class KeepEvery(Policy):
         return f"KeepEvery(steps={self.steps})"
 
     def reasons(self, current: Sequence[SnapshotLike]) -> Reasons:
-        """Name all whose step is a multiple."""
+        """Return the reason for each whose step is a multiple."""
         return {snapshot.id: f"every {self.steps} steps" for snapshot in current if snapshot.step % self.steps == 0}
 
 
@@ -142,7 +142,7 @@ class KeepSteps(Policy):
         return f"KeepSteps({list(self.steps)})"
 
     def reasons(self, current: Sequence[SnapshotLike]) -> Reasons:
-        """Name those of the steps that exist."""
+        """Return the reason for each of the steps that exists."""
         named = frozenset(self.steps)
         return {snapshot.id: f"step {snapshot.step}" for snapshot in current if snapshot.step in named}
 
@@ -170,7 +170,7 @@ class KeepBest(Policy):
         return f"KeepBest({self.metric!r}, n={self.n}, mode={self.mode!r})"
 
     def reasons(self, current: Sequence[SnapshotLike]) -> Reasons:
-        """Name the first `n` of `ranked`, with their ranks."""
+        """Return the reason for each of the first `n` of `ranked`, with its rank."""
         best = self.ranked(current)[: self.n]
         return {snapshot.id: f"best {self.metric} (#{rank})" for rank, snapshot in enumerate(best, start=1)}
 
@@ -188,7 +188,7 @@ class KeepWithin(Policy):
 
     Args:
         duration: "90s", "30m", "2h", "7d", "2w" or a sum like "1d12h" (m is minutes); or a `datetime.timedelta`; or
-            seconds. It is kept as its shortest text, so equal durations are equal policies.
+            seconds. The attribute holds its shortest text, so equal durations are equal policies.
     """
 
     duration: str
@@ -200,7 +200,7 @@ class KeepWithin(Policy):
         return f"KeepWithin({self.duration!r})"
 
     def reasons(self, current: Sequence[SnapshotLike]) -> Reasons:
-        """Name all that are not older; one that a wrong clock dated later than the newest stays too."""
+        """Return the reason for each that is not older, also for one that a wrong clock dated after the newest."""
         if not current:
             return {}
         oldest = current[0].created - _parse_duration(self.duration).total_seconds()
@@ -210,13 +210,13 @@ class KeepWithin(Policy):
 class _KeepPeriodic(_KeepCount):
     """Keep the newest snapshot of each of the last `n` calendar periods (UTC) that have any."""
 
-    #: For `format`: times of one period give one text, which is also the reason.
+    #: A format of datetime that gives one text for all times of a period; the text is also the reason.
     period: ClassVar[str]
 
     def reasons(self, current: Sequence[SnapshotLike]) -> Reasons:
-        """Name the newest snapshot of each of the first `n` periods met on the way from newest to oldest.
+        """Return the reason for the newest snapshot of each of the first `n` periods, from the newest to the oldest.
 
-        The way is by `seq`: a snapshot that a wrong clock dated 2099 takes one period, but is not the newest for ever.
+        The order is that of `seq`: a snapshot that a wrong clock dated 2099 takes one period, and no more.
         """
         newest: dict[str, str] = {}  # period -> snapshot id
         for snapshot in current:
@@ -284,8 +284,8 @@ def apply(policies: Policy | Iterable[Policy], snapshots: Iterable[S], *, force:
         One decision per snapshot, oldest (lowest `seq`) first.
 
     Raises:
-        InvalidInputError: the snapshots are of several runs; a policy is none; or, unless forced, there are no
-            policies, or there are snapshots and the policies alone keep none of them.
+        InvalidInputError: the snapshots are of several runs; a value in `policies` is no policy. Unless forced, also:
+            there are no policies, or there are snapshots and the policies alone keep none of them.
     """
     policies = check(policies)
     if not policies and not force:
@@ -316,19 +316,19 @@ def apply(policies: Policy | Iterable[Policy], snapshots: Iterable[S], *, force:
 
 
 def current(snapshots: Iterable[S]) -> list[S]:
-    """Return the newest snapshot of every step, newest first: superseded ones do not count."""
+    """Return the newest snapshot of every step, newest first; superseded ones are left out."""
     by_step = {snapshot.step: snapshot for snapshot in sorted(snapshots, key=_age)}
     return sorted(by_step.values(), key=_age, reverse=True)
 
 
 def stays_without_neighbours(policies: Policy | Iterable[Policy], step: int, interval: int) -> bool:
-    """Return whether it is certain that `step` stays for ever, and not the saves before it; it is then written full.
+    """Return whether `step` certainly stays for ever, and the saves before it may not; it is then written full.
 
     Only `KeepEvery` and `KeepSteps` are certain. The choice of the others depends on later snapshots. A full snapshot
-    pays if the bases of a delta would stay for it alone: not if at least every second save stays.
+    pays only if the bases of its deltas would stay for it alone: not if `KeepEvery` keeps at least every second save.
 
     Args:
-        interval: steps from save to save.
+        interval: the number of steps from one save to the next.
     """
     for policy in check(policies):
         if isinstance(policy, KeepEvery) and step % policy.steps == 0 and policy.steps >= 3 * interval:

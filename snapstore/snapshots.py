@@ -1,7 +1,7 @@
 """Snapshots: the snapshots of a repository: look them up, restore them, read their tensors, compare them.
 
-In: an open repository. Out: records, states and tensors. Nothing here writes to the store. `Repository` is one, and
-saves and forgets snapshots as well.
+In: an open repository. Out: records, states and tensors. Nothing here writes to the store. `Repository` is a subclass,
+which also saves and forgets snapshots.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Snapshots:
     """The snapshots of one repository.
 
     Attributes:
-        context: what the verbs take.
+        context: the argument of the verbs.
     """
 
     if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Snapshots:
         """Return the snapshot that a reference names: `run@step`, `run@latest` (`highest`, `best`), `run@tag` or an id.
 
         Raises:
-            NotFoundError, InvalidInputError: see `View.resolve`.
+            NotFoundError, InvalidInputError, IntegrityError, StorageError: see `View.resolve`.
         """
         return self.view().resolve(ref)
 
@@ -69,19 +69,23 @@ class Snapshots:
         """Return the state of a snapshot, as nested containers.
 
         Args:
-            ref: of any run. The parent of the next save stays as it is: to fork, name one with `save(parent=ref)`.
+            ref: a reference of any run. A restore does not change the parent of the next save: to fork, call
+                `save(parent=ref)`.
             keys: dotted paths, or globs over them such as "model.*"; only the bytes that they need are read.
             device: where new tensors go.
-            types: classes to make values of; other classes of users come back in plain forms, nothing is imported.
+            types: your classes of which values are made. Values of other classes of yours come back in a plain form;
+                nothing is imported.
             part: return only the value of this top-level key, and read no more; `keys` then begin inside it.
-            rename: other names for the keys of dicts, such as {"_orig_mod.": ""}: a mapping of old names to new ones,
-                where one that ends with a dot is a prefix, or a function of each name. `keys` are of new names.
+            rename: new names for the keys of dicts, such as {"_orig_mod.": ""}: a mapping of old names to new ones,
+                where an old name that ends with a dot is a prefix; or a function that returns the new name of each.
+                `keys` then select by new names.
 
         Raises:
             NotFoundError: a reference, key, part or old name names nothing.
-            InvalidInputError: a type does not take what is stored; two names would become one.
+            InvalidInputError: a class does not accept the stored value; two names would become one.
             CapabilityError: `device` is a CUDA device that is not there, or the state does not fit into memory.
-            IntegrityError: the snapshot is damaged. If it is the newest of its run, the newest whole one is named.
+            IntegrityError: the snapshot is damaged. If it is the newest of its run, the error names the newest whole
+                one.
         """
         from .check.newest_whole import newest_whole_named
         from .restore.pipeline import read
@@ -106,13 +110,13 @@ class Snapshots:
         Args:
             ref, keys, types, part, rename: see `restore`; the classes in `target` need not be named.
             target: nested containers, tensors and objects with load_state_dict, shaped like the saved state.
-            strict: False fills only names that both sides have, and logs the others. `Mismatches()` does so too, and
-                notes the names. Another shape, dtype or type is an error in any case, and so are names that differ only
-                by the prefix of a wrapper.
+            strict: False: fill only names that both sides have, and log the others. `Mismatches()`: do so, and note the
+                other names in it. Another shape, dtype or type is an error in any case, and so are names that differ
+                only by the prefix of a wrapper.
 
         Raises:
             NotFoundError: the reference, a key, the part or an old name names nothing.
-            InvalidInputError: `target` does not fit; the differences are named part by part, and nothing was written.
+            InvalidInputError: `target` does not fit. The error names the differences part by part; nothing was written.
             IntegrityError: the snapshot is damaged; `target` may be half written.
         """
         from .check.newest_whole import newest_whole_named
@@ -131,7 +135,7 @@ class Snapshots:
         before it is yielded. Plain values are left out: `restore` them with keys.
 
         Args:
-            ref, keys, device: see `restore`, and for what is raised.
+            ref, keys, device: see `restore`, also for the errors.
         """
         from .restore.streaming import TensorReader
 
@@ -141,14 +145,15 @@ class Snapshots:
         """Return the tensors and arrays of a snapshot by dotted path, as handles that read slices.
 
         `tensors["model.wte.weight"][100:200]` reads the chunks that hold these rows, and checks each against its
-        digest. Plain values and bytes are left out, and so are values that are each rank's own.
+        digest. Plain values, bytes, and values that each rank keeps for itself (`PerRank`) are left out.
 
         Args:
             ref, keys: see `restore`.
 
         Raises:
             NotFoundError, InvalidInputError: a reference or key names nothing; two tensors have the same path.
-            IntegrityError: the snapshot is damaged. If it is the newest of its run, the newest whole one is named.
+            IntegrityError: the snapshot is damaged. If it is the newest of its run, the error names the newest whole
+                one.
         """
         from .check.newest_whole import newest_whole_named
         from .inspect.lazy import open_tensors
@@ -159,7 +164,7 @@ class Snapshots:
     # -- count and compare
 
     def stats(self) -> StatsResult:
-        """Return bytes by tensor group and codec, dedup, ratio and chain depths."""
+        """Return the bytes by tensor group and by codec, the effect of dedup, the ratio and the depths of chains."""
         from .inspect.stats import stats
 
         return stats(self.context)

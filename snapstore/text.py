@@ -18,7 +18,7 @@ _HINT = re.compile(r"; run 'snapstore (?:check|repair)[^']*'(?: again)?")
 
 
 def strip_hint(error: object) -> str:
-    """Return an error's message without its "run 'snapstore check'" hint, for reports of check and repair."""
+    """Return an error's message without its hint to run 'snapstore check' or 'repair', for reports of these two."""
     return _HINT.sub("", str(error))
 
 
@@ -60,7 +60,7 @@ def human_bytes(count: float) -> str:
 
 
 def brief(result: Any) -> str:
-    """Return a repr of a dataclass in one line: of a list, tuple or dict it shows the length."""
+    """Return the repr of a dataclass in one line, with the length of a list, tuple or dict in its place."""
     values = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
     counts = {name: f"<{counted(len(v), 'item')}>" for name, v in values.items() if isinstance(v, list | tuple | dict)}
     return f"{type(result).__name__}({', '.join(f'{name}={counts.get(name, repr(v))}' for name, v in values.items())})"

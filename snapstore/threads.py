@@ -80,7 +80,7 @@ class Pending(Generic[R]):
         try:
             for i in range(first, min(first + self._step, len(self._items))):
                 self._results[i] = self._function(self._items[i])
-        except BaseException as caught:  # noqa: BLE001  raised where the results are asked for
+        except BaseException as caught:  # noqa: BLE001  raised by `__call__`
             if caught.__traceback__ is not None:  # this frame refers to the results, which refer to the error
                 caught.__traceback__ = caught.__traceback__.tb_next
             error = caught

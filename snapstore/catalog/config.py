@@ -1,7 +1,7 @@
 """Config: read and check the config of a repository, or reconstruct one from its manifests.
 
-In: a store. Out: its Config. A config that is damaged, gone or another repository's is reconstructed only for `check`
-and `repair`: with the digest seed of the manifests, every digest can be verified as before.
+In: a store. Out: its Config. Only `check` and `repair` reconstruct a config that is damaged, missing or of another
+repository: with the digest seed of the manifests, every digest can be verified as before.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def read_config(store: ObjectStore) -> Config:
 
 
 def read_or_reconstruct_config(store: ObjectStore) -> tuple[Config, str]:
-    """Return (a config to check and repair a repository with, why its own cannot be used); the text is empty if it can.
+    """Return (a config for check and repair, why the store's own config cannot be used); the text is empty if it can.
 
     Raises:
         NotFoundError, IntegrityError, StorageError: it cannot be read, and there is nothing to reconstruct it from.
@@ -103,9 +103,9 @@ def read_or_reconstruct_config(store: ObjectStore) -> tuple[Config, str]:
 
 
 def is_foreign(store: ObjectStore, config: Config) -> bool:
-    """Return whether a config that reads is another repository's: most manifests have another digest seed.
+    """Return whether a readable config belongs to another repository: more manifests have another seed than its own.
 
-    Read one header, unless that one differs.
+    It reads one header; only if that one has another seed, it reads all.
     """
     headers = _headers(store)
     first = next(headers, None)
@@ -116,9 +116,9 @@ def is_foreign(store: ObjectStore, config: Config) -> bool:
 
 
 def _reconstruct(store: ObjectStore) -> Config | None:
-    """Return a config made from the manifests; None if the store holds nothing of a repository.
+    """Return a config made from the manifests; None if the store holds neither manifests nor records.
 
-    The digest seed is that of most manifests. Without manifests there are no digests, so the seed is a new one.
+    The digest seed is the one that most manifests have. Without manifests there are no digests, so the seed is new.
     """
     seeds: Counter[int] = Counter()
     sizes: Counter[int] = Counter()
@@ -134,7 +134,7 @@ def _reconstruct(store: ObjectStore) -> Config | None:
 
 
 def _headers(store: ObjectStore) -> Iterator[ManifestHeader]:
-    """Yield the header of every manifest that is there and can be read."""
+    """Yield the header of every manifest that can be read."""
     for info in store.list("manifests/"):
         header = tried(store, partial(read_unproven, store, info.key, info.size_bytes))
         if isinstance(header, ManifestHeader):
@@ -142,7 +142,7 @@ def _headers(store: ObjectStore) -> Iterator[ManifestHeader]:
 
 
 def read_unproven(store: ObjectStore, key: str, size_bytes: int) -> ManifestHeader | ManifestList:
-    """Return the header of a manifest, or the list of manifests, for which no record vouches.
+    """Return the header of a manifest, or a list of manifests; nothing compares it with the SHA-256 in a record.
 
     Raises:
         NotFoundError, IntegrityError, FormatError: it is missing or damaged.

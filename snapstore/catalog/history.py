@@ -1,8 +1,9 @@
 """History: answer questions about snapshots from one listing of their records.
 
-In: the ruling record of every snapshot, the keys of records that are damaged or cannot be read, and records that have
-vanished. Out: references resolved, lineage, sequence numbers, all from memory; only `run@best` reads the policies of
-the run. An answer that one of those records might change is an error. A View never changes: any thread may use it.
+In: the ruling (highest) revision of every snapshot's record, the keys of records that are damaged or cannot be read,
+and records that have vanished. Out: references resolved, lineage, sequence numbers, all from memory; only `run@best`
+reads the policies of the run. If a record that is unknown might change an answer, the answer is an error. A View never
+changes: any thread may use it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class View:
         unread: key -> why its record could not be read, though the store answers: a later read may succeed.
         repeated: key -> why its record is left out: it repeats the id of another snapshot. One of the two is forged.
         vanished: keys that the index knows and the listing did not show: a gc must not act on such a listing.
-        missing: the vanished records that ruled, as far as the index knows; older revisions are never read.
+        missing: the vanished records that were ruling, as far as the index knows; older revisions are never read.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class View:
     ) -> None:
         wrong = misnumbered(ruling := list(ruling))
         self._by_id = {snapshot.id: snapshot for snapshot in ruling if snapshot.key not in wrong}
-        self._store = store  # has the policies that `run@best` means
+        self._store = store  # for the policies that `run@best` needs
         self.damaged = {**damaged, **wrong}
         self.unread, self.repeated = dict(unread or {}), dict(repeated or {})
         self.vanished = [snapshot.key for snapshot in vanished]
@@ -63,7 +64,7 @@ class View:
         self._seqs |= {snapshot.id: snapshot.seq for snapshot in self.missing}
 
     def _missing(self, vanished: Iterable[Snapshot]) -> list[Snapshot]:
-        """Return the newest vanished revision of each snapshot of which no later one is listed."""
+        """Return the newest vanished revision of each snapshot for which no later revision is listed."""
         shown = {snapshot.id: snapshot.revision for snapshot in self._by_id.values()}
         for _, _, name, revision in filter(None, map(parse_record_key, (*self.damaged, *self.unread))):
             shown[name] = revision
@@ -82,14 +83,14 @@ class View:
         for s in self.missing:
             shown = self._by_id.get(s.id)
             if s.state in (COMMITTED, FORGOTTEN) and (shown is None or shown.state != COMMITTED):
-                yield s.run, s.step, s.id, s.key  # else it is there, or its bytes are gone anyway
+                yield s.run, s.step, s.id, s.key  # else a committed revision is listed, or a gc has deleted the bytes
 
     def require_all_records(self, verb: str, outcome: str) -> None:
-        """Raise, naming a verb and its outcome, unless every record is there and can be read.
+        """Raise unless every record is there and can be read; the error names the verb and its outcome.
 
         Raises:
-            IntegrityError: one is damaged, missing or forged.
-            StorageError: one cannot be read.
+            IntegrityError: a record is damaged, missing or forged.
+            StorageError: a record cannot be read.
         """
         if self.damaged:
             raise IntegrityError(f"{verb}: {_first(self.damaged)}; {outcome}; run 'snapstore check'")
@@ -123,14 +124,15 @@ class View:
     def _require_known(
         self, asked: str, run: str, found: Snapshot | None, step: int | None = None, snapshot_id: str = ""
     ) -> None:
-        """Raise if a snapshot whose record is unknown may be the answer, rather than `found`.
+        """Raise if the answer may be a snapshot whose record is not known, instead of `found`.
 
         Args:
             asked: the reference, for the error.
-            step, snapshot_id: the answer has these; None, empty: any.
+            step, snapshot_id: only a snapshot with these may be the answer; None, empty: with any.
 
         Raises:
-            StorageError, IntegrityError: its record could not be read; is damaged or gone.
+            StorageError: its record could not be read.
+            IntegrityError: its record is damaged or gone.
         """
         for of_run, of_step, name, key in self._unknown():
             seq = self._seqs.get(name)
@@ -145,7 +147,7 @@ class View:
             raise kind(f"{asked}: may be {run}@{of_step} (id:{name[:12]}), whose record {problem}{instead}")
 
     def snapshots(self, run: str | None = None, states: tuple[str, ...] | None = (COMMITTED,)) -> list[Snapshot]:
-        """Return the snapshots of a run (None: of all) in some states (None: in any), by run and seq."""
+        """Return the snapshots of a run (None: of all runs) in some states (None: in any), sorted by run and seq."""
         chosen = (
             s for s in self._by_id.values() if (run is None or s.run == run) and (states is None or s.state in states)
         )
@@ -156,24 +158,24 @@ class View:
         return self._by_id.get(snapshot_id)
 
     def newest(self, run: str) -> Snapshot | None:
-        """Return the committed snapshot of the highest seq."""
+        """Return the readable committed snapshot of the highest seq; None if there is none."""
         return max(self.snapshots(run), key=lambda s: (s.seq, s.id), default=None)
 
     def latest(self, run: str) -> Snapshot | None:
-        """Return the newest committed snapshot, and be sure that it is.
+        """Return the newest committed snapshot; None if there is none. Unlike `newest`, raise if that is not certain.
 
         Raises:
-            IntegrityError, StorageError: a record that cannot be read, or is gone, may be of a newer one.
+            IntegrityError, StorageError: a record that may be newer is gone, or cannot be read.
         """
         found = self.newest(run)
         self._require_known(f"{run}@latest", run, found)
         return found
 
     def highest_step(self, run: str) -> int | None:
-        """Return the highest step of the committed snapshots, and be sure that it is; None if there are none.
+        """Return the highest step of the committed snapshots of a run; None if there are none.
 
         Raises:
-            IntegrityError, StorageError: a record that cannot be read, or is gone, is of a higher step.
+            IntegrityError, StorageError: a record of a higher step is gone, or cannot be read.
         """
         highest = max((s.step for s in self.snapshots(run)), default=None)
         for of_run, step, name, _ in self._unknown():
@@ -182,12 +184,13 @@ class View:
         return highest
 
     def next_seq(self, run: str) -> int:
-        """Return the next sequence number of a run, above any unreadable record's.
+        """Return the next sequence number of a run, above that of any unreadable record.
 
-        Where such a record's own number is unknown, room is left: else a save could tie with it once it is repaired.
+        If the number of such a record is unknown, numbers are left free for it: otherwise a save could have the same
+        number as that record once it is repaired.
 
         Raises:
-            InvalidInputError: forged records leave no number.
+            InvalidInputError: (forged) records have used the highest numbers, so none can follow.
         """
         names = {name for of_run, _, name, _ in self._unknown() if of_run == run}
         of_run = self.snapshots(run, states=None)
@@ -202,7 +205,7 @@ class View:
         return number
 
     def children(self, snapshot_id: str) -> list[Snapshot]:
-        """Return the committed snapshots whose parent this is."""
+        """Return the committed snapshots whose parent is this snapshot."""
         return [s for s in self.snapshots() if s.parent == snapshot_id]
 
     def runs(self) -> list[str]:
@@ -218,10 +221,10 @@ class View:
     def resolve(self, ref: str, states: tuple[str, ...] = (COMMITTED, FORGOTTEN)) -> Snapshot:
         """Return the snapshot that a reference names: `run@step`, `run@tag`, `run@latest` or another word, or an id.
 
-        The words are `latest`, the newest save; `highest`, the highest step; and `best`, by the first KeepBest policy
-        of the run. A tag `highest` or `best` comes first. An id is `id:` and its first digits, or at least 8 digits,
-        as `snapstore log` prints them. A step or an id finds a forgotten snapshot if there is no committed one; tags
-        and words name committed ones only.
+        The words are `latest`, the newest save; `highest`, the highest step; and `best`, the best by the first KeepBest
+        policy of the run. A tag named `highest` or `best` takes precedence over the word. An id is `id:` and its first
+        digits, or at least 8 digits, as `snapstore log` prints them. A step finds a forgotten snapshot if there is no
+        committed one. An id finds a committed or a forgotten snapshot. Tags and words name only committed ones.
 
         Raises:
             InvalidInputError: it is not a reference, or an ambiguous prefix.
@@ -296,7 +299,7 @@ class View:
 
 
 def misnumbered(ruling: Iterable[Snapshot]) -> dict[str, str]:
-    """Return, by key, why records are damaged whose seq no writer can have counted to."""
+    """Return the records whose seq is too high for any writer to have counted to: key -> why it is damaged."""
     runs: dict[str, list[Snapshot]] = {}
     for snapshot in ruling:
         runs.setdefault(snapshot.run, []).append(snapshot)
@@ -312,6 +315,6 @@ def misnumbered(ruling: Iterable[Snapshot]) -> dict[str, str]:
 
 
 def _first(problems: Mapping[str, str]) -> str:
-    """Return the first of some keys with its problem; the key stands in the text once."""
+    """Return the first of some keys with its problem; the text has the key once."""
     key, why = next(iter(problems.items()))
     return strip_hint(why) if key in why else f"{key}: {strip_hint(why)}"

@@ -6,8 +6,8 @@ answers from memory. A bucket that was restored from a backup, or another one by
 under a known key. So each record is cached with the size, time and tag of the listing, and read again when they differ.
 
 An index that is missing, foreign, damaged, full or unwritable costs time, nothing else. It lies in the user's own
-cache, where it is bounded. It never lies in the repository: its content is believed, and an index that came with an
-archive would be a stranger's.
+cache, where its size is bounded. It never lies in the repository: snapstore trusts its content, and anyone could have
+written an index that came with an archive.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ READ_THREADS = 16
 #: Records that are read before any is cached; a header names every pack, so fewer headers are held.
 RECORDS_IN_MEMORY = 1000
 HEADERS_IN_MEMORY = 256
-#: Stands before a cached record: its size, time and tag (`_Record`) in the listing.
+#: A cached record begins with this: its size, time and tag (`_Record`) in the listing.
 _LISTED = struct.Struct("<qd16s")
 
 T = TypeVar("T")
@@ -60,21 +60,21 @@ R = TypeVar("R")
 
 
 JUST_MADE = -1.0
-#: A store that takes longer for a small object is asked for several at a time [s].
+#: If a store takes longer for a small object [s], several objects are read in parallel.
 SLOW_S = 0.003
-#: A record whose read failed, and took longer than this [s], is not read again for this many times as long, at most
-#: this long [s].
+#: If the read of a record fails and takes longer than SLOW_FAILURE_S, the record is not read again for PAUSE_FACTOR
+#: times as long, at most MAX_PAUSE_S.
 SLOW_FAILURE_S, PAUSE_FACTOR, MAX_PAUSE_S = 1.0, 10, 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """A record, and how the listing shows it until another one takes its place."""
+    """A record, and how listings show it as long as no other record takes its place."""
 
     snapshot: Snapshot
     size_bytes: int
     modified_s: float  # JUST_MADE: this process made it, and no listing has shown it since
-    tag: bytes  # half the SHA-256 of it, since a store's own may be of any length
+    tag: bytes  # half the SHA-256 of the store's tag, which may have any length
 
     @staticmethod
     def from_listing(snapshot: Snapshot, info: ObjectInfo) -> _Record:
@@ -94,7 +94,7 @@ def _shortened(text: str) -> bytes:
 
 
 def _packed(known: Mapping[str, _Record]) -> dict[str, bytes]:
-    """Return records in the form in which they are cached, by key."""
+    """Return the bytes of records in the cache, by key."""
     return {key: record.pack(records.encode(record.snapshot)) for key, record in known.items()}
 
 
@@ -111,8 +111,8 @@ class Index:
     """The cache of one repository. Safe to use from several threads, not across a fork.
 
     Args:
-        limit_bytes: of the LMDB map.
-        temporary: remove the folder on closing.
+        limit_bytes: size of the LMDB map.
+        temporary: `close` removes the folder.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Index:
             log.warning("index %s cannot be used (%s); every listing reads the records themselves", folder, error)
 
     def _load(self) -> None:
-        """Take over the cached records."""
+        """Load the cached records into memory."""
         assert self._environment is not None
         for key, data in self._environment.items(b"records"):
             try:
@@ -145,8 +145,8 @@ class Index:
         """List the store, read the records that are new or changed, and return a View.
 
         Args:
-            list_twice: take a record that either of two listings shows as listed, since records never go away. The
-                first refresh always does so: nothing is known yet that would tell that a listing lacks some.
+            list_twice: list twice. A record counts as listed if either listing shows it, since records are never
+                deleted. The first refresh always does so: no known records yet show that a listing lacks some.
 
         Raises:
             StorageError: the listing failed, or the store cannot be read at all. If one record cannot be read, it is
@@ -174,7 +174,7 @@ class Index:
         """List the records.
 
         Returns:
-            (by key, how each ruling record is listed; None: as it is cached), (known records that are not listed).
+            (key of each ruling record -> how it is listed; None: as in the cache), (known records that are not listed).
         """
         vanished = set(self._records)
         listings = [self._store.list("snapshots/") for _ in range(times)]
@@ -201,7 +201,7 @@ class Index:
         """Read and cache records, given how they are listed.
 
         Returns:
-            (by key, why records are damaged), (by key, why records could not be read).
+            (key -> why, of damaged records), (key -> why, of records that could not be read).
 
         Raises:
             StorageError: the store cannot be read at all.
@@ -228,7 +228,7 @@ class Index:
         return damaged, unread
 
     def _paused(self, infos: Mapping[str, ObjectInfo]) -> dict[str, str]:
-        """Return, by key, why records failed lately that took long to fail, if they are listed as they were then.
+        """Return the records whose read failed slowly a short time ago, and that are listed as then: key -> why.
 
         They are not read now: a save refreshes several times, and each read would take as long.
 
@@ -244,7 +244,10 @@ class Index:
         return {key: pause.why for key, pause in self._pauses.items()}
 
     def _seqs_of(self, unknown: Iterable[str]) -> dict[str, int]:
-        """Return by id the seq, which only a repair changes, of snapshots whose ruling record cannot be read."""
+        """Return the seq of snapshots whose ruling record cannot be read, by id, from another revision.
+
+        Only a repair changes the seq of a snapshot.
+        """
         keys = {parsed[2]: (key, parsed) for key in unknown if (parsed := parse_record_key(key))}
         seqs = {r.snapshot.id: r.snapshot.seq for r in self._records.values() if r.snapshot.id in keys}
         for name, (key, (run, step, _, revision)) in keys.items():
@@ -256,7 +259,7 @@ class Index:
         return seqs
 
     def _note_listing(self, infos: Iterable[ObjectInfo]) -> None:
-        """Remember how records are listed that this process made, so that another one in their place is noticed."""
+        """Remember how records that this process made are listed, so that another record in their place is noticed."""
         noted = {info.key: _Record.from_listing(self._records[info.key].snapshot, info) for info in infos}
         self._records |= noted
         self._store_all(b"records", _packed(noted))
@@ -267,7 +270,7 @@ class Index:
         return self._get_record(key), time.monotonic() - began
 
     def _get_record(self, key: str) -> bytes | SnapstoreError:
-        """Return the bytes of a record, or the error that reading it gave; raises as `_tried` does."""
+        """Return the bytes of a record, or the error of reading it; raises as `_tried` does."""
         return self._tried(lambda: self._store.get(key, limit_bytes=records.MAX_OBJECT_BYTES))
 
     def _tried(self, read: Callable[[], bytes]) -> bytes | SnapstoreError:
@@ -285,17 +288,17 @@ class Index:
             return error
 
     def _require_reads(self) -> None:
-        """Raise StorageError unless the store can be read: a listing may succeed where reads fail."""
+        """Raise StorageError unless the store can be read: listings may succeed although reads fail."""
         with suppress(*DAMAGE):
             self._store.get("config", limit_bytes=records.MAX_OBJECT_BYTES)
 
     def some_keys(self, count: int = 4) -> list[str]:
-        """Return the keys of the records that were added last."""
+        """Return the keys of the `count` records that were cached last."""
         with self._lock:
             return list(islice(reversed(self._records), count))
 
     def cached(self, key: str) -> Snapshot | None:
-        """Return the record of a key as it was last read or made, whatever the store shows now."""
+        """Return the record that was last read or made under a key, whatever the store shows now; None: none was."""
         record = self._records.get(key)
         return record.snapshot if record else None
 
@@ -322,10 +325,10 @@ class Index:
         return header
 
     def headers(self, refs: Iterable[ManifestRef]) -> Iterator[ManifestHeader | SnapstoreError]:
-        """Yield every header in turn, or its error. Headers that are not cached are read several at a time.
+        """Yield every header in turn, or its error. Headers that are not cached are read in parallel.
 
         Raises:
-            StorageError: the store failed.
+            StorageError: the store cannot be read at all.
         """
         self.check_process()
         left = iter(refs)
@@ -346,7 +349,7 @@ class Index:
                 yield header if isinstance(header, SnapstoreError) else _proven(header, ref)
 
     def _get_header(self, ref: ManifestRef) -> bytes | SnapstoreError:
-        """Return the bytes of a manifest's header, or the error that reading it gave; raises as `_tried` does."""
+        """Return the bytes of a manifest's header, or the error of reading it; raises as `_tried` does."""
 
         def read() -> bytes:
             data = manifest.read_header(self._store, ref.key, ref.size_bytes)
@@ -356,7 +359,7 @@ class Index:
         return self._tried(read)
 
     def _cached_header(self, ref: ManifestRef) -> bytes | None:
-        """Return the cached bytes of a manifest's header if they prove to be that; else None."""
+        """Return the cached bytes of a manifest's header; None if there are none or they do not match its reference."""
         environment = self._environment  # another thread may close it
         try:
             data = environment.get(b"manifests", ref.sha256) if environment else None
@@ -366,10 +369,13 @@ class Index:
             return None
 
     def rebuild(self, *, keep_unreadable: bool = False) -> View:
-        """Drop everything cached and read it again from the objects.
+        """Drop the cache, and read all records again from the store.
 
         Args:
-            keep_unreadable: except cached records that are listed and cannot be read: `repair` writes them again.
+            keep_unreadable: keep the cached records that are listed but cannot be read: `repair` writes them again.
+
+        Raises:
+            StorageError: the listing failed, or the store cannot be read at all.
         """
         self.check_process()
         with self._lock:
@@ -390,7 +396,7 @@ class Index:
             return view
 
     def _store_all(self, database: bytes, items: dict[str, bytes]) -> None:
-        """Cache items; a cache that cannot be written is no failure."""
+        """Cache items; if the cache cannot be written, only log that."""
         environment = self._environment  # another thread may close it
         if not items or environment is None:
             return
@@ -416,7 +422,7 @@ class Index:
             raise InvalidInputError("this repository was opened before a fork; open it again in the child process")
 
     def close(self) -> None:
-        """Release the environment, and remove a temporary folder. The last index of the process closes it."""
+        """Release the environment, which its last index in the process closes; remove a temporary folder."""
         if os.getpid() != self._pid:  # before the lock: the fork may have left it held; and the folder is the parent's
             return
         with self._lock:
@@ -439,7 +445,7 @@ def _in_threads(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
 
 
 def _proven(data: bytes, ref: ManifestRef) -> ManifestHeader | SnapstoreError:
-    """Return the header of a manifest, or the error if the bytes are not that."""
+    """Return the header of a manifest, or the error if the bytes do not match the reference."""
     try:
         return manifest.proven_header(data, ref)
     except (FormatError, IntegrityError) as error:
@@ -450,7 +456,11 @@ def open_index(store: ObjectStore, config: Config, *, reconstructed: bool) -> In
     """Open the index of a repository, and shrink the cache to its limit.
 
     Args:
-        reconstructed: the config is, so its uuid is new: take a temporary index, and leave the cached one as it is.
+        reconstructed: whether the config is reconstructed. Its uuid is new then, so the index is temporary and the
+            cached index stays as it is.
+
+    Raises:
+        InvalidInputError: SNAPSTORE_CACHE_DIR is not an absolute path.
     """
     folder, temporary = folder_for(store, config.uuid)
     if reconstructed and not temporary:
@@ -462,7 +472,11 @@ def open_index(store: ObjectStore, config: Config, *, reconstructed: bool) -> In
 
 
 def folder_for(store: ObjectStore, uuid: str) -> tuple[Path, bool]:
-    """Return (where the index lies, whether it is temporary): in the user's own cache, if that can be used."""
+    """Return (the folder of the index, whether it is temporary): in the user's own cache, if that can be used.
+
+    Raises:
+        InvalidInputError: SNAPSTORE_CACHE_DIR is not an absolute path.
+    """
     lasts = isinstance(store, LocalStore) or ("://" in store.url and not store.url.startswith("memory://"))
     cache = cache_folder()  # a wrong setting is an error for every store
     why = refusal(cache) if lasts else "is not used for stores that end with this process"

@@ -3,13 +3,13 @@
 In: items by key. Out: the same items, or none. LMDB's own rules hold here: one environment per process and path however
 often a repository is opened, no use across a fork, no long readers, no writemap, never on a network file system.
 
-Every transaction runs under the folder's lock, in place of LMDB's own locks. Those know readers by their pids: of two
-processes of one pid in different containers, which share a cache, the second one could not read.
+Every transaction runs under the folder's lock, in place of LMDB's own locks. These identify readers by pid: if two
+processes in different containers had the same pid and shared a cache, the second one could not read.
 
 LMDB trusts its file, and a flipped bit in a page can kill the process. So after every write the XXH3-64 of the file's
-used pages goes into `verified`, the seal, under a lock that openers share. A file that does not match its seal is
-deleted before LMDB sees it. Each value is stored with a checksum over its key, so that none is taken for another's. The
-folder counts as in use (storage/cache_dir.py) while the environment is open.
+used pages goes into the file `verified`, the seal, under the folder's lock. A data file that does not match its seal is
+deleted before LMDB opens it. Each value is stored with a checksum over its key and data, so that no value is taken for
+that of another key. The folder counts as in use (storage/cache_dir.py) while the environment is open.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from ..storage.locks import locked
 
 log = logging.getLogger("snapstore")
 SCHEMA = b"5"
-#: The file is read in small pieces: C's allocator keeps for each thread the memory that it took once.
+#: The file is read in small pieces: for each thread, C's allocator keeps the memory that the thread took once.
 DIGEST_PIECE_BYTES = 128 * 1024
-#: Processes hold the lock for milliseconds, a stopped one until it goes on: after this long the index is not used [s].
+#: A process holds the lock for milliseconds, but a stopped one (SIGSTOP) for as long as it is stopped. If the lock is
+#: not free after this time [s], the index is not used.
 PATIENCE_S = 10.0
 
 
@@ -42,7 +43,7 @@ class Environment:
 
     Args:
         uuid: of the repository; items of another one are dropped.
-        limit_bytes: of the map; a put that does not fit raises lmdb.MapFullError.
+        limit_bytes: size of the LMDB map; a put that does not fit raises lmdb.MapFullError.
 
     Raises:
         lmdb.Error, OSError: it cannot be used.
@@ -67,7 +68,13 @@ class Environment:
 
     @classmethod
     def open(cls, folder: Path, uuid: str, limit_bytes: int) -> Environment:
-        """Return the environment of a folder, opened once a process; again if another folder has taken its place."""
+        """Return the environment of a folder, and count one user more.
+
+        A process opens it once, and again if another folder has taken the place of the first.
+
+        Raises:
+            lmdb.Error, OSError: it cannot be used.
+        """
         with cls._open_lock:
             environment = cls._open.get(cls._name_of(folder))
             if environment is None or not is_used(environment._use, folder):
@@ -81,7 +88,7 @@ class Environment:
         return os.getpid(), str(folder.resolve())
 
     def release(self) -> None:
-        """Count one user less; the last one closes the environment."""
+        """Count one user less; when the last user is gone, close the environment."""
         with self._open_lock:
             self._users -= 1
             if self._users == 0:
@@ -91,7 +98,7 @@ class Environment:
                 end_use(self._use)
 
     def _open_lmdb(self) -> None:
-        """Open the file if its seal holds, else a new one; drop the items of another repository or schema; seal it."""
+        """Open the file if it matches its seal, else a new one; drop items of another repository or schema; seal it."""
         if not self._seal_holds():
             self._remove()
         self._env = lmdb.open(
@@ -119,14 +126,14 @@ class Environment:
         return status.st_dev, status.st_ino
 
     def _follow(self) -> None:
-        """Open the file that another process has put in place of ours: our seal would not match it."""
+        """Open the new file if another process has replaced ours: a seal of our file would not match the new one."""
         if self._users and self._file_now() != self._file:  # without users this process may have another environment
             self._env.close()
             self._open_lmdb()
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the file lock that keeps readers, also of `verified`, away from a half-written index.
+        """Hold the file lock, so that no process reads a half-written data file or seal.
 
         Raises:
             TimeoutError: another process keeps it.

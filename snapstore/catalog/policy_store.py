@@ -1,4 +1,4 @@
-"""Policy store: keep the retention policies of a run as objects of the repository; the newest revision rules.
+"""Policy store: keep the retention policies of a run as objects of the repository; the highest revision counts.
 
 In: policies. Out: `policies/<run>.<rev>`, create-only, and back. retention.py says what policies mean.
 """
@@ -46,7 +46,7 @@ def store(objects: ObjectStore, run: str, keep: Sequence[retention.Policy]) -> N
 
     Raises:
         ConflictError: other processes keep storing policies of the run.
-        InvalidInputError: a forged object leaves no revision.
+        InvalidInputError: a (forged) object has the highest possible revision, so none can follow.
         StorageError: the store failed.
     """
     stored = [retention.to_dict(policy) for policy in keep]

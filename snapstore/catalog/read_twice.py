@@ -1,7 +1,7 @@
 """Read twice: distinguish a bad sector from an outage, and do not rely on a single answer.
 
-In: a store and a read. Out: its result, or IntegrityError where the store answers but does not return this object. One
-answer that an object is not there is no proof, so listings are made twice.
+In: a store and a read. Out: its result, or IntegrityError if the store answers but does not return this object. One
+answer that an object is missing proves nothing, so listings are made twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def listed(store: ObjectStore, prefix: str) -> dict[str, ObjectInfo]:
 
 
 def exists(store: ObjectStore, key: str) -> bool:
-    """Return whether a key is there, by one answer."""
+    """Return whether a key has an object, by one request."""
     try:
         store.stat(key)
     except NotFoundError:
@@ -32,16 +32,16 @@ def exists(store: ObjectStore, key: str) -> bool:
 
 
 def answers(store: ObjectStore) -> None:
-    """Raise StorageError unless a store answers: one that cannot be reached is no damage."""
+    """Raise StorageError unless a store answers: a store that cannot be reached is not damaged."""
     for _ in store.list("gc/"):
         break
 
 
 def read_twice(store: ObjectStore, read: Callable[[], T]) -> T:
-    """Return what a read returns, with a second attempt.
+    """Return the result of a read; if the store fails, try it a second time.
 
     Raises:
-        IntegrityError: both failed, though the store answers: the object is of no more use than a damaged one.
+        IntegrityError: both attempts failed, although the store answers: the object counts as damaged.
         StorageError: the store does not answer at all.
     """
     try:
@@ -56,7 +56,7 @@ def read_twice(store: ObjectStore, read: Callable[[], T]) -> T:
 
 
 def tried(store: ObjectStore, read: Callable[[], T]) -> T | None:
-    """Return what a read of one object returns; None if it is damaged, missing, or cannot be read twice.
+    """Return the result of reading one object; None if it is damaged or missing, or if two reads fail.
 
     Raises:
         StorageError: the store does not answer at all.

@@ -1,8 +1,8 @@
 """Repeated ids: find the records of a second snapshot under the id of another one.
 
-In: keys of records. Out: which of them are left out, and why. An id is random, so a second snapshot of one id is
-forged. If its record ruled, the first snapshot would be gone, and its bytes with the next gc: a writer that may add a
-record, or a session for a gc to expire, could delete any snapshot.
+In: keys of records. Out: which of them are left out, and why. An id is random, so a second snapshot with the same id is
+forged. If the forged record counted, the first snapshot would be gone, and the next gc would delete its bytes. Then a
+writer that may only add a record, or a session that a gc fences, could delete any snapshot.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from ..storage.base import ObjectInfo, ObjectStore
 
 
 def repeated_ids(store: ObjectStore, ruling: Collection[str]) -> dict[str, str]:
-    """Return `later_snapshots` of a store, given the keys of the ruling records; lists them again if ids repeat."""
+    """Return `later_snapshots` of a store, given the keys of the ruling records; list all records if an id repeats."""
     if len({_id(key) for key in ruling}) == len(ruling):
         return {}
     return later_snapshots(store.list("snapshots/"))
 
 
 def later_snapshots(records: Iterable[ObjectInfo]) -> dict[str, str]:
-    """Return, by key, why records are left out: they repeat the id of a snapshot whose first record is older."""
+    """Return the records that repeat the id of a snapshot whose first record is older: key -> why it is left out."""
     stored: dict[str, dict[str, float]] = {}  # id -> name -> when its first record was stored
     keys = []
     for info in records:
@@ -39,7 +39,7 @@ def later_snapshots(records: Iterable[ObjectInfo]) -> dict[str, str]:
 
 
 def repeats_id(key: str, others: Iterable[str]) -> bool:
-    """Return whether a record of another snapshot, among some keys, has the id of a record."""
+    """Return whether one of the keys `others` is a record of another snapshot with the same id as `key`."""
     return any(
         name_of_record(other) != name_of_record(key) and _id(other) == _id(key)
         for other in others
@@ -52,7 +52,7 @@ def _id(key: str) -> str:
 
 
 def _rank(name: str, stored: Mapping[str, float]) -> tuple[bool, float, str]:
-    """Return the order of snapshots of one id: a stand-in for a damaged session is never the first."""
+    """Return the sort key of a snapshot among those of one id: a stand-in for a damaged session is never the first."""
     return name.split("/")[1] == UNKNOWN_RUN, stored[name], name
 
 

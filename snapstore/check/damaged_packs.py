@@ -47,7 +47,11 @@ class DamagedPacks:
         self.misbuilt.setdefault(key, set()).add(offset)
 
     def holds(self, key: str, offset: int, length: int, digest: bytes) -> bool:
-        """Return whether the intact blob of a chunk lies there; not if it cannot be read twice.
+        """Return whether the intact blob of a chunk lies at a place; False if two reads fail.
+
+        Args:
+            offset, length: of the blob in the pack `key` [bytes].
+            digest: of the chunk.
 
         Raises:
             StorageError: the store does not answer at all, which is no damage.
@@ -84,12 +88,12 @@ def check_tree(context: Context, manifests: Sequence[Manifest], *, with_pages: b
     """Check that the manifests together hold one whole state.
 
     Args:
-        manifests: the ones that a record names; of several ranks, then the children of all of them.
+        manifests: the ones that a record names; if several ranks have saved it, then the children of all of these.
         with_pages: read the pages of large trees too, not only the trees in manifests. A page that cannot be read is
-            passed by: rebuilding its chunks finds the damage.
+            skipped: rebuilding its chunks finds the damage.
 
     Raises:
-        FormatError: they do not.
+        FormatError: they do not hold one whole state.
     """
     parts: list[StoredPart] = []
     for m in manifests:
@@ -110,10 +114,10 @@ def check_tree(context: Context, manifests: Sequence[Manifest], *, with_pages: b
 
 
 def _check_own_values(context: Context, m: Manifest, *, with_pages: bool) -> None:
-    """Check the tree of the values that are a rank's own; see `check_tree`.
+    """Check the tree of a rank's own values; see `check_tree`.
 
     Raises:
-        FormatError: it is none.
+        FormatError: it is not such a tree.
     """
     tree, pages = m.tree, pages_of(m)
     if pages is not None:

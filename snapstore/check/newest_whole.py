@@ -24,10 +24,11 @@ log = logging.getLogger("snapstore")
 
 @contextmanager
 def newest_whole_named(context: Context, ref: str, is_others: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Name the newest whole snapshot if the restore of the newest one of a run fails because it is damaged.
+    """Run the block; if it fails to restore the newest snapshot of a run, add the newest whole one to the error.
 
     Args:
-        is_others: returns whether the error is another rank's, which looks for the snapshot itself.
+        ref: the reference of the snapshot that the block restores.
+        is_others: returns whether the error is another rank's; that rank looks for the whole snapshot itself.
 
     Raises:
         IntegrityError, FormatError, StorageError: the error of the restore, with the name.
@@ -50,10 +51,10 @@ def newest_whole_named(context: Context, ref: str, is_others: Callable[[], bool]
 
 
 def _advice(context: Context, ref: str, *, maybe_whole: bool) -> str:
-    """Return the end of the error; empty if the reference does not name a damaged snapshot, the newest of its run.
+    """Return the end of the error; empty unless the reference names the newest snapshot of its run, and it is damaged.
 
     Args:
-        maybe_whole: The store failed, which is damage only if it answers and fails again.
+        maybe_whole: whether the store failed: the snapshot is damaged only if the store answers and fails again.
     """
     answers(context.store)
     view = context.index.refresh()

@@ -1,7 +1,7 @@
-"""Recover the content of a damaged record or config.
+"""Recover the content of a damaged record.
 
-In: a RecordScan, or a store. Out: the revision that follows a damaged one, taken from the index, from the revision
-before or from the manifests, and a message that says which; or a config. Nothing is written: repair/ does that.
+In: a RecordScan. Out: the revision that follows a damaged one, taken from the index, from an earlier revision or from
+the manifests, and a message that says which. Nothing is written: repair/ does that.
 """
 
 from __future__ import annotations
@@ -69,14 +69,15 @@ def _read_record(store: ObjectStore, key: str) -> Snapshot:
 def _after(context: Context, scan: RecordScan, earlier: Snapshot, revision: int) -> tuple[Snapshot, str] | None:
     """Return what follows a damaged `revision`, given the last revision before it that can be read.
 
-    Nobody knows what the damaged revision said: it may have forgotten, un-forgotten or tagged the snapshot.
+    Nothing tells what the damaged revision said: it may have forgotten, unforgotten or tagged the snapshot.
 
     - The snapshot comes back if everything that it needs is there. Then it gets a tag, so that no policy forgets it
       before a person has looked.
     - If it was committed and something is missing, a rewrite (recode, compact, repair) has replaced its manifests,
-      and only the lost revision names the new ones. Any other revision would hide that one once a copy is put back.
-      The same holds if it was forgotten and more than one revision is lost: un-forgotten, then rewritten.
-    - A tag that another snapshot of the run has now was taken off this one by a lost revision.
+      and only the lost revision names the new ones. Return None then: a new revision would hide the lost one if a copy
+      of it is put back. The same holds if it was forgotten and more than one revision is lost: it may have been
+      unforgotten, then rewritten.
+    - It does not get a tag that another snapshot of the run has now: a lost revision took that tag off.
     """
     others = [s for s in scan.ruling.values() if s.run == earlier.run and s.id != earlier.id]
     moved = {tag for other in others for tag in other.tags}
@@ -147,7 +148,7 @@ def _read_manifests(context: Context, sizes: Mapping[str, int]) -> tuple[list[Ma
 def _manifests_of(context: Context, scan: RecordScan, save_id: str) -> tuple[dict[str, int], str]:
     """Return (key -> size of the manifests of a save in the order of ranks and parts [bytes], SHA-256 of their list).
 
-    The list of manifests says them, or else their headers, which then all name the save.
+    They are the manifests that the save's list of manifests names, or else those whose headers name the save.
     """
     store, sizes = context.store, scan.sizes
     known = {ref.key: ref for snapshot in scan.ruling.values() for ref in snapshot.manifests}
@@ -166,7 +167,7 @@ def _manifests_of(context: Context, scan: RecordScan, save_id: str) -> tuple[dic
 
 
 def _free_seq(store: ObjectStore, scan: RecordScan, key: str) -> int:
-    """Return a seq for a snapshot whose record is damaged: damaged records of a run get its free numbers by age."""
+    """Return a seq for a snapshot whose record is damaged: the damaged records get the run's free numbers, by age."""
     prefix = key.rpartition("/")[0] + "/"
     taken = {s.seq for s in scan.ruling.values() if s.key.startswith(prefix)}
     infos = [info for info in store.list(prefix) if info.key in scan.unreadable]

@@ -39,7 +39,7 @@ from .report import COPY, DROP, GC, REPAIR, REPAIR_CHUNKS, CheckResult, Findings
 from .scan_records import RecordScan, read_failure
 from .verify_chunks import ChunkRebuilder, tensor_of
 
-#: A snapshot's report names at most so many damaged chunks; it counts the rest.
+#: The report names at most so many damaged chunks of a manifest, and counts the rest.
 CHUNKS_NAMED = 20
 _STATES = (COMMITTED, FORGOTTEN)
 
@@ -57,7 +57,7 @@ class ScanResult:
         without_manifest: id -> why, of the snapshots that lack a manifest.
         without_list: ids of the snapshots whose list of manifests is missing or damaged.
         recovered: packs in quarantine that are whole, or gone and needed by no snapshot.
-        found_again: ids of the snapshots that a note says lack a manifest, and that lack none or are collected.
+        found_again: ids of the snapshots that lack a manifest by a note, but that lack none now or are collected.
     """
 
     report: CheckResult
@@ -207,7 +207,7 @@ class _ObjectScanner:
         """Add one finding for each damaged pack; return the packs that need not stay in quarantine."""
         quarantined = self._records.quarantined
         misbuilt = {key: f"{key}: holds blobs that do not rebuild their chunks" for key in self._packs.misbuilt}
-        # The chunk problems name the snapshots that lose by a pack whose misbuilt blobs this scan has found.
+        # If this scan has found the misbuilt blobs of a pack, the chunk problems name the snapshots that they damage.
         told = {name for problem in self._findings.problems for name in problem.snapshots}
         known = {
             key: why for key, why in misbuilt.items() if key in quarantined or self._damages.get(key, set()) - told
@@ -355,7 +355,7 @@ class _ObjectScanner:
             try:
                 m = self._read(child)
                 found.append((child, m))
-                if len(wrong) == before:  # one that is missing says all
+                if len(wrong) == before:  # a missing child is reported already
                     ranks.add(m, child.key)
             except DAMAGE as error:
                 wrong[child.key] = error
@@ -444,7 +444,7 @@ class _ObjectScanner:
         """Report chunks that cannot be rebuilt, and condemn the newest blob of each."""
         part = m.header.part
         lacks = {row: error for row, error in failed.items() if isinstance(error, CapabilityError)}
-        if lacks:  # no damage, so no snapshot suffers; but nothing proves that all is well
+        if lacks:  # this is no damage of a snapshot, but nothing proves that it is whole
             self._unknown.add(snapshot.id)
             lack = next(iter(lacks.values()))
             message = f"{snapshot.ref}: {manifest_name(m.header)} cannot be rebuilt on this machine: {lack}"

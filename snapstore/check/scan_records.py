@@ -45,7 +45,7 @@ class RecordScan:
         unknown: keys of the ruling records that only another release can read. They are not damaged: a repair must not
             replace them.
         vanished: keys of the records that the index knows and the store does not list.
-        gone: the last vanished revision of each snapshot of which the store shows no later one.
+        gone: the last vanished revision of each snapshot, unless the store shows a later one.
         outdated: ids of the snapshots in `gone` whose older record in the store stays the ruling one.
         damaged_small: keys of damaged sessions and of damaged objects of gcs.
         quarantine_notes: keys of the notes that keep packs in quarantine.
@@ -265,7 +265,7 @@ class _RecordScanner:
             self._report_damaged_record(key, IntegrityError(why), rules=True)
 
     def _view(self) -> View | None:
-        """Return what the index shows; None: one record cannot be read, which the scan will find again."""
+        """Return what the index shows; None: it cannot refresh, and the scan will find why."""
         try:
             view = self._index.refresh()
         except StorageError as error:
@@ -300,11 +300,11 @@ class _RecordScanner:
         return [s for s in last.values() if s.id not in self._ruling or self._ruling[s.id].revision < s.revision]
 
     def _stays_outdated(self, gone: Snapshot) -> bool:
-        """Return whether the older record that the store shows stays, though the index knows a later one.
+        """Return whether a repair keeps the older record in the store, although the index knows a later revision.
 
-        An older backup was put back, for example. The vanished revision may have forgotten, swept or rewritten the
-        snapshot. It comes back only if that loses nothing: it is committed and everything that it needs is there, or
-        the older state is neither complete nor easier to heal.
+        This happens if an older backup was put back, for example. The vanished revision may have forgotten, swept or
+        rewritten the snapshot. A repair writes it again only if that loses nothing: it is committed and everything that
+        it needs is there, or the older state is neither complete nor easier to heal.
         """
         older, kept = self._ruling.get(gone.id), gone.state in (COMMITTED, FORGOTTEN)
         unknown = older is None and gone.id in self._unread_ids()

@@ -79,7 +79,7 @@ def tensor_of(m: Manifest, row: int) -> str:
 
 
 def _links(m: Manifest) -> list[bytes]:
-    """Return pack, offset and digest of each reference, (k,); its digest is that of the chunk that it gives."""
+    """Return the pack, the offset and the digest of each reference, (k,); the digest is that of the decoded chunk."""
     table = m.table
     links = np.zeros(len(table.ref_packs), [("pack", "V32"), ("offset", "<u8"), ("digest", "V16")])
     if len(links):

@@ -1,4 +1,4 @@
-"""Bad sectors: where bytes of a disk cannot be read, a second read leaves out what lies between the wanted ranges.
+"""Bad sectors: if a disk cannot read some bytes, a second read leaves out the gaps between the wanted ranges.
 
 In: reads of packs that join neighbouring ranges. Out: the same bytes in place. So a bad sector in a blob that no
 snapshot needs stops no restore and no rewrite of the blobs around it.
@@ -23,10 +23,12 @@ def read_around(
     """Call `fill(reads)`; if the disk cannot read some bytes, call it again without the gaps between the ranges.
 
     Args:
-        ranges: offsets, lengths and positions (m,) of `pack.plan_reads`.
+        fill: fills the memory of some reads.
+        reads: some of the reads that `pack.plan_reads` has returned for these ranges.
+        ranges: offsets and lengths (m,), and their positions (m,) from `pack.plan_reads`.
 
     Raises:
-        StorageError: bytes of a range cannot be read; or the store failed in another way.
+        StorageError: bytes of a range cannot be read, or the store failed in another way.
     """
     try:
         fill(reads)
@@ -36,4 +38,4 @@ def read_around(
         if not apart:
             raise
         log.warning("%s; skipping bytes that nothing needs", str(error))  # a log record must not hold the error
-    fill(apart)  # behind the `except`: else a second error would keep the first, and with it the memory that is filled
+    fill(apart)  # after the `except`: else a second error would keep the first one, and with it the memory to be filled

@@ -1,8 +1,8 @@
-"""Limits: how much memory a restore may take, and how many bytes a verb may decode; checked before either.
+"""Limits: how much memory a restore may take, and how many bytes a verb may decode; both are checked first.
 
-In: sizes that a repository declares. Out: nothing, or an error that says what is declared, what is there, and what to
-do. A forged repository can declare any size. So sizes are compared with the memory of the machine, and with the bytes
-that are stored.
+In: sizes that a repository declares. Out: nothing, or an error that names the declared size, the limit, and what to do.
+A forged repository can declare any size. So sizes are compared with the memory of the machine, and with the stored
+bytes.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from ..errors import CapabilityError, InvalidInputError
 from ..storage.base import ObjectStore
 from ..text import human_bytes
 
-#: Environment variables that override the limits: a number of bytes, or a size such as 200G.
+#: Environment variables that override the limits. Their values are numbers of bytes, or sizes such as 200G.
 MEMORY, DECODED = "SNAPSTORE_MAX_MEMORY", "SNAPSTORE_MAX_DECODED"
-#: Smaller states are restored without a look at the machine's memory.
+#: Smaller states are restored without comparing them with the machine's memory [bytes].
 SMALL_BYTES = 16 * 1024 * 1024
-#: A verb may always decode this many bytes ...
+#: A verb may always decode this many bytes,
 MIN_DECODED_BYTES = 1024**3
-#: ... and this many more per stored byte. 64 KiB of zeros take 24 bytes, or 15 if forged by hand, so no blob decodes to
-#: more than 4,400 times its size. A chain counts all its links.
+#: and this many bytes more per stored byte. 64 KiB of zeros take 24 bytes, or 15 bytes if forged by hand. So no blob
+#: decodes to more than 4,400 times its size. All links of a chain count.
 DECODED_RATIO = 8192
-#: A restore may always decode each of its bytes this often. By the default SaveOptions.restore_cost only chunks whose
-#: full blobs are large have longer chains, so these stay below DECODED_RATIO.
+#: A restore may always decode each of its bytes this many times. With the default SaveOptions.restore_cost, only chunks
+#: with large full blobs have longer chains, and these stay below DECODED_RATIO.
 MAX_DEPTH_UNASKED = 16
 
 _SIZE = re.compile(r"([0-9]{1,15})([KMGTP]?)")
-_UNLIMITED = 2**64  # as cgroups of version 1 and resource limits say it, and more
+_UNLIMITED = 2**64  # above every value that means "no limit" in cgroups of version 1
 
 
 def parse_size(text: str) -> int:
     """Return the number of bytes of a text such as `10G`; K, M, G, T and P are powers of 1024.
 
     Raises:
-        InvalidInputError: the text is no size.
+        InvalidInputError: the text is not a size.
     """
     if match := _SIZE.fullmatch(text.upper().removesuffix("B").removesuffix("I")):
         return int(match[1]) << 10 * " KMGTP".index(match[2] or " ")
@@ -51,7 +51,7 @@ def from_environment(name: str) -> int | None:
     """Return the limit that an environment variable sets; None if it is not set, or empty.
 
     Raises:
-        InvalidInputError: its value is no size.
+        InvalidInputError: its value is not a size.
     """
     value = os.environ.get(name)
     try:
@@ -63,8 +63,12 @@ def from_environment(name: str) -> int | None:
 def require_memory(nbytes: int, what: str) -> None:
     """Check that `nbytes` fit into memory, before any of it is taken.
 
+    Args:
+        what: names the object in the error.
+
     Raises:
         CapabilityError: they are more than is available, or than SNAPSTORE_MAX_MEMORY allows.
+        InvalidInputError: the value of SNAPSTORE_MAX_MEMORY is not a size.
     """
     if nbytes < SMALL_BYTES:
         return
@@ -84,26 +88,27 @@ class Budget:
     """How many bytes one verb may decode. One thread at a time uses it.
 
     Attributes:
-        limit_bytes: None: not known yet. Once there is much to decode, stored bytes are summed until they explain twice
-            as much; if all are too few, they set it.
+        limit_bytes: None: not known yet. When there is much to decode, the sizes of packs are summed until they justify
+            twice as many bytes. If all packs do not, the sum sets the limit.
         spent_bytes: decoded so far.
     """
 
     store: ObjectStore
     limit_bytes: int | None = None
     spent_bytes: int = 0
-    _explained_bytes: int = 0  # the limit is at least this
+    _explained_bytes: int = 0  # the packs summed so far justify this many bytes
 
     def spend(self, nbytes: int, what: str, *, free_bytes: int = 0) -> None:
         """Count work before it is done.
 
         Args:
-            nbytes: what will be decoded.
+            nbytes: plain bytes that will be decoded.
             what: names the work in the error.
-            free_bytes: the limit that follows from stored bytes is at least this, and at least MIN_DECODED_BYTES.
+            free_bytes: this many bytes in total, or MIN_DECODED_BYTES, need no justification by stored bytes.
 
         Raises:
-            CapabilityError: the stored bytes do not explain so much work. It is not counted.
+            CapabilityError: the work is above the limit. It is not counted.
+            InvalidInputError: the value of SNAPSTORE_MAX_DECODED is not a size.
         """
         total = self.spent_bytes + nbytes
         if self.limit_bytes is None and total > max(free_bytes, MIN_DECODED_BYTES, self._explained_bytes):
@@ -119,7 +124,7 @@ class Budget:
         self.spent_bytes = total
 
     def _explain(self, most_bytes: int) -> None:
-        """Sum stored bytes until they allow decoding `most_bytes`; if all together do not, they set the limit."""
+        """Sum the sizes of packs until they justify `most_bytes`; if all do not, set the limit by the sum."""
         allowed = MIN_DECODED_BYTES
         for info in self.store.list("packs/"):
             allowed += DECODED_RATIO * info.size_bytes
@@ -130,9 +135,10 @@ class Budget:
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Return how much memory this process can still take [bytes]; None if the system does not say.
+    """Return how much memory this process can still take [bytes]; None if it is not known.
 
-    It is the least of three: what the machine has left, with swap; what cgroups leave; what resource limits leave.
+    It is the least of three: the memory that the machine has left, with swap; the memory that cgroups leave; and the
+    memory that resource limits leave.
     """
     machine = _machine(root)
     rooms = [*_cgroups(root, machine), *_resources(root)]
@@ -150,7 +156,7 @@ def _machine(root: Path) -> dict[str, int]:
 
 
 def _cgroups(root: Path, machine: dict[str, int]) -> Iterator[int]:
-    """Yield what the machine has left, and what each control group of this process leaves [bytes]."""
+    """Yield the memory left of the machine, then of each control group of this process [bytes]."""
     swap = machine.get("SwapFree", 0)
     if "MemAvailable" in machine:
         yield machine["MemAvailable"] + swap + _zfs_cache(root)
@@ -160,7 +166,7 @@ def _cgroups(root: Path, machine: dict[str, int]) -> Iterator[int]:
             continue
         base = root / "sys/fs/cgroup" / ("" if number == "0" else "memory")
         place = base / path.strip("/")
-        for folder in [place, *place.parents]:  # a container sees its own group at the top, whatever its path says
+        for folder in [place, *place.parents]:  # a container sees its own group at the top, at any path
             limit = _number(folder / ("memory.max" if number == "0" else "memory.limit_in_bytes"))
             if limit is not None and limit < machine.get("MemTotal", _UNLIMITED):
                 used = _number(folder / ("memory.current" if number == "0" else "memory.usage_in_bytes")) or 0
@@ -173,9 +179,9 @@ def _cgroups(root: Path, machine: dict[str, int]) -> Iterator[int]:
 
 
 def _page_cache(folder: Path) -> int:
-    """Return the bytes of a group and its children that the kernel gives back when they are needed.
+    """Return the bytes of a group and its children that the kernel frees when they are needed.
 
-    In version 1 the plain numbers count the group alone, but its usage counts its children too: `total_` counts all.
+    In version 1 the usage of a group counts its children too. So do the numbers with `total_`; those without do not.
     """
     found = dict(line.split(maxsplit=1) for line in _lines(folder / "memory.stat") if " " in line)
     names = ("active_file", "inactive_file", "slab_reclaimable")
@@ -184,7 +190,7 @@ def _page_cache(folder: Path) -> int:
 
 
 def _zfs_cache(root: Path) -> int:
-    """Return the bytes that ZFS's cache would give back; MemAvailable does not count them."""
+    """Return the bytes that ZFS's cache would free; MemAvailable does not count them."""
     rows = (line.split() for line in _lines(root / "proc/spl/kstat/zfs/arcstats"))
     found = {row[0]: row[2] for row in rows if len(row) == 3}
     with suppress(KeyError, ValueError):
@@ -202,7 +208,7 @@ def _resources(root: Path) -> Iterator[int]:
 
 
 def _number(file: Path) -> int | None:
-    """Return the number in a file; None if it holds none, such as "max"."""
+    """Return the number in a file; None for other text, such as "max"."""
     text = "".join(_lines(file)).strip()
     return int(text) if text.isdecimal() else None
 

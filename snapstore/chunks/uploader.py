@@ -1,7 +1,7 @@
 """Uploader: packs new blobs; while one pack fills, earlier ones are hashed and put in the background.
 
 In: encoded blobs, in order. Out: durable packs, and the pack and offset of each blob. The bytes in flight are bounded.
-It runs in the thread of a save or a rewrite. Manifests are put by it as well.
+It runs in the thread of a save or a rewrite. It puts manifests too.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ..protocol.commit import Putter
 from ..storage.base import ObjectStore
 from ..threads import Threads
 
-#: At most this many bytes of packs are hashed and put while the next one fills (`pack_bytes` counts), but always one
-#: pack, whatever its size. So a save holds at most n + 1 buffers of `pack_bytes` and a slack, n = `puts_in_flight`:
-#: 8 + 1 at 32 MiB on a store that takes so many, 1 + 1 above 128 MiB. Idle buffers count, since a new one is made only
-#: when none is idle. A buffer that had to grow is not kept.
+#: At most this many bytes of packs are hashed and put while the next pack fills, but always one pack. Each pack counts
+#: as `pack_bytes`. So a save holds at most n + 1 buffers of `pack_bytes` plus a slack, with n = `puts_in_flight`: 8 + 1
+#: for 32 MiB, if the store takes that many puts at once; 1 + 1 above 128 MiB. Idle buffers are counted: a new one is
+#: made only if none is idle. A buffer that had to grow is not kept.
 PUT_BYTES_IN_FLIGHT = 256 * 1024 * 1024
 PUTS_IN_FLIGHT = 2
-#: Room in a pack's buffer for its last blob and the footer, or for two chunks if they are larger. A larger pack makes
-#: its buffer grow.
+#: Space in a pack's buffer for its last blob and the footer, or for two chunks if they are larger [bytes]. If a pack
+#: needs more, its buffer grows.
 PACK_SLACK_BYTES = 2 * 1024 * 1024
 #: How often a put is tried again when the store reports an object and then does not find it.
 PUT_ATTEMPTS = 4
@@ -42,8 +42,8 @@ class PackUploader:
     """The new packs of one session, filled one after the other.
 
     Attributes:
-        names, sizes: hex name and size [bytes] of each pack, in order; "" and 0 until it is durable.
-        idle: buffers of packs that have been put; they go back to the engine that lent them.
+        names, sizes: hex name and size [bytes] of each pack, in order; "" and 0 until the pack is durable.
+        idle: buffers of packs that have been put; the caller gives them back to the engine that lent them.
     """
 
     def __init__(self, session: Putter, pack_bytes: int, chunk_bytes: int) -> None:
@@ -64,7 +64,7 @@ class PackUploader:
         self._rank, self._part = rank, part
 
     def hasten(self, puts: int) -> None:
-        """Put this many packs at once, if their bytes allow it: the engine of a device fills packs that fast."""
+        """Allow this many puts at once, if their bytes allow it: a device's engine fills packs that fast."""
         more = puts_in_flight(self._pack_bytes, puts)
         if self._putters.count < more:
             self.finish()
@@ -78,7 +78,7 @@ class PackUploader:
             engine: lends the packs' buffers.
 
         Returns:
-            For each blob the number of its pack in `names`, and its offset there, both (n,) int64.
+            For each blob the index of its pack in `names`, and its offset in the pack, both (n,) int64.
         """
         entries = encoded.entries
         ends = (entries["offset"] + entries["length"] + blob.ALIGNMENT - 1) // blob.ALIGNMENT * blob.ALIGNMENT
@@ -106,7 +106,7 @@ class PackUploader:
         return self._writer
 
     def seal(self) -> None:
-        """Begin to hash and put the current pack; wait while all threads are busy."""
+        """Begin to hash and put the current pack, once a thread is free."""
         if self._writer is None:
             return
         writer, self._writer = self._writer, None
@@ -133,11 +133,11 @@ class PackUploader:
             self._await_put()
 
     def put_all(self, manifests: Sequence[tuple[str, bytes]]) -> None:
-        """Put manifests, by key; they are durable on return."""
+        """Put manifests (key, bytes) and make them durable."""
         self._putters.start(lambda item: put_once(self._session, *item), manifests)()
 
     def close(self) -> None:
-        """End the threads, and with them every copy."""
+        """Wait for copies and puts; end the threads."""
         if self._writer is not None:
             with suppress(Exception):
                 self._writer.sync()
@@ -147,11 +147,12 @@ class PackUploader:
 def put_once(claim: Putter, key: str, data: bytes | memoryview) -> None:
     """Put a content-addressed object. If it exists already, compare it: a response was lost, and the put repeated.
 
-    Its name covers the id of the session, so only this save or rewrite can have put it, and no gc deletes it.
+    The object holds the session's id, and its name is its hash. So only this save or rewrite can have put it, and no gc
+    deletes it.
 
     Raises:
-        IntegrityError: the object that exists has other bytes.
-        StorageError: the store reports the object, and then does not find it.
+        IntegrityError: the existing object has other bytes.
+        StorageError: the store failed; or it reports the object as existing and then does not find it.
     """
     store = claim.store
     claim.written.add(key)

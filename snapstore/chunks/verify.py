@@ -1,7 +1,7 @@
 """Verify: decode blobs right after an engine has encoded them, and compare the results with the chunks' digests.
 
-In: an encoded batch and its blobs. Out: nothing, or IntegrityError. The blobs are decoded as a restore decodes them,
-from copies in host memory, while the caller goes on.
+In: an encoded batch and its blobs. Out: nothing, or IntegrityError. Blobs are decoded as in a restore, from copies in
+host memory, while the caller goes on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..errors import DAMAGE, IntegrityError
 from ..format.blob import ALIGNMENT, DIFFERENCE
 from ..format.pack import Encoded
 
-#: Decoded chunks begin at multiples of this.
+#: Decoded chunks begin at multiples of this [bytes].
 _ROOM_ALIGNMENT = 256
 
 
@@ -26,8 +26,8 @@ class Verifier:
     """Verifies the new blobs of a save or a rewrite, one batch at a time.
 
     Args:
-        source: the data that was encoded, for the error's text: "does not decode to <source>".
-        advice: what did not happen and what to do, for the error's text.
+        source: names the encoded data in the error: "does not decode to <source>".
+        advice: for the error: the step that did not happen, and what to do.
     """
 
     def __init__(self, source: str, advice: str) -> None:
@@ -37,15 +37,15 @@ class Verifier:
     def start(
         self, engine: Engine, batch: EncodeBatch, encoded: Encoded, *, first: int = 0, chosen: Column | None = None
     ) -> None:
-        """Finish the batch before, then begin to decode blobs of this one.
+        """Finish the previous batch; begin to decode blobs of this one.
 
         Args:
-            batch: what the engine has encoded; its chunks are no longer read.
+            batch: the batch that the engine has encoded; its chunks are no longer read.
             first: the row in `batch` of the first blob of `encoded`.
-            chosen: (k,) which blobs of `encoded` to decode, in order; None: all.
+            chosen: (k,) the numbers of the blobs of `encoded` to decode, ascending; None: all.
 
         Raises:
-            IntegrityError: the batch before does not decode to its chunks.
+            IntegrityError: the previous batch does not decode to its chunks.
         """
         if chosen is None:
             chosen = np.arange(len(encoded.entries))
@@ -93,13 +93,13 @@ class Verifier:
             ) from error
 
     def close(self) -> None:
-        """Wait for the batch that was begun, and ignore its result; nothing reads or writes its memory any more."""
+        """Wait for the batch that was begun, and ignore its result; then nothing uses its memory any more."""
         with suppress(Exception):
             self.finish()
 
 
 def _copied(encoded: Encoded, chosen: Column) -> tuple[Bytes, Column]:
-    """Copy some blobs into host memory; return it and the (k,) offset of each blob there."""
+    """Copy blobs to host memory; return it, and the offset (k,) of each blob in it."""
     lengths = encoded.entries["length"][chosen].astype(np.int64)
     ends = np.cumsum(lengths + -lengths % ALIGNMENT)
     offsets = ends - lengths - -lengths % ALIGNMENT

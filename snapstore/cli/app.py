@@ -105,11 +105,11 @@ commands = typer.Typer(
 
 
 class UsageError(SnapstoreError):
-    """The command line makes no sense."""
+    """The command line is invalid."""
 
 
 class _NoRepositoryError(Exception):
-    """There is no repository at the URL; its cause is the store's own error."""
+    """There is no repository at the URL; the cause of this error is the store's error."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Shell:
 
     @contextmanager
     def repository(self, *, damaged: bool = False) -> Iterator[Repository]:
-        """Open the repository; `damaged`: even if its config is damaged."""
+        """Open the repository, and close it at the end of the block; with `damaged`, even if its config is damaged."""
         from ..repository import Repository
 
         try:
@@ -133,7 +133,11 @@ class Shell:
             yield repository
 
     def need_url(self, given: str | None = None) -> str:
-        """Return the URL of the repository."""
+        """Return the URL of the repository.
+
+        Raises:
+            UsageError: none is named.
+        """
         if url := given or self.url:
             return url
         raise UsageError("no repository named; pass --repo URL or set SNAPSTORE_REPO")
@@ -168,7 +172,7 @@ def _before_the_verb(
 
 
 def verb(**settings: Any) -> Callable[[Callable[..., int | None]], Callable[..., None]]:
-    """Register a function as the verb of its name, without a last `_`; `settings` are those of `Typer.command`."""
+    """Register a function as the verb with its name, without a trailing `_`; `settings` go to `Typer.command`."""
 
     def register(function: Callable[..., int | None]) -> Callable[..., None]:
         @functools.wraps(function)
@@ -197,7 +201,7 @@ def verb(**settings: Any) -> Callable[[Callable[..., int | None]], Callable[...,
 
 
 class _ToStderr(logging.Handler):
-    """Writes log lines to stderr, looked up for each line, because the spinner replaces it."""
+    """Writes log lines to `sys.stderr`, which it looks up for each line, because the spinner replaces it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         note(f"snapstore: {record.levelname.lower()}: {record.getMessage()}")
@@ -239,7 +243,7 @@ def _run(function: Callable[[], int | None], shell: Shell) -> int:
 
 
 def _traceback_of(error: BaseException) -> list[str]:
-    """Return the lines of a traceback; a message that is not ours takes one line, whatever names it repeats."""
+    """Return the lines of a traceback; the message of an error that is not ours is escaped into one line."""
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     before = [*_traceback_of(cause), "", "This was the cause of the following error:", ""] if cause else []
     frames = "".join(traceback.format_tb(error.__traceback__)).splitlines()

@@ -61,7 +61,7 @@ def log(
 
 
 def _not_mirrored(snapshots: list[Snapshot], url: str) -> set[str]:
-    """Return the ids of the committed snapshots that a mirror has never had whole."""
+    """Return the ids of the committed snapshots that were never mirrored completely."""
     from ..copy.mirror import MIRRORED
     from ..repository import Repository
 
@@ -100,7 +100,7 @@ def _newest(snapshots: list[Snapshot], limit: int) -> list[Snapshot]:
 
 #: The log fits a terminal of this width, unless names are long: metrics that do not fit are counted.
 LOG_WIDTH = 80
-#: The marks of a log that JSON names in another way.
+#: The text of marks whose names in JSON differ.
 _MARKS = {"made_up": "reconstructed", "not_mirrored": "not mirrored"}
 
 
@@ -121,7 +121,7 @@ def _print_log(snapshots: list[Snapshot], marks: dict[str, set[str]]) -> None:
 
 
 def _parent(snapshot: Snapshot, above: Snapshot | None) -> list[str]:
-    """Return a note of the parent, unless it is the snapshot in the row above, or the first row has none."""
+    """Return a note about the parent; none if it is the snapshot in the row above, or if a first row has none."""
     if snapshot.parent == (above.id if above and above.run == snapshot.run else None):
         return []
     return [f"from {snapshot.parent[:8]}" if snapshot.parent else "no parent"]
@@ -205,9 +205,9 @@ def _tensors(m: Manifest) -> Iterator[dict[str, Any]]:
 
 
 def _contents(repository: Repository, snapshot: Snapshot) -> Contents:
-    """Return the snapshot as it was read, its manifests, and (path, value) of every value that is no tensor.
+    """Return (the snapshot as it was read, its manifests, (path, value) of every value that is not a tensor).
 
-    A list of such values is one value. Values that cannot be read are none, with a warning.
+    A list of such values is one value. If the values cannot be read, print a warning and return none of them.
 
     Raises:
         NotFoundError: the snapshot was deleted meanwhile.

@@ -35,7 +35,7 @@ _SUBSET = re.compile(r"(\d{1,6})/(\d{1,6})")
 
 
 class _OptionalValue(TyperCommand):
-    """Lets --read-data stand without a value, or before one; typer has no options with an optional value."""
+    """Makes the value of --read-data optional; typer has no options with an optional value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments, with a default for --read-data; its value and the percent sign may stand apart."""
@@ -81,7 +81,11 @@ def check(
 
 
 def _portion(text: str) -> tuple[float, tuple[int, int]]:
-    """Parse `N%` or `n/t` into (share, subset)."""
+    """Parse `N%` or `n/t` into (share, subset).
+
+    Raises:
+        UsageError: it is neither.
+    """
     if (match := _SHARE.fullmatch(text)) and 0 < float(match[1]) <= 100:
         return float(match[1]) / 100, (1, 1)
     if (match := _SUBSET.fullmatch(text)) and 1 <= int(match[1]) <= int(match[2]):
@@ -218,7 +222,11 @@ def compact(
 
 
 def size_of(text: str, option: str = "--max-repack-size") -> int:
-    """Parse `10G` into bytes; K, M, G, T and P are powers of 1024."""
+    """Parse a size such as `10G` into bytes; K, M, G, T and P are powers of 1024.
+
+    Raises:
+        UsageError: it is not a size; the error names the option.
+    """
     from ..chunks.limits import parse_size
 
     try:

@@ -1,8 +1,7 @@
 """Print JSON documents, tables and lines on stdout; notes and a spinner on stderr.
 
-Strings from a repository are not trusted: `text.printable` escapes control characters and line ends in all but JSON,
-which escapes them itself. Without a terminal, tables are as wide as they need to be: no column wraps or is cut in a
-pipe.
+Strings from a repository are not trusted: `text.printable` escapes their control characters and line ends; JSON escapes
+them itself. Without a terminal, tables are as wide as they need to be: no column wraps or is cut in a pipe.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def local(created: float) -> str:
 
 
 def _time(created: float) -> dt.datetime:
-    """Return a time for any float: the wrong clock of a writer must not stop a listing."""
+    """Return a time for any float [s since the epoch]: the wrong clock of a writer must not stop a listing."""
     try:
         return _EPOCH + dt.timedelta(seconds=created)
     except (OverflowError, ValueError):
@@ -103,7 +102,7 @@ def fields_json(result: Any, *names: str) -> dict[str, Any]:
 
 
 def snapshot_json(snapshot: Snapshot) -> dict[str, Any]:
-    """Return a snapshot as every verb prints it."""
+    """Return a snapshot as every verb prints it in JSON."""
     fields = fields_json(snapshot, "id", "run", "step", "state", "parent")
     names = ("logical_bytes", "stored_bytes", "depth", "tags", "metrics")
     return {**fields, "created": iso(snapshot.created), **fields_json(snapshot, *names)}
@@ -121,7 +120,7 @@ def note(*lines: str) -> None:
 
 
 def note_unknown(view: View) -> bool:
-    """Warn of records that a listing leaves out; return whether there are any."""
+    """Print a warning about records that a listing leaves out; return whether there are any."""
     from ..catalog.history import PUT_BACK
 
     if unknown := [*view.damaged, *view.unread, *view.repeated]:
@@ -135,7 +134,7 @@ def note_unknown(view: View) -> bool:
 
 
 def note_changes(exported: Exported, what: str) -> None:
-    """Say which values a file, or a format, does not hold as they are in the snapshot."""
+    """Print which values are left out of a file, or have another type there; `what` is "file" or "format"."""
     if exported.dropped:
         note(f"left out {counted(len(exported.dropped), 'value')}: the {what} holds tensors only")
     if exported.changed:

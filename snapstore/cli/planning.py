@@ -1,4 +1,4 @@
-"""The verb estimate: say what the snapshots of a run will cost, before the run starts."""
+"""The verb estimate: estimate the cost of the snapshots of a run, before the run starts."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def estimate(
 
 
 def _measured(given: dict[str, float], url: str | None) -> Rates:
-    """Return the given rates, and the others as measured."""
+    """Return the given rates; measure the others."""
     from ..engine.rates import Rates, measure
     from ..storage.urls import open_store
 
@@ -84,7 +84,11 @@ def _measured(given: dict[str, float], url: str | None) -> Rates:
 
 
 def _given(texts: list[str]) -> dict[str, float]:
-    """Parse a `NAME=RATE` each."""
+    """Parse texts of the form NAME=RATE; return the rates by name [bytes/s].
+
+    Raises:
+        UsageError: a text has another form.
+    """
     from ..chunks.limits import parse_size
 
     found: dict[str, float] = {}
@@ -101,7 +105,11 @@ def _given(texts: list[str]) -> dict[str, float]:
 
 
 def _count(text: str) -> float:
-    """Parse a number of parameters: 7e9, 350M, 7B."""
+    """Parse a number of parameters, such as 7e9, 350M or 7B.
+
+    Raises:
+        UsageError: it is not such a number.
+    """
     units = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
     unit = units.get(text[-1:].upper(), 1.0)
     try:
@@ -137,7 +145,7 @@ def _print(run: Run, rates: Rates, given: dict[str, float], found: Estimate) -> 
 
 
 def _time(seconds: float) -> str:
-    """Return a time for people."""
+    """Return a duration as text, in a unit that suits it."""
     for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"

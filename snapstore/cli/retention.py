@@ -123,7 +123,11 @@ def forget(
 
 
 def _policies(given: dict[str, Any], best: list[str], steps: str | None) -> list[Policy]:
-    """Return the policies that the options name."""
+    """Return the policies that the options name.
+
+    Raises:
+        UsageError: the text of an option has another form.
+    """
     from .. import retention
 
     keep: list[Policy] = [getattr(retention, kind)(value) for kind, value in given.items()]

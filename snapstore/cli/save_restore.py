@@ -109,7 +109,11 @@ def save(
 
 
 def _metrics(given: list[str]) -> dict[str, float]:
-    """Parse a `NAME=VALUE` each."""
+    """Parse texts of the form NAME=VALUE; return the values by name.
+
+    Raises:
+        UsageError: a text has another form, or a name comes twice.
+    """
     found: dict[str, float] = {}
     for text in given:
         name, _, value = text.rpartition("=")
@@ -172,7 +176,7 @@ def restore(
 
 
 def _unpack(shell: Shell, repository: Repository, ref: str, output: Path) -> bool:
-    """Write the folder that a snapshot holds; return whether it holds one."""
+    """Write the folder that a snapshot holds; return False if it holds none."""
     from ..state.folder import is_folder, unpack_folder
 
     tensors = repository.tensors(ref)
@@ -191,7 +195,11 @@ def _unpack(shell: Shell, repository: Repository, ref: str, output: Path) -> boo
 
 
 def _names(given: list[str]) -> dict[str, str]:
-    """Parse an `OLD=NEW` each."""
+    """Parse texts of the form OLD=NEW; return the new names by the old ones.
+
+    Raises:
+        UsageError: a text has another form, or a name comes twice.
+    """
     found: dict[str, str] = {}
     for text in given:
         old, equals, new = text.partition("=")

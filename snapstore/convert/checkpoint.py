@@ -16,7 +16,7 @@ from ..errors import InvalidInputError
 
 
 def _keep(value: Any) -> None:
-    """Let go of nothing: the value is freed by itself."""
+    """Do nothing: Python frees the value."""
 
 
 @dataclass(slots=True)
@@ -26,9 +26,9 @@ class Checkpoint:
     Attributes:
         state: nested containers over plain values, arrays and `Later`s.
         bytes_read: size of the files that it is read from [bytes].
-        step: that it names itself; None: it names none.
-        about: metadata of the snapshot.
-        imported: the same, below the key "imported".
+        step: the step that it states; None: it states none.
+        about: metadata for the snapshot.
+        imported: more metadata, for the key "imported".
         left_out: names of files that are not imported.
         let_go: called with each array once it is stored.
     """
@@ -90,7 +90,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def step_in(values: Any) -> int | None:
-    """Return the `global_step` of a state, or of what a trainer has noted; None: it has none."""
+    """Return the `global_step` in a state or in a trainer's own state; None: it has none."""
     step = values.get("global_step") if isinstance(values, dict) else None
     return step if type(step) is int else None
 
@@ -122,7 +122,11 @@ class _Leaf:
 
 
 def _listed(node: Any, where: Path) -> Any:
-    """Return a tree whose dicts by position are lists."""
+    """Return a tree with a list in place of each dict whose keys are positions.
+
+    Raises:
+        InvalidInputError: a list lacks some of its positions.
+    """
     if isinstance(node, _Leaf):
         return node.value
     positions = [key for key in node if type(key) is int]

@@ -1,8 +1,8 @@
 """Write a folder that torch.distributed.checkpoint (DCP) loads.
 
-In: a reader of a snapshot. Out: `.metadata` and one file of all tensors. DCP plans by a state whose tensors have no
-values, and asks for each one when it writes it, in the order of reading: memory holds one tensor. DCP
-pickles a tuple as one value: memory holds all tensors in tuples.
+In: a reader of a snapshot. Out: `.metadata` and one file of all tensors. DCP plans with a state whose tensors have no
+values. It asks for the values when it writes them, in the order of reading, so memory holds one tensor. DCP pickles a
+tuple as one value, so memory also holds all tensors that lie in tuples.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def write(temp: Path, reader: TensorReader) -> None:
     """Write a snapshot into a folder.
 
     Raises:
-        InvalidInputError: the state is no dict, or two values would get one name.
+        InvalidInputError: the state is not a dict, or two values would get one name.
+        IntegrityError: the snapshot is damaged.
+        OSError: the folder cannot be written.
     """
     state, tensors = reader.unread()
     if not is_mapping(state):
@@ -74,7 +76,7 @@ class _Writer(FileSystemWriter):
 
 
 class _Planner(DefaultSavePlanner):
-    """Plans by tensors without values, and gives DCP the values in the order of the reader."""
+    """Plans with tensors that have no values, and gives DCP the values in the order of the reader."""
 
     def __init__(self, reader: TensorReader, tensors: list[Any]) -> None:
         super().__init__()

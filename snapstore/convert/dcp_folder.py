@@ -1,8 +1,8 @@
 """Open a folder of torch.distributed.checkpoint (DCP) without running its code.
 
 In: a folder with `.metadata` and the files that it names. Out: the nested state that was saved there; each tensor is
-put together from its shards when it is its turn. `.metadata` is a pickle. It is read by an unpickler that knows the
-names of DCP's classes and makes plain records of them: no class is imported, and no function is called.
+assembled from its shards when it is saved. `.metadata` is a pickle. It is read by an unpickler that knows the names of
+DCP's classes and makes plain records for them: no class is imported, and no other function is called.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .lazy_state import Later
 from .safetensors_file import first_line
 
 METADATA = ".metadata"
-#: Lightning puts all that is no tensor into this file.
+#: Lightning puts all values that are not tensors into this file.
 META = "meta.pt"
 _RECORDS = frozenset(
     {
@@ -69,9 +69,13 @@ class _Reader(pickle.Unpickler):
     """Reads `.metadata`; any name but those of DCP's records is refused."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what makes a plain value for a name in the pickle."""
+        """Return a class or function that makes a plain value for a name in the pickle.
+
+        Raises:
+            _RefusedError: the name is not of DCP.
+        """
         if module.startswith("torch.distributed.") and name in _RECORDS:
-            return type(name, (_Record,), {})  # of this file alone: a pickle may set attributes of a class
+            return type(name, (_Record,), {})  # a new class: a pickle may set attributes of it
         if module == "torch" and name in TORCH_DTYPES:
             return f"dtype {name}"
         if (module, name) == ("torch", "Size"):
@@ -148,7 +152,7 @@ def _read_metadata(where: Path) -> _Record:
 
 @contextmanager
 def _damaged(where: Path) -> Iterator[None]:
-    """Turn every error that malformed metadata leads to into one that names the file."""
+    """Turn every error that malformed metadata causes into an InvalidInputError that names the file."""
     try:
         yield
     except (OSError, MemoryError, InvalidInputError):
@@ -184,7 +188,11 @@ def _places(folder: Path, where: Path, storage_data: Any) -> Places:
 
 
 def _leaf(where: Path, name: str, entry: Any, places: Places) -> Any:
-    """Return a value, or a `Later` for a tensor."""
+    """Return a value, or a `Later` for a tensor.
+
+    Raises:
+        InvalidInputError: its shards are missing, overlap or lie outside of it.
+    """
     import torch
 
     if type(entry).__name__ == "BytesStorageMetadata":
@@ -228,7 +236,7 @@ def _missing(where: Path, what: str) -> InvalidInputError:
 def _assemble(
     name: str, dtype: str, shape: tuple[int, ...], shards: list[tuple[tuple[int, ...], tuple[int, ...], _Stored]]
 ) -> Any:
-    """Read the shards of a tensor into one."""
+    """Read the shards of a tensor, and return the whole tensor."""
     import torch
 
     whole: torch.Tensor | None = None
@@ -251,7 +259,7 @@ def _assemble(
 
 
 def _integers(size: int) -> Any:
-    """Return a dtype of a size that is copied bit by bit; complex128 has none, and is copied as it is."""
+    """Return a dtype of `size` bytes that torch copies bit by bit; no integer has 16 bytes, so that is complex128."""
     import torch
 
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[size]
@@ -287,7 +295,7 @@ class _Slice(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Read bytes of the slice; return how many."""
+        """Read bytes of the slice into `buffer`; return how many."""
         view = memoryview(buffer).cast("B")[: max(0, self._size - self._at)]
         self._file.seek(self._start + self._at)
         count = self._file.readinto(view)  # type: ignore[attr-defined]

@@ -41,14 +41,14 @@ class ExportOptions:
     """How a snapshot is exported.
 
     Attributes:
-        part: the top-level key whose value is exported. None: of "hf" `model` or `state_dict`, if the state has it as a
-            dict; else the whole state.
-        strip: prefixes of names to take off, such as "module.", in this order, each once; "_orig_mod." wherever it
-            stands. "hf" takes off both.
-        max_shard_bytes: of one file of "hf", unless one tensor is larger [bytes].
+        part: the top-level key whose value is exported. None: for "hf" `model`, or else `state_dict`, if its value is a
+            dict; otherwise the whole state.
+        strip: prefixes of names to take off, such as "module.", in this order, each once; "_orig_mod." at any depth.
+            "hf" always takes off these two.
+        max_shard_bytes: the most bytes of one file of "hf", unless one tensor is larger.
         config: a folder whose config and tokenizer files "hf" copies; None: the imported ones are written.
         tensors_only: leave out values that "hf" and "safetensors" cannot hold.
-        force: replace what is there.
+        force: replace an output that exists.
     """
 
     part: str | None = None
@@ -65,16 +65,17 @@ def export_snapshot(
     """Write a snapshot in the format of another program.
 
     Args:
-        output: of the file, or folder of "hf" and "dcp".
+        output: path of the file; for "hf" and "dcp" of the folder.
         to: "hf": a folder that `from_pretrained` loads; "safetensors": one file; "torch": a file that
             `torch.load(weights_only=True)` loads; "dcp": a folder that `torch.distributed.checkpoint.load` reads.
 
     Raises:
-        InvalidInputError: the format cannot hold the state, two tensors get one name, or no name has a prefix to strip.
-            Nothing was written.
-        AlreadyExistsError: the output exists, and `force` is not set.
+        InvalidInputError: an argument is invalid, the format cannot hold the state, two tensors get one name, or no
+            name has a prefix to strip. Nothing was written.
+        AlreadyExistsError: the output exists, and `force` is not set or it is not an export.
         NotFoundError: the reference or the part names nothing.
         IntegrityError: the snapshot is damaged; nothing was written.
+        CapabilityError: a library is not installed.
         StorageError: the output cannot be written.
     """
     if to not in get_args(To):
@@ -105,16 +106,16 @@ def export_snapshot(
 
 
 def _model_part(reader: TensorReader) -> str | None:
-    """Return the top-level key of the model in a state: `model`, else `state_dict`, where it is a dict."""
+    """Return the top-level key of the model in a state: `model`, else `state_dict`, if its value is a dict; or None."""
     tops = {spec.path[0] for _, spec in reader.specs if len(spec.path) > 1}
     return next((name for name in ("model", "state_dict") if name in tops), None)
 
 
 def stripped(name: str, prefixes: Sequence[str], found: set[str]) -> str:
-    """Return a name without prefixes, each taken off once; "_orig_mod." wherever it stands.
+    """Return a name without prefixes, each taken off once; "_orig_mod." at any depth.
 
     Args:
-        found: takes the prefixes that the name had.
+        found: receives the prefixes that the name had.
     """
     for prefix in prefixes:
         before = name
@@ -186,7 +187,11 @@ def publish_folder(path: Path, fill: Callable[[Path], None], *, force: bool) -> 
 
 
 def _require_export(path: Path, new: Path) -> None:
-    """Check that a folder which --force replaces is an export: no file is deleted that no export has written."""
+    """Check that a folder to be replaced is an export, so that only files of an export are deleted.
+
+    Raises:
+        AlreadyExistsError: it is not an export, or has another file.
+    """
     whole = path.is_dir() and not path.is_symlink()
     if not whole or (any(path.iterdir()) and not (path / METADATA).exists() and not any(path.glob("*.safetensors"))):
         raise AlreadyExistsError(

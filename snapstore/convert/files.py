@@ -1,8 +1,9 @@
 """Read and write states in files: `.pt` and `.safetensors`.
 
-A `.pt` file is always read with `weights_only=True`: a file from elsewhere must not run code here. It is written for
-such readers: values that torch refuses there get another type (`state.weights_only`), and are named. A file is written
-under a temporary name and renamed when it is complete, so an interrupted restore leaves nothing behind.
+A `.pt` file is always read with `weights_only=True`: a file from elsewhere must not run code here. It is also written
+for such readers: values that torch then refuses get another type (`state.weights_only`), and the result names them. A
+file is written under a temporary name and renamed when it is complete, so an interrupted export leaves no incomplete
+file under its name.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", SAFETENSORS)
 #: Linux's MADV_PAGEOUT, which Python does not name: reclaim these pages now.
 PAGE_OUT = 21
 
-#: The name of an entry with the bytes of a memory, in an archive of torch.
+#: The name of an entry, in an archive of torch, that has the bytes of a storage.
 _MEMORY = re.compile(r"/data/[0-9]+\Z")
 # torch's own message advises to load the file unsafely; only the name of the object is shown.
 _OBJECT = re.compile(r"GLOBAL (\S+)|[Uu]nsupported (?:class|type|global):? (?!GLOBAL)(\S+)")
@@ -52,14 +53,14 @@ class Exported:
     """An export that was written.
 
     Attributes:
-        snapshot: that was read.
+        snapshot: the snapshot that was exported.
         files: names of the files, in the folder of the export.
         tensors: number of tensors.
         bytes: size of the files [bytes].
-        dropped: dotted paths of the values left out.
-        tied: names left out because they are tied to one that is there.
+        dropped: dotted paths of the values that were left out.
+        tied: names that were left out because they are tied to one in the export.
         changed: values of another type than in the snapshot.
-        part: as it was chosen; None: the whole state.
+        part: the top-level key that was exported; None: the whole state.
     """
 
     snapshot: Snapshot
@@ -73,12 +74,12 @@ class Exported:
 
 
 def is_known(path: Path) -> bool:
-    """Return whether a name has an ending of a file that is read and written here."""
+    """Return whether a file name has an ending that this module reads and writes."""
     return path.suffix.lower() in SUFFIXES
 
 
 def read(path: Path) -> tuple[Any, dict[str, str]]:
-    """Return the state in a file, and the file's own metadata; the tensors of a .safetensors file as an iterator.
+    """Return (the state in a file, the file's own metadata); the state of a .safetensors file is an iterator.
 
     Raises:
         InvalidInputError: the file is missing, damaged, of another format, or holds Python objects.
@@ -98,7 +99,7 @@ def read(path: Path) -> tuple[Any, dict[str, str]]:
 
 
 def read_torch(path: Path) -> Any:
-    """Return the state in a file of torch; files of its zip format stay mapped, so they may be larger than memory.
+    """Return the state in a file of torch; a file in its zip format stays mapped, so it may be larger than memory.
 
     Raises:
         InvalidInputError: it is damaged, or holds Python objects.
@@ -114,7 +115,7 @@ def read_torch(path: Path) -> Any:
 
 
 def _memory_sizes(state: Any) -> list[int] | None:
-    """Return the sizes of the memories of all tensors in a state, sorted; None: one has no memory of its own."""
+    """Return the sizes of the storages of all tensors in a state, sorted [bytes]; None: a tensor has no storage."""
     found: dict[int, int] = {}
     pending, seen = [state], set[int]()
     while pending:
@@ -135,9 +136,9 @@ def _memory_sizes(state: Any) -> list[int] | None:
 
 
 def _stored_sizes(path: Path) -> list[int] | None:
-    """Return the sizes of the memories in a file of torch, sorted; None: torch must not map the file.
+    """Return the sizes of the storages in a file of torch, sorted [bytes]; None: torch must not map the file.
 
-    Torch maps compressed bytes as if they were values, and reads beyond the end of a memory that is too short.
+    Torch maps compressed bytes as if they were values, and reads beyond the end of a storage that is too short.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -150,10 +151,11 @@ def _stored_sizes(path: Path) -> list[int] | None:
 
 
 def load_torch(file: Any, where: str, *, mapped: bool = False) -> Any:
-    """Return the state in a path or an open file of torch; no Python objects are made.
+    """Return the state in a path or an open file of torch; make no Python objects.
 
     Args:
-        where: names it in errors.
+        where: its name in errors.
+        mapped: map the file instead of reading it.
 
     Raises:
         InvalidInputError: it is damaged, or holds Python objects.
@@ -182,9 +184,9 @@ def load_torch(file: Any, where: str, *, mapped: bool = False) -> Any:
 
 
 def let_go(value: Any) -> None:
-    """Give the pages of a mapped file back to the system; it reads them again when they are needed.
+    """Give the memory pages of a mapped file back to the system, which reads them again when they are needed.
 
-    It only advises the system, so memory of any other kind keeps its values.
+    It only advises the system, so other memory keeps its values.
     """
     if sys.platform != "linux" or isinstance(value, bytes):
         return
@@ -199,7 +201,7 @@ def check_output(path: Path, *, force: bool) -> None:
 
     Raises:
         InvalidInputError: its name has no known ending, or its folder is missing.
-        AlreadyExistsError: it exists.
+        AlreadyExistsError: it exists, and `force` is not set.
         CapabilityError: a library is not installed.
     """
     if not is_known(path):
@@ -214,7 +216,7 @@ def check_new(path: Path, *, force: bool, is_folder: bool = False) -> None:
 
     Raises:
         InvalidInputError: its folder is missing, it is a folder but should be a file, or its name is "." or "..".
-        AlreadyExistsError: it exists.
+        AlreadyExistsError: it exists, and `force` is not set.
     """
     if path.name in ("", ".."):
         raise InvalidInputError(f"{path}: expected the name of a new folder")
@@ -258,7 +260,7 @@ def write_torch(path: Path, reader: TensorReader, *, force: bool) -> Exported:
 
 
 def write_safetensors(path: Path, reader: TensorReader, *, force: bool, tensors_only: bool) -> Exported:
-    """Write the tensors of a snapshot to a file as they are read, with the metadata that its own file had.
+    """Write the tensors of a snapshot to a .safetensors file, one by one, with the metadata that its own file had.
 
     Raises:
         InvalidInputError: the format cannot hold the state.
@@ -272,7 +274,7 @@ def write_safetensors(path: Path, reader: TensorReader, *, force: bool, tensors_
 
 
 def safetensors_metadata(snapshot: Snapshot) -> dict[str, str]:
-    """Return the metadata of the .safetensors file that a snapshot was saved from."""
+    """Return the metadata of the .safetensors file from which a snapshot was saved; {} if there was none."""
     metadata: Any = snapshot.metadata
     about = metadata.get("safetensors") if isinstance(metadata, dict) else None
     if not isinstance(about, dict):
@@ -293,7 +295,7 @@ def _write_torch(temp: Path, state: Any) -> None:
 
 
 def _fill_torch(temp: Path, state: Any, reader: TensorReader, tensors: Sequence[Any]) -> None:
-    """Write the bytes of the tensors into their room: torch numbers the memories in the order in which it meets them.
+    """Write the bytes of the tensors into their room: torch numbers the storages in the order in which it meets them.
 
     Args:
         tensors: the arrays of the state in the order of the reader; those without values are read.
@@ -341,7 +343,7 @@ def _put(file: BinaryIO, record: _Record, data: Bytes) -> None:
 
 
 def _records(file: BinaryIO) -> dict[int, _Record]:
-    """Return the records of a file of torch that have the bytes of a memory, by its number."""
+    """Return the records of a file of torch that have the bytes of a storage, by the storage's number."""
     found = {}
     with zipfile.ZipFile(file) as archive:
         entry = archive.start_dir
@@ -359,7 +361,12 @@ def _records(file: BinaryIO) -> dict[int, _Record]:
 
 
 def publish(path: Path, fill: Callable[[Path], None], *, force: bool) -> None:
-    """Fill a temporary file beside `path`, make it durable, and rename it."""
+    """Fill a temporary file beside `path`, make it durable, and rename it.
+
+    Raises:
+        AlreadyExistsError: the file exists, and `force` is not set.
+        StorageError: it cannot be written.
+    """
     temp = path.with_name(f".snapstore-{secrets.token_hex(8)}.tmp")
     try:
         temp.open("xb").close()
@@ -378,7 +385,11 @@ def publish(path: Path, fill: Callable[[Path], None], *, force: bool) -> None:
 
 
 def _name_new(temp: Path, path: Path) -> None:
-    """Rename, but never over a file that another process has made meanwhile."""
+    """Rename a file, but never over a file that another process has made meanwhile.
+
+    Raises:
+        AlreadyExistsError: there is such a file.
+    """
     try:
         path.hardlink_to(temp)
     except FileExistsError as error:

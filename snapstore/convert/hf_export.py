@@ -1,8 +1,8 @@
 """Write a folder of Hugging Face that `from_pretrained` loads: weights in safetensors, an index, config and tokenizer.
 
-In: the tensors of a snapshot in their stored order, and the other files of the folder. Out: shards of at most a size;
-memory holds one tensor. Tied tensors are written once, under the first of their names, as `save_pretrained` does;
-but all of them if the config says that the model ties none.
+In: the tensors of a snapshot in their stored order, and the other files of the folder. Out: shards of a limited size;
+memory holds one tensor. Tied tensors are written once, under the first of their names, as `save_pretrained` does. If
+the config says that the model ties none, they are written under each name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .checkpoint import file_inside
 from .hf_folder import INDEX, STATES, TORCH_INDEX, TRAINER_STATE, WEIGHTS
 
 CONFIG = "config.json"
-#: Files of a folder given as --config that are of its training, not of the model.
+#: Files in the folder of --config that belong to a training run, not to the model.
 _OF_TRAINING = {*STATES, TRAINER_STATE, INDEX, TORCH_INDEX, "training_args.bin"}
 
 
@@ -34,10 +34,10 @@ class HfPlan:
     """The files of an export.
 
     Attributes:
-        shards: the tensors of each file, by name, in the order of reading.
-        names: of each tensor that is read, in the order of reading; None: it is not written.
-        dropped: dotted paths of the values left out.
-        tied: names left out because they are tied to one that is there.
+        shards: file -> (name, spec) of each of its tensors, in the order of reading.
+        names: the name of each tensor that is read, in the order of reading; None: it is not written.
+        dropped: dotted paths of the values that are left out.
+        tied: names that are left out because they are tied to one in the export.
     """
 
     shards: dict[str, list[tuple[str, TensorSpec]]]
@@ -46,7 +46,7 @@ class HfPlan:
     tied: list[str]
 
     def files(self, beside: Mapping[str, bytes]) -> list[str]:
-        """Return the names of all files, sorted."""
+        """Return the names of all files of the export, sorted."""
         return sorted([*self.shards, *beside, *([INDEX] if len(self.shards) > 1 else [])])
 
 
@@ -120,7 +120,7 @@ def plan(
 
 
 def _tied(every: list[tuple[str, TensorSpec]]) -> set[str]:
-    """Return the names whose tensor has a name before: the paths of tied tensors follow each other, with one spec."""
+    """Return the names that are tied to an earlier one: the paths of tied tensors follow each other, with one spec."""
     return {name for (_, before), (name, spec) in pairwise(every) if spec is before}
 
 

@@ -4,7 +4,7 @@ In: a folder with weights in safetensors, or else in files of torch, whole or in
 
     {"model": {name: tensor}, "optimizer": ..., "scheduler": ..., "files": {name: bytes}}
 
-where `files` has all other files of the folder as they are: configs, tokenizers, the Trainer's own state. Copies of the
+where `files` has all other files of the folder, unchanged: configs, tokenizers, the Trainer's own state. Copies of the
 weights in other formats are left out.
 """
 
@@ -23,9 +23,9 @@ from .lazy_state import Later
 INDEX, TORCH_INDEX, TORCH_WEIGHTS = "model.safetensors.index.json", "pytorch_model.bin.index.json", "pytorch_model.bin"
 ONE_FILE = "model.safetensors"
 TRAINER_STATE = "trainer_state.json"
-#: Files of the Trainer that hold tensors which change from step to step, and their keys in the state.
+#: Files of the Trainer with tensors that change from step to step, and their keys in the state.
 STATES = {"optimizer.pt": "optimizer", "optimizer.bin": "optimizer", "scheduler.pt": "scheduler"}
-#: Endings of files that hold weights once more, in another format.
+#: Endings of files that hold the same weights in another format.
 WEIGHTS = (".safetensors", ".h5", ".msgpack", ".onnx", ".onnx_data", ".ot", ".gguf", ".tflite", ".mlmodel", ".bin")
 #: Files with such an ending that hold no weights.
 NO_WEIGHTS = {"training_args.bin"}
@@ -71,7 +71,7 @@ def open_hf(folder: Path) -> Checkpoint:
 
 
 def _names(folder: Path) -> set[str]:
-    """Return the names of all files below a folder, but for hidden ones."""
+    """Return the names of all files below a folder, except hidden ones."""
     found = (path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir())
     return {path.as_posix() for path in found if not any(part.startswith(".") for part in path.parts)}
 
@@ -85,7 +85,7 @@ def _safetensors(folder: Path) -> list[str]:
 
 def _weights(folder: Path) -> tuple[dict[str, Any], list[Path], dict[str, Any]]:
     """Return the weights by name, their files, and the metadata of those files."""
-    if (folder / INDEX).exists() and not (folder / ONE_FILE).exists():  # transformers takes the one file too
+    if (folder / INDEX).exists() and not (folder / ONE_FILE).exists():  # transformers prefers the one file too
         return _indexed(folder, INDEX)
     if names := _safetensors(folder):
         paths = [file_inside(folder, name, folder) for name in names]

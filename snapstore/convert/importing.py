@@ -38,8 +38,8 @@ class Imported:
 
     Attributes:
         source: its path.
-        snapshot: as it was saved, or as it was there already.
-        skipped: whether it was there already.
+        snapshot: the snapshot of its step in the repository.
+        skipped: whether the run had a snapshot of this step already.
         bytes_read: size of its files, 0 if it was skipped [bytes].
         left_out: names of its files that were not imported: the same weights in another format.
     """
@@ -103,10 +103,10 @@ def import_checkpoints(
 
     Args:
         sources: files and folders of checkpoints.
-        step: of the only source. None: a number after "step" or at the end of its name, else the step that the
-            checkpoint names itself, else 0 for the only source.
-        bases: references of snapshots to dedup against, of any run, such as that of the model which these fine-tune.
-        format: one of FORMATS; None: as `format_of` finds.
+        step: the step of the only source. None: a number after "step" or at the end of its name, else the step that the
+            checkpoint states, else 0 if there is one source.
+        bases: references of snapshots of any run to dedup against, such as the model that these checkpoints fine-tune.
+        format: one of FORMATS; None: `format_of` finds it.
 
     Raises:
         InvalidInputError: a source is no checkpoint, is damaged or holds Python objects; two have one step, or one has
@@ -179,7 +179,7 @@ def _step_of(path: Path, kind: str) -> int | None:
 
 
 def default_run(sources: Sequence[str | Path]) -> str:
-    """Return the name of the run for sources that name none: of the model's folder, or of the folder of a series."""
+    """Return a name for the run: that of the one source, or of the folder that holds a series of checkpoints."""
     path = Path(sources[0]).resolve()
     name = path.stem if path.is_file() else path.name
     return path.parent.name if len(sources) > 1 or _NUMBER.search(name) else name

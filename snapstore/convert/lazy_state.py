@@ -1,7 +1,7 @@
 """A state whose tensors lie in files, as the input of a save: each is read when it is saved, and then freed.
 
 In: nested containers over plain values, arrays, and `Later`s. Out: one part whose tensors are made one at a time. So a
-state larger than memory passes through, with its nesting. Arrays over the same memory are stored once, as ties.
+state larger than memory can be saved, with its nesting. Arrays over the same memory are stored once, as ties.
 
 Invariant: at most one value that a `Later` has read is alive here.
 """
@@ -26,8 +26,8 @@ class Later:
     """A leaf of a state that is read when it is saved.
 
     Attributes:
-        kind: of the value: a torch.Tensor that requires no grad, or bytes.
         read: returns the value; it may be called once.
+        kind: whether the value is a torch.Tensor that requires no grad, or bytes.
     """
 
     read: Callable[[], Any]
@@ -56,7 +56,7 @@ class _Leaves:
         return array_node(kind, number, getattr(stored, "requires_grad", False))
 
     def put_later(self, value: Any, path: Path) -> Node | None:
-        """Add a `Later`, and return its node; None: it is none."""
+        """Add a `Later`, and return its node; None: the value is not one."""
         if not isinstance(value, Later):
             return None
         self.reads.append((path, value.read))
@@ -64,7 +64,7 @@ class _Leaves:
 
 
 def inputs_of_lazy(state: Any, engines: Engines, let_go: Callable[[Any], None]) -> PartInput:
-    """Return a state as the one part of a save; going through its tensors reads them.
+    """Return a state as the only part of a save; iterating over its tensors reads them.
 
     Args:
         let_go: called with each array once it is stored, before the next is read.

@@ -123,7 +123,11 @@ class _Reader:
         return {key: leaves.get(key) for key in keys}
 
     def _guarded(self, call: Callable[[], Any]) -> Any:
-        """Call Orbax, which documents no errors."""
+        """Call Orbax, and return the result. Orbax does not document its errors.
+
+        Raises:
+            InvalidInputError: Orbax has raised an error.
+        """
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about shardings: everything goes to host memory
@@ -136,7 +140,7 @@ class _Reader:
 
 
 def _is_array(leaf: Any) -> bool:
-    """Return whether the metadata of a leaf is that of an array; the others are Python's values."""
+    """Return whether the metadata of a leaf describes an array; other leaves are plain Python values."""
     return type(leaf).__name__ == "ArrayMetadata"
 
 

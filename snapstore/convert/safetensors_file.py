@@ -1,4 +1,4 @@
-"""Read and write `.safetensors` files tensor by tensor, so a file larger than memory passes through.
+"""Read and write `.safetensors` files tensor by tensor, so a file may be larger than memory.
 
 The library reads files, and checks every header that is written here. It cannot write a file tensor by tensor. The
 format: the length of the header, the header (JSON: dtype, shape and place of every tensor), then the bytes.
@@ -25,7 +25,7 @@ from .lazy_state import Later
 
 #: An error names at most so many leaves that a file cannot hold.
 LEAVES_NAMED = 5
-#: The key of the header that is no tensor.
+#: The key of the header that does not name a tensor.
 METADATA = "__metadata__"
 ADVICE = "write a .pt file"
 _NUMBERS = {"float": "F", "bfloat": "BF", "int": "I", "uint": "U", "f": "F", "i": "I", "u": "U"}
@@ -49,7 +49,7 @@ def need_library() -> Any:
 
 
 def read(path: Path) -> tuple[Any, dict[str, str]]:
-    """Return (name, tensor) of a file, one at a time, and the file's metadata; an empty dict if it has no tensors.
+    """Return (an iterator of (name, tensor), the file's metadata); {} in place of the iterator if there is no tensor.
 
     Raises:
         InvalidInputError: the file is damaged, now or when its tensors are read.
@@ -67,7 +67,7 @@ def laters(path: Path) -> Iterator[tuple[str, Later]]:
         CapabilityError: the library is not installed.
     """
     with _damaged(path):
-        file = _opened(path).__enter__()  # it is closed when the last of the tensors is let go of
+        file = _opened(path).__enter__()  # it is closed when the last `Later` of it is freed
         names = file.keys()
     for name in names:
         yield name, Later(partial(_read_later, path, file, name))
@@ -88,13 +88,13 @@ def _tensors(path: Path) -> Iterator[tuple[str, Any]]:
 def _tensor(path: Path, file: Any, name: str) -> Any:
     try:
         return file.get_tensor(name)
-    except RuntimeError:  # the library 0.8 cannot read float4 so
+    except RuntimeError:  # release 0.8 cannot read float4 in this way
         with _opened(path, mapped=True) as whole:
             return whole.get_tensor(name)
 
 
 def _opened(path: Path, *, mapped: bool = False) -> Any:
-    """Open a file; unless `mapped`, so that it is read tensor by tensor: no system maps more than its memory."""
+    """Open a file; unless `mapped`, it is read tensor by tensor, since a system may not map more than its memory."""
     library = need_library()
     if not mapped:
         with suppress(TypeError), name_in_utf8(path) as name:  # before 0.8 the library always maps the whole file
@@ -121,7 +121,7 @@ def name_in_utf8(path: Path) -> Iterator[Path]:
 def _damaged(path: Path) -> Iterator[None]:
     try:
         yield
-    except (need_library().SafetensorError, OSError, ValueError) as error:  # it is looked up after an error alone
+    except (need_library().SafetensorError, OSError, ValueError) as error:  # looked up only after an error
         raise InvalidInputError(f"{path}: not a safetensors file, or damaged: {first_line(error)}") from error
 
 
@@ -179,7 +179,7 @@ def write(
 
     Args:
         specs: of the tensors, by name.
-        tensors: each of them with its name, in any order; no more are taken.
+        tensors: each of them with its name, in any order; only the first `len(specs)` are taken.
 
     Raises:
         InvalidInputError: the library refuses the header.
@@ -202,9 +202,9 @@ def write(
 
 
 def layout(specs: Sequence[tuple[str, TensorSpec]], metadata: dict[str, str]) -> tuple[bytes, dict[str, int], int]:
-    """Return the header, where each tensor begins in the file, and the size of the file [bytes].
+    """Return (the header, the byte at which each tensor begins in the file, the size of the file [bytes]).
 
-    Tensors of larger elements come first, as the library writes them, so each is aligned to its elements.
+    Tensors with larger elements come first, as the library writes them, so each tensor is aligned to its elements.
     """
     header: dict[str, Any] = {METADATA: metadata} if metadata else {}
     places: dict[str, int] = {}

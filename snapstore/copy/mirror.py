@@ -1,9 +1,9 @@
-"""Mirror: copy the saves of one run to a second repository, and bring back snapshots that only that one has.
+"""Mirror: copy the saves of one run to a second repository, and bring back snapshots that only the mirror has.
 
 In: the commits of a manager, and the place of the mirror. Out: copies there, in the order of the saves, made by one
 thread that never delays a save. Each snapshot that is due is announced there first, by a record which says that its
-copy has begun: so a later process can tell which snapshots were lost with the first store. After a failure it warns and
-tries again.
+copy has begun: so a later process can tell which snapshots were lost with the first store. After a failure the thread
+logs a warning and tries again.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
     from ..repository import Repository
 
 log = logging.getLogger("snapstore")
-#: After a failure the mirror waits so long, twice as long after the next one, and at most so long [s].
+#: After a failure the mirror waits RETRY_S, after each further failure twice as long, at most RETRY_MAX_S.
 RETRY_S, RETRY_MAX_S = 1.0, 60.0
-#: The policies of the first store leave alone so many snapshots that are not mirrored yet, the oldest ones.
+#: The policies of the first store also keep the oldest snapshots that are not mirrored yet, at most so many.
 HELD_AT_MOST = 8
 #: A copy that is given up ends within this time, unless its store does not answer [s].
 GIVE_UP_S = 2.0
-#: States of a snapshot that the mirror has had.
+#: The states, in the mirror, of a snapshot that was mirrored once.
 MIRRORED = (COMMITTED, FORGOTTEN, SWEPT)
 
 
@@ -60,10 +60,10 @@ class Mirror:
         source: where the run is saved.
         open_target: opens the mirror, or makes it; called until it succeeds.
         keep: the policies of the mirror; none: it keeps everything.
-        read_only: nothing is copied; only `nearest` and `newest` are of use.
+        read_only: copy nothing; only `nearest`, `newest` and `snapshots` are of use.
 
     Attributes:
-        url: of the mirror.
+        url: URL of the mirror.
         problem: why the last attempt failed; "": it did not.
     """
 
@@ -90,12 +90,13 @@ class Mirror:
     # -- begin and end
 
     def start(self) -> None:
-        """Open the mirror, say what was lost with the first store, and begin to copy.
+        """Open the mirror, log which snapshots were lost with the first store, and begin to copy.
 
-        A mirror that cannot be reached is a warning: training must not wait for it.
+        If the mirror cannot be reached, only log a warning: training must not wait for it.
 
         Raises:
-            InvalidInputError: its digests have another seed.
+            InvalidInputError: it is the first store itself, or its digests have another seed.
+            CapabilityError: no thread can be started.
             SnapstoreError: it is no repository that this release can use.
         """
         try:
@@ -130,7 +131,7 @@ class Mirror:
         return self._target.context
 
     def close(self, timeout: float | None = None) -> list[int]:
-        """Wait as `wait` does, then end the thread; a copy that still runs commits nothing.
+        """Wait as `wait` does, at most `timeout` seconds, then end the thread; a copy that still runs commits nothing.
 
         Returns:
             The steps that are not mirrored; they are named in a warning. The next manager mirrors them.
@@ -177,7 +178,7 @@ class Mirror:
     # -- what is behind
 
     def note(self, snapshot: Snapshot) -> None:
-        """Take a new commit of the run; it is copied once the ones before it are."""
+        """Note a new commit of the run; it is copied after the earlier ones."""
         with self._changed:
             if all(snapshot.id != other.id for other in self._pending):  # the thread may have listed it already
                 self._pending.append(snapshot)
@@ -190,7 +191,7 @@ class Mirror:
             return [snapshot.step for snapshot in self._pending]
 
     def holding(self, keep: Sequence[retention.Policy]) -> Sequence[retention.Policy]:
-        """Return the policies of the first store, which for now also keep the oldest steps that are not mirrored."""
+        """Return policies for the first store that, besides `keep`, keep the oldest steps that are not mirrored yet."""
         held = self.behind()[:HELD_AT_MOST]
         return [*keep, retention.KeepSteps(held)] if held else keep
 
@@ -225,13 +226,13 @@ class Mirror:
             self._changed.notify_all()
 
     def _catch_up(self) -> bool:
-        """Copy what is due, oldest first, and apply the policies of the mirror; return whether nothing is left."""
+        """Copy the snapshots that are due, oldest first, and apply the mirror's policies; return False if cut short."""
         target = self._opened()
         copier = self._copier = self._copier or Copier(self._source, target, self._require_going_on)
         for snapshot in (due := self._due(target)):
             if self._ends:
                 return False
-            with suppress(*DAMAGE):  # of its record there; the copy says so
+            with suppress(*DAMAGE):  # its record there is damaged, which `copy` reports
                 copier.announce(snapshot)
         for snapshot in due:
             if self._ends:
@@ -256,7 +257,7 @@ class Mirror:
         self._given_up.add(snapshot.id)
 
     def _retain(self, target: Context) -> None:
-        """Apply the policies of the mirror; damage there costs space, and holds no copy up."""
+        """Apply the policies of the mirror; damage there only costs space, and must not stop the copies."""
         try:
             with confirmed(target):
                 if self._keep and forget(target, self._keep, run=self.run, force=True).forgotten:
@@ -265,14 +266,14 @@ class Mirror:
             log.warning("run=%s nothing is deleted in %s until it is repaired: %s", self.run, self.url, error)
 
     def _due(self, target: Context) -> list[Snapshot]:
-        """Return the snapshots to be mirrored: committed, not there, and such that the mirror's policies keep them.
+        """Return the snapshots to copy: committed, not in the mirror, and kept by the mirror's policies.
 
-        Snapshots that are there and lack a tag come before them, so that no policy deletes them.
+        Before them come snapshots that are in the mirror and lack a tag there, so that no policy forgets them.
         """
         with self._changed:
             noted = {snapshot.id: snapshot for snapshot in self._pending}
         there = target.index.refresh()
-        with confirmed(self._source):  # an empty folder has nothing that is due
+        with confirmed(self._source):  # an empty folder in its place would have no snapshots
             here = self._source.index.refresh()
         for snapshot in noted.values():
             try:
@@ -298,7 +299,7 @@ class Mirror:
     # -- what only the mirror has
 
     def _say_lost(self, target: Context) -> None:
-        """Warn of snapshots that were saved and not mirrored, if the first store has lost them."""
+        """Log a warning about snapshots that were saved and not mirrored, if the first store has lost them."""
         here, there = self._source.index.refresh(), target.index.refresh()
         newest = there.newest(self.run)
         after = -1 if newest is None else newest.seq
@@ -309,11 +310,14 @@ class Mirror:
             log.warning(text, self.run, ", ".join(lost), self._source.store.url, self.url, last)
 
     def newest(self) -> tuple[Snapshot | None, bool]:
-        """Return the newest snapshot of the run in both stores, and whether only the mirror has it.
+        """Return (the newest snapshot of the run in both stores, whether only the mirror has it).
 
-        If the first store knows the mirror's newest, its order decides: the clocks of two hosts may differ. If it was
-        put back to an earlier day and does not, its own newest one is newer if the mirror has not had it, and its date
-        is later.
+        If the first store knows the mirror's newest snapshot, the order in the first store decides, because the clocks
+        of two hosts may differ. Otherwise the first store may be an older backup. Then the date decides if the mirror
+        never had the first store's newest snapshot; if it had, their numbers decide.
+
+        Raises:
+            IntegrityError, StorageError: a record of the first store that may be newer is gone, or cannot be read.
         """
         here = self._source.index.refresh()
         ours, there = here.latest(self.run), self._view()
@@ -344,11 +348,15 @@ class Mirror:
     def nearest(self, name: str) -> Context:
         """Return the repository from which a snapshot of the run is to be restored.
 
-        A snapshot that only the mirror has is copied back first, so that the first store has all that the next saves
-        build on; but not if this is read-only.
+        A snapshot that only the mirror has is first copied back, so that the next saves can build on it. If this mirror
+        is read-only, return the mirror's repository instead.
 
         Args:
             name: a step, a tag or "latest".
+
+        Raises:
+            NotFoundError: the name names nothing in either store.
+            IntegrityError, FormatError, ConflictError, StorageError: as `Copier.copy` raises them.
         """
         view = self._source.index.refresh()
         if name == "latest":

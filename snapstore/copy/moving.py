@@ -1,9 +1,9 @@
 """Moving: write one snapshot of another repository into packs and manifests of this one, blob by blob.
 
 In: the manifests of a snapshot in its source, and the chunks that the destination has (`Bases`). Out: durable packs and
-manifests in the destination, which say the same. A blob is moved as it is stored. The source's packs are read whole and
-compared with the SHA-256 in their names; every blob is parsed, and compared with the chunk that its manifest says. A
-chunk of a base is referenced as a save does it, and so is everything below it in a chain.
+manifests in the destination, with the same content. Blobs are copied as they are stored. The source's packs are read
+whole and compared with the SHA-256 in their names; every blob is parsed, and compared with the reference in its
+manifest. A chunk that a base has is only referenced, as in a save, and so is the rest of its chain.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from ..storage.base import ObjectStore
 from ..text import strip_hint
 from ..threads import Threads
 
-#: Packs of the source that are read ahead, while others are put: at most so many, of at most so many bytes together.
+#: The most packs of the source that are read ahead while others are put, and the most bytes of these packs.
 READ_AHEAD, READ_AHEAD_BYTES = 4, 128 * 1024 * 1024
-#: A place is (pack << OFFSET_BITS) + offset: no pack that can be read whole is larger.
+#: A place is (pack << OFFSET_BITS) + offset: packs are smaller, since they are read whole.
 OFFSET_BITS = 40
 #: Columns of a chunk table with a row for each reference.
 _PER_REF = tuple(name for name in COLUMNS if name.startswith("ref_") and name != "ref_counts")
@@ -42,14 +42,15 @@ _PER_REF = tuple(name for name in COLUMNS if name.startswith("ref_") and name !=
 
 @dataclass(slots=True)
 class _Part:
-    """A manifest on its way.
+    """A manifest that is being copied.
 
     Attributes:
-        refs: (k,) references of the new chains, in order: those of the manifest, then, counted on, those of the bases.
-        counts: (n,) how many of them each chunk has.
-        own: the ones below the manifest's number of references: they are moved, (j,).
-        keys: the places of their blobs in the source, (j,).
-        is_child: whether it belongs to the root before it.
+        refs: (k,) references of the new chains, in order: a number below the manifest's number of references is one of
+            the manifest's own; a higher one, less that number, is one of the bases.
+        counts: (n,) number of references of each chunk.
+        own: (j,) the references in `refs` that are the manifest's own; their blobs are copied.
+        keys: (j,) the places of these blobs in the source.
+        is_child: whether a root before it names it as a child.
     """
 
     ref: ManifestRef
@@ -68,9 +69,9 @@ class Moved:
     Attributes:
         top: the manifests that the record names.
         below: the children of roots, if several ranks have saved the snapshot.
-        sizes: of every object put, by key [bytes].
-        read_bytes: of packs and manifests of the source.
-        blobs: how many were moved.
+        sizes: size of every object put, by key [bytes].
+        read_bytes: bytes read of packs and manifests of the source.
+        blobs: number of blobs copied.
     """
 
     top: Written = field(default_factory=Written)
@@ -87,17 +88,17 @@ def move(
     manifests: Sequence[tuple[ManifestRef, Manifest]],
     bases: Bases,
 ) -> Moved:
-    """Move the blobs of one snapshot, and write its manifests; all of it is durable on return.
+    """Copy the blobs of one snapshot, and write its manifests; all of it is durable on return.
 
     Args:
-        context: of the destination.
-        source: where the packs of the manifests lie.
+        context: the destination.
+        source: the store with the packs of the manifests.
         manifests: of the snapshot: each root, then its children.
         bases: the chunks of the destination that may be referenced.
 
     Raises:
-        IntegrityError, FormatError: a pack of the source is missing or damaged, or does not hold what a manifest says;
-            the error names it.
+        IntegrityError, FormatError: a pack of the source is missing or damaged, or contradicts a manifest; the error
+            names it.
         StorageError: one of the stores failed.
     """
     chunk_bytes = max((m.header.chunk_bytes for _, m in manifests), default=0)
@@ -114,7 +115,7 @@ def move(
 
 
 class _Known:
-    """The references of the bases, found by the digests of the chunks for which they stand."""
+    """The references of the bases, to be found by digest."""
 
     def __init__(self, bases: Bases) -> None:
         table = bases.table
@@ -126,12 +127,13 @@ class _Known:
         self._lengths, self._ends = table.lengths[rows], table.starts[1:][rows]
 
     def cuts(self, table: ChunkTable) -> tuple[Column, Column, Column]:
-        """Find where the chains of another repository's chunks go on in chains that the bases have.
+        """Find, for each chain of another repository, the first link that the bases have too.
 
-        A chain goes on in one that has as many links at most, so that no restore takes longer than in the source.
+        From there on the new chain uses the chain in the bases, if that has no more links than the rest of the old
+        chain: so no restore takes longer than in the source.
 
         Returns:
-            For each chunk: how many links are its own; the reference of the bases that follows; how many follow.
+            For each chunk: (number of links of its own, first reference of the bases after them, number of these).
         """
         own = table.ref_counts.astype(np.int64)
         none = np.zeros(len(table), np.int64)
@@ -154,7 +156,7 @@ class _Known:
 
 
 class _Mover:
-    """One snapshot on its way."""
+    """Copies one snapshot."""
 
     def __init__(
         self, context: Context, session: AnySession, source: ObjectStore, bases: Bases, packs: PackUploader
@@ -164,12 +166,12 @@ class _Mover:
         self._parts: list[_Part] = []
         self._names: dict[str, int] = {}  # packs of the source
         self._sizes: list[int] = []
-        self._keys = self._places = np.zeros(0, np.int64)  # of all blobs; their places: pack and offset, as keys are
+        self._keys = self._places = np.zeros(0, np.int64)  # of all blobs: their places in the source, and here
 
     # -- blobs
 
     def move_blobs(self, manifests: Sequence[tuple[ManifestRef, Manifest]]) -> None:
-        """Choose the blobs that the destination lacks, and put each beside others of a manifest that needs it."""
+        """Copy the blobs that the destination lacks; pack each with other blobs of a manifest that needs it."""
         known = _Known(self._bases)
         children: set[str] = set()
         for ref, m in manifests:
@@ -201,7 +203,7 @@ class _Mover:
         self.moved.sizes = dict(zip(map(pack_key, self._packs.names), self._packs.sizes, strict=True))
 
     def _part(self, ref: ManifestRef, m: Manifest, known: _Known) -> _Part:
-        """Choose for each chunk which links of its chain are moved, and which ones of the bases follow."""
+        """Choose, for each chunk, the links of its chain that are copied, and the links of the bases that follow."""
         table = m.table
         own, base, follow = known.cuts(table)
         starts, counts = np.empty(2 * len(table), np.int64), np.empty(2 * len(table), np.int64)
@@ -219,7 +221,7 @@ class _Mover:
         return _Part(ref, m, refs, own + follow, moved, keys)
 
     def _read_packs(self, packs: Sequence[int], names: Sequence[str], readers: Threads) -> Iterator[tuple[int, bytes]]:
-        """Yield packs of the source, some read ahead."""
+        """Yield (number, bytes) of packs of the source; read some packs ahead."""
         ahead: deque[tuple[int, Callable[[], list[bytes]]]] = deque()
         for pack in packs:
             while ahead and (
@@ -255,11 +257,13 @@ class _Mover:
         return data
 
     def _move(self, table: ChunkTable, refs: Column, chosen: Column, data: bytes, where: str) -> None:
-        """Put blobs of one pack of the source.
+        """Pack some blobs of one pack of the source.
 
         Args:
-            table, refs: the references that name them, (n,).
-            chosen: their numbers among all blobs, (n,).
+            table, refs: the references to them, (n,).
+            chosen: their positions among all blobs, (n,).
+            data: the bytes of the pack.
+            where: its key, for errors.
         """
         rows = np.searchsorted(table.starts, refs, "right") - 1
         stored, engine = memoryview(data), self._context.engines.cpu
@@ -276,7 +280,7 @@ class _Mover:
     # -- manifests
 
     def write_manifests(self) -> None:
-        """Put the manifests, children before their roots, and their list, if some are other snapshots'."""
+        """Put the manifests, children before their roots; put their list if some belong to other snapshots."""
         puts: list[tuple[str, bytes]] = []
         renamed: dict[str, ManifestRef] = {}
         for part in sorted(self._parts, key=lambda part: not part.is_child):
@@ -291,7 +295,7 @@ class _Mover:
         self.moved.sizes |= self.moved.below.sizes | self.moved.top.sizes
 
     def _contents(self, part: _Part) -> manifest.ManifestContents:
-        """Return what a manifest says in the destination."""
+        """Return the contents of a manifest in the destination."""
         m, bases = part.manifest, self._bases
         columns = {
             name: np.concatenate([getattr(m.table, name), getattr(bases.table, name)])[part.refs] for name in _PER_REF
@@ -315,7 +319,7 @@ class _Mover:
     def _root(
         self, part: _Part, contents: manifest.ManifestContents, renamed: dict[str, ManifestRef]
     ) -> manifest.ManifestContents:
-        """Return what a root says: the children as they are in the destination, and all of their packs."""
+        """Return the contents of a root, with the children as they are in the destination and all of their packs."""
         packs = dict(zip(contents.packs, contents.pack_sizes, strict=True))  # its own come first
         depth = int(contents.table.depths.max(initial=0))
         below = self.moved.below.manifests_by_name
@@ -329,10 +333,10 @@ class _Mover:
 
 
 def _compare(header: blob.Header, table: ChunkTable, ref: int, row: int, where: str) -> None:
-    """Compare a blob with the reference that names it.
+    """Compare a blob with the reference to it.
 
     Raises:
-        IntegrityError: it is another one.
+        IntegrityError: it is another blob.
     """
     kind = int(table.ref_kinds[ref])
     base = table.ref_digests[ref + 1].tobytes() if kind == blob.DIFFERENCE else blob.NO_BASE

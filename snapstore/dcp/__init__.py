@@ -5,9 +5,9 @@
     dcp.async_save(state, storage_writer=writer, checkpoint_id=step, process_group=gloo_group)
     dcp.load(state, storage_reader=SnapstoreReader("/data/snaps", run="exp1"), checkpoint_id=step, no_dist=True)
 
-`save`, `async_save` and `load` of this package call DCP's with the right arguments. A snapshot is the same whether it
-was saved here or by a SnapshotManager, and each loads the other's. Read `writer.py` first: it says what DCP calls, in
-which order, and what each call does here. Importing this package imports torch.distributed.
+`save`, `async_save` and `load` of this package call DCP's functions with the right arguments. DCP and SnapshotManager
+save the same snapshots, and each restores those of the other. Read `writer.py` first: it lists DCP's calls in their
+order, and the effect of each. Importing this package imports torch.distributed.
 """
 
 from .functions import async_save, load, save

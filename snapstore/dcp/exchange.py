@@ -1,14 +1,14 @@
-"""Exchange: what the ranks of a save tell each other, in the two gathers and the scatter that DCP makes anyway.
+"""Exchange: the messages between the ranks of a save, in the two gathers and the scatter that DCP makes anyway.
 
-    plan     each rank to 0     a digest of what it plans: ranks with equal ones mostly hold equal trees; and, once, a
-                                hash of the key of all that is not sharded
-    answer   rank 0 to each     the snapshot that is begun, whether this rank's trees are wanted, and which ranks hold
-                                those of its keys that not all of them hold
-    told     each rank to 0     its child manifests, counts, digests, and its trees where they are wanted
+    plan     each rank to 0     a digest of its plan: ranks with equal digests mostly hold equal trees; and, if they
+                                have changed, the hashes of its keys that are not sharded
+    answer   rank 0 to each     the snapshot that is begun, whether this rank's trees are wanted, and the holders of
+                                those of its keys that not all ranks hold
+    told     each rank to 0     its child manifests, counts, digests, and its trees if they are wanted
 
-In: typed structs. Out: msgpack, and back. None of them grows with the state, but for the hashes, which go over the wire
-when they change, and the trees: one rank sends them for all with the same plan. If another one of these has other
-trees, its plain values differ, which is an error.
+In: typed structs. Out: msgpack, and back. They do not grow with the state, except for the hashes, which are sent only
+when they change, and the trees: of all ranks with the same plan, one rank sends them. If another one of these ranks has
+other trees, its plain values differ, which is an error.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..save.rank_state import PartTree, decode_trees
 from ..text import some
 
 _MARK = "snapstore.plan."
-#: Ranks, and the hashes (n,) of the keys that these ranks hold and no other one, little-endian uint64.
+#: Ranks, and the hashes (n,) of the keys that exactly these ranks hold, little-endian uint64.
 Groups = list[tuple[list[int], bytes]]
 
 
@@ -42,10 +42,10 @@ class Planned(msgspec.Struct, frozen=True, array_like=True):
     """A rank's plan.
 
     Attributes:
-        digest: of its keys and forms (16 bytes); b"": not known.
-        plain: of `keys` (16 bytes).
-        keys: see `hashes_of`, of all keys that are not sharded; None: they are those of the last save.
-        heard: digest of the holders that rank 0 told last; see `digest_of_groups`.
+        digest: of its keys, shapes and dtypes (16 bytes); b"": not known.
+        plain: a digest of `keys` (16 bytes).
+        keys: the hashes of all keys that are not sharded, see `hashes_of`; None: the same as in the last save.
+        heard: digest of the holders in rank 0's last answer; see `digest_of_groups`.
     """
 
     digest: bytes
@@ -58,13 +58,13 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     """Rank 0's answer to a plan.
 
     Attributes:
-        begin: what every rank needs to write.
+        begin: the data that every rank needs to write.
         rank, world_size: of the rank that is answered.
         trees: whether its trees are wanted.
-        details: whether every rank tells what it can, because the last save failed for want of it.
-        seed: digest seed of the repository: all ranks write to one.
-        replicas: of rank 0's writer: all ranks have the same.
-        holders: of the keys of this rank that not all ranks hold; None: as it has heard.
+        details: whether every rank reports all details, because the last save failed and they would show where.
+        seed: digest seed of the repository: all ranks must write to the same one.
+        replicas: the argument of rank 0's writer: all ranks must have the same.
+        holders: of the keys of this rank that not all ranks hold; None: as in the last answer.
     """
 
     begin: Begin
@@ -82,10 +82,10 @@ class Told(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         report: see `messages.Report`.
-        held: of each part, the bytes of shared tensors that it has stored.
+        held: by part, how many bytes of the job's tensors it has stored, without values of its own.
         trees: its trees, if they were wanted.
-        replicas: of each part and group of ranks, the path and digest of each tensor of which these ranks hold
-            copies, if the last save failed because they differed.
+        replicas: by part and group of ranks, the path and digest of each tensor of which these ranks hold copies, if
+            `Answer.details` was set.
     """
 
     report: Report
@@ -95,7 +95,7 @@ class Told(msgspec.Struct, frozen=True, array_like=True):
 
 
 def digest_of(plan: SavePlan) -> bytes:
-    """Return a digest of the names, shapes and dtypes of a plan (16 bytes); empty if the plan does not say them."""
+    """Return a digest of the names, shapes and dtypes of a plan (16 bytes); b"" if the plan has none."""
     if not plan.usable or not plan.items:
         return b""
     digest = xxhash.xxh3_128()
@@ -107,9 +107,9 @@ def digest_of(plan: SavePlan) -> bytes:
 
 
 def marks_of_cache() -> list[WriteItem]:
-    """Return items by which DCP's plan cache, if a planner uses it, takes a plan for another one than the last.
+    """Return items that make a plan differ from the last one for DCP's plan cache, if a planner uses the cache.
 
-    The cache compares only items, and leaves a plan that it takes for the same out, with its storage data.
+    The cache compares only items. It leaves out a plan with the same items, and its storage data too.
     """
     if not SavePlanner._cached_save_plan:
         return []
@@ -117,23 +117,23 @@ def marks_of_cache() -> list[WriteItem]:
 
 
 def remove_marks(metadata: Metadata) -> None:
-    """Remove what DCP has made of these items."""
+    """Remove the entries that DCP has made of the items of `marks_of_cache`."""
     for key in [key for key in metadata.state_dict_metadata or () if key.startswith(_MARK)]:
         del metadata.state_dict_metadata[key]
 
 
 def plain_keys(plan: SavePlan) -> list[str] | None:
-    """Return the keys of a plan that are not sharded; None: DCP's cache leaves out a plan that has not changed."""
+    """Return the keys of a plan that are not sharded; None: DCP's cache has left out the items: they are unchanged."""
     return None if not plan.usable else [item.index.fqn for item in plan.items if item.type is not WriteItemType.SHARD]
 
 
 def cached_keys() -> list[str]:
-    """Return the keys that are not sharded of all plans in DCP's cache: a new writer cannot tell which one is meant."""
+    """Return the keys that are not sharded, of all plans in DCP's cache: a new writer cannot know which plan is its."""
     return [key for plan in SavePlanner._cached_save_plan.values() for key in plain_keys(plan) or ()]
 
 
 def key_of(path: Sequence[str | int]) -> str:
-    """Return the key that DCP gives a place in a state."""
+    """Return DCP's key for a path in a state."""
     return ".".join(map(str, path))
 
 
@@ -153,7 +153,7 @@ def digest_of_groups(groups: Groups) -> bytes:
 
 
 def wanted_trees(plans: Sequence[Planned]) -> set[int]:
-    """Return the ranks whose trees are wanted: the first of each plan, and every one without a digest."""
+    """Return the ranks whose trees are wanted: the first rank of each plan, and every rank without a digest."""
     seen: set[bytes] = set()
     wanted = set()
     for rank, plan in enumerate(plans):
@@ -164,16 +164,16 @@ def wanted_trees(plans: Sequence[Planned]) -> set[int]:
 
 
 class KeyHolders:
-    """Which ranks hold the keys that not all of them hold, on rank 0. It keeps the keys of the last save."""
+    """Finds, on rank 0, the ranks that hold the keys which not all ranks hold. It keeps the keys of the last save."""
 
     def __init__(self) -> None:
         self._keys: dict[bytes, npt.NDArray[np.uint64]] = {}  # hashes, by their digest
 
     def answers(self, plans: Sequence[Planned]) -> list[Groups | None]:
-        """Return what each rank is told; None: what it has heard.
+        """Return the holders for the answer to each rank; None: the same as in its last answer.
 
         Raises:
-            RanksError: a rank does not send keys which this one does not know.
+            RanksError: a rank has sent no keys, and this one does not know them.
         """
         known = self._keys | {plan.plain: np.frombuffer(plan.keys, "<u8") for plan in plans if plan.keys is not None}
         self._keys = {plan.plain: known[plan.plain] for plan in plans if plan.plain in known}
@@ -216,13 +216,13 @@ class Collected:
     Attributes:
         reports: by rank.
         children: the child manifests of all ranks.
-        parts: their trees as one.
+        parts: the merged trees of all ranks.
         orders: see `orders_of`.
-        unlike_buffers: the ranks whose buffers differ.
+        unlike_buffers: the groups of ranks whose buffers differ.
 
     Raises:
-        InvalidInputError: plain values differ between ranks, or replicas do, or they do not hold each tensor once.
-        DetailsWantedError: likewise, and more details would tell where.
+        InvalidInputError: plain values or replicas differ between ranks, or the ranks have not stored each byte once.
+        DetailsWantedError: plain values or replicas differ, and with more details an error would say where.
     """
 
     def __init__(self, told: Mapping[int, Told]) -> None:
@@ -251,7 +251,7 @@ class Collected:
 
 
 class DetailsWantedError(InvalidInputError):
-    """Ranks differ, and have not told where."""
+    """Ranks differ, and have not reported where."""
 
 
 def _raise_of_replicas(told: Mapping[int, Told], unlike: Unlike) -> NoReturn:
@@ -259,7 +259,7 @@ def _raise_of_replicas(told: Mapping[int, Told], unlike: Unlike) -> NoReturn:
 
     Raises:
         InvalidInputError: with the names of the tensors.
-        DetailsWantedError: the ranks have not told the names.
+        DetailsWantedError: the ranks have not reported the names.
     """
     group, few, other = unlike.group, unlike.few, unlike.other
     mine, theirs = (dict(told[rank].replicas.get(group, ())) for rank in (few[0], other[0]))

@@ -1,4 +1,4 @@
-"""save, async_save and load: DCP's functions, with the arguments that fit snapstore."""
+"""save, async_save and load: DCP's functions, called with the right arguments for snapstore."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def save(
     Args:
         state: a dict of tensors, DTensors, plain values, objects with state_dict/load_state_dict, and containers of
             these.
-        process_group: its ranks save; None: all ranks of the job; without torch.distributed, this process.
+        process_group: the ranks that save; None: all ranks of the job, or this process without torch.distributed.
 
     Raises:
-        CheckpointException: a rank failed, on all ranks; it is a BaseException. Nothing was committed.
+        CheckpointException: a rank failed; it is raised on all ranks, and is a BaseException. Nothing was committed.
     """
     with _alone_is_meant():
         metadata: Metadata = state_dict_saver.save(
@@ -52,10 +52,11 @@ def async_save(
 
     Args:
         state: see `save`.
-        process_group: a group with gloo, only for this: a background thread calls its collectives during the training.
+        process_group: a gloo group that is used only here: a background thread calls its collectives during the
+            training.
 
     Returns:
-        A future. Wait for it before the next save; its result raises as `save` does.
+        A future. Wait for it before the next save; its result raises the errors of `save`.
     """
     future: Any = state_dict_saver.async_save(
         closed(state),
@@ -80,7 +81,7 @@ def load(state: dict[str, Any], reader: SnapstoreReader, step: int | str | None 
         CheckpointException: the snapshot lacks a key of the state, or a shape differs, or reading failed.
     """
     name = "latest" if step is None else str(step)
-    ordered = dict(sorted(state.items()))  # the order in which objects load is the same on all ranks
+    ordered = dict(sorted(state.items()))  # objects load in the same order on all ranks
     with _alone_is_meant(), _opened(ordered):
         state_dict_loader.load(ordered, checkpoint_id=name, storage_reader=reader, no_dist=True)
     for key, value in ordered.items():
@@ -90,10 +91,11 @@ def load(state: dict[str, Any], reader: SnapstoreReader, step: int | str | None 
 
 @contextmanager
 def _opened(state: dict[str, Any]) -> Iterator[None]:
-    """Put the states of objects in the place of these, and let the objects load what is then there; DCP sees to those
-    that are values of `state` itself, but for values of each rank's own.
+    """Replace objects by their states, and afterwards let each object load the state that is then in its place.
+
+    DCP does that for objects that are values of `state` itself, except for values of each rank's own.
     """
-    places: list[tuple[Path, Any]] = []  # an object before what its state contains
+    places: list[tuple[Path, Any]] = []  # an object comes before the objects in its state
     try:
         for key, value in state.items():
             if is_per_rank(value) or not is_stateful(value):
@@ -119,7 +121,7 @@ def _open_place(container: Any, key: Any, path: Path, places: list[tuple[Path, A
 
 
 def _container(state: dict[str, Any], path: Path) -> Any:
-    """Return the container of a place: DCP replaces lists."""
+    """Return the container of a path. It is looked up again, because DCP replaces lists."""
     found: Any = state
     for key in path[:-1]:
         found = found[key]
@@ -128,7 +130,7 @@ def _container(state: dict[str, Any], path: Path) -> Any:
 
 @contextmanager
 def _alone_is_meant() -> Iterator[None]:
-    """Silence DCP's warning that a call without a group is one process's."""
+    """Silence DCP's warning that a call without torch.distributed is for one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

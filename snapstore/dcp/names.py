@@ -1,8 +1,8 @@
 """Names: checkpoint ids of torch.distributed.checkpoint (DCP) and steps; flat keys of DCP and places in a stored tree.
 
-In: a checkpoint id; or the decoded tree of a snapshot. Out: the step or the reference; or every leaf of the tree by the
-key that DCP gives it, with the path that DCP makes of it. DCP's own walk says what a leaf is, so a state dict that is
-loaded has the keys of the one that was saved.
+In: a checkpoint id; or the decoded tree of a snapshot. Out: the step or the reference; or every leaf of the tree by
+DCP's key for it, with DCP's path. DCP's own walk decides what a leaf is, so a state dict that is loaded has the keys of
+the one that was saved.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def step_of(checkpoint_id: Any) -> int:
     """Return the step that a checkpoint id ends with: 100 of 100, "step-100", or "/runs/a/step-100".
 
     Raises:
-        InvalidInputError: it ends with no step.
+        InvalidInputError: it does not end with a step.
     """
     step = _find_step(checkpoint_id)
     if step is None:
@@ -40,7 +40,7 @@ def step_of(checkpoint_id: Any) -> int:
 
 
 def ref_of(run: str, checkpoint_id: Any) -> str:
-    """Return the reference of the snapshot that a checkpoint id names: a step, or a tag, or "latest", as for None.
+    """Return the reference of the snapshot that a checkpoint id names: a step, a tag or "latest"; None: the latest.
 
     Raises:
         InvalidInputError: it names none of them.
@@ -72,8 +72,8 @@ class Leaf(NamedTuple):
     """A leaf of a state dict as DCP sees it.
 
     Attributes:
-        path: DCP's: keys of dicts as text, positions in lists.
-        value: the decoded value; see `is_tensor`. A tuple, or an object of a class, is one leaf whatever it holds.
+        path: DCP's path: keys of dicts as text, positions in lists.
+        value: the decoded value; see `is_tensor`. A tuple or an object of a class is one leaf, even with tensors in it.
     """
 
     path: Path
@@ -81,15 +81,15 @@ class Leaf(NamedTuple):
 
 
 def is_tensor(value: Any) -> TypeGuard[Slot]:
-    """Return whether a decoded value is the place of a tensor, which DCP loads as one and not as a value."""
+    """Return whether a decoded value is the slot of a tensor; DCP loads it as a tensor, and other leaves as values."""
     return type(value) is Slot and family(value.tag) == "tensor"
 
 
 class ObjectTypes(Types):
-    """The classes whose values a load makes. It notes the plain forms of all others too: DCP does not open them."""
+    """The classes of which a load makes values. The plain forms of all other classes are noted too, as DCP's leaves."""
 
     def maker(self, form: Form, path: Path) -> Make | None:
-        """Return what makes a value of a stored form's class, or leaves its plain form as it is."""
+        """Return the function that makes a value of a stored form's class; for other classes, the identity."""
         return super().maker(form, path) or _as_it_is
 
 
@@ -99,7 +99,7 @@ def _as_it_is(plain: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """A value that DCP is not to walk into: of each rank's own, or an object."""
+    """A value that DCP must not walk into: each rank's own value, or an object."""
 
     value: Any
 
@@ -108,11 +108,11 @@ def flat_leaves(tree: Any, decoded: Decoded, where: str) -> dict[str, Leaf]:
     """Return the leaves of a decoded tree by DCP's keys.
 
     Args:
-        decoded: of the decoding of the tree, with `ObjectTypes`.
+        decoded: the notes of the tree's decoding, with `ObjectTypes`.
         where: names the snapshot in errors.
 
     Raises:
-        InvalidInputError: the state is no dict; or two of its leaves have one key, such as a.b and the b in a.
+        InvalidInputError: the state is no dict; or two leaves have one key, such as the key "a.b", and "b" in "a".
     """
     if not is_mapping(tree) or id(tree) in decoded.makers:
         raise InvalidInputError(
@@ -134,7 +134,7 @@ def flat_leaves(tree: Any, decoded: Decoded, where: str) -> dict[str, Leaf]:
 
 
 def _opened(node: Any, decoded: Decoded) -> Any:
-    """Return a tree with its objects closed."""
+    """Return a tree in which each object is a `Closed`."""
     if id(node) in decoded.makers:
         return Closed(node)
     if id(node) in decoded.plain:

@@ -1,7 +1,7 @@
-"""SnapstorePlanner: the planner that keeps the state as it was given, beside DCP's flat view of it.
+"""SnapstorePlanner: a planner that keeps the state as it was given, beside DCP's flat view of it.
 
-In: the state of a save. Out, to the writer: the state to store. DCP's flat keys lose what is not a dict with text as
-keys, or a list: an OrderedDict, a key that is an int, an empty dict. `state_of` gives the state of any planner.
+In: the state of a save. Out, for the writer: the state to store. DCP's flat keys keep only lists, and dicts with text
+as keys. They lose an OrderedDict, a key that is an int, and an empty dict. `state_of` returns the state of any planner.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Staged:
     """The copies of a state.
 
     Attributes:
-        number: of the copies that the writer has made; it keeps the last ones alone.
-        give: gives them once; it takes time.
+        number: counts the writer's copies; only the last ones are valid.
+        give: returns the copies; it takes time, and is called once.
         started: when the caller began to wait [s, time.monotonic].
-        stall_s: how long it waited.
+        stall_s: how long the caller waited [s].
     """
 
     number: int
@@ -58,10 +58,10 @@ class Staged:
 
 
 def staged_of(planner: SavePlanner) -> Staged | None:
-    """Return the copies of a state that was staged; None: the planner has a state as it is.
+    """Return the copies of a state that was staged; None: the planner has the state itself.
 
     Raises:
-        InvalidInputError: the planner changes the state, which it cannot do with copies.
+        InvalidInputError: the planner changes the state: that is not possible with copies.
     """
     flat = getattr(planner, "state_dict", None) or {}
     staged = next((leaf for leaf in flat.values() if type(leaf) is Staged), None) if len(flat) == 1 else None
@@ -74,19 +74,19 @@ def staged_of(planner: SavePlanner) -> Staged | None:
 
 
 def closed(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state for DCP's functions whose values of each rank's own are `Closed`."""
+    """Return a state for DCP's functions, in which each rank's own values are `Closed`."""
     return {key: Closed(value) if is_per_rank(value) else value for key, value in state.items()}
 
 
 def opened(state: Any) -> Any:
-    """Return what `closed` was given, with what DCP has made of the other values."""
+    """Return a state with the values that `closed` has closed; DCP may have changed the others."""
     if not any(type(value) is Closed for value in state.values()):
         return state
     return {key: value.value if type(value) is Closed else value for key, value in state.items()}
 
 
 class SnapstorePlanner(DefaultSavePlanner):
-    """DefaultSavePlanner, which also keeps the state dict with its own containers and keys.
+    """A DefaultSavePlanner that also keeps the state dict with its own containers and keys.
 
     Attributes:
         given: the state dict of the save that is being planned.
@@ -103,7 +103,7 @@ class SnapstorePlanner(DefaultSavePlanner):
 
 
 def is_plain(planner: SavePlanner) -> bool:
-    """Return whether a planner leaves the state as it is: it overrides nothing that gives names or values."""
+    """Return whether a planner leaves the state as it is: it overrides no method that sets names or values."""
     kind = type(planner)
     known = (DefaultSavePlanner, SnapstorePlanner)
     return isinstance(planner, DefaultSavePlanner) and all(
@@ -112,13 +112,13 @@ def is_plain(planner: SavePlanner) -> bool:
 
 
 def state_of(planner: SavePlanner, plan: SavePlan) -> Any:
-    """Return the state that a planner wants to be stored.
+    """Return the state to be stored for a planner.
 
     Args:
-        plan: what its `create_local_plan` returned.
+        plan: the result of its `create_local_plan`.
 
     Raises:
-        InvalidInputError: the planner is none that keeps its state dict; or it changes values that cannot be replaced.
+        InvalidInputError: the planner is no DefaultSavePlanner; or it changes values that cannot be replaced.
     """
     if isinstance(planner, SnapstorePlanner) and is_plain(planner):
         return planner.given
@@ -128,7 +128,7 @@ def state_of(planner: SavePlanner, plan: SavePlan) -> Any:
         )
     flat = dict(planner.state_dict)
     if not is_plain(planner):
-        if not plan.usable:  # it is the one of the last save
+        if not plan.usable:  # the plan of the last save is valid
             plan = SavePlanner._cached_save_plan.get(planner._cached_plans_key, plan)
         planned = {item.index.fqn for item in plan.items}
         flat = {key: value for key, value in flat.items() if key in planned}
@@ -138,12 +138,12 @@ def state_of(planner: SavePlanner, plan: SavePlan) -> Any:
 
 
 def _changed(planner: DefaultSavePlanner, plan: SavePlan, flat: dict[str, Any]) -> dict[str, Any]:
-    """Return the tensors that a planner resolves to others than the state dict has, by key.
+    """Return, by key, the tensors for which a planner returns other tensors than the state dict has.
 
-    A key may have several items, each a box of what this rank holds of the tensor.
+    A key may have several items, each for one box of the tensor on this rank.
 
     Raises:
-        InvalidInputError: a value is no tensor, or has another shape; or the changed boxes are not all that is held.
+        InvalidInputError: a value is no tensor, or has another shape; or only some boxes of a tensor are changed.
     """
     items: dict[str, list[WriteItem]] = {}
     for item in plan.items:
@@ -154,7 +154,7 @@ def _changed(planner: DefaultSavePlanner, plan: SavePlan, flat: dict[str, Any]) 
 
 
 def _resolved(planner: DefaultSavePlanner, key: str, held: Any, items: Sequence[WriteItem]) -> Any:
-    """Return what a planner makes of a tensor; None: it is as it was. Raises as `_changed`."""
+    """Return the tensor that a planner makes of a tensor; None: it is unchanged. Raises as `_changed` does."""
     values: list[Any] = [planner.resolve_data(item) for item in items]
     name = f"{key}: {type(planner).__name__}"
     sharding = None if held is None else sharding_of(held)
@@ -193,10 +193,10 @@ def _resolved(planner: DefaultSavePlanner, key: str, held: Any, items: Sequence[
 def _box_in(
     sharding: Sharding | None, tensors: Sequence[torch.Tensor], box: ChunkStorageMetadata
 ) -> torch.Tensor | None:
-    """Return the view of a box of a whole tensor in the local tensors of this rank; None: they do not have it."""
+    """Return a view of a box of the whole tensor, in the local tensors of this rank; None: they do not have it."""
     first = tensors[0]
     boxes = (((0,) * first.dim(), tuple(first.shape)),) if sharding is None else sharding.boxes
-    row = 0  # of the local tensor, where it has the rows of several boxes
+    row = 0  # of the local tensor, which may have the rows of several boxes
     for number, (offsets, sizes) in enumerate(boxes):
         if sharding is not None and sharding.is_apart:
             local = tensors[number]
@@ -212,7 +212,7 @@ def _box_in(
 
 @dataclass(slots=True, eq=False)
 class Shards:
-    """A tensor of which this rank holds some boxes, as DCP asks for them; `state.sharded` knows it.
+    """A tensor of which this rank holds some boxes, with DCP's methods for these; `state.sharded` reads it by them.
 
     Attributes:
         shape: of the whole tensor.

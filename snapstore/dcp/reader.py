@@ -1,12 +1,12 @@
 """SnapstoreReader: DCP's StorageReader over a run of a repository.
 
-In: what DCP asks for: the metadata, then boxes of tensors, and values. Out: filled tensors, and values. The metadata
-has one chunk for each tensor, the whole of it, whatever the ranks were that saved it: so it, and each rank's plan, has
-one item a tensor. Which stored bytes a box needs is found here. `no_dist=True` works, and then nothing is communicated.
+In: DCP's requests: the metadata, then boxes of tensors, and values. Out: filled tensors, and values. In the metadata
+each tensor is one chunk, however many ranks saved it: so the metadata, and each rank's plan, have one item per tensor.
+The reader finds the stored bytes of each box. `no_dist=True` works, and then nothing is communicated.
 
-    1 reset(checkpoint_id)       2 read_metadata: the manifests are read
+    1 reset(checkpoint_id)       2 read_metadata: reads the manifests
     3 set_up_storage_reader, prepare_local_plan, prepare_global_plan: nothing to do
-    4 read_data: the boxes that the plan names are read, and each chunk is checked against its digest
+    4 read_data: reads the boxes that the plan names, and checks each chunk against its digest
 """
 
 from __future__ import annotations
@@ -47,10 +47,12 @@ class SnapstoreReader(Target, StorageReader):
     Args:
         repository: a URL, path or store; or an open Repository.
         run: the name of the run.
-        types: classes to make values of; other classes of users come back in plain forms, nothing is imported.
-        per_rank: whose own values (`PerRank`, `RngState`) this rank gets: "same": those of the rank of its number, if
-            as many ranks saved; a number: that rank's; "drop": none. Keys of values that it does not get are missing.
-        process_group: the ranks that load together; None: all of the job.
+        types: your classes of which values are made. Values of other classes of yours come back in a plain form;
+            nothing is imported.
+        per_rank: which rank's own values (`PerRank`, `RngState`) this rank gets. "same": those of the rank with its
+            number, if as many ranks saved; a number: those of that rank; "drop": none. The keys of values that it does
+            not get are missing.
+        process_group: the ranks that load together; None: all ranks of the job.
 
     A checkpoint id is a step, or a path or text that ends with a step, a tag or "latest".
 
@@ -77,10 +79,10 @@ class SnapstoreReader(Target, StorageReader):
     # -- what DCP calls, in this order
 
     def read_metadata(self) -> Metadata:
-        """Read the manifests of the snapshot, and return what it holds.
+        """Read the manifests of the snapshot, and return DCP's description of its contents.
 
-        It takes no `kwargs`: then DCP does not try again as if each rank had saved alone, in which case this rank would
-        leave out collectives that the others wait in.
+        It accepts no `kwargs`. If it did, DCP would try again as if each rank had saved alone; this rank would then
+        leave out collectives in which the others wait.
 
         Raises:
             NotFoundError: the checkpoint id names no committed snapshot of the run.
@@ -102,7 +104,7 @@ class SnapstoreReader(Target, StorageReader):
         return Metadata(described, planner_data=names, storage_meta=meta)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: `read_metadata` has read what is needed."""
+        """Do nothing: `read_metadata` has read all that is needed."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return the plan as it is."""
@@ -119,7 +121,9 @@ class SnapstoreReader(Target, StorageReader):
             A future that is complete.
 
         Raises:
-            InvalidInputError: the planner gives a tensor of another shape than the item's.
+            NotFoundError: the snapshot lacks a key of the plan.
+            InvalidInputError: the planner gives a tensor of another shape than the item's; the plan wants a tensor, and
+                the snapshot has a value; or this is called before `read_metadata`.
             IntegrityError, FormatError: a chunk is damaged; the tensors may be half written.
         """
         stored = self._stored
@@ -147,7 +151,7 @@ class SnapstoreReader(Target, StorageReader):
         for item, piece in zip(tensors, pieces, strict=True):
             planner.commit_tensor(item, piece.target)
         for item, value in zip(values, stored.values([item.storage_index.fqn for item in values]), strict=True):
-            data = io.BytesIO()  # planners take what torch.save wrote; nothing stored is pickled
+            data = io.BytesIO()  # planners expect the format of torch.save; no stored bytes are unpickled
             torch.save(value, data)
             data.seek(0)
             planner.load_bytes(item, data)

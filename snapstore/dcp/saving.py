@@ -1,7 +1,7 @@
 """Saving: this process's share of DCP's saves, from the copies of a state to durable packs and manifests.
 
-In: a state, and the session that it is saved in. Out: durable objects, and a report of them; on rank 0 also the record.
-The bytes stay here as bases of the next save.
+In: a state, and the session of its save. Out: durable objects, and a report of them; on rank 0 also the record. The
+bytes are kept as bases of the next save.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class Saver:
         self._new_staging = partial(Staging, self._context.engines, keep_base=keep_base, mode=staging)
         self._manifests: dict[str, Manifest] = {}  # of the last write, by SHA-256
         self._keys: bytes | None = None  # hashes of the keys of the save that is planned: see `plan`
-        self._known_keys: bytes | None = None  # the last ones that rank 0 has answered
-        self._groups: Groups = []  # as rank 0 has told last
+        self._known_keys: bytes | None = None  # the last keys that rank 0 has answered
+        self._groups: Groups = []  # of rank 0's last answer
         self._set_place(place)
         if staging != "auto":
             self._context.engines.required = True
@@ -97,7 +97,7 @@ class Saver:
         self._forget_holders()
 
     def _forget_holders(self) -> None:
-        """Count the whole of each plain tensor as this rank's share, until it is known which ranks hold it."""
+        """Count each whole plain tensor as this rank's share, until its holders are known."""
         if self.place[1]:
             chunk_bytes = self._context.config.chunk_bytes
             self._use_shares(RankShares(*self.place, chunk_bytes, None, replicas=self.replicas))
@@ -107,13 +107,13 @@ class Saver:
         self._staging.use_shares(shares)
 
     def take(self, place: Place) -> None:
-        """Take a place; in another one than before, the bytes of the last save are no bases."""
+        """Take a place in the group; if it has changed, the bytes of the last save are dropped."""
         if place != self.place:
             self._staging.clear()
             self._set_place(place)
 
     def stage(self, state: Any) -> Callable[[], Sequence[PartInput]]:
-        """Copy a state where its tensors lie; return what gives the copies.
+        """Copy a state, by default where its tensors lie; return a function that returns the copies.
 
         Raises:
             InvalidInputError: the state cannot be saved.
@@ -121,10 +121,10 @@ class Saver:
         return self._staging.copy_state(state)
 
     def plan(self, digest: bytes, keys: Iterable[str] | None) -> Planned:
-        """Return what rank 0 is told of a plan.
+        """Return the message about a plan to rank 0.
 
         Args:
-            keys: of what is not sharded; None: as in the last save, which another writer may have made.
+            keys: of all that is not sharded; None: as in the last save, which another writer may have made.
         """
         if keys is not None or self._keys is None:
             self._keys = hashes_of(cached_keys() if keys is None else keys)
@@ -133,12 +133,12 @@ class Saver:
         return Planned(digest, xxhash.xxh3_128_digest(self._keys), sent, digest_of_groups(self._groups))
 
     def hear(self, holders: Groups | None) -> None:
-        """Take rank 0's answer: the ranks that hold the keys which not all of them hold; None: as it told last."""
+        """Take rank 0's answer: the holders of the keys that not all ranks hold; None: as in its last answer."""
         self._known_keys = self._keys
         self._groups = self._groups if holders is None else holders
 
     def _holders_of(self, names: Iterable[Name]) -> Holders:
-        """Return the holders of plain tensors, where not all ranks hold them.
+        """Return the holders of the plain tensors that not all ranks hold.
 
         A tensor in a leaf of DCP, such as a tuple or an object, is held by the ranks that hold the leaf.
         """
@@ -152,10 +152,10 @@ class Saver:
         return found
 
     def _shared(self, inputs: Sequence[PartInput]) -> Sequence[PartInput]:
-        """Return inputs that were staged, cut to the share of this rank: it is known now which ranks hold the same.
+        """Return staged inputs, cut to the share of this rank: the holders of plain tensors are known now.
 
         Raises:
-            RanksError: this rank has kept a tensor that others have dropped, or hold now as well.
+            RanksError: this rank has kept a tensor that other ranks have dropped, or hold now as well.
         """
         if (old := self._shares) is None:
             return inputs
@@ -170,7 +170,7 @@ class Saver:
         return inputs if shares == old else self._staging.use_holders(inputs, shares)
 
     def inputs(self, state: Any) -> Sequence[PartInput]:
-        """Return the tensors of a state whose caller waits: only those on devices are copied.
+        """Return the tensors of a state whose caller waits; see `Staging.inputs`.
 
         Raises:
             InvalidInputError: the state cannot be saved.
@@ -210,7 +210,7 @@ class Saver:
         return xxhash.xxh3_128_digest(encode_trees(trees_of(inputs)))
 
     def told(self, answer: Answer, share: Share) -> Told:
-        """Return what rank 0 is told of a share."""
+        """Return the message about a share to rank 0."""
         trees, replicas, details = encode_trees(trees_of(share.inputs)), dict[str, bytes](), {}
         for part in share.inputs:
             for group, digest in group_digests(part.replicas).items():
@@ -223,7 +223,7 @@ class Saver:
         return Told(report, held_bytes(share.inputs), trees if answer.trees else b"", details)
 
     def session_of(self, run: str, begin: Begin) -> SharedSession:
-        """Return the part of a rank other than 0 in the session of rank 0."""
+        """Return the session of a rank other than 0, which shares that of rank 0."""
         return shared_session(self._context, run, begin, lambda: None)
 
     def write_roots(self, session: Session, collected: Collected) -> Written:
@@ -245,8 +245,8 @@ class Saver:
         """Create the record.
 
         Args:
-            written: with the root manifests, and the counts of all ranks.
-            bases: the snapshots that a rank has built on.
+            written: the manifests that the record names, and the counts of all ranks.
+            bases: the snapshots on which at least one rank has built.
 
         Raises:
             ConflictError: a gc has expired this save; nothing was committed.
@@ -260,5 +260,5 @@ class Saver:
         return snapshot
 
     def clear(self) -> None:
-        """Give all memory back."""
+        """Release all memory."""
         self._staging.clear()

@@ -1,7 +1,7 @@
-"""Stored state: a snapshot as DCP loads it: its leaves by DCP's keys, and boxes of its tensors into given memory.
+"""Stored state: a snapshot as DCP loads it: its leaves by DCP's keys, and boxes of its tensors, read into given memory.
 
-In: a reference. Out: the leaves, filled tensors, and values. It reads the manifests at once, and chunks when they are
-asked for. A snapshot that is rewritten meanwhile is read again.
+In: a reference. Out: the leaves, filled tensors, and values. It reads the manifests at once, and chunks when a caller
+needs them. If the snapshot is rewritten meanwhile, it is read again.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class StoredState:
 
     Args:
         ref: of the snapshot.
-        types: classes whose values are made.
+        types: classes of which values are made.
         as_rank: which rank reads, and whose own values it gets.
 
     Attributes:
@@ -60,7 +60,7 @@ class StoredState:
 
     Raises:
         NotFoundError: the reference names nothing.
-        InvalidInputError: the state is no dict.
+        InvalidInputError: the state is no dict, or two of its leaves have one key in DCP.
         IntegrityError, FormatError: the snapshot is damaged.
     """
 
@@ -82,7 +82,7 @@ class StoredState:
         self.leaves = flat_leaves(decode(self._parts, decoded=self._decoded), self._decoded, where)
 
     def _until_read(self, read: Callable[[], T]) -> T:
-        """Read; and again if a recode or a compact has rewritten the snapshot, which leaves its tensors.
+        """Return the result of `read`; read again if a recode or a compact has rewritten the snapshot meanwhile.
 
         Raises:
             NotFoundError: the snapshot was deleted meanwhile.
@@ -110,7 +110,7 @@ class StoredState:
         return torch.empty(spec.shape, dtype=torch_dtype(spec), device="meta")
 
     def fill(self, pieces: Sequence[Piece]) -> None:
-        """Fill tensors with boxes of stored ones; values are cast where dtypes differ.
+        """Fill tensors with boxes of stored tensors; if the dtypes differ, the values are cast.
 
         Raises:
             InvalidInputError: tensors share memory, and the snapshot has different values for them.

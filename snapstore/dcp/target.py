@@ -1,6 +1,6 @@
-"""Target: the run of a repository that a writer or a reader of DCP is for.
+"""Target: the run of a repository that a writer or a reader of DCP uses.
 
-In: a repository or its URL, and a run. Out: the open repository, and the checkpoint id of the call that DCP is in.
+In: a repository or its URL, and a run. Out: the open repository, and the checkpoint id of DCP's current call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .names import ref_of
 
 Place = tuple[int, int]
 Url = str | Path | ObjectStore
-#: Why neither a writer nor what it has staged can be pickled.
+#: Why neither a writer nor its staged copies can be pickled.
 NO_PROCESS = (
     "cannot be sent to another process: AsyncCheckpointerType.PROCESS copies the state to a process that keeps nothing "
     "from one save to the next, so no save could build on the last one; use AsyncCheckpointerType.THREAD, which waits "
@@ -46,9 +46,9 @@ class Target:
     """A run, for DCP.
 
     Attributes:
-        repository: open.
+        repository: the open repository.
         run: the name of the run.
-        checkpoint_id: of the save or load that DCP is in; None: none was given.
+        checkpoint_id: of DCP's current save or load; None: none was given.
     """
 
     def __init__(self, repository: Url | Repository, run: str, open_at: Callable[[Url], Repository]) -> None:
@@ -58,7 +58,7 @@ class Target:
         self.checkpoint_id: Any = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Take the checkpoint id of the next save or load; None: keep what there is, as DCP's own storages do."""
+        """Take the checkpoint id of the next save or load; None: keep the present one, as DCP's own storages do."""
         if checkpoint_id is not None:
             self.checkpoint_id = checkpoint_id
 

@@ -1,5 +1,5 @@
-"""Small messages between the ranks of one job: posted once, looked up, never waited for by a collective.
+"""Small messages between the ranks of one job: posted once, and looked up by polling, never by a collective.
 
 Read `base.py` first: the protocol `Ranks`, which `TorchRanks` (torch_ranks.py) and, in one process, `LocalRank`
-(local.py) satisfy. messages.py has what they say to each other; `save/together.py` has the order in which they say it.
+(local.py) satisfy. messages.py defines the messages; `save/together.py` has their order in a save.
 """

@@ -1,10 +1,10 @@
 """Joint call: one call that all ranks make together, such as a restore in which they exchange chunks.
 
-In: the ranks, and a prefix of keys that no other call has. Out: rank 0's decisions over what all ranks say, and steps
-that the ranks of one node make together. A rank that fails tells the others, so an error of one is raised on all of
-them, at this call. Every wait is bounded, and an error names the rank.
+In: the ranks, and a prefix of keys that no other call has. Out: decisions that rank 0 makes from the values of all
+ranks, and steps that the ranks of one node make together. A rank that fails tells the others, so its error is raised on
+all of them, at this call. Every wait is limited, and an error names the rank.
 
-Nothing here is a collective: a rank that calls one has heard before that the others are about to.
+Nothing here is a collective. Before a collective a rank calls `agree` or `step`: so it knows that the others come too.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from ..errors import RanksError, SnapstoreError
 from .base import Ranks, Watch, named, wait_for
 from .messages import Failed, Word, decode, encode, raised
 
-#: A rank that waits for all looks at least so often whether they have come [s].
+#: The longest pause between two looks of a rank that waits for the messages of others [s].
 STEP_POLL_S = 0.01
-#: Rank 0 says who is missing; the others wait for its word so much longer [s].
+#: Rank 0 names the ranks that are missing; the others wait so much longer for its message [s].
 WORD_S = 15.0
-#: After a collective that failed, a rank that says nothing for so long is held to be the one that has ended [s].
+#: After a collective that failed, a rank that posts nothing for so long counts as ended [s].
 BLAME_S = 5.0
 
 
 class JointCall:
-    """One call of all ranks, as a context. Every rank makes and leaves it in the same order of calls.
+    """One call of all ranks, as a context. All ranks enter and leave it in the same order of calls.
 
-    Call sequence: enter; `agree` and `step` in the same order on all ranks (`step` on those of one node); leave. An
-    error inside is told to the other ranks. A rank that leaves without one waits until all have left, or raises their
-    error.
+    Call sequence: enter; `agree` and `step` in the same order on all ranks (`step` on the ranks of one node); leave. An
+    error inside is told to the other ranks. A rank that leaves without an error waits until all ranks have left, or
+    raises their error.
 
     Args:
         prefix: of the keys of this call.
@@ -40,12 +40,12 @@ class JointCall:
         ends: the prefix under which ranks say that they have ended (`say_ended`).
 
     Attributes:
-        has_begun: whether the ranks have agreed on something, so this one cannot begin again by itself.
+        has_begun: whether the ranks have agreed on a decision, so this rank cannot begin again by itself.
         heard: the error of another rank.
         posted: the keys that this rank has set.
 
     Raises:
-        RanksError: a rank is silent, has ended, or does not make this call.
+        RanksError: a rank does not answer, has ended, or does not make this call.
         SnapstoreError: the error of another rank; it has the same class here, and names that rank.
     """
 
@@ -72,7 +72,7 @@ class JointCall:
             raise
 
     def agree(self, name: str, mine: bytes, settle: Callable[[list[bytes]], bytes]) -> bytes:
-        """Return rank 0's decision, `settle`, over what each rank says; it is made when all have spoken."""
+        """Return the decision that `settle` makes, on rank 0, from the values `mine` of all ranks."""
         ranks = self._ranks
         self._post(f"{name}/{ranks.rank}", Word(mine))
         if ranks.rank == 0:
@@ -85,14 +85,14 @@ class JointCall:
         return decision
 
     def step(self, peers: Sequence[int]) -> None:
-        """Return once all of some ranks, this one among them, have reached the same step."""
+        """Wait until all `peers`, this rank among them, have reached the same step."""
         name = f"step/{self._steps}"
         self._post(f"{name}/{self._ranks.rank}", Word())
         self._collect(name, peers)
         self._steps += 1
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks of an error, wherever they wait for this one."""
+        """Tell the other ranks of an error, at every place where they may wait for this one."""
         rank = self._ranks.rank
         word = Word(failed=self.heard or Failed.of(error, rank))
         names = [f"{name}/{rank}" for name in ("ready", f"step/{self._steps}", f"step/{self._steps + 1}", "done")]
@@ -101,7 +101,10 @@ class JointCall:
                 self._post(name, word)  # only the first value of a key counts
 
     def blame(self, error: RanksError, peers: Sequence[int]) -> RanksError:
-        """Tell the other ranks that a collective of some has failed; return an error that names who says nothing."""
+        """Tell the other ranks that a collective of `peers` has failed; return the error.
+
+        It waits up to BLAME_S for the peers to tell of it too, and names those of them that do not.
+        """
         self.fail(error)
         limit_s, began, quiet = min(BLAME_S, self._ranks.silent_s), time.monotonic(), list(peers)
         while quiet and time.monotonic() - began < limit_s:
@@ -112,7 +115,7 @@ class JointCall:
         return RanksError(f"{named(quiet)} of {self._ranks.count}: has ended or stopped, and {error}", ranks=quiet)
 
     def _collect(self, name: str, who: Sequence[int]) -> list[bytes]:
-        """Return what some ranks say, once all have."""
+        """Return the values that some ranks have posted, once all have."""
         keys = {rank: f"{self._prefix}{name}/{rank}" for rank in who}
 
         def look() -> list[bytes] | None:
@@ -126,7 +129,7 @@ class JointCall:
         return self._heard(wait_for(look, watch, poll_max_s=STEP_POLL_S))
 
     def _heard(self, words: Sequence[bytes]) -> list[bytes]:
-        """Return the values of words; raise the first error among them."""
+        """Return the values of messages; raise the first error among them."""
         said = [decode(word, Word) for word in words]
         self.heard = next((word.failed for word in said if word.failed is not None), None)
         if self.heard is not None:

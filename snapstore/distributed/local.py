@@ -1,7 +1,8 @@
-"""Local ranks: the ranks of one process: threads over one dict.
+"""Local ranks: the ranks of one process, as threads that share one dict.
 
-In: a number of ranks. Out: one `Ranks` for each: of a job of one rank, whose tensors may be sharded on a mesh of one;
-and of tools that save as several ranks do. `tests/kit/local_ranks.py` has ranks whose messages are late or lost.
+In: a number of ranks. Out: one `Ranks` for each. A job of one rank uses it (its tensors may be sharded on a mesh of one
+rank), and so do tools that save as several ranks do. `tests/kit/local_ranks.py` has ranks whose messages are late or
+lost.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ class LocalRank:
 
     Args:
         values: of all keys that are set; the ranks share it.
-        beaten: when each rank has beaten last [s, time.monotonic]; the ranks share it.
+        beaten: the time of each rank's last heartbeat [s, time.monotonic]; the ranks share it.
     """
 
     is_hosted = False
@@ -46,16 +47,16 @@ class LocalRank:
             self._values.pop(key, None)
 
     def beat(self) -> None:
-        """Note that this rank lives."""
+        """Note that this rank is alive."""
         self._beaten[self.rank] = time.monotonic()
 
     def silences(self, ranks: Collection[int]) -> list[float]:
-        """Return how long each of some ranks has been silent [s]."""
+        """Return for each of some ranks the time since its last heartbeat [s]."""
         now = time.monotonic()
         return [now - self._beaten[rank] for rank in ranks]
 
     def close(self) -> None:
-        """Do nothing: the dict is no thread and no socket."""
+        """Do nothing: a dict needs no closing."""
 
 
 def local_ranks(count: int) -> list[LocalRank]:

@@ -1,18 +1,19 @@
-"""Messages: the messages of one save, from rank to rank; the size of the state does not change their sizes.
+"""Messages: the messages between the ranks of a job. The messages of an ordinary save do not grow with the state.
 
     begin     rank 0 to all       the snapshot's id and step, and the records that may be built on
-    report    each rank to 0      its child manifests, counts, and digests of what must be equal on all ranks
+    report    each rank to 0      its child manifests, counts, and digests of values that must be equal on all ranks
     failed    any rank to all     the first error
-    ask       rank 0 to some      whose trees it needs: for each digest that is new to it, those of one rank
-    tree      some ranks to 0     the trees that were asked for: with `replicas`, the messages that grow with the state
-    replicas  some ranks to 0     the digests of their replicas one by one, where these differ
-    changed   some ranks to 0     the names of their plain tensors, if these are others than before
+    ask       rank 0 to some      the ranks whose trees it needs: for each digest that is new to it, one rank
+    tree      some ranks to 0     the trees that were asked for
+    replicas  some ranks to 0     the digests of their replicas one by one, if they differ
+    changed   some ranks to 0     the names of their plain tensors, if they have changed
+    holders   rank 0 to all       the ranks that hold plain tensors, after an exchange (save/holders.py)
     outcome   rank 0 to all       committed, failed, or unclear
-    answer    rank 0 to all       to a question that all ask, such as whether a save is skipped
+    answer    rank 0 to all       the answer to a question that all ranks ask, such as whether a save is skipped
     word      any rank to some    it has reached a place of a call that all make together
     ready     any rank to 0       its node, before chunks are exchanged
 
-In: typed structs. Out: msgpack, and back. A key begins with the number of the save in its attempt, so no message is
+In: typed structs. Out: msgpack, and back. The key of a message of a save has the number of the save, so no message is
 read for another save.
 """
 
@@ -31,7 +32,7 @@ from ..threads import msgpack_decoder
 MAX_TEXT = 900
 #: More manifests than this travel in a message of their own, so a report stays below 2 KiB.
 MAX_REPORTED_MANIFESTS = 8
-#: The names of the keys, behind the number of the save.
+#: The names of the keys, which come after the number of the save.
 POSTED_BY_0 = ("begin", "ask", "outcome", "ask-replicas", "ask-trees", "holders", "digest/0")
 POSTED_BY_OTHERS = (
     *("report/{rank}", "manifests/{rank}", "tree/{rank}", "replicas/{rank}", "failed"),
@@ -39,9 +40,9 @@ POSTED_BY_OTHERS = (
 )
 CUT = " ... (cut)"
 COMMITTED, FAILED, UNCLEAR = "committed", "failed", "unclear"
-#: A larger record is not sent along.
+#: A larger record is not sent with the outcome [bytes].
 MAX_RECORD_BYTES = 900
-#: The fields of a request that must be alike on all ranks, in the order of `Report.request`.
+#: The fields of a request that must be equal on all ranks, in the order of `Report.request`.
 REQUEST_FIELDS = ("run", "step", "metrics", "metadata", "tags")
 DIGEST_BYTES = 8
 
@@ -53,7 +54,7 @@ class Begin(msgspec.Struct, frozen=True, array_like=True):
         id: of the snapshot.
         bases: keys of the records that may be built on, best first.
         full: store no chains of deltas.
-        quarantine: whether packs are in quarantine; then each rank lists the notes itself.
+        quarantine: whether packs are in quarantine; then each rank lists them itself.
     """
 
     id: Id
@@ -98,7 +99,7 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
         request: digests of the request's fields, 8 bytes each, one after the other (REQUEST_FIELDS).
         trees: digest of its parts' trees and of the tensors' whole shapes.
         replicas: by group of ranks, the digest of the tensors of which these ranks hold replicas.
-        held_bytes: of shared tensors, that it has stored.
+        held_bytes: how many bytes of the job's tensors it has stored, without values of its own.
         bases: positions in `Begin.bases` of the bases that it has used.
     """
 
@@ -116,12 +117,13 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True):
-    """An error of one rank, or about some.
+    """An error of one rank, as a message.
 
     Attributes:
-        kind: name of the class in errors.py.
-        rank: where it was raised.
-        ranks: that it is about.
+        kind: the name of its class in errors.py.
+        text: its message, at most MAX_TEXT characters.
+        rank: the rank that raised it.
+        ranks: the ranks that it is about, at most 16.
     """
 
     kind: str
@@ -131,7 +133,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Failed:
-        """Return what other ranks are told of an error."""
+        """Return an error as a message for the other ranks."""
         if isinstance(error, RelayedError):
             return error.failed
         kind = next((c.__name__ for c in type(error).__mro__ if getattr(errors, c.__name__, None) is c), "")
@@ -163,8 +165,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     """Rank 0's answer to a question that all ranks ask, such as which snapshot is the newest.
 
     Attributes:
-        question: as rank 0 was asked.
-        value: the answer, a plain value; None where `failed` is set, or there is none.
+        question: the question that rank 0 was asked.
+        value: the answer, a plain value; None if `failed` is set, or if the answer is None.
     """
 
     question: str
@@ -176,8 +178,8 @@ class Word(msgspec.Struct, frozen=True, array_like=True):
     """A rank has reached a place of a call that all make together (`joint_call.py`).
 
     Attributes:
-        value: what it says there.
-        failed: its error, or one that it has heard of.
+        value: its value for `JointCall.agree`.
+        failed: its error, or another rank's that it has heard.
     """
 
     value: bytes = b""
@@ -218,7 +220,7 @@ def decode(data: Any, kind: type[M]) -> M:
     """Return a message from its bytes.
 
     Raises:
-        RanksError: it is none of this kind: the ranks run different releases of snapstore.
+        RanksError: it is no message of this kind, for example because the ranks run different releases of snapstore.
     """
     try:
         return msgpack_decoder(kind).decode(data)

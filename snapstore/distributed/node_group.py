@@ -1,10 +1,11 @@
 """Node group: the ranks of one node, as a process group of torch.distributed; they exchange bytes by its collectives.
 
-In: which ranks share a node. Out: bytes of all ranks on each; bytes from each to each. The group is one of its own, so
-a collective that fails breaks none of the training's. NCCL moves memory of the GPU, other backends host memory.
+In: which ranks share a node. Out: on each rank, the bytes of all ranks of its node, or the bytes that each rank sends
+to it. The group is separate, so a collective that fails breaks no group of the training. NCCL moves device memory,
+other backends move host memory.
 
-All ranks of the job make the groups in the same order, and the ranks of a node call its methods in the same order.
-Their caller makes sure of that by messages before each collective.
+All ranks of the job make the groups in the same order, and the ranks of a node call its methods in the same order. The
+caller ensures that by messages before each collective.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ T = TypeVar("T")
 
 
 def require_whole_job(ranks: Ranks) -> None:
-    """Check that ranks are those of torch.distributed's job, whose collectives take part in making a group.
+    """Check that `ranks` are all ranks of torch.distributed's job: all of them must take part in making a group.
 
     Raises:
         InvalidInputError: they are not.
-        CapabilityError: the job's backend moves neither memory of the GPU nor of the host.
+        CapabilityError: the job's backend moves neither memory of a CUDA GPU nor host memory.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         raise InvalidInputError("read='exchange': torch.distributed is not initialised; pass read='own'")
@@ -53,7 +54,7 @@ class NodeGroup:
 
     Attributes:
         ranks: those of this node, this one among them.
-        device: where bytes lie that are exchanged.
+        device: the device on which bytes are exchanged.
 
     Raises:
         RanksError: a group could not be made.
@@ -88,11 +89,13 @@ class NodeGroup:
         return [one[:count].cpu().numpy().tobytes() for one, count in zip(every, counts, strict=True)]
 
     def swap(self, sent: Memory, sizes: Sequence[int], sizes_back: Sequence[int]) -> Callable[[], Memory]:
-        """Take the memory to send bytes to every rank of the node; return the collective, which returns theirs.
+        """Prepare to exchange bytes with every rank of the node; return the function that calls the collective.
+
+        It returns the received bytes, (sum of sizes_back,) uint8, rank after rank.
 
         Args:
-            sent: (sum of sizes,) uint8, for one rank after the other.
-            sizes, sizes_back: how much goes to each rank, and comes from it [bytes].
+            sent: (sum of sizes,) uint8, rank after rank.
+            sizes, sizes_back: how many bytes go to each rank, and come from it.
         """
         there = (torch.from_numpy(sent) if isinstance(sent, np.ndarray) else sent).to(self.device)
         back = torch.empty(sum(sizes_back), dtype=torch.uint8, device=self.device)
@@ -110,14 +113,14 @@ class NodeGroup:
                 distributed.destroy_process_group(self._group)
 
     def _checked(self, ranks: Sequence[int], call: Callable[[], T]) -> T:
-        """Return what a collective returns.
+        """Return the result of a collective.
 
         Raises:
-            RanksError: it failed, or took too long; the group cannot be used any more.
+            RanksError: the collective failed, or took too long; the group cannot be used any more.
         """
         try:
             return call()
-        except RuntimeError as error:  # torch's DistError is one
+        except RuntimeError as error:  # torch's DistError is a RuntimeError
             others = [rank for rank in ranks if rank != distributed.get_rank()]
             raise RanksError(
                 f"a collective with {named(others)} of this node failed: {str(error).splitlines()[0][:200]}",
@@ -126,10 +129,10 @@ class NodeGroup:
 
 
 def _device() -> torch.device:
-    """Return where the job's backend moves bytes fastest: on this rank's GPU by NCCL, else in host memory.
+    """Return the device on which the job's backend exchanges bytes: this rank's GPU with NCCL, else host memory.
 
     Raises:
-        CapabilityError: it does neither.
+        CapabilityError: the backend supports neither.
     """
     config = dict(pair.split(":") for pair in distributed.get_backend_config().split(","))
     if config.get("cuda") == "nccl" and torch.cuda.is_available():

@@ -2,7 +2,7 @@
 
 In: a signal, on any rank. Out: the first step that no rank has begun, agreed on by all ranks. Their main threads may be
 in a collective of the training, each waiting for the others; so threads in the background agree, and `reached` only
-compares numbers. While they agree, `reached` waits, for some seconds at most.
+compares numbers. While they agree, `reached` waits, for about AGREE_S at most.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..errors import InvalidInputError, RanksError
 from .base import Ranks, wait_for
 
 log = logging.getLogger("snapstore")
-#: The longest that the ranks take to agree; then each goes on by itself [s].
+#: The longest time in which the ranks must agree; after that each rank acts by itself [s].
 AGREE_S = 10.0
 
 
@@ -36,11 +36,14 @@ class Preemption:
         self._lock = threading.Lock()
 
     def notice(self, *_: object) -> None:
-        """Note that the job is to end; for signal handlers: it only sets a flag."""
+        """Note that the job must end. A signal handler may call this: it only sets a flag."""
         self._noticed = True
 
     def reached(self, step: int) -> bool:
-        """Return whether the job is to end, and this is the agreed step, or a later one."""
+        """Return whether the job must end, and this is the agreed step, or a later one.
+
+        One process needs no agreement: after `notice` it returns True at any step.
+        """
         if self._ranks is None:
             return self._noticed
         with self._lock:
@@ -48,7 +51,7 @@ class Preemption:
             return self._agreed is not None and step >= self._agreed
 
     def poll(self) -> None:
-        """Look whether any rank was told that the job is to end, and agree with all; called in the background.
+        """Look whether any rank was told that the job must end; if so, agree on a step. Called in the background.
 
         Raises:
             RanksError: the channel is broken.
@@ -66,7 +69,7 @@ class Preemption:
         log.warning("the job is to end: rank %d of %d saves at step %d", ranks.rank, ranks.count, self._agreed)
 
     def _agree(self, ranks: Ranks, told: str) -> int:
-        """Return the step after the last one that any rank has begun."""
+        """Return the step after the last one that any rank has begun; if the ranks do not agree, that this one has."""
         deadline = time.monotonic() + AGREE_S
 
         def watch() -> None:
@@ -103,6 +106,6 @@ class SignalHandler:
             raise InvalidInputError("handle_preemption sets a signal handler: call it in the main thread") from error
 
     def close(self) -> None:
-        """Put the former handler back, if this is the main thread."""
+        """Restore the previous handler, if this is the main thread."""
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._before if self._before is not None else signal.SIG_DFL)

@@ -1,7 +1,7 @@
 """Questions: rank 0 answers for all ranks, so that all of them use the same answer.
 
 In: a question that every rank asks at the same place of the program, such as which snapshot is the newest. Out: rank
-0's answer, or its error, on every rank. The answer says which question it is to, so ranks that ask unlike ones notice.
+0's answer, or its error, on every rank. The answer repeats the question, so a rank notices that it asks another one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ V = TypeVar("V", bound=str | int | None)
 
 
 class Questions:
-    """The questions of one user of ranks.
+    """The questions of one user of a channel.
 
     Args:
         prefix: of all its keys.
@@ -30,16 +30,16 @@ class Questions:
 
     @property
     def prefix(self) -> str:
-        """Return a prefix of keys for what goes with the next question, the same on all ranks that ask the same."""
+        """Return a prefix for keys that belong to the next question; it is the same on all ranks."""
         return f"{self._prefix}question/{self._number}/"
 
     def ask(self, question: str, answer: Callable[[], V]) -> V:
         """Return rank 0's answer to a question; `answer` is called only on rank 0.
 
         Raises:
-            SnapstoreError: what `answer` has raised.
+            SnapstoreError: the error that `answer` has raised on rank 0.
             InvalidInputError: rank 0 has asked another question here.
-            RanksError: rank 0 is silent, or does not ask.
+            RanksError: rank 0 does not answer, or does not ask.
         """
         key, unlike = f"{self._prefix}answer/{self._number}", f"{self.prefix}unlike"
         self._number += 1

@@ -1,12 +1,12 @@
 """TorchRanks: the ranks of a torch.distributed job, over a TCPStore of its own.
 
-In: a process group. Out: a `Ranks`. Rank 0 starts the server, in its process: one for each attempt of the job, so keys
-need no name of it. The ranks meet by polling the job's own store: no collective is called, then or later, so a rank
-that does not come is an error and not a hang.
+In: a process group. Out: a `Ranks`. Rank 0 starts the server in its process: one for each attempt of the job, so keys
+need not name the attempt. The ranks meet by polling the job's own store. No collective is called, then or later, so a
+rank that does not come causes an error, not a hang.
 
 `check`, `get` and `set` of a TCPStore never time out while its server's process is stopped (torch 2.13). So each client
-has a thread, which makes its calls, and each call is waited for at most `silent_s`. A blocking call on the job's store
-would hold up the training's calls on it, so only `check`, `get` and `set` are called there, by the constructing thread.
+has a thread that makes its calls, and each call is waited for at most `silent_s`. A blocking call on the job's store
+would delay the training's calls on it, so only calls that do not block are made there, by the constructing thread.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from .base import LINGER_S, ChannelError, named
 
 log = logging.getLogger("snapstore")
 T = TypeVar("T")
-#: Ranks that have not come within this time are an error [s].
+#: It is an error if a rank has not come within this time [s].
 COME_S = 60.0
-#: Rank 0 says who is missing; the others wait for its word so much longer [s].
+#: Rank 0 names the ranks that are missing; the others wait so much longer for its message [s].
 WORD_S = 15.0
 CONNECT_S = 10.0
 POLL_S = 0.02
-#: The call of a rank that waits no more.
+#: The number that stands for the call of a rank that has given up.
 GIVEN_UP = b"-1"
 
 
@@ -46,7 +46,7 @@ class _Place(msgspec.Struct, frozen=True):
     """Where rank 0's server listens; or which ranks have not come.
 
     Attributes:
-        calls: for each rank, to which of its calls this is the answer, from 1; 0: to none.
+        calls: for each rank, the number of the call that this answers, from 1; 0: none.
     """
 
     hosts: list[str] = []
@@ -57,21 +57,24 @@ class _Place(msgspec.Struct, frozen=True):
 
     @classmethod
     def decoded(cls, data: bytes | None, count: int) -> _Place:
-        """Return a place from its bytes; None: the answer to no call of any rank."""
+        """Return a place from its bytes; for None, a place that answers no call."""
         return msgpack_decoder(cls).decode(data) if data is not None else cls(calls=[0] * count)
 
 
 class TorchRanks:
-    """All ranks of a process group make one, at the same place of the program. See `Ranks`.
+    """The ranks of a process group that save together. All of them make one, at the same place of the program.
+
+    See `Ranks`.
 
     Args:
-        group: the ranks that save together; None: all of the job.
-        silent_s: a rank that has not been heard of for so long counts as dead [s].
-        total_s: the longest that one save may take [s].
+        group: the ranks that save together; None: all ranks of the job.
+        silent_s: a rank without a heartbeat for so long counts as dead [s].
+        total_s: the longest wait for messages of living ranks, such as their reports of a save [s].
 
     Raises:
-        InvalidInputError: torch.distributed is not initialised, or this rank is not of the group.
-        RanksError: ranks have not come within 60 s, which are named; or rank 0 cannot be reached.
+        InvalidInputError: torch.distributed is not initialised, this rank is not in the group, or a time is not
+            positive.
+        RanksError: ranks have not come within 60 s; the error names them. Or rank 0 cannot be reached.
     """
 
     def __init__(self, group: Any = None, *, silent_s: float = 600.0, total_s: float = 3600.0) -> None:
@@ -87,7 +90,7 @@ class TorchRanks:
         self.is_hosted = self.rank == 0
         self._pid, self._closed, self._broken = os.getpid(), False, ""
         self._server: TCPStore | None = None
-        self._heard: dict[int, tuple[bytes, float]] = {}  # how often each rank has beaten, and since when so often [s]
+        self._heard: dict[int, tuple[bytes, float]] = {}  # each rank's count of heartbeats, and when it changed [s]
         self._heard_lock = threading.Lock()
         place = self._meet(group)
         self.attempt = place.attempt
@@ -121,7 +124,7 @@ class TorchRanks:
         return place
 
     def _gather(self, store: Any, came: Sequence[str], where: str, group: Any) -> _Place:
-        """Tell the others where rank 0's server is, once all have come, or who has not; return the same."""
+        """Tell the others where rank 0's server is, once all have come, or which ranks have not; return the same."""
         last = _Place.decoded(_looked(store, where), self.count).calls
 
         def calls() -> list[int] | None:
@@ -136,7 +139,7 @@ class TorchRanks:
         return place
 
     def _find(self, store: Any, came: Sequence[str], where: str, call: int) -> _Place:
-        """Return what rank 0 tells about this call."""
+        """Return rank 0's answer to this call; if there is none, a place with the missing ranks."""
 
         def look() -> _Place | None:
             place = _Place.decoded(_looked(store, where), self.count)
@@ -157,7 +160,7 @@ class TorchRanks:
         return _Place(_own_hosts(is_first), self._server.port, attempt)
 
     def _connect(self, place: _Place) -> TCPStore:
-        """Return a client of rank 0's server, under the first name that leads to it."""
+        """Return a client of rank 0's server, by the first of its host names that works."""
         failures = []
         for host in ["localhost"] if self.rank == 0 else place.hosts:
             try:
@@ -193,18 +196,18 @@ class TorchRanks:
         self._call(self._messages, lambda store: [store.delete_key(key) for key in keys])
 
     def beat(self) -> None:
-        """Tell the other ranks that this one lives."""
+        """Send a heartbeat: tell the other ranks that this one is alive."""
         self._beat_count += 1
         beats = str(self._beat_count)
         self._call(self._beats, lambda store: store.set(f"beats/{self.rank}", beats))
 
     def silences(self, ranks: Collection[int]) -> list[float]:
-        """Return how long each of some ranks has been silent [s]; see `Ranks`.
+        """Return for each of some ranks the time since its last heartbeat [s]; see `Ranks`.
 
-        Its beats are counted: no clock of another host is compared. It is 0 when a rank is asked about first.
+        Heartbeats are counted, so no clock of another host is used. The first call for a rank returns 0.
         """
         found = self.look_all([f"beats/{rank}" for rank in ranks])
-        if found is None:  # one has met the others and has died before its first beat
+        if found is None:  # a rank has come, and has died before its first heartbeat
             found = [self.look(f"beats/{rank}") or b"0" for rank in ranks]
         now = time.monotonic()
         with self._heard_lock:
@@ -251,7 +254,7 @@ class _Client:
         self._limit_s, self._threads, self._is_stuck = limit_s, Threads(1), False
 
     def call(self, call: Callable[[Any], T]) -> T:
-        """Return what `call` returns.
+        """Return the result of `call`.
 
         Raises:
             ChannelError: the server does not answer; it is not asked again.
@@ -280,8 +283,8 @@ def _absent(found: Sequence[int], last: Sequence[int]) -> list[int]:
     """Return the ranks that have not called since rank 0's last answer.
 
     Args:
-        found: by rank, the number of its call; 0 or less: it waits for nothing.
-        last: to which of its calls that answer was.
+        found: by rank, the number of its call; 0 or less: it does not wait.
+        last: by rank, the number of the call that rank 0 answered last.
     """
     return [rank for rank, (call, answered) in enumerate(zip(found, last, strict=True)) if call <= max(0, answered)]
 
@@ -289,13 +292,14 @@ def _absent(found: Sequence[int], last: Sequence[int]) -> list[int]:
 def _store_of(group: Any) -> tuple[Any, str]:
     """Return the job's store, and a prefix of the keys by which the ranks of a group meet.
 
-    Each rank numbers its calls there, and rank 0 answers them all at once. A call that has failed, on some ranks or
-    all, has no part in the next one. A job that is initialised again in the same processes counts from 0.
+    Each rank numbers its calls there, and rank 0 answers the calls of all ranks at once. A call that has failed, on
+    some ranks or all, does not affect the next one. A job that is initialised again in the same processes counts from 1
+    again.
     """
     from torch.distributed import distributed_c10d
 
     store: Any = distributed_c10d._get_default_store()
-    with suppress(Exception):  # a client of our own, where the store can make one: a call of the training may hold it
+    with suppress(Exception):  # a separate client, if the store can make one: a call of the training may block this one
         store = store.clone()
     ranks = torch.distributed.get_process_group_ranks(group)
     name = "all" if group is None else "-".join(map(str, ranks)) if len(ranks) < 32 else f"{ranks[0]}-{ranks[-1]}"
@@ -307,7 +311,7 @@ def _looked(store: Any, key: str) -> bytes | None:
 
 
 def _polled(look: Callable[[], T | None], limit_s: float) -> T | None:
-    """Return what `look` returns, once it is not None; None if the time is over."""
+    """Return the first result of `look` that is not None; None if the time is over."""
     end = time.monotonic() + limit_s
     while (found := look()) is None and time.monotonic() < end:
         time.sleep(POLL_S)
@@ -315,7 +319,7 @@ def _polled(look: Callable[[], T | None], limit_s: float) -> T | None:
 
 
 def _own_hosts(is_first: bool) -> list[str]:
-    """Return the names under which other hosts may reach this one, likeliest first.
+    """Return the names under which other hosts may reach this one, the most likely first.
 
     Args:
         is_first: whether this is rank 0 of the job, which the others have reached as MASTER_ADDR.

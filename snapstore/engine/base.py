@@ -1,7 +1,7 @@
 """Engine: the protocol that the CPU engine and the CUDA engines answer.
 
-In: batches of chunks as columns (batches.py), their bytes in memory that the engine reaches. Out: digests, blobs,
-rebuilt chunks. An engine holds no state of a save. Each of its methods may be called from one thread at a time.
+In: batches of chunks as columns (batches.py), with their bytes in memory that the engine can access. Out: digests,
+blobs, rebuilt chunks. An engine keeps no state of a save. Each method may be called by one thread at a time.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class Engine(Protocol):
     """Batches of chunks to blobs and back. `start_*` returns at once; the call it returns waits for the result.
 
     Attributes:
-        digest_seed: the seed of the one repository that it works for; every digest it takes is under this seed.
-        batch_bytes: plain bytes that one batch to encode should hold at most.
-        decode_bytes: stored and plain bytes that one batch to decode should hold at most.
-        depth, decode_depth: how many batches may be under way while the next one is prepared.
+        digest_seed: the seed of its repository; it takes every digest with this seed.
+        batch_bytes: the most plain bytes that one batch to encode should have.
+        decode_bytes: the most stored plus plain bytes that one batch to decode should have.
+        depth, decode_depth: how many batches to encode, and to decode, may be in progress while the next is prepared.
         readers: how many threads should read packs for it.
     """
 
@@ -35,11 +35,11 @@ class Engine(Protocol):
 
     @property
     def batch_chunks(self) -> int:
-        """Return how many chunks one batch should hold at most."""
+        """Return the most chunks that one batch should have."""
         ...
 
     def load(self, chunks: Chunks, *, copy: bool = False) -> Chunks:
-        """Return the same chunks where the engine works, readable until the save ends. `copy`: in memory of its own."""
+        """Return the chunks in the engine's memory, readable until the save ends. `copy`: always in new memory."""
         ...
 
     def start_digests(self, chunks: Chunks) -> Callable[[], Bytes]:
@@ -47,19 +47,19 @@ class Engine(Protocol):
         ...
 
     def start_encode(self, batch: EncodeBatch) -> Callable[[], Sequence[Encoded]]:
-        """Begin to encode a batch: delta or full, planes, codecs. All results together are the rows in order."""
+        """Begin to encode a batch. The results, one after the other, hold one blob per row, in order."""
         ...
 
     def recycle(self, encoded: Sequence[Encoded]) -> None:
-        """Take back the memory of blobs that have been copied away."""
+        """Take back the memory of blobs that have been copied."""
         ...
 
     def start_decode(self, batch: DecodeBatch) -> Callable[[], object]:
-        """Begin to rebuild a batch of chunks; the call raises the first FormatError or IntegrityError."""
+        """Begin to rebuild chunks; the returned call raises the first FormatError or IntegrityError."""
         ...
 
     def poll(self) -> None:
-        """Advance batches under way, without waiting; for a caller that waits for something else meanwhile."""
+        """Advance batches in progress, without waiting; a caller that waits for other work calls it."""
         ...
 
     def empty(self, nbytes: int) -> Memory:
@@ -67,11 +67,11 @@ class Engine(Protocol):
         ...
 
     def upload(self, plain: Bytes) -> Memory:
-        """Return bytes of the host, (nbytes,) uint8, where the engine works."""
+        """Return host bytes, (nbytes,) uint8, in the engine's memory."""
         ...
 
     def buffer(self, nbytes: int) -> Bytes:
-        """Return at least (nbytes,) uint8 of the host memory that the engine copies into and out of fastest."""
+        """Return (n,) uint8, n >= nbytes, of the host memory that the engine copies to and from fastest."""
         ...
 
     def give_back(self, buffer: Bytes) -> None:

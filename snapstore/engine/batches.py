@@ -1,6 +1,6 @@
-"""Batches: what engines take, as columns, a row per chunk; and one chunk's share of a batch, for engines of threads.
+"""Batches: the arguments of engines, as columns with one row per chunk; and one chunk's share, for the CPU engine.
 
-In: memories and columns of positions in them. Out: the same, selected or joined; no byte of a chunk is copied here.
+In: memories, and columns of positions in them. Out: the same, selected or joined; no byte of a chunk is copied here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Chunks:
 
     memories: Sequence[Memory]
     which: Column  # (n,) index of the memory; -1: no chunk
-    starts: Column  # (n,) its first byte there
+    starts: Column  # (n,) the first byte in that memory
     lengths: Column  # (n,) [bytes]
 
     def __len__(self) -> int:
@@ -33,7 +33,7 @@ class Chunks:
         return Chunks(self.memories, self.which[rows], self.starts[rows], self.lengths[rows])
 
     def views(self) -> list[Memory]:
-        """Return one view per chunk, (r,) uint8; an empty one where there is no chunk."""
+        """Return a view of each chunk, (r,) uint8; an empty one for index -1."""
         nothing = np.empty(0, np.uint8)
         return [
             self.memories[w][s : s + n] if w >= 0 else nothing
@@ -59,16 +59,16 @@ class Chunks:
 
 @dataclass(frozen=True, slots=True)
 class EncodeBatch:
-    """New chunks to store, a row each."""
+    """New chunks to store, as columns."""
 
     chunks: Chunks
     digests: Bytes  # (n, 16)
     element_sizes: Column  # (n,) 1, 2, 4 or 8
     layouts: Column  # (n,) planes.ROTATED for floats, else planes.BYTES
-    bases: Chunks  # (n,) plain bytes of the candidate bases
+    bases: Chunks  # (n,) plain bytes of the candidate bases; index -1: no base
     base_digests: Bytes  # (n, 16)
     delta_limits: Column  # (n,) the most stored bytes that a delta may take
-    raw: bool = False  # the CPU engine stores chunks as they are, or as sparse deltas
+    raw: bool = False  # True: the CPU engine stores chunks uncompressed, or as sparse deltas
 
     def take(self, rows: Column) -> EncodeBatch:
         """Return these rows."""
@@ -81,16 +81,16 @@ class EncodeBatch:
 
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
-    """Chunks to rebuild, a row each; their blobs lie newest first, chunk after chunk, in one buffer."""
+    """Chunks to rebuild, one row each. Their blobs are columns: chunk after chunk, newest first."""
 
-    stored: Bytes
-    offsets: Column  # (m,) of every blob
+    stored: Bytes  # the buffer that holds all blobs
+    offsets: Column  # (m,) of each blob in `stored`
     lengths: Column  # (m,)
-    counts: Column  # (n,) how many of the blobs belong to each chunk
+    counts: Column  # (n,) how many blobs each chunk has
     digests: Bytes  # (n, 16)
-    outs: Chunks  # filled
+    outs: Chunks  # (n,) the memory to fill
     where: Callable[[int], str]  # names a blob in an error
-    bases: Chunks | None = None  # plain bytes of the base of each last blob; None: the last blobs are full
+    bases: Chunks | None = None  # (n,) plain bytes of the base of each last blob; None, or index -1: that blob is full
 
 
 @dataclass(frozen=True, slots=True)

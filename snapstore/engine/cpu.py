@@ -1,6 +1,6 @@
 """CpuEngine: the stages between plain chunks and blobs, on a pool of threads over all cores.
 
-In: batches of chunks as columns, their bytes in host memory. Out: digests, blobs, rebuilt chunks (see base.Engine).
+In: batches of chunks as columns, with their bytes in host memory. Out: digests, blobs, rebuilt chunks (base.Engine).
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from .batches import Chunks, DecodeBatch, DecodeJob, EncodeBatch, EncodeJob
 
 log = logging.getLogger("snapstore")
 
-#: Copies of chunks begin at multiples of this.
+#: Copies of chunks begin at multiples of this [bytes].
 COPIED_ALIGNMENT = 64
-#: Where at most this share of the elements changed, planes take more than their entropies promise, by this factor.
+#: If at most this share of the elements changed, planes take more bytes than estimated from entropies, by this factor.
 FEW_CHANGED_SHARE, FEW_CHANGED_EXCESS = 0.2, 1.25
-#: At most this many buffers of blobs wait for their next use.
+#: At most this many buffers of blobs are kept for reuse.
 MAX_FREE_BUFFERS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedChunk:
-    """One new blob, in a buffer that goes back to the engine."""
+    """One new blob, in a buffer that `recycle` takes back."""
 
     data: memoryview
     is_delta: bool
@@ -72,7 +72,7 @@ def _nothing_to_wait_for() -> None:
 
 
 class CpuEngine:
-    """NumPy, xxhash, zstandard and zlib over a pool of threads; all of them release the GIL."""
+    """NumPy, xxhash, zstandard and zlib on a pool of threads; all four release the GIL."""
 
     batch_bytes = 16 * 1024 * 1024
     batch_chunks = 1024
@@ -87,7 +87,7 @@ class CpuEngine:
         self._free: deque[Bytes] = deque(maxlen=MAX_FREE_BUFFERS)
 
     def load(self, chunks: Chunks, *, copy: bool = False) -> Chunks:
-        """Return the chunks as they are: they lie in host memory already; with `copy`, copies of them."""
+        """Return the chunks as they are, since they lie in host memory; with `copy`, return copies."""
         if not copy:
             return chunks
         ends = np.cumsum(chunks.lengths + -chunks.lengths % COPIED_ALIGNMENT)
@@ -98,9 +98,9 @@ class CpuEngine:
         return copies
 
     def start_digests(self, chunks: Chunks) -> Callable[[], Bytes]:
-        """Return a call that takes the XXH3-128 of every chunk, (n, 16).
+        """Return a call that hashes every chunk, (n, 16) XXH3-128.
 
-        The thread that waits takes them, at tens of GB/s, while the pool encodes a batch.
+        The thread that calls it hashes, at tens of GB/s, while the pool encodes a batch.
         """
         seed = self.digest_seed
         return lambda: np.frombuffer(b"".join(digest(c, seed) for c in chunks.views()), np.uint8).reshape(-1, 16)
@@ -113,7 +113,10 @@ class CpuEngine:
         return lambda: [HostEncoded(encoded())]
 
     def _buffer_for(self, job: EncodeJob) -> Bytes:
-        """Return a used buffer that fits, else a new one."""
+        """Return the oldest free buffer, or a new one.
+
+        If the oldest buffer is too small, or more than twice as large as needed, it is dropped.
+        """
         needed = blob.bound(job.chunk.size, job.element_size)
         with suppress(IndexError):
             buffer = self._free.popleft()
@@ -122,7 +125,7 @@ class CpuEngine:
         return np.empty(needed, np.uint8)
 
     def recycle(self, encoded: Sequence[Encoded]) -> None:
-        """Take back the memory of blobs that have been copied away."""
+        """Take back the memory of blobs that have been copied."""
         for e in encoded:
             if isinstance(e, HostEncoded):
                 self._free.extend(b.buffer for b in e.blobs)
@@ -135,7 +138,7 @@ class CpuEngine:
         chain_decode.decode_chain(job.blobs, job.wheres, job.digest, job.out, job.base, seed=self.digest_seed)
 
     def poll(self) -> None:
-        """Do nothing: the threads go on by themselves."""
+        """Do nothing: the threads need no polling."""
 
     def empty(self, nbytes: int) -> Memory:
         """Return new memory, (nbytes,) uint8."""
@@ -159,11 +162,10 @@ class CpuEngine:
 
 
 class ProvingEngine(CpuEngine):
-    """Rebuilds chunks and every chunk that they build on, on the threads of another CPU engine.
+    """Rebuilds and verifies all chunks of each chain, on the threads of another CPU engine.
 
     Attributes:
-        proven: one list per chunk so far, in order: the digests that the blobs of its chain give
-            (`chain_decode.prove_chain`).
+        proven: the result of `chain_decode.prove_chain` for each chunk so far, in order: a list of digests.
     """
 
     def __init__(self, engine: CpuEngine) -> None:
@@ -171,7 +173,7 @@ class ProvingEngine(CpuEngine):
         self.proven: list[list[bytes]] = []
 
     def start_decode(self, batch: DecodeBatch) -> Callable[[], object]:
-        """Begin to rebuild a batch that needs no bases from outside it."""
+        """Begin to rebuild a batch whose last blobs are all full."""
         wait = self._threads.start(self._prove_chunk, _decode_jobs(batch))
         return lambda: self.proven.extend(wait())
 
@@ -226,9 +228,10 @@ def _decode_jobs(batch: DecodeBatch) -> list[DecodeJob]:
 
 
 def encode_chunk(job: EncodeJob, out: Bytes) -> EncodedChunk:
-    """Encode one chunk into `out` (see `blob.bound`): full or as a delta, as planes or sparse, whichever is smaller.
+    """Encode one chunk into `out` (see `blob.bound`): full, as a delta in planes, or as a sparse delta.
 
-    The sizes of planes are estimated from sampled histograms; a sparse delta is tried if few elements changed.
+    The sizes of planes are estimated from sampled histograms. A sparse delta is tried if few enough elements changed,
+    and stored if it is smaller than the planes. A delta is stored only within `job.delta_limit`.
     """
     source, base, chosen = job.chunk, None, _statistics(job.chunk, job.element_size, job.layout)
     if job.base is not None:
@@ -253,7 +256,7 @@ def encode_chunk(job: EncodeJob, out: Bytes) -> EncodedChunk:
 
 
 def store_chunk(job: EncodeJob, out: Bytes) -> EncodedChunk:
-    """Store one chunk in `out` (see `blob.bound`) as it is, in one raw plane; or as a sparse delta if few changed."""
+    """Store one chunk in `out` (see `blob.bound`): as a sparse delta if that pays, else as one raw plane."""
     if job.base is not None:
         difference = planes.scratch.room("difference", job.chunk.size)
         planes.difference(job.chunk, job.base, job.element_size, difference)
@@ -267,7 +270,7 @@ def store_chunk(job: EncodeJob, out: Bytes) -> EncodedChunk:
     return EncodedChunk(blob.encode(job.chunk, 1, planes.BYTES, _NOISE, job.digest, None, out), False, out)
 
 
-#: A plane that no codec makes smaller.
+#: The statistics of a plane that is stored raw.
 _NOISE = planes.Statistics(np.array([8.0]), np.array([0.0]))
 
 

@@ -1,6 +1,6 @@
-"""Rates: measure a store, and the CPU engine, on this machine; and which codec they call for.
+"""Rates: measure a store and the CPU engine on this machine, and choose a codec by the rates.
 
-In: a store. Out: bytes a second. Every number is of one short run, and depends on what else the machine does.
+In: a store. Out: bytes per second. Every rate comes from one short run, and depends on the machine's other load.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from ..threads import Threads
 from .batches import EncodeJob
 from .cpu import default_threads, encode_chunk
 
-#: Sent, fetched and encoded to measure rates [bytes].
+#: Plain bytes to encode and decode; size of an object to put and get [bytes]; number of these objects.
 SAMPLE_BYTES, OBJECT_BYTES, OBJECTS = 32 * 1024 * 1024, 16 * 1024 * 1024, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Bytes a second of one rank.
+    """Bytes per second of a rank.
 
     Attributes:
         write, read: of the store.
-        encode, decode: of the engine, in plain bytes.
-        copy: of the copy for which training waits, in plain bytes.
+        encode, decode: of the CPU engine, in plain bytes.
+        copy: of copies in host memory, for which training waits.
     """
 
     write: float
@@ -52,7 +52,7 @@ def measure(store: ObjectStore | None, threads: int | None = None) -> Rates:
 
     Args:
         store: None: the rates of the store are infinite.
-        threads: of the engine; None: SNAPSTORE_THREADS, else every core.
+        threads: number of threads of the engine; None: SNAPSTORE_THREADS, else one per core.
 
     Raises:
         StorageError: the store failed.
@@ -85,7 +85,7 @@ def measure(store: ObjectStore | None, threads: int | None = None) -> Rates:
 
 
 def _rate(nbytes: int, act: Callable[[], object]) -> float:
-    """Return the rate of an act that handles so many bytes [bytes a second]."""
+    """Time a call that handles `nbytes`; return its bytes per second."""
     began = time.perf_counter()
     act()
     return nbytes / max(time.perf_counter() - began, 1e-9)

@@ -66,7 +66,8 @@ HEADER_COLUMNS = _row(
     ("digest", ("u1", 16), 48),
     ("base", ("u1", 16), 64),
 )
-#: A blob's entry in a pack's footer (docs/format.md, "Pack"); `offset` counts from the start of the bytes in question.
+#: A blob's entry in a pack's footer (docs/format.md, "Pack"). `offset` counts from the start of the pack; in `Encoded`,
+#: from the start of the batch's blobs.
 ENTRY = _row(
     96,
     ("offset", "<u8", 0),
@@ -82,7 +83,7 @@ ENTRY = _row(
 
 
 class Header(NamedTuple):
-    """A blob's header, with its block lengths once it is checked."""
+    """A blob's header; `parse` adds the block lengths."""
 
     magic: bytes
     version: int
@@ -107,7 +108,7 @@ class Header(NamedTuple):
 
 
 def bound(raw_bytes: Any, element_size: Any) -> Any:
-    """Return the most bytes that a blob of a chunk of `raw_bytes` takes; numbers or arrays."""
+    """Return the most bytes of the blob of a chunk; the arguments are numbers or arrays."""
     blocks = element_size * -(-raw_bytes // element_size // codecs.BLOCK_BYTES)
     return HEADER.size + 4 * blocks + raw_bytes
 
@@ -126,14 +127,15 @@ def encode(
     Args:
         source: (r,) uint8, the chunk, or its `planes.difference` from a base.
         element_size: 1, 2, 4 or 8; divides r.
-        layout: of the chunk: planes.ROTATED for floats, else planes.BYTES. The planes of a difference are its bytes.
+        layout: of the chunk: planes.ROTATED for floats, else planes.BYTES. A difference is always split in
+            planes.BYTES.
         statistics: of the planes of `source`; they decide each plane's codec.
-        chunk_digest: of the chunk itself.
+        chunk_digest: (16 bytes) of the chunk itself.
         base: digest of the base when `source` is a difference, else None.
-        out: `bound` bytes, uint8.
+        out: (`bound`,) uint8.
 
     Returns:
-        The blob, which is the beginning of `out`.
+        The blob: the first bytes of `out`.
     """
     kinds = plane_kinds(statistics.bits, statistics.top_share, layout).tolist()
     layout = layout if base is None else planes.BYTES
@@ -154,17 +156,17 @@ def encode_sparse(
     max_bytes: float,
     out: Bytes,
 ) -> memoryview | None:
-    """Encode one blob as the elements of a chunk that differ from its base.
+    """Encode a sparse delta: the elements that differ from the base.
 
     Args:
         difference: (r,) uint8, `planes.difference` of the chunk and its base.
         base: (r,) uint8.
         element_size, layout, out: as for `encode`.
         digests: of the chunk and of its base.
-        max_bytes: the blob must be smaller.
+        max_bytes: the blob must be smaller than this.
 
     Returns:
-        The blob, which is the beginning of `out`, or None if it is too large.
+        The blob: the first bytes of `out`; None if it would be too large.
     """
     pieces, lengths = sparse.encode(difference, base, element_size, layout, codecs.BLOCK_BYTES)
     if HEADER.size + 4 * len(lengths) + sum(map(len, pieces)) >= min(max_bytes, out.size):
@@ -179,7 +181,7 @@ def _assemble(
     digests: tuple[bytes, bytes | None],
     out: Bytes,
 ) -> memoryview:
-    """Write header, block lengths and payload into `out`; `shape` is raw length, element size, layout and codecs."""
+    """Write header, block lengths and payload to `out`; `shape`: raw length, element size, layout and codecs."""
     raw_bytes, element_size, layout, codec_ids = shape
     chunk_digest, base = digests
     at = HEADER.size + 4 * len(block_lengths)
@@ -211,7 +213,7 @@ def _assemble(
 
 
 def _encode_plane(plane: Bytes, kind: int) -> tuple[int, list[bytes] | list[memoryview]]:
-    """Return (codec, stored blocks), raw if the codec does not make the plane smaller."""
+    """Return (codec, stored blocks); the codec is RAW if no other makes it smaller."""
     if kind != NOISE and plane.size:
         if kind == REPEATS:
             codec, blocks = codecs.ZSTD, zstd.encode_matches(plane, codecs.BLOCK_BYTES)
@@ -227,16 +229,16 @@ def _encode_plane(plane: Bytes, kind: int) -> tuple[int, list[bytes] | list[memo
 def headers(
     entries: npt.NDArray[np.void], layouts: Column, block_bytes: Column, counts: Column, block_lengths: Column
 ) -> tuple[Bytes, npt.NDArray[np.int64]]:
-    """Return the headers of many blobs one after the other, with block lengths, without checksums.
+    """Return the headers of many blobs, concatenated, with block lengths, without checksums.
 
     Args:
         entries: (n,) ENTRY.
         layouts, block_bytes: (n,).
         counts: (n,) how many block lengths each blob has.
-        block_lengths: (sum of counts,), blob after blob.
+        block_lengths: (sum of counts,), blob after blob [bytes].
 
     Returns:
-        The bytes, and the start of each header in them (n + 1,).
+        The bytes; and where each header begins in them, with the end of the last one, (n + 1,) int64.
     """
     starts = np.zeros(len(entries) + 1, np.int64)
     np.cumsum(HEADER.size + 4 * counts, out=starts[1:])
@@ -258,17 +260,17 @@ def headers(
 
 @dataclass(frozen=True, slots=True)
 class Headers:
-    """Headers of many blobs, a column per field, (m,) int64 if nothing else is said."""
+    """Headers of many blobs, one column per field, (m,) int64 unless noted."""
 
-    checksum: Column  # uint64
+    checksum: Column  # (m,) uint64
     transform: Column
     element_size: Column
     layout: Column
     raw_bytes: Column
     payload_bytes: Column
     block_bytes: Column
-    codecs: Column  # uint64: that of plane k in byte k
-    count: Column  # of block lengths
+    codecs: Column  # (m,) uint64; byte k is the codec of plane k
+    count: Column  # number of block lengths
     digest: Column  # (2, m) uint64
     base: Column  # (2, m) uint64
 
@@ -288,9 +290,9 @@ class Headers:
 
 
 def read_headers(stored: Bytes, offsets: Column, lengths: Column) -> tuple[Headers, npt.NDArray[np.bool_]]:
-    """Return the headers of many blobs at `offsets` of a buffer, and which of them are valid.
+    """Return the headers of blobs at `offsets` of a buffer, and which are valid, (m,) bool.
 
-    It checks what `parse` checks, except the checksum. `parse` raises the error of an invalid one.
+    It checks everything that `parse` checks, except the checksum. For an invalid blob, `parse` raises the error.
     """
     whole = lengths >= HEADER.size
     fixed = np.zeros(len(offsets), HEADER_COLUMNS)
@@ -322,7 +324,8 @@ def parse(blob: memoryview, where: str) -> Header:
     Raises:
         FormatError: not a blob.
         UnknownFormatError: of an unknown version, transform or layout.
-        IntegrityError: its checksum does not match, or its lengths contradict each other.
+        IntegrityError: the blob is cut short, its checksum does not match, or the fields of its header contradict each
+            other.
     """
     if len(blob) < HEADER.size:
         raise IntegrityError(f"{where}: blob of {len(blob)} bytes, expected at least {HEADER.size}")
@@ -335,7 +338,7 @@ def parse(blob: memoryview, where: str) -> Header:
             f"{where}: blob version {h.version}, this snapstore reads {VERSION}; use the release that writes it, or a "
             "newer one; run 'snapstore check --read-data'"
         )
-    if h.zero:  # the one field that the checksum does not cover
+    if h.zero:  # the checksum covers neither this field nor the two before it
         raise IntegrityError(f"{where}: {h.zero} in a field that must be zero; run 'snapstore check --read-data'")
     length = length_of(h)
     if length > len(blob):
@@ -361,7 +364,7 @@ def length_of(header: Header) -> int:
 
 
 def entry(blob: memoryview, offset: int) -> bytes:
-    """Return the footer entry (an ENTRY) of a blob from `encode`."""
+    """Return the footer entry (an ENTRY) of a blob at `offset`."""
     h = Header(*HEADER.unpack_from(blob))
     return struct.pack(
         "<QIIBB6x8s16s16s8I",
@@ -378,7 +381,7 @@ def entry(blob: memoryview, offset: int) -> bytes:
 
 
 def stored_plane_bytes(blob: memoryview) -> list[int]:
-    """Return the stored lengths of planes 0 to 7 of a blob from `encode`, zero beyond its element size."""
+    """Return the stored lengths of planes 0 to 7 of a new blob, 0 beyond its element size [bytes]."""
     _, _, _, _, _, element_size, _, raw_bytes, _, block_bytes, codec_ids, count, *_ = HEADER.unpack_from(blob)
     if codec_ids[0] == codecs.SPARSE:  # one payload for all planes
         return [len(blob) - HEADER.size - 4 * count] + [0] * 7
@@ -394,7 +397,7 @@ def stored_planes(blob: memoryview, header: Header, where: str) -> Iterator[tupl
     """Yield (codec, stored blocks) of every plane; a raw plane is one block.
 
     Raises:
-        IntegrityError: the planes do not fill the blob.
+        IntegrityError: the planes are shorter or longer than the blob's payload.
     """
     plane_bytes = header.raw_bytes // header.element_size
     blocks_per_plane = -(-plane_bytes // header.block_bytes)
@@ -422,7 +425,9 @@ def decode_planes(blob: memoryview, header: Header, where: str) -> list[Bytes]:
     """Return a blob's planes, (n,) uint8 each, valid in this thread until its next call.
 
     Raises:
-        FormatError, IntegrityError: a plane does not decode.
+        IntegrityError: a plane does not decode.
+        UnknownFormatError: this release does not know a codec.
+        CapabilityError: a plane is coded in nvCOMP's ANS, and there is no GPU with nvCOMP here.
     """
     rooms = planes.scratch.room("planes", header.raw_bytes).reshape(header.element_size, -1)
     found = []
@@ -439,7 +444,7 @@ def decode_planes(blob: memoryview, header: Header, where: str) -> list[Bytes]:
 
 
 def relabel(blob: memoryview, transform: int, chunk_digest: bytes, base: bytes) -> None:
-    """Change in place which chunk a blob stands for and which base it is a delta to; its planes stay as they are."""
+    """Change in place a blob's transform, digest and base; its planes stay as they are."""
     blob[16:17] = bytes([transform])
     if transform == DIFFERENCE:
         blob[18:19] = bytes([planes.BYTES])

@@ -1,10 +1,10 @@
 """Box map: which ranks store which boxes of the tensors of a part, so a reader opens only the manifests that it needs.
 
 In: the boxes of each rank. Out: a few kilobytes in the header of a root manifest, and the ranks whose boxes overlap a
-wanted one. Tensors with equal boxes share a pattern: the size grows with the forms of tensors, not with their number.
+wanted one. Tensors with equal boxes share a pattern: the size grows with the number of patterns, not of tensors.
 
-Invariant: a box map is advice. It decides which manifests are read first, never which bytes are taken: those come from
-the entries of the manifests. A wrong one costs reads, and `check` reports it (docs/format.md, "Several ranks").
+Invariant: a box map is advice. It decides which manifests are read first, never which bytes are used: those come from
+the entries of the manifests. A wrong map costs reads, and `check` reports it (docs/format.md, "Several ranks").
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ..threads import msgpack_decoder
 
 log = logging.getLogger("snapstore")
 
-#: The most that a packed map unpacks to. A writer leaves out patterns that do not fit. A pattern has 40 bytes for each
-#: box of a matrix, so a Llama of 405 B parameters takes 12 MB on 4,096 ranks as HSDP of 64 x 64, packed 18 KB.
+#: The most bytes that a packed map unpacks to. A writer leaves out patterns that do not fit. A pattern has 40 bytes for
+#: each box of a matrix. So a Llama of 405 B parameters on 4,096 ranks, HSDP of 64 x 64, takes 12 MB, packed 18 KB.
 MAX_BYTES = 256 * 1024 * 1024
 MAX_DIMENSIONS = 64
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
@@ -35,7 +35,7 @@ Rows = npt.NDArray[np.int64]  # (n, 1 + 2d): rank, offsets, sizes of each box, i
 
 
 class _Packed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A box map in bytes; see docs/format.md."""
+    """A packed box map; see docs/format.md."""
 
     tensors: bytes
     patterns: bytes
@@ -47,8 +47,8 @@ class BoxMap:
     """The boxes of the tensors of a part.
 
     Attributes:
-        tensors: (t,) the pattern of each tensor, counted from 1; 0: the map says nothing of it.
-        patterns: which boxes which ranks store.
+        tensors: (t,) the number of each tensor's pattern, counted from 1; 0: the map does not cover the tensor.
+        patterns: the boxes of each pattern, with the ranks that store them.
     """
 
     tensors: Column
@@ -62,7 +62,8 @@ class BoxMap:
         """Return the map of one rank's boxes.
 
         Args:
-            boxes: by the number of their tensor, of `count`.
+            boxes: by the number of their tensor.
+            count: how many tensors there are.
         """
         tensors, forms = np.zeros(count, np.int64), dict[tuple[tuple[int, ...], ...], int]()
         for number, held in boxes.items():
@@ -75,9 +76,10 @@ class BoxMap:
         """Return the map of the boxes of several ranks.
 
         Args:
-            of_ranks: each rank, in order, its map, and the number (t,) of each of its tensors among `count`.
+            of_ranks: by rank, in order: the rank, its map, and the number (t,) of each of its tensors in the result.
+            count: how many tensors the result has.
         """
-        forms = dict[bytes, int]()  # the boxes of a pattern, without the rank: its number
+        forms = dict[bytes, int]()  # boxes without their rank -> their number in `held`
         held, ranks, columns = [np.zeros((0, 0), np.int64)], list[int](), list[Column]()
         for rank, own, numbers in of_ranks:
             known = np.zeros(len(own.patterns) + 1, np.int64)
@@ -112,7 +114,7 @@ class BoxMap:
         return cls(tensors, [rows for _, rows in found.values()])
 
     def encode(self) -> bytes:
-        """Return the map packed; b"" if it says nothing."""
+        """Return the packed map; b"" without patterns."""
         if not self.patterns:
             return b""
         forms = [((rows.shape[1] - 1) // 2, len(rows)) for rows in self.patterns]
@@ -125,7 +127,7 @@ class BoxMap:
         """Return a map from its bytes.
 
         Raises:
-            FormatError: it is none. Nothing says that its boxes are those of the manifests.
+            FormatError: it does not decode. Nothing here compares its boxes with the manifests.
         """
         try:
             size_bytes = zstandard.frame_content_size(data)
@@ -150,7 +152,7 @@ class BoxMap:
         return cls(tensors, _Patterns(values, widths, ends))
 
     def ranks(self, tensor: int, box: Box) -> frozenset[int] | None:
-        """Return the ranks that store a byte of a box of a tensor; None: the map does not say."""
+        """Return the ranks that store a byte of a box of a tensor; None: not in the map."""
         pattern = int(self.tensors[tensor]) if tensor < len(self.tensors) else 0
         if not pattern:
             return None
@@ -166,9 +168,9 @@ class BoxMap:
         return self._found[key]
 
     def boxes(self, tensor: int, rank: int) -> list[list[int]] | None:
-        """Return the boxes of a tensor that a rank stores: offsets and sizes in one list; None: the map does not say.
+        """Return a tensor's boxes on a rank, each as [*offsets, *sizes]; None: the tensor is not in the map.
 
-        It is meant for all ranks, one after the other.
+        The first call for a pattern groups its boxes by rank; later calls only look them up.
         """
         pattern = int(self.tensors[tensor]) if tensor < len(self.tensors) else 0
         if not pattern:
@@ -180,10 +182,10 @@ class BoxMap:
         return self._of_ranks[pattern].get(rank, [])
 
     def is_whole(self, tensor: int, shape: Sequence[int]) -> bool | None:
-        """Return whether the boxes of a tensor are disjoint and cover it; None: the map does not say.
+        """Return whether the boxes of a tensor are disjoint and cover it; None: not in the map.
 
-        Index i of a dimension lies at a pseudorandom place of 64 bits. Then volumes modulo 2^64 add up to that of the
-        tensor if the boxes are so, and else almost never.
+        Every index of a dimension gets a pseudorandom coordinate of 64 bits. With these coordinates, the volumes of the
+        boxes modulo 2^64 add up to the tensor's volume if the boxes tile it, and otherwise almost never.
         """
         pattern = int(self.tensors[tensor]) if tensor < len(self.tensors) else 0
         if not pattern:
@@ -197,13 +199,13 @@ class BoxMap:
         return self._whole[key]
 
     def count(self, tensor: int) -> int | None:
-        """Return how many boxes a tensor has on all ranks; None: the map does not say."""
+        """Return how many boxes a tensor has on all ranks; None: not in the map."""
         pattern = int(self.tensors[tensor]) if tensor < len(self.tensors) else 0
         return len(self.patterns[pattern - 1]) if pattern else None
 
 
 class _Patterns(Sequence[Rows]):
-    """Patterns as they were packed: a few bytes may stand for millions, so each is made when it is asked for."""
+    """Packed patterns; each is unpacked when it is read, since a few bytes may stand for millions."""
 
     def __init__(self, values: Rows, widths: Column, ends: Column) -> None:
         self._values, self._widths, self._ends = values, widths, ends
@@ -218,11 +220,14 @@ class _Patterns(Sequence[Rows]):
 
 
 def ranks_with(packed: bytes, wanted: Iterable[tuple[int, Box]], where: str) -> set[int]:
-    """Return the ranks that store a byte of some boxes of tensors, as far as a packed map says; one that is none says
-    nothing, and is for `check` to report.
+    """Return the ranks that store a byte of the wanted boxes, as far as a packed map knows them.
+
+    A map that does not decode is logged and ignored; `check` reports it.
 
     Args:
-        wanted: number of a tensor, and a box of it.
+        packed: from `BoxMap.encode`.
+        wanted: the number of a tensor, and a box of it.
+        where: names the map in the log.
     """
     if not packed:
         return set()
@@ -235,13 +240,13 @@ def ranks_with(packed: bytes, wanted: Iterable[tuple[int, Box]], where: str) -> 
 
 
 def _volumes(firsts: Column, ends: Column) -> npt.NDArray[np.uint64]:
-    """Return the volume (n,) of each box from its first indices (n, d) to its ends, all at pseudorandom places."""
+    """Return the volume (n,) of each box, first indices and ends (n, d), in pseudorandom coordinates."""
     volumes: npt.NDArray[np.uint64] = np.prod(_places(ends) - _places(firsts), axis=1, dtype=np.uint64)
     return volumes
 
 
 def _places(indices: Column) -> npt.NDArray[np.uint64]:
-    """Return a number of 64 bits for each index (n, d), another one in each dimension: the mixer of SplitMix64."""
+    """Return a pseudorandom coordinate of each index (n, d), another one per dimension (SplitMix64's mixer)."""
     mixed = indices.astype(np.uint64)
     mixed += np.arange(1, indices.shape[1] + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -250,12 +255,12 @@ def _places(indices: Column) -> npt.NDArray[np.uint64]:
 
 
 def _key_of(rows: Rows) -> bytes:
-    """Return the key of boxes: their number of dimensions counts too, of one without dimensions as well."""
+    """Return a key of boxes (n, 2d): their bytes, and 2d, which keeps boxes without dimensions apart."""
     return bytes([rows.shape[1]]) + rows.tobytes()
 
 
 def _rows_of(column: Column, ranks: Sequence[int], held: Sequence[Rows]) -> Rows:
-    """Return the boxes of a tensor; `column` has the number of those of each rank in `held`, or 0."""
+    """Return a tensor's boxes; `column` has for each rank the number of its boxes in `held`, or 0."""
     places = np.flatnonzero(column).tolist()
     if not places:
         return np.zeros((0, 1), np.int64)

@@ -1,7 +1,8 @@
-"""Boxes: rectangular parts of tensors, the strips that their chunks are cut by, and where two boxes overlap.
+"""Boxes: rectangular parts of tensors, the cuts of their chunks, and the overlap of two boxes.
 
-In: offsets and sizes, one per dimension. Out: spans of bytes. A strip is a box extended over all of dimension 0; the
-bytes of a box in C order are consecutive in its strip (docs/design/ranks.md, "Cuts").
+In: offsets and sizes, one per dimension. Out: spans of bytes. The strip of a box is the box extended over all of
+dimension 0. The bytes of a box in C order are consecutive in its strip. A strip is cut at multiples of the chunk size
+(docs/design/ranks.md, "Cuts").
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def strip_start(offsets: Offsets, sizes: Sizes, itemsize: int) -> int:
 
 
 def cut(start: int, nbytes: int, chunk_bytes: int) -> npt.NDArray[np.int64]:
-    """Return the lengths (n,) of the chunks of a box that begins at `start` of its strip."""
+    """Return the chunk lengths (n,) of a box at byte `start` of its strip [bytes]."""
     if not nbytes:
         return np.zeros(0, np.int64)
     inner = np.arange(start // chunk_bytes + 1, -(-(start + nbytes) // chunk_bytes)) * chunk_bytes
@@ -39,7 +40,7 @@ def overlap(a: tuple[Offsets, Sizes], b: tuple[Offsets, Sizes]) -> tuple[tuple[i
 
 
 def start_of(at: Offsets, sizes: Sizes) -> int:
-    """Return the number of elements before a place in a box, in C order."""
+    """Return the number of elements before index `at`, in C order."""
     start = 0
     for offset, size in zip(at, sizes, strict=True):
         start = start * size + offset
@@ -47,8 +48,8 @@ def start_of(at: Offsets, sizes: Sizes) -> int:
 
 
 def is_run(inner: Sizes, sizes: Sizes) -> bool:
-    """Return whether the elements of a box within a box of `sizes` follow each other in C order."""
-    behind = False  # whether a dimension before this one has more than one row
+    """Return whether a box of sizes `inner` is contiguous within a box of `sizes`, in C order."""
+    behind = False  # whether an earlier dimension of the inner box has more than one row
     for size, whole in zip(inner, sizes, strict=True):
         if behind and size != whole:
             return False
@@ -59,11 +60,13 @@ def is_run(inner: Sizes, sizes: Sizes) -> bool:
 def counts_before(
     ends: npt.NDArray[np.int64], at: Offsets, inner: Sizes, sizes: Sizes, steps: Sequence[int] = ()
 ) -> npt.NDArray[np.int64]:
-    """Return how many elements of a box at `at` lie before each place of the box of `sizes` around it, in C order.
+    """Count the elements of an inner box that lie before positions of the box around it, in C order.
 
     Args:
-        ends: (n,) places, 0 to the number of elements.
-        steps: from each element of the inner box to the next, one per dimension; by default 1.
+        ends: (n,) positions in the outer box, from 0 to its number of elements.
+        at, inner: offsets and sizes of the inner box.
+        sizes: of the outer box.
+        steps: the distance between neighbouring elements of the inner box, one per dimension; by default 1.
 
     Returns:
         (n,) int64.
@@ -80,8 +83,9 @@ def counts_before(
 
 
 def span_boxes(first: int, end: int, sizes: Sizes) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return the boxes (offsets, sizes) that a span of elements of a box consists of, in C order: at most two a
-    dimension, and one more.
+    """Split the elements `first` to `end` - 1 of a box into boxes (offsets, sizes), in C order.
+
+    There are at most two boxes per dimension, and one more.
     """
     if first >= end:
         return []

@@ -1,8 +1,8 @@
 """Chain decode: rebuild one chunk from the blobs of its chain.
 
-In: blobs, newest first, and the plain bytes of the last one's base if that is a delta. Out: the chunk, verified by its
-digest. Links are applied from the oldest to the newest: each is a difference that is added to the plain bytes of its
-base, as planes or as the elements that changed.
+In: blobs, newest first, and the plain bytes of the oldest one's base if that blob is a delta. Out: the chunk, verified
+by its digest. Links are applied from the oldest to the newest: each is a difference that is added to the plain bytes of
+its base, as planes or as the elements that changed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .hashing import digest
 def prove_chain(
     blobs: Sequence[memoryview], wheres: Sequence[str], chunk_digest: bytes, out: Bytes, *, seed: int
 ) -> list[bytes]:
-    """Rebuild one chunk as `decode_chain` does, and every chunk that it builds on.
+    """Rebuild one chunk as `decode_chain` does; verify all chunks of its chain.
 
     Returns:
-        For each blob, newest first, the digest of the chunk that its chain decodes to; only the first digest if an
-        older blob does not decode to its chunk.
+        The digest of each blob's chunk, newest first. Only the first digest, if an older blob does not decode to its
+        chunk.
 
     Raises:
         FormatError, IntegrityError: the requested chunk cannot be rebuilt.
@@ -60,10 +60,10 @@ def decode_chain(
         chunk_digest: of the requested chunk.
         out: (r,) uint8, filled.
         base: (r,) uint8, plain bytes of the last blob's base; None: the last blob is full.
-        seed: the repository's.
+        seed: the repository's digest seed.
 
     Raises:
-        FormatError, IntegrityError: `out` is then garbage.
+        FormatError, IntegrityError: a blob is damaged or does not continue the chain; `out` then holds garbage.
     """
     headers = _parsed(blobs, wheres, chunk_digest, base, out)
     for _ in _apply_links(blobs, headers, wheres, base, out):
@@ -74,7 +74,7 @@ def decode_chain(
 def _parsed(
     blobs: Sequence[memoryview], wheres: Sequence[str], expected: bytes, base: Bytes | None, out: Bytes
 ) -> list[Header]:
-    """Return the headers of a chain; `expected` is the digest of its chunk.
+    """Return the headers of a chain; `expected` is its chunk's digest.
 
     Raises:
         FormatError, IntegrityError: a blob is damaged, or does not continue the chain.
@@ -102,8 +102,8 @@ def _parsed(
 def _apply_links(
     blobs: Sequence[memoryview], headers: Sequence[Header], wheres: Sequence[str], base: Bytes | None, out: Bytes
 ) -> Iterator[int]:
-    """Fill `out` with the chunk of each blob in turn, from the oldest to the newest; yield the number of the blob."""
-    deltas: Iterator[bool] = iter(())  # applies sparse deltas that follow each other
+    """Fill `out` with each blob's chunk in turn, the oldest first; yield the blob's number each time."""
+    deltas: Iterator[bool] = iter(())  # applies consecutive sparse deltas
     for i in range(len(blobs) - 1, -1, -1):
         blob, header, where = blobs[i], headers[i], wheres[i]
         if base is None:
@@ -126,7 +126,7 @@ def _apply_links(
 
 
 def _sparse_deltas(blobs: Sequence[memoryview], headers: Sequence[Header], out: Bytes) -> Iterator[bool]:
-    """Apply the last blob, a sparse delta, and those before it that apply to the same elements; yield after each."""
+    """Apply the last blob, a sparse delta, then those before it of equal size and layout; yield after each."""
     newest, links = headers[-1], list[sparse_decode.Stored]()
     for blob, header in zip(reversed(blobs), reversed(headers), strict=True):
         kinds = [(h.codecs[0], h.element_size, h.layout) for h in (header, newest)]

@@ -2,8 +2,8 @@
 
 Chunk sizes are multiples of 16, the size of the largest element (complex128), so a cut never splits an element.
 
-The packed bytes of a large tree are cut into pages where their content says so: an insertion moves all bytes after it,
-and the cuts move with them, so the pages after it are known chunks (docs/design/plain-values.md).
+The packed bytes of a large tree are cut into pages at places that depend on the bytes near them. An insertion moves all
+bytes after it, and the cuts move with them. So the pages after it stay known chunks (docs/design/plain-values.md).
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from ..errors import InvalidInputError
 DEFAULT_CHUNK_BYTES = 1024 * 1024
 MIN_CHUNK_BYTES = 64
 MAX_CHUNK_BYTES = 64 * 1024 * 1024
-#: Smaller tensors lie in the manifest: a blob's header and a separate read would cost more [bytes].
+#: Smaller tensors lie in the manifest: a blob's header and one more read would cost more [bytes].
 INLINE_BYTES = 4 * 1024
 #: A packed tree of this size or more lies in pages; a smaller one lies in the manifest [bytes].
 PAGED_BYTES = 64 * 1024
-#: The sizes of pages, 64 KiB on average [bytes]. The last one may be up to a minimum longer.
+#: Sizes of pages, 64 KiB on average [bytes]. The last page may be longer than the maximum, by up to the minimum.
 MIN_PAGE_BYTES, MAX_PAGE_BYTES = 16 * 1024, 256 * 1024
-_CUT_BELOW = np.uint64(2**64 // (48 * 1024))  # a cut is sought behind the minimum
-_WINDOW_BYTES = 16  # a cut depends on the bytes before it, in two words
-_MULTIPLIERS = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)  # odd constants of xxHash and splitmix64
-_STRIDE_BYTES = 64 * 1024  # hashed at once, so that the hashes stay in the cache
+_CUT_BELOW = np.uint64(2**64 // (48 * 1024))  # one place in 48 Ki; pages have MIN_PAGE_BYTES before it
+_WINDOW_BYTES = 16  # a cut depends on this many bytes before it, taken as two words
+_MULTIPLIERS = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)  # odd constants of SplitMix64 and xxHash
+_STRIDE_BYTES = 64 * 1024  # hashed in one step, so that the hashes stay in the CPU cache
 
 
 def check_chunk_bytes(chunk_bytes: object) -> int:
@@ -38,9 +38,9 @@ def check_chunk_bytes(chunk_bytes: object) -> int:
 
 
 def page_ends(data: Bytes) -> list[int]:
-    """Return where each page of a packed tree ends; the last one is its length.
+    """Return the end of each page of a packed tree [bytes].
 
-    A cut follows 16 bytes whose hash is small. So a change moves the cuts near it and no others.
+    A cut follows 16 bytes whose hash is small. So a change affects the cuts near it and no others.
     """
     ends: list[int] = []
     start = 0
@@ -58,7 +58,7 @@ def page_ends(data: Bytes) -> list[int]:
 
 
 def _cuts(data: Bytes) -> list[int]:
-    """Return every place where the content allows a cut, in order."""
+    """Return all offsets where the content allows a cut, in order."""
     found = []
     for at in range(0, data.size - _WINDOW_BYTES + 1, _STRIDE_BYTES):
         piece = data[at : at + _STRIDE_BYTES + _WINDOW_BYTES - 1]

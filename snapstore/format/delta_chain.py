@@ -1,6 +1,6 @@
 """Delta chain: the blobs that rebuild one chunk, newest first, as objects; from chunk tables and back into them.
 
-Only the few chunks whose chains change take this form; all others stay columns.
+Only the few chunks whose chains change become objects; all others stay columns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Place:
     length: int
 
 
-#: A blob on its way to a new place: the place where it lay, or the name (stored_blobs.NAME) of a new blob.
+#: Identifies a blob that moves or is new: its old place, or its name (the bytes stored_blobs.NAME of its entry).
 Key = Place | bytes
 
 
@@ -33,10 +33,10 @@ class Link:
     """One blob of a chain.
 
     Attributes:
-        kind, digest, size: its transform, the chunk that it stands for, and the size of that chunk [plain bytes].
-        place: where it lies; None while its pack is not durable.
+        kind, digest, size: its transform, the digest of its chunk, and the size of that chunk [plain bytes].
+        place: where the blob lies; None while its pack is not durable.
         key: identifies a blob that is being created or moved.
-        is_kept: whether some snapshot holds the chunk as its own.
+        is_kept: whether a snapshot holds the chunk itself, not only as a base in its chains.
         new_bytes: its stored bytes while it has no place.
     """
 
@@ -53,23 +53,25 @@ Chain = list[Link]
 
 
 class Numbers:
-    """A number for each of many keys, the largest ever added; keys are uint64, or strings of 16 bytes.
+    """A map of keys to numbers; a key added twice keeps its larger number.
 
-    They are sorted columns, each at least twice as long as the next, so that merges are rare. Strings are searched by
-    their first halves as integers, which is ten times as fast, and then compared in full.
+    Keys are uint64, or strings of 16 bytes.
+
+    The keys lie in sorted columns, each at least twice as long as the next, so that merges are rare. Strings are
+    searched by their first eight bytes as integers, which is ten times as fast, and then compared in full.
     """
 
     def __init__(self) -> None:
         self._columns: list[tuple[Column, Column, Column]] = []  # (keys, first halves, numbers)
 
     def all(self) -> tuple[Column, Column]:
-        """Return (keys, sorted; numbers)."""
+        """Return (sorted keys, numbers)."""
         while len(self._columns) > 1:
             self._merge(*self._columns.pop())
         return (self._columns[0][0], self._columns[0][2]) if self._columns else (np.empty(0, np.uint64), _NO_NUMBERS)
 
     def add(self, keys: Column, numbers: Column) -> Column:
-        """Add keys (n,), some perhaps twice, with their numbers; return which of them were there before, (n,) bool."""
+        """Add keys (n,), which may repeat, with their numbers; return which were there before, (n,) bool."""
         known = np.zeros(len(keys), bool)
         for own, found, at in self._find(keys):
             column, given = self._columns[own][2], numbers[found]
@@ -89,14 +91,14 @@ class Numbers:
         return known
 
     def numbers_of(self, keys: Column) -> Column:
-        """Return the number of every key (n,), 0 for unknown ones."""
+        """Return the number of each key, (n,) int64; 0 if unknown."""
         numbers = np.zeros(len(keys), np.int64)
         for own, found, at in self._find(keys):
             numbers[found] = self._columns[own][2][at]
         return numbers
 
     def _merge(self, keys: Column, _: Column, numbers: Column) -> None:
-        """Merge a column into the last one; no key is in both."""
+        """Merge a column into the last one; they share no key."""
         others, _, their = self._columns.pop()
         keys = np.concatenate([others, keys])
         order = np.argsort(keys, kind="stable")
@@ -104,8 +106,8 @@ class Numbers:
         self._columns.append((keys, _halves_of(keys), np.concatenate([their, numbers])[order]))
 
     def _find(self, keys: Column) -> Iterator[tuple[int, Column, Column]]:
-        """Yield (number of a column, which of the keys it has, where)."""
-        order = np.argsort(_halves_of(keys))  # searching keys in order is three times as fast
+        """Yield (column, indices of keys in it, their rows there)."""
+        order = np.argsort(_halves_of(keys))  # a search for sorted keys is three times as fast
         keys = keys[order]
         wanted = _halves_of(keys)
         for number, (column, halves, _) in enumerate(self._columns):
@@ -123,14 +125,14 @@ _NO_NUMBERS = np.empty(0, np.int64)
 
 
 class Digests:
-    """A set of digests; with each a number may be kept, and one with the number 0 is not in the set."""
+    """A set of digests, each with a number from 0 to 255. A digest with number 0 is not in the set."""
 
     def __init__(self, digests: Iterable[bytes] = ()) -> None:
         self._numbers = Numbers()
         self.add(np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 16))
 
     def add(self, digests: Bytes, numbers: Column | int = 1) -> Column:
-        """Add digests (n, 16) with numbers from 0 to 255; return which of them were added before, (n,) bool."""
+        """Add digests (n, 16) with numbers from 0 to 255; return which had been added before, (n,) bool."""
         keys = _keys(digests)
         return self._numbers.add(keys, np.broadcast_to(np.asarray(numbers, np.uint8), keys.shape))
 
@@ -144,17 +146,22 @@ class Digests:
 
 
 def _keys(digests: Bytes) -> Column:
-    """Return digests as strings of 16 bytes, which NumPy sorts; it compares them padded with zeros, so in full."""
+    """Return digests as strings of 16 bytes, (n,), which NumPy can sort; it compares all 16 bytes."""
     return np.ascontiguousarray(digests).view("S16").reshape(-1)
 
 
 def _halves_of(keys: Column) -> Column:
-    """Return keys as integers in the same order; of strings the first eight bytes."""
+    """Return keys as integers that sort alike: the first eight bytes of strings."""
     return keys.view(">u8")[::2].astype(np.uint64) if keys.dtype.kind == "S" else keys
 
 
 def chains_of(table: ChunkTable, packs: Sequence[str], rows: Column, kept: Digests) -> Iterator[Chain]:
-    """Yield the chains of these rows of a table."""
+    """Yield the chains of some rows of a table.
+
+    Args:
+        packs: hex names; `table.ref_packs` are indices in it.
+        kept: digests of the chunks that snapshots hold themselves.
+    """
     refs = table.refs_of(rows)
     is_kept = kept.has(table.ref_digests[refs]).tolist()
     links = [
@@ -175,7 +182,11 @@ def chains_of(table: ChunkTable, packs: Sequence[str], rows: Column, kept: Diges
 
 
 def table_of(chains: Sequence[Chain], numbers: dict[str, int]) -> ChunkTable:
-    """Return chains as a table. `numbers` maps packs to numbers and gets new ones; a link without a place: pack 0."""
+    """Return chains as a table.
+
+    Args:
+        numbers: packs -> their numbers in the table; new packs are added. A link without a place gets pack 0.
+    """
     links = [link for chain in chains for link in chain]
     nowhere = Place("", 0, 0)
     places = [link.place or nowhere for link in links]
@@ -194,15 +205,15 @@ def table_of(chains: Sequence[Chain], numbers: dict[str, int]) -> ChunkTable:
 
 
 def cost_of(chain: Chain) -> float:
-    """Return what rebuilding a chunk costs a restore (`delta_choice.cost`)."""
+    """Return the cost to rebuild a chunk [bytes] (`delta_choice.cost`)."""
     stored_bytes = sum(link.place.length if link.place else link.new_bytes for link in chain)
     return float(cost(stored_bytes, chain[0].size, len(chain))) if chain else 0.0
 
 
 def edge_of(chain: Chain) -> tuple[int, int] | None:
-    """Return where a chain leaves the kept links: (last kept link before, next kept link or the chain's length).
+    """Return the edge of a chain's first run of links that are not kept; None if all links are kept.
 
-    None: all links are kept.
+    The edge is (index of the kept link before the run, or -1; index of the kept link after it, or the chain's length).
     """
     for i, link in enumerate(chain):
         if not link.is_kept:

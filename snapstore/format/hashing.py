@@ -21,10 +21,13 @@ def new_seed() -> int:
 
 
 def digest(chunk: Bytes, seed: int) -> bytes:
-    """Return a chunk's XXH3-128 under its repository's seed, canonical byte order (https://xxhash.com/doc/v0.8.3/)."""
+    """Return a chunk's XXH3-128 under its repository's seed: 16 bytes in canonical order.
+
+    Canonical means big-endian, see https://xxhash.com/doc/v0.8.3/.
+    """
     return xxhash.xxh3_128_digest(chunk.data, seed)
 
 
 def checksum(data: bytes | bytearray | memoryview) -> int:
-    """Return the XXH3-64 without a seed: it detects damage of stored bytes, and never identifies content."""
+    """Return the XXH3-64 without a seed. It detects damage of stored bytes; it never identifies content."""
     return xxhash.xxh3_64_intdigest(data)

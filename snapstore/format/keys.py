@@ -1,6 +1,6 @@
-"""Keys: where packs, manifests, records and notes lie in the store, and what their keys say.
+"""Keys: the keys of packs, manifests, records and notes in the store.
 
-In: names. Out: keys, and back. Every key is read by a full match, so that no other object passes for one of these.
+In: names. Out: keys, and back. A key is parsed only if all of it matches, so no other object is taken for one of these.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 ID_DIGITS = 32
-#: Run of the aborted record of a damaged session, whose own run nobody knows.
+#: The run of the aborted record of a damaged session: the real run is unknown.
 UNKNOWN_RUN = "0-damaged-session"
 _QUARANTINE_KEY = re.compile(r"gc/([0-9a-f]{64})(?:\.[0-9a-f]{32})?\.quarantine")
 _LOST_KEY = re.compile(r"gc/([0-9a-f]{32})\.lost")
@@ -51,16 +51,16 @@ def name_of_record(key: str) -> str:
 
 
 def quarantined_names(keys: Iterable[str]) -> set[str]:
-    """Return the keys of the packs that notes among these keys put into quarantine."""
+    """Return the keys of packs that notes among these keys put into quarantine."""
     return {pack_key(match[1]) for match in map(_QUARANTINE_KEY.fullmatch, keys) if match}
 
 
 def lost_names(keys: Iterable[str]) -> set[str]:
-    """Return the ids of the snapshots that notes among these keys call lost."""
+    """Return the ids of snapshots that notes among these keys mark as lost."""
     return {match[1] for match in map(_LOST_KEY.fullmatch, keys) if match}
 
 
 def sha256_names(joined: bytes) -> list[str]:
-    """Return the hex names of raw 32-byte SHA-256 values that follow each other."""
+    """Return the hex names of concatenated raw SHA-256 values, 32 bytes each."""
     text = joined.hex()
     return [text[i : i + 64] for i in range(0, len(text), 64)]

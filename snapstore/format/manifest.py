@@ -1,6 +1,6 @@
 """Manifest: which tensors a snapshot's part holds and, per chunk, where its blob and the blobs of its bases lie.
 
-In: tensor entries and a chunk table (chunk_table.py). Out: one immutable object named by its SHA-256; and back
+In: tensor entries and a chunk table (chunk_table.py). Out: one immutable object, named by its SHA-256; and back
 (docs/format.md, "Manifest"; bytes in layout.py). A million chunks encode and decode in under a second each.
 """
 
@@ -28,12 +28,12 @@ from .keys import manifest_key, sha256_names
 from .open_maps import NONE_UNKNOWN, Unknown
 from .records import RANKS, Count, MadeFor, ManifestRef, Rank, Seed, require_known_features
 
-#: The first read of a header takes this much; most headers fit.
+#: The first read of a header takes this many bytes; most headers fit.
 HEADER_READ_BYTES = 64 * 1024
 
 
 class Box(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A sub-array stored as a run of chunks; one without chunks lies in its entry's inline bytes."""
+    """A sub-array stored as consecutive chunks; without chunks, in its entry's inline bytes."""
 
     offsets: list[int]
     sizes: list[int]
@@ -58,11 +58,13 @@ class ManifestHeader(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a manifest that gc and listings need: its writer, its sizes, and every pack that it uses.
 
     Attributes:
-        digest_seed: the repository's seed, under which every digest was taken; so it outlives a lost config.
-        features: what a reader must know beyond format 1.
+        digest_seed: the repository's seed, under which every digest was taken. So the seed outlives a lost config.
+        features: the features that a reader must know beyond format 1.
         world_size: the number of ranks of the job; 0: one process, without ranks.
-        children: of a root manifest: the manifests of its part by rank. They hold the tensors' bytes.
-        box_map: a packed `BoxMap` of the children's boxes; of a child, of its own ones. b"": there is none.
+        children: in a root manifest: the manifests of its part, by rank. They hold the bytes of the tensors.
+        box_map: in a root, a packed `BoxMap` of the children's boxes; in a child, of its own boxes. b"": there is none.
+        depth: the most deltas in a chain, here or in a child.
+        packs, pack_sizes: the SHA-256 of each pack (32 bytes each), and its size in bytes (u64 each).
         unknown: the keys that this release does not know; see open_maps.py.
     """
 
@@ -95,7 +97,7 @@ class ManifestHeader(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def pack_names(self) -> list[str]:
-        """Return the SHA-256 of every pack, hex, in the order that `ref_packs` counts."""
+        """Return the SHA-256 of every pack, hex; `ref_packs` are indices in it."""
         return sha256_names(self.packs)
 
     @property
@@ -110,7 +112,7 @@ class Manifest:
 
     Attributes:
         unknown: the sections that this release does not know.
-        ref: its reference; None: nobody has asked for it.
+        ref: its reference; None before the manifest is written, or read by a reference.
     """
 
     header: ManifestHeader
@@ -123,7 +125,7 @@ class Manifest:
 
     @property
     def own_packs(self) -> dict[str, int]:
-        """Return the packs of its own chunks: name -> size [bytes]; the header of a root also has its children's."""
+        """Return the packs of its own chunks: name -> size [bytes]; a root's header also names its children's."""
         used = np.flatnonzero(np.bincount(self.table.ref_packs)).tolist()
         names, sizes = self.header.pack_names, self.header.pack_size_list
         return {names[number]: sizes[number] for number in used}
@@ -139,21 +141,20 @@ class Manifest:
 
     @property
     def content(self) -> bytes:
-        """Return everything but its chunks, packed: compared as bytes, a NaN equals itself."""
+        """Return tree, entries and inline bytes, packed: as bytes, a NaN equals itself."""
         return msgspec.msgpack.encode((self.tree, self.tensors, self.inline))
 
     def says_the_same(self, other: Manifest) -> bool:
-        """Return whether two manifests differ in nothing but the session and the record that they were written for.
+        """Return whether two manifests differ only in the session and the record that they were written for.
 
-        Then either may stand for the other, in any record. One with keys or sections that this release does not know
-        is like no other.
+        Then a record may name either of them. If one has keys or sections that this release does not know, they differ.
         """
         if not np.array_equal(self.table.digests, other.table.digests):
             return False
         headers = [self.header, other.header]
         packs = [dict(zip(header.pack_names, header.pack_size_list, strict=True)) for header in headers]
         of_writer = {"save_id": b"", "snapshot": b"", "revision": 0, "sequence": 0}
-        places: dict[str, Any] = {"packs": b"", "pack_sizes": b"", "sections": []}  # packs in any order
+        places: dict[str, Any] = {"packs": b"", "pack_sizes": b"", "sections": []}  # packs may differ in their order
         alike = [msgspec.structs.replace(header, **of_writer, **places) for header in headers]
         if alike[0] != alike[1] or packs[0] != packs[1] or self.header.unknown or self.unknown or other.unknown:
             return False
@@ -164,7 +165,7 @@ class Manifest:
         return all(np.array_equal(*pair) for pair in columns) and self.content == other.content
 
 
-#: The fields of a header that its contents have too.
+#: The fields that ManifestHeader and ManifestContents share.
 _SAME = ["save_id", "rank", "sequence", "part", "chunk_bytes", "digest_seed", "logical_bytes", "features"]
 _SAME += ["world_size", "children", "box_map"]
 
@@ -174,12 +175,12 @@ class ManifestContents:
     """The contents of a manifest to be written; `encode` derives the rest of its header.
 
     Attributes:
-        packs: hex SHA-256 names, in the order that `table.ref_packs` counts.
+        packs: hex SHA-256 names; `table.ref_packs` are indices in it.
         pack_sizes: of each of them [bytes].
         tree: a node, or `msgspec.Raw` of a packed one.
         made_for: the record that will name the manifest; None: revision 0 of the snapshot `save_id`.
         features, world_size, children, box_map: see `ManifestHeader`.
-        depth: of the longest chain of deltas in the children.
+        depth: the most deltas in a chain of the children.
         unknown_keys, unknown_sections: of the manifest that this one replaces.
     """
 
@@ -209,7 +210,7 @@ class ManifestContents:
     def of(cls, m: Manifest) -> ManifestContents:
         """Return the contents of a manifest, for `dataclasses.replace` and another `encode`.
 
-        `depth` is the table's: a root manifest's is to be given again.
+        `depth` becomes 0: for a root manifest, set it again.
         """
         return cls(
             **{name: getattr(m.header, name) for name in (*_SAME, "made_for")},
@@ -258,7 +259,7 @@ def decode_header(data: bytes | memoryview, where: str) -> ManifestHeader:
 
     Raises:
         FormatError, IntegrityError: not a manifest, damaged, or inconsistent.
-        UnknownFormatError: of a version, or with a feature, that this release does not know.
+        UnknownFormatError: it has a version or a feature that this release does not know.
     """
     packed = layout.packed_header(data, where)
     try:
@@ -276,7 +277,7 @@ def decode_header(data: bytes | memoryview, where: str) -> ManifestHeader:
 
 
 def _check_ranks(header: ManifestHeader, where: str) -> None:
-    """Check what a header says of ranks and children; raises FormatError."""
+    """Check the ranks and children of a header; raises FormatError."""
     size, children = header.world_size, header.children
     if (RANKS in header.features) != (size > 0):
         raise FormatError(f"{where}: of {counted(size, 'rank')}, with the features {header.features}")
@@ -299,12 +300,12 @@ def _check_ranks(header: ManifestHeader, where: str) -> None:
 
 
 def part_name(part: str) -> str:
-    """Return a part's name for people; the part at the root of a state has none."""
+    """Return a part's name for messages; the root part has no name of its own."""
     return f"part {part!r}" if part else "the root part"
 
 
 def manifest_name(header: ManifestHeader) -> str:
-    """Return a manifest's name for people: its part, and its rank if there are several."""
+    """Return a manifest's name for messages: its part, and its rank in a job of ranks."""
     return part_name(header.part) + (f" of rank {header.rank}" if header.world_size else "")
 
 
@@ -314,10 +315,14 @@ def header_bytes(data: bytes) -> bytes:
 
 
 def read_header(store: ObjectStore, key: str, size_bytes: int, first: bytes | memoryview = b"") -> bytes:
-    """Read a manifest's bytes up to the end of its header, with one or two ranged reads; nothing proves them yet.
+    """Read a manifest's bytes up to the end of its header, in at most two reads; they are not verified.
 
     Args:
-        first: the first `HEADER_READ_BYTES`, or all of it, if they are known.
+        first: the first `HEADER_READ_BYTES`, or the whole manifest, if they were read already.
+
+    Raises:
+        IntegrityError: the manifest is shorter than its prefix and header.
+        FormatError: not a manifest, or of another version.
     """
     data = first or store.get_range(key, 0, min(HEADER_READ_BYTES, size_bytes))
     end = layout.header_end(data, key)
@@ -337,8 +342,8 @@ def proven_header(data: bytes, ref: ManifestRef) -> ManifestHeader:
     """Return the header of a manifest from its bytes up to the header's end, checked against its reference.
 
     Raises:
-        IntegrityError: the bytes are another manifest's, or damaged, or the record contradicts them.
-        FormatError: no header, or inconsistent.
+        IntegrityError: the bytes are another manifest's, or damaged, or contradict the record.
+        FormatError: not a header, or inconsistent.
     """
     if not is_header_of(data, ref):
         decode_header(data, ref.key)  # a damaged header raises a better message
@@ -380,14 +385,14 @@ def read(store: ObjectStore, ref: ManifestRef, digest_seed: int | None) -> Manif
         digest_seed: the repository's. None: the caller compares no chunk with its digest, or calls `check_seed` itself.
 
     Raises:
-        IntegrityError: missing, cut short or altered.
-        FormatError: of another version, inconsistent, or of another seed.
+        IntegrityError: it is missing, cut short or altered.
+        FormatError: it has another version or seed, or is inconsistent.
     """
     return checked(read_bytes(store, ref.sha256, ref.size_bytes), ref, digest_seed)
 
 
 def checked(data: bytes, ref: ManifestRef, digest_seed: int | None) -> Manifest:
-    """Decode a manifest's bytes, whose name has been verified, and compare it with the record; see `read`."""
+    """Decode bytes whose SHA-256 was verified, and compare the manifest with the record; see `read`."""
     proven_header(header_bytes(data), ref)
     m = decode(data, ref.key)
     if digest_seed is not None:
@@ -398,7 +403,7 @@ def checked(data: bytes, ref: ManifestRef, digest_seed: int | None) -> Manifest:
 
 
 def check_seed(header: ManifestHeader, digest_seed: int, where: str) -> None:
-    """Compare a manifest's seed with the config's. The error shows neither: logs travel further than a repository.
+    """Compare a manifest's seed with the config's. The error shows neither seed: people share logs.
 
     Raises:
         FormatError: they differ, so no digest can be verified or compared with others.
@@ -411,12 +416,10 @@ def check_seed(header: ManifestHeader, digest_seed: int, where: str) -> None:
 
 
 def _check_sizes(m: Manifest, where: str) -> None:
-    """Check that each byte of the table and the inline section is of one tensor, and that all sums agree.
+    """Check that each chunk and each inline byte belongs to exactly one tensor, and that all sums agree.
 
-    A state then takes no more than its record says, and no chunk or byte is restored as part of two tensors.
-
-    Raises:
-        FormatError: they do not agree; nothing has been sized by them yet.
+    Else raise FormatError, before memory is sized by them. So a state takes no more memory than its record declares,
+    and no chunk is restored as part of two tensors.
     """
     boxes = [(box.first_chunk, box.chunks) for entry in m.tensors for box in entry.boxes]
     ranges = [entry.inline for entry in m.tensors if entry.inline]
@@ -438,7 +441,7 @@ def read_bytes(store: ObjectStore, sha256: str, size_bytes: int) -> bytes:
     """Read all bytes of a manifest, checked against its name.
 
     Raises:
-        IntegrityError: missing, cut short or altered.
+        IntegrityError: it is missing, cut short or altered.
     """
     key = manifest_key(sha256)
     try:
@@ -454,7 +457,7 @@ def read_bytes(store: ObjectStore, sha256: str, size_bytes: int) -> bytes:
 
 
 def decode(data: bytes, where: str) -> Manifest:
-    """Decode a manifest: the inverse of `encode`. Nothing in it can lead a reader out of bounds.
+    """Decode a manifest: the inverse of `encode`. No field of the result leads out of bounds.
 
     Raises:
         FormatError, IntegrityError: not a manifest, damaged, or inconsistent.

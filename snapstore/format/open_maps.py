@@ -1,7 +1,7 @@
 """Open maps: keep the map keys that this release does not know, so that rewriting an object does not drop them.
 
-In: one msgpack map, or a struct. Out: a struct whose `unknown` holds the other keys, packed; and back. A later release
-may add keys to records, to headers of manifests and to references (docs/format.md, "What may grow").
+In: one msgpack map, or a struct. Out: a struct whose `unknown` holds these keys, packed; and back. A later release may
+add keys to records, to headers of manifests and to references (docs/format.md, "What may grow").
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 
 from ..threads import msgpack_decoder
 
-#: The name under which msgspec sees the attribute `unknown`; it is unset or removed before anything is stored.
+#: The name of the attribute `unknown` in msgspec's maps. It is never stored: it is unset, or `encode` removes it.
 _NAME = "(unknown)"
 _ENCODER = msgspec.msgpack.Encoder()
 _MAP = msgpack_decoder(dict[str, msgspec.Raw])
@@ -27,13 +27,14 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def with_unknown(found: T, packed: bytes | memoryview, nested: str) -> T:
-    """Return a struct with the keys of its packed map for which it has no field.
+    """Return a struct with `unknown` set to its map's keys without a field.
 
     Args:
-        nested: the key of a list of maps, which are open too.
+        packed: the map from which `found` was decoded.
+        nested: the key of a list of maps in it; their unknown keys are kept too.
 
     Raises:
-        msgspec.DecodeError: it does not decode.
+        msgspec.DecodeError: `packed` does not decode.
     """
     raw = _MAP.decode(packed)
     members: list[Any] = getattr(found, nested)
@@ -46,7 +47,7 @@ def with_unknown(found: T, packed: bytes | memoryview, nested: str) -> T:
 
 
 def encode(value: Any, nested: str) -> bytes:
-    """Return a struct as a packed map, with the keys that this release does not know last."""
+    """Return a struct as a packed map; the keys that this release does not know come last."""
     members: list[Any] = getattr(value, nested)
     if not value.unknown and not any(member.unknown for member in members):
         return _ENCODER.encode(value)
@@ -56,7 +57,7 @@ def encode(value: Any, nested: str) -> bytes:
 
 
 def _with_others(value: Any, raw: dict[str, msgspec.Raw]) -> Any:
-    """Return a struct with the keys of its map for which it has no field."""
+    """Return a struct with `unknown` set to `raw` keys without a field."""
     names = raw.keys() - value.__struct_encode_fields__
     if not names and value.unknown is msgspec.UNSET:
         return value

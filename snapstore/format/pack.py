@@ -1,7 +1,7 @@
 """Pack: many blobs in one immutable object named by the SHA-256 of its bytes (docs/format.md, "Pack").
 
 In: blobs in tensor order. Out: one buffer per pack; and back: the listing of a pack, and ranges of packs joined into
-long reads. A PackWriter belongs to one thread; reads may run in any thread.
+longer reads. A PackWriter belongs to one thread; reads may run in any thread.
 
     header, 64 bytes        footer entry, 96 bytes         trailer, 32 bytes
      0  8 magic SNAPPACK     0  8 offset of the blob        0  8 offset of the footer
@@ -35,7 +35,7 @@ from .hashing import checksum
 from .records import MadeFor
 
 DEFAULT_PACK_BYTES = 32 * 1024 * 1024
-#: A state that would fill more packs than this goes into large ones: listings and headers grow with their number.
+#: A state that would fill more packs than this goes into large packs, as listings and headers grow with their number.
 MANY_PACKS, LARGE_PACK_BYTES = 16 * 1024, 128 * 1024 * 1024
 HEADER = struct.Struct("<8sHHI16sQ16sI4x")
 TRAILER = struct.Struct("<QIIQ8s")
@@ -44,12 +44,12 @@ VERSION = 1
 ENTRY = blob.ENTRY
 #: Ranges with a smaller gap are read as one: a seek or a request costs more than these bytes.
 JOIN_GAP_BYTES = 64 * 1024
-#: So are ranges with wider gaps, the narrowest first, until these are together this share of the wanted bytes: a read
-#: takes a thread of Python as long as half a megabyte more, but little is to be read that nobody wants.
+#: Ranges with wider gaps, up to this size, are joined too, the narrowest gaps first, while these gaps are at most this
+#: share of the wanted bytes. One more read costs a thread of Python the time of half a megabyte.
 WIDE_GAP_BYTES, WIDE_GAPS_SHARE = 512 * 1024, 1 / 10
-#: Where a disk cannot read some bytes, ranges with gaps of a page or more between them are read by themselves.
+#: If a disk cannot read some bytes, ranges are read without the gaps of at least a page between them [bytes].
 PAGE_BYTES = 4096
-#: No joined read grows beyond this, so that memory stays bounded.
+#: Ranges are joined to reads of at most this size, so that memory stays bounded.
 JOIN_MAX_BYTES = 16 * 1024 * 1024
 
 
@@ -57,11 +57,15 @@ class PackWriter:
     """Collects blobs in one buffer; `seal` returns the pack's bytes.
 
     Args:
-        buffer: (n,) uint8 of an earlier pack, for reuse; a larger one replaces it when needed.
+        save_id: (16 bytes) id of the session.
+        sequence: number of the pack within session and rank.
+        buffer: (n,) uint8 of an earlier pack, to be reused; a larger one replaces it when needed.
         made_for: the record that will need the pack; by default revision 0 of the snapshot `save_id`.
 
     Attributes:
-        grown: whether a larger buffer has replaced the one given.
+        count: how many blobs the pack has.
+        size_bytes: bytes of the pack so far.
+        grown: whether a larger buffer has replaced the given one.
     """
 
     def __init__(
@@ -77,7 +81,7 @@ class PackWriter:
         self.buffer = np.empty(HEADER.size, np.uint8) if buffer is None else buffer
         self._entries: list[bytes] = []
         self._part = part
-        self._copies: list[Callable[[], object]] = []  # they may still write into the buffer
+        self._copies: list[Callable[[], object]] = []  # waits for copies that still write into the buffer
         self.count = 0
         self.size_bytes = 0
         self.grown = False
@@ -105,7 +109,7 @@ class PackWriter:
             self._copies.pop()()
 
     def extend(self, encoded: Encoded, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Add the blobs `first` to `last` of a batch; return their offsets in the pack."""
+        """Add the blobs `first` to `last` - 1; return their offsets in the pack, (n,)."""
         entries = np.zeros(last - first, ENTRY)  # not copy(): it leaves the bytes between the fields undefined
         entries[:] = encoded.entries[first:last]
         begin = int(entries["offset"][0])
@@ -118,7 +122,7 @@ class PackWriter:
         return moved
 
     def seal(self) -> memoryview:
-        """Return all bytes of the pack, in `buffer`; nothing can be added any more."""
+        """Add the footer; return all bytes of the pack, in `buffer`. Call it last."""
         self.sync()
         start, name = self.size_bytes, self._part.encode()
         footer = b"".join(self._entries) + name
@@ -136,13 +140,13 @@ class Encoded(Protocol):
         ...
 
     def copy(self, first: int, last: int, out: Bytes) -> Callable[[], object]:
-        """Begin to copy blobs, each padded with zeros to ALIGNMENT, into `out`; the call it returns waits for it."""
+        """Begin to copy blobs `first` to `last` - 1 into `out`, padded with zeros; return a call that waits."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PackHeader:
-    """The first bytes of a pack: who wrote it, for which record."""
+    """The header of a pack: its writer and its record."""
 
     rank: int
     save_id: bytes
@@ -163,7 +167,9 @@ def read_header(store: ObjectStore, key: str) -> PackHeader:
     """Read the first 64 bytes of a pack.
 
     Raises:
-        FormatError: not a pack, or of another version.
+        FormatError: not a pack.
+        UnknownFormatError: of another version.
+        NotFoundError, IntegrityError: the pack is missing, or shorter than its header.
     """
     head = store.get_range(key, 0, HEADER.size)
     magic, version, _, rank, save_id, sequence, snapshot, revision = HEADER.unpack(head)
@@ -181,7 +187,8 @@ def read_listing(store: ObjectStore, key: str, size_bytes: int) -> PackListing:
     """Read header and footer of a pack of `size_bytes`.
 
     Raises:
-        FormatError, IntegrityError: damaged; the blobs can still be found one after the other (docs/format.md, "Pack").
+        FormatError, IntegrityError: see `read_header`, or the footer is damaged. The blobs can still be found one after
+            the other (docs/format.md, "Pack").
     """
     header = read_header(store, key)
     if size_bytes < HEADER.size + TRAILER.size:
@@ -203,7 +210,7 @@ def read_listing(store: ObjectStore, key: str, size_bytes: int) -> PackListing:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One read for neighbouring ranges of a pack, and the position of its bytes in a batch's buffer."""
+    """One read of neighbouring ranges of a pack, and the position of its bytes in a batch's buffer."""
 
     pack: int
     offset: int
@@ -215,10 +222,10 @@ def plan_reads(packs: Column, offsets: Column, lengths: Column) -> tuple[list[Re
     """Join neighbouring ranges of packs into reads.
 
     Args:
-        packs, offsets, lengths: (m,), of every blob to read.
+        packs, offsets, lengths: (m,) the pack of every blob to read, its offset and its length [bytes].
 
     Returns:
-        The reads, by pack; the position of each blob in the buffer (m,); the length of the buffer.
+        The reads, by pack; the position of each blob in the buffer, (m,) int64; the length of the buffer [bytes].
     """
     order = np.lexsort((offsets, packs))
     pack, start = packs[order], offsets[order]
@@ -246,13 +253,15 @@ def plan_reads(packs: Column, offsets: Column, lengths: Column) -> tuple[list[Re
 
 
 def apart(reads: Sequence[Read], offsets: Column, lengths: Column, positions: Column) -> list[Read]:
-    """Return reads of the same ranges without the gaps of a page or more between them.
+    """Split reads at the gaps of a page or more between their ranges.
 
     Args:
-        reads: some that `plan_reads` has returned for these ranges.
+        reads: some of the reads that `plan_reads` has returned for these ranges.
+        offsets, lengths: (m,) of the ranges.
+        positions: (m,) of the ranges in the buffer, from `plan_reads`.
 
     Returns:
-        More reads than before; none at all if there is no such gap.
+        More reads than before, without these gaps; an empty list if there is no such gap.
     """
     order = np.argsort(positions, kind="stable")
     order = order[lengths[order] > 0]
@@ -271,7 +280,7 @@ def apart(reads: Sequence[Read], offsets: Column, lengths: Column, positions: Co
 
 
 def _joined(gaps: Column, same_pack: Column, wanted_bytes: int) -> Column:
-    """Return which gaps are read with the ranges around them; `same_pack`: which lie within one."""
+    """Return which gaps to read with the ranges around them; `same_pack`: gaps within a pack."""
     joined: Column = gaps <= JOIN_GAP_BYTES
     wide = np.flatnonzero(same_pack & ~joined & (gaps <= WIDE_GAP_BYTES))
     wide = wide[np.argsort(gaps[wide], kind="stable")]

@@ -1,8 +1,8 @@
 """Planes: split a chunk or its difference from a base into byte planes, merge them again, and measure their entropy.
 
-Plane k holds the k-th byte (little-endian) of every element: exponents with exponents, noise with noise. LMC calls
-this byte grouping, Blosc shuffle. Shifts and narrowing casts on whole arrays run at 6-7 GB/s on one core, where a
-strided copy of bytes gives 3.6 and a transpose 0.7 - 1.3 (docs/design/cpu-engine.md).
+Plane k holds the k-th byte (little-endian) of every element: exponents with exponents, noise with noise. LMC calls this
+byte grouping; Blosc calls it shuffle. Shifts and narrowing casts on whole arrays run at 6-7 GB/s on one core; a strided
+copy of bytes runs at 3.6 GB/s, and a transpose at 0.7-1.3 GB/s (docs/design/cpu-engine.md).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import numpy.typing as npt
 from ..arrays import Bytes
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-#: Layouts: plane k has byte k of the element, or of the element rotated left by one bit.
+#: Layouts: plane k holds byte k of each element, or of each element rotated left by one bit.
 BYTES, ROTATED = 0, 1
-#: A sampled histogram counts this many runs of this many elements, spread evenly: 4,096 elements give the entropy of a
-#: plane to 0.01 bits, and counting more would cost as much as splitting the chunk.
+#: A sampled histogram counts at least this many runs of this many elements, spread evenly. 4,096 elements give the
+#: entropy of a plane to 0.01 bits; to count more would cost as much as to split the chunk.
 SAMPLE_RUNS = 8
 SAMPLE_RUN = 512
 
@@ -32,7 +32,7 @@ class Scratch(threading.local):
         self._rooms: dict[str, Bytes] = {}
 
     def room(self, purpose: str, nbytes: int) -> Bytes:
-        """Return (nbytes,) uint8, valid in this thread until its next call for the same purpose."""
+        """Return (nbytes,) uint8, valid until this thread calls again for the same purpose."""
         room = self._rooms.get(purpose)
         if room is None or room.size < nbytes:
             room = self._rooms[purpose] = np.empty(nbytes, np.uint8)
@@ -91,9 +91,9 @@ def merge(planes: Bytes | Sequence[Bytes], out: Bytes, layout: int = BYTES) -> N
 
 
 def difference(chunk: Bytes, base: Bytes, element_size: int, out: Bytes) -> None:
-    """Fill `out` with the differences of a chunk's elements from its base's, as unsigned integers, in zigzag form.
+    """Fill `out` with the zigzag form of the differences of a chunk's elements from its base's.
 
-    Differences wrap, and are taken as signed: 0, -1, 1, -2, ... become 0, 1, 2, 3, ...
+    Elements are integers, and differences wrap around. As signed numbers, 0, -1, 1, -2, ... become 0, 1, 2, 3, ...
 
     Args:
         chunk, base, out: (r,) uint8, r a multiple of `element_size`.
@@ -112,10 +112,10 @@ def difference(chunk: Bytes, base: Bytes, element_size: int, out: Bytes) -> None
 
 
 def add(planes: Sequence[Bytes], base: Bytes, out: Bytes) -> None:
-    """Fill `out` with a base plus the difference whose planes these are: the inverse of `difference` and `split`.
+    """Fill `out` with a base plus a difference in planes: the inverse of `difference` and `split`.
 
     Args:
-        planes: (n,) uint8 each, plane 0 first.
+        planes: of the difference, (n,) uint8 each, plane 0 first.
         base, out: (e * n,) uint8; they may be the same memory.
     """
     element_size = len(planes)
@@ -131,7 +131,7 @@ def add(planes: Sequence[Bytes], base: Bytes, out: Bytes) -> None:
 
 
 def sample(chunk: Bytes, element_size: int, layout: int = BYTES) -> Bytes:
-    """Return 8 to 15 runs of a chunk's elements, as planes (e, m) uint8; all elements of a short chunk."""
+    """Return 8 to 12 runs of a chunk's elements, as planes (e, m) uint8; all elements of a short chunk."""
     elements = chunk.view(_UNSIGNED[element_size])
     runs = elements.size // SAMPLE_RUN
     if runs >= 2 * SAMPLE_RUNS:

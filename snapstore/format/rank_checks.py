@@ -1,4 +1,4 @@
-"""Rank checks: whether the manifests of one part by all ranks are one whole: its root, and the root's children.
+"""Rank checks: whether the root manifest of a part and its children, one per rank, fit together and are complete.
 
 In: a root manifest, then its children one by one. Out: nothing, or FormatError. Memory grows with the tensors, not with
 the ranks (docs/format.md, "Several ranks").
@@ -22,18 +22,18 @@ from .manifest import Manifest, ManifestHeader, TensorEntry
 from .records import RANKS, ManifestRef
 from .tensor_layout import ChunkSums, check_boxes, check_whole, spec_of
 
-#: A prime. Boxes that do not tile their tensor pass by accident with a probability of 64 in this.
+#: A prime. Boxes that do not tile their tensor pass with a probability of at most 64 in this number.
 _PRIME = 2**61 - 1
 
 
 def check_roots(headers: Iterable[ManifestHeader], features: Sequence[str], where: str) -> None:
-    """Check that the manifests that a record names are all of one process, or all roots of as many ranks.
+    """Check the manifests of a record: all are of one process, or all are roots of equally many ranks.
 
     Args:
         features: of the record.
 
     Raises:
-        FormatError: they are not.
+        FormatError: their numbers of ranks differ, or contradict the features.
     """
     sizes = {header.world_size for header in headers}
     several = RANKS in features
@@ -42,12 +42,12 @@ def check_roots(headers: Iterable[ManifestHeader], features: Sequence[str], wher
 
 
 class Cover:
-    """Finds out whether boxes tile whole tensors: each element lies in exactly one box.
+    """Checks that boxes tile whole tensors: each element lies in exactly one box.
 
-    A box stands for the product, over its dimensions, of x[end] - x[start], where x[0], x[1], ... are variables of that
-    dimension. The sum over disjoint boxes that cover a tensor is the product of the whole: inner terms cancel. For any
-    other boxes the two polynomials differ, and so do their values at random points, as good as always. This takes one
-    product a box, in any order, however the boxes lie.
+    The value of a box is the product, over its dimensions, of x[end] - x[start], where x[0], x[1], ... are variables of
+    that dimension. The values of disjoint boxes that cover a tensor add up to the value of the whole tensor, as inner
+    terms cancel. For any other boxes the two polynomials differ, so their values at random points almost always differ.
+    The check takes one product per box, in any order.
 
     Args:
         shapes: of the tensors.
@@ -58,11 +58,11 @@ class Cover:
         self._left = [self._product([0] * len(shape), shape) for shape in shapes]
 
     def add(self, tensor: int, offsets: Sequence[int], sizes: Sequence[int]) -> None:
-        """Add a box of a tensor, which lies within it and is not empty."""
+        """Add a box that is not empty and lies within its tensor."""
         self._left[tensor] = (self._left[tensor] - self._product(offsets, sizes)) % _PRIME
 
     def wrong(self) -> list[int]:
-        """Return the tensors that their boxes do not tile."""
+        """Return the numbers of tensors without a tiling."""
         return [number for number, left in enumerate(self._left) if left]
 
     def _product(self, offsets: Sequence[int], sizes: Sequence[int]) -> int:
@@ -74,7 +74,7 @@ class Cover:
 
 
 def entries_by_path(root: Manifest) -> dict[bytes, list[int]]:
-    """Return the numbers of a root's entries but its pages by their packed path, for `match_entries`."""
+    """Return packed path -> numbers of a root's entries, without pages, for `match_entries`."""
     numbers: dict[bytes, list[int]] = {}
     for number, entry in enumerate(root.tensors):
         if entry.kind != "page":
@@ -85,9 +85,9 @@ def entries_by_path(root: Manifest) -> dict[bytes, list[int]]:
 def match_entries(
     by_path: Mapping[bytes, Sequence[int]], entries: Iterable[TensorEntry]
 ) -> Iterator[tuple[TensorEntry, int | None]]:
-    """Yield each entry of a child with the number of the root's entry that it belongs to; None: it is the rank's own.
+    """Yield each entry of a child with the number of the root's entry that it is a part of, or None.
 
-    The n-th entry of a path belongs to the root's n-th entry of it.
+    None means that the entry is the rank's own. The n-th entry of a path belongs to the root's n-th entry of that path.
     """
     seen: dict[bytes, int] = {}
     for entry in entries:
@@ -102,11 +102,11 @@ def _key_of(entry: TensorEntry) -> bytes:
 
 
 def read_children(store: ObjectStore, ref: ManifestRef, root: Manifest, digest_seed: int | None) -> list[Manifest]:
-    """Read and check all children of a root manifest; none if it is the manifest of one process.
+    """Read and check all children of a root manifest; the manifest of one process has none.
 
     Raises:
         IntegrityError: one is missing, cut short or altered.
-        FormatError: together they are not one whole.
+        FormatError: the children and the root do not fit together.
     """
     if not root.header.world_size:
         return []
@@ -119,7 +119,7 @@ def read_children(store: ObjectStore, ref: ManifestRef, root: Manifest, digest_s
 
 
 def require_same_form(spec: TensorSpec, whole: TensorSpec, where: str) -> None:
-    """Raise FormatError unless an entry of a child has the kind, dtype and shape that the root says."""
+    """Raise FormatError unless a child's entry has the kind, dtype and shape of the root's entry."""
     if (family(spec.kind), spec.dtype, spec.shape) != (family(whole.kind), whole.dtype, whole.shape):
         raise FormatError(
             f"{where}: {display(spec.path)}: {spec.kind} {spec.dtype} {list(spec.shape)}, the root says {whole.kind} "
@@ -134,7 +134,7 @@ class RankCheck:
         where: names the root in errors.
 
     Raises:
-        FormatError: a tensor of the root is impossible.
+        FormatError: an entry of the root is not valid, or its box map does not decode.
     """
 
     def __init__(self, root: Manifest, where: str) -> None:
@@ -151,10 +151,10 @@ class RankCheck:
         self._depth = int(root.table.depths.max(initial=0))
         self._left = [child.rank for child in reversed(root.header.children)]
         self._map = BoxMap.decode(root.header.box_map, where) if root.header.box_map else None
-        self._mapped = [0] * len(root.tensors)  # boxes of each tensor that the map has
+        self._mapped = [0] * len(root.tensors)  # boxes of each tensor that children and map agree on
 
     def add(self, child: Manifest, where: str) -> None:
-        """Check the next child, in the order of the root.
+        """Check the next child, in the root's order.
 
         Raises:
             FormatError: it contradicts the root, or its entries, chunks and inline bytes disagree.
@@ -180,7 +180,8 @@ class RankCheck:
         """Check all children together.
 
         Raises:
-            FormatError: one was not added, a tensor is not covered exactly once, or the root's sums are others.
+            FormatError: a child was not added, the boxes of a tensor overlap or leave a gap, or the root's box map,
+                packs or depth are not those of its children.
         """
         header = self._root.header
         if self._left:
@@ -225,13 +226,13 @@ class RankCheck:
         spec, whole = spec_of(entry), self._specs[number]
         require_same_form(spec, whole, where)
         if not entry.boxes and not entry.inline:
-            return  # it only counts
+            return  # an entry without bytes: only `match_entries` needs it, to count
         check_boxes(entry, sums, where)
         for box in entry.boxes:
             self._cover.add(number, box.offsets, box.sizes)
 
     def _compare_map(self, number: int, entry: TensorEntry, rank: int) -> None:
-        """Compare the boxes of a child with the ones that the root's map names."""
+        """Compare the boxes of a child with the root's map."""
         named = self._map.boxes(number, rank) if self._map else None
         if named is None:
             return

@@ -24,27 +24,27 @@ from .open_maps import NONE_UNKNOWN, Unknown
 VERSION = "0.1.0"
 FORMAT_VERSION = 1
 MAX_OBJECT_BYTES = 64 * 1024 * 1024
-#: The limit of a record's metadata, of its metrics and of its tags, each: every listing reads every record once, and no
-#: revision may grow into a record that readers refuse.
+#: The limit for each of a record's metadata, metrics and tags: every listing reads every record once, and no revision
+#: may grow into a record that readers refuse.
 MAX_FIELD_BYTES = 1024 * 1024
 MAX_STEP = 10**12 - 1
 MAGIC = b"SNAP"
 ENVELOPE = struct.Struct("<4sBBHQQ")  # magic, kind, version, zero, payload length, XXH3-64
 
-#: Names that become parts of keys and paths: decoding refuses a forged one before any use.
+#: Names that become parts of keys and paths: decoding refuses a forged name before any use.
 Id = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Seed = Count  # a u64: msgpack has no larger integers
-#: The limit of numbers that the next snapshot counts on from: the number after it must be readable as well.
+#: The limit of numbers from which the next snapshot counts: the next number must be readable too.
 MAX_COUNTED = 2**53
-#: The most that a writer counts on at once; see `highest_seq`.
+#: The most by which a writer raises a sequence number at once; see `highest_seq`.
 MAX_SEQ_STEP = 2**40
 Counted = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNTED)]
 Rank = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]  # a u32 in packs
 MAX_REVISION = 10**9 - 1
 Argument = bool | int | float | str | None
-#: The feature of the record and the manifests of a snapshot of several ranks.
+#: The feature of a record and of manifests that several ranks wrote.
 RANKS = "ranks"
 #: The features of records and manifests that this release knows.
 KNOWN_FEATURES = frozenset({RANKS})
@@ -107,17 +107,17 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         run, step: its lineage, and its position there.
         seq: order of snapshots within the run, since clocks can be wrong; see `highest_seq`.
         state: "committed", "aborted", "forgotten" or "swept".
-        parent: id of the snapshot, of any run, from which this one continues.
+        parent: id of the snapshot from which this one continues; its run may be another.
         bases: ids of the snapshots whose packs this one uses.
         manifest_list: SHA-256 of its `ManifestList`; unset: all manifests were written for this snapshot.
         created: seconds since the epoch, by the writer's clock.
         generation: 0, or the first base's generation plus one.
-        depth: length of the longest delta chain.
+        depth: the most deltas in the chain of a chunk.
         logical_bytes: bytes of all tensors.
         stored_bytes: pack and manifest bytes that this save added to the repository.
         stall_s: seconds that the caller of `save` waited until the state was safe to change.
         total_s: seconds until the commit.
-        features: what a reader of the snapshot must know beyond format 1.
+        features: features that a reader of the snapshot must know beyond format 1.
         unknown: the keys that this release does not know; see open_maps.py.
     """
 
@@ -168,7 +168,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         """Return the metadata that the caller of `save` gave.
 
         Raises:
-            FormatError: the record holds no plain value there.
+            FormatError: the metadata are too large, or are not a plain value.
         """
         packed = bytes(self.metadata_node)
         if len(packed) > MAX_FIELD_BYTES:
@@ -182,19 +182,19 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_reconstructed(self) -> bool:
-        """Return whether a repair made this record only from manifests: `created`, times and sizes are guesses."""
+        """Return whether a repair made this record from manifests: then `created`, times and sizes are guesses."""
         return self.reason == RECONSTRUCTED
 
     @property
     def ratio(self) -> float:
-        """Return logical over stored bytes of this save."""
+        """Return logical / stored bytes of this save."""
         return self.logical_bytes / self.stored_bytes if self.stored_bytes else 0.0
 
     def revised(self, **changes: Any) -> Snapshot:
         """Return the next revision with `changes`, under a new write id.
 
         Raises:
-            InvalidInputError: this is the last possible revision; no snapstore has revised a record so often.
+            InvalidInputError: this is the last possible revision; no snapstore makes so many.
         """
         if self.revision >= MAX_REVISION:
             raise InvalidInputError(
@@ -219,7 +219,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
 
     run: str
     revision: Count
-    policies: list[dict[str, Argument | list[Argument]]]  # no Any: a map's keys might be arrays of one hash
+    policies: list[dict[str, Argument | list[Argument]]]  # not Any: forged keys could be arrays with equal hashes
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True):
@@ -257,8 +257,8 @@ class Quarantine(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         found: time of the repair [s since the epoch].
-        reason: the damage, for people.
-        blobs: offsets of blobs whose bytes are as written but do not decode to their chunks.
+        reason: the damage, in words.
+        blobs: offsets of blobs that do not decode to their chunks, although their bytes are as written.
         id: 32 hex digits if this note replaces others; "" for the first.
     """
 
@@ -279,7 +279,7 @@ class Lost(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         found: time of the repair [s since the epoch].
-        reason: the damage, for people.
+        reason: the damage, in words.
     """
 
     id: Id
@@ -293,9 +293,9 @@ class Lost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ManifestList(msgspec.Struct, frozen=True, kw_only=True):
-    """The manifests of a snapshot, some of which were written for other snapshots. It is the snapshot's own object.
+    """The names of a snapshot's manifests, if some were written for other snapshots. The list is its own object.
 
-    Without it a gc could not tell that its listings lack the record of a snapshot that has stored nothing else.
+    Without it, a gc could not notice that its listings lack the record of a snapshot that stored no other object.
 
     Attributes:
         save_id: id of the session.
@@ -328,7 +328,7 @@ class ManifestList(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sha256(self) -> str:
-        """Return the name under which it lies among the manifests."""
+        """Return its name among the manifests: its hex SHA-256."""
         return hashlib.sha256(encode(self)).hexdigest()
 
     @property
@@ -355,7 +355,7 @@ SmallObject = Config | Snapshot | Session | Policy | Mark | Wait | Done | Quaran
 
 
 def key_of(value: SmallObject) -> str:
-    """Return the only key under which an object may lie in the store."""
+    """Return the one key under which an object may be stored."""
     if isinstance(value, Config):
         return "config"
     if isinstance(value, Session):
@@ -378,7 +378,7 @@ def decode(data: bytes, kind: type[T], key: str) -> T:
     """Return the object that lies under a key.
 
     Raises:
-        IntegrityError: cut short or altered, or the object of another key.
+        IntegrityError: it is cut short, altered, or the object of another key.
         FormatError, UnknownFormatError: see `unpack`.
     """
     value = unpack(data, kind, key)
@@ -392,12 +392,12 @@ def decode(data: bytes, kind: type[T], key: str) -> T:
 
 
 def unpack(data: bytes, kind: type[T], key: str) -> T:
-    """Decode an object, whatever its key: the inverse of `encode`.
+    """Decode an object of any key, the inverse of `encode`.
 
     Raises:
-        FormatError: not this kind of object.
-        UnknownFormatError: of another format version; its checksum holds.
-        IntegrityError: cut short or altered.
+        FormatError: it is not an object of this kind.
+        UnknownFormatError: its checksum holds, but it has another format version or feature, or does not decode.
+        IntegrityError: it is cut short or altered.
     """
     if len(data) < ENVELOPE.size:
         raise IntegrityError(f"{key}: {len(data)} bytes, expected at least {ENVELOPE.size}: the object is cut short")
@@ -435,7 +435,7 @@ def unpack(data: bytes, kind: type[T], key: str) -> T:
 
 
 class _Features(msgspec.Struct):
-    """The only key of a record or of a header that must be read before the others: it says what they mean."""
+    """The one key of a record or header that must be read first: the others may depend on it."""
 
     features: list[str] = []
 
@@ -447,7 +447,7 @@ def require_known_features(packed: bytes | memoryview, where: str) -> None:
     """Check the features of a packed record or header of a manifest.
 
     Raises:
-        UnknownFormatError: it needs one that this release does not know.
+        UnknownFormatError: it needs a feature that this release does not know.
         msgspec.DecodeError, UnicodeDecodeError, RecursionError: it does not decode.
     """
     if unknown := sorted(set(_FEATURES.decode(packed).features) - KNOWN_FEATURES):
@@ -458,7 +458,7 @@ def require_known_features(packed: bytes | memoryview, where: str) -> None:
 
 
 def _check_sizes(snapshot: Snapshot, key: str) -> None:
-    """Check that a record names each manifest once, and that their sizes add up; else raise UnknownFormatError."""
+    """Check a record's manifests: named once each, sizes add up, ranks fit; else raise UnknownFormatError."""
     held = sum(ref.logical_bytes for ref in snapshot.manifests)
     if held != snapshot.logical_bytes:
         raise UnknownFormatError(f"{key}: {snapshot.logical_bytes} bytes, the sum over its manifests is {held}")
@@ -469,14 +469,14 @@ def _check_sizes(snapshot: Snapshot, key: str) -> None:
 
 
 def is_list(data: bytes | memoryview) -> bool:
-    """Return whether the first bytes of an object among the manifests are those of a `ManifestList`."""
+    """Return whether an object among the manifests is a `ManifestList`, by its first bytes."""
     return bytes(data[:5]) == MAGIC + bytes([_KINDS[ManifestList]])
 
 
 def highest_seq(seqs: Iterable[int]) -> int:
-    """Return the highest of a run's sequence numbers that writers can have counted to; -1: there is none.
+    """Return the highest sequence number of a run that writers can have reached; -1: there is none.
 
-    A record with a higher one is damaged or forged: the next snapshot would soon have no number left.
+    A record with a higher number is damaged or forged. If writers counted on from it, numbers would soon run out.
     """
     last = -1
     for seq in sorted(seqs):
@@ -487,11 +487,11 @@ def highest_seq(seqs: Iterable[int]) -> int:
 
 
 def is_damaged(data: bytes) -> bool:
-    """Return whether undecodable bytes are damaged, rather than of a version that this release does not know."""
+    """Return whether bytes that do not decode are damaged; else another release wrote them."""
     ours = data[:5] + bytes([FORMAT_VERSION]) + data[6:16]
     holds = xxhash.xxh3_64_digest(ours + data[ENVELOPE.size :])[::-1] == data[16 : ENVELOPE.size]
     if data[:4] == MAGIC and data[5:6] != ours[5:6]:
-        return holds  # then only that byte differs from a valid object; other versions may have other checksums
+        return holds  # only the version byte is wrong; another version may have another checksum
     return not holds
 
 

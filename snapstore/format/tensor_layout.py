@@ -1,7 +1,7 @@
 """Tensor layout: check that the boxes, chunks and inline bytes of a tensor are exactly its bytes.
 
-In: a manifest that was read and checked (manifest.py). Out: nothing, or FormatError. A restore sizes memory by what
-passes here, and puts each chunk where its box says.
+In: a manifest that was read and checked (manifest.py). Out: nothing, or FormatError. A restore relies on these checks:
+it sizes memory by a tensor's entry, and puts each chunk at the place that its box declares.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .manifest import Box, Manifest, TensorEntry
 
 
 def spec_of(entry: TensorEntry) -> TensorSpec:
-    """Return the spec of a manifest's entry: that of the whole tensor, whatever boxes of it are stored."""
+    """Return the spec of an entry's whole tensor, even if only some boxes of it are stored."""
     return TensorSpec(tuple(entry.path), entry.kind, entry.dtype, tuple(entry.shape), entry.requires_grad, entry.tie)
 
 
@@ -30,10 +30,13 @@ def held_bytes(m: Manifest, entry: TensorEntry) -> int:
 
 
 def check_layouts(m: Manifest, where: str) -> None:
-    """Check the tensors of a manifest that a record names: each is held whole; of several ranks, a root holds pages.
+    """Check the tensors of a manifest that a record names: it holds each of them whole.
+
+    The root of several ranks holds only pages of its tree: the children hold the tensors.
 
     Raises:
-        FormatError: a tensor has another number of bytes; or this release cannot read its layout.
+        FormatError: the bytes of a tensor are not all there, or the root of several ranks holds bytes of tensors.
+        UnknownFormatError: this release cannot read the layout of a tensor.
     """
     held = m.tensors
     if m.header.world_size:
@@ -61,7 +64,7 @@ class ChunkSums:
         return int(self._ends[box.first_chunk + box.chunks] - self._ends[box.first_chunk])
 
     def cuts_elements(self, box: Box, element_size: int) -> bool:
-        """Return whether a chunk of a box ends within a number."""
+        """Return whether a chunk of a box cuts an element."""
         if element_size not in self._broken:
             self._broken[element_size] = _sums((self._lengths % element_size != 0).astype(np.int64))
         broken = self._broken[element_size]
@@ -69,16 +72,16 @@ class ChunkSums:
 
 
 def _sums(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the sum of the values before each, and of all, (n + 1,)."""
+    """Return the sum before each of n values, and of all, (n + 1,)."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(values)])
 
 
 def check_whole(entry: TensorEntry, sums: ChunkSums, where: str) -> None:
-    """Check that a manifest holds the whole of a tensor: inline, in one box, or none of it if it is empty.
+    """Check that a manifest holds a whole tensor: inline or in one box; an empty one needs neither.
 
     Raises:
-        FormatError: it does not.
-        UnknownFormatError: it lies in several boxes.
+        FormatError: bytes of the tensor are missing, or too many.
+        UnknownFormatError: the tensor lies in several boxes.
     """
     spec = spec_of(entry)
     if not entry.boxes:
@@ -95,10 +98,10 @@ def check_whole(entry: TensorEntry, sums: ChunkSums, where: str) -> None:
 
 
 def check_boxes(entry: TensorEntry, sums: ChunkSums, where: str) -> None:
-    """Check that the boxes of an entry lie within its tensor, and have exactly their bytes, in chunks or inline.
+    """Check that the boxes of an entry lie within its tensor, and that their bytes are in chunks or inline.
 
     Raises:
-        FormatError: they do not.
+        FormatError: a box lies outside, or chunks or inline bytes have another length.
     """
     spec, inline = spec_of(entry), 0
     spec.check()
@@ -125,7 +128,7 @@ def check_boxes(entry: TensorEntry, sums: ChunkSums, where: str) -> None:
 
 
 def is_within(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> bool:
-    """Return whether a box holds something and lies within a shape of as many dimensions."""
+    """Return whether a box is not empty and lies within a shape of the same rank."""
     return all(0 <= at < at + size <= whole for at, size, whole in zip(offsets, sizes, shape, strict=True))
 
 

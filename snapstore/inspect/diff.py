@@ -28,7 +28,7 @@ from ..text import brief
 from .plain_values import Chained, decode_tree, dotted, plain_values, show_value
 from .stored_tensors import StoredTensor, naming, read_tensors, tensor_bytes
 
-#: Two tensors are compared in pieces of this size.
+#: Two tensors are compared in pieces of this size [bytes].
 COMPARED_BYTES = 1024 * 1024
 
 
@@ -37,11 +37,11 @@ class TensorDiff:
     """One tensor in two snapshots.
 
     Attributes:
-        path: dotted.
+        path: its dotted path.
         status: "same", "changed", "added" or "removed".
         changed_share: share of the elements that differ in any bit, 0 to 1.
         relative_l2: norm(b - a) / norm(a) over all elements, as float64; inf if a is zero, nan if not finite.
-        note: why the numbers are missing, such as another shape.
+        note: why the two numbers are None, such as another shape.
     """
 
     path: str
@@ -53,9 +53,12 @@ class TensorDiff:
 
 @dataclass(frozen=True, slots=True)
 class DiffResult:
-    """The changes from snapshot a to snapshot b; `plain` lists (path, before, after) of plain values that differ.
+    """The changes from snapshot a to snapshot b.
 
-    Values that are each rank's own are left out.
+    Attributes:
+        tensors: one entry for each tensor of a or b.
+        plain: (path, before, after) of each plain value that differs. Values that each rank has for itself are left
+            out.
     """
 
     a: Snapshot
@@ -150,7 +153,7 @@ _Packed = dict[Chained, tuple[bytes, str]]
 
 
 def _plain_changes(before: _Packed, after: _Packed) -> list[tuple[str, str, str]]:
-    """Return (path, before, after) of plain values that differ; "" is before a new value and after a removed one."""
+    """Return (path, before, after) of plain values that differ; "" stands for a value that does not exist."""
     gone = (b"", "")
     return [
         (dotted(p), before.get(p, gone)[1], after.get(p, gone)[1])

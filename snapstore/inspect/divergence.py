@@ -1,8 +1,8 @@
 """Divergence: the first step, tensor and element at which two runs differ.
 
-In: two runs, or two snapshots. Out: a DivergenceResult. The common steps are walked in ascending order. A binary search
-would be wrong: runs that have diverged may become equal again, as two runs that restore the same snapshot do. Manifests
-are compared by their digests; only the chunks of one tensor are read, from the first whose digests differ.
+In: two runs, or two snapshots. Out: a DivergenceResult. The common steps are compared in ascending order. A binary
+search would be wrong: runs that have diverged may become equal again, as two runs that restore the same snapshot do.
+Manifests are compared by their digests; only the chunks of one tensor are read, from the first chunk that differs.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class DivergenceResult:
     """The first difference of two runs.
 
     Attributes:
-        steps: that were compared, in their order; the last one is the first that differs, if any does.
+        steps: the steps that were compared, in ascending order; if two snapshots differ, the last step is theirs.
         a, b: the two snapshots of the last step.
-        path: dotted path of the first tensor that differs, in the order of the save; "" if a tensor without a name
-            does, None if none does.
-        index: of its first element that differs, one number per dimension; None if the tensors cannot be compared.
-        chunk: the number of the chunk of the tensor in C order that has this element.
+        path: dotted path of the first tensor that differs, in the order of the save; "" for a tensor without a name;
+            None if no tensor differs.
+        index: its first element that differs, one number per dimension; None if the tensors cannot be compared.
+        chunk: number of the tensor's chunk, in C order, that has this element.
         before, after: the element in a and in b, as text.
-        note: why there is no element, such as another shape.
+        note: why there is no such element, such as another shape.
     """
 
     steps: list[int]
@@ -68,7 +68,9 @@ def first_difference(context: Context, a: str, b: str) -> DivergenceResult:
     """Return where two runs, or the snapshots that two references name, first differ. Plain values are not compared.
 
     Raises:
-        NotFoundError: a name is of no run, the runs have no step in common, or a snapshot was deleted meanwhile.
+        NotFoundError: a name is no run or snapshot, the runs have no step in common, or a snapshot was deleted
+            meanwhile.
+        InvalidInputError: a name is neither a run nor a reference.
         IntegrityError, FormatError: an object that must be read is damaged.
         CapabilityError: the comparison must decode more than the limits allow.
     """
@@ -128,7 +130,7 @@ def _compare(context: Context, steps: list[int], a: Snapshot, b: Snapshot) -> Di
 
 
 def _first_byte(context: Context, a: StoredTensor, b: StoredTensor) -> tuple[int, Bytes, Bytes] | None:
-    """Return where the first element that differs begins [bytes], and its bytes in both; None: all are the same."""
+    """Return (the byte at which the first different element begins, its bytes in a, in b); None: there is none."""
     require_decoding(context.store, [*a.pieces, *b.pieces], f"comparing {a.snapshot.ref} and {b.snapshot.ref}:")
     itemsize, chunked = a.spec.itemsize, (_chunked(a), _chunked(b))
     start, pieces = 0, (pieces_of(context, a), pieces_of(context, b))
@@ -152,7 +154,7 @@ def _first_byte(context: Context, a: StoredTensor, b: StoredTensor) -> tuple[int
 
 
 def _chunked(stored: StoredTensor) -> tuple[Manifest, Box] | None:
-    """Return the manifest and box of a tensor that lies in one box of chunks; None of any other."""
+    """Return the manifest and the box of a tensor that lies in one box of chunks; None for any other tensor."""
     if len(stored.pieces) != 1:
         return None
     m, entry = stored.pieces[0]

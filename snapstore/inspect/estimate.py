@@ -1,4 +1,4 @@
-"""Estimate what the snapshots of a run will cost: bytes, time, money; and the interval that loses the least time.
+"""Estimate the cost of the snapshots of a run (bytes, time, money), and the interval that loses the least time.
 
 In: the run (parameters, dtypes, optimizer, ranks, failures) and rates, given or measured on this machine. Out: an
 `Estimate`. Pure functions; engine/rates.py measures. docs/guides/planning.md has the sources of all numbers.
@@ -17,9 +17,9 @@ from ..format.argument_checks import check_choice
 from ..format.pack import DEFAULT_PACK_BYTES, LARGE_PACK_BYTES, MANY_PACKS
 
 YEAR_S = 365.25 * 86400
-#: Bits an element that are stored, by steps between two snapshots; the last one is a full snapshot. Measured on fp32 p,
-#: m and v of an HF Llama of 1.0 B parameters with AdamW, and on bf16 weights of a GPT of 269 M while lr decays (at 200
-#: steps: continued).
+#: Stored bits per element, by the steps between two snapshots (GAPS); the last number is of a full snapshot. Measured
+#: on fp32 p, m and v of an HF Llama of 1.0 B parameters with AdamW, and on bf16 weights of a GPT of 269 M while lr
+#: decays (at 200 steps: extrapolated).
 GAPS = (1, 10, 50, 200)
 BITS = {
     "p": (17.5, 20.7, 22.7, 24.3, 26.5),
@@ -31,7 +31,8 @@ BITS = {
 MOMENTS = {"adamw": ("m", "v"), "momentum": ("m",), "sgd": (), "none": ()}
 #: GPU hours between two failures that end a job: 419 in 54 days of 16,384 GPUs (Llama 3, arXiv 2407.21783, table 5).
 FAILURE_GPU_HOURS = 54 * 24 * 16384 / 419
-#: AWS list prices of S3 Standard in us-east-1, first 50 TB, as published in 2025 [USD a GB-month; USD a thousand].
+#: AWS list prices of S3 Standard in us-east-1, first 50 TB, as published in 2025 [USD per GB and month; USD per
+#: thousand requests].
 STORAGE_PRICE, PUT_PRICE = 0.023, 0.005
 
 
@@ -40,16 +41,19 @@ class Run:
     """A run to be estimated.
 
     Attributes:
-        parameters: their number.
+        parameters: number of parameters.
         dtype: of the weights that train: "float32", or "bfloat16" with fp32 masters.
         optimizer: a key of MOMENTS.
-        ranks: each writes its share.
-        step_s: seconds a step.
-        interval_steps: steps between two snapshots; 0: the interval that loses least.
-        failure_s: mean seconds between failures of the whole job.
-        restart_s: from a failure to the first restored step, without the restore itself.
-        keep: snapshots that stay; 0: all of a year.
-        codec: as in SaveOptions, or "raw".
+        ranks: number of ranks; each writes its share.
+        step_s: time of a training step [s].
+        interval_steps: steps between two snapshots; 0: the interval that loses the least time.
+        failure_s: mean time between failures of the whole job [s]; 0: derived from the number of ranks.
+        restart_s: time from a failure to the first step after it, without the restore itself [s].
+        keep: number of snapshots that are kept; 0: all of a year.
+        codec: "portable", "auto" or "raw".
+
+    Raises:
+        InvalidInputError: an argument is out of range.
     """
 
     parameters: float
@@ -83,18 +87,21 @@ class Estimate:
     """The costs of the snapshots of a run.
 
     Attributes:
-        state_bytes: of one state.
-        first_bytes, next_bytes: stored by the first snapshot, and by each later one.
-        stall_s: training waits so long for each.
-        save_s: until a snapshot is committed; restore_s: to read one back.
-        failure_s: as given, or by the number of ranks.
-        interval_steps: as given, or the best one.
-        best_interval_s: that loses least (Daly), but no shorter than a save takes.
-        lost_share: of the time, at `interval_steps`: stalls, work done again, restarts.
-        year_bytes: stored in a year if all stay; kept_bytes: at any time with `keep`.
-        year_puts: requests in a year.
-        storage_usd, puts_usd: a year, for `kept_bytes` and `year_puts`.
-        codec: the one of the estimate; auto_codec: the one that codec="auto" chooses.
+        state_bytes: size of one state.
+        first_bytes, next_bytes: bytes that the first snapshot stores, and each later one.
+        stall_s: time that training waits for each snapshot [s].
+        save_s: time until a snapshot is committed [s].
+        restore_s: time to read a snapshot back [s].
+        failure_s: mean time between failures [s]: as given, or derived from the number of ranks.
+        interval_steps: steps between two snapshots: as given, or the best number.
+        best_interval_s: the interval that loses the least time (Daly), but no shorter than a save takes [s].
+        lost_share: share of the time that is lost at `interval_steps`: stalls, steps done again, restarts.
+        year_bytes: bytes stored after a year if all snapshots are kept.
+        kept_bytes: bytes stored at any time if `keep` snapshots are kept.
+        year_puts: put requests in a year.
+        storage_usd, puts_usd: price of a year, for `kept_bytes` and for `year_puts` [USD].
+        codec: the codec of the estimate.
+        auto_codec: the codec that codec="auto" chooses.
     """
 
     state_bytes: float
@@ -117,10 +124,12 @@ class Estimate:
 
 
 def estimate(run: Run, rates: Rates, *, storage_price: float = STORAGE_PRICE, put_price: float = PUT_PRICE) -> Estimate:
-    """Return what snapshots of a run cost.
+    """Return the estimated cost of the snapshots of a run.
 
     Args:
-        storage_price: USD a GB (10^9 bytes) and month; put_price: USD a thousand requests.
+        rates: speeds of this machine and the store, given or measured.
+        storage_price: USD per GB (10^9 bytes) and month.
+        put_price: USD per thousand requests.
     """
     kinds = ("p", *MOMENTS[run.optimizer], *(("w",) if run.dtype == "bfloat16" else ()))
     state_bytes = run.parameters * sum(2 if kind == "w" else 4 for kind in kinds)
@@ -139,7 +148,7 @@ def estimate(run: Run, rates: Rates, *, storage_price: float = STORAGE_PRICE, pu
         return stored, max(stored / rates.write, state_bytes / rates.encode) / run.ranks
 
     best_s = daly(stall_s, failure_s)
-    for _ in range(3):  # a save that takes longer than the interval sets the interval
+    for _ in range(3):  # if a save takes longer than the interval, its time becomes the interval
         steps = max(1, math.ceil(max(best_s, costs(max(1, round(best_s / run.step_s)))[1]) / run.step_s))
         best_s = max(best_s, costs(steps)[1])
     steps = run.interval_steps or max(1, round(best_s / run.step_s))
@@ -174,20 +183,20 @@ def estimate(run: Run, rates: Rates, *, storage_price: float = STORAGE_PRICE, pu
 
 
 def bits_at(kind: str, steps: int) -> float:
-    """Return the stored bits an element of a snapshot so many steps after its base, between the measured gaps."""
+    """Return the stored bits per element of a snapshot `steps` after its base, interpolated between measured gaps."""
     at = np.interp(math.log(max(1, steps)), [math.log(gap) for gap in GAPS], BITS[kind][:-1])
     return min(float(at), BITS[kind][-1])
 
 
 def daly(cost_s: float, failure_s: float) -> float:
-    """Return the interval between checkpoints that loses least time [s].
+    """Return the interval between checkpoints that loses the least time [s].
 
     J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22 (2006), equation
     37; its first term is J. W. Young's, CACM 17 (1974).
 
     Args:
-        cost_s: for which training waits at each.
-        failure_s: mean time between failures.
+        cost_s: time that training waits for each checkpoint [s].
+        failure_s: mean time between failures [s].
     """
     if cost_s >= 2 * failure_s:
         return failure_s

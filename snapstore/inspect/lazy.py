@@ -1,8 +1,8 @@
 """Lazy tensors: the tensors of a snapshot by name, read in slices.
 
 In: a reference. Out: a mapping of dotted paths to handles, which know shape and dtype and read nothing until they are
-indexed. A slice reads the chunks that hold an element of it, each checked against its digest. It makes no difference
-whether one process or several ranks saved the tensor: the boxes of the ranks are put together.
+indexed. A slice reads only the chunks that hold elements of it, and checks each against its digest. It makes no
+difference whether one process or several ranks saved the tensor: the boxes of the ranks are put together.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..state.fit import Fit
 from ..state.restore_buffers import Want
 from ..text import counted
 
-#: A selection with steps is read in boxes of at most this much, unless it needs nearly all of a larger one [bytes].
+#: A selection with steps is read in boxes of at most this size [bytes]; one without steps is read in one box.
 PIECE_BYTES = 64 * 1024 * 1024
 Index = Any  # an int, a slice, an ellipsis, or a tuple of these
 
@@ -61,10 +61,10 @@ def open_tensors(context: Context, ref: str, *, keys: str | Sequence[str] | Fit 
 class LazyTensors(Mapping[str, "TensorHandle"]):
     """The tensors and arrays of one snapshot, by dotted path, in the order in which they were saved.
 
-    They can be read after the snapshot is rewritten too. Any thread may use them.
+    They can still be read after the snapshot was rewritten. Any thread may use them.
 
     Attributes:
-        snapshot: as it was found.
+        snapshot: the revision that the reference named.
     """
 
     def __init__(self, snapshot: Snapshot, handles: dict[str, TensorHandle]) -> None:
@@ -91,7 +91,7 @@ class _Reader:
         self.ref = opened.snapshot.ref
 
     def run(self, action: Callable[[OpenSnapshot], None]) -> None:
-        """Do something with the packs as they are now."""
+        """Run an action on the open snapshot; if it fails because the snapshot was rewritten, open that and repeat."""
         while True:
             opened = self._opened
             try:
@@ -104,7 +104,7 @@ class _Reader:
                 self._context.engines.release_memory()
 
     def fill(self, overlaps: Sequence[Overlap], home: Bytes) -> None:
-        """Read the chunks of overlaps, and put their bytes into memory."""
+        """Read the chunks of overlaps, and copy the wanted bytes into `home`."""
         context = self._context
         require_decoding_of(context, {Want(0, 0): overlaps}, f"{self.ref}: reading")
         reads = Reads(lambda memory, nbytes: context.engines.of(memory).empty(nbytes))
@@ -119,7 +119,7 @@ class _Reader:
 
 
 class TensorHandle:
-    """One stored tensor or array. `handle[10:20, :]` and `read()` return its values; nothing else reads.
+    """One stored tensor or array. Only an index (`handle[10:20, :]`), `read()` and `read_bytes()` read its values.
 
     An index is ints, slices with positive steps and `...`, as in NumPy. Tensors come as torch.Tensor in host memory
     without a gradient, arrays as numpy.ndarray.
@@ -162,18 +162,18 @@ class TensorHandle:
         return f"TensorHandle({self.name!r}, {self.dtype}, {list(self.shape)})"
 
     def read(self) -> Any:
-        """Return the whole tensor or array. Raises as an index does."""
+        """Return the whole tensor or array; raise what `__getitem__` raises."""
         return self[...]
 
     def __getitem__(self, index: Index) -> Any:
         """Return the selected elements.
 
         Raises:
-            IndexError: an int is out of range, or there are more of them than dimensions.
-            InvalidInputError: None, lists, masks and steps below 1 select nothing here.
+            IndexError: an int is out of range, or the index has more elements than there are dimensions.
+            InvalidInputError: the index has None, a list, a mask or a step below 1.
             NotFoundError: the snapshot was deleted meanwhile.
             IntegrityError, FormatError: a chunk is damaged.
-            CapabilityError: there is no memory for the result, or it takes more decoding than its bytes explain.
+            CapabilityError: there is no memory for the result, or it must decode more than the limits allow.
         """
         ranges, kept = _selected(index, self.shape, self.name)
         shape = tuple(len(of) for of, keep in zip(ranges, kept, strict=True) if keep)
@@ -187,9 +187,11 @@ class TensorHandle:
         return value
 
     def read_bytes(self, first: int, end: int) -> Bytes:
-        """Return the bytes [first, end) of the tensor in C order, (end - first,) uint8; both are within it.
+        """Return the bytes [first, end) of the tensor in C order, (end - first,) uint8.
 
-        Raises as an index does.
+        Raises:
+            InvalidInputError: not 0 <= first <= end <= nbytes.
+            NotFoundError, IntegrityError, FormatError, CapabilityError: as `__getitem__` raises them.
         """
         if not 0 <= first <= end <= self.nbytes:
             raise InvalidInputError(f"{self.name}: bytes {first} to {end} of {self.nbytes}")
@@ -204,7 +206,7 @@ class TensorHandle:
         return home[first - begin * itemsize : end - begin * itemsize]
 
     def _read(self, opened: OpenSnapshot, ranges: Sequence[range], home: Bytes) -> None:
-        """Read a selection, which is not empty, into memory of its size."""
+        """Read a selection, which is not empty, into `home`, which has its size."""
         itemsize = self._spec.itemsize
         there = home.reshape(*map(len, ranges), itemsize)
         for place, piece in _pieces(ranges, itemsize):
@@ -220,12 +222,12 @@ class TensorHandle:
             there[place] = box.reshape(*sizes, itemsize)[tuple(slice(None, None, step) for step in steps)]
 
     def _read_span(self, opened: OpenSnapshot, begin: int, stop: int, home: Bytes) -> None:
-        """Read elements that follow each other in C order; begin < stop."""
+        """Read the elements [begin, stop) in C order into `home`; begin < stop."""
         wanted = tuple(boxes.span_boxes(begin, stop, self.shape)) if self.shape else None
         want = Want(self._slot.part, self._slot.index, wanted)
         overlaps = opened.sources.overlaps([want])[want]
         stored = overlaps[0].stored
-        if tuple(stored.sizes) == self.shape:  # all of it lies in one row of chunks: none is read twice
+        if tuple(stored.sizes) == self.shape:  # the tensor lies in one box: read it as flat, so no chunk is read twice
             flat = StoredBox(stored.m, [0], [self.size], stored.first_chunk, stored.chunks, stored.inline)
             overlap = overlap_of(flat, ([begin], [stop - begin]), self._spec.itemsize, 0)
             overlaps = [overlap] if overlap is not None else []
@@ -233,7 +235,7 @@ class TensorHandle:
 
 
 def _selected(index: Index, shape: Sequence[int], name: str) -> tuple[list[range], list[bool]]:
-    """Return the places that an index selects of each dimension, and whether the result has the dimension."""
+    """Return the positions that an index selects in each dimension, and whether the result has that dimension."""
     given = list(index) if isinstance(index, tuple) else [index]
     dots = [at for at, one in enumerate(given) if isinstance(one, EllipsisType)]
     if len(dots) > 1:
@@ -248,7 +250,7 @@ def _selected(index: Index, shape: Sequence[int], name: str) -> tuple[list[range
 
 
 def _range(one: Any, size: int, name: str) -> range:
-    """Return the places of one dimension that an int or a slice selects."""
+    """Return the positions that an int or a slice selects in one dimension."""
     if isinstance(one, slice):
         try:
             found = range(*one.indices(size))
@@ -271,9 +273,9 @@ def _range(one: Any, size: int, name: str) -> range:
 
 
 def _pieces(ranges: Sequence[range], itemsize: int) -> Iterator[tuple[tuple[slice, ...], list[range]]]:
-    """Yield (place in the result, places of each dimension) of pieces that are read one after the other.
+    """Yield (place in the result, positions in each dimension) of pieces that are read one after the other.
 
-    A piece is read with all that lies between its elements.
+    A piece is read with everything that lies between its elements.
     """
     todo = [([slice(0, len(of)) for of in ranges], list(ranges))]
     while todo:
@@ -290,7 +292,7 @@ def _pieces(ranges: Sequence[range], itemsize: int) -> Iterator[tuple[tuple[slic
 
 
 def _only(overlaps: Sequence[Overlap], steps: Sequence[int]) -> Iterator[Overlap]:
-    """Yield overlaps with the chunks alone that hold an element of every step-th row of the wanted box."""
+    """Yield the overlaps, each with only the chunks that hold elements of every step-th row of the wanted box."""
     for overlap in overlaps:
         if not overlap.stored.chunks:
             yield overlap

@@ -37,7 +37,7 @@ def plain_values(tree: Any, path: Chained = None, *, whole_lists: bool = False) 
     """Yield (path, value) of every plain leaf; an empty container is a leaf.
 
     Args:
-        whole_lists: a list, tuple or deque of leaves that are no tensors is one value.
+        whole_lists: a list, tuple or deque that holds only plain leaves counts as one value.
     """
     if type(tree) in CONTAINERS and tree and not (whole_lists and _is_flat_list(tree)):
         for element, _, child in children(tree):
@@ -70,5 +70,5 @@ def dotted(path: Chained) -> str:
 
 
 def cut(text: str, most: int = 200) -> str:
-    """Return at most so many characters of a text."""
+    """Return a text, cut to at most `most` characters."""
     return text if len(text) <= most else text[: most - 3] + "..."

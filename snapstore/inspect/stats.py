@@ -45,12 +45,13 @@ class StatsResult:
         stored_bytes: size of all packs and manifests.
         ratio: logical over stored bytes.
         groups: bytes by tensor group.
-        codecs: stored bytes of planes by codec, over all packs.
+        codecs: stored bytes of planes by codec, over all packs that are not in quarantine.
         chunks: number of references to chunks.
         unique_chunks: number of different chunks among them.
         base_only_bytes: size of the blobs that are needed only as the base of a delta.
-        unneeded_bytes: size of the packs and manifests that no committed snapshot needs, which gc would free.
-        depths: number of chunks by the length of their delta chain.
+        unneeded_bytes: size of the packs and manifests that no committed snapshot needs; gc would free them. Packs in
+            quarantine do not count.
+        depths: number of deltas in a chain -> number of chunks.
     """
 
     snapshots: int = 0
@@ -74,7 +75,7 @@ class StatsResult:
 
 
 def stats(context: Context) -> StatsResult:
-    """Count what a repository holds; again if it fails to read what another process has changed since it began.
+    """Count what a repository holds; start again if a read fails because another process has changed the snapshots.
 
     Raises:
         IntegrityError, FormatError: a manifest or a pack's footer is damaged.

@@ -1,7 +1,7 @@
 """Stored tensors: where the bytes of each tensor of a snapshot lie, and its bytes piece by piece, to compare them.
 
-In: the manifests that a record names. Out: tensors by path; of several ranks, each with its boxes in all children. A
-tensor of one process is read chunk by chunk; one of several ranks is put together in memory first.
+In: the manifests that a record names. Out: tensors by path; if several ranks saved a tensor, with its boxes in all
+children. A tensor of one process is read chunk by chunk; one of several ranks is put together in memory first.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StoredTensor:
 
     @property
     def fingerprint(self) -> object:
-        """Return boxes with the digests of their chunks or their inline bytes; tensors with equal ones are equal."""
+        """Return the boxes with their chunk digests or inline bytes; tensors with equal fingerprints are equal."""
         found = [
             (box.offsets, box.sizes, data if data is not None else _digests(m, box))
             for m, entry in self.pieces
@@ -49,7 +49,7 @@ class StoredTensor:
 
 @contextmanager
 def naming(snapshot: Snapshot) -> Iterator[None]:
-    """Name the snapshot in errors about damage."""
+    """Add the name of the snapshot to the errors about damage that the block raises."""
     try:
         yield
     except (IntegrityError, FormatError) as error:
@@ -72,7 +72,7 @@ def read_tensors(context: Context, snapshot: Snapshot) -> tuple[list[Manifest], 
             own: list[StoredTensor] = []
             for entry in m.tensors:
                 own.append(StoredTensor(snapshot, spec_of(entry)))
-                if entry.kind == "page":  # plain values are compared one by one
+                if entry.kind == "page":  # it holds plain values, which are compared one by one
                     continue
                 if not m.header.world_size:
                     own[-1].pieces.append((m, entry))
@@ -111,7 +111,7 @@ def tensor_bytes(context: Context, stored: StoredTensor) -> Iterator[Bytes]:
 
 
 def boxes_of(m: Manifest, entry: TensorEntry) -> Iterator[tuple[Box, bytes | None]]:
-    """Yield the boxes of an entry, with their bytes if they lie inline; an entry without boxes is one, if not empty."""
+    """Yield the boxes of an entry, with their bytes if these lie inline; an entry without boxes is one box."""
     at = entry.inline[0] if entry.inline else 0
     if not entry.boxes and entry.inline:
         yield Box([0] * len(entry.shape), entry.shape, 0, 0), m.inline[at : sum(entry.inline)]
@@ -129,7 +129,7 @@ def _digests(m: Manifest, box: Box) -> bytes:
 
 
 def chunks_of(context: Context, m: Manifest, box: Box, first: int = 0) -> Iterator[Bytes]:
-    """Yield the bytes of a box, chunk by chunk, from a chunk on."""
+    """Yield the bytes of a box, chunk by chunk, from its chunk `first` on."""
     lengths = m.table.lengths[box.first_chunk + first : box.first_chunk + box.chunks].tolist()
     outs: list[Bytes] = []
     names = m.header.pack_names

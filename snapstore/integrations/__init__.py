@@ -1,6 +1,6 @@
-"""Adapters for trainers and other packages: one module for each, an optional extra, imported only when it is named.
+"""Adapters for trainers and other packages: one module for each, with an optional extra; import it by its name.
 
-A module imports its package and no other module of this folder does, so nothing here costs those who do not use it.
-Each uses the public calls of its package; a private one stands in one function, which checks the release. Read
+A module imports its own package only, and snapstore does not import the module, so an unused adapter costs nothing.
+Each uses the public calls of its package; a private call is made in one function, which checks the release. Read
 `transformers.py` first. `references.py` is the one module that several of them share.
 """

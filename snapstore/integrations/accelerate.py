@@ -1,4 +1,4 @@
-"""Snapshots of all that an `Accelerator` has prepared: models, optimizers, schedulers, loaders, custom objects.
+"""Snapshots of everything that an `Accelerator` has prepared: models, optimizers, schedulers, loaders, custom objects.
 
     accelerator.register_for_checkpointing(counter)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -50,16 +50,16 @@ def save_state(
     tags: Sequence[str] = (),
     force: bool = False,
 ) -> SaveHandle:
-    """Save all that the accelerator has prepared, and the objects registered for checkpointing.
+    """Save everything that the accelerator has prepared, and the objects registered for checkpointing.
 
-    It replaces `accelerator.save_state`, and returns as soon as the state may change again. Under
-    torch.distributed all ranks call it. Each keeps its own generators and positions of loaders. Custom objects are
-    equal on all ranks, unless their class has `per_rank = True`.
+    It replaces `accelerator.save_state`, and returns as soon as the state may change again. Under torch.distributed all
+    ranks call it. Each rank stores its own random generators and positions of loaders. Custom objects must be equal on
+    all ranks, unless their class has `per_rank = True`.
 
     Args:
         accelerator: an `accelerate.Accelerator` after `prepare`.
         manager: made after the accelerator, which initialises torch.distributed.
-        step: of the snapshot; a step off the manager's interval is skipped unless `force`.
+        step: the step of the snapshot; a step off the manager's interval is skipped unless `force`.
         metrics, tags: see `SnapshotManager.save`.
 
     Raises:
@@ -89,19 +89,21 @@ def load_state(
     *,
     per_rank: Literal["same", "drop"] | int = "same",
 ) -> Snapshot:
-    """Fill all that the accelerator has prepared from a snapshot of `save_state`, and return the snapshot.
+    """Restore everything that the accelerator has prepared from a snapshot of `save_state`; return the snapshot.
 
-    It replaces `accelerator.load_state`. `accelerator.step`, the number of saves and the epochs of the
-    loaders are set too, so that they shuffle as they did.
+    It replaces `accelerator.load_state`. It also sets `accelerator.step`, the number of saves and the epochs of the
+    loaders, so that the loaders shuffle as they did.
 
     Args:
-        accelerator: after `prepare`, with the same number of models, optimizers and so on as at the save.
+        accelerator: an `Accelerator` after `prepare`, with the same number of models, optimizers and so on as at the
+            save.
         step: a step or tag; None: the newest.
         per_rank: see `SnapshotManager.restore`; on another number of ranks pass "drop" or a rank.
 
     Raises:
         NotFoundError: the run has no such step.
-        InvalidInputError: the state does not fit what is prepared, or hooks are registered.
+        InvalidInputError: the state does not fit what is prepared, hooks are registered, or `ProjectConfiguration`
+            deletes folders.
         CapabilityError: as for `save_state`.
         SnapstoreError: see `SnapshotManager.restore_into`.
     """
@@ -114,7 +116,7 @@ def load_state(
 
 
 class _Prepared:
-    """All that an accelerator has prepared. It has no public list of it, so this class alone reads the private ones.
+    """Everything that an accelerator has prepared. Only this class reads its private lists: there are no public ones.
 
     Raises:
         CapabilityError: this release of accelerate keeps them elsewhere.
@@ -133,7 +135,7 @@ class _Prepared:
             ) from error
 
     def state(self) -> dict[str, Any]:
-        """Return the objects of a snapshot, by part; of FSDP2 the sharded tensors."""
+        """Return the objects of a snapshot, by part; with FSDP2 the sharded tensors of models and optimizers."""
         accelerator, state = self.accelerator, dict[str, Any]()
         for number, model in enumerate(self.models):
             whole = accelerator.unwrap_model(model, keep_torch_compile=False)
@@ -155,7 +157,7 @@ class _Prepared:
         return state | {"accelerator": {"step": accelerator.step, "iteration": saves}, "rng": RngState()}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Load what is not an object of a restored state."""
+        """Load the values of a restored state that are not in objects of the accelerator yet."""
         if self.accelerator.is_fsdp2:
             for number, model in enumerate(self.models):
                 set_model_state_dict(model, state[_name("model", number)])
@@ -180,7 +182,7 @@ class _Loader:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values, and the tensors of a loader's own state."""
+        """Return the state: plain values, and the tensors of a StatefulDataLoader's own state."""
         state: dict[str, Any] = {"iteration": getattr(self.loader, "iteration", 0)}
         if (sampler := self._sampler()) is not None:
             state["sampler"] = {"initial_seed": sampler.initial_seed, "epoch": sampler.epoch}
@@ -189,7 +191,7 @@ class _Loader:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set them."""
+        """Set the values that `state_dict` has returned."""
         if (sampler := self._sampler()) is not None and "sampler" in state:
             sampler.initial_seed, sampler.epoch = state["sampler"]["initial_seed"], state["sampler"]["epoch"]
         if hasattr(self.loader, "iteration"):
@@ -200,7 +202,7 @@ class _Loader:
 
 @cache
 def _warn_of_order() -> None:
-    """Say it once a process."""
+    """Log the warning once per process."""
     log.warning(
         "accelerate: the order of a loader with shuffle=True is not stored: a training that resumes in an epoch sees "
         "other batches; pass dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True) to Accelerator"
@@ -212,7 +214,7 @@ def _name(part: str, number: int) -> str:
 
 
 def _refuse(accelerator: Any, what: str) -> None:
-    """Raise for what cannot be saved or loaded: see `save_state`."""
+    """Raise InvalidInputError or CapabilityError for a configuration that is not supported; see `save_state`."""
     kind = accelerator.distributed_type.value
     covered = kind in ("NO", "MULTI_CPU", "MULTI_GPU") or accelerator.is_fsdp2
     if not covered or accelerator.device.type not in ("cpu", "cuda"):

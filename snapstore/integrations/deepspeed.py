@@ -5,10 +5,10 @@
     engine.save_checkpoint("checkpoints")        # leaves references in checkpoints/global_step100/, and `latest`
     engine.load_checkpoint("checkpoints")
 
-In: the state dicts that `save_checkpoint` gives `save` on each rank, one for each file. Out: at `commit`, one snapshot
-of all ranks with a part for each file, under the file's name; then a reference at the path of each. DeepSpeed calls, on
-every rank: create, save for each file that the rank writes, commit; then rank 0 writes `latest`. Invariant: references,
-and `latest` after them, are written by rank 0 once the snapshot is durable.
+In: the state dicts that `save_checkpoint` passes to `save` on each rank, one for each file. Out: at `commit`, one
+snapshot of all ranks with a part for each file, under the file's name; then a reference at the path of each file.
+DeepSpeed calls, on every rank: create, save for each file that the rank writes, commit; then rank 0 writes `latest`.
+Invariant: rank 0 writes the references, and `latest` after them, only once the snapshot is durable.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ with needs("deepspeed>=0.17", 'pip install "snapstore[deepspeed]"'):
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-#: The classes of values in a checkpoint of DeepSpeed that a load makes again.
+#: The classes of values in a checkpoint of DeepSpeed that a load creates again.
 _TYPES: Sequence[type] = (ZeroStageEnum, fragment_address)
 _SCALERS = {kind.__name__: kind for kind in (loss_scaler.LossScaler, loss_scaler.DynamicLossScaler)}
 _SCALER = "snapstore: loss scaler"
@@ -59,11 +59,11 @@ class SnapstoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # deep
         keep: see `SnapshotManager`. References to forgotten snapshots stay, and loading one is an error that says so.
         async_save: save in the background. Call `save_checkpoint(..., save_latest=False)` then: DeepSpeed would write
             `latest` before the commit, so this engine writes it after that.
-        types: classes of values in `client_state`, to be made at a load.
+        types: classes of values in `client_state` that a load creates again.
         options: how saves are stored, if the repository is opened here.
 
     Attributes:
-        manager: of the saves; None before the first.
+        manager: the manager of the saves; None before the first save.
     """
 
     def __init__(
@@ -97,7 +97,8 @@ class SnapstoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # deep
             info: a CheckpointCommitInfo, whose tag ends with the step.
 
         Raises:
-            InvalidInputError: the tag ends with no step; or `latest` is wanted of a save in the background.
+            CapabilityError: this release of DeepSpeed passes no CheckpointCommitInfo.
+            InvalidInputError: the tag does not end with a step; or DeepSpeed is to write `latest` with `async_save`.
             SnapstoreError: an earlier save failed in the background.
         """
         if not isinstance(info, CheckpointCommitInfo):
@@ -116,16 +117,19 @@ class SnapstoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # deep
         self._info, self._files, self._is_checkpoint = info, {}, False
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a folder. DeepSpeed makes that of a tag on all ranks, and only for a checkpoint."""
+        """Make a folder. DeepSpeed makes the folder of a tag on all ranks, and only for a checkpoint."""
         super().makedirs(path, exist_ok=exist_ok)
         if self._info is not None and Path(path) == self._folder():
             self._is_checkpoint = True
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Take a state dict for the file at `path`. Nothing may change it until `commit`.
+        """Keep a state dict, for the file at `path`, until `commit`. Do not change it until then.
 
-        A file outside the folder of the tag, such as that of `save_16bit_model`, is for other programs: torch.save
-        writes it.
+        A file outside the folder of the tag, such as that of `save_16bit_model`, is for other programs: it is written
+        with torch.save.
+
+        Raises:
+            InvalidInputError: `create` was not called before.
         """
         if self._info is None:
             raise InvalidInputError(f"save({path}): before create")
@@ -165,7 +169,7 @@ class SnapstoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # deep
         return _with_scalers(references.restore(path, where, map_location, self._types))
 
     def preserves_storage_sharing(self) -> bool:
-        """Return False: of a view, only its own elements are stored, so DeepSpeed need not copy it."""
+        """Return False: only the elements of a view are stored, not its whole memory, so DeepSpeed need not copy it."""
         return False
 
     # -- what the program calls
@@ -179,7 +183,7 @@ class SnapstoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # deep
         except SnapstoreError:
             with suppress(SnapstoreError):
                 if self.manager is not None:
-                    self.manager.check_for_errors()  # it is raised here, and not by the next call again
+                    self.manager.check_for_errors()  # the error is raised here, so not by the next call too
             raise
         if self.manager is not None:
             self.manager.wait_until_finished()
@@ -209,7 +213,7 @@ class SnapstoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # deep
         return Path(self._info.save_dir, self._info.tag)
 
     def _publish(self, handle: SaveHandle, info: Any) -> None:
-        """Write the references of all ranks once the snapshot is committed; then `latest`, if it is ours to write."""
+        """Write the references of all ranks once the snapshot is committed; with `async_save` then write `latest`."""
         snapshot = handle.result()
         if place()[0] != 0 or snapshot is None or self.manager is None:
             return
@@ -244,7 +248,7 @@ def _with_scalers(value: Any) -> Any:
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a container with its values changed; other values as they are."""
+    """Return a container with its values changed; return any other value unchanged."""
     if isinstance(value, dict):
         changed = {key: change(one) for key, one in value.items()}
         same = all(changed[key] is value[key] for key in value)

@@ -3,11 +3,12 @@
     fsspec.open("snapstore://exp1@best/model.safetensors", repository="s3://bucket/snapshots")
 
 A snapshot is a folder `run@step`; any reference names it. It has a file `PART.safetensors` for each part, with the
-names inside the part, and `all.safetensors` with all tensors. The files do not exist: their headers are computed, and
+names inside the part, and `all.safetensors` with all tensors. The files are not stored: their headers are computed, and
 a range of bytes is read from the chunks that hold it, each checked against its digest. Arrays that the format cannot
-hold are left out, and named in `info()`. A snapshot of a folder (`snapstore.pack_folder`) has its own files instead.
+hold are left out, and `info()` names them. A snapshot of a folder (`snapstore.pack_folder`) shows the files of that
+folder instead.
 
-The repository is the option `repository`, or the end `?repository=URL` of a path, or SNAPSTORE_REPO.
+The repository is named by the option `repository`, by `?repository=URL` at the end of a path, or by SNAPSTORE_REPO.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from ..state.folder import Entry, File, Folder, Link, file_spans, index_of, is_f
 from ..state.tensors import TensorSpec
 
 ENDING = ".safetensors"
-#: The file of all tensors; a part of this name comes first.
+#: The name of the file of all tensors; a part of this name takes precedence.
 ALL = "all"
 QUERY = "?repository="
-#: Files whose headers are kept.
+#: The most files whose headers are kept in memory.
 FILES_KEPT = 32
 
 
@@ -117,7 +118,7 @@ class SnapstoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return found if detail else [each["name"] for each in found]
 
     def info(self, path: str, **options: Any) -> dict[str, Any]:
-        """Return name, size [bytes] and type of a path; for a file also the id, and the values that are left out."""
+        """Return name, size [bytes] and type of a path; for a file also its snapshot's id, and the names left out."""
         ref, name = self._split(path)
         if not ref:
             return {"name": "", "size": 0, "type": "directory"}
@@ -148,7 +149,7 @@ class SnapstoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return SnapshotFile(self, path, virtual, block_size, **options)
 
     def _split(self, path: str) -> tuple[str, str]:
-        """Return the reference and the name of a file."""
+        """Return (the reference, the name of a file) of a path."""
         ref, _, name = self._strip_protocol(path).partition("/")
         return ref, name
 
@@ -220,7 +221,7 @@ class _VirtualFile:
         self._handles = [handle for _, handle in filled]
 
     def info(self, name: str) -> dict[str, Any]:
-        """Return what fsspec says of a file; the id makes it another one for caches when the reference moves."""
+        """Return the info of the file; by the id, caches notice that a reference now names another snapshot."""
         about = {"name": name, "size": self.size, "type": "file", "id": self.snapshot.id}
         return {**about, "left_out": list(self._left_out)} if self._left_out else about
 
@@ -246,13 +247,13 @@ class _Folder:
         self._entries = {os.fsdecode(entry.name): entry for entry in index.entries}
 
     def names(self, above: str) -> list[str]:
-        """Return what lies in a folder; links to nothing inside, and names that end a path, are left out."""
+        """Return the names in a folder, without links that lead to no file here, and names that contain QUERY."""
         inside = f"{above}/" if above else ""
         below = (name for name in self._entries if name.startswith(inside) and "/" not in name[len(inside) :])
         return [name for name in below if self._followed(name) is not None and QUERY not in name]
 
     def is_directory(self, name: str) -> bool:
-        """Return whether a name is of a folder. A link to one is none: its files have one name."""
+        """Return whether a name is that of a folder. A link to a folder does not count: each file has one name."""
         return name in self._entries and self._entries[name].kind == Folder
 
     def file(self, name: str, path: str) -> _FileOfFolder:
@@ -278,7 +279,7 @@ class _FileOfFolder:
         self._folder, self._entry, self.size = folder, entry, entry.size
 
     def info(self, name: str) -> dict[str, Any]:
-        """Return what fsspec says of a file."""
+        """Return the info of the file."""
         return {"name": name, "size": self.size, "type": "file", "id": self._folder.tensors.snapshot.id}
 
     def read(self, start: int, end: int) -> bytearray:
@@ -295,7 +296,7 @@ def _directory(ref: str, snapshot: Snapshot) -> dict[str, Any]:
 
 @contextmanager
 def _not_found(path: str) -> Iterator[None]:
-    """Raise FileNotFoundError where a reference or part names nothing, as file systems do."""
+    """Raise FileNotFoundError, as file systems do, if a reference or part names nothing."""
     try:
         yield
     except (NotFoundError, InvalidInputError) as error:  # a run alone is no reference

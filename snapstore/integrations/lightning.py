@@ -34,7 +34,7 @@ from . import references
 log = logging.getLogger("snapstore")
 
 _NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
-#: The releases in which the private names of `_connector` were looked at.
+#: The releases of Lightning whose private names `_connector` knows.
 _KNOWN = ((2, 5), (2, 6))
 _SHARDED, _REFUSED = ("FSDPStrategy", "ModelParallelStrategy"), ("DeepSpeedStrategy", "XLAStrategy", "XLAFSDPStrategy")
 #: The parts of a checkpoint that all ranks hold together; each rank keeps its own of the others.
@@ -54,7 +54,7 @@ def _import() -> list[Any]:
 
 
 def _base(*path: str) -> Any:
-    """Return a class that Trainers of all namespaces take, from the class of each."""
+    """Return a subclass of the class in each namespace, so that the Trainers of all of them accept it."""
     kinds = dict.fromkeys(getattr(import_module(f"{one.__name__}.{path[0]}"), path[1]) for one in _import())
     return type(path[1], tuple(kinds), {})
 
@@ -73,10 +73,10 @@ class SnapstoreCheckpointIO(_CheckpointIO):  # type: ignore[misc]  # a class of 
         repository: a URL or path, where a repository is made if there is none; or an open Repository.
         run: the name of the run.
         async_save: `save_checkpoint` returns once the state is copied. The reference appears after the commit.
-        types: classes of values in a checkpoint, such as those of hyperparameters, to be made at a load.
+        types: classes of values in a checkpoint, such as hyperparameters, that a load creates again.
         options: how saves are stored, if the repository is opened here.
 
-    FSDP and ModelParallel strategies with sharded checkpoints do not use a CheckpointIO: take `SnapshotCallback`.
+    FSDP and ModelParallel strategies with sharded checkpoints do not use a CheckpointIO: use `SnapshotCallback`.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class SnapstoreCheckpointIO(_CheckpointIO):  # type: ignore[misc]  # a class of 
 
         Raises:
             TypeError: with `storage_options`.
-            InvalidInputError: the checkpoint holds a value that cannot be saved, which is named.
+            InvalidInputError: the checkpoint holds a value that cannot be saved; the error names it.
             SnapstoreError: this save failed, or an earlier one in the background.
         """
         if storage_options is not None:
@@ -121,11 +121,11 @@ class SnapstoreCheckpointIO(_CheckpointIO):  # type: ignore[misc]  # a class of 
 
         Args:
             map_location: a device for all tensors; None or a function: host memory.
-            weights_only: nothing stored is pickled, so both are the same.
+            weights_only: ignored, since nothing is pickled.
 
         Raises:
             NotFoundError: there is no file; or the snapshot that it names is gone.
-            FormatError: the file is no reference.
+            FormatError: the file is not a reference.
             InvalidInputError: `map_location` is a dict.
         """
         self._wait()
@@ -135,15 +135,15 @@ class SnapstoreCheckpointIO(_CheckpointIO):  # type: ignore[misc]  # a class of 
         return cast(dict[str, Any], references.restore(os.fspath(path), where, map_location, self._types))
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove the reference at `path`, and forget its snapshot; its bytes are collected in the background.
+        """Remove the reference at `path`, forget its snapshot, and run gc; with `async_save`, in the background.
 
-        A tagged snapshot is kept. Without a file nothing happens.
+        A tagged snapshot is kept. If there is no file, do nothing.
         """
         self._wait(only_ended=True)
         self._do(partial(self._remove, os.fspath(path)))
 
     def teardown(self) -> None:
-        """Wait for all saves and removals, close the repository, and raise what failed. Later calls open it again."""
+        """Wait for all saves and removals, close the repository, and raise their first error. Later calls reopen it."""
         try:
             self._wait()
         finally:
@@ -173,19 +173,19 @@ class SnapstoreCheckpointIO(_CheckpointIO):  # type: ignore[misc]  # a class of 
         self._pending.append(self._worker.submit(work))
 
     def _wait(self, *, only_ended: bool = False) -> None:
-        """Raise the first error of work in the background, and drop what has ended."""
+        """Wait for the work in the background, or with `only_ended` only for finished work; raise its first error."""
         ended = [one for one in self._pending if one.done() or not only_ended]
         self._pending = [one for one in self._pending if one not in ended]
         for error in filter(None, [one.exception() for one in ended]):
             raise error
 
     def _publish(self, handle: SaveHandle, path: str) -> None:
-        """Write a reference once its snapshot is committed; forget the snapshot that it named before."""
+        """Write a reference once its snapshot is committed; forget the snapshot that the old reference named."""
         try:
             snapshot = handle.result()
         except SnapstoreError:
             with suppress(SnapstoreError):
-                self._opened().check_for_errors()  # it is raised here, and not by the next save again
+                self._opened().check_for_errors()  # the error is raised here, so not by the next save too
             raise
         assert snapshot is not None
         repository = self._opened().repository
@@ -201,7 +201,7 @@ class SnapstoreCheckpointIO(_CheckpointIO):  # type: ignore[misc]  # a class of 
             self._forget(named)
 
     def _forget(self, named: dict[str, Any]) -> None:
-        """Forget a snapshot that no file of this process names any more, and collect what only it needed."""
+        """Forget the snapshot of a reference that is gone, and run gc."""
         repository = self._opened().repository
         if named["uuid"] != repository.config.uuid or named["run"] != self.run:
             return  # a file of another run, copied here
@@ -222,26 +222,26 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
     """Saves the whole state of a Trainer by the policies of a SnapshotManager, and resumes it.
 
     A snapshot is Lightning's checkpoint (model, optimizers, schedulers, loops, callbacks, precision, datamodule,
-    hyperparameters), with the generators of python, NumPy and torch of each rank. On several ranks all save one
-    snapshot together; FSDP and ModelParallel strategies save what each rank holds.
+    hyperparameters), with the random generators of Python, NumPy and torch of each rank. Several ranks save one
+    snapshot together; with FSDP and ModelParallel strategies each rank saves its shards.
 
     Args:
         manager: a SnapshotManager; or a function that makes one, which is called in `fit`, when the ranks of the job
-            are known: on several ranks pass a function. A manager that is made here is closed here.
+            are known: on several ranks pass a function. The callback closes a manager that the function made.
         when: "step": save after a batch if the manager's `should_save` says so. "validation": save after each
             validation, when its metrics are there.
         resume: "latest": `fit` resumes from the newest snapshot, if there is one and no `ckpt_path` is given; a step or
-            tag: from that one; None: it does not resume.
-        metrics: names in `trainer.callback_metrics` that are stored with a snapshot; those of `KeepBest` policies
-            always are. On several ranks log them with `sync_dist=True`.
-        per_rank: on a resume by another number of ranks: the rank whose loops, callbacks and generators all take.
+            tag: from that snapshot; None: it does not resume.
+        metrics: names in `trainer.callback_metrics` that are stored with a snapshot; the metrics of `KeepBest` policies
+            are always stored. On several ranks log them with `sync_dist=True`.
+        per_rank: if another number of ranks resumes: the rank whose loops, callbacks and generators all ranks take.
 
     Raises:
         InvalidInputError: by `fit`: the strategy keeps its state in a way that this callback does not know.
         CapabilityError: by `fit`: this release of Lightning lacks what the callback calls.
     """
 
-    best_model_path = ""  # so that ckpt_path="best" is the error of Lightning that says what to do
+    best_model_path = ""  # so that ckpt_path="best" raises Lightning's own error, which says what to do
 
     def __init__(
         self,
@@ -258,13 +258,13 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         self._given, self._when, self._resume = manager, when, resume
         self._metrics, self._per_rank = tuple(metrics), per_rank
         self._manager: SnapshotManager | None = None
-        self._restored: dict[str, Any] | None = None  # that is being loaded
+        self._restored: dict[str, Any] | None = None  # the checkpoint that is being loaded
         self._last_step = 0
 
     # -- hooks of a fit, in this order
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Make the manager, and hand the newest snapshot to the Trainer, which loads it as it loads a file."""
+        """Make the manager, and pass the snapshot to resume from to the Trainer, which loads it like a file."""
         if stage != "fit":
             return
         _require_known(trainer.strategy)
@@ -279,7 +279,7 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
             self._restored = {"step": step}
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Load the tensors of a sharded strategy, which exist now; set the generators."""
+        """Load the tensors of a sharded strategy, which exist only now; set the random generators."""
         if trainer.ckpt_path is not None:
             self._restored = None  # the caller's checkpoint was loaded
         if self._restored is None:
@@ -291,7 +291,7 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         log.info("run=%s resuming at step %d", self._opened().run, self._restored["global_step"])
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Set the generators again, unless an epoch begins here: the iterator of a loader has drawn a number."""
+        """Set the random generators again, unless an epoch begins: making a loader's iterator has drawn a number."""
         if self._restored is not None and not self._restored[_OWN]["begins_epoch"]:
             self._set_generators()
         self._restored = None
@@ -309,7 +309,7 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
             self._save(trainer, trainer.global_step)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Wait for the last save, and raise what failed in the background."""
+        """Wait for the last save, and raise an error of a save in the background."""
         self._opened().wait_until_finished()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -368,10 +368,10 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
 
 
 def _connector(trainer: Any) -> Any:
-    """Return the part of a Trainer that dumps and loads checkpoints. The private names of Lightning are used here.
+    """Return the part of a Trainer that dumps and loads checkpoints. Private names of Lightning are used only here.
 
     Raises:
-        CapabilityError: it is not as in the releases that are known.
+        CapabilityError: it is not the same as in the known releases.
     """
     version = import_module(type(trainer).__module__.partition(".")[0]).__version__
     found = getattr(trainer, "_checkpoint_connector", None)

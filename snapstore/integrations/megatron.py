@@ -6,8 +6,8 @@
 
 In: a sharded state dict of Megatron, on each rank. Out: one snapshot, whose keys are Megatron's; a reference to it,
 `snapstore.json`, in the checkpoint's folder beside Megatron's `common.pt`; then Megatron writes `metadata.json`, the
-file that makes a folder a checkpoint. So neither is ever ahead of the commit. The save runs in threads of this process.
-`async_save` copies the state, and returns a request that another process of Megatron only waits with.
+file that makes a folder a checkpoint. So neither file is written before the commit. The save runs in threads of this
+process. `async_save` copies the state, and returns a request; the process that Megatron runs for it only waits.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ log = logging.getLogger("snapstore")
 #: The name of the reference in the folder of a checkpoint.
 REFERENCE = "snapstore.json"
 _BYTES = "snapstore: io.BytesIO"
-#: How often a process of Megatron looks whether the save has ended [s].
+#: The interval at which a process of Megatron looks whether the save has ended [s].
 _POLL_S = 0.05
 
 
 class SnapstoreSaveStrategy(strategies.TorchDistSaveShardedStrategy):  # type: ignore[misc]  # megatron has no types
     """Saves sharded state dicts as snapshots of a run. Make one on every rank, for the whole job.
 
-    Tensors keep Megatron's keys, shapes and boxes, so any other parallel layout loads them. The main replica is
-    stored. The values of ShardedObjects are stored as they are, without pickle. `common.pt` is Megatron's.
+    Tensors keep Megatron's keys, shapes and boxes, so any other parallel layout can load them. The main replica is
+    stored. The values of ShardedObjects are stored without pickle. Megatron writes `common.pt` itself.
 
     Args:
         repository: a URL or path, where a repository is made if there is none; or an open Repository.
@@ -68,7 +68,7 @@ class SnapstoreSaveStrategy(strategies.TorchDistSaveShardedStrategy):  # type: i
         options: how saves are stored, if the repository is opened here.
 
     Attributes:
-        manager: of the saves; None before the first.
+        manager: the manager of the saves; None before the first save.
     """
 
     def __init__(
@@ -87,14 +87,14 @@ class SnapstoreSaveStrategy(strategies.TorchDistSaveShardedStrategy):  # type: i
         """Copy the state of this rank, and begin the save; every rank calls it.
 
         Args:
-            sharded_state_dict: only of ShardedTensors and ShardedObjects, as `dist_checkpointing.save` gives it.
+            sharded_state_dict: has only ShardedTensors and ShardedObjects, as `dist_checkpointing.save` passes it.
             checkpoint_dir: a folder whose name ends with the step.
 
         Returns:
             An AsyncRequest. Its last function waits for the commit, on all ranks, and writes the reference.
 
         Raises:
-            InvalidInputError: the name ends with no step; or an object cannot be saved, which is named.
+            InvalidInputError: the name does not end with a step; or an object, which the error names, cannot be saved.
             SnapstoreError: an earlier save failed in the background.
         """
         step = step_of(str(checkpoint_dir))
@@ -125,13 +125,13 @@ class SnapstoreSaveStrategy(strategies.TorchDistSaveShardedStrategy):  # type: i
 
 
 class SnapstoreLoadStrategy(strategies.TorchDistLoadShardedStrategy):  # type: ignore[misc]
-    """Loads checkpoints of `SnapstoreSaveStrategy` into any parallel layout; other ones as Megatron does.
+    """Loads checkpoints of `SnapstoreSaveStrategy` into any parallel layout; loads others as Megatron does.
 
-    Each rank reads what it needs, and nothing is communicated.
+    Each rank reads the chunks that it needs, without communication.
 
     Args:
         repository: where the snapshots are, if they have moved; None: where the reference says.
-        types: classes of values in ShardedObjects, to be made.
+        types: classes of values in ShardedObjects that a load creates again.
     """
 
     def __init__(self, repository: str | Path | Repository | None = None, *, types: Sequence[type] = ()) -> None:
@@ -142,7 +142,8 @@ class SnapstoreLoadStrategy(strategies.TorchDistLoadShardedStrategy):  # type: i
         """Return the state dict with tensors and values in the place of ShardedTensors and ShardedObjects.
 
         Raises:
-            NotFoundError: the snapshot of the reference is gone.
+            NotFoundError: the repository or the snapshot of the reference is gone.
+            FormatError: the file `snapstore.json` is not a reference.
             CheckpointingException: a tensor has another shape in the snapshot (Megatron's).
             CheckpointException: a key is missing, or reading failed (torch's, a BaseException).
         """
@@ -189,7 +190,7 @@ class SnapstoreLoadStrategy(strategies.TorchDistLoadShardedStrategy):  # type: i
         )
 
     def remove_sharded_tensors(self, checkpoint_dir: str, key_prefix: str) -> None:
-        """Refuse: a snapshot never changes.
+        """Refuse to change a snapshot; remove tensors from any other checkpoint as Megatron does.
 
         Raises:
             InvalidInputError: the checkpoint is a snapshot.
@@ -224,10 +225,10 @@ class SnapstoreLoadStrategy(strategies.TorchDistLoadShardedStrategy):  # type: i
 
 
 def use_by_default(save: SnapstoreSaveStrategy, load: SnapstoreLoadStrategy) -> None:
-    """Make these the strategies that Megatron takes where none is passed, as Megatron-LM's training loop does.
+    """Make these the strategies that Megatron uses if none is passed, as in Megatron-LM's training loop.
 
-    Megatron registers its own for "torch_dist" again at each look-up, so one that is registered there is silently
-    replaced. This replaces the function that registers them, which is not part of its documented interface.
+    Megatron registers its own strategies for "torch_dist" again at each look-up, and so silently replaces others. So
+    this replaces the function that registers them, which is not part of Megatron's documented interface.
 
     Raises:
         CapabilityError: this release of Megatron looks strategies up in another way.
@@ -252,12 +253,16 @@ def use_by_default(save: SnapstoreSaveStrategy, load: SnapstoreLoadStrategy) -> 
 
 
 def _by_key(sharded: dict[str, Any], *, is_loading: bool = False) -> dict[str, Any]:
-    """Return what this rank stores, or wants, by Megatron's keys: DCP's kinds of tensors, and tuples of one object."""
+    """Return what this rank stores, or loads, by Megatron's keys: tensors as DCP takes them, and tuples of one object.
+
+    Args:
+        is_loading: return targets for a load, in place of values.
+    """
     found: dict[str, Any] = {}
     for one in nested_values(sharded):
         if not (is_loading or is_main_replica(one.replica_id)):
             continue
-        if isinstance(one, ShardedObject):  # DCP takes a tuple as one value, whatever is in it
+        if isinstance(one, ShardedObject):  # DCP stores a tuple as one value, whatever is in it
             found[one.unique_key] = io.BytesIO() if is_loading else (_without_streams(one.data),)
         else:
             found.setdefault(one.key, []).append(one)
@@ -304,6 +309,6 @@ def _when_ended(handle: SaveHandle, mark: str) -> None:
 
 
 def _wait_for(mark: str, process: int) -> None:
-    """Wait until a folder is gone, or the process that makes it go; runs in a process of Megatron's."""
+    """Wait until a folder is gone, or the process that removes it has ended; runs in a process of Megatron."""
     while Path(mark).exists() and Path(f"/proc/{process}").exists():
         time.sleep(_POLL_S)

@@ -1,7 +1,7 @@
 """Reference files: small files that an adapter writes where a trainer expects a checkpoint file.
 
 In: a committed snapshot. Out: a small JSON file that names it: the repository by place and uuid, the run, the step and
-the id. Invariant: a reference is replaced at once, so a reader finds the old one or the new one.
+the id. Invariant: a reference is replaced atomically, so a reader finds the old one or the new one.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from ..repository import Repository
 #: The first value of a reference; a later form of it gets another number.
 FORMAT, VERSION = "snapstore reference", 1
 _TEXTS = ("repository", "uuid", "run", "snapshot")
-#: Larger files are no references [bytes].
+#: A larger file is not a reference [bytes].
 _LIMIT = 65536
 
 
 def write(path: str, repository: Repository, snapshot: Snapshot, *, part: str | None = None) -> None:
-    """Replace the reference at a path, which is local or a URL of fsspec, by one to a committed snapshot.
+    """Write a reference to a committed snapshot at a path, in place of any file that is there.
 
     Args:
+        path: a local path, or a URL of fsspec.
         part: the part of the snapshot that the file stands for; None: all of it.
     """
     named = {"format": FORMAT, "version": VERSION, "repository": repository.url, "uuid": repository.config.uuid}
@@ -57,7 +58,7 @@ def read(path: str) -> dict[str, Any]:
 
     Raises:
         NotFoundError: there is no file.
-        FormatError: it is no reference, or one of a later release.
+        FormatError: it is not a reference, or one of a later release.
     """
     fs, place = _file_system(path)
     if not fs.exists(place):
@@ -79,7 +80,7 @@ def read(path: str) -> dict[str, Any]:
 
 
 def find(path: str) -> dict[str, Any] | None:
-    """Return the values of the reference at a path; None: there is none, or a link to that of another path."""
+    """Return the values of the reference at a path; None: there is none, or the path is a symbolic link."""
     if Path(_file_system(path)[1]).is_symlink():
         return None
     try:
@@ -89,7 +90,7 @@ def find(path: str) -> dict[str, Any] | None:
 
 
 def remove(path: str) -> None:
-    """Remove what is at a path, if anything is; of a link, the link alone."""
+    """Remove the file or folder at a path, if there is one; of a symbolic link remove only the link."""
     fs, place = _file_system(path)
     if Path(place).is_symlink():
         Path(place).unlink()
@@ -99,14 +100,15 @@ def remove(path: str) -> None:
 
 @contextmanager
 def repository_of(named: dict[str, Any], path: str | Path, here: str | Path | Repository) -> Iterator[Repository]:
-    """Yield the repository that a reference means.
+    """Yield the repository to which a reference refers.
 
     Args:
         named: the values of the reference.
-        here: the repository to try first; else the place in the reference.
+        path: the path of the reference, for errors.
+        here: the repository to try first; the second is the place in the reference.
 
     Raises:
-        NotFoundError: it is in neither place.
+        NotFoundError: the repository is in neither place.
     """
     for where in (here, named["repository"]):
         try:
@@ -129,11 +131,11 @@ def restore(path: str, here: str | Path | Repository, map_location: Any, types: 
     Args:
         here: see `repository_of`.
         map_location: a device for all tensors; None or a function: host memory.
-        types: classes of values, to be made.
+        types: classes of values that the restore creates again.
 
     Raises:
-        NotFoundError: there is no file; or its snapshot is gone.
-        FormatError: the file is no reference.
+        NotFoundError: there is no file; or its repository or snapshot is gone.
+        FormatError: the file is not a reference.
     """
     named = read(path)
     device = "cpu" if map_location is None or callable(map_location) else map_location
@@ -147,7 +149,7 @@ def restore(path: str, here: str | Path | Repository, map_location: Any, types: 
 
 
 def gone(named: dict[str, Any], path: str | Path, repository: Repository, error: NotFoundError) -> NotFoundError:
-    """Return the error of a reference to a snapshot that is not there."""
+    """Return the error for a reference to a snapshot that is not there."""
     return NotFoundError(
         f"{path}: refers to {named['run']}@{named['step']} (id:{named['snapshot'][:12]}) in {repository.url}, which is "
         f"not there ({error}); see: snapstore log --run {named['run']}"

@@ -4,9 +4,9 @@
     torchtitan.train.CheckpointManager = checkpoint_manager("/data/snapshots", run="exp1")
 
 In: the components of a Trainer, and its `[checkpoint]` config. Out: snapshots with the parts model, optimizer,
-lr_scheduler, dataloader and train_state. A Trainer calls load once, then for each step maybe_wait_for_staging and save,
-at the end close. This module imports nothing of torchtitan: it has the interface that release 0.2.2 calls, and the
-calls of `BaseCheckpointManager`, which no release has yet.
+lr_scheduler, dataloader and train_state. A Trainer calls `load` once, then `maybe_wait_for_staging` and `save` for each
+step, and `close` at the end. This module imports nothing of torchtitan. It has the interface that release 0.2.2 calls,
+and that of `BaseCheckpointManager`, which no release has yet.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def checkpoint_manager(
     keep: Policy | Sequence[Policy] | None = None,
     options: SaveOptions | None = None,
 ) -> Callable[..., SnapstoreCheckpointManager]:
-    """Return a function that makes a manager from the arguments that a Trainer gives its CheckpointManager.
+    """Return a function that makes a manager from the arguments that a Trainer passes to its CheckpointManager.
 
     Args:
         repository: a URL or path, where a repository is made if there is none; or an open Repository.
         run: the name of the run.
-        keep: see `SnapshotManager`; None: the newest `keep_latest_k` of the config, 0 of which means all.
+        keep: see `SnapshotManager`; None: keep the newest `keep_latest_k` of the config; if that is 0, keep all.
         options: how saves are stored, if the repository is opened here.
     """
     return partial(SnapstoreCheckpointManager, repository, run, keep, options)
@@ -55,14 +55,17 @@ def checkpoint_manager(
 class SnapstoreCheckpointManager:
     """Saves and loads the state of a Trainer as snapshots of a run. `checkpoint_manager` makes it.
 
-    The config decides when to save (`enable`, `interval`, `enable_first_step_checkpoint`, `load_only`), and what is
-    loaded (`exclude_from_loading`, `initial_load_model_only`). `async_mode` "disabled" waits for each save; the others
-    save in the background. `initial_load_path` is a reference such as "exp0@1000", in the same repository. `folder` is
-    ignored.
+    The config decides when to save (`enable`, `interval`, `enable_first_step_checkpoint`, `load_only`), and which parts
+    are loaded (`exclude_from_loading`, `initial_load_model_only`). With `async_mode` "disabled" the manager waits for
+    each save; with the other modes it saves in the background. `initial_load_path` is a reference such as "exp0@1000",
+    in the same repository. `folder` is ignored.
 
     Attributes:
-        manager: of the saves and loads; None if the config disables checkpoints.
+        manager: the manager of the saves and loads; None if the config disables checkpoints.
         save_future: the handle of the save in the background, or None.
+
+    Raises:
+        InvalidInputError: an option of the config is not supported.
     """
 
     staging_future = None
@@ -110,7 +113,8 @@ class SnapstoreCheckpointManager:
             step: -1: the newest; if the run has none, `initial_load_path`. Step 0 is a seed: only its model is loaded.
 
         Raises:
-            NotFoundError: the step, or what `initial_load_path` names, is not there.
+            NotFoundError: there is no such step, or `initial_load_path` names no snapshot.
+            InvalidInputError: `initial_load_path` is not a reference.
             CheckpointException: the snapshot lacks a part, or a shape differs; torch's, a BaseException.
         """
         if self.manager is None:
@@ -160,7 +164,7 @@ class SnapstoreCheckpointManager:
         return True
 
     def maybe_wait_for_staging(self) -> None:
-        """Do nothing: the copies are complete, or ordered before what follows, when `save` returns."""
+        """Do nothing: when `save` returns, the copies are complete, or ordered before the next work on the device."""
 
     def maybe_wait_for_saving(self) -> None:
         """Wait for the save in the background, and raise its error."""
@@ -187,7 +191,7 @@ class SnapstoreCheckpointManager:
         return {name: value for state in states for name, value in state.items()}
 
     def _load(self, run: str, ref: int | str | None, model_only: bool) -> None:
-        """Load through DCP: a rank asks for its own names, and others' loaders and stages are left out."""
+        """Load through DCP: each rank asks for its own names, without the loaders and stages of other ranks."""
         assert self.manager is not None
         excluded = self._config.exclude_from_loading
         others = {} if model_only else self.states
@@ -202,7 +206,7 @@ class SnapstoreCheckpointManager:
 
 
 def _require_known(config: Any, ft_manager: Any) -> None:
-    """Raise InvalidInputError if the config wants what snapshots do not do."""
+    """Raise InvalidInputError if the config has an option that snapshots do not support."""
     if config.initial_load_in_hf or config.last_save_in_hf:
         raise InvalidInputError(
             "initial_load_in_hf, last_save_in_hf: the repository holds snapshots; switch these off, and use 'snapstore "

@@ -8,9 +8,9 @@
 In: the events of the Trainer. Out: snapshots with the parts model, optimizer, scheduler, scaler, rng and trainer, and a
 temporary folder with the files that the Trainer reads.
 
-A callback hears that a save is due before the Trainer logs and evaluates the step. So it saves at the next event: then
-the metrics are known, and the random generators are where the next step finds them. The Trainer resumes at that place:
-it fetches the batches of the step, then loads the generators.
+The Trainer tells a callback that a save is due before it logs and evaluates the step. So the callback saves at the next
+event: then the metrics are known, and the random generators are in the state in which the next step finds them. The
+Trainer resumes at that point: it fetches the batches of the step, then loads the generators.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ _FILES = {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "scaler": "s
 class SnapshotCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types
     """Saves a snapshot whenever the Trainer would write a checkpoint, instead of it.
 
-    With `save_strategy="steps"` or `"epoch"` the Trainer says when. With `"no"` the manager's `save_interval_steps`
-    does. The step of a snapshot is `TrainerState.global_step`. Its metrics are the numbers that the Trainer has logged
-    at this step, such as `loss` and `eval_loss`, but for speeds.
+    With `save_strategy="steps"` or `"epoch"` the Trainer decides when to save, with `"no"` the manager's
+    `save_interval_steps`. The step of a snapshot is `TrainerState.global_step`. Its metrics are the numbers that the
+    Trainer has logged at this step, such as `loss` and `eval_loss`, except speeds.
 
-    Put it last in `callbacks`: it takes the place of checkpoints that the callbacks before it ask for.
+    Put it last in `callbacks`: it also saves in place of the checkpoints that earlier callbacks ask for.
 
     Args:
         manager: a SnapshotManager; under torch.distributed one on every rank. Close it after the training.
 
     Raises:
-        InvalidInputError: at the begin of the training: an option of TrainingArguments that the callback cannot honour.
-        CapabilityError: likewise: FSDP, DeepSpeed, or a device other than CPU and CUDA.
+        InvalidInputError: when the training begins: the callback does not support an option of TrainingArguments.
+        CapabilityError: when the training begins: FSDP, DeepSpeed, or a device other than CPU and CUDA.
         SnapstoreError: at a later event: a save failed.
     """
 
@@ -77,7 +77,7 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         self._best: int | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Refuse options that cannot be honoured, and take over `save_total_limit`."""
+        """Refuse options that are not supported, and use `save_total_limit` as the policy of the manager."""
         _refuse(args, state)
         self._due = self._prepared = False
         self._best = self._best_saved(state)
@@ -113,18 +113,18 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         return control
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save the last step, if that is due."""
+        """Save the previous step, if a save is due."""
         self._save_if_due(args, state, control, kwargs)
 
     on_epoch_begin = on_step_begin
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Save the last step of the training, if that is due, before the Trainer loads the best model."""
+        """Save the last step of the training, if a save is due, before the Trainer loads the best model."""
         if logs and "train_runtime" in logs:
             self._save_if_due(args, state, control, kwargs)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Warn of a checkpoint that the Trainer has written itself, and save as well."""
+        """Log a warning about a checkpoint that the Trainer has written itself, and save a snapshot as well."""
         log.warning(
             "run=%s step=%d the Trainer has written a checkpoint of its own: a callback after SnapshotCallback asked "
             "for it; put SnapshotCallback last",
@@ -149,7 +149,7 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         log.info("run=%s the best model is that of step %d", self.manager.run, self._best)
 
     def _best_saved(self, state: Any) -> int | None:
-        """Return the step of the best snapshot so far; the best evaluation may be of a step that was not saved."""
+        """Return the step of the best snapshot so far, or None; the step of the best evaluation may not be saved."""
         try:
             tagged = self.manager.repository.snapshot(f"{self.manager.run}@{BEST}").step
         except NotFoundError:
@@ -201,10 +201,10 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         return texts
 
     def _callbacks(self) -> list[Any]:
-        """Return all callbacks of the Trainer: no event passes them, so they are those of the caller.
+        """Return all callbacks of the Trainer. No event passes them, so they are taken from the calling handler.
 
         Raises:
-            CapabilityError: the caller is not the handler of the Trainer, as it is up to release 5.23.
+            CapabilityError: no caller is the handler of the Trainer, as it is up to release 5.23.
         """
         frame = sys._getframe()
         while frame.f_back is not None:
@@ -219,11 +219,11 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
 
 
 def _refuse(args: Any, state: Any) -> None:
-    """Raise for options that cannot be honoured.
+    """Check that the options of the training are supported.
 
     Raises:
-        InvalidInputError: an option.
-        CapabilityError: a kind of training whose state is not covered.
+        InvalidInputError: an option is not supported.
+        CapabilityError: the kind of training, or the device, is not supported.
     """
     if args.save_strategy == "best":
         raise InvalidInputError(
@@ -259,7 +259,7 @@ def _parts(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _metrics(state: Any) -> dict[str, float]:
-    """Return the numbers that were logged at this step, but for what depends on a rank's clock."""
+    """Return the numbers that were logged at this step, except those which depend on a rank's clock."""
     found: dict[str, float] = {}
     for entry in reversed(state.log_history):
         if entry.get("step") != state.global_step:
@@ -284,14 +284,14 @@ def checkpoint_dir(
     that the ranks have in common; the folders of the others have links to them.
 
     Args:
-        manager: of the run.
-        step: a step that a SnapshotCallback has saved; None: the newest. Without any snapshot the path is None, so
-            that the Trainer starts at step 0.
+        manager: the manager of the run.
+        step: a step that a SnapshotCallback has saved; None: the newest. If there is no snapshot, the path is None, and
+            the Trainer starts at step 0.
         folder: where the folder is made; None: where `tempfile` does.
 
     Raises:
         NotFoundError: the run has no such step.
-        InvalidInputError: something else has saved the step.
+        InvalidInputError: the step was not saved by a SnapshotCallback.
         RanksError: another rank failed.
         SnapstoreError: a save failed in the background.
     """
@@ -307,7 +307,7 @@ def checkpoint_dir(
 
 
 def _write_files(manager: SnapshotManager, step: int, path: Path) -> None:
-    """Write the files of a checkpoint: this rank's own, and once per machine those of all ranks."""
+    """Write the files of a checkpoint: those of this rank, and once per machine the files that all ranks share."""
     snapshot = manager.repository.snapshot(f"{manager.run}@{step}")
     metadata = snapshot.metadata
     if not isinstance(metadata, dict) or "transformers" not in metadata:
@@ -369,7 +369,7 @@ def _once_a_machine(write: Callable[[], None], path: Path, rank: int, count: int
 
 
 def _write_model(state: dict[str, Any], path: Path) -> None:
-    """Write the weights; tied ones each, since the Trainer warns of names that are missing."""
+    """Write the weights; write tied weights under each name, since the Trainer warns about missing names."""
     if any(not isinstance(value, torch.Tensor) for value in state.values()):  # a module's extra state
         torch.save(state, path / "pytorch_model.bin")
         return
@@ -382,7 +382,7 @@ def _write_model(state: dict[str, Any], path: Path) -> None:
 
 
 def _rng_of(manager: SnapshotManager, step: int, count: int) -> dict[str, Any]:
-    """Return the generators' states as the Trainer stores them."""
+    """Return the states of the random generators in the form in which the Trainer stores them."""
     rng = manager.restore(step, keys="rng", device="cpu")["rng"]
     python, numpy = rng["python"], rng["numpy"]
     words = numpy["state"]

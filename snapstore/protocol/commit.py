@@ -5,10 +5,10 @@ exists. The order of its steps is what makes it safe (docs/format.md and docs/de
 
     begin     PUT sessions/<id>; only then LIST gc marks, twice; only then LIST records
     write     packs, then manifests, all durable before the commit
-    commit    GET sessions/<id>: no gc has fenced this claim, and none has overlooked it; then a create-only PUT of the
-              record, which is read back; a gc that fences a claim creates the same key, so exactly one of the two wins
+    commit    GET sessions/<id>: if it is there, every gc has seen this claim and none has fenced it; then a create-only
+              PUT of the record, which is read back; a gc that fences a claim creates the same key, so exactly one wins
     end       a claim that has put something and commits nothing creates the key itself, as `aborted` or as a copy of
-              the revision before: that explains its packs; DELETE sessions/<id>
+              the previous revision: that record explains its packs; DELETE sessions/<id>
 
 A crash between any two steps leaves either no record (gc deletes the packs) or a committed one.
 """
@@ -54,8 +54,8 @@ HEARTBEAT_S = 60.0
 class Putter:
     """Puts packs and manifests for one record, while a session protects and explains them.
 
-    The store refuses any place but the one that held the repository when the session began (same_repository.py), so
-    nothing is put on a volume mounted since.
+    The store refuses every place but the one that held the repository when the session began (same_repository.py), so
+    nothing is put on a volume that was mounted later.
 
     Attributes:
         id: of the session; packs and manifests carry it.
@@ -74,18 +74,18 @@ class Putter:
         self.watch: Callable[[], object] | None = None
 
     def heartbeat(self) -> None:
-        """Look whether the work goes on; cheap to call often."""
+        """Call `watch`, which raises if the work must end; cheap to call often."""
         if self.watch is not None:
             self.watch()
 
     def require_session(self) -> None:
-        """Raise ConflictError if a gc is known to have fenced the session."""
+        """Raise ConflictError if a gc is known to have fenced the session; this base class knows of none."""
 
     def confirm(self, sizes: Mapping[str, int]) -> None:
-        """Check that packs and manifests that were put are there.
+        """Check that the store has the packs and manifests that were put.
 
         Args:
-            sizes: of each, by key [bytes].
+            sizes: the size of each, by key [bytes].
 
         Raises:
             ConflictError: a gc has fenced the session and deleted them; nothing was committed.
@@ -109,14 +109,14 @@ class Putter:
 class Claim(Putter):
     """The right to create one record: announced before anything is read, and kept until the record exists.
 
-    Use as a context manager: `with` announces it. While a claim stands, no gc deletes what was put since it began. A gc
-    that fences it creates another record under its key first, so exactly one of the two wins.
+    Use as a context manager: `with` announces it. While a claim stands, no gc deletes what was put for it. A gc that
+    fences the claim first creates another record under its key, so exactly one of the two wins.
 
     Args:
         key: of the record to create.
         verb: what the claim is for, in errors.
-        substitute: makes, from the reason of a failure, the record that takes the key instead: the intended record can
-            then never appear, and the packs that were put for it are explained.
+        substitute: takes the reason of a failure, and returns the record that takes the key instead. Then the intended
+            record can never appear, and a record explains the packs that were put for it.
 
     Attributes:
         shared: whether other processes may have put objects for this claim: ranks of the same job.
@@ -132,9 +132,9 @@ class Claim(Putter):
         self._session_key = f"sessions/{self.id}"
         self._announced = records.encode(this_session(self.id, key))
         self._last_beat = time.monotonic()
-        self._is_announced = False  # or may be
-        self._may_land = False  # a PUT of the record whose outcome is unknown
-        self._key_taken = False  # by this process or another one
+        self._is_announced = False  # True: the session exists, or may exist
+        self._may_land = False  # True: the outcome of a PUT of the record is unknown
+        self._key_taken = False  # True: the key has a record, of this process or of another one
         self.shared = False
 
     @property
@@ -143,7 +143,7 @@ class Claim(Putter):
         return self._may_land and not self._key_taken
 
     def marked(self) -> set[str] | None:
-        """Return the keys that gcs want to delete; None if a mark cannot be read. Set `quarantined`."""
+        """Set `quarantined`, and return the keys that gcs want to delete; None if a mark cannot be read."""
         keys = list(listed(self.store, "gc/"))
         self.quarantined = quarantined_names(keys)
         try:
@@ -154,7 +154,10 @@ class Claim(Putter):
             return None
 
     def __enter__(self) -> Self:
-        """Announce the session. Not the constructor does: nothing would end it after a Ctrl-C between the two."""
+        """Announce the session.
+
+        The constructor does not: after a Ctrl-C between constructor and `with`, nothing would end the session.
+        """
         try:
             config = self._same_repository.enter_context(confirmed(self._context))
             if config is not None and config.digest_seed != self._context.config.digest_seed:
@@ -176,17 +179,17 @@ class Claim(Putter):
     def __exit__(self, *exc: object) -> None:
         try:
             self._end(exc[1])
-        except BaseException as error:  # Ctrl-C: once more, or the session would stay locked as long as this process
+        except BaseException as error:  # Ctrl-C: try again, or the session stays locked until this process ends
             self._end(error)
             raise
         finally:
             self._same_repository.close()
 
     def _end(self, error: object) -> None:
-        """End the session, if the objects of this claim are explained without it or can be; may be repeated.
+        """End the session if a record explains the objects of this claim, or if one can be created; may be repeated.
 
         Args:
-            error: ends the claim; None: there is none.
+            error: the exception that ended the claim, or None.
         """
         if (self.written or self.shared) and not self._key_taken:
             orphaned_sessions.add(self.id)  # the session protects and explains our packs until a gc has fenced it
@@ -202,8 +205,8 @@ class Claim(Putter):
         with suppress(SnapstoreError):
             try:
                 self._create(self._substitute(reason))
-            except StorageFullError:  # the store has answered: our record can no longer appear, and no other one
-                self.store.delete(sorted(self.written))  # needs what only this claim has put
+            except StorageFullError:  # the store has answered: our record can no longer appear
+                self.store.delete(sorted(self.written))  # no other record needs what only this claim has put
                 for prefix in ("packs/", "manifests/"):
                     self.store.sync(prefix)  # a power loss must not bring it back, unexplained
                 self.written &= self.store.sizes(self.written).keys()
@@ -230,7 +233,7 @@ class Claim(Putter):
                 self.require_session()
             except StorageError as error:
                 log.warning("run=%s step=%d a heartbeat failed; the next may succeed: %s", self.run, self.step, error)
-            except CapabilityError as error:  # it stays so: do not ask again
+            except CapabilityError as error:  # the store will never take heartbeats: stop trying
                 self._last_beat = math.inf
                 log.warning(
                     "run=%s step=%d the store takes no heartbeats (%s): a gc on another host fences a %s that takes "
@@ -242,9 +245,10 @@ class Claim(Putter):
                 )
 
     def require_session(self) -> None:
-        """Raise ConflictError unless the session is still there: then every gc that began since has seen it.
+        """Check that the session is still there: then every gc that began after it has seen it.
 
         Raises:
+            ConflictError: the session is gone.
             StorageError: it cannot be read.
         """
         for again in (True, False):  # one wrong answer must not cost a save
@@ -262,11 +266,11 @@ class Claim(Putter):
         )
 
     def publish(self, snapshot: Snapshot) -> Snapshot:
-        """Create the record, and read it back.
+        """Create the record, read it back and return it.
 
         Raises:
             ConflictError: another record has its key, or a gc has fenced this claim; nothing was committed.
-            StorageError: the store failed; the message tells whether nothing was committed or that is not known.
+            StorageError: the store failed; the message says that nothing was committed, or that this is not known.
         """
         self.require_session()
         failure: StorageError | None = None
@@ -295,7 +299,7 @@ class Claim(Putter):
         return snapshot  # our own PUT had landed after all
 
     def _create(self, snapshot: Snapshot) -> Snapshot:
-        """PUT a record under the key. Return the record that the key holds then, whatever the PUT answered.
+        """PUT a record under the key; return the record that the key holds after that, whatever the PUT answered.
 
         Raises:
             StorageError: the key holds no readable record. The PUT may still land, unless `_may_land` is false.

@@ -25,7 +25,7 @@ class ForgetResult:
 
     Attributes:
         kept: (snapshot, reasons) of every snapshot that stays.
-        forgotten: the others.
+        forgotten: the snapshots that were forgotten; in a dry run, that would be.
     """
 
     kept: list[tuple[Snapshot, tuple[str, ...]]]
@@ -41,7 +41,7 @@ def forget(
     """Forget the snapshots of a run that no policy keeps; see `Repository.forget`."""
     check_name("run", run)
     view = context.index.refresh()
-    context.store.sync(f"snapshots/{run}/")  # a power cut that takes a newer snapshot must not cost an older one
+    context.store.sync(f"snapshots/{run}/")  # no power loss may cost a newer snapshot after an older one is forgotten
     snapshots = view.snapshots(run)
     if not snapshots:
         there = ", ".join(view.runs()) or "none"

@@ -8,11 +8,11 @@
             wait; PUT .done
 
 Why this order (docs/design/protocol.md describes the models that explore it): gc waits for a save that began before
-the listing of sessions; a save that began after it has seen the mark, and does not build on its candidates. A gc that
-finds another's mark completes it, dead or alive. Two gcs then keep apart because each looks for the mark after it has
-computed live again. No step trusts a clock, except to fence a session of another host. No single answer deletes
-anything: records, sessions and notes are listed twice, headers are proven by the records' digests, and revisions are
-read back.
+the listing of sessions. A save that began after this listing has seen the mark, and does not build on its candidates. A
+gc that finds the mark of another gc completes it, whether that gc is dead or alive. Two gcs of one mark do no harm,
+because each looks for the mark after it has computed `live` again. No step trusts a clock, except to fence a session of
+another host. No single answer deletes anything: records, sessions and notes are listed twice, manifest headers are
+checked against the digests in the records, and revisions are read back.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from .revisions import hidden_revision, put, retry_conflicts, revise
 from .unexplained_objects import find_damaged, find_unexplained, require_explained
 
 DEFAULT_FENCE_AFTER_S = 3600.0
-#: How the reason of a snapshot begins that a repair has forgotten, because it stays damaged.
+#: The reason of a snapshot begins with this if a repair has forgotten it because it stays damaged.
 DROPPED = "damaged: "
-#: From so many on, packs or manifests are listed side by side, by the first two digits of their names.
+#: With FEW_OBJECTS packs or manifests, or more, they are listed in parallel, by the first two digits of their names.
 FEW_OBJECTS, LISTINGS_AT_ONCE = 8000, 16
 #: Objects of other names were put by another program, and are left alone.
 OBJECT_NAME = re.compile(r"(?:packs|manifests)/[0-9a-f]{2}/[0-9a-f]{64}")
@@ -65,8 +65,9 @@ class GcResult:
     Attributes:
         deleted_objects, deleted_bytes: packs and manifests deleted.
         stored_bytes: packs and manifests left [bytes].
-        waiting_for: sessions of live saves, and damaged ones; while there are any, nothing is deleted: run gc later.
-        fenced: sessions of dead saves, which can no longer commit.
+        waiting_for: ids of sessions of live saves, and of damaged sessions. The objects that wait for them were not
+            deleted; a later gc deletes them.
+        fenced: ids of sessions of dead saves, which can no longer commit.
     """
 
     deleted_objects: int = 0
@@ -144,7 +145,7 @@ class _Gc:
         self.result.stored_bytes = sum(_sizes(self.store).values())
 
     def _still_running(self, sessions: Iterable[str]) -> list[str]:
-        """Return the sessions that have neither ended nor are fenced now."""
+        """Fence the dead ones of some sessions; return the ids of the sessions that still run."""
         fenced = self.result.fenced
         return [s for s in sessions if not fence_if_dead(self.store, s, self.fence_after_s, fenced)]
 
@@ -199,7 +200,7 @@ class _Gc:
             self.result.waiting_for.extend(left)
             return False
 
-        def decide() -> tuple[set[str], dict[str, int]]:  # again whenever an un-forget was first
+        def decide() -> tuple[set[str], dict[str, int]]:  # called again if an unforget revised a record first
             view, unneeded, sizes = self._candidates()
             doomed = mark.keys() & unneeded
             _write_swept(self.context, view, doomed)
@@ -209,7 +210,7 @@ class _Gc:
         try:
             store.stat(records.key_of(mark))
         except NotFoundError:
-            return True  # another gc has completed this mark; the objects it left may be live since
+            return True  # another gc has completed this mark; the objects that it kept may be live by now
         store.delete(sorted(doomed))
         deleted_bytes = sum(sizes[key] for key in doomed)
         self.result.deleted_objects += len(doomed)
@@ -217,7 +218,7 @@ class _Gc:
         store.delete([records.key_of(mark)])
         store.delete([f"gc/{mark.id}.wait"])
         done = Done(id=mark.id, deleted_objects=len(doomed), deleted_bytes=deleted_bytes)
-        with suppress(AlreadyExistsError, StorageError):  # two gcs completed it; and a note is not worth a failure
+        with suppress(AlreadyExistsError, StorageError):  # another gc has put it; or it is not worth a failure
             store.put(records.key_of(done), records.encode(done))
         return True
 
@@ -230,7 +231,7 @@ def _sizes(store: ObjectStore) -> dict[str, int]:
         if len(first) < FEW_OBJECTS:
             found |= _object_sizes(first)
             continue
-        with Threads(LISTINGS_AT_ONCE) as threads:  # a page of a listing says where the next one begins
+        with Threads(LISTINGS_AT_ONCE) as threads:  # one listing gives its pages only one after the other
             prefixes = [f"{kind}{number:02x}/" for number in range(256)]
             for sizes in threads.start(lambda prefix: _object_sizes(store.list(prefix)), prefixes)():
                 found |= sizes
@@ -245,8 +246,8 @@ def _live_keys(context: Context, view: View, present: Iterable[str]) -> set[str]
     """Return the keys of all that ruling committed records need.
 
     Raises:
-        IntegrityError: a record or a manifest is damaged or missing, or a live object is.
-        StorageError: one cannot be read.
+        IntegrityError: a record or a manifest is damaged or missing, or a live object is missing.
+        StorageError: a record or a manifest cannot be read.
     """
     view.require_all_records("gc", "nothing was deleted")
     live: set[str] = set()
@@ -260,7 +261,7 @@ def _live_keys(context: Context, view: View, present: Iterable[str]) -> set[str]
         live |= keys
     absent = live.difference(present)
     absent -= in_quarantine(context.store) if absent else set()  # a repair has reported their loss: do not stop
-    # Objects of a save that committed after our listing are there, though the listing lacks them.
+    # Objects of a save that committed after our listing exist, although the listing lacks them.
     missing = [key for key in sorted(absent) if not exists(context.store, key)]
     if missing:
         raise IntegrityError(
@@ -271,7 +272,7 @@ def _live_keys(context: Context, view: View, present: Iterable[str]) -> set[str]
 
 
 def _live(context: Context, present: Iterable[str]) -> tuple[View, set[str]]:
-    """Return the records now, and the keys of all that they need."""
+    """Return (the records as they are now, the keys of all that the committed ones need)."""
 
     def look() -> tuple[View, set[str]]:
         view = context.index.refresh(list_twice=True)
@@ -290,7 +291,7 @@ def _live(context: Context, present: Iterable[str]) -> tuple[View, set[str]]:
 
 
 def _wait_list(store: ObjectStore, mark: Mark) -> Wait:
-    """Do step 4: return the sessions listed after the mark was put. If several gcs list them, the first list counts."""
+    """Do step 4: return the sessions listed after the mark was put; if several gcs list them, the first list counts."""
     key = f"gc/{mark.id}.wait"
     wait = Wait(id=mark.id, sessions=listed_sessions(store))
     try:
@@ -298,10 +299,10 @@ def _wait_list(store: ObjectStore, mark: Mark) -> Wait:
     except AlreadyExistsError:
         try:
             return records.decode(store.get(key, limit_bytes=MARK_LIMIT_BYTES), Wait, key)
-        except (NotFoundError, IntegrityError, FormatError):  # its gc is done, or it is damaged: ours is as good
+        except (NotFoundError, IntegrityError, FormatError):  # its gc has ended, or it is damaged: use ours
             return wait
     except StorageFullError:
-        return wait  # any list made behind the mark will do, and deleting makes room
+        return wait  # any list made after the mark is valid, and deleting makes room
     return wait
 
 
@@ -309,19 +310,19 @@ def _write_swept(context: Context, view: View, doomed: set[str]) -> None:
     """Create a `swept` revision for every forgotten record that loses bytes.
 
     Raises:
-        ConflictError: another process has revised one first; those before it are swept.
+        ConflictError: another process has revised a record first; the records before it are swept.
     """
     for snapshot, keys in all_needed_keys(context.index, view.snapshots(states=(FORGOTTEN,))):
         # A bad sector must not stop every gc: a snapshot that a repair has dropped may be deleted unread.
         if isinstance(keys, StorageError) and not snapshot.reason.startswith(DROPPED):
             raise keys  # it cannot be read, which does not say that it is gone
-        # Another error: its manifest is gone, as an earlier sweep died between deleting and here.
+        # Another error: its manifest is gone, because an earlier sweep died before it wrote this revision.
         if isinstance(keys, SnapstoreError) or not keys.isdisjoint(doomed):
             revise(context, snapshot, state=SWEPT)
 
 
 def _remove_old_notes(context: Context, keep: int = 10) -> None:
-    """Delete all but the last notes of finished gcs, wait lists without a mark, and notes of swept snapshots."""
+    """Delete notes of finished gcs except the last `keep`, wait lists without a mark, and notes of swept snapshots."""
     infos = list(context.store.list("gc/"))
     done = sorted((i for i in infos if i.key.endswith(".done")), key=lambda i: (i.modified_s, i.key))
     context.store.delete([info.key for info in done[:-keep]])

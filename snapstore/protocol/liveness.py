@@ -1,9 +1,9 @@
 """Liveness: which sessions a gc must wait for, which have ended, and how a dead one is fenced.
 
-A session has ended if a GET answers 404 and two listings lack it: one wrong answer proves nothing. A session that is
-listed and cannot be read is waited for. A session whose process is dead, or whose heartbeat is too old, is fenced: gc
-creates the record that the session would have created, and reads it back, before it releases anything that the
-session protects.
+A session has ended if a GET answers 404 and two listings lack it: one wrong answer proves nothing. A gc waits for a
+session that is listed and cannot be read. A session whose process is dead, or whose heartbeat is too old, is fenced: gc
+creates another record under the key that the session would have created, and reads it back, before it releases anything
+that the session protects.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from .this_process import boot_id, host_name
 
 log = logging.getLogger("snapstore")
 PREFIX = "sessions/"
-#: A session that is dated further in the future than this [s] was not dated by a heartbeat: the store's clock was set
-#: back since, or another program has set the date.
+#: If a session is dated further in the future than this [s], the store's clock was set back after its last heartbeat,
+#: or another program has set the date.
 FUTURE_S = 60.0
-#: Ids of this process's sessions that are over, but could not be removed or whose commit is unclear. Their process
+#: Ids of this process's sessions that have ended but could not be removed, or whose commit is unclear. The process
 #: lives, so only a gc of this process can know that it may fence them.
 orphaned_sessions: set[str] = set()
 
@@ -64,10 +64,14 @@ def _silence_s(store: ObjectStore, info: ObjectInfo, *, redate: bool) -> float:
 def examine(
     store: ObjectStore, session_id: str, fence_after_s: float, *, redate: bool = False
 ) -> tuple[bool, Session | None]:
-    """Return (whether a gc need not wait for a session, the session if it is dead and has to be fenced).
+    """Return (True if a gc need not wait for a session, the session if it is dead and must be fenced).
 
     Args:
+        fence_after_s: a session of another host whose heartbeat is older counts as dead [s].
         redate: see `_silence_s`; False writes nothing.
+
+    Raises:
+        StorageError: the store cannot be read.
     """
     key = f"{PREFIX}{session_id}"
     try:
@@ -90,10 +94,10 @@ def examine(
 
 
 def fence_if_dead(store: ObjectStore, session_id: str, fence_after_s: float, fenced: list[str]) -> bool:
-    """Return whether a session has ended. Fence it if it is dead, and append its id to `fenced`.
+    """Fence a session if it is dead, and append its id to `fenced`; return whether it has ended or is fenced.
 
     Raises:
-        StorageError: it cannot be fenced: nothing proves that its record can no longer appear.
+        StorageError: it cannot be read, or cannot be fenced: nothing proves that its record can no longer appear.
     """
     ended, dead_session = examine(store, session_id, fence_after_s, redate=True)
     if dead_session is not None:
@@ -104,19 +108,21 @@ def fence_if_dead(store: ObjectStore, session_id: str, fence_after_s: float, fen
 
 
 def _fence(store: ObjectStore, session: Session) -> None:
-    """Create the record that blocks a dead session's own; one that is there already blocks it as well."""
+    """Create the record that blocks a dead session's own record; an object that has the key already blocks it too."""
     record = _blocking_record(store, session)
     if record is not None:
-        with suppress(IntegrityError, FormatError):  # a damaged object blocks it as well
+        with suppress(IntegrityError, FormatError):  # a damaged object blocks it too
             create(store, record)
     store.release(records.key_of(session))
 
 
 def _blocking_record(store: ObjectStore, session: Session) -> Snapshot | None:
-    """Return a save's record as aborted, or a copy of the revision before a rewrite's; None: there is none to block.
+    """Return the record that blocks a session's record; None if there is none to block.
+
+    For a save it is the save's own record as aborted, for a rewrite a copy of the previous revision.
 
     Raises:
-        IntegrityError, FormatError: the revision before is damaged.
+        IntegrityError, FormatError: the previous revision is damaged.
         StorageError: it is listed, and cannot be read.
     """
     parsed = parse_record_key(session.key)
@@ -125,7 +131,7 @@ def _blocking_record(store: ObjectStore, session: Session) -> Snapshot | None:
     run, step, snapshot_id, revision = parsed
     if not revision:
         if session.id != snapshot_id or repeats_id(session.key, listed(store, "snapshots/")):
-            return None  # it is forged: its record would hide another snapshot's
+            return None  # the session is forged: the record would hide another snapshot's record
         return aborted(run, step, snapshot_id, "gc gave this save up as dead")
     before = record_key(run, step, snapshot_id, revision - 1)
     with suppress(NotFoundError):

@@ -21,10 +21,11 @@ MARK_LIMIT_BYTES = 1024 * 1024 * 1024
 
 
 def read_mark(store: ObjectStore, key: str) -> Mark | None:
-    """Return a mark that was listed; None if its gc has finished, or another gc has removed it, meanwhile.
+    """Return a mark that was listed; None if its gc has finished meanwhile, or another gc has removed it.
 
     Raises:
         IntegrityError, FormatError: it is damaged, or the store lists it and does not return it.
+        StorageError: the store cannot be read.
     """
     try:
         return records.decode(store.get(key, limit_bytes=MARK_LIMIT_BYTES), Mark, key)
@@ -48,7 +49,13 @@ def marked_keys(store: ObjectStore, keys: Iterable[str]) -> set[str]:
 
 
 def standing_marks(store: ObjectStore) -> list[Mark]:
-    """Return every mark. Remove a mark that cannot be read twice: if its gc runs, it finds its mark gone and stops."""
+    """Return every mark; remove a mark that is damaged in two reads.
+
+    If the gc of that mark still runs, it finds its mark gone and stops.
+
+    Raises:
+        StorageError: the store cannot be read.
+    """
     marks: list[Mark] = []
     for key in [info.key for info in store.list("gc/") if info.key.endswith(".mark")]:
         for again in (True, False):

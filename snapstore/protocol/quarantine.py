@@ -36,7 +36,7 @@ def in_need_of_quarantined(context: Context, snapshots: Sequence[Snapshot]) -> s
 
 
 def remove_notes_of_swept(context: Context, keys: Iterable[str]) -> None:
-    """Delete the notes, among some keys, of a lost manifest whose snapshot is swept: it cannot come back."""
+    """Delete, among some keys, the notes of lost manifests whose snapshots are swept, since these cannot come back."""
     if lost := lost_names(keys):
         swept = {s.id for s in context.index.refresh().snapshots(states=(SWEPT,))}
         context.store.delete([Lost(id=name, found=0, reason="").key for name in sorted(lost & swept)])

@@ -1,7 +1,7 @@
-"""Revisions: create the create-only records that follow a snapshot's first, and read each back from the store.
+"""Revisions: create the create-only records that follow a snapshot's first record, and read each back from the store.
 
-In: a record as it was listed, and a change. Out: the next revision, or ConflictError where another process has created
-it. To forget a snapshot is such a change.
+In: a record as it was listed, and a change. Out: the next revision, or ConflictError if another process has created it.
+To forget a snapshot is such a change.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ T = TypeVar("T")
 
 
 def retry_conflicts(attempt: Callable[[], T], failure: Callable[[ConflictError], SnapstoreError]) -> T:
-    """Return what `attempt` returns, called again whenever another process revises a record first.
+    """Call `attempt` until no other process revises a record first, and return its result.
 
     Args:
-        attempt: lists the records, decides, and creates revisions. It raises ConflictError where it lost the race.
-        failure: makes the error to raise once the last of CONFLICT_ATTEMPTS attempts has lost.
+        attempt: lists the records, decides, and creates revisions. It raises ConflictError if it lost the race.
+        failure: makes the error to raise after the last of CONFLICT_ATTEMPTS attempts has lost.
     """
     for left in range(CONFLICT_ATTEMPTS - 1, -1, -1):
         try:
@@ -68,7 +68,7 @@ def put(store: ObjectStore, key: str, data: bytes) -> None:
 
 
 def create(store: ObjectStore, record: Snapshot) -> Snapshot:
-    """Create a record unless its key is taken. Return the record that the key holds then, whatever the PUT answered.
+    """Create a record unless its key is taken; return the record that the key holds after that, whatever PUT answered.
 
     Raises:
         StorageError: the store failed; or, twice, it returns nothing under a key that it reported as stored or taken.
@@ -116,7 +116,7 @@ def is_ruling(view: View, snapshot: Snapshot) -> bool:
 
 
 def same_content(now: Snapshot | None, before: Snapshot) -> bool:
-    """Return whether a record is as it was, except for copies that failed attempts of ours have created (commit.py)."""
+    """Return whether a record has its earlier content; failed claims may have created copies of it (commit.py)."""
     if now is None:
         return False
     copy = msgspec.structs.replace(now, revision=before.revision, write_id=before.write_id)
@@ -128,6 +128,9 @@ def forget(context: Context, chosen: Sequence[Snapshot], *, policy: str, reason:
 
     Returns:
         The new revisions.
+
+    Raises:
+        StorageError: the store failed, or has a revision that no listing shows.
     """
     with Threads(FORGET_THREADS) as threads:
         done = threads.start(lambda s: _forget_one(context, s, policy, reason), chosen)()

@@ -1,12 +1,14 @@
-"""Same repository: keep a verb that writes or deletes to the repository that was opened.
+"""Same repository: let a verb write or delete only in the repository that was opened.
 
-A volume that is unmounted beneath an open repository leaves an empty folder of the same name. A save into that folder
-is lost when the volume comes back. So each such verb pins the place (`ObjectStore.pinned`), reads the config there
-again and compares its uuid. While the pin stands, the store refuses any other place under that name.
+If a volume is unmounted while a repository on it is open, an empty folder of the same name remains. A save into that
+folder is lost when the volume comes back. So each verb that writes or deletes pins the place (`ObjectStore.pinned`),
+reads the config there again and compares its uuid. While the pin stands, the store refuses any other place under that
+name.
 
-A config that was repaired, damaged or lost since must not stop a training run. A config of another uuid is proven by
-its digest seed, 64 random bits that a repair takes from the manifests. If there is none, a record that this process
-knows proves the place: its name is random, no record is ever deleted, and none is written in an unproven place.
+A config that was repaired, damaged or lost since must not stop a training run. A config with another uuid is proven by
+its digest seed, 64 random bits that a repair takes from the manifests. If the config is missing or damaged, a record
+that this process knows proves the place: its name is random, no record is ever deleted, and no record is written in a
+place that is not proven.
 """
 
 from __future__ import annotations
@@ -39,7 +41,10 @@ T = TypeVar("T")
 
 
 def pinned(verb: Callable[Concatenate[R, P], T]) -> Callable[Concatenate[R, P], T]:
-    """Run a verb that writes or deletes only while the store is still the repository that was opened."""
+    """Return a verb that writes or deletes, changed to run only while the store is the repository that was opened.
+
+    The returned verb also raises StorageError: the store holds another repository, or none, or cannot be read.
+    """
 
     @functools.wraps(verb)
     def call(self: R, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -52,7 +57,7 @@ def pinned(verb: Callable[Concatenate[R, P], T]) -> Callable[Concatenate[R, P], 
 
 @contextmanager
 def _pinned_to_objects(store: ObjectStore) -> Iterator[None]:
-    """Pin the place of a repository whose config was reconstructed: a repair must not write it into an empty folder.
+    """Pin the place of a repository whose config was reconstructed: a repair must not write that into an empty folder.
 
     Raises:
         StorageError: the store holds no record and no manifest, or it cannot be read.
@@ -65,7 +70,7 @@ def _pinned_to_objects(store: ObjectStore) -> Iterator[None]:
 
 @contextmanager
 def confirmed(context: Context) -> Iterator[Config | None]:
-    """Pin the place of an open repository. Give its config as it is now; None if that cannot be read.
+    """Pin the place of an open repository, and yield its config as it is now; None if that is missing or damaged.
 
     Raises:
         StorageError: the store holds no repository, or another one, or it cannot be read.
@@ -73,7 +78,7 @@ def confirmed(context: Context) -> Iterator[Config | None]:
     with context.store.pinned():
         config, problem = _compare(context.store, context.index.uuid)
         if problem:
-            if config is not None:  # no record proves it: a look at another repository has cached that one's
+            if config is not None:  # records prove nothing: reading this one may have cached its records
                 same = config.digest_seed == context.config.digest_seed
             else:
                 same = any(exists(context.store, key) for key in context.index.some_keys())
@@ -91,7 +96,7 @@ def _not_opened(store: ObjectStore, problem: str) -> StorageError:
 
 
 def _compare(store: ObjectStore, uuid: str) -> tuple[Config | None, str]:
-    """Return (the config, how it differs from a repository's of this uuid); the text is empty if it does not."""
+    """Return (the config or None, how it differs from the config of the repository with this uuid, or "")."""
     try:
         found = records.decode(store.get("config", limit_bytes=records.MAX_OBJECT_BYTES), Config, "config")
     except NotFoundError:

@@ -1,4 +1,4 @@
-"""Session: a save's claim, with the snapshots that it may build on; and the part in it of another rank of the job.
+"""Session: a save's claim, with the snapshots that it may build on. SharedSession: another rank's part in it.
 
 In: run, step, parent. Out: lineage, bases and the next sequence number, chosen after the session is announced; then the
 committed record. The bases are committed snapshots whose packs no mark names, so no gc is deleting what this save will
@@ -31,6 +31,9 @@ log = logging.getLogger("snapstore")
 class Session(Claim):
     """One save in flight. Use as a context manager: an exception before the commit leaves no snapshot.
 
+    Args:
+        also: ids of further snapshots that may become bases.
+
     Attributes:
         id: of the snapshot to commit.
         parent: id of the parent; None: the newest of the run.
@@ -53,7 +56,7 @@ class Session(Claim):
             self._compare_seed(view)
 
     def _compare_seed(self, view: View) -> None:
-        """Compare the digest seed with the oldest snapshot's. With bases, the save compares theirs.
+        """Compare the digest seed with that of the oldest snapshot. If there are bases, the save compares theirs.
 
         Raises:
             FormatError: the config seems to be another repository's.
@@ -64,7 +67,10 @@ class Session(Claim):
                 manifest.check_seed(header, self._context.config.digest_seed, refs[0].key)
 
     def _choose(self, view: View, marked: set[str] | None) -> None:
-        """Set the parent, and as bases it, the run's newest and `also`, unless a mark names one of their packs."""
+        """Set the parent, and choose the bases: the parent, the newest of the run and `also`.
+
+        A snapshot is no base if a mark names one of its packs or manifests, or if it is damaged.
+        """
         newest = view.newest(self.run)
         newest_id = newest.id if newest else None
         self.parent = self.parent or newest_id
@@ -99,13 +105,13 @@ class Session(Claim):
 
 
 class SharedSession(Putter):
-    """A rank's part in the session of its job, which rank 0 holds. It has what a writer needs of a `Session`.
+    """A rank's part in the session of its job, which rank 0 holds. A writer uses it as it uses a `Session`.
 
-    Use as a context manager. It puts packs and manifests, and never a record: rank 0's session protects and explains
-    them, and if rank 0 gives the save up, its aborted record does. Gcs hear of rank 0's session alone.
+    Use as a context manager. It puts packs and manifests, and never a record. Rank 0's session protects and explains
+    them; if rank 0 gives the save up, its aborted record explains them. Gcs see only the session of rank 0.
 
     Args:
-        snapshot_id, step: of the save, as rank 0 has begun it.
+        snapshot_id, step: of the save that rank 0 has begun.
         bases: the snapshots that it may build on; rank 0 has looked at the marks.
         watch: called with every heartbeat; raises once rank 0 has given the save up.
 

@@ -1,12 +1,12 @@
 """Tags: keep each tag on one snapshot of a run, even if several processes move it at the same time.
 
-In: a snapshot that has just got tags, and the records before that. Out: the same tags off the run's other snapshots.
+In: a snapshot that has just got tags, and the records before that. Out: the run's other snapshots lose these tags.
 
-A tag must never be on no snapshot, since a policy forgets what has no tag. So a process that takes it off a snapshot
-(1) lists the records, then (2) creates a revision, with the tag, of the snapshot that keeps it, then (3) creates the
-very next revision of the other one as it was listed. If another process has revised the other one since, it begins
-again. Thus a snapshot loses a tag only to one that was given it, or confirmed in it, later; the last snapshot that is
-given a tag loses it to none.
+At every moment a tag must be on at least one snapshot: a policy may forget a snapshot that has no tag. So a process
+that takes the tag off a snapshot (1) lists the records, then (2) creates a revision, with the tag, of the snapshot that
+keeps it, then (3) creates the very next revision of the other snapshot as it was listed. If another process has revised
+the other snapshot since, it begins again. Thus a snapshot loses a tag only to a snapshot that got or confirmed the tag
+later, and the last snapshot that gets a tag keeps it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..format.argument_checks import check_tag, check_tags
 from ..format.records import COMMITTED, Snapshot
 from .revisions import retry_conflicts, revise
 
-#: After this many attempts, two processes that take a tag from each other follow one order.
+#: After this many attempts, two processes that take a tag from each other both let the newest snapshot keep it.
 ATTEMPTS_FOR_TAKER = 3
 
 
@@ -46,9 +46,10 @@ def untag(context: Context, ref: str, name: str) -> Snapshot:
 
 
 def _revise_committed(context: Context, ref: str, tags_of: Callable[[Snapshot], list[str]]) -> tuple[View, Snapshot]:
-    """Give a committed snapshot other tags; return the records before that, and the snapshot.
+    """Give a committed snapshot other tags; return (the records before that, the snapshot).
 
     Raises:
+        NotFoundError: there is no such snapshot.
         InvalidInputError: it is not committed.
         ConflictError: other processes keep revising it.
     """
@@ -64,20 +65,21 @@ def _revise_committed(context: Context, ref: str, tags_of: Callable[[Snapshot], 
 
 
 def take(context: Context, names: Sequence[str], taker: Snapshot, before: View) -> Snapshot:
-    """Take tags off the other snapshots of the run of a snapshot that has just got them.
+    """Take tags off the other snapshots of a run, after one snapshot (the taker) has got them.
 
-    The taker keeps them against the snapshots that had them before. Among snapshots that got them at the same time the
-    newest keeps them, by the order that decides which one a reference names: all takers agree on it. In the end so do
-    two that each see the other as the one that had it before.
+    The taker keeps a tag against the snapshots that had it before. Among snapshots that got a tag at the same time, the
+    newest keeps it, in the order that decides which snapshot a reference names: all takers know this order. If two
+    takers each see the other as the earlier holder, after a few attempts both use this order too.
 
     Args:
-        before: the records on a listing from before the taker got them.
+        names: the tags.
+        before: the records as listed before the taker got the tags.
 
     Returns:
-        The taker as it is now: it may have lost them to a snapshot that got them meanwhile.
+        The taker as it is now: it may have lost the tags to a snapshot that got them meanwhile.
 
     Raises:
-        ConflictError: other processes keep revising the snapshots; several have the tags.
+        ConflictError: other processes keep revising the snapshots; several of them have the tags.
     """
     had = {name: {s.id for s in _holders(before, taker, name)} - {taker.id} for name in names}
     losers = [s for s in before.snapshots(taker.run) if any(s.id in had[name] for name in names)]
@@ -115,7 +117,7 @@ def _holders(view: View, taker: Snapshot, name: str) -> list[Snapshot]:
 def _decide(
     view: View, names: Sequence[str], taker: Snapshot, had: dict[str, set[str]]
 ) -> tuple[list[Snapshot], dict[str, set[str]]]:
-    """Return (the snapshots that keep tags that others lose, the tags that each of the others loses, by id)."""
+    """Return (the snapshots that keep a tag, the tags that each other snapshot loses, by its id)."""
     keepers: dict[str, Snapshot] = {}
     losing: defaultdict[str, set[str]] = defaultdict(set)
     for name in names:

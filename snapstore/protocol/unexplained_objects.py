@@ -1,14 +1,15 @@
 """Unexplained: find packs and manifests that no committed snapshot needs and that no record accounts for.
 
 A gc that sees no record of a snapshot must not conclude that there never was one: a listing may lack it. So each object
-names the record for which it was made (`MadeFor`). It may be deleted only if a revision as high is listed, in whatever
-state: then the ruling one says what the snapshot needs. Every claim that ends without its record leaves another one: a
-save that fails creates its own as `aborted`, a rewrite that fails creates a copy of the revision before, and a gc does
-both for dead processes. A session explains what its process is writing.
+names the record for which it was made (`MadeFor`). It may be deleted only if that revision of the record, or a higher
+one, is listed, in any state: then the ruling (highest) revision says what the snapshot needs. Every claim that ends
+without its record leaves another one: a save that fails creates its own as `aborted`, a rewrite that fails creates a
+copy of the previous revision, and a gc does both for dead processes. A session explains what its process is writing.
 
-Cost: one ranged read (64 bytes of a pack, of a manifest its header) for each candidate that neither a ruling record nor
-an explained manifest names: objects of dead or running saves, or replaced by a rewrite. A process reads each once. A
-few unexplained objects are read whole: one whose bytes do not match its name is damaged, so no whole snapshot needs it.
+Cost: one ranged read (the first 64 bytes of a pack, the header of a manifest) for each candidate that neither a ruling
+record nor an explained manifest names: objects of dead or running saves, and objects that a rewrite has replaced. A
+process reads each once. A few unexplained objects are read whole: one whose bytes do not match its name is damaged, so
+no whole snapshot needs it.
 """
 
 from __future__ import annotations
@@ -64,13 +65,17 @@ _read_origins: WeakKeyDictionary[Index, dict[str, Origin]] = WeakKeyDictionary()
 
 
 def find_damaged(store: ObjectStore, sizes: Mapping[str, int]) -> set[str]:
-    """Return which of a few objects are damaged, by their whole bytes; of many, which take long to read, none."""
+    """Read whole objects, and return the keys of the damaged ones; none if there are more than MAX_READ_WHOLE.
+
+    Args:
+        sizes: of the objects, by key [bytes].
+    """
     few = sizes if len(sizes) <= MAX_READ_WHOLE else {}
     return {key for key, size in few.items() if _is_damaged(store, key, size)}
 
 
 def require_explained(unexplained: Mapping[str, int]) -> None:
-    """Raise IntegrityError if there are unexplained objects (sizes by key)."""
+    """Raise IntegrityError if there are unexplained objects (their sizes by key [bytes])."""
     if unexplained:
         raise IntegrityError(
             f"gc: {counted(len(unexplained), 'object')} that no record explains, of {sum(unexplained.values())} bytes: "
@@ -80,12 +85,12 @@ def require_explained(unexplained: Mapping[str, int]) -> None:
 
 
 def find_unexplained(context: Context, view: View, sizes: Mapping[str, int], sessions: Collection[str]) -> set[str]:
-    """Return which of some objects that nothing committed needs are explained by neither a record nor a session.
+    """Return the keys of the objects that neither a record nor a session explains.
 
     Args:
-        view: records, listed after the objects were.
-        sizes: of the objects, by key [bytes].
-        sessions: ids of the sessions that existed after the objects were listed, and before the records.
+        view: the records, listed after the objects.
+        sizes: of the objects, which no committed snapshot needs, by key [bytes].
+        sessions: ids of the sessions that existed after the objects were listed, and before the records were.
 
     Raises:
         StorageError: the store cannot be read.

@@ -1,10 +1,10 @@
 """Heal: publish new manifests of a snapshot, which refer to intact blobs instead of damaged packs.
 
 In: a snapshot, and the damage (../check/damaged_packs.py). Out: new packs, new manifests and the next revision of its
-record, as every rewrite publishes them (../rewrite/base.py). A chunk that needs a lost blob gets another chain of a
-committed snapshot that gives the same digest, from some reference of its own chain on. Intact blobs of damaged packs
-are copied. Each new chain is rebuilt from where it lies before it is written down: the digest decides. A chunk that
-cannot be healed keeps its references, so that nothing is worse than it was.
+record, as every rewrite publishes them (../rewrite/base.py). A chunk that needs a lost blob gets another chain: it
+keeps the first references of its own chain, and continues with the chain of a committed snapshot that gives the same
+digest. Intact blobs of damaged packs are copied. Each new chain is decoded from the stored blobs before it goes into a
+manifest, and must give the chunk's digest. A chunk that cannot be healed keeps its references: nothing gets worse.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from ..rewrite.shared_manifests import put_list
 from ..rewrite.stored_blobs import batches, stored_of
 from ..text import counted
 
-#: So many chains are remembered for every chunk that is sought, in case gc wants the first.
+#: The most chains that are remembered for each wanted digest: a gc may want to delete the first.
 CHAINS_KEPT = 3
-#: Healing does not ask which chunks of a chain a snapshot holds as its own.
+#: Healing does not need to know which links of a chain are chunks of some snapshot.
 _NOTHING = Digests()
 
 
@@ -48,9 +48,9 @@ class _Plan:
     """The new chains of one manifest.
 
     Attributes:
-        chains: row -> the chain that it gets; every one was rebuilt from where it lies.
+        chains: row -> the chain that it gets; each was decoded from the stored blobs.
         rerouted: rows whose own chains need a lost blob.
-        lost: rows that no chain gives.
+        lost: rows that no known chain gives.
     """
 
     manifest: Manifest
@@ -64,9 +64,9 @@ class Healing:
     """The result of healing a snapshot, done or planned.
 
     Attributes:
-        snapshot: its revision now.
-        elsewhere: chunks that another chain gives.
-        copied: intact blobs copied out of damaged packs.
+        snapshot: its revision after healing.
+        elsewhere: number of chunks that another chain gives.
+        copied: number of intact blobs copied out of damaged packs.
         lost: the chunks that stay lost, in words; empty: none.
     """
 
@@ -100,7 +100,7 @@ class Healer(Rewriting):
         self._budget = limits.Budget(context.store)
         self._chains: dict[bytes, list[Chain]] = {}  # digest -> intact chains that give it
         self._lost: set[bytes] = set()  # digests whose blobs were lost
-        self._looked_at: set[str] = set()  # SHA-256 of the manifests of the snapshot that were looked at for damage
+        self._looked_at: set[str] = set()  # SHA-256 of the snapshot's manifests that were examined for damage
         self._usable: set[str] = set()  # packs whose blobs the running session may refer to
         self._plans: dict[str, _Plan] = {}  # of the snapshot, by the SHA-256 of the manifest
 
@@ -123,7 +123,7 @@ class Healer(Rewriting):
                     self._add_chains(self.sized_manifest(ref), digests)
 
     def _add_chains(self, m: Manifest, wanted: Digests) -> None:
-        """Remember the intact chains of one manifest that give wanted digests, each from its reference on."""
+        """Remember the intact chains of one manifest that give wanted digests: for each, the rest of its chain."""
         table = m.table
         found = np.flatnonzero(wanted.has(table.ref_digests))
         if not len(found):
@@ -147,7 +147,7 @@ class Healer(Rewriting):
         lost, the part stays as it is.
 
         Raises:
-            NotFoundError, IntegrityError, FormatError: a root manifest is missing, damaged, or cannot be read twice.
+            NotFoundError, IntegrityError, FormatError: a root manifest is missing or damaged, or two reads failed.
         """
         if snapshot.id not in self._lacking or RANKS not in snapshot.features:
             return super().data_refs(snapshot)
@@ -171,7 +171,7 @@ class Healer(Rewriting):
     # -- one snapshot
 
     def plan(self, snapshot: Snapshot, view: View) -> Healing:
-        """Return what healing a snapshot would do."""
+        """Return the result that healing a snapshot would have, for a dry run."""
         needed = self.needed(view, self._packs_of_chains())
         there = self.store.sizes([pack_key(name) for name in needed]) if needed else {}
         self._usable = {name for name in needed if pack_key(name) in there}
@@ -185,9 +185,10 @@ class Healer(Rewriting):
             The result; None: it needs no healing any more.
 
         Raises:
-            ConflictError: others keep revising it.
-            IntegrityError, FormatError, NotFoundError: it was damaged further while we looked, or rewritten with its
-                damage.
+            CapabilityError: this machine cannot decode its chunks.
+            ConflictError: other processes keep revising it.
+            IntegrityError, FormatError, NotFoundError: during this repair it was damaged further, or another process
+                rewrote it together with its damage.
         """
         self._looked_at = {ref.sha256 for ref in self.data_refs(snapshot)}
         revision = self.rewrite_one(snapshot)
@@ -215,11 +216,11 @@ class Healer(Rewriting):
         return self._affected_parts(ruling)
 
     def _look_at(self, ruling: Snapshot, ref: ManifestRef, view: View) -> None:
-        """Look at a manifest that another process has published since the scan, for damage and copies of it.
+        """Examine a manifest that another process has published since the scan, for damage and copies of it.
 
         Raises:
-            IntegrityError: what was lost has been copied into a pack that nobody suspects (by a rewrite that had looked
-                for notes before ours were put).
+            IntegrityError: a rewrite that had read the quarantine notes before ours were put has copied damaged blobs
+                into a pack that counts as intact.
         """
         m = self.manifest_of(ref)
         if self._packs.within(m).any():
@@ -233,11 +234,11 @@ class Healer(Rewriting):
             raise IntegrityError(f"{ref.key}: was written while this repair looked, and is damaged too: {error}")
 
     def shared(self, work: Work, parts: Sequence[Part]) -> Written:
-        """Return none: each snapshot's own plan tells what of it stays lost."""
+        """Return none: the plan of each snapshot must tell which of its chunks stay lost."""
         return {}
 
     def begin(self, work: Work, parts: Sequence[Part]) -> None:
-        """Find the new chains of all parts, by packs that stay."""
+        """Find the new chains of all parts, with blobs of packs that no gc deletes."""
         self._usable = self.staying(work, self._packs_of_chains())
         self._plan_all(parts, work.ruling.ref)
 
@@ -289,7 +290,7 @@ class Healer(Rewriting):
         return {link.place: link.digest for link in links if link.place and self._is_damaged(link)}
 
     def _plan(self, m: Manifest, ref: str) -> _Plan:
-        """Find a chain for every row that needs a damaged pack; every chain was rebuilt from where it lies now.
+        """Find a chain for every row that needs a damaged pack; each was decoded from the stored blobs.
 
         Raises:
             CapabilityError: this machine cannot rebuild one.
@@ -313,7 +314,11 @@ class Healer(Rewriting):
         return plan
 
     def _other_chains(self, chain: Chain, bad: int) -> Iterator[Chain]:
-        """Yield chains without a bad blob: from some reference on, another chain that gives the same digest."""
+        """Yield chains without a bad blob: the first links of a chain, then another chain that gives the same digest.
+
+        Args:
+            bad: position of the first link whose blob is lost.
+        """
         for first in range(bad, -1, -1):
             for other in self._chains.get(chain[first].digest, ()):
                 usable = all(

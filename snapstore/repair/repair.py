@@ -4,17 +4,18 @@ In: a scan (check/scan_records.py, check/scan_objects.py). Out: a RepairResult. 
 each complete by itself:
 
     records      vanished records come back from the index, unless that could lose data (`RecordScan.outdated`); a
-                 damaged record gets a next revision, from the index, the revision before, or the manifests
-    notes        date sessions now that are dated in the future; remove damaged sessions that no process keeps alive,
-                 and damaged notes of gcs
+                 damaged record gets a next revision, from the index, an earlier revision, or the manifests
+    notes        give sessions that are dated in the future the present date; remove damaged sessions that no process
+                 keeps alive, and damaged notes of gcs
     quarantine   PUT gc/<sha256>.quarantine for every damaged pack that a snapshot needs: from now on no save builds on
                  it, and no gc deletes it. The pack itself does not change. PUT gc/<id>.lost for every snapshot that
                  lacks a manifest: from now on no policy counts it
-    heal         rewrite snapshots that need such a pack (heal.py), as the next revision of their records; so it is
-                 with snapshots whose list of manifests is damaged
-    drop         only on request: forget what stays damaged
-    purge        only on request: leave packs in quarantine that no snapshot needs to gc
-    index        rebuild it, unless the store is older: then only the index knows what vanished, and keeps gc from it
+    heal         rewrite snapshots that need such a pack (heal.py), as the next revision of their records; write damaged
+                 lists of manifests again, in the same way
+    drop         only on request: forget the snapshots that stay damaged
+    purge        only on request: take packs that no snapshot needs out of quarantine, so that gc deletes them
+    index        rebuild it, unless the store is an older backup: then only the index knows which records vanished, and
+                 by that it stops gc
 
 After a crash at any point, the next repair has less to do.
 """
@@ -75,10 +76,13 @@ def repair(context: Context, *, level: str, apply: bool, drop: bool, purge: bool
     """Check everything up to a level of `check`, and repair what can be repaired.
 
     Args:
-        drop: forget what stays damaged, unless it is tagged.
-        purge: let gc delete the packs in quarantine that nobody needs.
+        level: "metadata", "data" or "restore".
+        apply: make the changes; False: a dry run.
+        drop: forget the snapshots that stay damaged, unless they are tagged.
+        purge: let gc delete the packs in quarantine that no snapshot needs.
 
     Raises:
+        InvalidInputError: there is no such level.
         StorageError: the store failed; every step until then is complete.
     """
     require_level(level)
@@ -136,7 +140,7 @@ class _Repair:
             self._do("index", "index", "the index is rebuilt from the objects", self._index.rebuild)
 
     def _leave_open(self) -> None:
-        """Leave open what `check` will report again, because another command or a person must fix it."""
+        """Add to `open` each problem that `check` will report again: another command or a person must fix it."""
         let_out = {action.key for action in self._report.actions if action.kind in ("purge", "release")}
         for key in sorted(self._unwritten_notes - let_out):
             self._report.open.append(f"{key}: is damaged; run '{REPAIR_CHUNKS} --apply'")
@@ -161,7 +165,7 @@ class _Repair:
             self._report.helps[snapshot.id] = helps
 
     def _do(self, kind: str, key: str, message: str, effect: Callable[[], object]) -> bool:
-        """Run an effect, unless this is a dry run; return whether no other process was first."""
+        """Run an effect, unless this is a dry run, and report it; return False if another process was first."""
         if self._report.applied:
             try:
                 effect()
@@ -173,10 +177,10 @@ class _Repair:
         return True
 
     def _replace_config(self, config: Config) -> None:
-        """Replace a damaged config. It needs no create-only put: processes decide nothing by who writes it first.
+        """Replace a damaged config: delete it, then put a new one. No process depends on which one writes it first.
 
         Raises:
-            ConflictError: it is good now: another repair was first, or a read had failed for a moment.
+            ConflictError: it can be read now: another repair was first, or a read had failed for a moment.
         """
         found: Config | None = None
         with suppress(*DAMAGE, StorageError):
@@ -204,7 +208,7 @@ class _Repair:
         self._know(written)
 
     def _know(self, written: Sequence[Snapshot]) -> None:
-        """Remember records that can be read by now."""
+        """Remember that these records can be read now."""
         self._records = self._records.with_ruling(written)
         self._repaired.update(snapshot.id for snapshot in written)
 
@@ -244,7 +248,7 @@ class _Repair:
     # -- small objects, quarantine
 
     def _date_sessions(self) -> None:
-        """Give sessions that are dated in the future the present date: else nothing ever finds them silent."""
+        """Give sessions that are dated in the future the present date: otherwise no gc would ever find them silent."""
         infos = list(self._store.list("sessions/"))
         now_s = self._store.now_s() if infos else 0.0
         for info in infos:
@@ -257,7 +261,7 @@ class _Repair:
             self._store.touch(key)
 
     def _remove_damaged_small(self) -> None:
-        """Remove damaged sessions that no process keeps alive, and damaged notes of gcs, which start over without."""
+        """Remove damaged sessions that no process keeps alive, and damaged notes of gcs, which no gc needs."""
         for key in sorted(self._records.damaged_small, key=lambda key: (not key.endswith(".mark"), key)):
             if quarantined_names([key]):
                 if self._level != "restore":  # only rebuilding tells which blobs the note named
@@ -280,7 +284,7 @@ class _Repair:
             self._do("remove", key, f"{key}: is damaged and removed", partial(effect, key))
 
     def _end_session(self, key: str) -> None:
-        """Remove a damaged session, after an aborted record of its id: that explains the objects that it has put.
+        """Create an aborted record with the id of a damaged session, which explains its objects; remove the session.
 
         Raises:
             ConflictError: it can be read: one wrong answer must not remove the session of a running save.
@@ -345,7 +349,7 @@ class _Repair:
             raise StorageError(f"{note.key} in {self._store.url}: was put and is not listed; repair again")
 
     def _renew(self, key: str, note: Quarantine) -> None:
-        """Put a note beside the other notes of its pack, and only then remove notes that say no more.
+        """Put a note beside the other notes of its pack, and only then remove the notes that name no other blobs.
 
         If a pack had no note for a moment, a save that begins then would build on it, and a gc would delete it.
         """
@@ -359,7 +363,7 @@ class _Repair:
                 self._store.delete([old])
 
     def _release(self, kind: str, key: str, message: str) -> None:
-        # If a pack is intact, only notes from before the scan go: another repair may have found more since.
+        # If a pack is intact, remove only notes from before the scan: another repair may have found more since.
         listed = self._records.quarantine_notes if kind == "release" else [info.key for info in self._store.list("gc/")]
         notes = [note for note in listed if quarantined_names([note]) == {key}]
         for note in notes or [Quarantine(pack=key.rpartition("/")[2], found=0, reason="").key]:
@@ -368,7 +372,7 @@ class _Repair:
     # -- heal
 
     def _heal(self) -> None:
-        """Heal every snapshot that needs a damaged pack, committed ones first: gcs keep what they need."""
+        """Heal every snapshot that needs a damaged pack; committed ones first: gcs keep the packs that they need."""
         scan, report, ruling = self._scan, self._report, self._ruling
         healer = Healer(self._context, scan.packs, scan.affected, scan.without_manifest.keys())
         view = View(ruling.values(), {}, [])
@@ -429,7 +433,7 @@ class _Repair:
     # -- drop, purge
 
     def _drop(self) -> None:
-        """Forget what stays damaged; nothing while a record that might heal it cannot be read."""
+        """Forget the snapshots that stay damaged; none while a record cannot be read: it might help to heal them."""
         if self._report.applied and (unread := self._index.refresh().unread):
             self._report.open.append(f"nothing is dropped: {strip_hint(next(iter(unread.values())))}; repair again")
             return
@@ -450,7 +454,7 @@ class _Repair:
         revisions.revise(self._context, snapshot, state=FORGOTTEN, policy="", reason=f"{gc.DROPPED}{why}"[:500])
 
     def _purge(self) -> None:
-        """Leave packs in quarantine that no snapshot needs to gc."""
+        """Take packs that no snapshot needs out of quarantine, so that gc deletes them."""
         applied = self._report.applied
         dropped = {snapshot.id for snapshot in self._report.dropped}
         unread = {key: why for key, why in self._records.unreadable.items() if stand_in(key).id not in dropped}

@@ -30,7 +30,7 @@ class RepairResult:
 
     Attributes:
         found: the problems before the repair.
-        applied: whether this was no dry run.
+        applied: whether the changes were made; False: a dry run.
         actions: the changes, in their order.
         healed: snapshots that are whole again.
         lost: (snapshot, what is lost) of every snapshot that stays damaged, dropped ones included. A snapshot whose

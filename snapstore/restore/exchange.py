@@ -1,13 +1,13 @@
-"""Exchange: ranks of one node read each chunk that several of them need once, and give each other its bytes.
+"""Exchange: a chunk that several ranks of one node need is read once, by one of them, which sends it to the others.
 
-In: what each rank wants, and the ranks of its node. Out: filled memory, to the bit as if each rank had read by itself.
-A chunk has one reader, one of the ranks that need it; chunks with one digest are one. The reader checks the digest. It
-sends the bytes that are wanted, not the whole chunk. A chunk that only one rank needs goes the ordinary way.
+In: the arrays that each rank wants, and the ranks of its node. Out: filled memory, to the bit as if each rank had read
+by itself. A shared chunk has one reader, one of the ranks that need it; chunks with equal digests count as one. The
+reader checks the digest. It sends only the wanted bytes of the chunk. `pipeline.load` reads a chunk that only one rank
+needs.
 
-All ranks of a node compute the same plan from the same lists, so they call the same collectives. They go on in rounds,
-in each of which a rank reads, sends and receives at most ROUND_BYTES together. Before each collective the ranks tell
-each other by messages that they have come to it; so the others notice a rank that fails, and none waits in a
-collective for it.
+All ranks of a node compute the same plan from the same lists, so they call the same collectives. They work in rounds:
+in each, a rank reads, sends and receives at most ROUND_BYTES together. Before each collective the ranks tell each other
+by messages that they have reached it. So a rank that fails is noticed, and no rank waits for it in a collective.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("snapstore")
 #: In a round, a rank decodes, sends and receives at most so much together; one run of chunks may be more [bytes].
 ROUND_BYTES = 256 * 1024 * 1024
-#: One rank reads so many neighbouring chunks at most before another one's turn [plain bytes].
+#: A rank reads at most so much of neighbouring chunks before the turn of another rank [plain bytes].
 RUN_BYTES = 8 * 1024 * 1024
-#: A few runs of the same ranks are in a round at least, so that all of them read.
+#: The runs are so short that a round has at least so many for each rank of a set: so all of them read.
 RUNS_A_ROUND = 4
 
 
@@ -65,7 +65,7 @@ class Exchange:
 
     @contextmanager
     def call(self, prefix: str) -> Iterator[None]:
-        """Begin a restore, as a context: an error in it is raised on all ranks. Raises as `JointCall` does.
+        """Return the context of a restore: an error in it is raised on all ranks. Raises as `JointCall` does.
 
         Args:
             prefix: of the keys of this call alone.
@@ -85,14 +85,14 @@ class Exchange:
             raise
 
     def close(self) -> None:
-        """Give the process group back. It may be called twice."""
+        """Destroy the process group. It may be called twice."""
         if self._group is not None:
             self._group.close()
         self._group = None
 
     @property
     def has_begun(self) -> bool:
-        """Return whether the ranks exchange already, so this one cannot begin again by itself."""
+        """Return whether the ranks already exchange, so this rank cannot begin again by itself."""
         return self._call.has_begun
 
     @property
@@ -110,7 +110,7 @@ class Exchange:
         """Read the wanted arrays; see `pipeline.load`, which raises the same.
 
         Raises:
-            RanksError: a rank is silent or does not restore, or a collective failed.
+            RanksError: a rank does not answer or does not restore, or a collective failed.
             SnapstoreError: the error of another rank.
         """
         mine = Needed(wants, overlaps)
@@ -124,13 +124,15 @@ class Exchange:
             rounds = _Rounds(context, group, self._call, mine, plan, target)
             rounds.run()
         except BaseException:
-            self._group = None  # it may be in the middle of a collective; the ranks make another one
+            self._group = None  # it may be in the middle of a collective; the next restore makes another group
             raise
         left, rest = mine.rest(plan.is_shared[plan.of_rank(group.place)], rounds.completed)
         load(context, left, rest, target)
 
     def _agreed_group(self) -> NodeGroup:
-        """Return the ranks of this node, once all ranks of the job have come; all make their groups if one has none.
+        """Return the group of this node's ranks, when all ranks of the job have called this.
+
+        If a rank has no group, all ranks make new ones.
 
         Raises:
             InvalidInputError, CapabilityError: this job cannot exchange.
@@ -141,14 +143,14 @@ class Exchange:
         ready = Ready(boot_id() or host_name(), self._group is not None)
         decided = self._call.agree("ready", encode(ready), _nodes_of)
         nodes = decode(decided, list[list[int]])
-        self._ranks.remove(self._last.posted)  # all ranks have left that call
+        self._ranks.remove(self._last.posted)  # all ranks have left the last call
         if nodes or self._group is None:
             self._group = NodeGroup(nodes, self._ranks.silent_s)
         return self._group
 
 
 def _nodes_of(said: Sequence[bytes]) -> bytes:
-    """Return the ranks of each node, if a rank has no group yet; else none."""
+    """Return the ranks of each node if a rank has no group yet, else an empty list; encoded."""
     ready = [decode(one, Ready) for one in said]
     nodes: dict[str, list[int]] = {}
     for rank, one in enumerate(ready):
@@ -162,9 +164,10 @@ class Needs(msgspec.Struct, array_like=True):
     Attributes:
         shapes: of the overlaps.
         counts: how many rows each has.
-        digests, starts, lengths: of each chunk, and where it begins in the stored box.
-        stored: bytes to read for it.
-        nbytes: bytes that are wanted of it.
+        digests, starts, lengths: of each chunk: its digest (16 bytes, as two int64), where it begins in the stored box,
+            and its plain length [bytes].
+        stored: how many bytes must be read for it.
+        nbytes: how many of its bytes are wanted.
     """
 
     shapes: list[Shape]
@@ -177,19 +180,22 @@ class Needs(msgspec.Struct, array_like=True):
 
 
 def decode_needs(data: bytes) -> Needs:
-    """Return what another rank has encoded."""
+    """Return the needs that another rank has encoded; the columns are (n,) int64."""
     raw = msgpack_decoder(Needs).decode(data)
     columns = {name: np.frombuffer(getattr(raw, name), np.int64) for name in Needs.__struct_fields__[1:]}
     return msgspec.structs.replace(raw, **columns)
 
 
 class Needed:
-    """The needs of this rank: of which manifest, and for what.
+    """The needs of this rank, with their manifests and wants.
 
     Attributes:
-        overlaps: those with chunks, in the order of the wants.
-        wants: the want of each.
+        overlaps: the overlaps with chunks, in the order of the wants.
+        wants: the want of each of these overlaps.
+        counts: (n,) the number of rows of each.
         number: the overlap of each row.
+        rows: the chunk of each row, as a row of its manifest's table.
+        inline: by want, the overlaps without chunks.
     """
 
     def __init__(self, wants: Sequence[Want], overlaps: Mapping[Want, Sequence[Overlap]]) -> None:
@@ -203,7 +209,7 @@ class Needed:
         self.rows = _joined([overlap.rows for overlap in self.overlaps])
 
     def encoded(self) -> bytes:
-        """Return what the other ranks of the node must know of it."""
+        """Return the needs as bytes, for the other ranks of the node."""
         found = self.overlaps
         digests = [np.ascontiguousarray(o.stored.m.table.digests[o.rows]).view(np.int64).ravel() for o in found]
         columns = {
@@ -219,7 +225,11 @@ class Needed:
         )
 
     def rest(self, is_shared: Bytes, completed: set[Want]) -> tuple[list[Want], dict[Want, list[Overlap]]]:
-        """Return the wants that are not complete, and of their overlaps those without shared chunks."""
+        """Return the wants that are not complete, and their overlaps without the shared chunks.
+
+        Args:
+            is_shared: of each row of this rank.
+        """
         found = {want: list(inline) for want, inline in self.inline.items() if want not in completed}
         ends = np.cumsum(self.counts)
         for want, overlap, end in zip(self.wants, self.overlaps, ends.tolist(), strict=True):
@@ -242,7 +252,8 @@ class Plan:
         rank, chunk, start, length, nbytes: (n,) of each row: who needs it, the number of its chunk, and as in `Needs`.
         shape: (n,) of each row, the position in `shapes`.
         is_shared: (n,) whether several ranks need the chunk.
-        reader, round, order: (c,) of each chunk: who reads it and when; for chunks that are not shared, no one.
+        reader, round, order: (c,) of each shared chunk: the rank that reads it, in which round, and its place in the
+            order of reading; -1 for other chunks.
         rounds: how many there are.
     """
 
@@ -286,7 +297,7 @@ class Plan:
         return number + 1 if done else 0
 
     def _runs(self, is_needed: Bytes) -> list[tuple[Column, Column]]:
-        """Return (ranks that need them, chunks) of runs of shared chunks; all sets of ranks go on at one speed."""
+        """Return (ranks that need them, chunks) of runs of shared chunks; the runs of all sets of ranks alternate."""
         found = []
         sets, which = np.unique(is_needed, axis=0, return_inverse=True)
         for number, members in enumerate(sets):
@@ -306,11 +317,11 @@ class Plan:
         return [(who, part) for _, _, who, part in sorted(found, key=lambda one: one[:2])]
 
     def sends(self, number: int) -> list[Column]:
-        """Return, for each rank of the node, the rows of it that this rank reads in a round, in their order."""
+        """Return, for each rank of the node, its rows that this rank reads in a round, in the order of reading."""
         return [self._rows(number, self.place, rank) for rank in range(self.count)]
 
     def receives(self, number: int) -> list[Column]:
-        """Return the rows of this rank that each rank of the node reads in a round, in their order."""
+        """Return, for each rank of the node, this rank's rows that it reads in a round, in the order of reading."""
         return [self._rows(number, rank, self.place) for rank in range(self.count)]
 
     def _rows(self, number: int, reader: int, rank: int) -> Column:
@@ -336,8 +347,8 @@ class _Read:
     """Chunks that this rank has read in a round.
 
     Attributes:
-        memory: of all of them.
-        at: where each chunk begins in it, by its number.
+        memory: the bytes of all of them.
+        at: where each chunk begins in `memory` [bytes], by the number of the chunk.
     """
 
     memory: Memory
@@ -348,7 +359,7 @@ class _Rounds:
     """The rounds of one exchange on one rank.
 
     Attributes:
-        completed: the wants whose every byte is in place.
+        completed: the wants that are filled completely.
     """
 
     def __init__(
@@ -375,7 +386,7 @@ class _Rounds:
                 self._exchange(number, next(reads))
 
     def _reads(self) -> Generator[_Read]:
-        """Yield what this rank reads in each round; it is read ahead."""
+        """Yield the chunks that this rank reads in each round; they are read ahead."""
         counts = [len(self._chunks(number)) for number in range(self._plan.rounds)]
         begun: deque[_Read] = deque()
         nothing = _Read(np.empty(0, np.uint8), {})
@@ -399,7 +410,7 @@ class _Rounds:
         return rows[np.sort(np.unique(self._plan.chunk[rows], return_index=True)[1])]
 
     def _wanted(self, rows: Column, begun: deque[_Read]) -> Iterator[Wanted]:
-        """Yield chunks, for memory of their own; neighbours of one manifest together."""
+        """Yield chunks to be read into new memory; neighbours of one manifest are read together."""
         plan, mine = self._plan, self._mine
         ends = np.cumsum(plan.length[rows])
         starts = ends - plan.length[rows]
@@ -419,7 +430,7 @@ class _Rounds:
         return (engines.on(device) if engines.on_device(device) else engines.cpu).empty(nbytes)
 
     def _exchange(self, number: int, read: _Read) -> None:
-        """Give the other ranks what they need of what this one has read, and put in place what it needs."""
+        """Send the chunks that this rank has read to the ranks that need them; put its own needs in place."""
         plan, place = self._plan, self._group.place
         sends, receives = plan.sends(number), plan.receives(number)
         own, sends[place], receives[place] = receives[place], _NO_ROWS, _NO_ROWS
@@ -463,7 +474,7 @@ class _Rounds:
 
 
 def _reached(data: Memory, memory: Memory) -> Memory:
-    """Return bytes where they can be copied into a memory: device memory goes through the host into host memory."""
+    """Return bytes from where they can be copied into `memory`: for host memory, a host copy of device memory."""
     if isinstance(memory, np.ndarray) and not isinstance(data, np.ndarray):
         return data.cpu().numpy()
     return data

@@ -1,4 +1,4 @@
-"""Manifests: read and check those of a record, read the trees that they store, and count the decoding.
+"""Manifests: read and check the manifests of a record, read the trees that they store, and limit the decoding.
 
 In: a snapshot, or its manifests. Out: manifests, and the parts that they store, each with its whole tree. A tree of
 64 KiB or more lies in pages, which are decoded first.
@@ -49,7 +49,7 @@ def stored_parts(context: Context, manifests: Sequence[Manifest], what: str) -> 
 
     Raises:
         CapabilityError: the pages do not fit into memory, or take more decoding than their stored bytes explain.
-        IntegrityError, FormatError: a page is damaged, or is none; or the pages of a tree do not unpack.
+        IntegrityError, FormatError: a page is damaged, an entry is no page, or the pages of a tree do not unpack.
     """
     return [part_of(m, tree_of(context, m, what)) for m in manifests]
 
@@ -66,7 +66,7 @@ def part_of(m: Manifest, tree: Node) -> StoredPart:
 
 
 def decoding_of(what: str, types: Types | None = None) -> Decoded:
-    """Return what counts the memory of the values in large trees, and refuses more than the machine has."""
+    """Return a Decoded that counts the memory of values in large trees, and refuses more than the machine has."""
     pending = 0
 
     def spend(nbytes: int) -> None:
@@ -96,7 +96,7 @@ def pages_of(m: Manifest) -> Sequence[TensorEntry] | None:
 
 
 def read_pages(context: Context, m: Manifest, pages: Sequence[TensorEntry], what: str) -> memoryview:
-    """Return the bytes of pages, joined; the machine has the memory to unpack them. Raises as `stored_parts` does."""
+    """Return the joined bytes of pages, if the machine has the memory to unpack them. Raises as `stored_parts` does."""
     what = f"{what}: reading the plain values of {part_name(m.header.part)}"
     rows = np.concatenate([box.first_chunk + np.arange(box.chunks) for page in pages for box in page.boxes])
     lengths = m.table.lengths[rows].astype(np.int64)
@@ -128,6 +128,6 @@ def spend_decoding(store: ObjectStore, decoded: int, nbytes: int, what: str) -> 
 
 
 def decoded_bytes(table: ChunkTable, box: Box) -> int:
-    """Return how many bytes are decoded for a box: those of all links of its chains."""
+    """Return how many bytes are decoded for a box, in all links of its chains."""
     rows = slice(box.first_chunk, box.first_chunk + box.chunks)
     return int((table.lengths[rows].astype(np.int64) * table.ref_counts[rows]).sum())

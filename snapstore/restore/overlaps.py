@@ -1,10 +1,10 @@
-"""Overlaps: which chunks of a stored box a wanted box needs, and where their bytes go.
+"""Overlaps: the chunks of a stored box that a wanted box needs, and where their bytes go.
 
-In: a box that a manifest holds, a box that is wanted, and the memory of the wanted one. Out: the chunks to rebuild, and
+In: a box that a manifest holds, a box that is wanted, and the memory of the wanted box. Out: the chunks to rebuild, and
 the copies that put them in place. A chunk is decoded only if it holds a byte of the overlap. If the overlap is a run of
-bytes in both boxes, chunks inside go straight into place; every other chunk goes through a buffer.
+bytes in both boxes, chunks inside it are decoded in place; every other chunk goes through a buffer.
 
-All boxes here count bytes: an element of a tensor is one more dimension, of the element's size.
+All boxes here are boxes of bytes: the bytes of an element are one more dimension, the last.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
 @dataclass(frozen=True, slots=True)
 class StoredBox:
-    """A box of a tensor that a manifest holds, in chunks; without any, in the inline bytes from `inline` on."""
+    """A box of a tensor that a manifest holds: in chunks; if there are none, in the inline bytes from `inline` on."""
 
     m: Manifest
     offsets: Sequence[int]
@@ -43,14 +43,23 @@ class StoredBox:
 
 
 class Shape(NamedTuple):
-    """A box within a stored box, as another rank needs it to take a piece out of a chunk."""
+    """The overlap as a box within a stored box, with which another rank can cut a piece out of a chunk.
+
+    Attributes:
+        sizes: of the overlap.
+        at: where it begins in the stored box.
+        stored_sizes: of the stored box.
+    """
 
     sizes: Sequence[int]
     at: Sequence[int]
     stored_sizes: Sequence[int]
 
     def boxes_in(self, first: int, end: int) -> Iterator[tuple[int, _Box, _Box]]:
-        """Yield the boxes that a span of the stored box's bytes consists of: (start, box, its part in this box)."""
+        """Yield boxes of which a span of the stored box's bytes consists: (start, box, the part of it in this box).
+
+        Boxes without a part in this box are left out.
+        """
         for at, sizes in boxes.span_boxes(first, end, self.stored_sizes):
             common = boxes.overlap((at, sizes), (self.at, self.sizes))
             if common is not None:
@@ -65,7 +74,11 @@ class Shape(NamedTuple):
         return end - first
 
     def take(self, piece: Memory, chunk: Memory, first: int) -> None:
-        """Copy what a chunk, which begins at byte `first` of the stored box, has of this box, in the chunk's order."""
+        """Copy the bytes of this box out of a chunk, in their order, into `piece`.
+
+        Args:
+            first: the byte of the stored box at which the chunk begins.
+        """
         done = 0
         for start, (at, sizes), common in self.boxes_in(first, first + len(chunk)):
             here = [place - corner for place, corner in zip(common[0], at, strict=True)]
@@ -83,9 +96,9 @@ class Overlap:
         rows, starts: the chunks that hold a byte of it, and where each begins in the stored box [bytes]; no chunks if
             the stored box is inline.
         sizes: of the overlap.
-        stored_at, target_at: where it begins in the stored box and in the wanted one.
-        stored_sizes, target_sizes: of the two boxes.
-        target_start: where the wanted box begins in its memory.
+        stored_at, target_at: where it begins in the stored box, and in the wanted box.
+        stored_sizes, target_sizes: the sizes of the two boxes.
+        target_start: where the wanted box begins in its memory [bytes].
     """
 
     stored: StoredBox
@@ -106,12 +119,12 @@ class Overlap:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of its chunks; of inline bytes its own."""
+        """Return how many bytes its chunks have; if it is inline, how many bytes it has."""
         return int(self.lengths.sum()) if self.stored.chunks else math.prod(self.sizes)
 
     @property
     def decoded_bytes(self) -> int:
-        """Return how many bytes are decoded for it: those of all links of its chunks' chains."""
+        """Return how many bytes are decoded for it, in all links of its chunks' chains."""
         return int((self.lengths * self.stored.m.table.ref_counts[self.rows]).sum())
 
     @property
@@ -123,24 +136,24 @@ class Overlap:
         return first, first + math.prod(self.sizes)
 
     def target(self, home: Memory) -> Memory:
-        """Return the memory of the wanted box within that of its tensor."""
+        """Return the memory of the wanted box within the memory of its tensor."""
         return home[self.target_start : self.target_start + math.prod(self.target_sizes)]
 
     def put_inline(self, home: Memory, inline: Memory) -> None:
-        """Copy the overlap out of the inline bytes of the manifest, which may lie where `home` does."""
+        """Copy the overlap out of the inline bytes of the manifest, which lie in host memory or on `home`'s device."""
         source = inline[self.stored.inline : self.stored.inline + math.prod(self.stored_sizes)]
         here = source, self.stored_sizes, self.stored_at
         copy_box((self.target(home), self.target_sizes, self.target_at), here, self.sizes)
 
     def put_span(self, home: Memory, buffer: Memory, first: int) -> None:
-        """Copy what a buffer has of the overlap; its bytes are those of the stored box from `first` on."""
+        """Copy the bytes of the overlap out of a buffer, which has the bytes of the stored box from `first` on."""
         for start, (at, sizes), common in self.shape.boxes_in(first, first + len(buffer)):
             here = [place - corner for place, corner in zip(common[0], at, strict=True)]
             source = buffer[start - first : start - first + math.prod(sizes)], sizes, here
             copy_box((self.target(home), self.target_sizes, self._moved(common[0])), source, common[1])
 
     def put_piece(self, home: Memory, piece: Memory, first: int, end: int) -> None:
-        """Copy a piece, which `Shape.take` has taken out of the bytes [first, end) of the stored box."""
+        """Copy a piece that `Shape.take` has cut out of the bytes [first, end) of the stored box."""
         done = 0
         for _, _, (at, sizes) in self.shape.boxes_in(first, end):
             count = math.prod(sizes)
@@ -150,18 +163,18 @@ class Overlap:
 
     @property
     def shape(self) -> Shape:
-        """Return which bytes of the stored box are meant."""
+        """Return the overlap as a box within the stored box."""
         return Shape(self.sizes, self.stored_at, self.stored_sizes)
 
     def _moved(self, at: Sequence[int]) -> list[int]:
-        """Return where a place of the stored box lies in the wanted one."""
+        """Return the position in the wanted box of a position in the stored box."""
         return [place - corner + to for place, corner, to in zip(at, self.stored_at, self.target_at, strict=True)]
 
 
 def overlap_of(
     stored: StoredBox, wanted: tuple[Sequence[int], Sequence[int]], itemsize: int, target_start: int
 ) -> Overlap | None:
-    """Return what a stored box gives to a wanted one, (offsets, sizes); None: nothing.
+    """Return the overlap of a stored box with a wanted one, (offsets, sizes) in elements; None: there is none.
 
     Args:
         itemsize: bytes of an element.
@@ -189,10 +202,10 @@ def overlap_of(
 
 @dataclass(slots=True)
 class Reads:
-    """Chunks on their way into memory, and what to do once they are there; they arrive in the order of asking.
+    """Chunks that are being read, and the actions to do when they have arrived; they arrive in the order of `of`.
 
     Args:
-        empty: returns a buffer of so many bytes for memory that lies where a given one does.
+        empty: returns a buffer of so many bytes where a given memory lies: on its device, or in host memory.
     """
 
     empty: Callable[[Memory, int], Memory]
@@ -221,7 +234,7 @@ class Reads:
                 yield self._wanted(overlap, rows, buffer, starts - start, then)
 
     def _inline_of(self, m: Manifest, home: Memory) -> Memory:
-        """Return the inline bytes of a manifest, on the device of `home` if it lies on one and has room for them."""
+        """Return the inline bytes of a manifest, in host memory or on the device of `home`."""
         host = np.frombuffer(m.inline, np.uint8)
         if isinstance(home, np.ndarray):
             return host
@@ -232,11 +245,11 @@ class Reads:
         return self._inline[key]
 
     def then(self, action: Callable[[], None]) -> None:
-        """Do something once all chunks that were asked for so far are there."""
+        """Call `action` when all chunks that were yielded so far have arrived."""
         self._pending.append((0, action))
 
     def arrived(self, count: int) -> None:
-        """Do what waits for the next `count` chunks."""
+        """Note that the next `count` chunks have arrived; do the actions that waited for them."""
         while self._pending:
             left, action = self._pending[0]
             if left > count:
@@ -258,7 +271,7 @@ class Reads:
 
 
 def _groups(starts: Column, lengths: Column, is_inside: Bytes) -> Iterator[tuple[int, int]]:
-    """Yield (first, end) of the chunks that go one way together: all neighbours inside; neighbours for one buffer."""
+    """Yield (first, end) of chunks that are read together: neighbours inside the span, or neighbours for one buffer."""
     if is_inside.all():  # nearly every tensor of a restore into the same sharding
         yield 0, len(starts)
         return

@@ -39,11 +39,11 @@ def read(
     types: Sequence[type] = (),
     as_rank: AsRank = ALONE,
 ) -> tuple[Snapshot, Any]:
-    """Return the snapshot that a reference names, and its state, or `into` filled with it; a snapshot names itself.
+    """Return the snapshot that `ref` names or is, and its state, or `into` filled with it.
 
     Raises:
         NotFoundError: the reference names nothing.
-        See `restore` for the others.
+        See `restore` for the other errors.
     """
     snapshot = ref if isinstance(ref, Snapshot) else context.index.refresh().resolve(ref)
     while True:
@@ -58,7 +58,7 @@ def read(
             if exchange is not None and exchange.has_heard:
                 raise
             ruling = ruling_now(context, snapshot, error)
-            if exchange is not None and exchange.has_begun:  # the others are in the middle of it
+            if exchange is not None and exchange.has_begun:  # the other ranks are in the middle of this restore
                 raise IntegrityError(
                     f"{snapshot.ref}: was rewritten or deleted while the ranks read it; restore again on all ranks"
                 ) from error
@@ -69,11 +69,10 @@ def read(
 
 
 def ruling_now(context: Context, snapshot: Snapshot, error: SnapstoreError) -> Snapshot:
-    """Return what rules a snapshot whose reading failed: it was rewritten or deleted meanwhile, and a gc has deleted
-    its old packs.
+    """Return the current revision of a snapshot that could not be read because it was rewritten or deleted meanwhile.
 
     Raises:
-        The error again, with the snapshot's name: it rules as it was read, so it is damaged.
+        The error again, with the snapshot's name: the revision that was read is the current one, so it is damaged.
     """
     ruling = context.index.refresh().get(snapshot.id)
     if ruling is None or (ruling.state != SWEPT and ruling.manifests == snapshot.manifests):
@@ -82,11 +81,11 @@ def ruling_now(context: Context, snapshot: Snapshot, error: SnapstoreError) -> S
 
 
 def read_as_ruled(context: Context, snapshots: Sequence[Snapshot], read_them: Callable[..., T]) -> T:
-    """Return what reading some snapshots gives; they are read again if one is rewritten meanwhile.
+    """Return the result of `read_them` for some snapshots; they are read again if one is rewritten meanwhile.
 
     Raises:
         NotFoundError: one was deleted meanwhile.
-        IntegrityError, FormatError: all rule as they were read, so one is damaged.
+        IntegrityError, FormatError: the revisions that were read are the current ones, so one is damaged.
     """
     while True:
         try:
@@ -103,12 +102,12 @@ def read_as_ruled(context: Context, snapshots: Sequence[Snapshot], read_them: Ca
 
 
 def deleted_meanwhile(snapshot: Snapshot) -> NotFoundError:
-    """Return the error of a snapshot that a gc has deleted under its reader."""
+    """Return the error for a snapshot that a gc has deleted while it was read."""
     return NotFoundError(f"{snapshot.ref} (id:{snapshot.id[:12]}): was forgotten and deleted by a gc while it was read")
 
 
 def opened(context: Context, ref: str, open_it: Callable[[Snapshot], T]) -> T:
-    """Return what opening the snapshot of a reference gives; it is opened again if it is rewritten meanwhile."""
+    """Return the result of `open_it` for the snapshot of a reference; call it again if that is rewritten meanwhile."""
     snapshot = context.index.refresh().resolve(ref)
     while True:
         try:
@@ -146,14 +145,15 @@ def restore(
     """Return the state of a snapshot, or `into` filled with it.
 
     Args:
-        keys: or a `Fit`, which also says under which names.
-        into: its sharded tensors get the boxes that they hold; no rank communicates.
-        types: classes whose values are made; those in `into` are made too. Others come back in their plain forms.
-        as_rank: which rank reads, and whose own values it gets.
+        into: its sharded tensors get the boxes that they hold.
+        keys: or a `Fit`, which also has new names.
+        types: classes of which values are made, beside those of values in `into`. Values of other classes come back in
+            their plain forms.
+        as_rank: which rank reads, whose own values it gets, and whether ranks exchange chunks.
 
     Raises:
-        InvalidInputError: `into` does not fit; the differences are named part by part, and nothing was written. Or the
-            own values of a rank are not this one's, and `as_rank` does not say which to take.
+        InvalidInputError: `into` does not fit. The error names the differences part by part; nothing was written. Or
+            the snapshot has values of each rank's own, and `as_rank` neither gives a rank that saved nor drops them.
         CapabilityError: `device` is a CUDA device that is not there; or the state does not fit into memory, or takes
             more decoding than its stored bytes explain. Nothing was written.
         IntegrityError, FormatError: the snapshot is damaged; `into` may be half written.
@@ -190,10 +190,10 @@ def load(
     overlaps: Mapping[Want, Sequence[Overlap]],
     target: RestoreBuffers,
 ) -> None:
-    """Read the wanted arrays: those in manifests, then those in chunks, in stored order.
+    """Read the wanted arrays: first those in manifests, then those in chunks, in the order in which they are stored.
 
-    A temporary buffer is taken when its array is reached. Most calls of torch come first: while threads read, each of
-    them would wait for Python's lock.
+    A temporary buffer is allocated when its array is reached. Most calls of torch come first: while threads read, each
+    call would wait for Python's lock.
 
     Raises:
         IntegrityError, FormatError: a chunk is damaged; memory of the target may be half written.

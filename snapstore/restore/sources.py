@@ -1,11 +1,11 @@
-"""Sources: the manifests of a snapshot, by one process or several ranks, and which of them hold which tensor.
+"""Sources: the manifests of a snapshot that one process or several ranks saved, and the tensors that each holds.
 
 In: a snapshot, and which rank's own values are wanted. Out: its parts, for the plan of a restore; then, for each array
-that the plan wants, the overlaps with the boxes that are stored. If several ranks saved, the root manifests are read
-first, and their children when arrays are wanted: the ones that hold a byte of them, as the root's box map says. If the
-root has no map, or a wrong one, the child of the reading rank is read, then others until no byte is missing.
+that the plan wants, the overlaps with the stored boxes. If several ranks saved, the root manifests are read first, and
+children only when arrays are wanted: the children that hold a byte of them, by the root's box map. If the root has no
+map, or a wrong one, the child of the reading rank is read, then others until no byte is missing.
 
-Every wanted box is covered exactly once by what is read, or it is an error: no memory is left as it was.
+The stored boxes must cover each wanted box exactly once, else it is an error: so no memory stays unfilled.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class AsRank:
     """Which rank reads a snapshot, and whose own values (`PerRank`) it gets.
 
     Attributes:
-        per_rank: "same": those of the rank of the same number, if as many ranks read as saved; else it is an error.
-            A number: those of that rank. "drop": none; a state to fill keeps what it has.
+        per_rank: "same": those of the rank with the same number, if as many ranks read as saved; else it is an error.
+            A number: those of that rank. "drop": none; a state to fill keeps its own.
         rank, world_size: of the process that reads.
-        exchange: reads chunks once a node; None: this process reads by itself.
+        exchange: reads each chunk once per node; None: this process reads by itself.
     """
 
     per_rank: Literal["same", "drop"] | int = "same"
@@ -59,7 +59,7 @@ class AsRank:
             raise InvalidInputError(f"per_rank {self.per_rank!r}: expected 'same', 'drop' or the number of a rank")
 
     def owner(self, saved: int) -> int | None:
-        """Return the rank whose own values are read of a snapshot of `saved` ranks; None: of none.
+        """Return the rank whose own values are read from a snapshot of `saved` ranks; None: there is none.
 
         Raises:
             InvalidInputError: there is no such rank.
@@ -73,7 +73,7 @@ class AsRank:
         return self.per_rank
 
     def advice(self, saved: int) -> str | None:
-        """Return what an error says if values of each rank's own would be left out; None: that is wanted."""
+        """Return the text of the error if each rank's own values would be left out; None: that is wanted."""
         if self.per_rank == "drop":
             return None
         return (
@@ -120,11 +120,11 @@ class Sources:
                 self.parts.append(replace(stored_parts(context, [child], snapshot.ref)[0], of_rank=True))
 
     def overlaps(self, wants: Iterable[Want]) -> dict[Want, list[Overlap]]:
-        """Return what is read of each array.
+        """Return for each array the overlaps to be read.
 
         Raises:
-            IntegrityError, FormatError: a manifest is damaged, or the boxes of an array do not cover what is wanted
-                of it, each byte once.
+            IntegrityError, FormatError: a manifest is damaged, or the stored boxes of an array do not cover each wanted
+                byte exactly once.
         """
         opened = [_Open(want, self.parts[want.part].specs[want.entry]) for want in wants]
         by_part: dict[int, list[_Open]] = {}
@@ -171,7 +171,7 @@ class Sources:
                 yield from self._read(root, refs[first : first + CHILDREN_AT_ONCE])
 
     def _read(self, root: Manifest, refs: Sequence[ManifestRef]) -> list[Manifest]:
-        """Return children of a root, which are kept."""
+        """Return children of a root; they are kept in memory."""
         new = [ref for ref in refs if (ref.part, ref.rank) not in self._children]
         with Threads(CHILDREN_AT_ONCE) as threads:
             read = threads.start(lambda ref: manifest.read(self._store, ref, self._seed), new)()
@@ -187,12 +187,12 @@ class Sources:
 
 
 class _Open:
-    """An array that is wanted, while the stored boxes of it are found.
+    """A wanted array while its stored boxes are looked for.
 
     Attributes:
         spec: of the whole array.
-        boxes: that are wanted.
-        found: its overlaps.
+        boxes: the wanted boxes.
+        found: the overlaps so far.
         left: how many elements no stored box has given yet.
     """
 
@@ -204,7 +204,7 @@ class _Open:
         self.left = sum(math.prod(sizes) for _, sizes in self.boxes)
 
     def add(self, m: Manifest, entry: TensorEntry) -> None:
-        """Add what an entry of a manifest, which has been checked, holds of it."""
+        """Add the overlaps with an entry of a manifest; the entry has been checked."""
         itemsize = self.spec.itemsize
         for stored in _stored_boxes(m, entry, itemsize):
             start = 0
@@ -216,10 +216,10 @@ class _Open:
                     self.left -= math.prod(found.sizes[:-1])
 
     def require_covered(self, where: str) -> None:
-        """Check that each element is there once.
+        """Check that the overlaps hold each wanted element exactly once.
 
         Raises:
-            FormatError: one is missing, or there twice.
+            FormatError: one is missing, or is held twice.
         """
         starts = [0]
         for _, sizes in self.boxes:
@@ -233,7 +233,7 @@ class _Open:
 
 
 def _check(child: Manifest, entries: Sequence[tuple[_Open, TensorEntry]]) -> None:
-    """Add what the entries of a child hold to the arrays that are wanted.
+    """Check entries of a child, and add their overlaps to the wanted arrays.
 
     Raises:
         FormatError: an entry contradicts the root's, or itself.
@@ -249,7 +249,7 @@ def _check(child: Manifest, entries: Sequence[tuple[_Open, TensorEntry]]) -> Non
 
 
 def _stored_boxes(m: Manifest, entry: TensorEntry, itemsize: int) -> Iterator[StoredBox]:
-    """Yield the boxes of an entry; one without chunks lies in the inline bytes, after those before it."""
+    """Yield the boxes of an entry; boxes without chunks lie in the inline bytes, one after the other."""
     at = entry.inline[0] if entry.inline else 0
     if not entry.boxes and entry.inline is not None:
         yield StoredBox(m, [0] * len(entry.shape), entry.shape, inline=at)

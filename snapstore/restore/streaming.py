@@ -1,8 +1,9 @@
-"""Streaming: the tensors of a snapshot one by one, so a state larger than memory passes through.
+"""Streaming: the tensors of a snapshot one by one, for a state larger than memory.
 
 In: a reference. Out: (dotted path, tensor or array) in the order of the manifests, which is the order of the packs.
-Small tensors are read together, in groups of at most one batch; a larger one alone. So memory holds one group or one
-tensor, the reader's batches, and what the caller keeps. Nothing is read ahead while the caller works.
+Small tensors are read together, in groups of at most one batch; a larger tensor is read alone. So memory holds one
+group or one tensor, the reader's batches, and the tensors that the caller keeps. Nothing is read ahead while the caller
+works.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ class OpenSnapshot:
     """The tensors of a snapshot by name, as its manifests were when they were read.
 
     Args:
-        keys, as_rank: see `TensorReader`; or a `Fit`, which also says under which names.
+        keys, as_rank: see `TensorReader`; `keys` may be a `Fit`, which also has new names.
 
     Attributes:
-        sources: where their bytes lie.
-        parts, selection: of the snapshot, and of them.
-        tree, decoded: the decoded tree, with slots for arrays, and which of its containers are of classes.
-        places: for each stored array, in the order of the manifests, its (dotted path, slot); tied ones have several.
-        others: dotted paths of the selected leaves that are no tensors and no arrays.
+        sources: where the bytes of the tensors lie.
+        parts, selection: the parts of the snapshot, and the selection by `keys`.
+        tree, decoded: the decoded tree, with slots for arrays, and notes about its containers.
+        places: for each stored array, in the order of the manifests, its (dotted path, slot); tied arrays have several.
+        others: dotted paths of the selected leaves that are neither tensors nor arrays.
 
     Raises:
         NotFoundError: a key names nothing.
@@ -88,11 +89,11 @@ class OpenSnapshot:
         return [(path, self.spec(slot)) for named in self.places for path, slot in named]
 
     def reopened(self, error: IntegrityError | FormatError) -> OpenSnapshot:
-        """Return the snapshot with the packs that a recode or compact has written since; its tensors are the same.
+        """Return the current revision of the snapshot, after a recode or compact; its tensors are the same.
 
         Raises:
             NotFoundError: the snapshot was deleted meanwhile.
-            The error again: it rules as it was read, so it is damaged.
+            The error again: the revision that was read is the current one, so it is damaged.
         """
         ruling = ruling_now(self._context, self.snapshot, error)
         if ruling.state == SWEPT:
@@ -104,9 +105,9 @@ class OpenSnapshot:
 
 
 class TensorReader:
-    """The selected tensors of one snapshot; going through it reads them.
+    """The selected tensors of one snapshot; iterating over it reads them.
 
-    It may be iterated several times, and continues if the snapshot is rewritten meanwhile.
+    It may be iterated over several times. An iteration continues if the snapshot is rewritten meanwhile.
 
     Args:
         ref, keys, device: see `Repository.restore`.
@@ -119,7 +120,8 @@ class TensorReader:
 
     Raises:
         NotFoundError: the reference or a key names nothing.
-        CapabilityError: `device` is not there, or a tensor does not fit into memory.
+        CapabilityError: `device` is not there, a tensor does not fit into memory, or the tensors take more decoding
+            than their stored bytes explain.
         IntegrityError, FormatError: the snapshot is damaged.
     """
 
@@ -184,7 +186,7 @@ class TensorReader:
             self._context.engines.release_memory()
 
     def _read(self, group: Sequence[Named]) -> deque[tuple[str, Any]]:
-        """Return the arrays of a group by path; those of one stored tensor share memory."""
+        """Return (dotted path, array) of a group; the arrays of one stored tensor share memory."""
         engines, opened = self._context.engines, self._opened
         with out_of_memory(f"restore {self.snapshot.ref}", "free memory, then read the rest of it with keys"):
             buffers = RestoreBuffers(opened.parts, opened.selection, self._device, on_device=engines.on_device)
@@ -194,10 +196,10 @@ class TensorReader:
             return deque((path, buffers.build(slot)) for path, slot in group)
 
     def unread(self) -> tuple[Any, list[Any]]:
-        """Return the selected state, whose tensors are not read, and the arrays of it in the order of `specs`.
+        """Return the selected state without the values of tensors, and its tensors and arrays in the order of `specs`.
 
-        The tensors have no values: their memory is taken, but never touched, so it costs nothing. Tied ones share it.
-        All other leaves are read, arrays included.
+        The memory of the tensors is allocated but never written, so it costs nothing. Tied tensors share it. All other
+        leaves are read, arrays included.
 
         Raises:
             NotFoundError: the snapshot was deleted meanwhile.

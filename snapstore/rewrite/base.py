@@ -12,7 +12,8 @@ its own (docs/design/protocol.md, "Rewriting"):
               next revision; a rewrite that loses the race, or finds a new note, reads again and repeats
     end       DELETE sessions/<id>
 
-A crash between any two steps leaves the snapshot as it was or rewritten, and packs that nobody needs.
+A crash between any two steps leaves the snapshot either as it was or rewritten, and perhaps packs that no snapshot
+needs, which gc deletes.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class Part:
     """A manifest, and which of its references have to change.
 
     Attributes:
-        stale: (k,) indices of the references whose blobs do not stay as they are and where they are.
-        entries: (m,) ENTRY, the entry in its pack's footer for each reference; (0,) where no footer was read.
+        stale: (k,) indices of the references whose blobs must be written again or moved.
+        entries: (m,) ENTRY, the entry in its pack's footer for each reference; (0,) if no footer was read.
     """
 
     ref: ManifestRef
@@ -71,9 +72,9 @@ class Target:
     """The chunk table that a part gets.
 
     Attributes:
-        packs: hex names that `table.ref_packs` counts.
+        packs: hex names of packs, which `table.ref_packs` indexes.
         stale: (k,) references whose place is not known before their packs are durable.
-        keys: (k,) which blob each of them needs.
+        keys: (k,) the blob that each of them needs.
     """
 
     table: ChunkTable
@@ -87,12 +88,14 @@ class Work:
     """One snapshot under its session.
 
     Attributes:
-        ruling: the snapshot as it is.
-        view, marked: records and gc's candidates, both listed after the session; None: a mark could not be read.
-        places: of blobs that were there already; once the new packs are durable, of the new blobs too.
+        ruling: the ruling revision of the snapshot, which is rewritten.
+        view: the records, listed after the session was announced.
+        marked: keys of gc's candidates, listed after the session too; None: a mark could not be read.
+        places: places of blobs that were there already; once the new packs are durable, of the new blobs too.
         new: blobs that this session has packed: (number of its pack, offset, stored bytes, stored bytes of the blob
             that it replaces).
-        there: whether a pack was there when it was first looked for: after the marks, so it stays while we write.
+        there: pack -> whether it was there when it was first looked for. That was after the marks were listed, so a
+            pack that was there stays while this session writes.
         named: the new blobs by their names.
     """
 
@@ -107,7 +110,7 @@ class Work:
     named: dict[bytes, Key] = field(default_factory=dict)
 
     def has(self, key: Key) -> bool:
-        """Return whether a blob has its new place."""
+        """Return whether a blob has a new place, or is packed."""
         return key in self.places or key in self.new
 
     def pack(self, made: Stored, keys: Sequence[Key], before: Sequence[int], engine: Engine) -> None:
@@ -119,7 +122,7 @@ class Work:
         self.claim.heartbeat()
 
     def lengths(self) -> dict[Key, tuple[int, int]]:
-        """Return the stored bytes of every new blob, before and after."""
+        """Return, for every new blob, (stored bytes of the blob that it replaces, its own stored bytes)."""
         return {key: (before, length) for key, (_, _, length, before) in self.new.items()}
 
 
@@ -130,9 +133,9 @@ class Rewriting(ABC):
         rewritten: new revisions of the snapshots that changed (of a dry run: the revisions as they are).
         skipped: snapshots that needed nothing, or were forgotten or collected meanwhile.
         failed: (snapshot, why) of the snapshots that could not be rewritten; they are unchanged.
-        made: blobs encoded or moved, each once: stored bytes before and after (of a dry run: unknown, 0).
+        made: the blobs encoded or moved: key -> stored bytes (before, after); in a dry run, after is unknown and 0.
         quarantined: keys of the packs that are known to be damaged. Recode and compact move nothing out of them: only
-            rebuilding shows whether a blob gives its chunk, and in a new pack nobody would suspect it.
+            rebuilding shows whether a blob gives its chunk, and a new pack would not be in quarantine.
         sizes: of packs, by name [bytes].
     """
 
@@ -163,21 +166,24 @@ class Rewriting(ABC):
         """
 
     def begin(self, work: Work, parts: Sequence[Part]) -> None:  # noqa: B027 (some need nothing)
-        """Prepare to write the parts of one snapshot, after its session, marks and records; nothing is put yet."""
+        """Prepare to write the parts of one snapshot.
+
+        The session is announced, and marks and records are listed; nothing is put yet.
+        """
 
     @abstractmethod
     def write(self, work: Work, part: Part) -> Target | None:
-        """Pack the blobs that a part lacks, and return its new table; None: it stays as it is after all.
+        """Pack the blobs that a part lacks, and return its new table; None: the part does not change after all.
 
         Raises:
             IntegrityError, FormatError, NotFoundError: it is damaged.
         """
 
     def foresee(self, parts: Sequence[Part]) -> None:  # noqa: B027 (some know their numbers already)
-        """Note what a dry run would write of one snapshot."""
+        """Note what a run that is not dry would write for one snapshot."""
 
     def shared(self, work: Work, parts: Sequence[Part]) -> Written:
-        """Return the manifests of earlier snapshots of this run that the snapshot is to name in place of its own."""
+        """Return manifests that this rewrite has put for earlier snapshots, and that replace the snapshot's own."""
         refs = [*work.ruling.manifests, *(part.ref for part in parts)]
         return self._replacements.usable(work.view, work.marked, refs, lambda packs: self.safe(work, packs))
 
@@ -200,11 +206,11 @@ class Rewriting(ABC):
         """Rewrite one snapshot, again if another process revises it meanwhile.
 
         Returns:
-            The revision that rules now; None: it needs nothing, or is forgotten or collected.
+            The revision that rules now; None: the snapshot needs nothing, or is forgotten or collected.
 
         Raises:
-            IntegrityError, FormatError, NotFoundError: it is damaged, and as it was.
-            ConflictError: others keep revising it.
+            IntegrityError, FormatError, NotFoundError: it is damaged, and was not changed.
+            ConflictError: other processes keep revising it.
         """
         return retry_conflicts(
             lambda: self._attempt(snapshot), lambda _: ConflictError("other processes keep revising it; try again")
@@ -255,7 +261,7 @@ class Rewriting(ABC):
         """Return the references of the manifests that hold a snapshot's chunks.
 
         Raises:
-            NotFoundError, IntegrityError, FormatError: its root manifest is missing, damaged, or cannot be read twice.
+            NotFoundError, IntegrityError, FormatError: a root manifest is missing or damaged, or two reads failed.
         """
         return read_twice(self.store, lambda: data_refs(self.index, snapshot))
 
@@ -263,7 +269,8 @@ class Rewriting(ABC):
         """Read a whole manifest of this repository.
 
         Raises:
-            IntegrityError, FormatError: it is damaged, cannot be read twice, or is another repository's.
+            NotFoundError, IntegrityError, FormatError: it is missing, damaged or of another repository, or two reads
+                failed.
         """
         return read_twice(self.store, lambda: manifest.read(self.store, ref, self.engine.digest_seed))
 
@@ -271,7 +278,7 @@ class Rewriting(ABC):
         """Read a whole manifest, and note the sizes of its packs.
 
         Raises:
-            IntegrityError, FormatError: as `manifest_of`; or it names a pack twice.
+            NotFoundError, IntegrityError, FormatError: as `manifest_of` raises them; or it names a pack twice.
         """
         m = self.manifest_of(ref)
         names = m.header.pack_names
@@ -345,7 +352,7 @@ class Rewriting(ABC):
         return ruling.revised(manifests=refs, manifest_list=name, stored_bytes=stored_bytes, depth=max(depths))
 
     def _depth(self, ref: ManifestRef, ruling: Snapshot) -> int:
-        """Return the depth of a root manifest; of one that is lost, the snapshot's."""
+        """Return the depth of a root manifest; if it is lost, that of the snapshot."""
         header = tried(self.store, lambda: self.index.header(ref))
         return header.depth if header else ruling.depth
 
@@ -387,7 +394,11 @@ class Rewriting(ABC):
         return written
 
     def _new_manifest(self, work: Work, part: Part, target: Target) -> tuple[ManifestRef, bytes]:
-        """Encode a part's manifest over its new table, with every stale reference sent to its blob's place."""
+        """Encode a part's manifest with its new table, in which every stale reference points to the new place.
+
+        Raises:
+            IntegrityError: the new manifest decodes to other content.
+        """
         table, m = target.table, part.manifest
         numbers = {name: number for number, name in enumerate(target.packs)}
         columns = {name: getattr(table, name).copy() for name in ("ref_packs", "ref_offsets", "ref_lengths")}
@@ -427,8 +438,8 @@ class Rewriting(ABC):
     def staying(self, work: Work, packs: set[str]) -> set[str]:
         """Return which packs no gc deletes: committed snapshots need them, and no mark names them.
 
-        They must also be there now, after the marks were listed: by records that lack the newest revision, a pack that
-        was deleted would look needed.
+        They must also be there now, after the marks were listed: if the listed records lack the newest revision of a
+        snapshot, a deleted pack would look needed.
         """
         if work.marked is None:
             return set()
@@ -459,7 +470,7 @@ class Rewriting(ABC):
 
 
 def moved(link: Link, work: Work) -> Link:
-    """Return a link as it is, or, if its blob moves, without a place: that is known once its pack is durable."""
+    """Return a link; if its blob moves, without a place, which is known only once the new pack is durable."""
     return replace(link, place=None, key=link.place) if link.place and work.has(link.place) else link
 
 

@@ -1,7 +1,7 @@
-"""Blobs: look single blobs up in the footers of packs, and read, share and move them. For recode and compact.
+"""Blobs: look up single blobs in the footers of packs, and read, share and move them. For recode and compact.
 
 In: the references of manifests. Out: footer entries, stored bytes, and the places of blobs that need not be written,
-since a committed snapshot's pack holds them already, byte for byte.
+because a pack of a committed snapshot holds them already, byte for byte.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class BlobRewriting(Rewriting):
 
     @abstractmethod
     def stays(self, name: str, entries: npt.NDArray[np.void]) -> Column:
-        """Return which blobs of a pack stay as they are, and may be shared, (n,) bool."""
+        """Return which blobs of a pack are not rewritten, and may be shared, (n,) bool."""
 
     def parts(self, ruling: Snapshot, view: View) -> list[Part]:
         """Read all manifests of a snapshot that hold chunks, and the footers of their packs."""
@@ -153,10 +153,9 @@ class BlobRewriting(Rewriting):
         return new
 
     def _shared(self, work: Work, made: Stored) -> dict[int, Place]:
-        """Return the places of the blobs that are stored already: by a run that died, or by this one.
+        """Return the places of the blobs that are stored already: by a rewrite that died, or by this one.
 
-        The name of a blob only claims which chunk it decodes to, so the bytes are compared. Its pack must be as safe as
-        those of a save's bases (`safe`).
+        The name of a blob only claims which chunk it decodes to, so the bytes are compared. Its pack must be `safe`.
         """
         if work.marked is None:
             return {}
@@ -184,7 +183,7 @@ class BlobRewriting(Rewriting):
         snapshots = work.view.snapshots()
         packs = {name for snapshot in snapshots for ref in snapshot.manifests for name in self.packs_of(ref)}
         for name in sorted(packs):
-            with suppress(*DAMAGE):  # a snapshot that needs the pack fails by itself
+            with suppress(*DAMAGE):  # the rewrite of a snapshot that needs the pack reports it
                 listing = self.listing(name)
                 yield name, listing[self.stays(name, listing)]
             work.claim.heartbeat()
@@ -195,7 +194,7 @@ class BlobRewriting(Rewriting):
         """Read the stored bytes of blobs.
 
         Raises:
-            IntegrityError: a pack is missing, or cannot be read twice.
+            IntegrityError: a pack is missing, or two reads of it failed.
         """
         numbers = {name: number for number, name in enumerate(dict.fromkeys(packs))}
         names = list(numbers)

@@ -1,6 +1,6 @@
-"""Chunk encoder: encode chunks of the store again. rebuild -> delta or full -> encode -> decode, compare.
+"""Chunk encoder: encode chunks of the store again: rebuild -> delta or full -> encode -> decode, compare.
 
-In: chains of chunks and of their new bases. Out: blobs that were decoded and gave these very chunks.
+In: chains of chunks and of their new bases. Out: new blobs, each of which was decoded and gave its chunk.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ class Job:
         return self.chain[0].size
 
     def delta_limit(self, restore_cost: float) -> int:
-        """Return the most stored bytes of a delta to the base: within the cost of a restore, or what it costs now."""
+        """Return the most stored bytes that a delta to the base may have; 0 if there is no base.
+
+        A restore then costs at most `restore_cost`, or no more than it does now.
+        """
         if not self.base:
             return 0
         base_cost = cost_of(self.base)

@@ -2,15 +2,17 @@
 
 In: the committed snapshots. Out: their next revisions (base.py), and a result. Two things are rewritten:
 
-    chunks    whose chain leads through chunks that no snapshot holds any more: encoded again, full or as a delta to a
-              chunk that is kept (compact_shared_edges.py where several share one); and full chunks, as a delta to the
-              same place of the snapshot before (compact_neighbours.py); if that frees more than it costs
-    packs     whose dead share is the largest, until few bytes in all packs together are dead: their live blobs move as
-              they are
+    chunks    If the chain of a chunk leads through chunks that no snapshot holds any more, the chunk is encoded again,
+              full or as a delta to a chunk that is kept (compact_shared_edges.py: several chunks share such a base). A
+              full chunk may become a delta to the same place of the previous snapshot (compact_neighbours.py). Both
+              happen only if they free more than they cost.
+    packs     The packs with the largest dead share are emptied, until few bytes in all packs together are dead. Their
+              live blobs are copied unchanged.
 
-The plan over all snapshots comes first (compact_plan.py), the most profitable cuts first; then each snapshot is
-rewritten under a session of its own. Every chunk to encode was rebuilt and compared with its digest before, and its
-new blob is decoded and compared before it counts. The next run finishes what a run that died has begun.
+First comes a plan over all snapshots (compact_plan.py), which takes the most profitable changes first. Then each
+snapshot is rewritten under a session of its own. Every chunk is rebuilt and compared with its digest before it is
+encoded, and its new blob is decoded and compared before it is packed. The next run finishes the work of a run that
+died.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ class CompactResult:
         moved: blobs copied as they were.
         bytes_read: stored bytes read from packs.
         bytes_written: stored bytes of the new blobs.
-        bytes_before, bytes_after: packs and manifests that committed snapshots need: a gc leaves as much.
+        bytes_before, bytes_after: size of the packs and manifests that committed snapshots need; a gc leaves only them.
     """
 
     rewritten: list[Snapshot] = field(default_factory=list)
@@ -78,7 +80,7 @@ class CompactResult:
 
     @property
     def freed_bytes(self) -> int:
-        """Return by how many bytes less a gc leaves."""
+        """Return how many bytes less a gc leaves than before the compact."""
         return self.bytes_before - self.bytes_after
 
 
@@ -93,11 +95,11 @@ def compact(
 
     Args:
         only: rewrite no other snapshots; None: all committed ones.
-        max_repack_bytes: most bytes of blobs to write; the most profitable come first.
+        max_repack_bytes: the most bytes of blobs to write; the most profitable changes come first. None: no limit.
 
     Raises:
-        IntegrityError: a record is damaged or missing, so nobody can tell which blobs are needed.
-        StorageError: the store failed; the snapshots before are rewritten.
+        IntegrityError: a record is damaged or missing, so nothing tells which blobs are needed.
+        StorageError: the store failed, or a record cannot be read; the snapshots before that are rewritten.
     """
     named = None if only is None else {snapshot.id for snapshot in only}
     for _ in range(CONFLICT_ATTEMPTS):
@@ -175,21 +177,21 @@ class _Compacting(BlobRewriting):
         self.spent = 0
         self.encoded: set[bytes] = set()
         self._chains: dict[bytes, Chain] = {}  # digest -> how the chunk is rebuilt from now on
-        self._packs: set[str] = set()  # that these chains need, and maybe more
+        self._packs: set[str] = set()  # packs that these chains need, and perhaps more
         self._fresh: dict[bytes, Chain] = {}  # chains that the running session adds to `_chains`
         self._old: dict[bytes, Chain] = {}  # how these chunks were rebuilt before
 
     # -- choose
 
     def choose(self, view: View) -> Plan:
-        """Return what is worth rewriting."""
+        """Return the plan: the chunks and packs that are worth rewriting."""
         self._neighbours.estimate(view)
         self._plan = self._live.plan(self._max_bytes)
         self._to_move = self._plan.moved_bytes
         return self._plan
 
     def stale(self, m: Manifest, entries: npt.NDArray[np.void]) -> Column:
-        """Return the references into packs that are emptied, and to chunks at the edge of the kept ones."""
+        """Return the references into packs that are emptied, and to chunks at planned edges."""
         emptied = np.array([name in self._plan.emptied for name in m.header.pack_names] or [False])
         stale = emptied[m.table.ref_packs] | self._plan.edges.has(m.table.ref_digests)
         return np.flatnonzero(stale & ~self.in_quarantine(m))
@@ -201,7 +203,7 @@ class _Compacting(BlobRewriting):
     # -- write
 
     def begin(self, work: Work, parts: Sequence[Part]) -> None:
-        """Forget chains that the session before has not published, or that a gc may be deleting by now."""
+        """Forget new chains that the previous session has not published, and those in packs that a gc may delete."""
         self._fresh, self._old = {}, {}
         unsafe = self._packs - self.safe(work, self._packs)  # of other snapshots, which may be gone
         if unsafe:
@@ -213,7 +215,7 @@ class _Compacting(BlobRewriting):
             self._packs -= unsafe
 
     def write(self, work: Work, part: Part) -> Target | None:
-        """Pack chunks and blobs so that every chain leads through kept chunks alone, in packs that stay."""
+        """Pack chunks and blobs so that every chain leads only through kept chunks, in packs that stay."""
         table, packs = part.manifest.table, part.manifest.header.pack_names
         rows = rows_of(table, part.stale)
         chains = list(chains_of(table, packs, rows, self._plan.kept))
@@ -236,7 +238,7 @@ class _Compacting(BlobRewriting):
         return self._fresh.get(digest) or self._chains.get(digest)
 
     def _resolved(self, chain: Chain) -> Chain:
-        """Return a chain with the new chain of every chunk in it that has one."""
+        """Return a chain that uses, for every chunk in it, the chunk's new chain if there is one that fits."""
         edge = edge_of(chain)
         if edge is None and chain[-1].digest in self._plan.deltas:
             edge = len(chain) - 1, len(chain)
@@ -250,7 +252,7 @@ class _Compacting(BlobRewriting):
         return changed if self._fits(changed, chain) else chain
 
     def _fits(self, changed: Chain, chain: Chain) -> bool:
-        """Whether a restore may pay for a changed chain: within the limits of a save, or no more than before."""
+        """Return whether a changed chain costs a restore no more than a save would allow, or no more than before."""
         is_short = len(changed) <= max(len(chain), MAX_LINKS + 1)
         return is_short and cost_of(changed) <= max(cost_of(chain), self._restore_cost * cost_of(changed[-1:]))
 
@@ -283,7 +285,7 @@ class _Compacting(BlobRewriting):
         return jobs
 
     def _neighbour_jobs(self, work: Work, m: Manifest, rows: Column, chains: Sequence[Chain]) -> list[Job]:
-        """Return jobs for planned full chunks, with neighbours as bases that no gc deletes meanwhile."""
+        """Return jobs for planned full chunks whose neighbours, their bases, lie in packs that no gc deletes."""
         full = [
             row
             for row, chain in zip(rows.tolist(), chains, strict=True)
@@ -318,7 +320,7 @@ class _Compacting(BlobRewriting):
                 del self._chains[digest]
 
     def _add(self, work: Work, jobs: Sequence[Job]) -> None:
-        """Encode chunks, pack the ones that take less than they free, and note their chains."""
+        """Encode chunks, pack those whose blobs take less than they free, and note their new chains."""
         jobs = [job for job in jobs if self._plan.cuts[job.digest].pays is not False]
         done: list[tuple[Job, Link]] = []
         try:
@@ -341,7 +343,7 @@ class _Compacting(BlobRewriting):
             self._fresh[job.digest] = [link, *(self._resolved(job.base) if link.kind == DIFFERENCE else [])]
 
     def _worthwhile(self, jobs: Sequence[Job], needed: Sequence[int]) -> list[int]:
-        """Return the numbers of the chunks that take less than they free, as far as bytes are left to write."""
+        """Return the positions of the jobs whose blobs take less than they free, as far as the byte limit allows."""
         rows, left = [], self._max_bytes - self.spent - max(0, self._to_move)
         for i, job in enumerate(jobs):
             cut = self._plan.cuts[job.digest]

@@ -1,4 +1,4 @@
-"""Neighbours: encode a full chunk as a delta to the chunk at the same place of the snapshot before.
+"""Neighbours: encode a full chunk as a delta to its neighbour, the chunk at the same place of the previous snapshot.
 
 In: the full chunks of snapshots that may be rewritten. Out: an estimate for the plan, then jobs for the encoder. No
 chain costs a restore more than `restore_cost`, and no chunk becomes a delta to itself.
@@ -23,7 +23,7 @@ from ..save.known_chunks import Base, Bases, place_of
 from .chunk_encoder import Job, Reencoder, kinds_of
 from .compact_plan import HEIGHT_UNITS, LiveBlobs
 
-#: Manifests that are kept while neighbours are looked for [stored bytes].
+#: The most manifests that are kept in memory while neighbours are looked for [stored bytes].
 RECENT_BYTES = 4 * 1024 * 1024
 
 
@@ -42,9 +42,9 @@ class Neighbours:
         self._recent: dict[ManifestRef, Manifest] = {}
 
     def estimate(self, view: View) -> None:
-        """Note in the live blobs which full chunks may become deltas, and how long.
+        """Note in the live blobs which full chunks may become deltas, and the estimated lengths of these deltas.
 
-        One chunk of each tensor is encoded for it. A damaged chunk is skipped: its rewrite finds it.
+        It encodes one chunk of each tensor. A damaged chunk is skipped: the rewrite of its snapshot reports it.
         """
         for snapshot, ref, rows in self._live.full:
             with suppress(*DAMAGE, CapabilityError):
@@ -77,7 +77,7 @@ class Neighbours:
             self._live.add_deltas(ref, m, rows[chosen], digests, shares_of)
 
     def jobs(self, view: View, snapshot: Snapshot, m: Manifest, rows: Iterable[int]) -> list[Job]:
-        """Return jobs that encode full chunks of a manifest as deltas to their neighbours, as these are now."""
+        """Return jobs that encode full chunks of a manifest as deltas to their neighbours, by the records in `view`."""
         chosen = np.array(list(rows), np.int64)
         return self._jobs(m, *self._bases(view, snapshot, m, chosen)) if len(chosen) else []
 
@@ -90,7 +90,7 @@ class Neighbours:
         return [Job(*one) for one in zip(chains, bases_of, *columns, strict=True)]
 
     def _read(self, ref: ManifestRef) -> Manifest:
-        """Return a manifest, read once if it was among the last ones: a snapshot's are soon those of the one before."""
+        """Return a manifest. Recent ones are kept: a snapshot is soon read again, as the previous one of the next."""
         m = self._recent.pop(ref, None) or self._manifest_of(ref)
         self._recent[ref] = m
         while len(self._recent) > 1 and sum(one.size_bytes for one in self._recent) > RECENT_BYTES:
@@ -98,10 +98,10 @@ class Neighbours:
         return m
 
     def _bases(self, view: View, snapshot: Snapshot, m: Manifest, rows: Column) -> tuple[Column, Bases, Column]:
-        """Return which of some rows the chunk at the same place of the snapshot before may serve, and where it lies.
+        """Find the rows of a manifest whose neighbour may be their base, and these neighbours.
 
         Returns:
-            (rows (k,) of the manifest, the chunks of the snapshot before, rows (k,) among these).
+            (rows (k,) of the manifest, the chunks of the previous snapshot, rows (k,) of the neighbours among these).
         """
         nothing = rows[:0], Bases(), rows[:0]
         run = view.snapshots(snapshot.run)
@@ -130,6 +130,6 @@ class Neighbours:
         return rows[fits], bases, at[rows[fits]]
 
     def _above(self, m: Manifest, rows: Column) -> Column:
-        """Return what a restore pays at most for links on top of full chunks of a manifest (k,)."""
+        """Return the most that a restore pays for links on top of full chunks of a manifest, (k,)."""
         heights = self._live.heights.numbers_of(m.table.digests[rows])
         return np.asarray(heights * HEIGHT_UNITS * ChainCosts(m.table).full[rows])

@@ -33,8 +33,8 @@ from ..storage.base import ObjectStore
 log = logging.getLogger("snapstore")
 #: Packs are emptied, the worst first, until the dead bytes of all packs are this share of the live ones.
 MAX_DEAD_SHARE = 1 / 64
-#: The bytes freed must exceed the bytes written for them by this share of the latter: for an encoded chunk, for an
-#: emptied pack, and for the whole plan.
+#: The bytes freed must exceed the bytes written for them by this share of the bytes written: for an encoded chunk, for
+#: an emptied pack, and for the whole plan.
 MIN_GAIN = 1 / 32
 #: A new manifest and its packs may be this much longer than the old ones.
 PART_BYTES = 512
@@ -49,7 +49,7 @@ def max_cost(freed_bytes: float) -> float:
 
 @dataclass(slots=True)
 class Edge:
-    """A chunk that a snapshot holds, and whose blob is a delta to one that none holds any more.
+    """A chunk that a snapshot holds, and whose blob is a delta to a chunk that no snapshot holds any more.
 
     Attributes:
         source: a manifest, and one of its rows whose chain passes the edge.
@@ -57,7 +57,7 @@ class Edge:
         blobs: keys of the blobs that are freed once no chain passes the edge.
         length: stored bytes of its blob now.
         estimate_bytes: stored bytes of its new blob, estimated.
-        chain: its new chain, where a compacted snapshot has one; empty: nowhere.
+        chain: its new chain, if a compacted snapshot has one; else empty.
     """
 
     digest: bytes
@@ -71,7 +71,7 @@ class Edge:
 
 @dataclass(slots=True)
 class Cut:
-    """Edges that share blobs: these are freed once all of the edges are encoded again, and not before.
+    """Edges that share blobs. The blobs are freed only once all of the edges are encoded again.
 
     Attributes:
         edges: by digest.
@@ -90,7 +90,7 @@ class Cut:
 
     @property
     def root(self) -> Edge | None:
-        """Return the edge that the others without a base may become deltas to."""
+        """Return the edge to which the other edges without a base may become deltas; None if every edge has a base."""
         return next((edge for edge in self.edges.values() if not edge.base), None)
 
     def root_of(self, digest: bytes) -> bytes:
@@ -106,8 +106,8 @@ class Plan:
     Attributes:
         kept: digests of the chunks that snapshots hold.
         cuts: by the digest of each edge.
-        edges: these digests.
-        deltas: the edges that are full chunks and may become deltas to their neighbours.
+        edges: the digests of `cuts`.
+        deltas: the digests of full chunks that may become deltas to their neighbours.
         emptied: packs whose live blobs move.
         moved, moved_bytes: number and stored bytes of these blobs.
         cost_bytes, gain_bytes: estimates: bytes to write, and by how many bytes the repository shrinks.
@@ -152,14 +152,14 @@ class LiveBlobs:
         self.damaged: dict[str, str] = {}
         self._deltas: dict[bytes, Edge] = {}
         self._survey()
-        while any(snapshot.id in self.damaged for snapshot, _, _ in self.full):  # its first parts looked sound
+        while any(snapshot.id in self.damaged for snapshot, _, _ in self.full):  # its first parts were noted as sound
             self._survey()
         self._stays = np.array([pack_key(name) in quarantined for name in self._names], bool)
         self._packs = (self._blobs >> np.uint64(_OFFSET_BITS)).astype(np.uint32)  # the pack of every blob
         self._pinned |= self._stays[self._packs]
 
     def _survey(self) -> None:
-        """Read every manifest once, and those again whose chains lead through chunks that no snapshot holds."""
+        """Read every manifest once; read again each one with chains through chunks that no snapshot holds."""
         self._numbers: dict[str, int] = {}
         self._names: list[str] = []
         self._sizes: list[int] = []
@@ -226,7 +226,7 @@ class LiveBlobs:
         return (numbers[m.table.ref_packs] << np.uint64(_OFFSET_BITS)) | m.table.ref_offsets
 
     def _find_edges(self, ref: ManifestRef, m: Manifest) -> None:
-        """Note every kept link behind which links follow that are not; the first link of a chain is kept."""
+        """Note as an edge every kept link whose next link is not kept; the first link of a chain is always kept."""
         table, keys = m.table, self._keys_of(m)
         kept = self.kept.has(table.ref_digests)
         begins = np.flatnonzero(kept[:-1] & ~kept[1:])
@@ -264,7 +264,7 @@ class LiveBlobs:
         Args:
             rows: (k,) of the chunks in the manifest.
             bases: (k, 16) digests of the neighbours.
-            shares: (k,) of the chunks' stored bytes that the deltas are estimated to need.
+            shares: (k,) estimated stored bytes of the deltas, as shares of those of the full chunks.
         """
         at = m.table.starts[rows]
         lengths = m.table.ref_lengths[at]
@@ -277,7 +277,7 @@ class LiveBlobs:
     # -- choose
 
     def plan(self, max_bytes: float) -> Plan:
-        """Return the most profitable plan that writes at most so many bytes; an empty one if it would not pay."""
+        """Return the most profitable plan that writes at most `max_bytes`; an empty plan if it would not pay."""
         cuts = list(self._cuts())
         at, counts = self._blobs_of(cuts)
         rooms = np.where(self._pinned[at], 0, room(self._lengths[at]))
@@ -292,7 +292,7 @@ class LiveBlobs:
         return plan
 
     def _cuts(self) -> Iterator[Cut]:
-        """Yield the cuts: edges that share blobs together, and every full chunk that may become a delta by itself."""
+        """Yield the cuts: each group of edges that share blobs, and each full chunk that may become a delta."""
         owner: dict[int, bytes] = {}  # blob -> an edge
         parent = {digest: digest for digest in self._edges}
 
@@ -325,7 +325,7 @@ class LiveBlobs:
         return np.searchsorted(self._blobs, keys), counts
 
     def _plan_of(self, cuts: list[Cut], max_bytes: float) -> Plan:
-        """Return the plan of some cuts, and of packs to empty, the worst first, as long as bytes are left to write."""
+        """Return the plan of some cuts and of packs to empty, the worst first, as far as `max_bytes` allows."""
         plan = Plan(self.kept)
         alive = np.ones(len(self._blobs), bool)
         if math.isfinite(max_bytes):  # packs that pay more than a cut come before it
@@ -394,7 +394,7 @@ def _gain(cut: Cut) -> float:
 
 
 def _affordable(cuts: list[Cut], packs: list[tuple[float, float]], max_bytes: float) -> list[Cut]:
-    """Return the cuts that fit when cuts and packs are taken by their gain for each byte written."""
+    """Return the cuts that fit into `max_bytes` if cuts and packs are taken in order of their gain per byte written."""
     items = [(_gain(cut), cut.cost_bytes, cut) for cut in cuts] + [(g / max(1.0, c), c, None) for g, c in packs]
     chosen: list[Cut] = []
     for _, cost, cut in sorted(items, key=lambda item: -item[0]):

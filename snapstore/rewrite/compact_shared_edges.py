@@ -34,7 +34,7 @@ class SharedEdges:
         self._encoder, self._kept, self._manifest_of = encoder, kept, manifest_of
 
     def measure(self, cuts: Sequence[Cut], heartbeat: Callable[[], object]) -> None:
-        """Set `pays` of the cuts of several edges where it is not known yet; `heartbeat` is called after each."""
+        """Set `pays` of each cut of several edges that has none yet; call `heartbeat` after each."""
         unknown = list({id(cut): cut for cut in cuts if len(cut.edges) > 1 and cut.pays is None}.values())
         jobs = self._jobs_of(edge for cut in unknown for edge in cut.edges.values() if not edge.chain)
         for cut in unknown:
@@ -42,7 +42,7 @@ class SharedEdges:
             heartbeat()
 
     def _jobs_of(self, edges: Iterable[Edge]) -> dict[bytes, Job]:
-        """Return jobs that encode chunks at edges, by digest; none for a damaged manifest. Each is read once."""
+        """Return jobs that encode chunks at edges, by digest; none for a damaged manifest. Read each manifest once."""
         of_manifest: dict[ManifestRef, list[Edge]] = {}
         for edge in edges:
             of_manifest.setdefault(edge.source[0], []).append(edge)
@@ -63,7 +63,7 @@ class SharedEdges:
         return jobs
 
     def _pays(self, cut: Cut, found: Mapping[bytes, Job]) -> bool:
-        """Encode all edges of a cut; return whether they take less than they free."""
+        """Encode all edges of a cut; return whether the new blobs take less than they free."""
         jobs: list[Job] = []
         for digest, edge in cut.edges.items():
             if edge.chain:

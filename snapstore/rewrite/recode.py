@@ -1,8 +1,8 @@
 """recode: rewrite the blobs of snapshots into another codec, one by one; chains, dedup and digests stay as they are.
 
-In: snapshots. Out: their next revisions (base.py). A blob that needs no change keeps its place, or moves as it is when
-most of its pack is rewritten. Every other one: read -> decode to its source (the chunk, or its difference from a base)
--> encode -> decode, compare -> label -> pack.
+In: snapshots. Out: their next revisions (base.py). A blob that needs no change keeps its place, or is copied unchanged
+if most of its pack is rewritten. Every other blob: read -> decode to its source (the chunk, or its difference from a
+base) -> encode -> decode, compare -> label -> pack.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .base import Part, Target, Work, places_of
 from .blob_rewriting import BlobRewriting
 from .stored_blobs import NAME, Stored, batches, bytes_of, digests_of, lengths_of, names_of, verified
 
-#: The codecs that each choice leaves as they are; a sparse delta cannot be decoded without its base.
+#: The codecs of blobs that each choice does not recode; a sparse delta cannot be decoded without its base.
 KEPT = {
     "portable": (codecs.RAW, codecs.ZSTD, codecs.DEFLATE, codecs.SPARSE),
     "ans": (codecs.RAW, codecs.ANS, codecs.SPARSE),
@@ -51,8 +51,8 @@ class RecodeResult:
         recoded: new revisions of the snapshots that changed (of a dry run: the revisions as they are).
         skipped: snapshots that needed nothing, or were forgotten or collected meanwhile.
         failed: (snapshot, why) of the snapshots that could not be recoded; they are unchanged.
-        blobs: blobs rewritten, each once; a few of them as they were, to free their pack.
-        bytes_before, bytes_after: stored bytes of these blobs; the latter is 0 in a dry run.
+        blobs: blobs recoded or copied, each counted once; a few are copied unchanged, to free their pack.
+        bytes_before, bytes_after: stored bytes of these blobs; `bytes_after` is 0 in a dry run.
     """
 
     codec: str
@@ -82,8 +82,8 @@ def recode(
         states: a snapshot in another state is left alone.
 
     Raises:
-        CapabilityError: the GPU that a codec needs is not here; the snapshots before are recoded.
-        StorageError: the store failed; likewise.
+        CapabilityError: this machine lacks the GPU that a codec needs; the snapshots before that are recoded.
+        StorageError: the store failed; the snapshots before that are recoded.
     """
     engine: Engine = context.engines.for_ans() if codec == "ans" and not dry_run else context.engines.cpu
     try:
@@ -162,7 +162,7 @@ class _Recoding(BlobRewriting):
     # -- write
 
     def write(self, work: Work, part: Part) -> Target:
-        """Pack every stale blob, as it is or in the new codec."""
+        """Pack every stale blob, unchanged or in the new codec."""
         m, entries, places = part.manifest, part.entries[part.stale], places_of(part)
         self.reuse(work, places)
         first = {place: i for i, place in reversed(list(enumerate(places))) if not work.has(place)}
@@ -174,7 +174,7 @@ class _Recoding(BlobRewriting):
         return Target(m.table, m.header.pack_names, part.stale, places)
 
     def _recode(self, work: Work, places: Sequence[Place], entries: npt.NDArray[np.void]) -> None:
-        """Encode blobs in the new codec, in batches: one is read while those before it are encoded."""
+        """Encode blobs in the new codec, in batches: a batch is read while earlier ones are encoded."""
         coding: deque[_Coding] = deque()
 
         def finish() -> None:
@@ -209,7 +209,7 @@ class _Recoding(BlobRewriting):
         def decode(i: int) -> int:
             data, header, where = blobs[i]
             out = plain[starts[i] : starts[i] + lengths[i]]
-            # the planes of a difference are coded by their skew, as those of floats; relabel() restores their layout
+            # merge as floats, so that the planes of a difference are coded by their skew; `relabel` sets BYTES again
             layout = planes.ROTATED if header.transform == blob.DIFFERENCE else header.layout
             planes.merge(blob.decode_planes(data, header, where), out, layout)
             return layout

@@ -1,4 +1,4 @@
-"""Roots: the root manifests over the children that a rewrite has replaced.
+"""Roots: encode new root manifests for the children that a rewrite has replaced.
 
 In: a snapshot of several ranks, and its new manifests: children, and roots whose own chunks have moved. Out: new roots
 that name the children as they are now, and all packs that are needed now.
@@ -27,10 +27,10 @@ Written = dict[str, tuple[ManifestRef, bytes]]
 def new_roots(
     index: Index, read: Callable[[ManifestRef], Manifest], claim: Claim, ruling: Snapshot, written: Written
 ) -> Written:
-    """Return new roots in place of those with replaced children, or chunks of their own that have moved; none if one
-    process has written the snapshot.
+    """Return new roots for the roots whose children were replaced, or whose own chunks have moved.
 
-    A root that cannot be read, such as one that a repair has found lost, stays as it is if none of its children is new.
+    There are none if one process has written the snapshot. A root that cannot be read, such as one that a repair has
+    found lost, stays as it is if none of its children is new.
 
     Args:
         read: returns a whole manifest.

@@ -1,6 +1,6 @@
-"""Shared manifests: let several snapshots name a manifest that a run has written in place of one that they share.
+"""Shared manifests: let several snapshots name the manifest that a rewrite has put in place of one that they share.
 
-In: the manifests that a run has published. Out: those of them that another snapshot may name too, by the rules for
+In: the manifests that a rewrite has published. Out: those of them that another snapshot may name too, by the rules for
 packs of other snapshots; and the list that such a snapshot needs (docs/format.md, "Manifest list").
 """
 
@@ -24,14 +24,14 @@ from .roots import Written
 
 
 class Replacements:
-    """The manifests that a run has published, by the SHA-256 of the one that each replaces."""
+    """The manifests that a rewrite has published, by the SHA-256 of the manifest that each replaces."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._found: dict[str, tuple[ManifestRef, Snapshot]] = {}
 
     def note(self, revision: Snapshot, written: Written) -> None:
-        """Remember what a revision that was published names in place of other manifests."""
+        """Remember the new manifests that a published revision names in place of others."""
         self._found.update({old: (ref, revision) for old, (ref, data) in written.items() if data})
 
     def usable(
@@ -40,7 +40,7 @@ class Replacements:
         """Return replacements of manifests that another snapshot may name too; b"" stands for their bytes.
 
         No gc deletes them: the snapshot for which they were written is still committed with them, no mark names them,
-        and they are there; and so it is with their children and packs. Each reference keeps the keys that this release
+        and they are there. The same holds for their children and packs. Each reference keeps the keys that this release
         does not know.
 
         Args:
@@ -63,13 +63,15 @@ class Replacements:
 
 
 def beside(index: Index, ruling: Snapshot, shared: Written) -> set[str]:
-    """Return the SHA-256 of the manifests of a snapshot that need not be written: other ones replace them."""
+    """Return the SHA-256 of the manifests of a snapshot that need not be written again: `shared` replaces them."""
     roots = [ref for ref in ruling.manifests if ref.sha256 in shared and RANKS in ruling.features]
     return shared.keys() | {child.sha256 for ref in roots for child in index.header(ref).children}
 
 
 def put_list(context: Context, claim: Claim, refs: Sequence[ManifestRef], written: Written) -> str | UnsetType:
-    """Put the list of the manifests that a revision will name, and return its name; unset: all are its snapshot's.
+    """Put the list of the manifests that a revision will name, and return its name.
+
+    Put none and return UNSET if all of them were written for this snapshot.
 
     Raises:
         StorageError, ConflictError: the list is not there; see `Claim.confirm`.

@@ -40,7 +40,7 @@ class Stored:
         return lambda: None
 
     def take(self, rows: Column) -> Stored:
-        """Return some of them."""
+        """Return a copy of the blobs in some rows."""
         entries = np.zeros(len(rows), ENTRY)
         entries[:] = self.entries[rows]
         offsets, stored = laid_out(entries["length"])
@@ -64,7 +64,7 @@ def gathered(made: Sequence[Encoded]) -> Stored:
 
 
 def stored_of(blobs: Sequence[memoryview]) -> Stored:
-    """Lay blobs whose headers were checked one after the other."""
+    """Copy blobs, whose headers were checked, into one memory, one after the other."""
     offsets, stored = laid_out(np.array([len(data) for data in blobs], np.int64))
     entries = b"".join(blob.entry(data, offset) for data, offset in zip(blobs, offsets.tolist(), strict=True))
     for data, offset in zip(blobs, offsets.tolist(), strict=True):
@@ -76,7 +76,7 @@ def verified(engine: Engine, batch: EncodeBatch, made: Sequence[Encoded]) -> Sto
     """Copy the blobs of a batch that an engine has encoded into one memory, and decode them.
 
     Raises:
-        IntegrityError: one does not decode to what it was made of.
+        IntegrityError: a blob does not decode to its source.
     """
     stored = gathered(made)
     engine.recycle(made)
@@ -109,10 +109,10 @@ def names_of(entries: npt.NDArray[np.void]) -> list[bytes]:
 
 
 def parse(data: memoryview, name: bytes, where: str) -> blob.Header:
-    """Return the header of a blob, if it is the one of this name.
+    """Return the header of a blob.
 
     Raises:
-        FormatError, IntegrityError: the blob is damaged, or another one.
+        FormatError, IntegrityError: the blob is damaged, or has another name.
     """
     header = blob.parse(data, where)
     if bytes([header.transform, header.element_size]) + header.digest + header.base != name:
@@ -127,7 +127,7 @@ def laid_out(lengths: Column) -> tuple[npt.NDArray[np.int64], Bytes]:
 
 
 def batches(sizes: Column, engine: Engine) -> Iterator[Column]:
-    """Yield runs of indices whose sizes [bytes] an engine takes at a time."""
+    """Yield consecutive indices in batches that an engine takes at a time, by their sizes [bytes]."""
     ends = np.cumsum(sizes, dtype=np.int64)
     first = 0
     while first < len(ends):
@@ -158,7 +158,7 @@ class Duplicates:
         self.newer: dict[bytes, Place] = {}
 
     def find(self, entries: npt.NDArray[np.void]) -> dict[int, Place]:
-        """Return number -> place, for the blobs of which another one of the same name and length is stored."""
+        """Return index -> place, for each entry whose name and length a stored blob has too."""
         wanted, lengths = _sortable(entries), lengths_of(entries)
         at = np.searchsorted(self._names, wanted)
         at[at == len(self._names)] = 0

@@ -1,6 +1,7 @@
 """Agreement: compare the values that must be equal on all ranks of a job, by the digests in their reports.
 
-In: the reports of all ranks. Out: nothing, or what differs on which ranks. Buffers may differ, with a warning.
+In: the reports of all ranks. Out: nothing, or an error that says what differs on which ranks. Buffers may differ, with
+a warning.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def compare(reports: Mapping[int, Report], request: SaveRequest) -> None:
     """Compare the requests of all ranks.
 
     Raises:
-        InvalidInputError: a rank saves another step or has other metrics, metadata or tags.
+        InvalidInputError: a rank saves another run or step, or has other metrics, metadata or tags.
     """
     for number, name in enumerate(REQUEST_FIELDS):
         span = slice(number * DIGEST_BYTES, (number + 1) * DIGEST_BYTES)
@@ -49,8 +50,8 @@ class Unlike:
 
     Attributes:
         group: its id; see `Replica.group_id`.
-        few: the fewest ranks that hold the same; of buffers, all that do not hold what the first rank holds.
-        other: some others that hold the same; of buffers, the first rank and all that hold what it holds.
+        few: the smallest set of ranks with equal replicas; of buffers, all ranks that differ from the first rank.
+        other: another set of ranks with equal replicas; of buffers, the first rank and all ranks that equal it.
     """
 
     group: str
@@ -59,7 +60,7 @@ class Unlike:
 
     @property
     def is_of_buffers(self) -> bool:
-        """Whether the tensors are buffers, which may differ."""
+        """Return whether the tensors are buffers, which may differ."""
         return self.group.endswith(BUFFERS)
 
 
@@ -87,10 +88,11 @@ def compare_replicas(
 
     Args:
         ask: called for other ranks than rank 0 at most once.
-        warned: the buffers that a warning was about: no other one follows for the same.
+        warned: the buffers that were warned of; there is no second warning for the same buffers.
 
     Raises:
-        InvalidInputError: tensors that are no buffers differ, or not all ranks of a group hold them; some are named.
+        InvalidInputError: tensors that are no buffers differ, or not all ranks of a group hold them; the error names
+            some of them.
     """
     unlike = unlike_replicas(reports)
     if not unlike:
@@ -115,7 +117,7 @@ def compare_replicas(
 
 
 def warn_of_buffers(request: SaveRequest, unlike: Sequence[Unlike], names: str) -> None:
-    """Log that buffers differ between ranks, and whose are stored."""
+    """Log that buffers differ between ranks, and whose buffers are stored."""
     few = {rank for one in unlike for rank in one.few}
     first = {one.other[0] for one in unlike}
     log.warning(
@@ -133,7 +135,7 @@ def warn_of_buffers(request: SaveRequest, unlike: Sequence[Unlike], names: str) 
 def replicas_error(
     request: SaveRequest, few: Sequence[int], other: Sequence[int], names: Sequence[str]
 ) -> InvalidInputError:
-    """Return the error of tensors that differ between ranks that should hold the same."""
+    """Return the error for tensors that differ between ranks which should hold equal ones."""
     return InvalidInputError(
         f"save {request.run}@{request.step}: {named(few)}: {some(names, 5)}: differ from the replicas on {named(other)}"
         "; they must be equal on all ranks: broadcast them, put what is each rank's own into snapstore.PerRank, or "
@@ -142,7 +144,7 @@ def replicas_error(
 
 
 def not_held(few: Sequence[int], other: Sequence[int], names: Sequence[str]) -> str:
-    """Return what is wrong with tensors that only some of the ranks hold which should hold the same."""
+    """Return the text of the error for tensors that all ranks of a group should hold, and only some hold."""
     return (
         f"{some(names, 5)}: {named(few)} and {named(other)} should hold copies, by the meshes of their tensors, and "
         f"only some of these ranks do. {_STAGES_ADVICE}; nothing was committed"

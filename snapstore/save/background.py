@@ -17,7 +17,7 @@ from ..errors import InvalidInputError
 from ..threads import no_threads
 from .handle import Slot
 
-#: The thread of a save gives the interpreter back to its caller first, who would wait for it 5 ms otherwise [s].
+#: The thread of a save first sleeps so long, so that its caller goes on at once; else Python lets it wait for 5 ms [s].
 YIELD_S = 0.001
 
 
@@ -26,7 +26,7 @@ class Background:
 
     Attributes:
         saving: locked while a save runs; see `Slot`.
-        errors: of saves, which the caller has not seen yet.
+        errors: the errors of saves that the caller has not seen yet.
     """
 
     def __init__(self, name: str, engines: Engines) -> None:
@@ -37,14 +37,18 @@ class Background:
         self._pid = os.getpid()
 
     def raise_errors(self) -> None:
-        """Raise the first error of saves since the last call."""
+        """Raise the first error of the saves that failed since the last call; drop the others."""
         if self.errors:
             error, self.errors = self.errors[0], []
             raise error
 
     @contextmanager
     def holding_slot(self) -> Iterator[Slot]:
-        """Wait for the running save, and hold the slot, until a thread in the background takes it over."""
+        """Wait for the running save, and hold the slot until a thread in the background takes it over.
+
+        Raises:
+            The error of an earlier save; see `raise_errors`.
+        """
         thread, slot = threading.get_ident(), Slot(self.saving)
         try:
             self._inside.add(thread)
@@ -96,7 +100,7 @@ class Background:
         return False
 
     def check_inside(self) -> None:
-        """Raise for a call from within `save` in the same thread: it would wait for itself."""
+        """Raise InvalidInputError if this thread is inside `save`: the call would wait for itself."""
         if threading.get_ident() in self._inside:
             raise InvalidInputError(
                 "SnapshotManager was called while this thread is inside save (from a signal handler?); "

@@ -35,7 +35,7 @@ from .known_chunks import AnySession, Bases, place_of
 log = logging.getLogger("snapstore")
 #: Packs put at once when an engine fills them faster than one core hashes them.
 PUTS_IN_FLIGHT_OF_DEVICES = 10
-#: `verify_writes="sample"` decodes one new blob in this many, another one in every generation.
+#: `verify_writes="sample"` decodes one new blob in this many; each generation chooses other blobs.
 VERIFY_ONE_IN = 64
 
 
@@ -53,7 +53,7 @@ class _Run:
     starts: Column  # (n,) where each chunk begins in the data [bytes]
     lengths: Column  # (n,) [bytes]
     candidates: Column  # (n,) row of the chunk at its place in a base, or -1
-    numbers: Column  # (n,) of the chunk and its tensor, by which chunks take turns to be full
+    numbers: Column  # (n,) a number for each chunk, by which chunks take turns to be stored full
 
     def part(self, rows: slice) -> _Run:
         """Return some of the chunks."""
@@ -68,7 +68,7 @@ class Rows:
     digests: Bytes  # (n, 16)
     lengths: Column  # (n,)
     sources: Column  # (n,) the row whose blob this chunk has: the first one of equal chunks
-    base_rows: Column  # (n,) among the bases: the chunk itself, or what its blob is a delta to; -1: neither
+    base_rows: Column  # (n,) the row among the bases of the chunk itself, or of the base of its delta; -1: neither
     blobs: Column  # (n, 4) kind, pack, offset and length of its own blob; -1: none
 
     @staticmethod
@@ -105,7 +105,7 @@ class _Encoding:
     new: Column  # (k,) the rows of the new chunks
     run_of: Column  # (k,) the run of each
     candidates: Column  # (k,)
-    given: Chunks  # (k,) where the input has them; `batch` has copies of the caller's memory
+    given: Chunks  # (k,) in the memory of the input; if that is the caller's, `batch` has copies
     batch: EncodeBatch
     wait: Callable[[], Sequence[Encoded]]
 
@@ -155,7 +155,7 @@ class ChunkWriter:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """End the threads; nothing touches the caller's memory any more."""
+        """End the threads; then nothing reads the caller's memory any more."""
         begun: list[Callable[[], object]] = [*(h.wait for h in self._hashing), *(e.wait for e in self._encoding)]
         for wait in begun:
             with suppress(Exception):
@@ -182,7 +182,7 @@ class ChunkWriter:
         """
         data = tensor.data(self._engines.memory_of)
         self._use(self._engines.of(data))
-        if self._runs and (self._runs[0].tensor.copy is None) != (tensor.copy is None):  # a batch is of one kind
+        if self._runs and (self._runs[0].tensor.copy is None) != (tensor.copy is None):  # a batch has one kind only
             self._flush()
             self._advance()
         chunks = self._cut(tensor, data, number)
@@ -206,7 +206,7 @@ class ChunkWriter:
         return total
 
     def _cut(self, tensor: TensorInput, data: Memory, number: int) -> _Run:
-        """Return the chunks of a tensor, or of a box: they end where those of its strip do."""
+        """Return the chunks of a tensor or a box; those of a box end where the chunks of its strip end."""
         spec, of = tensor.spec, tensor.box_of
         if of is None:
             start, place = 0, place_of(spec.path, spec.dtype, spec.shape)
@@ -227,7 +227,7 @@ class ChunkWriter:
         return _Run(tensor, data, base, starts, lengths, candidates, numbers)
 
     def end_part(self) -> None:
-        """Put everything of the part into its packs."""
+        """Put all chunks of the part into its packs."""
         self._finish_batches()
         self.packs.seal()
 
@@ -243,7 +243,7 @@ class ChunkWriter:
     # -- one batch
 
     def _use(self, engine: Engine) -> None:
-        """Begin a batch of another engine: no batch is of two."""
+        """Begin a new batch if the engine changes: no batch has chunks of two engines."""
         if engine is self._engine:
             return
         self._flush()
@@ -273,7 +273,7 @@ class ChunkWriter:
         self._hashing.append(_Hashing(engine, runs, which, starts, chunks, candidates, cached, bases, wait))
 
     def _advance(self, hashing: int = 1) -> None:
-        """Encode the oldest batches until `hashing` are left; pack the ones that were encoded meanwhile."""
+        """Begin to encode the oldest batches, until `hashing` are left; pack batches that were encoded meanwhile."""
         while len(self._hashing) > hashing:
             self._encode()
             depth = self._encoding[-1].engine.depth
@@ -281,7 +281,7 @@ class ChunkWriter:
                 self._drain()
 
     def _finish_batches(self) -> None:
-        """Put everything that was added into packs; nothing reads the memory of an input any more."""
+        """Put all chunks that were added into packs; then nothing reads the memory of an input any more."""
         self._flush()
         self._advance(hashing=0)
         while self._encoding:
@@ -345,7 +345,7 @@ class ChunkWriter:
         )
 
     def _base_bytes(self, batch: _Hashing, new: Column, base_digests: Bytes) -> Chunks:
-        """Return the bytes of the new chunks' candidate bases, checked: from memory, else from the store."""
+        """Return the bytes of the new chunks' candidate bases, verified: from memory, else from the store."""
         memories = list(batch.cached_bases.memories)
         which, starts = np.full(len(batch.chunks), -1, np.int64), np.zeros(len(batch.chunks), np.int64)
         expected = batch.candidates[batch.cached]
@@ -389,7 +389,7 @@ class ChunkWriter:
             at += len(encoded.entries)
         encoding.engine.recycle(made)
         if any(run.tensor.keep_in is not None for run in encoding.runs):
-            self._verifier.finish()  # the bases are read until then, and may be what is overwritten
+            self._verifier.finish()  # until then it reads the bases, which may lie in the memory to be overwritten
         for run in encoding.runs:
             if run.tensor.keep_in is not None:
                 start, stop = int(run.starts[0]), int(run.starts[-1] + run.lengths[-1])
@@ -401,7 +401,7 @@ class ChunkWriter:
         Only a copy of the caller's memory is encoded, so no chunk is stored under a digest that it does not have.
 
         Raises:
-            InvalidInputError: something changed it meanwhile.
+            InvalidInputError: it was changed meanwhile.
         """
         for run in batch.runs:
             run.tensor.confirm()
@@ -423,7 +423,7 @@ class ChunkWriter:
         self.new_chunks += len(entries)
         for number in np.unique(encoding.run_of[new]).tolist():
             run, own = encoding.runs[number], encoding.run_of[new] == number
-            tried = candidates[own & (candidates >= 0)]  # a delta to a full chunk is the one that pays if any does
+            tried = candidates[own & (candidates >= 0)]  # if any delta pays, a delta to a full chunk does
             run.tensor.bases_tried += int(((self.bases.depths[tried] == 0) & (tried < self.bases.count)).sum())
             run.tensor.deltas_stored += int(is_delta[own].sum())
 

@@ -1,4 +1,4 @@
-"""One save of a SnapshotManager: what its caller holds of it, and the slot that lets one save run at a time.
+"""One save of a SnapshotManager: the handle that its caller gets, and the slot that lets one save run at a time.
 
 In: the end of a save in the background. Out: its snapshot or its error, at the caller's call. `Slot` survives Ctrl-C
 between any two steps of Python code.
@@ -14,7 +14,11 @@ from ..format.records import Snapshot
 
 
 class SaveHandle:
-    """A save that runs, or has ended. `skipped`: none was begun, since the step is off the interval, or a save runs."""
+    """A save that runs or has ended.
+
+    Attributes:
+        skipped: whether no save was begun, because the step is off the interval, or another save was running.
+    """
 
     def __init__(self, *, skipped: bool = False) -> None:
         self.skipped = skipped
@@ -55,8 +59,8 @@ class Slot:
 
     Ctrl-C may raise between any two steps of Python code. So `acquire` and `release` are each one call of C code: the
     first locks and notes that this save holds the lock, the second takes the note out and unlocks. Only the thread that
-    takes the note out may unlock. It is a lock and no `Thread.join`: CPython 3.11 counts a thread as ended when a join
-    is interrupted.
+    takes the note out may unlock. Waiting for a lock is used instead of `Thread.join`: CPython 3.11 counts a thread as
+    ended when a join is interrupted.
     """
 
     def __init__(self, lock: LockType) -> None:

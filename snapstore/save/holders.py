@@ -1,14 +1,14 @@
 """Holders: which ranks hold the plain tensors that not all ranks hold, such as the layers of a pipeline's stages.
 
-In: the trees of a rank's state. Out: the same on all ranks: for each such tensor its holders, of whom each stores a
-share. The ranks exchange this in the first save, and in the one after a save that has failed on rank 0. A rank that
-copied only its share of a tensor could not store the rest later: until it knows the holders, it copies plain tensors
-whole, or, if they are too large for that, exchanges before it copies (staging.py). Equal trees are sent once.
+In: the trees of a rank's state. Out, equal on all ranks: the holders of each such tensor; each holder stores a share.
+The ranks exchange this in the first save, and in the one after a save that has failed on rank 0. A rank that copied
+only its share of a tensor could not store the rest later. So until it knows the holders, it copies plain tensors whole;
+if they are too large for that, it exchanges before it copies (staging.py). Equal trees are sent once.
 
-Later a rank may hold other plain tensors, such as optimizer state that appears after the first save. It copies those
-that are new to it whole. If that is rank 0, all exchange again. Else the rank asks rank 0, which answers when every
-other rank has reported or asks as well. The ranks that hold what they held go on meanwhile: their shares are valid, as
-long as the tensors that a rank has kept are held by the ranks that held them. If not, the save fails.
+Later a rank may hold other plain tensors, such as optimizer state that appears after the first save. It copies new
+plain tensors whole. If it is rank 0, all ranks exchange again. Else it asks rank 0, which answers when every other rank
+has reported, or asks as well. Ranks whose tensors have not changed do not wait: their shares are valid as long as each
+tensor that they have kept has the same holders as before. If not, the save fails.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ class Exchange:
 
     Args:
         key: returns the key of a message of that save.
-        check: is called between looks, and raises to end a wait.
+        check: called between looks for a message; it raises to end a wait.
         prefix: of the keys of all saves.
 
     All methods raise:
         SnapstoreError: another rank cannot save its state; it is named.
-        RanksError: a rank is silent, or does not call `save`.
+        RanksError: a rank does not answer, or does not call `save`.
     """
 
     def __init__(self, ranks: Ranks, key: Callable[[str], str], check: Callable[[], object], prefix: str) -> None:
         self._ranks, self._key, self._check, self._prefix = ranks, key, check, prefix
 
     def is_wanted(self, *, here: bool) -> bool:
-        """Return whether the ranks exchange holders in this save: rank 0 decides, as it wants it `here`."""
+        """Return whether the ranks exchange holders in this save: the value of `here` on rank 0."""
         ranks = self._ranks
         if ranks.rank == 0:
             return here
@@ -85,10 +85,12 @@ class Exchange:
         return self._told()
 
     def answer(self, holders: Holders, own: Collection[Name]) -> Holders | None:
-        """Answer the ranks that ask, on rank 0; None: no rank asks, or another one may still ask.
+        """Answer the ranks that ask, on rank 0, and return the new holders.
+
+        None: no rank asks, or another one may still ask.
 
         Args:
-            holders, own: the holders, and the names of rank 0's plain tensors, since the last exchange.
+            holders, own: the holders, and the names of rank 0's plain tensors, as of the last exchange.
 
         Raises:
             RanksError: see `require_kept`.
@@ -160,10 +162,10 @@ class Exchange:
 
 
 def require_kept(kept: Iterable[Name], old: Holders, new: Holders) -> None:
-    """Check that tensors which a rank has kept since the last exchange are held by the ranks that held them.
+    """Check that the tensors which a rank has kept since the last exchange have the same holders as then.
 
     Raises:
-        RanksError: others hold some of them: the ranks that kept these have copied their shares of old.
+        RanksError: some have other holders: the ranks that kept these tensors have copied only their old shares.
     """
     moved = sorted({shown(name[1]) for name in kept if new.get(name) != old.get(name)})
     if moved:

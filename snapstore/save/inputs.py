@@ -1,7 +1,7 @@
 """Inputs of a save: the checked request, and each tensor as one object on its way to the store.
 
-In: what the caller asks for, and the parts that `state.flatten` gives. Out: a `SaveRequest`, and the parts as
-`PartInput`s: staging, the chunk writer and the manifest writer read and fill in their tensors.
+In: the arguments of the caller, and the parts that `state.flatten` returns. Out: a `SaveRequest`, and the parts as
+`PartInput`s. Staging, the chunk writer and the manifest writer read their tensors, and set their fields.
 
 Invariant: a save owns its inputs, and one thread at a time uses them.
 """
@@ -29,8 +29,8 @@ from .lineage import Lineage
 from .replicas import Replica, replicas_of
 from .shares import Name, Piece, RankShares, names_of
 
-#: Part, path, and which of the tensors with that path: keys such as 1.0 and "1.0" look alike in a path. A rank
-#: adds the box, as offsets and sizes.
+#: Part, path, and a number among the tensors with that path: keys such as 1.0 and "1.0" give one path. A rank adds the
+#: box, as offsets and sizes.
 Key = tuple[Any, ...]
 
 
@@ -41,7 +41,7 @@ class SaveRequest:
     Attributes:
         started: when the caller began [s, time.monotonic].
         stall_s: how long the caller waited; None: until the commit.
-        unwanted: why this save is to end without a commit; any thread may set it while the save runs.
+        unwanted: why this save must end without a commit; "": it need not. Any thread may set it while the save runs.
         number: of this save among those of the job's ranks.
 
     Raises:
@@ -79,7 +79,7 @@ class SaveRequest:
         return f"{self.run}@{self.step}"
 
     def require_wanted(self) -> None:
-        """Raise SnapstoreError if this save is to end without a commit."""
+        """Raise SnapstoreError if this save must end without a commit."""
         if self.unwanted:
             raise SnapstoreError(f"save {self.ref}: {self.unwanted}; nothing was committed")
 
@@ -88,7 +88,7 @@ class SaveRequest:
         return {name: read() for name, read in self._metrics.items()}
 
     def resolve(self, context: Context, lineage: Lineage) -> None:
-        """Replace the references of parent and bases by ids; without a parent, take the one that the lineage knows.
+        """Replace the references of parent and bases by ids; without a parent, take that of the lineage.
 
         Raises:
             NotFoundError, InvalidInputError: a reference names nothing, or several snapshots.
@@ -101,14 +101,14 @@ class SaveRequest:
 
 @dataclass(frozen=True, slots=True)
 class BoxOf:
-    """The whole tensor that a box is of.
+    """The whole tensor that a box belongs to.
 
     Attributes:
-        name: part, path, and which of the tensors with that path.
+        name: part, path, and the number among the tensors with that path.
         spec: of the whole tensor, without ties: those are in the root manifest.
         number: of the tensor among those of its part.
         piece: where the box lies, in the whole tensor and in the local one.
-        same_path: the specs of all tensors of this path, where there are several.
+        same_path: the specs of all tensors of this path, if there are several.
     """
 
     name: Name
@@ -124,8 +124,8 @@ class TensorInput:
 
     Attributes:
         key: its name, the same in the next save.
-        spec: its path, kind, dtype and shape; of a box its sizes.
-        box_of: the tensor that it is a box of; None: it is a whole tensor.
+        spec: its path, kind, dtype and shape; the shape of a box is its sizes.
+        box_of: the tensor that this box belongs to; None: it is a whole tensor.
         array: the caller's array; None once its bytes are copied.
         copy: its bytes, (nbytes,) uint8, as staging copied them; None: the caller's memory is read.
         base: its bytes in the prior snapshot, (nbytes,) uint8, if they are cached.
@@ -178,11 +178,11 @@ class PartInput:
     Attributes:
         tensors: in order. Those of an iterator (streaming.py) are made one at a time; `tree` is complete after them.
         once: whether `tensors` can be gone through only once.
-        specs: of one of several ranks: the whole tensors of the part, as its tree counts them; `tensors` are the boxes
-            that this rank stores.
-        plain: of a rank: the numbers of the tensors among `specs` that are not sharded.
+        specs: in a job of ranks: the whole tensors of the part, as its tree counts them; `tensors` are the boxes that
+            this rank stores.
+        plain: in a job of ranks: the numbers of the tensors among `specs` that are not sharded.
         own_nodes: see `state.flatten.Part`.
-        replicas: of a rank: the tensors of which other ranks hold the same bytes.
+        replicas: in a job of ranks: the tensors of which other ranks hold the same bytes.
     """
 
     name: str
@@ -244,7 +244,10 @@ def plain_names(parts: Iterable[Part | PartInput]) -> frozenset[Name]:
 
 
 def cut_plain(inputs: Sequence[PartInput], shares: RankShares, old: RankShares) -> list[PartInput]:
-    """Return inputs cut to the shares of this rank: whole are the plain tensors whose holders `old` does not know."""
+    """Return inputs cut to the shares of this rank.
+
+    Only plain tensors whose holders `old` does not know are cut: the inputs have these whole.
+    """
     found = []
     for part in inputs:
         if part.own_nodes is None:
@@ -273,14 +276,14 @@ def _cut(
             span = slice(start, start + spec.nbytes)
             copy = (
                 replace(copy, array=copy.array[span]) if hasattr(copy, "array") else copy[span]
-            )  # page-locked, or not
+            )  # the copy is page-locked memory, or an array
         array = None if tensor.array is None else piece.held(tensor.array)
         box_of = replace(of, piece=piece)
         yield TensorInput((*of.name, piece.offsets, piece.sizes), spec, array, copy, box_of=box_of)
 
 
 def _boxes_of(name: Name, specs: Sequence[TensorSpec], number: int, pieces: Sequence[Piece]) -> Iterator[BoxOf]:
-    """Yield, for each box that a rank stores of tensor `number` of a part, what it is a box of."""
+    """Yield the `BoxOf` of each box that a rank stores of tensor `number` of a part."""
     whole = msgspec.structs.replace(specs[number], tie=None) if pieces else specs[number]
     alike: list[TensorSpec] = []
     if name[2] and pieces:

@@ -40,7 +40,7 @@ def place_of(
     offsets: Sequence[int] | None = None,
     sizes: Sequence[int] | None = None,
 ) -> Place:
-    """Return where a box lies in its state, but for its rows; a state saved from an iterator has the same places.
+    """Return where a box lies in its state, without its rows; a state saved from an iterator has the same places.
 
     Args:
         offsets, sizes: of the box; None: it is the whole tensor.
@@ -81,10 +81,11 @@ class Bases:
     Attributes:
         ids: of the base snapshots.
         snapshot: the first of them, whose bytes staging may still keep.
-        table: the chunks of all base snapshots, and then older ones of their chains, to which skips are made;
+        table: the chunks of all base snapshots, and then older chunks of their chains, which are the bases of skips;
             `ref_packs` counts in `packs`.
-        count: how many of them the base snapshots hold.
-        skips: (count,) the row of the older chunk to which a skip is to be made instead of a delta, or -1.
+        count: how many of the chunks the base snapshots hold.
+        generation: of a snapshot that builds on these.
+        skips: (count,) the row of the older chunk that must be the base instead of the newest one, or -1.
         usable: (n,) bool, which of the chunks need no damaged pack.
         manifests: of all base snapshots, as far as they were read.
         packs, pack_sizes: hex names and sizes [bytes].
@@ -152,20 +153,23 @@ class Bases:
 
     @staticmethod
     def _keys(digests: Bytes) -> npt.NDArray[np.uint64]:
-        """The first half of every digest, as a sort key."""
+        """Return the first half of every digest, as a sort key."""
         return np.ascontiguousarray(digests[:, :8]).view(np.uint64).reshape(-1)
 
     def find(self, digests: Bytes) -> npt.NDArray[np.int64]:
-        """The row of every digest (n, 16) among all bases, -1 where unknown."""
+        """Return the row of every digest (n, 16) among all bases, -1 if unknown."""
         if not len(self._sorted) or not len(digests):
             return np.full(len(digests), -1, np.int64)
         at = np.minimum(np.searchsorted(self._sorted, self._keys(digests)), len(self._sorted) - 1)
         rows = self._order[at]
-        # Equal halves of different digests: 2^-64 a pair; taking such a chunk for new costs bytes, never truth.
+        # Two different digests have equal halves by a chance of 2^-64. Such a chunk is stored again: that is correct.
         return np.where((self.table.digests[rows] == digests).all(axis=1), rows, -1)
 
     def first_row(self, place: Place) -> tuple[int, bool]:
-        """(row of the first chunk of the tensor at `place`, whether the first base has it); (-1, False) if none has."""
+        """Return the row of the first chunk of the tensor at `place`, and whether the first base has it.
+
+        (-1, False): no base has it.
+        """
         first = next((run for run in self._places.get(place, ()) if run.start == 0), None)
         return (first.first_row, first.in_first_base) if first else (-1, False)
 
@@ -173,7 +177,7 @@ class Bases:
         """Return the row of the chunk at each place of a strip, or -1, and whether the first base has one of them.
 
         Args:
-            place: None: nowhere.
+            place: None: all rows are -1.
             starts, lengths: (n,) of each chunk in its strip [bytes].
         """
         runs = self._places.get(place, ()) if place else ()
@@ -194,18 +198,18 @@ class Bases:
 def load_bases(
     context: Context, session: AnySession, cached: Mapping[str, Manifest], near: NearChildren | None = None
 ) -> Bases:
-    """Return the chunks that a save may reference, out of the base snapshots that its session allows.
+    """Return the chunks that a save may reference, from the base snapshots that its session allows.
 
-    A base whose manifests cannot be read is left out, and so are chunks in damaged packs. So is a base in chunks of
-    another size: a repair may have reconstructed a config without knowing the size.
+    A base whose manifests cannot be read is left out. So is a base with another chunk size: a repair may have
+    reconstructed a config without knowing the size. Chunks in damaged packs are not used.
 
     Args:
         cached: manifests in memory, by SHA-256.
         near: chooses among the children of a base of several ranks; None: all are read.
 
     Raises:
-        FormatError: a base has another digest seed: the config is not this repository's. A state that is saved under
-            it would be unreadable once the right config is back.
+        FormatError: a base has another digest seed, so the config is not that of this repository. A state that is saved
+            with it would be unreadable once the right config is back.
     """
     config = context.config
 
@@ -236,9 +240,10 @@ def load_bases(
 
 
 def _damaged_packs(store: ObjectStore, session: AnySession, bases: Sequence[Base]) -> set[str]:
-    """Return the names of packs that are missing, of another size, or in quarantine: known chunks are not read again.
+    """Return the names of packs that are missing, of another size, or in quarantine.
 
-    Returns all packs if the store cannot tell, for example because of a bad sector: a full save needs none of them.
+    The save does not read known chunks, so it would not notice. If the store cannot tell, for example because of a bad
+    sector, return all packs: a full save needs none of them.
     """
     expected = {name: size for base in bases for m in base.manifests for name, size in m.own_packs.items()}
     try:

@@ -1,7 +1,7 @@
-"""A state whose structure is known, as staging copies it: its tensors by where their copies will lie.
+"""A state whose structure is known, as staging copies it: its tensors, grouped by where they are copied.
 
-In: a learnt structure and the inputs of the save that taught it. Out: columns of sources for each device, and for host
-memory, that cost nothing to make while the training waits; and the inputs of the next save.
+In: a learnt structure, and the inputs of the save from which it was learnt. Out: columns of sources for each device and
+for host memory, prepared ahead because training waits for the copy; and the inputs of the next save.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class _Slot:
     """A tensor of the state, or a box of one, as every save of the state copies it.
 
     Attributes:
-        key, spec, box_of: as its `TensorInput` has them.
-        row: of its tensor among the specs of the structure.
+        key, spec, box_of: as in its `TensorInput`.
+        row: the position of its tensor's spec in the structure.
     """
 
     key: Key
@@ -50,16 +50,16 @@ class _Slot:
 
     @property
     def span(self) -> tuple[int, int] | None:
-        """The first row and the number of rows of a box in its tensor; None: it is all of it, or no box."""
+        """Return the first row and the number of rows of a box; None: it is no box, or has no dimensions."""
         of = self.box_of
         return None if of is None or not of.piece.sizes else (of.piece.first_row, of.piece.sizes[0])
 
     def nbytes(self, whole: int) -> int:
-        """Return its size; `whole`: that of the tensor."""
+        """Return its size [bytes]; `whole` is that of the tensor."""
         return whole if self.box_of is None else self.spec.nbytes
 
     def offset(self, nbytes: int) -> int:
-        """Return where the bytes of a box of `nbytes` begin in its tensor, if that lies in one piece."""
+        """Return where the bytes of a box of `nbytes` begin in its tensor, if the tensor is in one piece [bytes]."""
         return 0 if self.span is None else self.span[0] * (nbytes // self.span[1])
 
     def held(self, held: Held) -> Held:
@@ -119,8 +119,8 @@ class SmallCopies:
     """Small tensors of host memory that are stored, hashed, or both: each is copied once.
 
     Args:
-        stored: those of which a rank stores a box, or one process all.
-        hashed: the replicas, each whole.
+        stored: the tensors, or the boxes of tensors, to be stored.
+        hashed: the replicas to be hashed, each whole.
     """
 
     def __init__(self, stored: Group, hashed: Group) -> None:
@@ -139,7 +139,7 @@ class SmallCopies:
         self._hashed = list(zip(starts.tolist(), (starts + hashed.nbytes).tolist(), strict=True))
 
     def copy(self, match: Match) -> tuple[Callable[[], list[Bytes]], Callable[[int], Bytes]]:
-        """Copy them; return what gives the bytes to store, and the i-th ones to hash, (nbytes,) uint8 each.
+        """Copy them; return two functions: of all bytes to store, and of the i-th bytes to hash, (nbytes,) uint8 each.
 
         The bytes count only after `match.confirm`.
         """
@@ -153,7 +153,7 @@ def copy_addresses(addresses: Column, sizes: Column) -> Bytes:
     size = int(sizes[0]) if len(sizes) else 0
     if size not in _WORDS or (sizes != size).any() or (addresses % size).any():
         return np.frombuffer(bytearray().join(map(ctypes.string_at, addresses.tolist(), sizes.tolist())), np.uint8)
-    first = int(addresses.min())  # one gather from a view of all memory between them, which reads these words only
+    first = int(addresses.min())  # one gather from a view of all memory between them: it reads only these words
     words = np.asarray(_Memory(first, (int(addresses.max()) - first) // size + 1, _WORDS[size]))
     together: Bytes = words[(addresses - first) // size].view(np.uint8)
     return together
@@ -170,9 +170,9 @@ class Groups:
     """Slots of a known state by how their bytes are read.
 
     Attributes:
-        on_devices: the ones on a device with an engine, by device.
-        small: the ones in host memory that are stored inline.
-        others: all others of the tensors of a match.
+        on_devices: the tensors on a device with an engine, by device.
+        small: the tensors in host memory that are stored inline.
+        others: all other tensors of a match.
     """
 
     def __init__(self, structure: Structure, slots: Sequence[_Slot], has_engine: Callable[[Any], bool]) -> None:
@@ -204,7 +204,7 @@ class Groups:
 
 
 class KnownState:
-    """A structure, and what staging has worked out about it.
+    """A structure, and the groups in which staging copies its tensors.
 
     Args:
         inputs: of the save from which the structure was learnt.
@@ -212,9 +212,9 @@ class KnownState:
 
     Attributes:
         keys: of the slots: the tensors of the state, or the boxes that a rank stores.
-        copied: these slots.
-        hashed: the replicas among the tensors.
-        small: those of both that are small and lie in host memory.
+        copied: these slots, in groups.
+        hashed: the replicas among the tensors, in groups.
+        small: the small tensors of both in host memory.
     """
 
     def __init__(self, structure: Structure, inputs: Sequence[PartInput], has_engine: Callable[[Any], bool]) -> None:
@@ -244,8 +244,8 @@ class KnownState:
         """Return the inputs of a save.
 
         Args:
-            copies: positions of slots, and what gives the bytes of these.
-            digests: positions of replicas, and what gives the digests of the i-th of these.
+            copies: positions of slots, and a function that returns their bytes.
+            digests: positions of replicas, and a function that returns the digests of the i-th of these.
         """
         tensors = [TensorInput(slot.key, slot.spec, None, box_of=slot.box_of) for slot in self._slots]
         for rows, memories in copies:

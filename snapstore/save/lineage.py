@@ -22,7 +22,7 @@ class Lineage:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._last: dict[str, str] = {}  # run -> id of what its next save goes on from
+        self._last: dict[str, str] = {}  # run -> id of the parent of its next save
         self._manifests: dict[str, dict[str, Manifest]] = {}  # run -> manifests of its last save, by SHA-256
         self._named: dict[str, list[ManifestRef]] = {}  # run -> the manifests that the record of that save names
 

@@ -1,10 +1,10 @@
 """Manifest writer: the inputs of a save into durable packs and manifests.
 
-In: the inputs, and the bases that they may reference. Out: one durable manifest a part; every pack that it names is
-durable before it. If a part has not changed, that is a manifest of a base, and nothing is written. One of several ranks
-writes child manifests, of the boxes that it stores; `root_writer` writes the roots above them. `chunk_writer` writes
-the packs. Tensors of less than 4 KiB lie in the manifest itself, and so does a tree of less than 64 KiB. A larger one
-is cut into pages, which are stored as tensors are: known pages cost nothing.
+In: the inputs, and the bases that they may reference. Out: one durable manifest per part; every pack that it names is
+durable before it. If a part has not changed, the manifest is that of a base, and nothing is written. In a job of ranks,
+each rank writes child manifests of the boxes that it stores; `root_writer` writes the roots above them. `chunk_writer`
+writes the packs. Tensors of less than 4 KiB lie in the manifest itself, and so does a tree of less than 64 KiB. A
+larger tree is cut into pages, which are stored as tensors are: pages that a base has cost nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .staging import Staging
 
 log = logging.getLogger("snapstore")
 
-#: A packed tree of nothing.
+#: A packed tree that is None.
 NO_TREE = b"\xc0"
 
 
@@ -48,9 +48,9 @@ class Written:
     """The objects that a save has put into the store.
 
     Attributes:
-        manifests: at most one a part, in order; `in_memory` and `headers` (the bytes up to the header's end, by
-            SHA-256) are theirs.
-        manifest_list: SHA-256 of the list of `manifests`, if some are another snapshot's.
+        manifests: at most one per part, in order; `in_memory` has them decoded.
+        headers: the bytes up to the header's end of the manifests that were put, by SHA-256.
+        manifest_list: SHA-256 of the list of `manifests`, if some belong to another snapshot.
         depth: of the longest chain of deltas.
         sizes: of every object put, by key [bytes].
     """
@@ -69,7 +69,7 @@ class Written:
 
     @classmethod
     def of_chunks(cls, chunks: ChunkWriter) -> Written:
-        """Return the packs of finished chunks."""
+        """Return the packs that a finished ChunkWriter has put, and its counts."""
         sizes = dict(zip(map(pack_key, chunks.packs.names), chunks.packs.sizes, strict=True))
         stored_bytes, new_chunks = sum(sizes.values()), chunks.new_chunks
         return cls(
@@ -82,9 +82,9 @@ class Written:
         return {ref.sha256: m for ref, m in zip(self.manifests, self.in_memory, strict=True)}
 
     def add(self, session: AnySession, data: bytes, bases: Sequence[Manifest]) -> list[tuple[str, bytes]]:
-        """Add a manifest, or the one among those of the bases that says the same; return what is to be put for it.
+        """Add a manifest, or a base's manifest that says the same; return the (key, bytes) to put for it.
 
-        A manifest of a base is read first: no snapshot is to depend on one that is damaged or gone.
+        A manifest of a base is read first: no snapshot may depend on one that is damaged or gone.
         """
         ref = manifest.ref_of(data)
         made = manifest.decode(data, ref.key)
@@ -106,7 +106,7 @@ class Written:
         return [(ref.key, data)]
 
     def add_list(self, session: AnySession) -> list[tuple[str, bytes]]:
-        """List the manifests, which a record will name, if some are another snapshot's; return what is to be put."""
+        """Make the list of the manifests if some belong to another snapshot; return the (key, bytes) to put."""
         if all(m.header.save_id.hex() == session.id for m in self.in_memory):
             return []
         names = ManifestList.of(session.id, session.made_for, self.manifests)
@@ -135,13 +135,13 @@ def write(
         bases: the chunks that may be referenced.
         full: store no chains of deltas.
         staging: lends the inputs their bytes of the base.
-        place: rank and world size of one of several ranks. It writes child manifests, and none for a part of which it
-            stores nothing. A world size of 0: there is one process, which writes all.
+        place: (rank, world size) in a job of ranks: the rank writes child manifests, and none for a part of which it
+            stores nothing. A world size of 0: one process writes all.
 
     Raises:
         InvalidInputError: the caller's memory was changed meanwhile.
-        IntegrityError: a blob does not decode to its chunk; nothing refers to it; or a base cannot be read, and the
-            inputs are an iterator's.
+        IntegrityError: a blob does not decode to its chunk; nothing refers to the blob.
+        SnapstoreError: a base cannot be read, and the inputs come from an iterator.
     """
     rank, world_size = place
     share_bytes = sum(tensor.spec.nbytes for part in inputs if world_size for tensor in part.tensors)
@@ -181,7 +181,7 @@ def write(
 
 
 def _require_repeatable(inputs: Sequence[PartInput], damage: BaseDamagedError) -> None:
-    """Raise the error of the damaged base if the inputs are an iterator's, which cannot be read again."""
+    """Raise the error of the damaged base if the inputs come from an iterator, which cannot be read again."""
     if any(part.once for part in inputs):
         cause = damage.__cause__
         raise (type(cause) if isinstance(cause, SnapstoreError) else IntegrityError)(
@@ -202,11 +202,11 @@ class Layout:
     rows: int = 0
     logical_bytes: int = 0
     whole: Name | None = None  # the tensor of which the last entry has boxes
-    wholes: int = 0  # of one of several ranks: how many tensors its tree counts
+    wholes: int = 0  # in a job of ranks: how many tensors the tree counts
     boxes: dict[int, list[tuple[Sequence[int], Sequence[int]]]] = field(default_factory=dict)  # by number of the tensor
 
     def append(self, tensor: TensorInput, chunks: int, inline: bytes) -> None:
-        """Add the entry of a tensor, or a box to it, which lies in so many chunks, or inline."""
+        """Add the entry of a tensor, or a box to its entry; it lies in `chunks` chunks, or inline."""
         spec = tensor.spec
         place = (len(self.inline), spec.nbytes) if inline else None
         if tensor.box_of is None:
@@ -232,7 +232,10 @@ class Layout:
             self.entries[-1] = msgspec.structs.replace(last, inline=(start, size + place[1]))
 
     def append_alike(self, wholes: Sequence[TensorSpec], own: Iterable[TensorInput]) -> None:
-        """Add entries without bytes for tensors whose path a rank's own value has: readers count those of a path."""
+        """Add entries without bytes for tensors that share a path with a rank's own value.
+
+        Readers count the entries of a path.
+        """
         paths = {spec.path for spec in wholes} & {tensor.spec.path for tensor in own}
         for path in sorted(paths, key=repr):
             alike = [msgspec.structs.replace(spec, tie=None) for spec in wholes if spec.path == path]
@@ -241,7 +244,7 @@ class Layout:
 
 
 def entry_of(spec: TensorSpec, boxes: Sequence[Box] = (), inline: tuple[int, int] | None = None) -> TensorEntry:
-    """Return the entry of a tensor, of which these boxes are stored."""
+    """Return the entry of a tensor; `boxes` are the boxes of it that are stored."""
     form = (list(spec.path), spec.kind, spec.dtype, list(spec.shape))
     return TensorEntry(*form, spec.requires_grad, spec.tie, list(boxes), inline)
 
@@ -286,7 +289,7 @@ def _write_manifests(
     layouts: Sequence[Layout],
     writer: tuple[int, int],
 ) -> Written:
-    """Put one manifest a part, after every pack that it names; `writer` is (rank, world size)."""
+    """Put one manifest per part, after every pack that it names; `writer` is (rank, world size)."""
     rank, world_size = writer
     written = Written.of_chunks(chunks)
     rows = Rows.concatenate(chunks.done)

@@ -1,8 +1,8 @@
 """Merged trees: the trees of all ranks of a job as one.
 
-In: the trees of each part, and which ranks have them. Out: one tree a part, or an error that names what differs. A dict
-may have keys that only some ranks have, such as the layers of a pipeline's stages: the merged one has all of them, in
-the order of the ranks. All else must be equal on the ranks that have it.
+In: the trees of each part, and which ranks have them. Out: one tree per part, or an error that names the differences. A
+dict may have keys that only some ranks have, such as the layers of a pipeline's stages: the merged dict has all of
+them, in the order of the ranks. All other values must be equal on the ranks that have them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .shares import Name, names_of
 Alike = tuple[Sequence[int], Sequence[PartTree]]
 
 MAX_PROBLEMS = 20  # the most differences that one error names
-#: Where the keys and values of a mapping, the items of a sequence and the plain form of an object begin in their nodes.
+#: Positions in a node at which the keys and values of a mapping, the items of a sequence, or a plain form begin.
 _MAPPINGS = {"dict": 1, "odict": 1, "counter": 1, "defaultdict": 2}
 _SEQUENCES = {"list": 1, "tuple": 1, "deque": 2}
 _OBJECTS = {"object": 4}
@@ -57,12 +57,12 @@ class _View:
 
     @property
     def tag(self) -> str:
-        """The tag of the node; "" for a scalar."""
+        """Return the tag of the node; "" for a scalar."""
         return str(self.node[0]) if type(self.node) is list else ""
 
     @property
     def tensor(self) -> int | None:
-        """The number of the tensor that the node stands for, in its part; None: it stands for no tensor."""
+        """Return the number, in its part, of the tensor that the node stands for; None: it stands for no tensor."""
         is_tensor = self.tag in ARRAY_TAGS and type(self.node[1]) is int
         return self.node[1] if is_tensor else None
 
@@ -75,7 +75,7 @@ class _View:
         return self.names[part][index]
 
     def form(self) -> tuple[Any, ...]:
-        """Return what must be equal on all ranks that have a tensor."""
+        """Return the properties of a node that must be equal on all ranks that have it."""
         if self.tensor is None:
             return (pack(self.node),)
         spec = self.specs[self.part][self.tensor]
@@ -103,10 +103,10 @@ class _View:
 def merge_trees(states: Sequence[Alike]) -> list[PartTree]:
     """Return the trees of all ranks as one.
 
-    Plain tensors that only some ranks hold are stored if each of these ranks knew that before: `holders_of`.
+    A plain tensor that only some ranks hold can be stored if each of these ranks knew its holders: see `holders_of`.
 
     Args:
-        states: those with rank 0 first.
+        states: the one with rank 0 comes first.
 
     Raises:
         InvalidInputError: plain values, or the forms of tensors, differ between ranks.
@@ -121,7 +121,7 @@ def orders_of(states: Sequence[Alike], parts: Sequence[PartTree]) -> dict[tuple[
     """Return the number of each tensor of a rank's part among those of the merged one, by rank and part.
 
     Args:
-        states: what `merge_trees` has made `parts` of.
+        states: the ones that `merge_trees` has merged into `parts`.
     """
     found = dict[tuple[int, str], Column]()
     places = {part.name: {name: i for i, name in enumerate(names_of(part.name, part.specs))} for part in parts}
@@ -133,7 +133,7 @@ def orders_of(states: Sequence[Alike], parts: Sequence[PartTree]) -> dict[tuple[
 
 
 def holders_of(states: Sequence[Alike]) -> dict[Name, tuple[int, ...]]:
-    """Return the ranks that hold a plain tensor, for every one that not all of them hold: see `RankShares`."""
+    """Return the ranks that hold each plain tensor which not all ranks hold; see `RankShares`."""
     found: dict[Name, list[int]] = {}
     for ranks, parts in states:
         for part in parts:
@@ -149,9 +149,9 @@ class _Merger:
 
     def __init__(self, states: Sequence[Alike]) -> None:
         self._problems: list[str] = []
-        self._has_groups = False  # whether one of them is in the groups of an optimizer
-        self._places: dict[Name, int] = {}  # of each tensor among those of its merged part
-        # The first of tied tensors among the merged parts, whose order may not be that of the rank that ties them.
+        self._has_groups = False  # whether one of the problems is in the param_groups of an optimizer
+        self._places: dict[Name, int] = {}  # the number of each tensor in its merged part
+        # The first of each set of tied tensors in the merged parts, whose order may differ from that of a rank's parts.
         self._origins: dict[Name, tuple[str, int]] = {}
         self._specs: list[TensorSpec] = []
         found: dict[str, list[_View]] = {}
@@ -181,7 +181,7 @@ class _Merger:
         self._problems.append(f"{shown(path)}: {', '.join(told)}{', ...' if len(views) > 3 else ''}")
 
     def _merged(self, views: Sequence[_View], path: Path) -> Node:
-        """Return the nodes of one place as one."""
+        """Return the nodes of one place, merged into one."""
         node, tag = views[0].node, views[0].tag
         if any(view.tensor is not None for view in views):
             return self._tensor(views, path)
@@ -197,7 +197,7 @@ class _Merger:
         return node
 
     def _below(self, views: Sequence[_View], at: int, path: Path) -> list[Node]:
-        """Return what follows the head of the nodes of one kind, as one; []: sequences of unlike lengths."""
+        """Return the merged fields of nodes of one kind, from position `at` on; []: sequences of different lengths."""
         if views[0].tag in _OBJECTS:
             return [self._merged([view.child(view.node[at]) for view in views], path)]
         if views[0].tag in _MAPPINGS:
@@ -250,7 +250,7 @@ def _has_own(node: Node) -> bool:
 
 
 def _union_of_columns(nodes: Sequence[Node]) -> Node:
-    """Return dicts of plain values as one node, if some are so large that they lie in columns; None: they differ."""
+    """Return dicts of plain values, merged into one node, if some lie in columns; None: values in them differ."""
     try:
         values = [decode_plain(unpack_nodes(pack(node))) for node in nodes]
         if any(pack(node) not in _packed_forms(value) for value, node in zip(values, nodes, strict=True)):
@@ -261,13 +261,17 @@ def _union_of_columns(nodes: Sequence[Node]) -> Node:
 
 
 def _packed_forms(value: Any) -> list[bytes]:
-    """Return a plain value as nodes, and as columns if it is large; packed."""
+    """Return a plain value as packed nodes, without columns and with columns if it is large."""
     encoder = Encoder(lambda value, path: None, lambda value, path: None, columnar=True)
     return [pack(encode_plain(value)), pack(encoder.node(value, ()))]
 
 
 def _union(values: Sequence[Any]) -> Any:
-    """Return dicts as one; ValueError: values differ."""
+    """Return dicts, merged into one.
+
+    Raises:
+        ValueError: values differ.
+    """
     first = values[0]
     if type(first) not in (dict, OrderedDict) or any(type(value) is not type(first) for value in values):
         if len({pack(encode_plain(value)) for value in values}) > 1:

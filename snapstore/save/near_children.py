@@ -1,8 +1,8 @@
 """Near children: which manifests of a base of several ranks a rank reads.
 
 In: the boxes that this rank stores, and the root manifest of a part of a base. Out: the child manifests whose boxes
-overlap them, as the root's box map says, and the one of nearly the same place among its ranks if values are the rank's
-own. A base without a map is read from that child on.
+overlap them, by the root's box map. If this rank has values of its own, also the child of the nearest rank: the one
+with about the same position among the ranks of the base. Without a map, children are read in order of that nearness.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class NearChildren:
                     self._boxes[part.name][form].append((of.piece.offsets, tensor.spec.shape))
 
     def own(self, snapshot: Snapshot) -> Sequence[Manifest]:
-        """Return the children that this rank wrote, if a base is its last save and was not rewritten since."""
+        """Return the children that this rank wrote, if the base is its last save and was not rewritten since."""
         named, children = self._last
         return children if named and list(named) == snapshot.manifests else ()
 
@@ -57,7 +57,8 @@ class NearChildren:
     ) -> Iterator[tuple[ManifestRef, Manifest]]:
         """Yield children of a root until they hold all of this rank's boxes that are in the base.
 
-        If this rank has values of its own in the part, at least one child is yielded: with the same ranks, its own.
+        If this rank has values of its own in the part, at least one child is yielded: its own if the ranks are the
+        same.
 
         Raises:
             Anything that `read` raises.

@@ -1,4 +1,4 @@
-"""Outcomes: how a rank learns whether a save was committed, if rank 0 does not tell it, and the errors that say so.
+"""Outcomes: how a rank learns whether a save was committed if rank 0 does not tell it, and the errors that say so.
 
 In: the id of a save that rank 0 has begun. Out: its record, or an error that says whether anything was committed.
 
@@ -26,7 +26,7 @@ NO_OUTCOME = "heard no outcome"
 
 
 def in_save(ref: str, error: RanksError, outcome: str) -> RanksError:
-    """Return an error that also names the save, as run@step, and says what became of it; then what to do."""
+    """Return an error that also names the save, as run@step, and then has its outcome and the advice."""
     why, advice = (error.why, f"; {RESTART}") if isinstance(error, ChannelError) else (str(error), "")
     return RanksError(f"save {ref}: {why}; {outcome}{advice}", ranks=error.ranks)
 
@@ -35,12 +35,12 @@ def settle(context: Context, request: SaveRequest, save_id: str, rank: int, lost
     """Return the snapshot if its record is there; create the record as aborted if there is none.
 
     Args:
-        rank: this one, which has reported and heard no outcome.
-        lost: why not.
+        rank: this rank, which has reported and heard no outcome.
+        lost: why it heard none.
 
     Raises:
-        RanksError: the record is aborted, so nothing was or will be committed; or the store does not answer, so nobody
-            knows.
+        RanksError: the record is aborted, so nothing was or will be committed; or the store does not answer, so it is
+            not known.
     """
     why = lost.why if isinstance(lost, ChannelError) else str(lost)
     reason = f"rank {rank} {NO_OUTCOME}: {why}"[:500]
@@ -62,10 +62,10 @@ def settle(context: Context, request: SaveRequest, save_id: str, rank: int, lost
 
 
 def read_committed(context: Context, request: SaveRequest, save_id: str, data: bytes) -> Snapshot:
-    """Return the committed record: from rank 0's word, or from the store.
+    """Return the committed record: from rank 0's message, or from the store.
 
     Args:
-        data: the record, if rank 0's word has it.
+        data: the record, if rank 0's message has it; else b"".
 
     Raises:
         StorageError: this rank cannot read it, though it is committed.

@@ -34,16 +34,16 @@ def save(
 
     Args:
         lineage: gives the manifests of the run's last save, and takes those of this one.
-        inputs: what `staging.copy` gave; or `inputs_of`: then the caller waits, and its own memory is read.
-        staging: None: no bytes are kept as the next base; always so for the inputs of an iterator.
+        inputs: from `staging.copy`; or from `inputs_of`: then the caller waits, and its own memory is read.
+        staging: keeps the bytes as the next base. None: no bytes are kept; pass None for the inputs of an iterator.
 
     Raises:
-        InvalidInputError: an array was changed meanwhile. Nothing was committed; so it is with every error.
+        InvalidInputError: an array was changed meanwhile. Nothing was committed; the same holds for the other errors.
         StorageError: the store failed.
         ConflictError: a gc has expired this save; save again.
         Anything that the iterator raises.
     """
-    with context.store.pinned():  # the session proves the place; tags are taken off others after it
+    with context.store.pinned():  # the session checks the repository; tags leave other snapshots after it has ended
         before = context.index.refresh() if request.tags else None
         advice = "free memory, then save again; 'snapstore log' shows whether this save was committed"
         with staging.saving(inputs) if staging else nullcontext():
@@ -64,11 +64,11 @@ def save(
 def finish(
     context: Context, request: SaveRequest, snapshot: Snapshot, headers: dict[str, bytes], before: View | None
 ) -> Snapshot:
-    """Index and log a committed save; take its tags off the other snapshots of its run.
+    """Index and log a committed save; remove its tags from the other snapshots of its run.
 
     Args:
         headers: of its manifests: the bytes up to the header's end, by SHA-256.
-        before: the records before the save; None: it has no tags.
+        before: the records before the save; None: the save has no tags.
 
     Returns:
         The snapshot with the tags that it keeps; see `tags.take`.
@@ -87,7 +87,7 @@ def finish(
     )
     try:
         return snapshot if before is None else tags.take(context, request.tags, snapshot, before)
-    except SnapstoreError as error:  # the save is committed; of two that hold a tag, the tag means the newest
+    except SnapstoreError as error:  # the save is committed; a tag on two snapshots means the newest
         log.warning("run=%s tags %s stay on an older snapshot as well: %s", request.run, request.tags, error)
         return snapshot
 
@@ -103,8 +103,8 @@ def commit(
     """Create the record.
 
     Args:
-        written: the manifests that it names, and the counts of all that was written.
-        bases: ids of the snapshots that were built on.
+        written: the manifests that the record names, and the counts of all that was written.
+        bases: ids of the snapshots that the save builds on.
 
     Raises:
         ConflictError: a gc has expired this save; nothing was committed.

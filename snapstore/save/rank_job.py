@@ -1,7 +1,7 @@
-"""Rank job: the part that one rank's SnapshotManager takes in the saves of all ranks.
+"""Rank job: the part of one rank's SnapshotManager in the saves of all ranks.
 
-In: the ranks of a job. Out: saves by all of them, in one order; rank 0's answers to questions that all ask; and an
-agreement on when the job ends. Two managers of one process use one channel side by side, under keys of their own.
+In: the ranks of a job. Out: saves by all ranks, in one order; rank 0's answers to questions that all ranks ask; and an
+agreement on when the job ends. Two managers of one process use one channel at the same time, with different keys.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _users_lock = threading.Lock()
 
 
 class RankJob:
-    """One manager's saves with the other ranks. All ranks make theirs, and call them, in the same order.
+    """One manager's saves with the other ranks. All ranks make their RankJobs, and call them, in the same order.
 
     Call sequence: `open`, then everything else; `close`, also if `open` has failed.
 
@@ -56,8 +56,8 @@ class RankJob:
     Attributes:
         ranks: the channel.
         prefix: of all keys of this manager.
-        questions: that rank 0 answers.
-        numbers: of the saves that are yet to begin.
+        questions: the questions that rank 0 answers.
+        numbers: gives the number of each next save.
     """
 
     def __init__(self, ranks: Ranks, replicas: Replicas = "check") -> None:
@@ -67,12 +67,12 @@ class RankJob:
         self.questions = Questions(ranks, self.prefix)
         self.heart = Heart(ranks)
         self.numbers = count()
-        self._holders: Holders | None = None  # as the ranks told each other last
-        self._holders_are_sure = False  # no save has failed here since
-        self._own: frozenset[Name] = frozenset()  # the plain tensors of this rank then
+        self._holders: Holders | None = None  # as of the last exchange
+        self._holders_are_sure = False  # whether no save has failed here since
+        self._own: frozenset[Name] = frozenset()  # the plain tensors of this rank at that time
         self._learnt_in = self._answered_in = -1  # the numbers of saves
         self._exchange: Exchange | None = None  # of the save that runs
-        self._has_failed = False  # the last save
+        self._has_failed = False  # whether the last save has failed
 
     @property
     def leads(self) -> bool:
@@ -83,11 +83,12 @@ class RankJob:
         """Open the repository on rank 0, and once it is open there, on the other ranks.
 
         Args:
-            question: with the arguments that must be equal on all ranks.
+            question: a text with the arguments that must be equal on all ranks.
+            opened: opens the repository.
 
         Raises:
             InvalidInputError: it is not the same repository on all ranks, or the arguments are not equal.
-            SnapstoreError: what `opened` has raised, here or on rank 0.
+            SnapstoreError: `opened` failed, here or on rank 0.
         """
         first: list[R] = []
 
@@ -106,12 +107,12 @@ class RankJob:
         return repository
 
     def shares(self) -> RankShares:
-        """Return which boxes this rank stores, as long as it does not know the holders of plain tensors."""
+        """Return the shares of this rank, for the time before it knows the holders of plain tensors."""
         chunk_bytes = self._job.context.config.chunk_bytes
         return RankShares(self.ranks.rank, self.ranks.count, chunk_bytes, None, self._replicas)
 
     def preemption(self) -> Preemption:
-        """Return what tells when the job ends; its ranks agree in the background from now on."""
+        """Return the Preemption of the job; from now on the ranks agree on its end in the background."""
         made = Preemption(self.ranks, self.prefix)
         self.heart.add(made.poll)
         return made
@@ -123,8 +124,8 @@ class RankJob:
             ref: run@step, in errors.
 
         Raises:
-            RanksError: rank 0 is silent, or does not call save.
-            InvalidInputError: rank 0 calls something else.
+            RanksError: rank 0 does not answer, or does not call save.
+            InvalidInputError: rank 0 makes another call.
         """
         try:
             return self.questions.ask("a save, or to skip it", is_busy)
@@ -132,7 +133,10 @@ class RankJob:
             raise in_save(ref, error, "this save was not begun") from error
 
     def learner(self, request: SaveRequest, staging: Staging) -> Learn:
-        """Return what tells this rank the holders of plain tensors that it does not know. Call it before the copy."""
+        """Return the function that learns the holders of plain tensors which this rank does not know.
+
+        Call this before the copy.
+        """
         if not self._holders_are_sure:
             staging.use_shares(self.shares())
         return partial(self._learn, request, staging)
@@ -144,7 +148,7 @@ class RankJob:
             SnapstoreError: see `Exchange` and `require_kept`.
         """
         if self._learnt_in == request.number:
-            return inputs  # before they were copied
+            return inputs  # learnt before the copy
         exchange = Exchange(self.ranks, partial(self._job.key, request.number), request.require_wanted, self.prefix)
         own, found, self._exchange = plain_names(inputs), self._holders, exchange
         try:
@@ -195,15 +199,15 @@ class RankJob:
             return finish(context, request, snapshot, data.headers, before) if self.leads else snapshot
 
     def close(self, error: BaseException | None = None, *, ends_channel: bool, limit_s: float | None = None) -> None:
-        """Tell the other ranks that this one takes part no more, and let it beat no more for this manager.
+        """Tell the other ranks that this one has ended, and stop its heartbeats for this manager.
 
-        The rank that keeps the messages waits for the others, so that each reads them: until all have closed or are
-        silent, but at most a minute, or 5 s after an error.
+        The rank that keeps the messages waits for the others, so that each can read them: until all have closed or send
+        no heartbeats, but at most a minute, or 5 s after an error.
 
         Args:
-            error: why it ends.
+            error: why this rank ends; None: it closes.
             ends_channel: close the channel as well: the manager has made it.
-            limit_s: of the wait.
+            limit_s: the longest wait [s]; None: see above.
         """
         say_ended(self.ranks, self.prefix, error)
         if self.ranks.is_hosted:

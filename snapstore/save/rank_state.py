@@ -1,6 +1,6 @@
-"""Rank state: what the ranks of a job must agree on before rank 0 commits what they have written.
+"""Rank state: the data that rank 0 compares between the ranks of a job before it commits.
 
-In: the inputs of a rank. Out: the trees of its parts with the forms of the whole tensors, which rank 0 makes into one
+In: the inputs of a rank. Out: the trees of its parts with the forms of the whole tensors, which rank 0 merges
 (merged_trees.py); and how many bytes it stores, and the digests of its replicas one by one.
 """
 
@@ -22,7 +22,7 @@ from .replicas import Replica, tensor_digests
 
 @dataclass(frozen=True, slots=True)
 class PartTree:
-    """The tree of a part, the whole tensors that it counts, and the numbers of the ones that are not sharded."""
+    """The tree of a part, the specs of its whole tensors, and the numbers of the tensors that are not sharded."""
 
     name: str
     tree: Node
@@ -63,7 +63,7 @@ def decode_trees(data: bytes) -> list[PartTree]:
 
 
 class _Packed(msgspec.Struct, array_like=True):
-    """A PartTree on its way."""
+    """A PartTree as a message."""
 
     name: str
     tree: bytes

@@ -32,10 +32,10 @@ from .together import report_of
 
 
 class RankWriter:
-    """The bytes of one rank's save, which `together` puts in order.
+    """Writes the bytes of one rank's save; `together` calls it in order.
 
     Args:
-        inputs: what `staging.copy` gave for this rank's shares; or `inputs_of` them: then the caller waits.
+        inputs: from `staging.copy` for this rank's shares; or from `inputs_of`: then the caller waits.
 
     Attributes:
         headers, manifests: of all manifests that this rank has written: bytes up to the header's end, and decoded, by
@@ -67,7 +67,7 @@ class RankWriter:
         written = write(context, session, self._inputs, bases, full=begin.full, staging=staging, place=place)
         self._bases = written.bases
         self._note(written)
-        if not rank:  # rank 0's own that a base has already; `take_report` sees to those of the others
+        if not rank:  # rank 0's manifests that a base has already; `take_report` reads those of the other ranks
             self._child_headers.start([ref for ref in written.manifests if ref.sha256 not in self.headers])
         self._trees = encode_trees(trees_of(self._inputs))
         return report_of(
@@ -92,7 +92,7 @@ class RankWriter:
         return [found for part in self._inputs for found in digests_by_path(part.replicas, group)]
 
     def take_report(self, rank: int, manifests: Sequence[Ref]) -> None:
-        """Take the child manifests of a rank that has reported, on rank 0: their headers are read from now on."""
+        """Take the child manifests of a rank that has reported, on rank 0, and begin to read their headers."""
         self._child_headers.start([ref.whole(rank) for ref in manifests])
 
     def merge(self, trees: Sequence[tuple[list[int], bytes]]) -> None:
@@ -134,7 +134,7 @@ class RankWriter:
         return commit(session, self._request, roots, bases, self._bases.generation, [RANKS])
 
     def close(self) -> None:
-        """Read no more headers, if this save has failed."""
+        """Begin no more reads of headers."""
         self._child_headers.give_up()
 
     def _note(self, written: Written) -> None:

@@ -1,4 +1,4 @@
-"""Replicas: digests of the copies that several ranks hold, which show copies that have diverged.
+"""Replicas: digests of the copies that several ranks hold. They show whether copies have diverged.
 
 In: the tensors of a rank of which other ranks hold the same bytes. Out: one digest for each group of such ranks and
 part, over all of these bytes, not over the share that this rank stores; buffers, which may differ, have digests of
@@ -24,7 +24,7 @@ from ..state.flatten import Part
 from ..state.held_array import Held
 from .shares import Name, RankShares, names_of
 
-#: A digest is taken of each span of so many bytes.
+#: Each span of so many bytes has a digest.
 SPAN_BYTES = 1024 * 1024
 #: The end of the ids of groups of buffers.
 BUFFERS = "~"
@@ -37,11 +37,12 @@ class Replica:
     """A tensor of which other ranks hold the same bytes.
 
     Attributes:
-        name: part, path, and which of the tensors with that path.
+        name: part, path, and the number among the tensors with that path.
         group: the ranks that hold the same bytes, sorted.
         is_buffer: whether it may differ; see `state.stateful.buffers_of`.
-        array: of the caller; None if staging has seen to the digests.
-        digests: returns those of its spans, (n, 16); None: there are none, such as while kernels are not loaded.
+        array: the caller's array; None if staging provides the digests.
+        digests: returns the digests of its spans, (n, 16) uint8; None: there are none, such as while kernels are not
+            loaded.
     """
 
     name: Name
@@ -52,7 +53,7 @@ class Replica:
 
     @property
     def group_id(self) -> str:
-        """The id of the group, for buffers another one."""
+        """Return the id of the group; buffers have another id than other tensors."""
         return _group_id(self.group) + (BUFFERS if self.is_buffer else "")
 
 
@@ -68,7 +69,7 @@ def replicas_of(part: Part, shares: RankShares) -> Iterator[Replica]:
 
 
 def spans(nbytes: Column) -> tuple[Column, Column, Column]:
-    """Return the tensor of each span, where it begins in it, and its length [bytes], for tensors of (n,) bytes."""
+    """Return for each span its tensor, where it begins there, and its length [bytes]; `nbytes` (n,) is by tensor."""
     counts = -(-nbytes // SPAN_BYTES)
     which = np.repeat(np.arange(len(nbytes)), counts)
     starts = (np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)) * SPAN_BYTES
@@ -118,13 +119,13 @@ def _group_id(group: tuple[int, ...]) -> str:
 
 
 def tensor_digests(replicas: Sequence[Replica]) -> list[tuple[Replica, bytes | None]]:
-    """Return one digest (16 bytes) of each tensor, None where there is none; by name: ranks may order keys unlike."""
+    """Return one digest (16 bytes) of each tensor, or None, sorted by name: ranks may have keys in another order."""
     ordered = sorted(replicas, key=lambda one: repr(one.name))
     return [(one, None if one.digests is None else _joined([one.digests().tobytes()])) for one in ordered]
 
 
 def group_digests(replicas: Sequence[Replica]) -> dict[str, bytes]:
-    """Return one digest (16 bytes) of the tensors of each group, by its id; none of a group that lacks one."""
+    """Return one digest (16 bytes) for each group whose tensors all have digests, by its id."""
     groups: dict[str, list[bytes | None]] = defaultdict(list)
     for one, found in tensor_digests(replicas):
         groups[one.group_id].append(found)

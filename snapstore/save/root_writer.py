@@ -1,10 +1,10 @@
 """Root writer: the root manifests of a snapshot of several ranks.
 
-In: the trees of all ranks as one, and the references and headers of their child manifests, all of them durable. Out:
-one durable root manifest a part: the tree, every tensor with its whole shape and no bytes, the children in the order of
-their ranks, and all packs that they use; or, if a part has not changed, the root of a base. A large tree lies in pages,
-which are chunks of the root's own: pages that the root of a base has cost nothing. Rank 0 calls it, last before the
-commit.
+In: the merged trees of all ranks, and the references and headers of their child manifests, all of them durable. Out:
+one durable root manifest per part: the tree, every tensor with its whole shape and no bytes, the children in the order
+of their ranks, and all packs that they use; or, if a part has not changed, the root of a base. A large tree lies in
+pages, which are chunks of the root itself: pages that the root of a base has cost nothing. Rank 0 calls it right before
+the commit.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from .manifest_writer import Layout, Written, add_tree, entry_of, table_of
 from .near_children import NearChildren
 from .rank_state import PartTree
 
-#: Headers that are read at once: of a large job thousands; one process of Python sends some 600 requests a second.
-#: Roots that are put at once.
+#: Headers that are read at once (a large job has thousands; one Python process sends about 600 requests a second), and
+#: roots that are put at once.
 READS_AT_ONCE, PUTS_AT_ONCE = 64, 8
 
 
 class ChildHeaders:
-    """Reads the headers of child manifests in the background, from when their ranks have reported on.
+    """Reads the headers of child manifests in the background, as soon as their ranks have reported.
 
     Call sequence: `start` for some manifests, again for others; `result`; at any time `give_up`.
     """
@@ -56,7 +56,7 @@ class ChildHeaders:
         self._pending.append((children, self._threads.start(self._read, children)))
 
     def result(self) -> dict[str, bytes]:
-        """Wait, and return the bytes of each child up to the end of its header, by SHA-256; nothing proves them yet.
+        """Wait, and return the bytes of each child up to the end of its header, by SHA-256; they are not verified yet.
 
         Raises:
             StorageError, NotFoundError, IntegrityError: one cannot be read.
@@ -64,7 +64,7 @@ class ChildHeaders:
         return {ref.sha256: data for refs, found in self._pending for ref, data in zip(refs, found(), strict=True)}
 
     def give_up(self) -> None:
-        """Begin no more reads; nobody waits for the running ones."""
+        """Begin no more reads, and do not wait for the running ones."""
         self._given_up = True
 
     def _read(self, ref: ManifestRef) -> bytes:
@@ -72,7 +72,7 @@ class ChildHeaders:
 
 
 def read_headers(context: Context, children: Sequence[ManifestRef]) -> dict[str, bytes]:
-    """Return the bytes of each child up to the end of its header, by SHA-256; raises as `ChildHeaders.result`."""
+    """Return the bytes of each child up to the end of its header, by SHA-256. Raises as `ChildHeaders.result` does."""
     headers = ChildHeaders(context)
     headers.start(children)
     return headers.result()
@@ -84,7 +84,7 @@ class Children:
 
     Attributes:
         headers: their bytes up to the end of the header, by SHA-256.
-        orders: the numbers of each rank's tensors among those of all ranks; see `orders_of`.
+        orders: by rank and part, the numbers of its tensors in the merged part; see `orders_of`.
     """
 
     refs: Sequence[ManifestRef]
@@ -103,12 +103,12 @@ def write_roots(
     """Store the root manifests and the pages of large trees; all of it is durable on return.
 
     Args:
-        parts: of all ranks as one; the part "" first.
+        parts: of all ranks, merged; the part "" first.
         cached: manifests in memory, by SHA-256; the roots of the bases are read if they are not among them.
 
     Returns:
-        The objects that were written, and the chunks of all manifests; `new_chunks` and `stored_bytes` count those of
-        the roots alone.
+        The objects that were written, and the number of chunks of all manifests; `new_chunks` and `stored_bytes` count
+        only the roots.
 
     Raises:
         IntegrityError: a child's header is not the one that its rank has reported; or a page does not decode.
@@ -119,7 +119,7 @@ def write_roots(
     changed = {ref.part for ref, header in headers.items() if header.save_id.hex() == session.id}
     trees, bases = [pack(part.tree) for part in parts], Bases()
     if len(changed) < len(parts) or any(len(tree) >= PAGED_BYTES for tree in trees):
-        bases = load_bases(context, session, cached, NearChildren((), 0, 1))  # their roots alone
+        bases = load_bases(context, session, cached, NearChildren((), 0, 1))  # reads only the roots of the bases
     written, layouts = _write_trees(context, session, parts, trees, bases)
     puts = list[tuple[str, bytes]]()
     for number, (layout, (table, names, sizes)) in enumerate(layouts):
@@ -166,7 +166,7 @@ def _put_all(context: Context, session: AnySession, written: Written, puts: Sequ
 def _write_trees(
     context: Context, session: AnySession, parts: Sequence[PartTree], trees: Sequence[bytes], bases: Bases
 ) -> tuple[Written, list[tuple[Layout, tuple[ChunkTable, list[str], list[int]]]]]:
-    """Store the pages of large trees; return what was put, and for each part its layout and what `table_of` says."""
+    """Store the pages of large trees; return the objects, and for each part its layout and the result of `table_of`."""
     with ChunkWriter(context, session, bases, full=True) as chunks:
         layouts = list[Layout]()
         for part, tree in zip(parts, trees, strict=True):
@@ -187,7 +187,7 @@ def _box_map(found: Sequence[ManifestHeader], orders: Mapping[tuple[int, str], C
     """
     maps = list[tuple[int, BoxMap, Column]]()
     for header in found:
-        if header.box_map:  # a child of own values alone has none
+        if header.box_map:  # a child that has only a rank's own values has no map
             own = BoxMap.decode(header.box_map, manifest_name(header))
             maps.append((header.rank, own, orders[header.rank, header.part]))
     merged = BoxMap.merged(maps, len(part.specs))

@@ -1,13 +1,13 @@
-"""Shares: which boxes of a tensor one of several ranks stores.
+"""Shares: the boxes of a tensor that one of several ranks stores.
 
-In: the form of a whole tensor, and how it is sharded. Out: boxes, each of whole rows of what this rank holds. Ranks
-that hold the same box each store a share of its rows; no rank asks another, since all compute the same cuts.
+In: the form of a whole tensor, and how it is sharded. Out: boxes, each of whole rows of the box that this rank holds.
+Ranks that hold the same box each store a share of its rows; no rank asks another, since all compute the same cuts.
 
 A box of replicas is cut into cells where a row ends on the grid of its strip (docs/design/ranks.md, "Cuts"), so another
 number of ranks cuts it into the same chunks. A box with fewer such cells than replicas is cut between any rows if each
-share has several chunks. Else a few of the replicas store a cell each: which ones, a hash of the path decides.
+share has several chunks. Else some of the replicas store one cell each, chosen by a hash of the path.
 
-Replicas that may differ are not cut: the first one stores the whole box, so no tensor is a mix of two ranks' values.
+Replicas that may differ are not cut: the first one stores the whole box, so no tensor mixes the values of two ranks.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from ..state.held_array import Held
 from ..state.sharded import Sharding
 from ..state.tensors import TensorSpec
 
-#: Shares are cut off the grid if they have so many chunks: at most two of them are then others.
+#: Shares may be cut between any rows if each has so many chunks: at most two of its chunks are then not the usual ones.
 MIN_CHUNKS_OFF_GRID = 4
 
 #: Replicas of a tensor that differ: an error, or the first replica is stored.
 Replicas = Literal["check", "rank0"]
 
-#: Part, path, and which of the tensors with that path.
+#: Part, path, and the number among the tensors with that path.
 Name = tuple[str, tuple[str | int, ...], int]
 
 
 def names_of(part: str, specs: Iterable[TensorSpec]) -> Iterator[Name]:
-    """Yield (part, path, which of the tensors with that path) of each tensor of a part."""
+    """Yield (part, path, number among the tensors with that path) of each tensor of a part."""
     seen: dict[tuple[str | int, ...], int] = {}
     for spec in specs:
         number = seen[spec.path] = seen.get(spec.path, -1) + 1
@@ -51,8 +51,8 @@ class Piece:
 
     Attributes:
         offsets, sizes: of the box in the whole tensor.
-        first_row: the row of the local tensor that is its first one.
-        number: of the local tensor, where each box has its own.
+        first_row: the row of the local tensor at which the box begins.
+        number: of the local tensor, if each box has a local tensor of its own; else 0.
     """
 
     offsets: tuple[int, ...]
@@ -78,10 +78,11 @@ class RankShares:
 
     Args:
         rank, world_size: of the job.
-        holders: the ranks that hold a plain tensor, where not all of them do (pipeline stages); sorted. None: not
-            known yet, so the whole of each plain tensor counts as this rank's share.
+        chunk_bytes: the size of a chunk [bytes].
+        holders: the ranks, sorted, that hold a plain tensor which not all ranks hold (pipeline stages). None: not
+            known yet, so each whole plain tensor counts as this rank's share.
         replicas: "check": replicas are equal, so each stores a share. "rank0": they may differ.
-        known: the plain tensors that `holders` is about: any other one is new to this rank. None: all of them.
+        known: the plain tensors that `holders` covers; any other one is new to this rank. None: it covers all.
     """
 
     rank: int
@@ -138,7 +139,7 @@ class RankShares:
 
 
 def _turn(name: Name, replicas: int) -> int:
-    """Return the replica that stores the first cell of a tensor, so that small tensors go to all of them."""
+    """Return the replica that stores the first cell of a tensor; it spreads small tensors over all replicas."""
     part, path, number = name
     return xxhash.xxh3_64_intdigest(f"{part}\0{display(path)}\0{number}".encode()) % replicas
 
@@ -147,7 +148,7 @@ def _turn(name: Name, replicas: int) -> int:
 def _shares(
     offsets: tuple[int, ...], sizes: tuple[int, ...], itemsize: int, chunk_bytes: int, replicas: int, turn: int
 ) -> list[tuple[int, int]]:
-    """Return the share of a box of each replica: its first row, and how many rows."""
+    """Return (first row, number of rows) of the share of each replica of a box."""
     rows = sizes[0] if sizes else 1
     row_bytes = math.prod(sizes[1:]) * itemsize
     if not rows * row_bytes:

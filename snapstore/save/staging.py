@@ -1,9 +1,9 @@
-"""Staging: the private copy of the state that a save reads, and the bytes that the next save deltas against.
+"""Staging: the private copy of the state that a save reads, and the bytes that are the next save's bases for deltas.
 
 An asynchronous save copies the state into spare buffers while its caller waits, and reads them afterwards. Once it has
-committed, they become the base, and the buffers of the old base become the spare ones: twice the state in all. A
-synchronous save of host memory reads the state itself, and overwrites the base chunk by chunk: once the state. A save
-that fails leaves no base of its own. A tensor whose deltas were all rejected keeps no base for a while.
+committed, they become the base, and the buffers of the old base become the spare ones: two copies of the state in all.
+A synchronous save of host memory reads the state itself, and overwrites the base chunk by chunk: one copy. A save that
+fails leaves no base of its own. A tensor whose deltas were all rejected keeps no base for a while.
 
 Tensors on a CUDA device are copied on that device, or into pinned host memory (`staging=`, engine/cuda/staging.py).
 Without an engine for the device they are copied through host memory.
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", TensorInput, Replica)
 Mode = Literal["auto", "device", "host"]
-#: A tensor whose deltas were rejected keeps no base for this many saves; then it is tried again.
+#: A tensor whose deltas were rejected keeps no base for this many saves; then deltas are tried again.
 RETRY_AFTER_SAVES = 32
-#: More bytes of plain tensors than this are not copied whole: a rank learns their holders before it copies its share.
+#: If plain tensors have more bytes than this, they are not copied whole: a rank learns their holders before the copy.
 MAX_WHOLE_BYTES = 1024 * 1024 * 1024
 
 #: Takes inputs that were made while holders were unknown, and returns them cut to the shares of this rank.
@@ -55,7 +55,7 @@ class Buffers(dict[Key, Memory]):
     """Bytes of tensors, (nbytes,) uint8."""
 
     def room(self, key: Key, nbytes: int) -> Bytes:
-        """Return the host buffer of a tensor; make a new one where the size differs."""
+        """Return the host buffer of a tensor; make a new one if there is none of that size."""
         buffer = self.get(key)
         if not isinstance(buffer, np.ndarray) or buffer.size != nbytes:
             buffer = self[key] = np.empty(nbytes, np.uint8)
@@ -70,19 +70,19 @@ class Buffers(dict[Key, Memory]):
 class Staging:
     """The buffers of one SnapshotManager. One save at a time uses them, in this order:
 
-        inputs = staging.copy_state(state)()    asynchronous: the call in the caller's thread, the rest behind it;
+        inputs = staging.copy_state(state)()    asynchronous: the first call in the caller's thread, the second later
         inputs = staging.inputs(flatten(state)) or synchronous: the caller waits, and its own memory is read;
         with staging.saving(inputs):            waits until the copies are complete
             staging.use_base(inputs, id)        lends the bytes of snapshot `id`, if they are the ones kept here
             ...                                 the inputs are written, and committed
-            staging.keep_as_base(inputs, id)    their bytes are what the next save deltas against
+            staging.keep_as_base(inputs, id)    their bytes become the bases of the next save
 
-    A save that raises within `saving`, or does not get there, leaves no base.
+    A save that raises within `saving`, or before it, leaves no base of its own.
 
     Args:
         keep_base: keep the bytes of the last save as the next one's base; else they are read back from the store.
-        mode: where copies of CUDA tensors lie: "device", "host", or "auto" by the memory that is free.
-        shares: of one of several ranks: which boxes it copies. None: there is one process, which copies all.
+        mode: where copies of CUDA tensors lie: "device", "host", or "auto" (by the free memory).
+        shares: in a job of ranks: the boxes that this rank copies. None: one process copies all.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Staging:
         self._base = Buffers()
         self._spare = Buffers()
         self._base_id: str | None = None
-        self._delta_rejected: dict[Key, int] = {}  # -> saves until it is tried again
+        self._delta_rejected: dict[Key, int] = {}  # tensor -> saves until its deltas are tried again
         self._devices: DeviceStaging | None = None
         self._known: KnownState | None = None  # the structure of the last state
 
@@ -112,12 +112,12 @@ class Staging:
         return getattr(device, "type", "cpu") != "cpu" and self._engines.on_device(device)
 
     def use_shares(self, shares: RankShares) -> None:
-        """Copy other boxes from the next save on: it is known, or unknown again, which ranks hold the same."""
+        """Copy other boxes from the next save on: the holders of plain tensors are now known, or unknown again."""
         if shares != self.shares:
             self.shares, self._known = shares, None
 
     def use_holders(self, inputs: Sequence[PartInput], shares: RankShares) -> list[PartInput]:
-        """Cut inputs to shares of which the holders are known now; plain tensors were copied whole, or not at all."""
+        """Cut inputs to shares, whose holders are now known; plain tensors were copied whole, or not at all."""
         assert self.shares is not None
         cut, self.shares = cut_plain(inputs, shares, self.shares), shares
         if self._known is not None:
@@ -126,7 +126,7 @@ class Staging:
             for tensor in _tensors(cut):
                 is_cut = tensor.spec.nbytes >= INLINE_BYTES and tensor.key not in self._spare
                 if is_cut and isinstance(tensor.copy, np.ndarray):
-                    self._spare[tensor.key] = tensor.copy = tensor.copy.copy()  # the whole goes with the inputs
+                    self._spare[tensor.key] = tensor.copy = tensor.copy.copy()  # frees the whole copy with the inputs
             self._spare.keep_only({tensor.key for tensor in _tensors(cut)})
         return cut
 
@@ -147,12 +147,12 @@ class Staging:
             learn: see `copy`.
 
         Returns:
-            A function that gives the inputs: it takes time, and can be called in the background.
+            A function that returns the inputs: it takes time, and can be called in the background.
 
         Raises:
             UnsupportedLeafError, InvalidInputError: see `flatten` and `copy`.
         """
-        known, self._known = self._known, None  # an interrupt leaves none
+        known, self._known = self._known, None  # None stays if an interrupt ends this
         if known is not None:
             with suppress(DifferentStructureError), _without_gc():
                 return self._copy_known(known, known.structure.match(state))
@@ -175,9 +175,9 @@ class Staging:
         return inputs_of_copies
 
     def inputs(self, parts: Sequence[Part], learn: Learn | None = None) -> list[PartInput]:
-        """Return the inputs of a save whose caller waits: they are copied if some tensors lie on a device; see `copy`.
+        """Return the inputs of a save whose caller waits.
 
-        Else nothing is copied.
+        If a tensor lies on a device with an engine, all are copied, see `copy`; else none is.
         """
         on_devices = any(self._on_device(held.value) for part in parts for held in part.arrays)
         return self.copy(parts, learn) if on_devices else inputs_of(parts, self.shares)
@@ -186,11 +186,11 @@ class Staging:
         """Copy every tensor of INLINE_BYTES or more into spare buffers; the smaller ones into new memory.
 
         Args:
-            learn: of a rank: called now if plain tensors whose holders it does not know are too large to be copied
-                whole. Else the caller calls it with the inputs.
+            learn: in a job of ranks: called now if plain tensors whose holders this rank does not know are too large to
+                be copied whole. Else the caller calls it with the inputs.
 
         Returns:
-            The inputs; nothing of the caller's is in them. On a device the copies are complete within `saving`.
+            The inputs, which do not refer to the caller's memory. Copies on a device are complete within `saving`.
 
         Raises:
             InvalidInputError: an array is not the one that was flattened, or is changed while it is copied.
@@ -198,7 +198,7 @@ class Staging:
         return self._copy(self._inputs_of(parts, learn))
 
     def _inputs_of(self, parts: Sequence[Part], learn: Learn | None) -> list[PartInput]:
-        """Return the inputs to copy, and keep the spare buffers of no others."""
+        """Return the inputs to copy, and drop the spare buffers of all other tensors."""
         inputs = inputs_of(parts, self.shares)
         if learn is not None and self._must_learn_first(inputs):
             inputs = list(learn(inputs))
@@ -218,7 +218,7 @@ class Staging:
         return inputs
 
     def _by_place(self, inputs: Iterable[T]) -> tuple[list[tuple[T, Held]], dict[Any, list[tuple[T, Held]]]]:
-        """Return the inputs whose arrays are read on the host, and the others by their device, with the arrays."""
+        """Return the inputs whose arrays are read in host memory, and the others by device; each with its array."""
         on_host: list[tuple[T, Held]] = []
         on_devices: dict[Any, list[tuple[T, Held]]] = defaultdict(list)
         for one in inputs:
@@ -228,7 +228,7 @@ class Staging:
         return on_host, on_devices
 
     def _digest_copies(self, inputs: Sequence[PartInput]) -> None:
-        """Let the replicas of which this rank has a whole copy in host memory be hashed when they are asked for."""
+        """Postpone the hashing of replicas of which this rank has a whole copy in host memory."""
         copies: dict[Name, Bytes] = {}
         for tensor in _tensors(inputs):
             of = tensor.box_of
@@ -239,7 +239,7 @@ class Staging:
                 one.array, one.digests = None, partial(digests_of, copies[one.name], self._engines.digest_seed)
 
     def _digest_replicas(self, replicas: Sequence[Replica]) -> None:
-        """Hash replicas of a state that is not recognised."""
+        """Hash the replicas that still have arrays, of a state that was not recognised."""
         on_host, on_devices = self._by_place(replicas)
         for one, held in on_host:
             one.digests = held.memory(lambda alias: digests_of(as_bytes(alias), self._engines.digest_seed)).copy
@@ -257,7 +257,7 @@ class Staging:
 
     @contextmanager
     def _copying(self) -> Iterator[None]:
-        """Let go of copies on devices if the caller's memory cannot be copied."""
+        """Release copies on devices if the caller's memory cannot be copied."""
         try:
             with out_of_memory("save", "nothing was committed; free memory, or save with async_save=False"):
                 yield
@@ -289,13 +289,13 @@ class Staging:
         return self._devices
 
     def _copy_known(self, known: KnownState, match: Match) -> Callable[[], list[PartInput]]:
-        """Copy a state that is recognised; then it is the known one.
+        """Copy a state that was recognised; keep its structure as the known one.
 
         Raises:
-            DifferentStructureError: it is not; copies may have begun.
+            DifferentStructureError: its tensors have moved meanwhile; copies may have begun.
         """
         copies: list[tuple[Sequence[int], Callable[[], Sequence[Memory]]]] = []
-        digests: list[tuple[Sequence[int], Callable[[int], Bytes]]] = []  # of replicas: rows, and what gives the i-th
+        digests: list[tuple[Sequence[int], Callable[[int], Bytes]]] = []  # of replicas: rows, and how to get the i-th
         with self._copying():
             for device, group in known.copied.on_devices.items():
                 sources = group.sources(device, match)
@@ -322,7 +322,7 @@ class Staging:
         return self._on_devices().start_digests(sources, spans(sources.nbytes), self._engines.digest_seed)
 
     def prepare(self, parts: Sequence[Part]) -> None:
-        """Take the memory for the copies of a state ahead: of the device, or of the host, whose pages it locks."""
+        """Allocate the memory for the copies of a state ahead: on the device, or page-locked in host memory."""
         inputs = inputs_of(parts, self.shares)
         if self.shares is not None and self._must_learn_first(inputs):
             as_if_all_hold = replace(self.shares, holders=self.shares.holders or {}, known=None)
@@ -339,13 +339,13 @@ class Staging:
             self._on_devices().prepare(sources, self._spare, self._base, self._delta_rejected, INLINE_BYTES)
 
     def prepare_next(self) -> None:
-        """Take memory for the next save, after the first ones: locking it takes longer than the copies."""
+        """Allocate memory for the next save, after one of the first ones: locking it takes longer than the copies."""
         if self._devices is not None:
             self._devices.prepare_next(self._spare, self._base, self._delta_rejected, INLINE_BYTES)
 
     @contextmanager
     def saving(self, inputs: Sequence[PartInput]) -> Iterator[None]:
-        """Wait until the last copies are complete; let go of those on devices if the save fails."""
+        """Wait until the last copies are complete; release copies on devices if the save fails."""
         try:
             if self._devices is not None:
                 try:
@@ -360,7 +360,7 @@ class Staging:
             raise
 
     def _move_to_host(self, inputs: Sequence[PartInput]) -> None:
-        """Bring copies down from devices that turn out to have no engine."""
+        """Move copies to host memory, from devices whose engine cannot be loaded."""
         for tensor in _tensors(inputs):
             memory = tensor.copy
             if memory is not None and not isinstance(memory, np.ndarray):
@@ -371,7 +371,7 @@ class Staging:
         self._spare, self._base, self._base_id = Buffers(), Buffers(), None
 
     def use_base(self, inputs: Sequence[PartInput], snapshot_id: str | None) -> None:
-        """Lend each tensor its bytes in snapshot `snapshot_id`, if those are kept here, and say where its own go."""
+        """Lend each tensor its bytes in snapshot `snapshot_id`, if they are kept here; set where its new bytes go."""
         known = snapshot_id is not None and snapshot_id == self._base_id
         for tensor in _tensors(inputs):
             tensor.base = self._base.get(tensor.key) if known else None
@@ -379,7 +379,7 @@ class Staging:
             tensor.bases_tried = tensor.deltas_stored = 0
         if _are_copies(inputs):
             return
-        self._base_id = None  # half overwritten from here on, and no base until `keep_as_base`
+        self._base_id = None  # from here on the base is half overwritten: it is no base until `keep_as_base`
         if self._keep_base:
             self._base.keep_only({tensor.key for tensor in _tensors(inputs)})
             for tensor in _tensors(inputs):
@@ -387,7 +387,7 @@ class Staging:
                     tensor.keep_in = self._base.room(tensor.key, tensor.spec.nbytes)
 
     def keep_as_base(self, inputs: Sequence[PartInput], snapshot_id: str) -> None:
-        """Keep the bytes of a committed save as the next base, but for tensors whose deltas were rejected."""
+        """Keep the bytes of a committed save as the next base, except for tensors whose deltas were rejected."""
         self._delta_rejected = {key: left - 1 for key, left in self._delta_rejected.items() if left > 1}
         rejected = [tensor.key for tensor in _tensors(inputs) if tensor.bases_tried and not tensor.deltas_stored]
         self._delta_rejected.update(dict.fromkeys(rejected, RETRY_AFTER_SAVES))
@@ -407,18 +407,18 @@ class Staging:
         self._base_id = snapshot_id if self._keep_base else None
 
     def release_copies(self) -> None:
-        """Let go of copies on devices that no save needs any more."""
+        """Release copies on devices that no save needs any more."""
         if self._devices is not None:
             self._devices.release_memory(self._spare)
 
     def clear(self) -> None:
-        """Give all memory back."""
+        """Release all memory."""
         self._base, self._spare, self._base_id, self._known = Buffers(), Buffers(), None, None
 
 
 @contextmanager
 def _without_gc() -> Iterator[None]:
-    """Let no garbage collection begin: it takes as long as the copies, and the caller waits."""
+    """Prevent Python's garbage collection: it takes as long as the copies, and the caller waits."""
     was_enabled = gc.isenabled()
     try:
         gc.disable()

@@ -1,10 +1,10 @@
-"""Streaming: the pairs of an iterator as the inputs of a save, so a state larger than memory passes through.
+"""Streaming: the pairs of an iterator as the inputs of a save, for a state larger than memory.
 
 In: an iterator of (dotted path, tensor). Out: one part, a dict of the paths in their order, whose tensors are made one
-at a time. The next pair is asked for when nothing reads the memory of the tensor before, and nothing here refers to it.
+at a time. The next pair is taken when nothing reads the memory of the tensor before it, or refers to that here.
 
-Tensors smaller than a batch are copied, so that they share batches. Larger ones are written before the next is asked
-for. Nothing remembers the memory of earlier tensors, so ties are not found; equal chunks are stored once.
+Tensors smaller than a batch are copied, so that they share batches. A larger tensor is written before the next pair is
+taken. The memory of earlier tensors is not remembered, so ties are not found; equal chunks are stored once.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def is_stream(state: Any) -> bool:
 
 
 def inputs_of_state(state: Any, engines: Engines) -> list[PartInput]:
-    """Return a state as inputs that are read from the caller's memory; those of an iterator as they are written."""
+    """Return a state as inputs that are read from the caller's memory; an iterator is read while it is written."""
     return [inputs_of_stream(state, engines)] if is_stream(state) else inputs_of(flatten(state))
 
 
 def inputs_of_stream(pairs: Iterable[Any], engines: Engines) -> PartInput:
-    """Return the pairs of an iterator as the one part of a state; going through its tensors asks for the pairs.
+    """Return the pairs of an iterator as the only part of a state; iterating over its tensors takes the pairs.
 
-    The tensors raise InvalidInputError for a pair that cannot be saved, and for an iterator without any.
+    That iteration raises InvalidInputError if a pair cannot be saved, or there is none.
     """
     keys: list[Any] = []
     nodes: list[Any] = []
@@ -75,7 +75,7 @@ def _checked(pair: Any, number: int) -> tuple[str, Any]:
     """Return the path and the tensor of a pair.
 
     Raises:
-        InvalidInputError: it is no such pair.
+        InvalidInputError: it is no pair of a path and a tensor.
     """
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise InvalidInputError(
@@ -99,7 +99,7 @@ def _checked(pair: Any, number: int) -> tuple[str, Any]:
 
 
 def input_of(path: Path, value: Any, engines: Engines) -> TensorInput:
-    """Return a tensor, array or bytes as an input: small ones as a copy, large ones or those of a device as lent.
+    """Return a tensor, array or bytes as an input: a copy; but if it is large or on a device, its own memory, lent.
 
     Raises:
         UnsupportedLeafError: it has no stored form.

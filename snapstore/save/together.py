@@ -7,11 +7,11 @@
     4 wait for every report                          post its report, or failed
     5 compare them; ask for trees that it lacks      answer, while it waits for the outcome
     6 root manifests, then the create-only record
-    7 post the outcome, end the session              rank 0 is silent: the record decides
+    7 post the outcome, end the session              if rank 0 does not answer, the record decides
 
 Rank 0 commits only with every report, so nothing is committed that is not durable on all ranks. A rank that has
-reported and hears no outcome creates the record as aborted, as a gc does: exactly one of this and the commit wins, so
-no rank says of a save what its record does not say (docs/design/ranks.md).
+reported and hears no outcome creates the record as aborted, as a gc does. Either this or the commit wins, so each rank
+returns the outcome that the record has (docs/design/ranks.md).
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ if TYPE_CHECKING:
     from .rank_writer import RankWriter
 
 log = logging.getLogger("snapstore")
-#: How often a rank that writes looks whether the save was given up [s].
+#: A rank that writes looks so often whether the save was given up [s].
 LOOK_S = 0.5
-#: Rank 0 looks for the reports one by one, and then pauses for so many times as long.
+#: After rank 0 has looked for the reports one by one, it pauses for so many times as long.
 PASS_PAUSE = 20
 
 
@@ -69,10 +69,10 @@ class Job:
 
     Attributes:
         prefix: of all keys of these saves.
-        answer: called with a save's number while rank 0 waits for reports: what a rank may need before its own.
+        answer: called with a save's number while rank 0 waits for reports: answers ranks that cannot report before it.
         known_trees: the trees of the last save's ranks by digest, so that rank 0 asks for each once (only on rank 0).
         old_keys: posted by this rank in earlier saves: no rank looks them up again once all take part in the next one.
-        warned: the buffers that a warning was about: see `compare_replicas` (only on rank 0).
+        warned: the buffers that were warned of: see `compare_replicas` (only on rank 0).
     """
 
     context: Context
@@ -87,8 +87,8 @@ class Job:
         """Save on this rank; every rank calls it with the same number, and gets the same snapshot or an error.
 
         Raises:
-            SnapstoreError: this rank's error; or the first one of another rank, which is named. Nothing was committed,
-                unless the error says that this is not known.
+            SnapstoreError: this rank's error; or the first error of another rank, which it names. Nothing was
+                committed, unless the error says that this is not known.
         """
         one = _Save(self, number, request, data)
         try:
@@ -165,18 +165,18 @@ class _Save:
         compare(reports, request)
         self._data.merge(self._trees(reports, session))
         compare_replicas(reports, request, partial(self._digests, session), self._job.warned)
-        session.watch = None  # nobody fails any more
+        session.watch = None  # no other rank can fail any more
         roots = self._data.write_roots(session, reports)
         used = sorted({number for report in reports.values() for number in report.bases})
         ids = [session.usable_bases[number].id for number in used if number < len(bases)]
         return self._data.commit(session, roots, list(reports.values()), ids)
 
     def _collect(self, session: Session) -> dict[int, Report]:
-        """Return the reports of all other ranks, by rank; hand each to the data side as it comes.
+        """Return the reports of all other ranks, by rank; give each to the RankWriter when it comes.
 
         Raises:
             RelayedError: a rank has failed.
-            RanksError: a rank is silent, or too late.
+            RanksError: a rank does not answer, or is too late.
         """
         ranks, reports = self._ranks, dict[int, Report]()
         keys = {rank: self._key(f"report/{rank}") for rank in range(1, ranks.count)}
@@ -202,7 +202,7 @@ class _Save:
             if found is not None:
                 for rank, data in zip(left, found, strict=True):
                     take(rank, data)
-            elif began >= next_pass:  # the last ones are late: take the others meanwhile
+            elif began >= next_pass:  # the last reports are late: take the others meanwhile
                 missing()
                 next_pass = time.monotonic() + max(LOOK_S, PASS_PAUSE * (time.monotonic() - began))
             return reports if len(reports) == len(keys) else None
@@ -252,7 +252,7 @@ class _Save:
         return [(of, known[digest]) for digest, of in alike.items()]
 
     def _watch_ranks(self, session: Session, what: str, who: Callable[[], Sequence[int]]) -> Callable[[], None]:
-        """Return what raises once one of `who` is silent or too late, or a rank has failed."""
+        """Return a function that raises once one of `who` does not answer or is too late, or a rank has failed."""
 
         def look() -> None:
             session.heartbeat()
@@ -293,11 +293,11 @@ class _Save:
         return self._end(begin, report)
 
     def _wait_for_begin(self) -> Begin:
-        """Return what rank 0 has begun.
+        """Return rank 0's message that the save has begun.
 
         Raises:
             RelayedError: rank 0, or another rank, has given this save up.
-            RanksError: rank 0 is silent, or has not called `save`: nothing was begun, so nothing can be committed.
+            RanksError: rank 0 does not answer, or has not called `save`: nothing was begun or can be committed.
             InvalidInputError: rank 0 saves another step.
         """
         ranks, request = self._ranks, self._request
@@ -326,14 +326,14 @@ class _Save:
         """Report, answer rank 0's question, wait for the outcome, and return the snapshot.
 
         Raises:
-            SnapstoreError: nothing was committed; or, where the error says so, that is not known.
+            SnapstoreError: nothing was committed; or, if the error says so, that is not known.
         """
         ranks, rank, request = self._ranks, self._ranks.rank, self._request
         answers: dict[str, tuple[str, Callable[[str], bytes]]] = {
             "ask": ("tree", lambda _: self._data.trees()),
             "ask-replicas": ("replicas", lambda group: encode(self._data.replicas(group))),
         }
-        # Rank 0 gives up after total_s; a little later it must have said so.
+        # Rank 0 gives up after total_s; its outcome must come soon after that.
         watch = Watch(ranks, "the outcome", lambda: [0], ranks.total_s + ranks.silent_s, self._job.prefix)
 
         def watch_all() -> None:
@@ -370,7 +370,7 @@ class _Save:
 
 
 def report_of(begin: Begin, written: Written, **told: Any) -> Report:
-    """Return the report of what a rank has written; `told`: the other fields of it."""
+    """Return the report of the objects that a rank has written; `told`: the other fields of the report."""
     ids = [key.rpartition("-")[2].partition(".")[0] for key in begin.bases]
     return Report(
         step=begin.step,
@@ -385,9 +385,9 @@ def report_of(begin: Begin, written: Written, **told: Any) -> Report:
 
 
 def shared_session(context: Context, run: str, begin: Begin, watch: Callable[[], object]) -> SharedSession:
-    """Return the part of a rank other than 0 in rank 0's session.
+    """Return the session of a rank other than 0, which shares that of rank 0.
 
-    Without a base whose record it cannot read, this rank stores more.
+    A base whose record this rank cannot read is left out; the rank then stores more.
 
     Args:
         watch: raises once the save was given up.

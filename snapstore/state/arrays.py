@@ -2,10 +2,10 @@
 
 In: a tensor of any device and strides, an ndarray, or bytes. Out: its kind, dtype and shape, or its bytes in C order as
 (nbytes,) uint8; and bytes back into an existing array or a new one. Saves read, restores write. The bytes are in host
-memory, or in device memory where the caller works on the device itself.
+memory, or in device memory if the caller works on the device itself.
 
 Invariants: copies keep every bit, also a NaN's payload. No function keeps a reference to its arguments. torch is
-imported only when there are tensors. Different arrays may be worked on by different threads.
+imported only when there are tensors. Different threads may work on different arrays.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def describe(value: Any, alias: Any = None) -> tuple[str, str, tuple[int, ...]]:
     """Return kind, dtype name and shape of an array leaf.
 
     Args:
-        alias: A view of its memory; if given, dtype and shape are taken from it.
+        alias: An array over the same memory; if given, dtype and shape are taken from it.
 
     Raises:
-        UnsupportedLeafError: Its type, layout or dtype has no stored form.
+        UnsupportedLeafError: Its type, layout or dtype has no stored form, or it has more than 64 dimensions.
     """
     form = value if alias is None else alias
     if isinstance(value, np.ndarray):
@@ -123,7 +123,10 @@ def _torch_name(dtype: torch.dtype) -> str:
 
 
 def address_of(value: Array) -> int:
-    """Return the first address of an array's memory, which tied arrays share; 0 for an empty array. Fast."""
+    """Return the first address of an array's memory, which tied arrays share; 0 for an empty array. It is fast.
+
+    For bytes, return their id.
+    """
     if isinstance(value, np.ndarray):
         return int(value.__array_interface__["data"][0]) if value.nbytes else 0
     return id(value) if type(value) is bytes else value.data_ptr()
@@ -167,7 +170,7 @@ def mismatch(spec: TensorSpec, target: Any) -> str | None:
 
 
 def _mismatch(spec: TensorSpec, target: Any, sharding: Sharding | None) -> str | None:
-    """Return why an array cannot be filled with a stored one, or a local tensor with its box."""
+    """Return why an array cannot be filled with a stored one, or a local tensor with its box; None if it can."""
     if not is_array(target):
         return f"type: expected {type(target).__name__} as in `into`, got {spec.kind} {spec.dtype}{list(spec.shape)}"
     try:
@@ -204,7 +207,7 @@ def copy_into(value: Array, destination: Memory) -> None:
 
     Args:
         value: A tensor of any device and strides, an ndarray, or bytes.
-        destination: (nbytes,) uint8, writable; in host memory aligned to 64.
+        destination: (nbytes,) uint8, writable; in host memory aligned to 64 bytes.
     """
     if not len(destination):
         return
@@ -287,7 +290,7 @@ def device_of(value: Array, on_device: OnDevice) -> torch.device | None:
 
 
 def new_memory(nbytes: int, device: torch.device | None) -> Memory:
-    """Return (nbytes,) uint8 of uninitialized memory, on a device or in host memory, there aligned to 64."""
+    """Return (nbytes,) uint8 of uninitialized memory: on a device, or in host memory, aligned to 64 bytes."""
     if device is None:
         memory = np.empty(nbytes + 64, np.uint8)
         return memory[-memory.ctypes.data % 64 :][:nbytes]
@@ -317,7 +320,7 @@ def copy_box(target: Boxed, source: Boxed, sizes: Sequence[int]) -> None:
     Args:
         target, source: each (memory of the box, its sizes, where the copied box begins in it). Host memory may go into
             device memory.
-        sizes: of the box that is copied, as many as the boxes have dimensions.
+        sizes: of the box that is copied, one for each dimension.
     """
     (to, to_sizes, to_start), (of, of_sizes, of_start) = target, source
     there = to.reshape(to_sizes)[tuple(slice(at, at + size) for at, size in zip(to_start, sizes, strict=True))]
@@ -332,7 +335,7 @@ def copy_box(target: Boxed, source: Boxed, sizes: Sequence[int]) -> None:
         import torch
 
         there.copy_(here)
-        if here.is_cuda:  # memory of another stream, which may use it again as soon as nobody refers to it
+        if here.is_cuda:  # another stream's memory: the allocator would reuse it as soon as nothing refers to it
             here.record_stream(torch.cuda.current_stream(here.device))
 
 
@@ -373,7 +376,7 @@ def from_bytes(home: Memory, spec: TensorSpec, device: str | torch.device | None
 
 
 def as_float64(data: Bytes, spec: TensorSpec) -> npt.NDArray[np.float64] | None:
-    """Return bytes as numbers (complex: real and imaginary parts); None if they are not numbers."""
+    """Return bytes as numbers, (n,) float64 (complex: real and imaginary parts); None if empty or not numbers."""
     if spec.kind == "bytes" or data.size == 0:
         return None
     if spec.kind == "array":

@@ -2,13 +2,14 @@
 
 In: a value of a state. Out: its form as plain values and the name of its class; and back. Two kinds of classes:
 
-- snapstore knows those of the standard library (pathlib, datetime, argparse.Namespace, types.SimpleNamespace). Their
-  values come back exactly.
-- It knows classes of users only by name. Their values come back in the plain form: a dict of the fields of a
-  dataclass, a tuple for a named tuple, the value of an enum's member (its name if the value is no scalar), and a dict,
-  list, str, int or float for a subclass of these. `Types` has the classes that a caller names, and makes their values.
+- Classes of the standard library (pathlib, datetime, argparse.Namespace, types.SimpleNamespace). Their values come back
+  exactly.
+- Classes of users, which snapstore knows only by name. Their values come back in the plain form: a dict of the fields
+  of a dataclass, a tuple for a named tuple, the value of an enum's member (its name if the value is no scalar), and a
+  dict, list, str, int or float for a subclass of these. `Types` has the classes that a caller passes, and makes values
+  of them.
 
-Invariant: a stored name is only compared with the names of classes that the caller gave. Nothing is imported by it.
+Invariant: a stored name is only compared with the names of classes that the caller passed. Nothing is imported by it.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ Make = Callable[[Any], Any]  # makes a value of its plain form
 
 
 def make_path(kind: str, text: str) -> pathlib.PurePath:
-    """Return a path; a pure one if it is of another system than this one.
+    """Return a path; a pure path if its kind belongs to another system than this one.
 
     Raises:
         ValueError: The kind is unknown.
@@ -66,7 +67,8 @@ def zone_of(value: Any) -> timezone | None:
     """Return the time zone of a datetime or time.
 
     Raises:
-        UnsupportedLeafError: It is not of datetime.timezone: rules of zones change, and are files of the machine.
+        UnsupportedLeafError: It is no datetime.timezone. Other zones have rules, which lie in files of the machine and
+            may change.
     """
     zone = value.tzinfo
     if zone is None or type(zone) is timezone:
@@ -86,7 +88,7 @@ class Form:
 
     Attributes:
         kind: `dataclass`, `namedtuple`, `namespace` or `subclass`.
-        module, name: Where the class is; the name is qualified.
+        module, name: The module and the qualified name of the class.
         plain: A dict, list, tuple or scalar.
         fields: The names of a named tuple's fields.
     """
@@ -98,7 +100,7 @@ class Form:
     fields: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Check that `form_of` can have made a form that was stored.
+        """Check that `form_of` can have made this form, which comes from a store.
 
         Raises:
             ValueError: It cannot.
@@ -115,7 +117,7 @@ class Form:
 
 
 def form_of(value: Any) -> Form | None:
-    """Return the plain form of a value of a class that has one, else None; for an enum see `enum_form`.
+    """Return the plain form of a value, or None if its class has none; for an enum see `enum_form`.
 
     Raises:
         UnsupportedLeafError: It has attributes that its plain form does not hold.
@@ -143,7 +145,10 @@ def form_of(value: Any) -> Form | None:
 
 
 def enum_form(value: Enum) -> tuple[str, str, str | None, Any]:
-    """Return (module, name of the class, name of the member or None, plain form) of a member of an enum."""
+    """Return (module, name of the class, name of the member or None, plain form) of a member of an enum.
+
+    The plain form is the member's value if that is a scalar, else its name.
+    """
     kind, name = type(value), value.name
     plain = value.value
     if type(plain) not in SCALARS:
@@ -164,7 +169,7 @@ def _as_base(base: type, value: Any) -> Any:
 
 
 def _slots(value: Any) -> dict[str, Any]:
-    """Return the attributes of a value that its classes keep in slots."""
+    """Return the attributes of a value that lie in `__slots__` of its classes."""
     found: dict[str, Any] = {}
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
@@ -177,7 +182,7 @@ def _slots(value: Any) -> dict[str, Any]:
 
 
 def _refuse_others(value: Any, names: Iterable[str]) -> None:
-    """Refuse attributes that would be lost; a cached property is computed again."""
+    """Refuse attributes that would be lost; a cached property is no loss: it is computed again."""
     kind = type(value)
     lost = sorted(name for name in names if not isinstance(getattr(kind, name, None), functools.cached_property))
     if lost:
@@ -196,14 +201,14 @@ def is_namespace(value: Any) -> bool:
 
 
 class Types:
-    """The classes whose values a restore makes.
+    """The classes of which a restore makes values.
 
     Args:
-        classes: Named by the caller.
-        into: A state whose values are of classes that may be made too: the caller has named them by their values.
+        classes: Passed by the caller.
+        into: A state that the caller passed; the classes of its values count as passed too.
 
     Raises:
-        InvalidInputError: One is not a class that `form_of` or `enum_form` gives a form.
+        InvalidInputError: One is a class without a plain form, or no class.
     """
 
     def __init__(self, classes: Iterable[type] = (), into: Any = None) -> None:
@@ -217,7 +222,7 @@ class Types:
         self._qualified: dict[str, list[type]] = {}
 
     def find(self, module: str, name: str) -> type | None:
-        """Return the class that a stored name means: of this module, or the only one of this qualified name."""
+        """Return the class of this module and qualified name, or else the only one of this qualified name."""
         if self._names is None:
             found = [*self._given, *dict.fromkeys(_classes_in(self._into, ()))]
             self._names = {(kind.__module__, kind.__qualname__): kind for kind in reversed(found)}
@@ -227,7 +232,7 @@ class Types:
         return self._names.get((module, name)) or (alike[0] if len(alike) == 1 else None)
 
     def maker(self, form: Form, path: Path) -> Make | None:
-        """Return what makes a value of a stored form's class; None: its plain form is the value.
+        """Return the function that makes a value of a stored form's class; None: its plain form is the value.
 
         Raises:
             InvalidInputError: (from the maker) the class does not take the stored fields.
@@ -240,7 +245,7 @@ class Types:
         return functools.partial(_make, kind, form, path)
 
     def member(self, module: str, name: str, member: str | None, plain: Any, path: Path) -> Any:
-        """Return the member of a named enum, by its name or else by its value; the plain form if the enum is not named.
+        """Return a member of an enum, by its name or else by its value; its plain form if the enum was not passed.
 
         Raises:
             InvalidInputError: The class is no enum, or has no such member.
@@ -257,7 +262,7 @@ class Types:
 
 
 def _classes_in(state: Any, path: Path) -> Iterator[type]:
-    """Yield the classes of users that the values in nested containers have."""
+    """Yield the classes of the values in nested containers, except plain types."""
     if type(state) in SCALARS or len(path) > MAX_DEPTH:
         return
     if isinstance(state, (Enum, str, int, float)):
@@ -286,7 +291,7 @@ def view_of(value: Any) -> Any:
 
 
 def put_back(value: Any, view: Any) -> None:
-    """Give the members of a view to the value whose view it is; the same members are left."""
+    """Write the members of a view back into the value that it was made of; members that it has already stay."""
     if isinstance(value, list):
         value[:] = view
     elif isinstance(value, dict):

@@ -18,8 +18,8 @@ of the tree at a time:
 `lengths` and the keys of dicts are columns of values. All leaves of rows are in one column, row after row, so a row
 that is added or changed moves few bytes.
 
-Invariants: as for the tree (tree.py). The node holds no container of the user; its lists are packed later, when the
-user may change the state again. A container that may contain itself has no columns.
+Invariants: as for the tree (tree.py). The node holds no container of the user: its lists are packed later, when the
+user may change the state again. A container that may contain itself is not stored in columns.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from .containers import MAX_ALIKE, MAX_DEPTH, crowded
 from .tensors import Node
 from .tree import INLINE_BYTES
 
-MIN_VALUES = 256  # smaller trees have a node for each container, which is read more easily
+MIN_VALUES = 256  # smaller trees have a node for each container, which is easier to read
 MAX_LEVELS = 32  # of containers in columns: their walk takes more of Python's stack than that of nodes
-MIN_ROWS, MAX_FIELDS = 16, 64  # so many containers of one form, of so few members, become rows
-MAX_SHAPES = 16  # the most sets of keys of dicts in one column that become rows
+MIN_ROWS, MAX_FIELDS = 16, 64  # containers of one form become rows: at least so many, with at most so many members
+MAX_SHAPES = 16  # dicts of one column become rows if they have at most so many different sets of keys
 #: Columns of more containers than this, most of them the same objects, are left to the walk that finds cycles.
 MAX_SHARED = 1 << 20
 
@@ -54,7 +54,8 @@ _COLUMNABLE = _PACKED | KNOWN_LEAVES | {bytes, complex, set, frozenset, *_NESTED
 _OBJECT_BYTES: dict[type, tuple[int, int]] = {list: (88, 8), tuple: (72, 8), dict: (240, 110)}
 _VALUE_BYTES, _TEXT_BYTES = 72, 4  # of one packed value, and for each packed byte: a str may take four times its UTF-8
 
-Leaf = Callable[[Any, int], Node]  # returns the node of a leaf in so many containers; raises UnsupportedLeafError
+#: Returns the node of a leaf that lies in so many containers; raises UnsupportedLeafError.
+Leaf = Callable[[Any, int], Node]
 Spend = Callable[[int], None]  # counts bytes of memory before they are taken; raises if there are too many
 
 
@@ -68,7 +69,7 @@ class Packed:
 
 
 class NotPlainError(Exception):
-    """The tree holds something that columns cannot (never leaves state/)."""
+    """The tree holds a value that columns cannot hold (never leaves state/)."""
 
 
 def may_have_columns(container: Any) -> bool:
@@ -112,7 +113,11 @@ class _Level:
         self.ids: set[int] = set()
 
     def check(self) -> None:
-        """Check that none of these containers is above itself; only needed if there are containers in them."""
+        """Check that none of these containers contains itself; only needed if there are containers in them.
+
+        Raises:
+            NotPlainError: one does; or too many of them are the same objects.
+        """
         if self.ids or not self.group:
             return
         self.ids = set(map(id, self.group))
@@ -133,7 +138,11 @@ class _Encoder:
         self.count = 0
 
     def column(self, values: list[Any], level: _Level) -> Node:
-        """Return the column of values that are members of the containers of a level."""
+        """Return the column of the values that are members of a level's containers.
+
+        Raises:
+            NotPlainError: see `encode`.
+        """
         kinds = set(map(type, values))
         self.count += len(values)
         if not kinds <= _COLUMNABLE:
@@ -208,7 +217,7 @@ def _row_length(group: list[Any]) -> int:
 
 
 def _shapes(group: list[Any]) -> bytes:
-    """Return for each dict the number of its set of keys; empty if there are too many of them, or an empty one."""
+    """Return for each dict the number of its set of keys; empty if there are too many sets, or an empty dict."""
     numbers: dict[tuple[str, ...], int] = {}
     found = bytearray()
     for at in range(0, len(group), 4096):
@@ -239,14 +248,17 @@ class Reader:
 
     Args:
         node: Returns the value of a node that lies in so many containers.
-        spend: Counts the memory of what is made, before it is made.
+        spend: Counts the memory of values before they are made.
     """
 
     def __init__(self, node: Leaf, spend: Spend) -> None:
         self._node, self._spend = node, spend
 
     def only(self, column: Node, depth: int) -> Any:
-        """Return the value of a column that has one, and lies in so many containers.
+        """Return the value of a column that has exactly one.
+
+        Args:
+            depth: The number of containers around it.
 
         Raises:
             ValueError, TypeError: `encode` cannot have made it.

@@ -1,4 +1,4 @@
-"""Nested containers and the paths in them: how every walk over a state steps, compares and rebuilds.
+"""Nested containers and the paths in them: how each walk over a state finds children, and rebuilds containers.
 
 In: a supported container. Out: its children with their path elements, a container like it, or the leaves below it.
 Types are compared exactly: a subclass is not a container, since it may have state that its type does not show. Path
@@ -17,7 +17,7 @@ Path = tuple[str | int, ...]
 
 MAX_DEPTH = 200  # of nested containers
 #: The most keys of one dict, or members of one set, that may share a hash: each is compared with all others, so the
-#: time grows with their square. Hashes of str and bytes are salted. At most 35 of all float numbers share a hash, and
+#: time grows with the square of their number. Hashes of str and bytes are salted. At most 35 floats share a hash, and
 #: at most 246 of the powers of two up to 2**15000.
 MAX_ALIKE = 256
 INT_MIN, INT_MAX = -(1 << 63), (1 << 63) - 1  # the ints that a node or a path element can be
@@ -28,7 +28,7 @@ CONTAINERS = _MAPPINGS | _SEQUENCES
 
 
 def display(path: Iterable[str | int]) -> str:
-    """Join a path with dots for display; dots in keys make it ambiguous, so nothing is looked up by it."""
+    """Return a path joined with dots. It is ambiguous: with dots in keys, two paths may give one text."""
     return ".".join(map(str, path))
 
 
@@ -68,14 +68,14 @@ def is_mapping(value: Any) -> bool:
 
 
 def crowded(keys: Collection[Any]) -> bool:
-    """Return whether more than MAX_ALIKE of these keys or members share a hash; equal ones count too.
+    """Return whether more than MAX_ALIKE of these keys or members share a hash; equal ones are counted each.
 
     Raises:
         TypeError: One cannot be hashed.
     """
     if len(keys) <= MAX_ALIKE or all(type(key) is str for key in keys):
         return False
-    return max(Counter(map(hash, keys)).values()) > MAX_ALIKE  # with hashes as keys, at most nine collide
+    return max(Counter(map(hash, keys)).values()) > MAX_ALIKE  # its keys are 64-bit ints: at most nine share a hash
 
 
 def like(container: Any, items: Iterable[tuple[Any, Any]]) -> Any:
@@ -83,7 +83,7 @@ def like(container: Any, items: Iterable[tuple[Any, Any]]) -> Any:
     kind: Any = type(container)
     if kind in _MAPPINGS:
         new: Any = defaultdict(container.default_factory) if kind is defaultdict else kind()
-        for key, child in items:  # not update(): Counter's adds
+        for key, child in items:  # not update(), which adds counts in a Counter
             new[key] = child
         if kind is OrderedDict and "_metadata" in vars(container):
             new._metadata = container._metadata
@@ -93,7 +93,11 @@ def like(container: Any, items: Iterable[tuple[Any, Any]]) -> Any:
 
 
 def leaves(tree: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    """Yield (path, leaf) of a tree; an empty container is a leaf too."""
+    """Yield (path, leaf) of a tree; an empty container is a leaf too.
+
+    Raises:
+        InvalidInputError: it is more than MAX_DEPTH levels deep, or contains itself.
+    """
     if type(tree) not in CONTAINERS or not tree:
         yield path, tree
         return

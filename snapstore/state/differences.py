@@ -1,7 +1,7 @@
 """Differences between a snapshot and `into`: count them by part, and write the error with the line of code that helps.
 
-In: the path of every difference, and what differs there; names that only one side has. Out: the text of one error. A
-wrapper such as torch.compile puts a prefix on all names of a module: names that differ only by it are one difference.
+In: the path and the text of every difference; names that only one side has. Out: the text of one error. A wrapper such
+as torch.compile puts a prefix on all names of a module: names that differ only by it are one difference.
 Stateless but for `Differences`, which one restore fills; torch is not imported.
 """
 
@@ -23,7 +23,7 @@ MAX_KEYS = 30  # names that a line of code in it lists
 WRAPPERS = {"_orig_mod": "torch.compile", "module": "DDP"}
 
 IN_INTO, IN_SNAPSHOT = "missing in `into`", "missing in the snapshot"
-#: How a count names the differences whose text begins so.
+#: The words that a count uses for differences whose text begins with the key.
 _COUNTED = {IN_INTO: IN_INTO, IN_SNAPSHOT: IN_SNAPSHOT}
 _COUNTED |= {kind: f"of another {kind}" for kind in ("shape", "dtype", "type")}
 
@@ -52,7 +52,7 @@ class Differences:
 
         Args:
             stored, into: The roots of both sides.
-            all_selected: Whether the restore is without `keys`, so that the text can recommend some.
+            all_selected: Whether the restore has no `keys`; the text then recommends some.
         """
         each = max(MIN_LINES, MAX_LINES // len(self._parts))
         lines: list[str] = []
@@ -71,7 +71,7 @@ class Differences:
         ]
 
     def _lines(self, part: Path, stored: Collection[Any], into: Collection[Any], each: int) -> list[str]:
-        """Return the lines of one part: its counts, some of its differences, and what helps."""
+        """Return the lines of one part: its counts, some of its differences, and advice."""
         found, renamed = self._parts[part], self._renamed.get(part, [])
         kinds = Counter(_COUNTED.get(text.partition(":")[0], "that cannot be filled") for _, text in found)
         for kind, there in ((IN_INTO, into), (IN_SNAPSHOT, stored)):
@@ -88,9 +88,10 @@ class Differences:
         return [*lines, f"  ... and {len(found) - each} more"] if len(found) > each else lines
 
     def _fitting(self, stored: Any) -> list[str]:
-        """Return `keys` for what fits: parts without a difference, and what `into` has of parts that lack only names.
+        """Return `keys` that select what fits: parts without a difference; and, of parts whose only differences are
+        names that `into` lacks, the other names.
 
-        Empty if no short list of names selects just these.
+        The list is empty if no short list of names selects just these.
         """
         if not is_mapping(stored) or () in self._parts:
             return []
@@ -119,7 +120,7 @@ class Differences:
 
 
 def _starts(text: str) -> Iterator[str]:
-    """Yield the beginnings of a dotted path that end before a dot, and the path, which `keys` would select it by."""
+    """Yield every beginning of a dotted path that ends before a dot, and the path: each is a key that selects it."""
     at = text.find(".")
     while at >= 0:
         yield text[:at]
@@ -174,7 +175,7 @@ def advice(pairs: dict[str, str], path: Path, *, is_module: bool) -> str:
 
 
 def _advice_inside(stored: list[str], into: list[str], here: str, is_module: bool) -> str:
-    """Return the advice where a module inside the module is wrapped on one side."""
+    """Return the advice for a module that has a module inside which is wrapped on one side only."""
     for wrapper in WRAPPERS:
         prefix = f"{wrapper}."
         cut = f"{{name.replace({prefix!r}, ''): value for name, value in "
@@ -193,7 +194,7 @@ def _prefix(lead: str) -> str:
 
 
 def _leads(stored: list[str], into: list[str]) -> tuple[str, str]:
-    """Return the prefix of wrappers that all names of each side begin with, but for an end that both have."""
+    """Return the prefix of wrappers that all names of each side begin with, without an end that both prefixes share."""
     before, now = _lead(stored), _lead(into)
     for name in reversed(before.split(".")[:-1]):
         if not f".{now}".endswith(f".{name}."):

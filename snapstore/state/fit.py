@@ -1,10 +1,11 @@
 """Fit: which values of a snapshot a restore takes, under which names, and whether all of them must fit.
 
 In: the arguments `keys`, `part`, `rename` and `strict`, and the parts of a snapshot. Out: the tree to restore, and
-which of its values are selected. A part then stands for the whole state. Names are changed in the tree, so all that
-follows, `keys` included, sees the new names.
+which of its values are selected. With `part`, the value of one part stands for the whole state. `rename` changes the
+names in the tree, so all later steps, `keys` included, see the new names.
 
-A name is a key of a dict, with the dots that are in it, as state_dict() has it. The names of values of classes stay.
+A name is a key of a dict, with the dots that are in it, as state_dict() has it. Fields of values that are made of a
+class are not renamed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .tensors import StoredPart
 from .tree_decode import Decoded, decode, part_names
 
 Rename = Mapping[str, str] | Callable[[str], str]
-#: A line of the log names at most so many.
+#: A line of the log names at most so many names.
 NAMES_SHOWN = 5
 
 
@@ -111,7 +112,7 @@ class Fit:
         return self.keys if self.rename is None else None
 
     def decode(self, parts: Sequence[StoredPart], decoded: Decoded) -> tuple[Any, Selection]:
-        """Return the tree that is meant of a snapshot's parts, under its new names, and what `keys` selects of it.
+        """Return the tree that a restore takes of a snapshot's parts, with the new names, and its selection by `keys`.
 
         Args:
             parts: all of them, or at least what `parts_keys` selects.
@@ -147,7 +148,7 @@ class _Names:
         self._unused = dict.fromkeys(rename) if isinstance(rename, Mapping) else {}
 
     def of(self, name: str) -> str:
-        """Return the new name; each prefix is replaced at most once, an inner one after an outer one.
+        """Return the new name. Each prefix is replaced at most once, then also one that the new name begins with.
 
         Raises:
             InvalidInputError: the function returns no str.

@@ -13,8 +13,8 @@ Rules that users see:
 - Functions in the state of a torch lr_scheduler are code that its constructor sets (SWALR in older releases). They are
   left out, as torch leaves them out of the state of LambdaLR. `load_state_dict` only updates, so the constructor's
   functions remain.
-- A rank of a job may hold sharded tensors (sharded.py), and values of its own (per_rank.py). The tree and the specs are
-  then those of the whole job, and the arrays are local tensors. Values of its own lie in parts of their own.
+- A rank of a job may hold sharded tensors (sharded.py), and values of its own (per_rank.py). The specs of sharded
+  tensors describe the whole tensors, and the arrays are local tensors. The rank's own values lie in separate parts.
 
 Invariants: the part "" comes first, and a tie refers to an earlier part. torch is imported only when there are tensors.
 `flatten` runs in the thread that owns the state.
@@ -82,8 +82,8 @@ def flatten(state: Any, *, of_rank: bool = False) -> list[Part]:
 
     Args:
         state: Any nesting of containers over tensors, arrays, plain values and objects with state_dict/load_state_dict.
-        of_rank: Whether it is what one of several ranks holds: sharded tensors are allowed, and values of its own are
-            kept apart.
+        of_rank: Whether it is the state of one of several ranks: sharded tensors are allowed, and the rank's own values
+            are kept apart.
 
     Returns:
         The part "" with the root of the tree, then one part per top-level container or object of a dict, in its order.
@@ -97,7 +97,7 @@ def flatten(state: Any, *, of_rank: bool = False) -> list[Part]:
 
 
 def flatten_and_learn(state: Any, *, of_rank: bool = False) -> tuple[list[Part], tuple[Structure, list[Array]] | None]:
-    """Split a state into parts as `flatten` does, and learn its structure, by which a later state can be recognised.
+    """Split a state into parts as `flatten` does, and learn its structure, to recognise a later state by it.
 
     Returns:
         The parts; and the structure, with the arrays of the state for `Structure.match_of`, or None if the state has
@@ -123,7 +123,7 @@ class _Flattener:
         self._tied: dict[tuple[str, int], int] = {}  # (earlier part, index) -> index of the array tied to it
         self._held: dict[tuple[str, int], Held] = {}  # (part, index) -> array
         self.states: dict[int, Any] = {}  # id of an object -> what its `state_dict` returned
-        self._objects: dict[Path, Any] = {}  # that were asked for their state
+        self._objects: dict[Path, Any] = {}  # the objects that were asked for their state
         self.is_repeated = False  # whether an object was asked for its state twice
         self._encoder = Encoder(self._put, self._expand, columnar=True)
 
@@ -209,7 +209,7 @@ class _Flattener:
 
 
 class _RankFlattener(_Flattener):
-    """One walk over what a rank holds."""
+    """One walk over the state of a rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ class _RankFlattener(_Flattener):
     def _put_first(self, value: Any, here: tuple[str, int]) -> tuple[str, int]:
         if self._sharding is None or address_of(value):
             return super()._put_first(value, here)
-        # A tied tensor of which this rank holds nothing has no address; but rank 0 may hold some of it.
+        # A tied tensor of which this rank holds nothing has no address; but another rank may hold some of it.
         place = (value.untyped_storage()._cdata, value.storage_offset(), self._sharding.global_shape)
         return self._empty.setdefault(place, here)
 

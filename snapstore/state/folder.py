@@ -1,11 +1,11 @@
 """Folders: any folder of files as a state of bytes, and back.
 
-In: a folder. Out: (name, bytes) of blocks, for a save, which stores equal ones once. A file is a block, or several of
-at most BLOCK_BYTES; small files lie together, as neighbours by name. The last block, `folder`, is the index: names,
-which files are executable, symbolic links, empty files and folders. Then the other way round.
+In: a folder. Out: (name, bytes) of blocks, for a save, which stores equal ones once; and back. A file is one block, or
+several of at most BLOCK_BYTES. Small files share a block with their neighbours by name. The last block, `folder`, is
+the index: names, which files are executable, symbolic links, empty files and folders.
 
-An index may be forged: a name that leads out of the folder, over a link too, is refused. A folder appears under its
-name when all of it is there.
+An index may be forged: a name that leads out of the folder, also through a link, is refused. An unpacked folder gets
+its name when all of it is written.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ INDEX = "folder"
 MAGIC = b"snapstore folder 1\n"
 #: A file is read and written in blocks of this size [bytes].
 BLOCK_BYTES = 64 * 1024 * 1024
-#: Smaller files lie in one block with their neighbours, up to about TOGETHER_BYTES, as one chunk.
+#: Files below SMALL_BYTES share a block with their neighbours, until it has TOGETHER_BYTES, about one chunk.
 SMALL_BYTES, TOGETHER_BYTES = 64 * 1024, 1024 * 1024
-#: A block of small files ends behind every so-many-th name, so that another file moves no other block.
+#: A hash of the name ends a block of small files after one in so many names. So a new file changes only blocks near it.
 ENDS_EVERY = 64
 
 File, Folder, Link = "file", "folder", "link"
@@ -48,7 +48,8 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         name: path in the folder, in the bytes of the file system, with `/` between its elements.
         kind: "file", "folder" or "link".
         size: of a file [bytes].
-        block, start: where a file begins; further blocks of it have numbers after the name.
+        block, start: the first block of a file, and where it begins in it [bytes]. Its next blocks have this name and a
+            number.
         executable: whether its owner may run a file.
         target: of a link.
     """
@@ -131,7 +132,7 @@ class _Packer:
         yield INDEX, np.frombuffer(MAGIC + msgspec.msgpack.encode(index), np.uint8)
 
     def _survey(self) -> dict[bytes, os.stat_result | bytes | None]:
-        """Return what lies where: the status of a file, the target of a link, None of a folder."""
+        """Return the contents of the folder by name: the status of a file, the target of a link, None for a folder."""
         found: dict[bytes, os.stat_result | bytes | None] = {}
 
         def failed(error: OSError) -> None:
@@ -189,7 +190,12 @@ class _Packer:
             yield block, np.concatenate(read)
 
     def _read(self, name: bytes, about: os.stat_result, first: int, count: int) -> Bytes:
-        """Read a span of a file, which is as it was when it was found."""
+        """Read a span of a file.
+
+        Raises:
+            InvalidInputError: the file is not as it was when it was found.
+            StorageError: it cannot be read.
+        """
         path, data, done = self._root / os.fsdecode(name), np.empty(count, np.uint8), 0
         try:
             file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if self._follow else os.O_NOFOLLOW))
@@ -215,7 +221,7 @@ class _Packer:
 
 
 def is_folder(blocks: Mapping[str, Any]) -> bool:
-    """Return whether the tensors of a snapshot are those of `pack_folder`: by their names, then by the index."""
+    """Return whether `pack_folder` made the tensors of a snapshot, by their names and then by the index."""
     if INDEX not in blocks or not all(name == INDEX or name.startswith(("file:", "small:")) for name in blocks):
         return False
     index = blocks[INDEX]
@@ -231,7 +237,7 @@ def unpack_folder(blocks: Mapping[str, Any], path: str | os.PathLike[str]) -> Un
 
     Raises:
         InvalidInputError: the snapshot does not hold a folder; the folder above `path` is missing.
-        AlreadyExistsError: there is something.
+        AlreadyExistsError: `path` is a file, a link, or a folder that is not empty.
         FormatError: an entry leads out of the folder, or contradicts another one or the blocks.
         StorageError: the folder cannot be written; nothing is left behind.
     """
@@ -258,7 +264,7 @@ def unpack_folder(blocks: Mapping[str, Any], path: str | os.PathLike[str]) -> Un
 
 
 def index_of(blocks: Mapping[str, Any]) -> Index:
-    """Return the index of a folder, in which each entry is in a folder that stands before it.
+    """Return the index of a folder, in which the folder of each entry comes before the entry.
 
     Raises:
         InvalidInputError: the snapshot does not hold a folder.
@@ -389,9 +395,9 @@ def _is_same(a: os.stat_result | bytes | None, b: os.stat_result | bytes | None)
 
 
 def _leads_inside(link: Path, inside: Path) -> bool:
-    """Return whether a link leads to something in a folder, there or not, over whatever links.
+    """Return whether a link leads into a folder, also through other links; its target may be missing.
 
-    No step of it leaves the folder: `../name/file`, where the folder is `name`, would lead elsewhere from a copy.
+    No step of it may leave the folder: `../name/file`, where the folder is `name`, would lead elsewhere from a copy.
     """
     place = link.parent
     for step in link.readlink().parts:

@@ -30,7 +30,7 @@ class Held:
     has no lock against that. NumPy does not resize an array in place while a weak reference to it exists.
 
     Attributes:
-        others: of a sharded tensor, the other local tensors, where each box has its own.
+        others: of a sharded tensor whose boxes have local tensors of their own: the other local tensors.
     """
 
     __slots__ = ("_alias", "_place", "_unresizable", "others", "spec", "ties", "value")
@@ -78,7 +78,7 @@ class Held:
             raise changed(self.spec, "other memory, or another form, while it was read")
 
     def memory(self, memory_of: Callable[[Array], Memory]) -> Memory:
-        """Return the bytes by `memory_of`; if they are the array's own memory, call `confirm` again after the read.
+        """Return what `memory_of` gives for the alias; if it is the array's own memory, call `confirm` after the read.
 
         Raises:
             InvalidInputError: The array is not as it was flattened.
@@ -102,10 +102,10 @@ class Held:
 
 
 def _alias_of(value: Array) -> Array:
-    """Return a new array over the memory of another; bytes themselves, which cannot change.
+    """Return a new array over the memory of another one; of bytes, which cannot change, the bytes themselves.
 
-    A tensor's `data` is read under the interpreter's lock, as another thread's `.data =` is. `detach` lets go of the
-    lock: it crashes the process if another thread assigns at that moment.
+    Python's lock is held while a tensor's `data` is read, and also during another thread's `.data =`. `detach` releases
+    the lock: it crashes the process if another thread assigns at that moment.
     """
     if isinstance(value, bytes):
         return value

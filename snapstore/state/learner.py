@@ -31,14 +31,15 @@ class Container:
 
     Attributes:
         owner: the type of the object whose state it is, or None.
-        versions: `_metadata` of an OrderedDict: the versions of modules by name, as `bytes_of` gives them.
+        versions: `_metadata` of an OrderedDict, as `bytes_of` returns it: the versions of modules by name.
         node: as it was encoded last.
         arrays, plain, nested, plain_parts: positions of its children; the last are parts without arrays.
         scalars: the plain children that are scalars, as they were encoded last.
         part: the name of the part whose tree it is.
         table: if its children are all dicts of arrays: how many keys each has, their keys, and the arrays' types.
         own: if it is a rank's own value: the key of the part of such values, and the position there.
-        plain_own: likewise of children that are such values and have no arrays, with the name of their part or None.
+        plain_own: of each child that is such a value and has no arrays: its position, the name of its part or None, and
+            then as in `own`.
     """
 
     kind: Any

@@ -1,4 +1,4 @@
-"""The numbers of metrics: read at once, or copied off a GPU while the caller goes on.
+"""The numbers of metrics: read at once, or copied from a GPU while the caller goes on.
 
 In: a tensor of one element, a NumPy scalar, or anything with `__float__`. Out: a function that returns the number.
 

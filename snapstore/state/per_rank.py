@@ -18,7 +18,7 @@ class PerRank:
     """A value that each rank saves for itself: `state = {"loader": PerRank(loader.state_dict()), ...}`.
 
     Plain values and plain tensors of a state must be equal on all ranks, but not within a `PerRank`. A restore gives
-    each rank its own value back if there are as many ranks.
+    each rank its own value back, if as many ranks restore as saved.
 
     The value may be an object, or have objects in its containers: `PerRank(loader)`. `restore_into` then keeps
     each object and calls its `load_state_dict` with the state of its rank. Such a value is filled as a whole state is:
@@ -28,7 +28,7 @@ class PerRank:
         value: containers, plain values, plain tensors, arrays, and objects with state_dict/load_state_dict.
 
     Attributes:
-        value: the value; a restore into this object replaces it, unless it is or has such objects.
+        value: the value; a restore into this object replaces it, unless it is or has objects with state_dict.
         per_rank: Makes a save of several ranks keep the value of each.
     """
 

@@ -1,8 +1,8 @@
 """The memory of a restore: one buffer for every stored array, and the places of the state that share it.
 
 In: the parts, the selected slots, and the arrays of `into` that can be filled directly. Out: one buffer per array that
-is read, whatever number of places wants it, and decoded trees with arrays in their slots. A buffer is host memory, or
-device memory that the caller can write itself. For a sharded tensor of `into` it has the boxes that the local tensor
+is read, however many places want it, and decoded trees with arrays in their slots. A buffer is host memory, or device
+memory that the caller can write itself. The buffer for a sharded tensor of `into` has the boxes that the local tensor
 holds, one after the other.
 
 Invariants: nothing of `into` is modified before the first `buffer`. Tied arrays are read once, and share memory if
@@ -123,7 +123,7 @@ class RestoreBuffers:
         self._source(slot).slots.append(slot)
 
     def remove(self, slot: Slot) -> None:
-        """Take a place back; an array that no other place wants is not read. A place that is not there is no error."""
+        """Remove a place, if it was added; an array that no other place wants is then not read."""
         source = self._sources.get(Want(*self._origin(slot.part, slot.index), self._boxes.get(slot)))
         if source is not None and slot in source.slots:
             source.slots.remove(slot)
@@ -154,7 +154,7 @@ class RestoreBuffers:
         source.spec = msgspec.structs.replace(source.spec, shape=tuple(local.shape))
 
     def __len__(self) -> int:
-        """Return how many arrays are to read."""
+        """Return the number of arrays to read."""
         return len(self._sources)
 
     def wants(self) -> list[Want]:
@@ -224,7 +224,7 @@ class RestoreBuffers:
                     del self._targets[slot]
 
     def fresh_bytes(self) -> int:
-        """Return the bytes of host memory for arrays that `into` has no array for, or only an overlapping one.
+        """Return how many bytes of host memory are needed for arrays that `into` lacks, or has only overlapping.
 
         Arrays of `into` are not counted: their memory exists already.
         """
@@ -236,8 +236,9 @@ class RestoreBuffers:
         return total
 
     def find_home(self, want: Want) -> Memory | None:
-        """Return the memory of an array of `into`, or of a new one, for an entry of `wants`; None: no array has its
-        bytes in order, so a temporary buffer is needed.
+        """Return the memory of an array of `into`, or of a new one, for an entry of `wants`.
+
+        None: no array has its bytes in C order, so a temporary buffer is needed.
         """
         source = self._sources[want]
         if source.home is None:
@@ -279,7 +280,7 @@ class RestoreBuffers:
         return self._on_device(torch.empty(0, device=self._device).device)  # "cuda" becomes the current "cuda:0"
 
     def _temporary_device(self, source: _Source) -> torch.device | None:
-        """Return the device of the first target that does not overlap; overlapping ones use host memory to the end."""
+        """Return the device of the first target that keeps its bytes there and does not overlap; None: host memory."""
         devices = (device_of(array, self._on_device) for _, array in self._filled_at_once(source))
         return next(filter(None, devices), None)
 
@@ -300,7 +301,7 @@ class RestoreBuffers:
             source.home = None
 
     def fill_overlapping(self) -> None:
-        """Fill the arrays of `into` that share memory; every entry of `wants` is complete.
+        """Fill the arrays of `into` that share memory, once every entry of `wants` is complete.
 
         Raises:
             InvalidInputError: The snapshot has different values for them.
@@ -315,7 +316,7 @@ class RestoreBuffers:
         """Check that an array has the values that are stored for an overlapping place.
 
         Raises:
-            InvalidInputError: It has others.
+            InvalidInputError: It has other values.
         """
         source = self._source(slot)
         array = value if sharding_of(value) is None else local_of(value)

@@ -10,12 +10,12 @@ Rules that users see:
   would also refuse wrong names.
 - With `into`, dict keys must be the same on both sides. A list, tuple or deque without arrays and objects is one value,
   so its length may differ; with arrays inside, the length must be equal. Lists and dicts are changed in place.
-- With `keys` and no `into`, lists and tuples contain only the selected items, so positions close up.
-- Sharded tensors of `into` get the boxes that they hold; no rank communicates. An optimizer without state gets that of
-  its sharded parameters in their sharding.
-- Values of other ranks are left out, and `into` keeps what it has in their places.
-- A `PerRank` takes the stored value whatever `into` has there. If objects are in it, its value is filled as `into` is.
-- An object whose class has `load_last = True` (`RngState`) is loaded after all others, which may draw random numbers.
+- With `keys` and no `into`, lists and tuples contain only the selected items: the next ones move up.
+- Sharded tensors of `into` get the boxes that they hold; no rank communicates. An optimizer that has no state yet gets
+  the state of its sharded parameters in their sharding.
+- Values of other ranks are left out, and `into` keeps its values in their places.
+- A `PerRank` of `into` takes the stored value, whatever value it has. If that has objects, it is filled as `into` is.
+- An object whose class has `load_last = True` (`RngState`) is loaded last: loading the others may draw random numbers.
 
 torch is imported only when there are tensors. `RestorePlan.__init__` and `finish` belong to the thread that owns the
 state; `buffer` and `complete` of different arrays may run on any threads.
@@ -85,12 +85,12 @@ class RestorePlan:
             memory.
         decoded: Counts the memory of large plain values before they are made, and has the classes of users; None: the
             memory is not bounded, and values come back in their plain forms.
-        elsewhere: The error if values of other ranks are selected; None: they are left out.
+        elsewhere: The text of the error if values of other ranks are selected; None: they are left out.
 
     Attributes:
         wants: Every array to read, in the order of the manifests.
         buffers: Their memory.
-        left_out: The names that are left out, with `strict=False`.
+        left_out: The names that are left out with `strict=False`; None if it is True.
 
     Raises:
         InvalidInputError: `into` differs from the snapshot; the differences are counted by part, and up to 50 listed.
@@ -263,7 +263,7 @@ class RestorePlan:
         return None
 
     def _leave_out(self, stored: Any) -> None:
-        """Read no array that no place wants."""
+        """Do not read the arrays of a stored value, unless another place wants them."""
         for _, slot in slots_of(stored, (), ()):
             self.buffers.remove(slot)
 
@@ -322,7 +322,7 @@ class RestorePlan:
                     yield from self._arrays_of_both(child, there[key], (*path, element))
 
     def _common(self, stored: Any, present: Any, path: Path) -> Replace:
-        """Plan a module's state under the names that it has; it keeps what the snapshot lacks."""
+        """Plan a module's state under the names that the module has; it keeps its values that the snapshot lacks."""
         items: dict[Any, Replace] = {key: _constant(child) for _, key, child in children(present)}
         for element, key, child in children(stored):
             if key not in items:
@@ -352,7 +352,7 @@ class RestorePlan:
     # --- finish ---
 
     def finish(self) -> Any:
-        """Put the state together; every entry of `wants` is complete.
+        """Put the state together, once every entry of `wants` is complete.
 
         Returns:
             The state, or `into`.
@@ -396,7 +396,7 @@ class RestorePlan:
         for below, slot, array in self._arrays_of_both(stored, present, path):
             spec = self.buffers.spec(slot)
             dtype = dtype_name(array)
-            if family(spec.kind) == "tensor" and isinstance(array, np.ndarray):  # a file for torch has no arrays
+            if family(spec.kind) == "tensor" and isinstance(array, np.ndarray):  # torch's files hold no arrays
                 dtype = array.dtype.name
             if dtype != spec.dtype:
                 yield f"{shown(below)}: dtype: expected {spec.dtype}, got {dtype}"

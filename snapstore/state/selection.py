@@ -5,9 +5,9 @@ must be read for it. Without keys everything is selected; a key that selects not
 in the snapshot selects that name, even with `*`, `?` or `[` in it. Any other key with one of these is a pattern.
 
 Invariants: `parts_needed` includes every part with a match. A `Selection` remembers containers by identity, so it is
-for one decoded tree, which must outlive it, and for one thread. A name is looked up: more names cost no more time at a
-leaf. A pattern is tried once at each leaf whose path begins with the text before the pattern's first wildcard, and
-contains its longest text without wildcards.
+for one decoded tree, which must outlive it, and for one thread. A name is looked up in a set, so more names take no
+more time at a leaf. A pattern is tried once at each leaf whose path begins with the text before the pattern's first
+wildcard, and contains its longest text without wildcards.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Selection:
         self._extents: dict[int, str] = {}
 
     def _sort_keys(self, exact: Collection[str]) -> None:
-        """Tell names from patterns; the keys in `exact` are names whatever they contain."""
+        """Sort the keys into names and patterns; the keys in `exact` are names, even with wildcards."""
         self._names, self._by_start = set(), {}
         for key in dict.fromkeys(self._keys or ()):
             start = key if key in exact else _before_wildcard(key)
@@ -120,7 +120,7 @@ def _checked(keys: str | Sequence[str] | None) -> list[str] | None:
     """Return keys as a list.
 
     Raises:
-        InvalidInputError: They are no list of str, or none.
+        InvalidInputError: They are not a list of str, or the list is empty.
     """
     listed = isinstance(keys, Sequence) and all(isinstance(key, str) for key in keys)
     if keys is not None and not listed:  # a str is a sequence of str too
@@ -145,7 +145,7 @@ def _no_match(keys: Sequence[str], paths: Sequence[Path], part_names: Iterable[s
 
 
 def _starts(text: str, lengths: Iterable[int]) -> Iterator[str]:
-    """Yield the beginnings of a text that have one of some lengths, which ascend."""
+    """Yield the beginnings of a text that have these lengths, which must ascend."""
     for length in lengths:
         if length > len(text):
             return
@@ -162,7 +162,7 @@ def _before_wildcard(key: str) -> str:
 
 
 def _longest_literal(key: str) -> str:
-    """Return a text that every match of a pattern contains: to look for it takes a tenth of the time of a match."""
+    """Return a text that every match of a pattern contains: a search for it takes a tenth of the time of a match."""
     return max(re.split("[*?]", key.partition("[")[0]), key=len)
 
 
@@ -173,7 +173,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def parts_needed(part_names: Iterable[str], keys: str | Sequence[str] | None) -> list[str]:
-    """Return the parts that may have leaves that `keys` selects; always "", which has the root."""
+    """Return the parts that may have leaves that `keys` selects; the part "" is always included: it has the root."""
     listed = _checked(keys)
     return [name for name in part_names if not name or listed is None or any(_may_match(key, name) for key in listed)]
 

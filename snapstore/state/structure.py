@@ -69,7 +69,7 @@ class Match:
     _storages: list[Any]
 
     def confirm(self) -> None:
-        """Check that the tensors still lie where they lay at the match; call this after their bytes were read.
+        """Check that the tensors have not moved since the match; call this after their bytes were read.
 
         Raises:
             DifferentStructureError: one has moved.
@@ -467,7 +467,7 @@ def _values_of(mapping: dict[Any, Any], keys: list[Any]) -> list[Any]:
 
 
 def _check_versions(known: Container, value: Any) -> None:
-    """Check what an OrderedDict has beside keys and values."""
+    """Check the attributes of an OrderedDict: only `_metadata`, as it is known."""
     attributes = dict(value.__dict__)
     versions = attributes.pop("_metadata", None)
     if attributes or (None if versions is None else bytes_of(versions)) != known.versions:

@@ -29,7 +29,7 @@ class _Elsewhere:
         return "<each rank's own>"
 
 
-ELSEWHERE: Any = _Elsewhere()  # replaces a value of each rank's own, if no part has that of the rank that reads
+ELSEWHERE: Any = _Elsewhere()  # replaces a value that each rank keeps for itself, if no part has the reader's value
 _DEVICE = re.compile(r"[a-z]{1,32}(?::\d{1,3})?")
 _MAP = re.compile(rb"[\x80-\x8f\xde\xdf]")  # first bytes of maps, which numbers and texts may contain too
 ABSENT: Any = object()  # replaces a part that was not read; its key is left out of the root
@@ -54,7 +54,7 @@ _LENGTHS = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA:
 
 
 def _weights() -> Bytes:
-    """Return the most memory of the value that begins with each byte, with its place in a list [bytes]."""
+    """Return, for each first byte of a value, the most memory of the value and of its place in a list [bytes]."""
     weights = np.full(256, 8, np.uint8)  # a small int, or part of a text
     weights[0x90:0xA0] = weights[0xDC:0xDE] = 64 + 8  # arrays
     weights[0xA0:0xC0] = weights[0xC4:0xC7] = weights[0xD9:0xDC] = 56 + 8  # texts and bytes
@@ -66,7 +66,7 @@ _WEIGHTS = _weights()
 
 
 def unpacked_bytes(packed: Bytes) -> int:
-    """Return the most memory that the nodes of (n,) uint8 of msgpack take."""
+    """Return the most memory that the nodes in `packed`, (n,) uint8 of msgpack, take [bytes]."""
     pieces = range(0, packed.size, 1 << 16)
     return sum(int(_WEIGHTS[packed[at : at + (1 << 16)]].sum(dtype=np.int64)) for at in pieces)
 
@@ -122,7 +122,7 @@ class Decoded:
 
     Attributes:
         plain: Containers that have neither arrays nor objects in them, by id.
-        makers: Containers that are plain forms, by id, each with what makes a value of its class of it.
+        makers: Containers that are plain forms, by id, each with the function that makes a value of its class.
         elsewhere: Paths of values of other ranks, which no part has.
     """
 
@@ -139,7 +139,7 @@ def decode(parts: Sequence[StoredPart], *, partial: bool = False, decoded: Decod
     Args:
         parts: Must include the part "". Their specs are checked too. Parts of one rank come last.
         partial: Whether parts may be missing; their keys are then left out.
-        decoded: Counts the memory, and takes note of what is plain.
+        decoded: Counts the memory, and notes which containers are plain.
 
     Raises:
         FormatError: `flatten` cannot have made a tree or a spec, or they contradict each other.

@@ -1,7 +1,7 @@
 """The form of a state that `torch.load(weights_only=True)` reads: tensors, and the plain types that torch allows.
 
 In: a restored state. Out: the same state in these types, and the values that changed their type; or an error that
-names every value without such a form. One rule for each value, the first that fits:
+names values without such a form. One rule for each value, the first that fits:
 
 | value                                       | written as                                                         |
 |---------------------------------------------|--------------------------------------------------------------------|
@@ -15,7 +15,7 @@ names every value without such a form. One rule for each value, the first that f
 | argparse.Namespace, types.SimpleNamespace   | dict of its attributes                                             |
 | any other value that has a text (`str`)     | str: a time, a path, a numpy.dtype                                 |
 
-Invariants: what did not change its type is equal to the bit. The given state is not changed. Nothing is lost silently:
+Invariants: a value that keeps its type is equal to the bit. The given state is not changed. Nothing is lost silently:
 two keys that become one are an error.
 """
 
@@ -72,7 +72,7 @@ def to_weights_only(state: Any) -> tuple[Any, list[Changed]]:
     """Return a state in types that `torch.load(weights_only=True)` reads, and which values changed their type.
 
     Raises:
-        UnsupportedLeafError: values have no such form; every one is named.
+        UnsupportedLeafError: values have no such form; up to 20 are named.
     """
     converter = _Converter()
     converted = converter.value(state, ())

@@ -4,17 +4,18 @@ In: an open root, a key and bytes. Out: a file under that key, or an error. Any 
 
 Invariants, and what is lost without them:
 
-- A file gets its name by `link(2)` from a finished, fsynced temporary file. link(2) is create-only, so one of several
-  racing writers wins. A rename would replace a listed file, and a listing beside a rename can miss live entries.
+- A file gets its name by `link(2)` from a finished, fsynced temporary file. link(2) is create-only, so exactly one of
+  several racing writers wins. A rename would replace a listed file, and a listing that runs during a rename can miss
+  live entries.
 - Order of a write: make the folders durable, fsync the bytes, link, fsync the folder, return. A folder counts as
-  durable only once *this* writer has fsynced its parent: another process may have made the folder without an fsync yet,
-  and a power loss would then take our file with that folder.
+  durable only once *this* writer has fsynced its parent: another process may have made the folder and not fsynced it
+  yet. A power loss would then remove that folder, and our file with it.
 - `AlreadyExistsError` is raised only after the folder was fsynced, so the existing file is durable too.
 - A failed fsync ends the write. Linux reports a write-back error once: a second fsync would wrongly succeed.
-- A temporary file is locked (flock) while it is written. So `clean` knows the dead ones without a clock: a crash
-  between create and link leaves an unlocked file under `tmp/`; a crash between link and unlink leaves a second name
-  there for a complete object.
-- A file to be locked has its lock before its link makes it visible. At no moment does a live session look dead.
+- A temporary file is locked (flock) while it is written. So `clean` recognizes the files of dead writers without a
+  clock. A crash between create and link leaves an unlocked file under `tmp/`. A crash between link and unlink leaves a
+  second name there for a complete object.
+- A file that `lock` creates is locked before its link makes it visible. So a live session never looks dead.
 """
 
 from __future__ import annotations
@@ -61,10 +62,11 @@ class AtomicWriter:
         """Write a new file below `root`, durable on return.
 
         Args:
-            lock_name: Keeps the file locked under this name (`locks.keep_locked`); None: it is not locked.
+            lock_name: The file stays locked under this name (`locks.keep_locked`); None: it is not locked.
 
         Raises:
             AlreadyExistsError: The key has a file.
+            StorageError: The key has something that is not a file.
             CapabilityError: The file system has no hard links, or cannot fsync a directory.
             OSError: Any other failure.
         """
@@ -93,7 +95,9 @@ class AtomicWriter:
             make: Whether to make missing levels.
 
         Raises:
-            FileNotFoundError, NotADirectoryError: A level is missing and `make` is False.
+            FileNotFoundError: A level is missing and `make` is False.
+            NotADirectoryError, SymbolicLinkError: A level is a file or a symbolic link.
+            CapabilityError: The file system cannot fsync a directory.
         """
         folder = os.dup(root)
         for depth, name in enumerate(names):
@@ -104,7 +108,7 @@ class AtomicWriter:
                 except FileNotFoundError:
                     if not make:
                         raise
-                    self._durable.pop(shown, None)  # a new folder may have the inode number of the one before
+                    self._durable.pop(shown, None)  # a new folder may get the inode number of a deleted one
                     make_folder(folder, name, root)
                     inner = open_folder(folder, name, shown)
                 try:

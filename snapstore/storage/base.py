@@ -62,14 +62,14 @@ class ObjectStore(Protocol):
     """A flat name space of immutable objects.
 
     Call sequence: any method, from any thread, at any time. After an unclear failure, `put`, `delete`, `touch` and
-    `release` may be repeated; the caller then reads the key to learn what happened. If a `put` fails with another error
-    than AlreadyExistsError, the object may exist without being durable: `sync` its prefix before relying on it.
+    `release` may be repeated; the caller then reads the key to learn what happened. If a `put` raises an error other
+    than AlreadyExistsError, the object may exist and not be durable: `sync` its prefix before relying on it.
 
     Every method raises InvalidInputError for an invalid key, and StorageError when the store fails.
 
     Attributes:
         url: The name of the store in messages.
-        place: Identifies these objects. Two stores with one url (a mirror) have different places.
+        place: Identifies these objects. A store and its mirror may have the same url, never the same place.
         puts_at_once, gets_at_once: The number of concurrent puts, and gets of short ranges, above which throughput no
             longer grows.
     """
@@ -110,9 +110,11 @@ class ObjectStore(Protocol):
         ...
 
     def kept_open(self) -> AbstractContextManager[GetRanges]:
-        """Return a context with a function for many calls, from any thread: it fills each memory from its offset of a
-        key on, and raises as `get_range` does. A local store keeps the keys open that were used last; there, a call
-        without offsets opens a key. Other stores do nothing then, and do not notice that it is missing.
+        """Return a context that gives a function for reads of many ranges, from any thread.
+
+        The function fills each memory with the bytes of a key from its offset on, and raises what `get_range` raises. A
+        local store keeps the files open that were used last; there, a call without offsets opens the file of a key. In
+        other stores such a call does nothing, and does not notice that the key is missing.
         """
 
         def get_ranges(key: str, offsets: Sequence[int], into: Sequence[memoryview]) -> None:
@@ -130,7 +132,7 @@ class ObjectStore(Protocol):
         ...
 
     def sizes(self, keys: Collection[str]) -> dict[str, int]:
-        """Return the size [bytes] of each key that has an object, in few requests; here one `stat` for each."""
+        """Return the size [bytes] of each key that has an object, in few requests; by default one `stat` for each."""
         found: dict[str, int] = {}
         for key in keys:
             with suppress(NotFoundError):
@@ -193,10 +195,10 @@ class ObjectStore(Protocol):
         ...
 
     def pinned(self) -> AbstractContextManager[None]:
-        """Return a context in which every operation raises if the name has come to mean another place.
+        """Return a context in which every operation raises StorageError once the store's name leads to another place.
 
-        The name of a local root means another place when its volume is unmounted, when another volume is mounted over
-        it, or when the folder is renamed. A store whose name always means the same place does nothing.
+        The path of a local root leads to another place when its volume is unmounted, when another volume is mounted
+        over it, or when the folder is renamed. A store whose name always leads to the same place does nothing.
         """
         return nullcontext()
 

@@ -4,8 +4,8 @@ The kernel follows links inside a path, so an untrusted repository could lead a 
 user. Here each folder is opened by its name in the folder above it, and a link is an error that names it. The root may
 be a link: the user chose it.
 
-In: descriptors of folders, and names in them. Out: descriptors. The caller closes them before it returns: an open one
-would keep the volume from being unmounted. `shown` is always the path below the root, for errors.
+In: descriptors of folders, and names in them. Out: descriptors. The caller closes them before it returns: a volume with
+an open descriptor cannot be unmounted. `shown` is always the path below the root, for errors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-#: To reach the entries of a folder: needs no right to list it, and opens nothing on a server (Linux).
+#: Flags to open a folder only to reach its entries. On Linux this needs no permission to list it, and opens nothing on
+#: the server of a network file system.
 _REACH = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
@@ -55,7 +56,7 @@ def open_folder(above: int, name: str, shown: str) -> int:
     try:
         return os.open(name, _REACH | os.O_NOFOLLOW, dir_fd=above)
     except OSError as error:
-        if error.errno in (errno.ENOTDIR, errno.ELOOP, errno.EMLINK):  # by system
+        if error.errno in (errno.ENOTDIR, errno.ELOOP, errno.EMLINK):  # which one depends on the system
             stat_entry(above, name, shown)
         raise
 
@@ -82,10 +83,11 @@ def make_folder(above: int, name: str, root: int) -> None:
 
 
 def share_with_group(root: int, fd: int) -> None:
-    """Let the group use a new file or folder as it may use the root, whatever the umask, if the root is setgid.
+    """Give the group the same permissions on a new file or folder as on a setgid root, whatever the umask is.
 
-    The setgid bit of a folder that its group may write says that a group shares it. One member whose umask is 022 would
-    make folders that the others cannot write. The folder above says less: another thread may be making it.
+    If a root is setgid and its group may write to it, a group shares it. Otherwise a member whose umask is 022 would
+    make folders that the others cannot write to. The mode comes from the root, not from the folder above: another
+    thread may be making that folder, and may not have set its mode yet.
     """
     shared, mode = os.fstat(root).st_mode, os.fstat(fd).st_mode
     if shared & stat.S_ISGID and shared & stat.S_IWGRP:
@@ -97,7 +99,7 @@ def share_with_group(root: int, fd: int) -> None:
 
 @contextmanager
 def closing(fd: int) -> Iterator[int]:
-    """Close a descriptor at the end."""
+    """Yield a descriptor, and close it at the end of the block."""
     try:
         yield fd
     finally:

@@ -1,4 +1,4 @@
-"""Files that stay open while a restore reads ranges of them: to open one takes ten system calls.
+"""Files that stay open while a restore reads ranges of them: opening one takes ten system calls.
 
 In: keys, and how to open one. Out: descriptors, which any thread may read from. All are closed at the end.
 """
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from ..errors import StorageError
 from .os_errors import is_stale, is_too_many_files
 
-#: At most so many files that no thread reads from stay open, and at most one for so many that the process may open.
+#: The most files that stay open while no thread reads them: MOST_UNUSED, and at most 1 / ONE_IN of the files that the
+#: process may open.
 MOST_UNUSED, ONE_IN = 128, 8
 
 
@@ -31,18 +32,25 @@ class KeptOpen:
 
     Args:
         open_file: returns a descriptor and the size in bytes.
-        read_range: fills a memory from an open file: (these two, key, offset, length, memory).
+        read_range: fills a memory from an open file; takes ((descriptor, size), key, offset, length, memory).
     """
 
     def __init__(self, open_file: Callable[[str], tuple[int, int]], read_range: Callable[..., object]) -> None:
         self._open_file, self._read_range = open_file, read_range
-        self._files: OrderedDict[str, _File] = OrderedDict()  # the one that was used last at the end
+        self._files: OrderedDict[str, _File] = OrderedDict()  # in order of use, the latest last
         self._lock = threading.Lock()
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._most_unused = MOST_UNUSED if most == resource.RLIM_INFINITY else min(MOST_UNUSED, most // ONE_IN)
 
     def get_ranges(self, key: str, offsets: Sequence[int], into: Sequence[memoryview]) -> None:
-        """Fill each memory from its offset of `key` on; without offsets, open it if it may stay open."""
+        """Fill each memory with the bytes of `key` from its offset on.
+
+        Without offsets, only open the file, and only if it may stay open.
+
+        Raises:
+            NotFoundError, IntegrityError, InvalidInputError: As `ObjectStore.get_range` raises them.
+            StorageError: The file cannot be opened or read.
+        """
         if not offsets and len(self._files) >= self._most_unused:
             return
         try:
@@ -50,7 +58,7 @@ class KeptOpen:
         except StorageError as error:
             if not is_stale(error.__cause__):
                 raise
-            self._read(key, offsets, into)  # another host has deleted it: this says so, or there is a new one
+            self._read(key, offsets, into)  # another host has deleted the file: open the key again
 
     def _read(self, key: str, offsets: Sequence[int], into: Sequence[memoryview]) -> None:
         file = self._open(key)
@@ -70,7 +78,7 @@ class KeptOpen:
             self._close_unused(self._most_unused)
 
     def _open(self, key: str) -> _File:
-        """Return the file of a key, for one more user."""
+        """Return the file of a key with one more user; open it if it is not open."""
         file = self._take(key)
         if file is None:
             try:
@@ -84,7 +92,10 @@ class KeptOpen:
         return file
 
     def _take(self, key: str, new: _File | None = None) -> _File | None:
-        """Return the file of a key, for one more user; `new` if there is none yet, else it is closed."""
+        """Return the open file of a key with one more user, or None.
+
+        If the key has no open file, `new` becomes its file; otherwise `new` is closed.
+        """
         with self._lock:
             file = self._files.get(key, new)
             if file is None:
@@ -97,7 +108,7 @@ class KeptOpen:
         return file
 
     def _close_unused(self, most: int) -> None:
-        """Close the files that were used longest ago, until at most so many are unused."""
+        """Close the least recently used files, until at most `most` open files have no user."""
         with self._lock:
             if len(self._files) <= most:
                 return
@@ -106,6 +117,6 @@ class KeptOpen:
                 os.close(self._files.pop(key).fd)
 
     def close(self) -> None:
-        """Close all files; one that a thread still reads is closed as soon as it has ended."""
+        """Close all files; a file that a thread still reads is closed when that read ends."""
         self._most_unused = 0
         self._close_unused(0)

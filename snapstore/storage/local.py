@@ -67,7 +67,7 @@ from .os_errors import is_unreadable, translate
 _READ_PIECE_BYTES = 1024 * 1024 * 1024  # one read(2) moves less than 2 GiB
 
 _GONE = (FileNotFoundError, NotADirectoryError)
-_MOST_BAD_INODES = 64  # more mean a failing disk, which may take half a minute for each
+_MOST_BAD_INODES = 64  # more than this mean a failing disk, where each may take half a minute
 _TEMP_NAME = re.compile(r"[0-9a-f]{32}")
 
 
@@ -101,7 +101,7 @@ class LocalStore(ObjectStore):
 
     @contextmanager
     def pinned(self) -> Iterator[None]:
-        """Raise in every operation if another folder takes this one's place; see `ObjectStore.pinned`."""
+        """Raise in every operation once the path leads to another folder; see `ObjectStore.pinned`."""
         with self._failures("/", "open"):
             pin = self._root_identity()
         self._pins.append(pin)
@@ -325,8 +325,8 @@ class LocalStore(ObjectStore):
     def _walk(self, root: int, prefix: str) -> Iterator[tuple[str, os.stat_result | None, int]]:
         """Yield (key, status, descriptor of its folder) of files and folders below `prefix`.
 
-        The status of a file whose inode cannot be read is None. A folder that cannot be read raises, for its entries
-        are unknown. The walk keeps a stack of its own, so a deep folder cannot exhaust Python's.
+        The status of a file whose inode cannot be read is None. A folder that cannot be read raises, because its
+        entries are unknown. The walk keeps a stack of its own, so a deep folder cannot exhaust Python's.
 
         Raises:
             SymbolicLinkError: There is a link.
@@ -456,8 +456,8 @@ def _info(key: str, status: os.stat_result) -> ObjectInfo:
 def _names(folder: int) -> list[str]:
     """Return the names in a folder that could be part of a key; none if the folder has vanished.
 
-    All names are read at once: a folder that is read while files in it are deleted may hide others. Their status is not
-    kept: for thousands of files it takes megabytes.
+    All names are read at once: if files are deleted while a folder is read, the listing may miss other files. The
+    status of the files is not kept: for thousands of files it takes megabytes.
     """
     try:
         with closing(open_readable(folder)) as readable, os.scandir(readable) as scan:

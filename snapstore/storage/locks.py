@@ -43,7 +43,14 @@ os.register_at_fork(before=_FORK_LOCK.acquire, after_in_parent=_FORK_LOCK.releas
 
 
 def open_temp(folder: int) -> tuple[int, str]:
-    """Create a locked file in a folder that no cleaner has unlinked; return (descriptor, name)."""
+    """Create a locked temporary file in a folder; return (descriptor, name).
+
+    Without file locks it is not locked.
+
+    Raises:
+        BlockingIOError: Cleaners locked every file that was tried.
+        OSError: The file cannot be made.
+    """
     for _ in range(_TEMP_TRIES):
         temp = os.urandom(16).hex()
         fd = _open_tracked(temp, os.O_EXCL, folder)
@@ -69,7 +76,8 @@ def drop_temp(fd: int | None, folder: int, temp: str) -> None:
 def clean_temp(folder: int, name: str) -> int:
     """Unlink a temporary file unless its writer lives or it is not a regular file; return the bytes freed.
 
-    A file that this user may not open stays: another member of the group died before its mode was set, and cleans it.
+    A file that this user may not open stays. It belongs to another member of the group whose process died before it set
+    the mode; that member's next `clean` unlinks it.
 
     Raises:
         SymbolicLinkError: It is a link.
@@ -102,7 +110,7 @@ def keep_locked(fd: int, name: str) -> None:
 def unlock(name: str) -> None:
     """Close the descriptor that `keep_locked` kept under a name; do nothing if there is none.
 
-    It may be repeated after a Ctrl-C at any line: while a descriptor is locked, it is listed.
+    After a Ctrl-C at any line it may be called again: a descriptor stays listed as long as it is locked.
     """
     with _FORK_LOCK:
         fd = _KEPT_FDS.get(name)
@@ -190,7 +198,7 @@ def _wait_for(fd: int, path: Path, timeout_s: float) -> None:
 
 
 def _try_lock(fd: int, kind: int) -> bool | None:
-    """Try to take the lock: True if taken, False if another has it, None if the file system has no locks."""
+    """Try to take a lock; return True if taken, False if another process has it, None without file locks."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:

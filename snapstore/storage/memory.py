@@ -109,7 +109,7 @@ class MemoryStore(ObjectStore):
         self.delete([key])
 
     def is_locked(self, key: str) -> bool | None:
-        """Return whether `lock` was called and neither `release` nor `drop_locks` since."""
+        """Return whether `lock` was called, and none of `delete`, `release` and `drop_locks` since then."""
         check_key(key)
         with self._mutex:
             return key in self._locked

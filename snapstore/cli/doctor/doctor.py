@@ -111,7 +111,7 @@ def _probe(store: ObjectStore) -> list[Finding]:
 
 
 def _cache() -> Finding:
-    """Return where indexes lie."""
+    """Return a finding about the cache folder, where indexes lie."""
     try:
         cache = cache_folder()
     except SnapstoreError as error:

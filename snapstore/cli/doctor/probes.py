@@ -1,4 +1,4 @@
-"""Probe a store: does it keep each promise that the protocol needs?
+"""Probe a store: test each promise that the protocol needs.
 
 In: an empty store, for each probe. Out: the finding, as text; `Unfit` means that the store breaks the promise.
 """
@@ -17,7 +17,7 @@ from ...text import human_bytes
 RACERS = 8
 #: A smaller difference between the store's clock and this machine's is not reported [s].
 CLOCK_SKEW_S = 60.0
-#: Sent and fetched once to measure a rate [bytes].
+#: The size of the object that is put and read once to measure rates [bytes].
 RATE_BYTES = 16 * 1024 * 1024
 
 
@@ -47,7 +47,7 @@ def _case(store: ObjectStore) -> str:
 
 
 def _permissions(store: ObjectStore) -> str:
-    """Try each operation: these credentials may lack permissions, and each missing one has another effect."""
+    """Try each operation: the credentials may lack permissions, and each missing permission has another effect."""
     tries: dict[str, tuple[str, Callable[[], object]]] = {
         "write": ("nothing can be saved", lambda: store.put("sessions/probe", b"0")),
         "read": ("nothing can be restored", lambda: store.get("sessions/probe")),

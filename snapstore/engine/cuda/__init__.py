@@ -5,15 +5,16 @@
 engine.py         CudaEngine: the calls of engine.base.Engine on one device
 encoding.py       the stages of a batch of chunks to blobs
 decoding.py       the stages of a batch of blobs to chunks
-streams.py        a CUDA stream with its memory and tables: one batch at a time runs on one
+streams.py        a CUDA stream with its memory and tables: it runs one batch at a time
 pinned.py         page-locked host memory
 huffman.py        skewed noise planes to zstd frames and back, by kernels of this package
 sparse.py         sparse deltas, from chunks and their bases, and back
-nvcomp.py         nvCOMP's codecs, whole batches of blocks
+nvcomp.py         nvCOMP's codecs for whole batches of blocks
 nvcomp_host.py    nvCOMP's codecs for readers in host memory
 kernels.py        CUDA C++ kernels, one operation per .cu file, which CuPy compiles in the background
 staging.py        copies of the state in device or pinned memory
-graph_capture.py  calls that do not break a CUDA graph which the training captures meanwhile
+sources.py        the tensors of a device that a save copies, and digests of their bytes
+graph_capture.py  background work that does not break a CUDA graph which the training captures
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ NO_DEVICE = "no CUDA device: torch sees none; run where there is a GPU and a CUD
 
 
 def engine_for(device: int, codec: str, cpu: CpuEngine) -> CudaEngine:
-    """Return the engine of CUDA device number `device`, and begin to load its kernels; `wait_loaded` ends that.
+    """Return a new engine of CUDA device number `device`, and begin to load its kernels (see `wait_loaded`).
 
     Args:
-        cpu: does what does not fit on the device.
+        codec: "portable" or "ans".
+        cpu: does the work that does not fit on the device.
 
     Raises:
         CapabilityError: there is no CUDA device, or CuPy or nvCOMP are not installed or do not fit.
@@ -55,10 +57,10 @@ def engine_for(device: int, codec: str, cpu: CpuEngine) -> CudaEngine:
 
 
 def wait_loaded(device: int) -> None:
-    """Wait until the kernels of a device are loaded: seconds on a machine that has not compiled them yet.
+    """Wait until the kernels of a device are loaded. To compile them on a new machine takes seconds.
 
     Raises:
-        CapabilityError: they do not compile.
+        CapabilityError: they do not compile or load.
     """
     from . import kernels
 
@@ -68,7 +70,7 @@ def wait_loaded(device: int) -> None:
 
 @contextmanager
 def _starting(device: int) -> Iterator[None]:
-    """Turn every error into a CapabilityError: CuPy without NVRTC, its compiler, or a library that lacks a function."""
+    """Turn every error into a CapabilityError: CuPy may lack NVRTC (its compiler), a library may lack a function."""
     try:
         yield
     except CapabilityError:
@@ -83,7 +85,11 @@ def _starting(device: int) -> Iterator[None]:
 
 
 def current_engine(codec: str, cpu: CpuEngine) -> CudaEngine:
-    """Return the engine of the current CUDA device; raises as `engine_for` and `wait_loaded` do."""
+    """Return a new engine of the current CUDA device, with its kernels loaded.
+
+    Raises:
+        CapabilityError: see `engine_for` and `wait_loaded`.
+    """
     require()
     import torch
 
@@ -93,7 +99,7 @@ def current_engine(codec: str, cpu: CpuEngine) -> CudaEngine:
 
 
 def require() -> None:
-    """Check that the GPU engine can work here; else raise CapabilityError, which says what to install."""
+    """Raise CapabilityError if the GPU engine cannot work here; the error says what to install."""
     import torch
 
     if not torch.cuda.is_available():
@@ -119,7 +125,7 @@ def _cuda_major() -> str:
 
 
 def _advice() -> str:
-    """Return the command that installs the packages for torch's CUDA, or which torch is needed."""
+    """Return the command that installs the packages for torch's CUDA, or the torch to install."""
     major = _cuda_major()
     if major in CUDA_MAJORS:
         return f"pip install 'snapstore[cuda{major}]'"
@@ -127,10 +133,10 @@ def _advice() -> str:
 
 
 def require_device(device: Any) -> None:
-    """Check that `device` is one that torch takes, and exists if it is a CUDA device.
+    """Check that torch accepts `device`, and that it exists if it is a CUDA device.
 
     Raises:
-        InvalidInputError: torch does not take it.
+        InvalidInputError: torch does not accept it.
         CapabilityError: there is no such CUDA device.
     """
     import torch

@@ -23,27 +23,27 @@ from .pinned import ALIGNMENT
 from .sparse import SparseLinks
 from .streams import WorkStream, addresses_of, copy_async, ragged
 
-#: The kind of planes that hold a difference, for `merge`; those of full chunks are their layouts.
+#: The kind of the planes of a difference, for the kernel `merge`. The kind of a full chunk's planes is their layout.
 _DIFFERENCE = 2
-#: Whether a device reads planes of each codec, (256,).
+#: Whether a device decodes planes of each codec, (256,) bool.
 _DECODED = np.isin(np.arange(256), (codecs.RAW, codecs.ZSTD, codecs.DEFLATE, codecs.ANS))
 
 
 @dataclass(frozen=True, slots=True)
 class Planes:
-    """Stored planes, and their pieces: blocks that are coded by themselves, or the whole of a raw plane."""
+    """Stored planes, and their pieces. A piece is a coded block, or a whole raw plane."""
 
     codec: Column  # (p,)
     sizes: Column  # (p,) plain bytes
-    block_bytes: Column  # (p,)
-    plane: Column  # (q,) the plane of every piece
-    within: Column  # (q,) its number within the plane
+    block_bytes: Column  # (p,) plain bytes of a block
+    plane: Column  # (q,) the plane of each piece
+    within: Column  # (q,) the number of each piece within its plane
     offsets: Column  # (q,) in the batch's stored bytes
-    stored_sizes: Column  # (q,)
+    stored_sizes: Column  # (q,) [bytes]
 
     @property
     def is_raw(self) -> Column:
-        """Return which planes are stored as they are, (p,) bool."""
+        """Return which planes are stored raw, (p,) bool."""
         raw: Column = self.codec == codecs.RAW
         return raw
 
@@ -62,8 +62,8 @@ class Decoding:
         """Run all stages, with a yield where the host must wait for the device.
 
         Returns:
-            The rows that the CPU must rebuild: the device does not read their form, or they are damaged and the CPU
-            must find the error. A chunk whose bytes do not have its digest is one of them.
+            The rows that the CPU must rebuild: the device cannot read their blobs, or they are damaged, and the CPU
+            finds the error. A chunk that does not have its digest is one of them.
 
         Raises:
             IntegrityError: planes do not fill their blob.
@@ -97,12 +97,12 @@ class Decoding:
         return np.flatnonzero(~chunk_fine)
 
     def _are_fine(self, blobs: Column) -> Column:
-        """Return which chunks have fine blobs alone, (n,)."""
+        """Return which chunks have only fine blobs, (n,)."""
         fine: Column = np.logical_and.reduceat(blobs, self.first)
         return fine
 
     def _fits(self, found: blob.Headers) -> Column:
-        """Return which blobs fit their chains, share their element size, and have codecs that a device reads."""
+        """Return which blobs (m,) fit their chains and have codecs and forms that a device reads."""
         batch, chunk_of, last = self.batch, self.chunk_of, self.last
         expected = np.empty_like(found.digest)
         expected[:, 1:] = found.base[:, :-1]
@@ -116,14 +116,14 @@ class Decoding:
         fine &= is_full == (found.base[0] | found.base[1] == 0)
         fine &= (found.block_bytes == codecs.BLOCK_BYTES) | (found.block_bytes == ANS_BLOCK_BYTES)
         self.is_sparse = found.codecs & 255 == codecs.SPARSE
-        fine &= ~self.is_sparse | ~is_full & (found.codecs == codecs.SPARSE)  # no further planes
+        fine &= ~self.is_sparse | ~is_full & (found.codecs == codecs.SPARSE)  # no codec for other planes
         planar = np.flatnonzero(~self.is_sparse)
         fine[planar] &= self._are_known(found.take(planar))
         return fine
 
     @staticmethod
     def _are_known(found: blob.Headers) -> Column:
-        """Return which blobs of planes have codecs that a device reads, and as many blocks as their planes take."""
+        """Return which blobs have codecs that a device reads, and as many blocks as their planes need."""
         own = np.arange(8) < found.element_size[:, None]
         plane_codecs = found.plane_codecs()
         coded = (own & (plane_codecs != codecs.RAW)).sum(axis=1)
@@ -151,7 +151,7 @@ class Decoding:
         chunk_of = np.repeat(np.arange(len(rows)), batch.counts[rows])
         kinds = np.where(header.transform == blob.FULL, header.layout, _DIFFERENCE).astype(np.uint8)
         step = _steps(is_sparse, batch.counts[rows])
-        at = chunks.bases.copy()  # the plain bytes that each chunk's next step changes; 0: none
+        at = chunks.bases.copy()  # the address of the plain bytes that each chunk's next step changes; 0: none
         for i in range(int(step.max()) + 1):
             now = np.flatnonzero(step[planar] == i)
             which, _, counts = _runs(chunk_of[planar[now]])
@@ -165,7 +165,7 @@ class Decoding:
         return work.digests(chunks.outs, chunks.lengths, self.digest_seed)
 
     def _merge(self, chunks: _Rows, which: Column, bases: Column, blobs: tuple[Column, Column, Column]) -> None:
-        """Begin to add up blobs of the chunks `which`: addresses of planes (m, 8), kinds (m,), and counts by chunk."""
+        """Begin to add up the blobs of chunks `which`: (addresses of planes (m, 8), kinds (m,), counts by chunk)."""
         if not len(which):
             return
         planes_at, kinds, counts = blobs
@@ -179,16 +179,19 @@ class Decoding:
             chunks.element_sizes[which],
         )
         tiles = -(-int(chunks.lengths[which].max()) // kernels.MERGE_TILE_BYTES)
-        for i in range(0, len(which), 65_535):  # the greatest height of a grid
+        for i in range(0, len(which), 65_535):  # the greatest y dimension of a grid
             n = min(65_535, len(which) - i)
             shifted = [*tables[:2], *(t + 8 * i for t in tables[2:6]), tables[6] + i]
             self.work.launch("merge", (tiles, n), *shifted)
 
     def _stored_planes(self, refs: Column, header: blob.Headers) -> tuple[Planes, Column, Column]:
-        """Find the planes of the blobs `refs`; IntegrityError if they do not fill their blobs.
+        """Find the planes of the blobs `refs`.
 
         Returns:
-            The planes, blob after blob; the blob of each, and its number there.
+            The planes, blob after blob; the blob of each plane; and its number in the blob.
+
+        Raises:
+            IntegrityError: the planes do not fill a blob.
         """
         batch = self.batch
         sizes = header.element_size
@@ -218,7 +221,7 @@ class Decoding:
         return lengths
 
     def _plain_addresses(self, stored: torch.Tensor, planes: Planes) -> Column:
-        """Begin to decode the coded planes; return the addresses of all planes, plain."""
+        """Begin to decode the coded planes; return the address of every plain plane."""
         is_raw = planes.is_raw
         addresses = np.empty(len(is_raw), np.int64)
         addresses[is_raw] = stored.data_ptr() + planes.offsets[is_raw[planes.plane]]
@@ -226,7 +229,7 @@ class Decoding:
         return addresses
 
     def _decompress(self, stored: torch.Tensor, planes: Planes) -> Column:
-        """Begin to decode every coded plane; return their addresses."""
+        """Begin to decode the coded planes; return their addresses."""
         work = self.work
         coded = np.flatnonzero(~planes.is_raw)
         if not len(coded):
@@ -254,7 +257,7 @@ class Decoding:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Chunks to rebuild, as columns (n,): addresses, sizes in bytes, and element sizes."""
+    """Chunks to rebuild, as columns (n,): addresses, lengths and element sizes [bytes]."""
 
     outs: Column
     bases: Column
@@ -263,22 +266,22 @@ class _Rows:
 
 
 def _runs(numbers: Column) -> tuple[Column, Column, Column]:
-    """Return the runs of equal numbers (m,): the number, where it begins, and how many they are."""
+    """Return the runs of equal numbers (m,): (number, first index, length) of each."""
     first = np.flatnonzero(np.concatenate([[True], numbers[1:] != numbers[:-1]])[: len(numbers)])
     return numbers[first], first, np.diff(first, append=len(numbers))
 
 
 def _steps(is_sparse: Column, counts: Column) -> Column:
-    """Return in which step each blob is applied, (m,): planes, then the sparse deltas that follow them.
+    """Return the step that applies each blob, (m,): planes, then the sparse deltas that follow them.
 
     Args:
-        is_sparse: (m,) of all blobs, newest first, chunk after chunk.
-        counts: (n,) blobs of each chunk.
+        is_sparse: (m,) of all blobs, chunk after chunk, newest first.
+        counts: (n,) how many blobs each chunk has.
     """
     last = np.cumsum(counts) - 1
     begins = ~is_sparse
     begins[:-1] &= is_sparse[1:]
     begins[last] = True
-    done = np.cumsum(begins[::-1])[::-1]  # from the oldest blob of the last chunk on
+    done = np.cumsum(begins[::-1])[::-1]  # counted from the oldest blob of the last chunk
     steps: Column = done - np.repeat(done[last], counts)
     return steps

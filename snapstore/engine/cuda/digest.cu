@@ -1,14 +1,14 @@
 // Seeded XXH3-128, and XXH3-64 without a seed, of many buffers at once, bit-equal to xxHash 0.8 for every length and
 // alignment. Specification: https://github.com/Cyan4973/xxHash/blob/v0.8.3/doc/xxhash_spec.md
 //
-// Up to 240 bytes, the seed is mixed into the default secret where that is used. Beyond 240 bytes, the seed makes
-// another secret: every other 64-bit word plus the seed, the others minus the seed. That is one addition per word, so
-// each thread computes the words that it needs, once per buffer, in registers; a table of words would have to be read
-// from memory.
+// Up to 240 bytes, the seed is mixed into the words of the default secret when they are used. Beyond 240 bytes, the
+// seed makes another secret: even 64-bit words plus the seed, odd words minus the seed. That is one addition per word,
+// so each thread computes the words that it needs, once per buffer, in registers. A table of words would have to be
+// read from memory.
 //
-// In the long-input mode the accumulator of a 1 KiB block is a sum over its 16 stripes, independent of earlier blocks:
-// only `acc = scramble(acc + block_sum)` is serial. So WORKERS warps sum blocks as fast as memory delivers them, a tile
-// of TILE blocks at a time, while one more warp, a lane per accumulator, chains the sums of the previous tile.
+// In the long-input mode the sum over the 16 stripes of a 1 KiB block is independent of earlier blocks: only
+// `acc = scramble(acc + block_sum)` is serial. So WORKERS warps sum blocks as fast as memory delivers them, a tile of
+// TILE blocks at a time. Meanwhile one more warp, with a lane per accumulator, chains the sums of the previous tile.
 //
 // One thread block per buffer: grid (n), block (THREADS).
 
@@ -48,10 +48,10 @@ __device__ __forceinline__ u64 read64(const u8* p) {
 __device__ __forceinline__ u64 read32(const u8* p) {
     return (u64)p[0] | (u64)p[1] << 8 | (u64)p[2] << 16 | (u64)p[3] << 24;
 }
-__device__ __forceinline__ u64 custom_word(int word, u64 seed) {  // a word of the secret that a seed makes
+__device__ __forceinline__ u64 custom_word(int word, u64 seed) {  // a word of the seeded secret
     return SECRET[word] + (word % 2 ? 0 - seed : seed);
 }
-__device__ __forceinline__ u64 custom64(int offset, u64 seed) {  // 64 bits at any byte of it
+__device__ __forceinline__ u64 custom64(int offset, u64 seed) {  // 64 bits of it, from any byte on
     int word = offset / 8, bits = offset % 8 * 8;
     u64 low = custom_word(word, seed);
     return bits == 0 ? low : low >> bits | custom_word(word + 1, seed) << (64 - bits);
@@ -179,7 +179,7 @@ __device__ __forceinline__ void accumulate(u64& a0, u64& a1, uint4 data, u64 k0,
     a1 += (k1 & 0xFFFFFFFFull) * (k1 >> 32) + d0;
 }
 
-// The sum over a 1 KiB block, all lanes of a warp: lane 4s+j takes accumulators 2j and 2j+1 of stripes s and 8+s.
+// Sum a 1 KiB block, with all lanes of a warp: lane 4s+j takes accumulators 2j and 2j+1 of stripes s and 8+s.
 __device__ __forceinline__ void sum_block(const u8* block, u64 keys[4], int lane, u64 out[8]) {
     uint4 first = load16(block + 16 * lane), second = load16(block + 512 + 16 * lane);
     u64 a0 = 0, a1 = 0;
@@ -196,7 +196,7 @@ __device__ __forceinline__ void sum_block(const u8* block, u64 keys[4], int lane
     }
 }
 
-__device__ __forceinline__ u64 stripe(const u8* in, int lane, u64 secret) {  // a stripe's share in accumulator `lane`
+__device__ __forceinline__ u64 stripe(const u8* in, int lane, u64 secret) {  // a stripe's part of accumulator `lane`
     u64 keyed = read64(in + 8 * lane) ^ secret;
     return multiply32(keyed, keyed >> 32) + read64(in + 8 * (lane ^ 1));
 }
@@ -208,11 +208,12 @@ __device__ u64 merge_accumulators(const u64* acc, int secret, u64 seed, u64 star
     return avalanche(start);
 }
 
-// what: 0 XXH3-128 to out[2i], canonical (big-endian); 1 XXH3-64 to out[i]; 2 XXH3-64 to the 8 bytes before the input
-// (a blob's checksum precedes the bytes that it covers). seed: of XXH3-128; 0 for XXH3-64.
+// `what`: 0 writes XXH3-128 to out[2i], canonical (big-endian); 1 writes XXH3-64 to out[i]; 2 writes XXH3-64 to the 8
+// bytes before the input (a blob's checksum precedes the bytes that it covers). `seed`: of XXH3-128; 0 for XXH3-64.
 //
-// Three blocks must fit on a multiprocessor, which leaves 32 registers per thread: on an H200, 3,072 chunks of 1 MiB
-// hash at 3,971 GB/s. By itself the compiler takes 60 registers; then one block fits, and the rate is 2,354 GB/s.
+// Three thread blocks must fit on a multiprocessor, which leaves 32 registers per thread: on an H200, 3,072 chunks of
+// 1 MiB hash at 3,971 GB/s. Without this bound the compiler takes 60 registers; then one block fits, and the rate is
+// 2,354 GB/s.
 extern "C" __global__ void __launch_bounds__(THREADS, 3) digest(const u64* addresses, const u64* lengths, u64* out, u64 what, u64 seed) {
     __shared__ u64 sums[2][TILE][8];
     __shared__ u64 final_acc[8];

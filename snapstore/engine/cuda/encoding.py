@@ -25,9 +25,9 @@ from .pinned import ALIGNMENT
 from .sparse import Candidates, Pieces, SparseEncoding
 from .streams import WorkStream, addresses_of, copy_async, copy_stream, ragged
 
-#: The device searches a plane of mostly one value for matches only if that saves this share of the blob.
+#: The device searches a plane of mostly one value for matches only if they save at least this share of the blob.
 MATCHES_SAVE = 1 / 16
-#: Changes are counted where at least this share of a sample seems unchanged: half of all elements, less its error.
+#: Changes are counted if at least this share of a sample seems unchanged: one half, less the error of sampling.
 MIN_UNCHANGED_SAMPLED = 0.45
 
 
@@ -37,7 +37,7 @@ class DeviceEncoded:
 
     entries: npt.NDArray[np.void]
     blobs: torch.Tensor
-    stream: torch.cuda.Stream  # for copies
+    stream: torch.cuda.Stream  # on which blobs are copied
 
     def copy(self, first: int, last: int, out: Bytes) -> Callable[[], object]:
         """Begin to copy blobs, with their padding, into `out`."""
@@ -51,7 +51,7 @@ class DeviceEncoded:
         done, device = torch.cuda.Event(), self.stream.device
         done.record(self.stream)
 
-        def wait() -> None:  # called by the thread that puts the pack; it keeps no blobs, which are used again sooner
+        def wait() -> None:  # it runs in the thread that puts the pack; it keeps no blobs, whose memory is reused
             with beside_captures(), torch.cuda.device(device):
                 done.synchronize()
 
@@ -87,14 +87,14 @@ class Encoding:
         return encoded
 
     def _choose(self, found: npt.NDArray[np.float64]) -> Column:
-        """Choose which chunks are stored as deltas, by estimates of planes; return the kind of each plane (n, 8)."""
+        """Choose which chunks are stored as deltas, by estimated sizes; return the kind of each plane (n, 8)."""
         full, delta = (estimates(found[:, i, :, 0], self.sizes, self.plane_bytes) for i in (0, 1))
         has_base = self.base_addresses != 0
         self.is_delta = is_delta = has_base & delta_choice.pays(delta, full, self.batch.delta_limits)
         self.full_bytes, self.delta_bytes = full, delta
         bits, top_share = np.moveaxis(np.where(is_delta[:, None, None], found[:, 1], found[:, 0]), -1, 0)
         kinds = plane_kinds(bits, top_share, self.batch.layouts[:, None])
-        # a Huffman code takes at least a bit per byte; matches must save enough beyond it for their device time
+        # a Huffman code takes at least one bit per byte; below it, matches must save enough for their device time
         saved = self.plane_bytes[:, None] * (1 - bits) / 8
         worthwhile = saved > np.where(is_delta, delta, full)[:, None] * MATCHES_SAVE
         kinds = np.where((kinds == RUNS) & ~worthwhile, SKEWED, kinds)
@@ -102,9 +102,9 @@ class Encoding:
         return np.where(beyond, NOISE, kinds)
 
     def _encode_sparse(self, found: npt.NDArray[np.float64]) -> Generator[None, None, Pieces]:
-        """Encode chunks with few changes as sparse deltas; return the pieces of all that are smaller than planes."""
+        """Encode chunks with few changes as sparse deltas; return the pieces of the deltas that pay."""
         self.is_sparse = np.zeros(self.count, bool)
-        # as many elements are 0 in the lowest plane of the difference as did not change, and a few more
+        # in the lowest plane of a difference, all unchanged elements are 0, and a few changed ones
         few = (self.base_addresses != 0) & (found[:, 1, 0, 1] >= MIN_UNCHANGED_SAMPLED) & (self.lengths > 0)
         rows = np.flatnonzero(few)
         if not len(rows):
@@ -135,7 +135,10 @@ class Encoding:
         return deltas.pieces(chosen)
 
     def sample(self) -> torch.Tensor:
-        """Begin to take entropy and skew of all planes, of chunks and of deltas: (n, 2, 8, 2) float64."""
+        """Begin to compute entropy and skew of all planes: (n, 2, 8, 2) float64.
+
+        The axes: chunk; itself or its difference; plane; bits per byte or share of the most frequent byte.
+        """
         statistics = torch.empty((self.count, 2, 8, 2), dtype=torch.float64, device=self.work.device)
         tables = self.work.upload(
             self.addresses,
@@ -148,10 +151,10 @@ class Encoding:
         return statistics
 
     def _split(self, rows: Column) -> Column:
-        """Begin to split chunks or deltas into planes in device memory; return their offsets in it (n, 8).
+        """Begin to split chunks or differences into planes; return their offsets in `self.planes`, (n, 8).
 
         Args:
-            rows: the chunks; the offsets of others have no meaning.
+            rows: the chunks to split; the offsets of other chunks have no meaning.
         """
         strides = (self.plane_bytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
         rooms = np.zeros(self.count, np.int64)
@@ -199,7 +202,7 @@ class Encoding:
     def _begin_codec(
         self, coder: Coder, offsets: Column, plain: Column, out: torch.Tensor, rooms: Column
     ) -> Callable[[], Column]:
-        """Begin to compress blocks of the planes; the call it returns gives sizes once the stream is done."""
+        """Begin to compress blocks of planes; the returned call gives their sizes once the stream is done."""
         if coder is HUFFMAN:
             found = huffman.encode(self.work, self.planes.data_ptr() + offsets, plain, out.data_ptr() + rooms)
             return lambda: found.numpy().astype(np.int64)
@@ -207,10 +210,10 @@ class Encoding:
         return lambda: nvcomp.sizes_of(begun)
 
     def _compressed(self, begun: Sequence[_Begun]) -> tuple[Column, Column, Column]:
-        """Return what every plane was compressed to.
+        """Return the compressed planes.
 
         Returns:
-            Codec and first block of every plane, both (n, 8); (address, size) of every block, (b, 2). A plane that its
+            Codec and first block of each plane, both (n, 8); (address, size) of each block, (b, 2). A plane that its
             codec does not make smaller has codec RAW.
         """
         codec_of = np.full((self.count, 8), codecs.RAW, np.int64)
@@ -228,7 +231,7 @@ class Encoding:
         return codec_of, first_of, np.concatenate(blocks)
 
     def _plane_pieces(self, of: Column, planes_at: Column, begun: Sequence[_Begun]) -> tuple[Column, Pieces]:
-        """Return the codec of every plane (n, 8), and the pieces of the chunks `of`, which are stored as planes."""
+        """Return each plane's codec (n, 8), and the pieces of the chunks `of`, which are stored as planes."""
         codec_of, first_of, blocks = self._compressed(begun)
         row, ks = np.nonzero(np.arange(8) < self.sizes[of][:, None])  # every plane, blob after blob
         rows = of[row]
@@ -246,7 +249,7 @@ class Encoding:
         return codec_of, Pieces(rows[plane], pieces[:, 0], pieces[:, 1], ~raw)
 
     def _assemble(self, codec_of: Column, of_planes: Pieces, of_sparse: Pieces) -> DeviceEncoded:
-        """Begin to gather headers, block lengths and payloads into one buffer, then to put the checksums in."""
+        """Begin to gather headers, block lengths and payloads into one buffer, then to write the checksums."""
         pieces = of_planes.joined(of_sparse)
         payload = np.bincount(pieces.rows, pieces.lengths, self.count).astype(np.int64)
         block_counts = np.bincount(pieces.rows, pieces.is_block, self.count).astype(np.int64)
@@ -289,8 +292,8 @@ class _Begun:
 
     coder: Coder
     sizes: Callable[[], Column]  # (b,) stored bytes of every block
-    rows: Column  # (p,) the chunk of every plane
-    ks: Column  # (p,) number of the plane within its chunk
-    counts: Column  # (p,) blocks
-    size: Column  # (p,) plain bytes
-    addresses: Column  # (b,) of every block
+    rows: Column  # (p,) the chunk of each plane
+    ks: Column  # (p,) the number of each plane within its chunk
+    counts: Column  # (p,) the number of blocks of each plane
+    size: Column  # (p,) plain bytes of each plane
+    addresses: Column  # (b,) of every compressed block

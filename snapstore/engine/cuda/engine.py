@@ -1,8 +1,8 @@
 """CudaEngine: batches of chunks to blobs and back on one CUDA device, in the format of the CPU engine.
 
-encoding.py and decoding.py hold the stages of a batch. All work on chunks runs on the device; the host sees columns.
-Each batch runs on a stream of its own, so that the device computes one batch while the host reads the sizes of another.
-A batch that does not fit into device memory is halved; a chunk that does not fit alone goes to the CPU engine.
+encoding.py and decoding.py hold the stages of a batch. All work on chunks runs on the device; the host reads only
+columns. Each batch runs on a stream of its own, so that the device computes one batch while the host reads the sizes of
+another. A batch that does not fit into device memory is halved; one chunk that does not fit goes to the CPU engine.
 """
 
 from __future__ import annotations
@@ -39,25 +39,26 @@ from .streams import (
 
 log = logging.getLogger("snapstore")
 
-#: How many batches run at a time, and their size: codecs need a thousand blocks to fill the device.
+#: How many batches run at a time, and their size [bytes]: codecs need a thousand blocks to fill the device.
 BATCHES_AT_ONCE = 3
 BATCH_BYTES = 192 * 1024 * 1024
 MIN_BATCH_BYTES = 8 * 1024 * 1024
-#: A compressed block gets 145 KiB however small it is: a batch has at most one chunk per so many of its plain bytes.
+#: A compressed block gets memory for the largest possible result, 145 KiB with deflate, even if it is small. So a batch
+#: should have at most one chunk per this many of its plain bytes.
 MIN_BYTES_PER_CHUNK = 256 * 1024
-#: Device memory that a save works in, per byte of a batch: planes, compressed blocks, blobs, and nvCOMP's memory.
+#: Device memory that a save needs per byte of a batch: planes, compressed blocks, blobs, and nvCOMP's memory.
 WORK_PER_BATCH_BYTE = 20
-#: Stored and plain bytes of a batch to decode: each batch costs the host milliseconds, however small it is.
+#: Stored plus plain bytes of a batch to decode: each batch costs the host milliseconds, even if it is small.
 DECODE_BYTES = 512 * 1024 * 1024
-#: Buffers for reading have multiples of these sizes, so that one fits the next batch as well.
+#: The sizes of read buffers are multiples of these, so that a buffer also fits the next batch [bytes].
 BUFFER_BYTES, SMALL_BUFFER_BYTES = 32 * 1024 * 1024, 4 * 1024 * 1024
-#: Threads that read packs. More threads read faster alone, but take cores from the thread that polls the device.
+#: Threads that read packs. More threads would read faster, but would take cores from the thread that polls the device.
 READERS = 8
-#: Pinned host memory kept for the next save or restore.
+#: Pinned host memory that is kept for the next save or restore [bytes].
 PINNED_BYTES = 1280 * 1024 * 1024
 
 _PORTABLE = {SKEWED: HUFFMAN, RUNS: DEFLATE_MATCHES, REPEATS: DEFLATE_MATCHES}
-#: Used where every stream has memory for it.
+#: Used if every stream has memory for zstd.
 _PORTABLE_WITH_ZSTD = {SKEWED: HUFFMAN, RUNS: ZSTD, REPEATS: ZSTD}
 _ANS = {SKEWED: ANS, RUNS: ANS, REPEATS: ANS}
 
@@ -65,8 +66,8 @@ _ANS = {SKEWED: ANS, RUNS: ANS, REPEATS: ANS}
 class CudaEngine:
     """The engine of one CUDA device. See `base.Engine` for the methods; all of them take columns.
 
-    Memories are torch.uint8 tensors on the device, `Pinned` host memory (uploaded when used), or NumPy arrays after the
-    device ran out of memory: the CPU engine then does the work.
+    A memory is a torch.uint8 tensor on the device, `Pinned` host memory, which is uploaded before use, or a NumPy array
+    after the device ran out of memory. Then the CPU engine does the work.
     """
 
     decode_bytes = DECODE_BYTES
@@ -78,19 +79,19 @@ class CudaEngine:
         self.device = torch.device("cuda", device)
         self.digest_seed = cpu.digest_seed
         self.batch_bytes = BATCH_BYTES
-        self._limits: dict[object, int] = {}  # of every running save
+        self._limits: dict[object, int] = {}  # running save -> device memory [bytes]
         self._codec = codec
         self._with_zstd = self._warned = False
         self._cpu = cpu
         self._pool = StreamPool(self.device, BATCHES_AT_ONCE)
-        self._front = WorkStream(self.device)  # uploads and digests, at once
+        self._front = WorkStream(self.device)  # for uploads and allocations, without waiting for batches
         self._front_lock = threading.Lock()
         self._pinned = PinnedBuffers(PINNED_BYTES)
 
     # -- memory
 
     def sync(self) -> None:
-        """Wait for the caller's current stream: other streams may then use its tensors.
+        """Wait for the caller's current stream; then other streams may use its tensors.
 
         Raises:
             InvalidInputError: a CUDA graph is being captured; a wait would break it.
@@ -100,7 +101,7 @@ class CudaEngine:
         torch.cuda.current_stream(self.device).synchronize()
 
     def upload(self, plain: Bytes) -> Memory:
-        """Return bytes of the host in memory of this device."""
+        """Return a copy of host bytes on this device."""
         memory = self.empty(plain.size)
         memory.copy_(torch.from_numpy(plain))
         self.sync()
@@ -115,7 +116,7 @@ class CudaEngine:
                 self._front.sync()
 
     def poll(self) -> None:
-        """Advance the batches that the device is done with for now."""
+        """Advance the batches whose enqueued work is done."""
         self._pool.poll()
 
     def empty(self, nbytes: int) -> Memory:
@@ -138,7 +139,7 @@ class CudaEngine:
         self._pinned.give(buffer)
 
     def release_memory(self, *, saved: bool = False) -> None:
-        """Release device memory between saves; `saved`: a save is over, and the next may try full batches again."""
+        """Release device memory. `saved`: a save has ended, so the next one may try full batches again."""
         self._pool.release_memory()
         if saved:
             self._warned = False
@@ -146,24 +147,24 @@ class CudaEngine:
 
     def close(self) -> None:
         """Release threads and memory."""
-        with suppress(Exception):  # a device that has failed holds none of this memory any more
+        with suppress(Exception):  # a failed device has no memory to release
             self.release_memory()
         self._pinned.clear()
 
     @property
     def batch_chunks(self) -> int:
-        """Return how many chunks one batch should hold at most."""
+        """Return the most chunks that one batch should have."""
         return max(256, self.batch_bytes // MIN_BYTES_PER_CHUNK)
 
     @property
     def coders(self) -> dict[int, Coder]:
-        """Return the coder of each kind of plane (`blob.plane_kinds`)."""
+        """Return the coder by kind of plane (see codec_choice.py)."""
         if self._codec == "ans":
             return _ANS
         return _PORTABLE_WITH_ZSTD if self._with_zstd else _PORTABLE
 
     def limit(self, saver: object, work_bytes: int | None) -> None:
-        """Let a save work in about this much device memory; None: it is over. The least of several limits counts."""
+        """Limit a save's device memory [bytes, about]; None removes it. The least limit of all saves counts."""
         if work_bytes is None:
             self._limits.pop(saver, None)
         else:
@@ -171,17 +172,17 @@ class CudaEngine:
         self._set_batches()
 
     def _set_batches(self) -> None:
-        """Set batches as large as the running saves allow, even if memory ran out meanwhile."""
+        """Set the batch size by the limits of running saves; this undoes `_shrink`."""
         least = min(list(self._limits.values()), default=None)
         self._with_zstd = (
             least is not None and least >= WORK_PER_BATCH_BYTE * BATCH_BYTES + BATCHES_AT_ONCE * ZSTD_BYTES
         )
         work_bytes = WORK_PER_BATCH_BYTE * BATCH_BYTES if least is None else least
-        fitting = work_bytes // WORK_PER_BATCH_BYTE // MIN_BATCH_BYTES * MIN_BATCH_BYTES  # alike from save to save
+        fitting = work_bytes // WORK_PER_BATCH_BYTE // MIN_BATCH_BYTES * MIN_BATCH_BYTES  # equal from save to save
         self.batch_bytes = int(min(BATCH_BYTES, max(MIN_BATCH_BYTES, fitting)))
 
     def _shrink(self, what: str) -> None:
-        """Halve the batches and release memory, after the device ran out of it for `what`; warn once a save."""
+        """Halve the batches and release memory, after the device had none for `what`; warn once per save."""
         self.batch_bytes = max(MIN_BATCH_BYTES, self.batch_bytes // 2)
         if not self._warned:
             text = "cuda:%d: out of memory for %s; continuing with smaller batches, or in host memory"
@@ -193,7 +194,7 @@ class CudaEngine:
     # -- chunks in
 
     def load(self, chunks: Chunks, *, copy: bool = False) -> Chunks:
-        """Upload pinned chunks and return the others as they are; with `copy`, put all into new device memory."""
+        """Upload pinned chunks and return the others as they are; with `copy`, copy all to new device memory."""
         uploaded = [i for i, memory in enumerate(chunks.memories) if copy or isinstance(memory, Pinned)]
         used = np.isin(chunks.which, uploaded)
         if not used.any():
@@ -208,13 +209,13 @@ class CudaEngine:
             return replace(chunks, memories=memories)
 
     def _upload_chunks(self, chunks: Chunks, rows: Column) -> Chunks:
-        """Copy the chunks of `rows` into one new allocation on the device; return all chunks."""
+        """Copy the chunks `rows` to one new allocation on the device; return all chunks."""
         which, starts, lengths = chunks.which[rows], chunks.starts[rows], chunks.lengths[rows]
         rooms = (lengths + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
         places = np.cumsum(rooms) - rooms
         with self._at_front() as work:
             memory = work.empty(int(places[-1] + rooms[-1]))
-            # chunks that are neighbours in one memory, and aligned in both, go in one copy
+            # chunks that are adjacent in one memory, and aligned in both memories, go in one copy
             joined = (which[1:] == which[:-1]) & (starts[1:] == starts[:-1] + rooms[:-1]) & (rooms == lengths)[:-1]
             first = np.flatnonzero(np.concatenate([[True], ~joined]))
             last = np.concatenate([first[1:], [len(rows)]]) - 1
@@ -273,7 +274,7 @@ class CudaEngine:
         return finish
 
     def recycle(self, encoded: Sequence[Encoded]) -> None:
-        """Pass host buffers on to the CPU engine; blobs on the device are freed with their objects."""
+        """Recycle host buffers in the CPU engine; device memory is freed with the blobs."""
         self._cpu.recycle(encoded)
 
     # -- decode
@@ -286,7 +287,7 @@ class CudaEngine:
         if _any_on_host(batch.outs) or (batch.bases is not None and _any_on_host(batch.bases)):
             return self._decode_on_host(batch)
         ready = torch.cuda.Event()
-        ready.record(torch.cuda.current_stream(self.device))  # the outs may have been made and used there
+        ready.record(torch.cuda.current_stream(self.device))  # which may still use the memory of the outs
 
         def steps(work: WorkStream) -> Generator[None, None, Column]:
             work.stream.wait_event(ready)
@@ -311,7 +312,7 @@ class CudaEngine:
         return finish
 
     def _decode_on_host(self, batch: DecodeBatch) -> Callable[[], object]:
-        """Rebuild chunks on the CPU; upload the ones that belong on the device."""
+        """Rebuild chunks on the CPU, then copy them to their memory."""
         outs = [np.empty(n, np.uint8) for n in batch.outs.lengths.tolist()]
         bases = None if batch.bases is None else _all_on_host(batch.bases)
         wait = self._cpu.start_decode(replace(batch, outs=Chunks.of(outs), bases=bases))
@@ -339,7 +340,7 @@ def _any_on_host(chunks: Chunks) -> bool:
 
 
 def _all_on_host(chunks: Chunks) -> Chunks:
-    """Return the same chunks in host memory, each copied by itself."""
+    """Return the chunks in host memory, copied if on the device."""
     copies = []
     for which, start, length in zip(
         chunks.which.tolist(), chunks.starts.tolist(), chunks.lengths.tolist(), strict=True

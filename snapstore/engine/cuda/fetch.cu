@@ -1,5 +1,5 @@
-// Copy a little device memory into page-locked host memory: a kernel does it, because a copy by the device's copy engine
-// waits for all others on their way to the host.
+// Copy a little device memory to page-locked host memory. A kernel copies it, because the device's copy engine would
+// first finish all other copies to the host.
 //
 // One thread block per piece of PIECE_BYTES: grid (n), block (THREADS).
 

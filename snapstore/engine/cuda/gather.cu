@@ -1,5 +1,5 @@
 // Copy many pieces of memory from any address to any address: compressed blocks into one buffer, tensors into their
-// copies. A piece should be a few tens of KiB at most, so that the whole device works.
+// copies. Pieces should be short (the callers take at most 64 and 256 KiB), so that the whole device works.
 //
 // One thread block per piece: grid (n), block (THREADS).
 

@@ -1,5 +1,5 @@
-// Entropy and skew of the byte planes of many chunks, and of their zigzagged differences from a base, from a sample: a
-// batch's planes.sample, planes.histograms and planes.statistics.
+// Compute entropy and skew of the byte planes of many chunks, and of their zigzagged differences from a base, from a
+// sample. It does the work of planes.sample, planes.histograms and planes.statistics for a batch.
 //
 // One thread block per chunk: grid (n), block (THREADS). A base address of 0 means no base.
 
@@ -7,7 +7,7 @@
 #define RUNS 8
 #define RUN 512
 
-__device__ __forceinline__ u64 rotated(u64 value, int bits) {  // left by one, within `bits` bits
+__device__ __forceinline__ u64 rotated(u64 value, int bits) {  // rotate `bits` bits left by one
     u64 mask = bits == 64 ? ~0ull : (1ull << bits) - 1;
     return (value << 1 | value >> (bits - 1)) & mask;
 }
@@ -20,7 +20,8 @@ __device__ __forceinline__ void count_element(u32 (*counts)[256], u64 value, int
     for (int k = 0; k < size; k++) atomicAdd(&counts[k][(value >> (8 * k)) & 255], 1u);
 }
 
-// out: (n, 2, 8, 2) double: of the chunk, of its difference; per plane; bits per byte, share of the most frequent byte.
+// out: (n, 2, 8, 2) double. The axes: chunk; itself or its difference; plane; bits per byte or share of the most
+// frequent byte.
 extern "C" __global__ void histograms(const u64* chunks, const u64* bases, const u64* lengths, const u8* element_sizes,
                                       const u8* layouts, double* out) {
     __shared__ u32 counts[16][256];

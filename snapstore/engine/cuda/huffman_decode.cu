@@ -1,8 +1,8 @@
 // Decode zstd frames of one block (RFC 8878) without sequences: Huffman-coded literals in one or four streams, raw, or
-// RLE. huffman_encode.cu writes no other frames, and zstd's encoder hardly any others for skewed noise.
+// RLE. huffman_encode.cu writes no other frames; for skewed noise, zstd's encoder writes hardly any others.
 //
-// One thread block per frame: grid (n), block (THREADS). Whatever a frame's bytes say, it reads nothing beyond the
-// frame and writes nothing beyond its room. Any other frame leaves its room unchanged or half written: the caller
+// One thread block per frame: grid (n), block (THREADS). For any bytes of a frame, it reads nothing beyond the frame
+// and writes nothing beyond its output. Any other frame leaves its output unchanged or half written: the caller
 // compares digests.
 
 #define THREADS 32
@@ -13,15 +13,15 @@
 __device__ __forceinline__ u32 high_bit(u32 value) { return 31 - __clz(value); }
 
 struct Table {
-    unsigned short entries[1 << MAX_BITS];  // symbol | length of its code << 8, by the next max_bits bits
+    unsigned short entries[1 << MAX_BITS];  // by the next max_bits bits: symbol | length of its code << 8
     u8 weights[256];
-    unsigned short starts[256];  // first entry of every symbol
+    unsigned short starts[256];  // the first entry of each symbol
     u32 max_bits, streams, streams_at, literals_end, from, kind;
     u8 fse_symbol[64], fse_bits[64], fse_base[64];
     int shares[WEIGHTS], next[WEIGHTS];
 };
 
-// Bits, least significant first; bits beyond the end are 0.
+// Return `count` bits from position `bit` on, least significant first; bits beyond the end are 0.
 __device__ u32 peek(const u8* p, u32 bytes, u32 bit, int count) {
     u32 value = 0;
     for (u32 i = bit / 8, k = 0; k < 4; i++, k++)
@@ -29,14 +29,14 @@ __device__ u32 peek(const u8* p, u32 bytes, u32 bit, int count) {
     return value >> (bit % 8) & ((1u << count) - 1);
 }
 
-// `count` bits that end below bit `at`; bits below 0 are 0.
+// Move `at` down by `count` bits and return these bits; bits below position 0 are 0.
 __device__ u32 read_back(const u8* p, u32 bytes, int& at, int count) {
     at -= count;
     if (at >= 0) return peek(p, bytes, at, count);
     return at + count > 0 ? peek(p, bytes, 0, at + count) << -at : 0;
 }
 
-// Read the table of an FSE description and set the accuracy; return its length in bytes, 0 if it is invalid.
+// Read an FSE table and its accuracy `log`; return the bytes of its description, 0 if it is not valid.
 __device__ u32 fse_table(Table& table, const u8* p, u32 bytes, int& log) {
     log = (int)peek(p, bytes, 0, 4) + 5;
     if (log > 6) return 0;
@@ -90,7 +90,7 @@ __device__ u32 fse_table(Table& table, const u8* p, u32 bytes, int& log) {
     return (bit + 7) / 8;
 }
 
-// Read weights in two interleaved FSE streams (4.2.1.2); return how many, 0 if they are invalid.
+// Read weights in two interleaved FSE streams (4.2.1.2); return their number, 0 if they are not valid.
 __device__ u32 fse_weights(Table& table, const u8* p, u32 bytes) {
     int log;
     const u32 head = fse_table(table, p, bytes, log);
@@ -114,7 +114,7 @@ __device__ u32 fse_weights(Table& table, const u8* p, u32 bytes) {
     return 0;
 }
 
-// Find, in one thread, the kind of the frame, and for Huffman-coded literals the weights and the streams.
+// Return the kind of a frame; for Huffman-coded literals, set weights and streams in `table`. One thread calls it.
 __device__ u32 parse(Table& table, const u8* p, u32 size, u32 n) {
     Literals found;
     const u32 kind = kind_of(p, size, n, found);
@@ -161,13 +161,13 @@ __device__ u32 parse(Table& table, const u8* p, u32 size, u32 n) {
     return HUFFMAN;
 }
 
-// Bits of a stream, read from its end.
+// Reads the bits of a stream from its end.
 struct BitReader {
     const u8* bytes;
     u32 left;   // unread bytes
-    u32 ahead;  // the aligned word before them, loaded while later bytes are used
-    u64 held;   // bits read, from the top; the rest is 0
-    int have;   // how many of its bits are left; negative if more were taken than there were
+    u32 ahead;  // the last aligned word of the unread bytes, loaded early
+    u64 held;   // bits that were read and not used, from the highest bit down; the other bits are 0
+    int have;   // the number of bits in `held`; negative if more were used than the stream has
 
     __device__ __forceinline__ BitReader(const u8* p, u32 count) : bytes(p), left(count - 1), ahead(0) {
         have = (int)high_bit(p[left]);  // below the bit that marks the end
@@ -181,7 +181,7 @@ struct BitReader {
     __device__ __forceinline__ void by_bytes(u32 count) {
         for (; count && left; count--, have += 8) held |= (u64)bytes[--left] << (56 - have);
     }
-    // Load enough for two codes, while bytes are left.
+    // Load enough bits for two codes, if bytes are left.
     __device__ __forceinline__ void refill() {
         if (have >= 2 * MAX_BITS) return;
         if (left >= 4) {
@@ -193,7 +193,7 @@ struct BitReader {
             by_bytes(4);
         }
     }
-    // The same without a branch, where at least 8 bytes are left: the streams of a warp need it at different times.
+    // The same without a branch, if at least 8 bytes are left: the streams of a warp need bits at different times.
     __device__ __forceinline__ void refill_far_from_end() {
         const bool need = have < 2 * MAX_BITS;
         held |= need ? (u64)ahead << (32 - have) : 0;
@@ -209,7 +209,7 @@ struct BitReader {
     }
 };
 
-// Decode one stream, `bytes` from p on, into (n,) out.
+// Decode one stream, the `bytes` bytes at p, to (n,) out.
 __device__ __forceinline__ void decode_stream(const Table& table, const u8* p, u32 bytes, u8* out, u32 n) {
     if (!p[bytes - 1]) return;
     const u32 shift = 32 - table.max_bits;
@@ -243,7 +243,7 @@ __device__ __forceinline__ void decode_stream(const Table& table, const u8* p, u
     }
 }
 
-// sizes: of the frames; lengths: of their plain bytes.
+// sizes: bytes of the frames; lengths: plain bytes of each.
 extern "C" __global__ void huffman_decode(const u64* sources, const u64* sizes, const u64* destinations,
                                           const u64* lengths) {
     __shared__ Table table;

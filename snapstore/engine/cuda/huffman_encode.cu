@@ -1,18 +1,18 @@
 // Encode blocks of bytes as zstd frames (RFC 8878) of one block: Huffman-coded literals in four streams, no sequences.
-// Any zstd decoder reads them. A block that does not shrink becomes a raw one, a block of one value an RLE one.
+// Any zstd decoder reads them. A block that does not shrink becomes a raw block; a block of one value becomes RLE.
 //
-// One thread block per frame: grid (n), block (THREADS). Rooms are aligned to 4 bytes and at least length + 16 long.
-// Lengths are 1 to 65,791, the range of a content size of two bytes.
+// One thread block per frame: grid (n), block (THREADS). Destinations are multiples of 4, with room for length + 16
+// bytes. Lengths are 1 to 65,791: a content size of one or two bytes can hold them.
 
 #define THREADS 256
 #define STREAMS 4
 #define PER_STREAM (THREADS / STREAMS)
 #define MAX_BITS 11
 #define MIN_LENGTH 64     // shorter blocks stay raw
-#define WEIGHTS 12        // 0 to MAX_BITS
-#define TREE_BYTES 160    // at most 1 + 127 are used
+#define WEIGHTS 12        // weights 0 to MAX_BITS
+#define TREE_BYTES 160    // a longer description is cut; only up to 1 + 127 bytes are used
 
-// Write bits, least significant first, into bytes of one thread.
+// Writes bits, least significant first, to bytes. One thread uses it.
 struct BitWriter {
     u8* out;
     u32 count, fill;
@@ -34,18 +34,18 @@ struct Tree {
     u8 symbols[256];      // of the sorted counts
     u8 bits[256];         // length of every symbol's code, 0: none
     u32 codes[256];       // code | length << 16
-    u32 of_length[32];    // how many codes have a length
-    u32 first_code[MAX_BITS + 1];
+    u32 of_length[32];    // the number of codes of each length
+    u32 first_code[MAX_BITS + 1];  // the first code of each length
     u8 description[TREE_BYTES];
-    u32 description_bytes, max_bits, present, last;
-    int shares[WEIGHTS];  // of 64 or 32: how often each weight comes
+    u32 description_bytes, max_bits, present, last;  // present: distinct symbols; last: the highest symbol
+    int shares[WEIGHTS];  // of 64 or 32 states: how many each weight gets
     int next[WEIGHTS + 1], bits_delta[WEIGHTS], state_delta[WEIGHTS];
     u8 spread[64];
     unsigned short states[64];
 };
 
-// Compute lengths of optimal codes for `n` ascending counts, in place (Moffat and Katajainen 1995), none above
-// MAX_BITS: longer codes are cut, and the longest of the others are lengthened until all codes fit.
+// Compute the lengths of optimal codes for `n` ascending counts, in place (Moffat and Katajainen 1995). No length is
+// above MAX_BITS: longer codes are cut to it, then the longest of the others are lengthened until all codes fit.
 __device__ void code_lengths(Tree& tree, int n) {
     u32* a = tree.sorted;
     a[0] += a[1];
@@ -72,7 +72,7 @@ __device__ void code_lengths(Tree& tree, int n) {
         tree.of_length[depth < MAX_BITS ? depth : MAX_BITS] += free - used;
         free = 2 * used;
     }
-    u32 spent = 0;  // of 2 ** MAX_BITS
+    u32 spent = 0;  // code space, of 2 ** MAX_BITS
     for (int bits = 1; bits <= MAX_BITS; bits++) spent += tree.of_length[bits] << (MAX_BITS - bits);
     for (; spent > 1u << MAX_BITS; spent--) {
         int bits = MAX_BITS - 1;
@@ -97,7 +97,7 @@ __device__ __forceinline__ u32 weight_of(const Tree& tree, int symbol) {
 }
 
 // Set the shares of the weights of symbols 0 to n - 1 in a table of 1 << log states, at least 1 for each weight that
-// occurs; return how many weights occur.
+// occurs. Return how many weights occur; 0 if their shares do not fit.
 __device__ int weight_shares(Tree& tree, int n, int log) {
     int left = 1 << log, most = 0, kinds = 0;
     for (int w = 0; w < WEIGHTS; w++) tree.next[w] = 0;
@@ -116,10 +116,10 @@ __device__ int weight_shares(Tree& tree, int n, int log) {
     return tree.shares[most] > 0 ? kinds : 0;
 }
 
-// Write the weights of symbols 0 to n - 1 as two interleaved FSE streams (4.2.1.2), or as nibbles (4.2.1.1); return the
-// bytes written, 0 if neither form fits.
+// Write the weights of the symbols before the last to `description`, in the shorter form that fits: two interleaved FSE
+// streams (4.2.1.2), or nibbles (4.2.1.1). Set `description_bytes`; 0: neither fits.
 __device__ void describe(Tree& tree) {
-    const int n = tree.last;  // the weight of the last symbol follows from the others
+    const int n = tree.last;  // the last symbol's weight is not written: it follows from the others
     const int log = n >= 64 ? 6 : 5, size = 1 << log;
     tree.description_bytes = 0;
     if (n > 2 && weight_shares(tree, n, log) > 1) {
@@ -165,7 +165,7 @@ __device__ void describe(Tree& tree) {
         for (int i = n - 1; i >= 0; i--) {
             const u32 w = weight_of(tree, i);
             u32& s = state[i & 1];
-            if (i >= n - 2) {  // the cheapest first state
+            if (i >= n - 2) {  // the first state of each stream: the one that costs the fewest bits
                 const u32 out = (tree.bits_delta[w] + (1 << 15)) >> 16;
                 s = tree.states[(((out << 16) - tree.bits_delta[w]) >> out) + tree.state_delta[w]];
             } else {
@@ -206,7 +206,7 @@ __device__ u32 frame_header(u8* out, u32 length, u32 type, u32 block_bytes) {
     return 8 + content;
 }
 
-// sizes: of every frame.
+// sizes: of every frame, written.
 extern "C" __global__ void huffman_encode(const u64* sources, const u64* destinations, const u64* lengths,
                                           u32* sizes) {
     __shared__ u32 histogram[256 * 32];  // a column per lane: no two lanes of a warp count in the same bank
@@ -290,9 +290,9 @@ extern "C" __global__ void huffman_encode(const u64* sources, const u64* destina
         }
         bits_of[t] = bits;
         __syncthreads();
-        // a stream is read from its end: its last symbols come first
+        // a stream is read from its end: so its last symbols are written first
         for (u32 i = t + 1; i < (stream + 1) * PER_STREAM; i++) before += bits_of[i];
-        if (t % PER_STREAM == 0) stream_bytes[stream] = (before + bits) / 8 + 1;  // with the bit that marks the end
+        if (t % PER_STREAM == 0) stream_bytes[stream] = (before + bits) / 8 + 1;  // with the end mark
         __syncthreads();
         at = n < 256 ? 9 : 10;
         streams_at = at + 5 + tree.description_bytes + 6;
@@ -324,7 +324,7 @@ extern "C" __global__ void huffman_encode(const u64* sources, const u64* destina
     u32 bit = 8 * streams_at + before;
     for (u32 i = 0; i < stream; i++) bit += 8 * stream_bytes[i];
     u32 word = bit / 32, fill = bit % 32;
-    bool shared = fill > 0;  // with the thread that writes the bits before
+    bool shared = fill > 0;  // the word, with the thread that writes the previous bits
     u64 held = 0;
     for (u32 i = begin + (end - begin + 15) / 16 * 16; i > begin;) {
         i -= 16;

@@ -1,7 +1,7 @@
 """Kernels: CUDA C++, one operation per .cu file of this folder, compiled by CuPy for each device that has an engine.
 
-In: columns of addresses, in device memory. A launch returns at once; the stream orders it. A thread of its own compiles
-the kernels of a device, which takes seconds on a new machine; a launch before that waits.
+In: columns of addresses, in device memory. A launch returns at once; the kernel runs in the order of its stream. A
+separate thread compiles the kernels of a device, which takes seconds on a new machine. An earlier launch waits for it.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ THREADS = {
     "sparse_rank": 512,
     "sparse_pack": 512,
 }
-#: Bytes of a chunk that a thread block of `sparse_apply` takes at a time -> its dynamic shared memory [bytes].
-#: Large ones are faster where a multiprocessor has the memory of two such blocks. Compute capability 7 and newer has
-#: 64 KiB.
+#: Bytes of a chunk that a thread block of `sparse_apply` takes at a time -> its dynamic shared memory [bytes]. More
+#: bytes are faster if a multiprocessor has the memory of two such blocks. Every device of compute capability 7 or newer
+#: has at least 64 KiB of shared memory.
 APPLY_SHARED_BYTES = {32 * 1024: 112 * 1024, 16 * 1024: 60 * 1024}
-#: Shared memory of a thread block that the system takes [bytes].
+#: Shared memory that CUDA itself takes for each thread block [bytes].
 _SYSTEM_SHARED_BYTES = 1024
 #: Bytes of a chunk that one thread block of `split` and of `merge` takes.
 SPLIT_TILE_BYTES, MERGE_TILE_BYTES = 16 * 256 * 4, 16 * 256 * 2
-#: Bytes that one thread block of `gather` should move; of `fetch` it does.
+#: The most bytes that a thread block of `gather` moves for a batch, and that one of `fetch` moves.
 PIECE_BYTES = 64 * 1024
-#: Modes of `digest`: seeded XXH3-128; XXH3-64; XXH3-64 written into the 8 bytes before its input.
+#: Modes of `digest`: seeded XXH3-128; XXH3-64; XXH3-64 written to the 8 bytes before its input.
 XXH3_128, XXH3_64, SEAL = 0, 1, 2
 
 
@@ -66,7 +66,7 @@ def _shared_bytes(name: str, device: int) -> int:
 
 @cache
 def _kernel(name: str, device: int) -> Any:
-    """Return a kernel of this folder for a device; CuPy compiles it once for all like it, and caches the binary."""
+    """Return a kernel of this folder for a device. CuPy caches the binary for all devices of the same kind."""
     folder = resources.files(__package__)
     shared = {"zstd.cuh": name in ("huffman_decode", "sparse_tables"), "sparse.cuh": name.startswith("sparse_")}
     files = ["memory.cuh", *(file for file, used in shared.items() if used), f"{name}.cu"]
@@ -78,7 +78,7 @@ def _kernel(name: str, device: int) -> Any:
 @cache
 def _stream(pointer: int, device: int) -> Any:
     """Return CuPy's object for a stream of torch; torch never destroys the streams of its pool."""
-    if not pointer:  # torch would take an ExternalStream of it for another stream
+    if not pointer:  # torch would regard an ExternalStream of address 0 as another stream
         return cupy.cuda.Stream.null
     stream = torch.cuda.ExternalStream(pointer, torch.device("cuda", device))
     if hasattr(cupy.cuda.Stream, "from_external"):  # CuPy 14
@@ -87,9 +87,13 @@ def _stream(pointer: int, device: int) -> Any:
 
 
 def start_loading(device: int) -> Pending[None]:
-    """Begin to compile all kernels of a device and to make the driver load them; the result waits for that.
+    """Begin to compile and load all kernels of a device; calling the result waits until they are loaded.
 
-    All of them, at once: later the device may have no memory for it. Whatever compiling imports is imported by now.
+    All kernels are loaded now, since later the device may have no memory for them. The modules that compiling imports
+    are imported already: a thread must not be the first to import a module (threads.py).
+
+    Raises:
+        CapabilityError: the thread cannot be started.
     """
     with _lock:
         if device not in _loads:
@@ -111,7 +115,7 @@ def wait_loaded(device: int) -> None:
     """Wait until the kernels of a device are loaded.
 
     Raises:
-        Exception: the one that ended the loading; the next `start_loading` tries again.
+        Exception: the one that loading raised; the next `start_loading` tries again.
     """
     try:
         start_loading(device)()
@@ -128,11 +132,11 @@ _lock = threading.Lock()
 
 
 def _load(device: int) -> None:
-    with beside_captures(), torch.cuda.device(device):  # CuPy's would make a context on device 0 when it ends
+    with beside_captures(), torch.cuda.device(device):  # CuPy's Device would make a context on device 0 at its end
         for name in THREADS:
             kernel = _kernel(name, device)
             kernel.compile()
-            kernel.num_regs  # noqa: B018  # the driver loads a kernel when it is first asked about
+            kernel.num_regs  # noqa: B018  # the driver loads a kernel when an attribute is first read
             if shared := _shared_bytes(name, device):
                 kernel.max_dynamic_shared_size_bytes = shared
 
@@ -141,7 +145,8 @@ def launch(name: str, grid: tuple[int, ...], stream: torch.cuda.Stream, argument
     """Enqueue a kernel on a stream.
 
     Args:
-        grid: thread blocks, (x,) or (x, y).
+        name: of the kernel; the first launch waits until the device's kernels are loaded.
+        grid: numbers of thread blocks, (x,) or (x, y).
         arguments: addresses or numbers, in the order of the kernel's parameters.
     """
     device = stream.device.index

@@ -1,17 +1,17 @@
-// Loads and stores of 16 bytes at any address. It precedes the source of every kernel.
+// Loads and stores at any address, and arithmetic of packed elements. It precedes the source of every kernel.
 
 typedef unsigned char u8;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-// Begin to bring an address near, for a load later.
+// Begin to load a cache line into L2, for a later load.
 __device__ __forceinline__ void prefetch(const void* address) {
 #ifdef __CUDA_ARCH__
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 #endif
 }
 
-// Load 16 bytes from any address, in whole aligned words: a word that contains a requested byte is never out of bounds.
+// Load 16 bytes from any address, in aligned words: an aligned word with a requested byte is never out of bounds.
 __device__ __forceinline__ uint4 load16(const u8* p) {
     u64 address = (u64)p;
     if ((address & 15) == 0) return *(const uint4*)p;
@@ -37,7 +37,7 @@ __device__ __forceinline__ uint4 load_upto16(const u8* p, u64 left) {
     return left >= 16 ? load16(p) : load_tail(p, (int)left);
 }
 
-// Store the first count (1 to 16) bytes of a value at any address.
+// Store the first bytes of a value at any address: `count`, but at most 16.
 __device__ __forceinline__ void store_upto16(u8* p, uint4 value, u64 count) {
     if (count >= 16 && ((u64)p & 15) == 0) {
         *(uint4*)p = value;
@@ -79,12 +79,12 @@ __device__ __forceinline__ uint4 joined(u64 lower, u64 upper) {
     return make_uint4((u32)lower, (u32)(lower >> 32), (u32)upper, (u32)(upper >> 32));
 }
 
-// Elements of SIZE bytes in a word (u32, or u64 for 8): sums and differences modulo 2^(8 SIZE), and the zigzag form,
-// which makes small numbers of small differences of either sign.
+// Elements of SIZE bytes packed in a word (u32; u64 for SIZE 8): sums and differences modulo 2^(8 SIZE), and the zigzag
+// form, in which small differences of either sign are small numbers.
 template <int SIZE>
 struct Elements {
     typedef u32 Word;
-    static constexpr u32 LOW = SIZE == 1 ? 0x01010101u : SIZE == 2 ? 0x00010001u : 1u;  // the lowest bit of each element
+    static constexpr u32 LOW = SIZE == 1 ? 0x01010101u : SIZE == 2 ? 0x00010001u : 1u;  // each element's lowest bit
     static constexpr int SIGN = 8 * SIZE - 1;
     static constexpr u32 HIGH = LOW << SIGN, ONES = (2u << SIGN) - 1;
     static __device__ __forceinline__ u32 sum(u32 a, u32 b) { return ((a & ~HIGH) + (b & ~HIGH)) ^ ((a ^ b) & HIGH); }
@@ -103,7 +103,7 @@ struct Elements<8> {
     static __device__ __forceinline__ u64 unzigzag(u64 z) { return z >> 1 ^ (0 - (z & 1)); }
 };
 
-// Do it to 16 bytes of elements.
+// The same for 16 bytes of elements.
 template <int SIZE>
 __device__ __forceinline__ uint4 zigzag16(uint4 a, uint4 b) {  // of a - b
     typedef Elements<SIZE> E;
@@ -134,7 +134,7 @@ __device__ __forceinline__ uint4 sum16<8>(uint4 a, uint4 b) {
     return joined(lower(a) + lower(b), upper(a) + upper(b));
 }
 
-// Load or store an element at an address that is no multiple of its size: rare, so it is not compiled into each use.
+// Load or store an element at an address that is not a multiple of its size. It is rare, so it is not inlined.
 __device__ __noinline__ u64 load_bytes(const u8* p, int size) {
     u64 value = 0;
 #pragma unroll 1

@@ -1,14 +1,14 @@
 // Merge chains of byte planes into chunks: add the differences of all blobs of a chain to the full chunk at its end, or
 // to a plain base. The inverse of split.cu.
 //
-// grid (tiles of the longest chunk, n), block (THREADS); a tile is TILE bytes of the chunk. Planes may lie at any
-// address (raw ones lie inside a blob's payload).
+// grid (tiles of the longest chunk, n), block (THREADS); a tile is TILE bytes of the chunk. Planes may begin at any
+// address: raw planes lie inside the payload of a blob.
 
 #define THREADS 256
 #define UNROLL 2
 #define TILE (16 * THREADS * UNROLL)
 
-// Load count (1 to 8) bytes of a plane from any address; `left` bytes are there.
+// Load COUNT (1 to 8) bytes of a plane from any address; the plane has `left` more bytes.
 template <int COUNT>
 __device__ __forceinline__ u64 load_plane(const u8* p, u64 left) {
     if (left >= COUNT) {
@@ -84,7 +84,7 @@ __device__ __forceinline__ uint4 unrotate<8>(uint4 v) {
     return joined(a, b);
 }
 
-enum { FULL, FULL_ROTATED, DIFFERENCE };  // what the planes of a blob hold
+enum { FULL, FULL_ROTATED, DIFFERENCE };  // the content of a blob's planes
 
 // Load 16 bytes of elements from planes, `at` elements from their start.
 template <int SIZE>
@@ -116,8 +116,8 @@ __device__ void merge_tile(const u64* planes, const u8* kinds, u64 blobs, const 
     }
 }
 
-// planes: (refs, 8) addresses; kinds: (refs,) of their blobs. A chunk has the rows firsts[i] to firsts[i + 1]. bases:
-// addresses of plain bytes, 0 for none; a base may be the chunk's own room.
+// planes: (refs, 8) addresses; kinds: (refs,) of their blobs. Chunk i has the rows firsts[i] to firsts[i + 1] - 1.
+// bases: addresses of plain bytes, 0 for none; a base may be the chunk's own output.
 extern "C" __global__ void merge(const u64* planes, const u8* kinds, const u64* firsts, const u64* bases,
                                  const u64* outs, const u64* lengths, const u8* element_sizes) {
     const u64 i = blockIdx.y, bytes = lengths[i];

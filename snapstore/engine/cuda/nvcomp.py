@@ -1,10 +1,10 @@
 """nvCOMP: its codecs through the C batch API, RAW bitstreams, one call for a whole batch of blocks.
 
 In: columns of addresses and lengths of blocks in device memory. Out: compressed blocks in the caller's memory, and
-their sizes; and back. Calls return before the device is done. nvCOMP works in memory of the WorkStream, so of torch.
+their sizes; and back. Calls return before the device is done. nvCOMP works in memory of the WorkStream: torch's memory.
 
-The Python API of nvCOMP takes one Python object per block, and each of its codecs makes a context on device 0, whatever
-its device: that costs half a gigabyte of the first GPU for every process of a node (docs/design/gpu-engine.md).
+nvCOMP's Python API takes one Python object per block. Each of its codecs makes a context on device 0, for any device:
+that costs half a gigabyte of the first GPU for every process of a node (docs/design/gpu-engine.md).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .streams import WorkStream
 
 #: Blocks of ANS: 256 KiB is the fastest size; its output is within 1.5 % of the smallest one (1 MiB).
 ANS_BLOCK_BYTES = 256 * 1024
-#: nvCOMP's Zstd decoder needs 200 KB per block; one call decodes blocks that together need at most this.
+#: nvCOMP's Zstd decoder needs 200 KB of memory per block. The blocks of one call together need at most this [bytes].
 DECODE_BYTES = 256 * 1024 * 1024
-#: Stands for the size of a block on which nvCOMP failed; larger than any block.
+#: The size of a block on which nvCOMP failed; larger than any real size.
 FAILED_SIZE = 1 << 40
 
 
@@ -38,10 +38,10 @@ class Coder:
     Attributes:
         codec: the id in a blob's header.
         algorithm: its name in nvCOMP's functions.
-        options: the first bytes of its options, little-endian; the others are zero.
+        options: the first bytes of its options, little-endian; the other bytes are zero.
         block_bytes: plain bytes of a block.
-        room_bytes: the most that a compressed block may take, a multiple of 16: nvCOMP's own bound.
-        max_blocks: blocks in one call; this bounds nvCOMP's own memory.
+        room_bytes: memory for a compressed block, a multiple of 16: at least nvCOMP's own bound.
+        max_blocks: the most blocks in one call; this bounds nvCOMP's memory.
     """
 
     codec: int
@@ -54,19 +54,19 @@ class Coder:
 
 #: Finds matches: within 7 % of Zstd's size on planes of mostly one value, for 0.6 MiB of memory per block.
 DEFLATE_MATCHES = Coder(codecs.DEFLATE, "Deflate", b"\2", codecs.BLOCK_BYTES, 148_256, 384)
-#: The most memory that deflate works in, per byte of a batch.
+#: The most memory that deflate may use, per byte of a batch.
 DEFLATE_PER_BATCH_BYTE = 3
-#: Needs 1.1 GiB of memory, however few the blocks are.
+#: Needs 1.1 GiB of memory, even for few blocks.
 ZSTD = Coder(codecs.ZSTD, "Zstd", b"", codecs.BLOCK_BYTES, 65_552, 2048)
 ZSTD_BYTES = 1152 * 1024 * 1024
 ANS = Coder(codecs.ANS, "ANS", b"", ANS_BLOCK_BYTES, 363_056, 1 << 16)
 
-#: codec -> algorithm and options; the options of ANS say that the stream names its type (NVCOMP_TYPE_BITS).
+#: codec -> algorithm and options. The options of ANS let the stream name its data type (NVCOMP_TYPE_BITS).
 _DECODERS = {codecs.DEFLATE: ("Deflate", b""), codecs.ZSTD: ("Zstd", b""), codecs.ANS: ("ANS", b"\0\0\0\0\xff")}
 
 
 class _Options(ctypes.Structure):
-    """Any of nvCOMP's structs of options: 64 bytes, passed by value; reserved bytes must be zero."""
+    """One of nvCOMP's option structs: 64 bytes, passed by value; reserved bytes must be zero."""
 
     _fields_ = (("bytes", ctypes.c_uint8 * 64),)
 
@@ -119,12 +119,12 @@ def _function(algorithm: str, verb: str) -> Any:
 
 def _call(algorithm: str, verb: str, *arguments: Any) -> None:
     status = _function(algorithm, verb)(*arguments)
-    if status:  # it is about the call; each block has a status of its own
+    if status:  # of the call; each block has a status of its own
         raise RuntimeError(f"nvCOMP: {algorithm}{verb} failed with status {status} (nvcomp/shared_types.h)")
 
 
 def room_bytes(coder: Coder) -> int:
-    """Ask nvCOMP how many bytes a compressed block may take."""
+    """Return nvCOMP's bound of a compressed block [bytes]."""
     found = _SIZE()
     options = _Options.of(coder.options)
     _call(coder.algorithm, "CompressGetMaxOutputChunkSize", coder.block_bytes, options, ctypes.byref(found))
@@ -132,7 +132,7 @@ def room_bytes(coder: Coder) -> int:
 
 
 def check_rooms() -> None:
-    """Check that blocks of this nvCOMP fit into `room_bytes`; a release with larger bounds would write beyond them.
+    """Check that blocks of this nvCOMP fit into `Coder.room_bytes`: else it writes beyond that memory.
 
     Raises:
         CapabilityError: they do not fit.
@@ -162,13 +162,14 @@ def _temporary(
 
 
 def encode(work: WorkStream, coder: Coder, sources: Column, lengths: Column, destinations: Column) -> torch.Tensor:
-    """Begin to compress every block, addresses (n,) to addresses (n,) with `coder.room_bytes` each.
+    """Begin to compress every block, from address to address.
 
     Args:
-        sources, destinations: aligned to 16 bytes.
+        sources, destinations: (n,) addresses, multiples of 16; a destination has `coder.room_bytes`.
+        lengths: (n,) plain bytes of the blocks.
 
     Returns:
-        The input of `sizes_of` once the stream is done.
+        The input of `sizes_of`, in pinned memory, valid once the stream is done.
     """
     options, count = _Options.of(coder.options), len(sources)
     found = work.empty(12 * count)
@@ -202,13 +203,15 @@ def encode(work: WorkStream, coder: Coder, sources: Column, lengths: Column, des
 def decode(
     work: WorkStream, codec: int, sources: Column, sizes: Column, destinations: Column, lengths: Column
 ) -> torch.Tensor:
-    """Begin to decompress every block, whose checksum has been verified, into memory of exactly its length.
+    """Begin to decompress every block, whose checksum must be verified, into memory of exactly its length.
 
     Args:
-        sources, destinations: aligned to 16 bytes.
+        sources, destinations: (n,) addresses, multiples of 16.
+        sizes: (n,) bytes of the compressed blocks.
+        lengths: (n,) bytes of the plain blocks.
 
     Returns:
-        The input of `sizes_of`, on the device. The size of a damaged block may be anything.
+        The input of `sizes_of`, still on the device. The size of a damaged block may be any number.
     """
     (algorithm, first), count = _DECODERS[codec], len(sources)
     options, block_bytes = _Options.of(first), int(lengths.max(initial=1))
@@ -241,7 +244,7 @@ def decode(
 def decode_anywhere(
     work: WorkStream, codec: int, sources: Column, sizes: Column, destinations: Column, lengths: Column
 ) -> None:
-    """Do what `decode` does with blocks at any address, which nvCOMP does not take: copy them first."""
+    """Do `decode` for blocks at any address: copy them to aligned memory first, as nvCOMP needs it."""
     aligned = (sizes + 15) // 16 * 16
     moved = work.room("aligned", int(aligned.sum()) + 16).data_ptr() + np.cumsum(aligned) - aligned
     work.gather(sources, moved, sizes)
@@ -249,7 +252,7 @@ def decode_anywhere(
 
 
 def sizes_of(found: torch.Tensor) -> Column:
-    """Return the bytes that came out of every block; FAILED_SIZE where nvCOMP failed."""
+    """Return the size of each result, (n,) [bytes]; FAILED_SIZE where nvCOMP failed."""
     memory, count = found.numpy(), len(found) // 12
     sizes: Column = np.where(memory[8 * count :].view(np.int32) == 0, memory[: 8 * count].view(np.int64), FAILED_SIZE)
     return sizes

@@ -21,6 +21,9 @@ _lock = threading.Lock()
 def decode_blocks(codec: int, blocks: Sequence[Bytes], out: Bytes, block_bytes: int) -> None:
     """Fill `out` (n,) uint8 from its blocks, on the current device.
 
+    Args:
+        block_bytes: plain bytes of each block but the last.
+
     Raises:
         IntegrityError: a block does not decode to its length.
     """
@@ -32,7 +35,7 @@ def decode_blocks(codec: int, blocks: Sequence[Bytes], out: Bytes, block_bytes: 
         stored[offset : offset + block.size] = block
     starts = np.arange(0, out.size, block_bytes)
     lengths = np.minimum(block_bytes, out.size - starts)
-    with _lock, beside_captures():  # any thread of a pool may come here
+    with _lock, beside_captures():  # several threads of a pool may call it
         work = _stream = _stream or WorkStream(torch.device("cuda", torch.cuda.current_device()))
         with work.current():
             try:

@@ -1,7 +1,7 @@
 """Page-locked host memory: the device copies to and from it at the speed of the bus.
 
-In: sizes. Out: memory that stays locked while an array over it lives; buffers that are used again; and room for the
-copies of a state, in a few large allocations. A forked child inherits none of it.
+In: sizes. Out: memory that stays locked while an array on it lives; buffers for reuse; and memory for the copies of a
+state, in a few large allocations. A forked child inherits none of it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from ...threads import Threads
 from .graph_capture import beside_captures
 
 log = logging.getLogger("snapstore")
-#: Parts of an allocation begin at multiples of this.
+#: Parts of an allocation begin at multiples of this [bytes].
 ALIGNMENT = 256
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
-#: Before host memory is page-locked, so many threads touch it, in pieces of this size.
+#: Before host memory is page-locked, threads touch its pages: the size of a piece [bytes], and the number of threads.
 TOUCH_BYTES, TOUCH_THREADS = 32 * 1024 * 1024, 8
-#: Copies in host memory share allocations of about this size.
+#: Copies in host memory share allocations of about this size [bytes].
 ARENA_BYTES = 1024 * 1024 * 1024
 #: An allocation is released once this share of it is unused.
 UNUSED_SHARE = 0.1
@@ -59,7 +59,7 @@ class PinnedBuffers:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._free: list[Bytes] = []
-        self._lent: dict[int, weakref.ref[Bytes]] = {}  # by id: takes back only its own buffers, each once
+        self._lent: dict[int, weakref.ref[Bytes]] = {}  # by id: `give` accepts only these, each once
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> Bytes:
@@ -72,7 +72,7 @@ class PinnedBuffers:
             return buffer
 
     def give(self, buffer: Bytes) -> None:
-        """Take back a buffer that came from here; above the limit, release the buffers unused for longest."""
+        """Take back a buffer from `take`; above the limit, release the buffers unused for longest."""
         with self._lock:
             lent = self._lent.pop(id(buffer), None)
             if lent is None or lent() is not buffer:
@@ -90,7 +90,7 @@ class PinnedBuffers:
 def pinned(nbytes: int) -> Bytes:
     """Return (nbytes,) uint8 of host memory, page-locked while the array lives; ordinary memory if locking fails.
 
-    It takes huge pages where the system has them: the driver's own allocation locks small pages, at 3 GB/s.
+    It uses huge pages if the system has them. The driver's own allocation uses small pages, and locks 3 GB/s.
     """
     try:
         return _locked(max(nbytes, 1))[:nbytes]
@@ -106,10 +106,10 @@ def _locked(nbytes: int) -> Bytes:
     array = whole[start : start + nbytes]
     with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
-    memory.madvise(mmap.MADV_DONTFORK)  # a fork would move the pages away from under the device
+    memory.madvise(mmap.MADV_DONTFORK)  # after a fork, a write would move pages that the device uses
     _mapped.add(memory)
     pieces = [array[i : i + TOUCH_BYTES] for i in range(0, nbytes, TOUCH_BYTES)]
-    with Threads(min(len(pieces), TOUCH_THREADS)) as threads:  # the kernel zeroes pages at 8 GB/s a thread
+    with Threads(min(len(pieces), TOUCH_THREADS)) as threads:  # the kernel zeroes pages at 8 GB/s per thread
         threads.start(_touch, pieces)()
     address = array.ctypes.data
     cupy.cuda.runtime.hostRegister(address, nbytes, 0)
@@ -121,7 +121,7 @@ _mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
 def _never_unmap() -> None:
-    """Keep a forked child, which inherits none of these pages, from unmapping its own pages at their addresses."""
+    """Stop a forked child, which inherits none of these pages, from unmapping its own pages at their addresses."""
     for memory in _mapped:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
 
@@ -134,7 +134,7 @@ def _touch(piece: Bytes) -> None:
 
 
 def _unlock(address: int, device: int) -> None:
-    # the device may have failed; this may be a forked child; the thread that collects garbage may capture a graph
+    # errors: the device has failed, or this is a forked child; the thread that collects garbage may capture a graph
     with suppress(Exception), beside_captures(), torch.cuda.device(device):
         cupy.cuda.runtime.hostUnregister(address)
 
@@ -146,18 +146,17 @@ def host_rooms(
     base: Buffers,
     delta_rejected: Container[Any],
 ) -> list[Pinned]:
-    """Return page-locked memory for the tensors of a device: their spare buffers if they fit, else parts of a few
-    allocations.
+    """Return page-locked memory for each tensor of a device: its spare buffer, or a part of a new allocation.
+
+    An allocation costs huge pages, a driver call and threads: too much for each small tensor. It lives as long as any
+    part of it. So parts of an allocation that is little used are not reused, and it is released. Tensors that will keep
+    no base get separate allocations, since no base will use their memory.
 
     Args:
         tensors: keys, and sizes (n,) in bytes.
-        spare: buffers by key; takes the memory that is returned.
+        spare: buffers by key; it gets the returned memory too.
         base: buffers that stay in use.
         delta_rejected: keys of tensors that will keep no base.
-
-    An allocation takes huge pages, a driver call and threads: too much for every small tensor. It lives as long as any
-    part of it, so an allocation of which little is used is released. Tensors that will keep no base lie apart: no base
-    would use their place.
     """
     keys, lengths = tensors
     rooms: list[Pinned | None] = []
@@ -182,12 +181,12 @@ def host_rooms(
             for row, at in zip(rows[own].tolist(), places.tolist(), strict=True):
                 rooms[row] = Pinned(arena[at : at + int(lengths[row])], device, arena)
     found = [room for room in rooms if room is not None]
-    spare.update(zip(keys, found, strict=True))  # now, as the copies may fail
+    spare.update(zip(keys, found, strict=True))  # before the copies, which may fail
     return found
 
 
 def _little_used(memories: Iterable[Memory]) -> set[int]:
-    """Return the allocations, by id, of which these memories leave more than UNUSED_SHARE unused."""
+    """Return the ids of allocations of which these memories leave over UNUSED_SHARE unused."""
     used: dict[int, int] = defaultdict(int)
     whole: dict[int, int] = {}
     for memory in memories:

@@ -1,6 +1,6 @@
 """Sources: the tensors of one device that a save reads while the caller waits; and digests of their bytes there.
 
-In: tensors, or the addresses of their memory. Out: the same, by row; and digests, once the stream has taken them.
+In: tensors, or the addresses of their memory. Out: the same, by row; and digests, once the stream has computed them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class Sources:
     """Tensors of one device that a save copies.
 
     Attributes:
-        keys: of the tensors. While it is the same list, the keys and sizes are the same.
-        all_tensors: these tensors, and maybe others.
+        keys: (n,) of the tensors. The same list object means the same keys and sizes.
+        all_tensors: these tensors, and perhaps others.
         nbytes: (n,) their sizes.
-        at: (n,) their positions in `all_tensors`; None: it is these tensors.
-        addresses: (n,) where they lie; None: each is asked.
-        in_pieces: rows of tensors that are copied into one piece first; with addresses.
-        keep: whatever keeps the memory at the addresses.
-        spans: (n,) the first row and the number of rows of each in its tensor, or None: all of it. () for all.
+        at: (n,) their indices in `all_tensors`; None: `all_tensors` holds exactly these tensors.
+        addresses: (n,) of their memory; None: `data_ptr` of each tensor is used.
+        in_pieces: if there are addresses, the rows of tensors that must first be made contiguous.
+        keep: an object that keeps the memory at the addresses alive.
+        spans: (n,) the (first row, number of rows) of each in its tensor, or None for the whole tensor; (): all whole.
     """
 
     device: torch.device
@@ -43,13 +43,13 @@ class Sources:
     spans: Sequence[tuple[int, int] | None] = ()
 
     def tensor(self, row: int) -> torch.Tensor:
-        """Return one of them. A list of all would take the caller of `save` longer than to find the few it needs."""
+        """Return one tensor. To list all tensors would take the caller of `save` longer."""
         whole = self.all_tensors[row if self.at is None else int(self.at[row])]
         span = self.spans[row] if self.spans else None
         return whole if span is None else whole.narrow(0, *span)
 
     def all_of(self, rows: Column) -> Iterator[tuple[TensorKey, torch.Tensor, int]]:
-        """Yield key, tensor and size of some of them."""
+        """Yield (key, tensor, size) of these rows."""
         for row in rows.tolist():
             yield self.keys[row], self.tensor(row), int(self.nbytes[row])
 
@@ -57,11 +57,12 @@ class Sources:
 def start_digests(
     addresses: Column, lengths: Column, seed: int, device: torch.device, stream: torch.cuda.Stream
 ) -> torch.Tensor:
-    """Begin to hash spans of device memory; return the pinned memory of the digests (n, 16).
+    """Begin to hash spans of device memory; return pinned memory for the digests, (n, 16).
 
     Args:
-        addresses, lengths: (n,) of each span.
-        stream: the current one.
+        addresses, lengths: (n,) of the spans.
+        seed: of the digests (XXH3-128).
+        stream: the current stream of the device; the digests are valid once it is done.
     """
     count = len(addresses)
     table = torch.empty((2, count), dtype=torch.int64, pin_memory=True)

@@ -1,10 +1,10 @@
-"""Sparse deltas on the device: codec 3 of docs/format.md, whose streams of symbols are zstd frames as planes have them.
+"""Sparse deltas on the device: codec 3 of docs/format.md. Its streams of symbols are zstd frames, as in planes.
 
 Encode: counts by key, groups (sparse_count.cu) -> ranks and differences of changed elements (sparse_rank.cu) -> table,
-symbols and low parts (sparse_pack.cu) -> frames. The groups and symbols are the CPU engine's, bit for bit.
-Decode: group tables (sparse_tables.cu) -> rooms (host, sparse_place.cu) -> frames -> ranks and differences of changed
-elements (sparse_unpack.cu) -> the chunk, of its base and all neighbouring links at once (sparse_apply.cu). Kernels
-check all that a blob says; one that contradicts itself is left to the CPU engine, which finds the error.
+symbols and low parts (sparse_pack.cu) -> frames. The groups and symbols equal the CPU engine's, bit for bit.
+Decode: group tables (sparse_tables.cu) -> memory (host, sparse_place.cu) -> frames -> ranks and differences of changed
+elements (sparse_unpack.cu) -> the chunk, from its base and all consecutive sparse links at once (sparse_apply.cu).
+Kernels check everything that a blob declares. The CPU engine rebuilds an inconsistent blob, and finds the error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..cpu import FEW_CHANGED_EXCESS, FEW_CHANGED_SHARE
 from . import huffman, kernels, nvcomp
 from .streams import WorkStream, ragged
 
-#: The structs of sparse_tables.cu: a blob as it is stored, and what it needs.
+#: The structs Stored and Needs of sparse_tables.cu.
 _STORED = np.dtype(
     [
         *((name, "<u8") for name in ("payload", "payload_bytes", "lengths", "elements")),
@@ -35,7 +35,7 @@ _STORED = np.dtype(
     ]
 )
 _NEEDS = np.dtype([("streams", "<u8"), ("changes", "<u8"), ("others", "<u4"), ("fine", "<u4")])
-#: Those of sparse.cuh.
+#: The structs of sparse.cuh and of sparse_apply.cu: Blob, Group; Chain; Counted, CountedGroup, Job.
 _BLOB_BYTES, _GROUP_BYTES = 48, 64
 _CHAIN = np.dtype(
     [("base", "<u8"), ("out", "<u8"), ("oldest", "<u4"), ("links", "<u4"), ("block", "<u4"), ("blocks", "<u4")]
@@ -53,12 +53,12 @@ _JOB = np.dtype(
     ]
 )
 _MAX_GROUPS = 256
-#: Changes whose ranks and differences take so many bytes are as much effort as one more link of a chunk of 1 MiB.
+#: If ranks and differences of changes take this many bytes, they are as much effort as one more link of a 1 MiB chunk.
 _BYTES_PER_LINK = 90_000
-#: Thread blocks that apply sparse deltas, for each multiprocessor: twice as many as run at the same time; with fewer,
-#: most of the device would wait for the last ones. At most so many share a chunk, each with the effort of at least so
-#: many links. They wait for each other: at most one for each 16 multiprocessors, so that some can go on even if many
-#: batches share the device.
+#: About `_BLOCKS` thread blocks per multiprocessor apply sparse deltas: twice as many as run at the same time. With
+#: fewer, most of the device would wait for the last ones. At most `_MOST_BLOCKS` share a chunk, each with the effort of
+#: at least `_MIN_EFFORT` links. Blocks of a chunk wait for each other. So a chunk gets at most one block per 16
+#: multiprocessors: then some blocks can go on even if many batches share the device.
 _BLOCKS, _MOST_BLOCKS, _MIN_EFFORT, _MULTIPROCESSORS_PER_BLOCK = 4, 8, 4, 16
 
 
@@ -67,16 +67,17 @@ class SparseLinks:
 
     Attributes:
         refs: (k,) their numbers in the batch, ascending.
-        fine: (k,) whether the table of each is one; after `place`.
-        bad: (k,) int32 on the device: not 0 if the rest of it, or its base, contradicts it; after `apply`.
+        fine: (k,) bool, whether the table of each is valid; set by `place`.
+        bad: (k,) int32 on the device, not 0 if the payload or the base contradicts the table; valid after `apply`.
     """
 
     def __init__(self, work: WorkStream, batch: DecodeBatch, at: int, headers: blob.Headers, refs: Column) -> None:
         """Begin to read the tables of the blobs `refs`.
 
         Args:
-            at: where the batch's stored bytes lie on the device.
-            headers: of all blobs of the batch, (m,); those of `refs` are valid, and of codec 3.
+            at: the device address of the batch's stored bytes.
+            headers: of all blobs of the batch, (m,); those of `refs` are valid, with codec 3.
+            refs: (k,) the numbers of the blobs, ascending.
         """
         self._work, self.refs, self.fine = work, refs, np.ones(len(refs), bool)
         self.bad = work.empty(4 * len(refs))[: 4 * len(refs)].zero_().view(torch.int32)
@@ -107,7 +108,11 @@ class SparseLinks:
         self._needs = work.fetch(needs)
 
     def place(self) -> torch.Tensor | None:
-        """Take rooms, once the device is done; return the frames if nvCOMP must decode some, once it is done again."""
+        """Allocate memory, once the device has read the tables.
+
+        Returns:
+            The table of frames in pinned memory, if nvCOMP must decode some; valid once the device is done again.
+        """
         if not len(self.refs):
             return None
         work, needs = self._work, self._needs.numpy().view(_NEEDS)
@@ -124,7 +129,7 @@ class SparseLinks:
 
         Args:
             frames: from `place`.
-            sound: (m,) which blobs of the batch have their checksums; nvCOMP gets no other's frames.
+            sound: (m,) bool, which blobs of the batch match their checksums; nvCOMP gets only their frames.
         """
         if not len(self.refs):
             return
@@ -140,12 +145,12 @@ class SparseLinks:
         work.launch("sparse_unpack", (self._groups,), *self._tables, lows, self.bad)
 
     def apply(self, newest: Column, links: Column, bases: Column, outs: Column) -> None:
-        """Begin to make chunks of plain bases by neighbouring links.
+        """Begin to apply consecutive sparse deltas to plain bases.
 
         Args:
-            newest: (j,) the newest of these blobs; the others of each chunk follow it.
-            links: (j,) how many they are.
-            bases, outs: (j,) addresses; they may be the same.
+            newest: (j,) for each chunk, the index in `refs` of the newest delta to apply; the older ones follow it.
+            links: (j,) how many deltas to apply to each chunk.
+            bases, outs: (j,) addresses; they may be equal.
         """
         if not len(newest):
             return
@@ -156,7 +161,7 @@ class SparseLinks:
         size, nbytes = (column[newest] for column in (self._header.element_size, self._header.raw_bytes))
         tiles = -(-nbytes // (kernels.apply_tile_bytes(self._work.device.index) // np.where(size == 1, 2, 1)))
         chains["blocks"] = blocks = np.minimum(blocks_of(effort, self._work.device), np.maximum(1, tiles))
-        chains = chains[np.argsort(-effort / blocks, kind="stable")]  # what takes longest begins first
+        chains = chains[np.argsort(-effort / blocks, kind="stable")]  # the longest work begins first
         chain, block = ragged(chains["blocks"].astype(np.int64))
         chains = chains[chain]
         chains["block"] = block
@@ -171,9 +176,9 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def blocks_of(effort: npt.NDArray[np.float64], device: torch.device) -> Column:
-    """Return how many thread blocks share each chunk, whose links are so much effort, (n,).
+    """Return how many thread blocks share each chunk, by its effort (n,) [links].
 
-    Several, if one would work on it for longer than on its share of all chunks.
+    A chunk gets several if it is more effort than the share of one block in all chunks.
     """
     count = _multiprocessors(device)
     most = max(1, min(_MOST_BLOCKS, count // _MULTIPROCESSORS_PER_BLOCK))
@@ -195,11 +200,11 @@ class Candidates:
     lengths: Column
     element_sizes: Column
     layouts: Column
-    full_bytes: Column  # estimated, as planes: of the chunk
-    delta_bytes: Column  # and of its difference
+    full_bytes: Column  # estimated stored bytes of the chunk in planes
+    delta_bytes: Column  # estimated stored bytes of the difference in planes
 
     def take(self, which: Column) -> Candidates:
-        """Return some of them."""
+        """Return these rows."""
         return Candidates(*(getattr(self, field.name)[which] for field in fields(self)))
 
     @property
@@ -209,17 +214,17 @@ class Candidates:
 
 
 class SparseEncoding:
-    """Candidates on their way to sparse deltas, all but header, block lengths and checksum.
+    """Encodes candidates as sparse deltas, without header, block lengths and checksum.
 
-    Call `count`, `pack`, `begin_frames` and `stored_bytes` in this order, each once the device is done with the one
-    before.
+    Call `count`, `pack`, `begin_frames` and `stored_bytes` in this order, each once the device is done with the
+    previous one. `pack` and `begin_frames` drop candidates; `candidates` holds the others.
     """
 
     def __init__(self, work: WorkStream, candidates: Candidates) -> None:
         self.work, self.candidates = work, candidates
 
     def count(self) -> torch.Tensor:
-        """Begin to count changes and to form groups; return the counts, in pinned memory."""
+        """Begin to count changes and form groups; return the counts, in pinned memory."""
         chunks, n = self.candidates, len(self.candidates.rows)
         self._groups = self.work.empty(n * _MAX_GROUPS * _COUNTED_GROUP_BYTES)
         counted = self.work.empty(n * _COUNTED.itemsize)
@@ -231,13 +236,13 @@ class SparseEncoding:
         return self.work.fetch(counted[: n * _COUNTED.itemsize])
 
     def pack(self, counted: Bytes) -> torch.Tensor | None:
-        """Begin to make all but frames of the candidates with few changes; return their tables when that is done.
+        """Begin to encode candidates with few changes, without frames; return their tables.
 
         Args:
             counted: from `count`.
 
         Returns:
-            Pinned memory; None if there is no such candidate.
+            Pinned memory, valid once the stream is done; None if no candidate has few changes.
         """
         counts = counted.view(_COUNTED)
         which = np.flatnonzero(worth_trying(counts["changed"], self.candidates.elements))
@@ -309,7 +314,7 @@ class SparseEncoding:
         return huffman.encode(self.work, starts.reshape(-1)[stream] + at, lengths, self.frames)
 
     def stored_bytes(self, sizes: npt.NDArray[np.int32]) -> Column:
-        """Return the sizes of the blobs, (n,) of the candidates that are left.
+        """Return the size of the blob of each candidate that is left, (n,).
 
         Args:
             sizes: from `begin_frames`.
@@ -321,7 +326,7 @@ class SparseEncoding:
         return found
 
     def pieces(self, chosen: Column) -> Pieces:
-        """Return the pieces of the chosen blobs, (n,) bool."""
+        """Return pieces of the blobs `chosen`, (n,) bool."""
         n = len(self.jobs)
         job = np.concatenate([np.arange(n), self.frame_of, np.arange(n)])
         order = np.argsort(job, kind="stable")
@@ -336,10 +341,10 @@ class SparseEncoding:
 class Pieces:
     """Pieces of the payloads of blobs in device memory, blob after blob, as columns (p,)."""
 
-    rows: Column  # the chunk of each
+    rows: Column  # the chunk of each piece
     addresses: Column
     lengths: Column
-    is_block: Column  # its length is one of the block lengths in the blob's header
+    is_block: Column  # whether its length is one of the block lengths in the blob's header
 
     @staticmethod
     def none() -> Pieces:
@@ -348,7 +353,7 @@ class Pieces:
         return Pieces(nothing, nothing, nothing, np.empty(0, bool))
 
     def joined(self, others: Pieces) -> Pieces:
-        """Return these pieces and the others, by chunk."""
+        """Return these pieces and others, by chunk."""
         rows = np.concatenate([self.rows, others.rows])
         order = np.argsort(rows, kind="stable")
         columns = ((self.addresses, others.addresses), (self.lengths, others.lengths), (self.is_block, others.is_block))
@@ -357,7 +362,7 @@ class Pieces:
 
 
 def _places(sizes: Column) -> tuple[Column, int]:
-    """Return where memory of these sizes begins, one after the other, at multiples of 16; and the sum."""
+    """Return the starts of memory of these sizes, laid out at multiples of 16; and the total size."""
     rooms = -(-sizes // 16) * 16
     ends = np.cumsum(rooms)
     return ends - rooms, int(ends[-1]) if len(ends) else 0

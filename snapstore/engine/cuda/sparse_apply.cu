@@ -1,59 +1,59 @@
-// Apply sparse deltas to a plain base, all neighbouring links of a chain at once: add the difference of each changed
-// element, which its group and its rank within the group name.
+// Apply sparse deltas to a plain base, all consecutive sparse links of a chain at once: add the difference of each
+// changed element, which is identified by its group and its rank within the group.
 //
-// One thread block per chunk, or several: grid (n), block (THREADS). A block reads a tile of the base into shared memory,
-// adds the changes of every link that lie in the tile, the oldest link first, and writes the tile. If four blocks share a
-// chunk, each takes every fourth tile. A block must know how many members and changes of each group the tiles before have:
-// the block of the tile before writes that into the group (`progress`), link by link, and is a link ahead. Blocks take their
-// work in the order in which they begin, and few share a chunk, so the block that is waited for has begun or will soon.
+// One thread block per chunk, or several: grid (n), block (THREADS). A block reads a tile of the base into shared
+// memory, adds the changes of every link that lie in the tile, the oldest link first, and writes the tile. If four
+// blocks share a chunk, each takes every fourth tile. A block must know how many elements and changes of each group the
+// previous tiles have. The block of the previous tile writes that to `progress` of the group, link by link, and is one
+// link ahead. Blocks take work in the order in which they begin, and few share a chunk: each block begins soon enough.
 //
-// A class is a range of keys that no group of any link divides; elements are counted by class, once a tile. Each thread
-// counts its neighbouring elements, in the bytes of a few words. Sums over the threads give the ranks at which each
-// thread's elements begin, so a changed element is found by a search over threads and then among one thread's elements.
-// A change that moves an element to another class corrects the sums. Links whose groups make more classes than there is
-// room for are applied apart, and a link of more groups in several turns, each with counts of its own.
+// A class is a range of keys; every group consists of whole classes. Elements are counted by class, once per tile. Each
+// thread counts its consecutive elements, in the bytes of a few words. Sums over threads give the ranks at which each
+// thread's elements begin. So a changed element is found by a search over threads, then among one thread's elements. A
+// change that moves an element to another class corrects the sums. Links that together make too many classes are
+// applied separately; a link of more than CLASSES groups takes several turns, each with its own counts.
 
 // TILE_BYTES: 32 KiB, or 16 KiB on a device with less shared memory (kernels.py)
-#define PARTS (TILE_BYTES / THREADS / 16)  // of 16 bytes: a thread's elements
-#define MOST_ELEMENTS (8 * PARTS)          // of a thread
-#define CLASS_WORDS (2 * PARTS)            // of the classes of a thread's elements, a byte each
-#define CLASSES 24         // at most at a time
+#define PARTS (TILE_BYTES / THREADS / 16)  // parts of 16 bytes that a thread has of a tile
+#define MOST_ELEMENTS (8 * PARTS)          // the most elements that a thread has of a tile
+#define CLASS_WORDS (2 * PARTS)            // words for the classes of a thread's elements, a byte each
+#define CLASSES 24         // the most classes at a time
 #define WORDS (CLASSES / 4)
 #define NO_CLASS 127
-#define SEGMENT 8          // threads
+#define SEGMENT 8          // threads of a segment
 #define SEGMENTS (THREADS / SEGMENT)
 #define MOVES 64           // elements that change their class in a link; if more do, all are counted again
 #define AHEAD 2            // changes that a lane reads at once
-#define LISTED (PARTS == 4 ? 5120 : 1024)  // changes of a turn that all threads share; see `most_listed`
-#define PIECE 256          // changes of a group in a tile, about: if there are more, several warps list them
-#define STREAMS 512        // groups of all links that are applied together
-#define MOST_POLLS (1u << 23)  // of about a microsecond
-#define PROGRESS_BITS 25   // of a number of elements in `Group.progress`; a chunk has at most 2^24
+#define LISTED (PARTS == 4 ? 5120 : 1024)  // changes in the list of a turn, which all threads apply; see `most_listed`
+#define PIECE 256          // changes of a group in a tile, on average: if there are more, several warps list them
+#define STREAMS 512        // the most groups of all links that are applied together
+#define MOST_POLLS (1u << 23)  // each takes about a microsecond
+#define PROGRESS_BITS 25   // for a number of elements in `Group.progress`; a chunk has at most 2^24
 
-// How many members and changes of a group the tiles before have.
+// How many elements and changes of a group the previous tiles have.
 __device__ __forceinline__ u32 seen_of(u64 progress) { return progress >> PROGRESS_BITS & ((1u << PROGRESS_BITS) - 1); }
 __device__ __forceinline__ u32 applied_of(u64 progress) { return progress & ((1u << PROGRESS_BITS) - 1); }
 
-// Neighbouring sparse deltas of a chunk: addresses of the base and of the chunk's room, which may be the same.
+// Consecutive sparse deltas of a chunk: addresses of the base and of the chunk's memory, which may be equal.
 struct Chain {
     u64 base, out;
     u32 oldest, links;  // blobs oldest, oldest - 1, ...
-    u32 block, blocks;  // the number of this thread block, of so many
+    u32 block, blocks;  // the number of this thread block, and how many share the chunk
 };
 
-// Links that are applied together, a turn each, the oldest first; or one link of more groups than CLASSES, as many a turn.
+// Links that are applied together, in one turn each, the oldest first; or one link, in turns of CLASSES groups.
 struct Pass {
-    const Blob* oldest;  // the next links lie before it
+    const Blob* oldest;  // newer links lie before it
     Group* groups;
     u64 base, out, bytes;
     u32 turns, blocks;
     int layout;
-    bool in_turns;  // one link
+    bool in_turns;  // one link of several turns
 };
 
-// The changes of a group. `pieces`: how many warps list them.
+// The changes of a group. seen, applied: elements and changes in the previous tiles. pieces: how many warps list them.
 struct Stream {
-    u64 ranks;  // their address; the differences follow
+    u64 ranks;  // the address of the ranks; the differences follow
     u32 count, seen, applied;
     u8 first_class, last_class, pieces;
     bool dense;
@@ -63,31 +63,31 @@ struct Stream {
 
 struct Room {
     Pass pass;
-    bool lost;  // another block was waited for in vain
+    bool lost;  // a wait for another block has timed out
     uint4 data[THREADS * PARTS];     // the tile
     uint4 classes[CLASS_WORDS / 4][THREADS];  // of each thread's elements; see `count`
-    u32 before[WORDS][THREADS];      // of four classes, a byte each: elements of the segment's threads before
-    u32 segments[2 * WORDS][SEGMENTS];  // of two classes, a half each: elements of the segments before
-    u32 totals[2 * WORDS];           // the same, of the tile
-    u8 class_of[256];                // a key
+    u32 before[WORDS][THREADS];      // four classes, a byte each: elements of earlier threads of the segment
+    u32 segments[2 * WORDS][SEGMENTS];  // two classes, a half word each: elements of earlier segments
+    u32 totals[2 * WORDS];           // the same: elements of the tile
+    u8 class_of[256];                // by key
     u32 ends[8];                     // bit k: key k is the last of its class
-    Stream streams[STREAMS];         // of all turns; of the present one if one link takes several
-    unsigned short starts[STREAMS + 1];  // of each turn in `streams`
-    u32 found[CLASSES], members[CLASSES];  // of each group of a turn, in the tile: changes, and elements
-    u32 moved[2], moves[MOVES];      // place in `classes` | thread << 5 | its class << 16 | its next class << 24
-    u32 listed;                      // changes; those beyond `most_listed` are not in the list
+    Stream streams[STREAMS];         // of all turns; if one link takes several turns, of the current turn
+    unsigned short starts[STREAMS + 1];  // the first stream of each turn
+    u32 found[CLASSES], members[CLASSES];  // changes and elements in the tile, of each group of a turn
+    u32 moved[2], moves[MOVES];      // place in `classes` | thread << 5 | old class << 16 | new class << 24
+    u32 listed;                      // number of changes; those above `most_listed` are not in the list
     u32 list[LISTED];                // rank in the tile | the group's first class << 16 | its last class << 24
-    u64 zigzags[LISTED / 4];         // of the listed ones, as long as elements
+    u64 zigzags[LISTED / 4];         // differences of the listed changes, each of the element size
 };
 static_assert(sizeof(Room) <= (PARTS == 4 ? 112 : 60) * 1024, "APPLY_SHARED_BYTES in kernels.py");
 #ifdef __CUDA_ARCH__
-extern __shared__ uint4 dynamic[];  // more than a kernel has without asking for it
+extern __shared__ uint4 dynamic[];  // dynamic, as static shared memory is limited to 48 KiB
 #define room (*(Room*)dynamic)
 #else
 __shared__ Room room;
 #endif
 
-// The groups of a turn: the first of them in the table and in `streams`, and how many they are.
+// The groups of a turn: the index of the first one in the table and in `streams`, and their number.
 struct Turn {
     u32 first, stream, count;
 
@@ -101,7 +101,7 @@ struct Turn {
     }
 };
 
-// Where the counts of a class lie: one byte of a word of `before`, and one half of a word of `segments` and `totals`.
+// The place of a class's counts: one byte of a word of `before`, and one half of a word of `segments` and `totals`.
 __device__ __forceinline__ u32 word_of(u32 c) { return c / 8 * 2 + c % 2; }
 __device__ __forceinline__ u32 byte_of(u32 c) { return c / 2 % 4; }
 __device__ __forceinline__ u32 pair_of(u32 c) { return 2 * word_of(c) + byte_of(c) % 2; }
@@ -135,7 +135,7 @@ struct Own {
     static constexpr u64 TILE = THREADS * BYTES;
     uint4 parts[PARTS];
 
-    // Load them from memory; `left`: bytes of the chunk from the tile on.
+    // Load them from memory; `left`: bytes from the start of the tile to the end of the chunk.
     __device__ __forceinline__ void load(const u8* tile, u64 left) {
 #pragma unroll
         for (int i = 0; i < BYTES / 16; i++) {
@@ -163,7 +163,7 @@ struct Own {
     }
 };
 
-// Count the elements of each thread by class; then by the threads of its segment before. `left`: bytes from the tile on.
+// Count each thread's elements by class, then sum up the earlier threads of its segment. `left`: as in `load`.
 template <int SIZE>
 __device__ __forceinline__ void count(const Own<SIZE>& own, u64 left, int layout) {
     const u64 from = threadIdx.x * Own<SIZE>::BYTES;
@@ -172,7 +172,7 @@ __device__ __forceinline__ void count(const Own<SIZE>& own, u64 left, int layout
 #pragma unroll
     for (int i = 0; i < MOST_ELEMENTS; i++) {
         const u32 c = i < Own<SIZE>::COUNT && i < there ? room.class_of[own.key(i, layout)] : NO_CLASS;
-        classes[i % CLASS_WORDS] |= c << (i / CLASS_WORDS * 8);  // so that places are in the order of elements: `change`
+        classes[i % CLASS_WORDS] |= c << (i / CLASS_WORDS * 8);  // the order that `change` expects
 #pragma unroll
         for (u32 k = 0; k < WORDS / 2; k++) nibbles[k] += c / 8 == k ? 1u << (c % 8 * 4) : 0;
         if (i % 8 != 7) continue;  // a nibble holds eight
@@ -190,7 +190,7 @@ __device__ __forceinline__ void count(const Own<SIZE>& own, u64 left, int layout
 #pragma unroll
     for (int k = 0; k < WORDS; k++) {
         u32 sum = __shfl_up_sync(ALL, bytes[k], 1);
-        if (number == 0) sum = 0;  // all elements of a segment do not fit into a byte, those of the threads before do
+        if (number == 0) sum = 0;  // the sum of all 8 threads may not fit into a byte, the sum of 7 does
 #pragma unroll
         for (u32 step = 1; step < SEGMENT; step *= 2) {
             const u32 other = __shfl_up_sync(ALL, sum, step);
@@ -203,7 +203,7 @@ __device__ __forceinline__ void count(const Own<SIZE>& own, u64 left, int layout
     }
 }
 
-// Sum up the counts of the segments, two classes by each warp.
+// Sum up the counts of earlier segments; each warp sums two classes.
 __device__ __forceinline__ void sum_segments() {
     const u32 pair = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (pair >= 2 * WORDS) return;
@@ -219,10 +219,10 @@ __device__ __forceinline__ void sum_segments() {
     if (lane == 31) room.totals[pair] = sum;
 }
 
-// The next changes of a group, of one lane.
+// The next changes of a group, for one lane.
 template <int SIZE>
 struct Next {
-    u32 ranks[AHEAD];  // ALL: none
+    u32 ranks[AHEAD];  // ALL: no change
     typename Elements<SIZE>::Word zigzags[AHEAD];
 
     __device__ __forceinline__ void load(const Stream& stream, u32 first, u32 stride) {
@@ -237,10 +237,10 @@ struct Next {
     }
 };
 
-// The work of a warp in a turn: pieces of groups. A run is 32 neighbouring changes of a group; of a group with n pieces,
-// each piece is every n-th run.
+// The work of a warp in a turn: pieces of groups. A run is 32 consecutive changes of a group. If a group has n pieces,
+// each piece has every n-th run.
 struct Pieces {
-    u32 begin, end;  // of the group of the same number as the lane, among the pieces of all groups
+    u32 begin, end;  // the pieces of the group whose number is the lane's, among those of all groups
     u32 group, number, count;
 
     __device__ __forceinline__ Pieces(const Stream* streams, u32 groups) {
@@ -264,7 +264,7 @@ struct Pieces {
     }
 };
 
-// Begin to bring the changes near that this warp lists first of those in a turn.
+// Begin to load the changes that this warp will list first in a turn, into L2.
 template <int SIZE>
 __device__ __forceinline__ void fetch_changes(const Stream* streams, u32 count) {
     Pieces pieces(streams, count);
@@ -280,7 +280,7 @@ __device__ __forceinline__ void fetch_changes(const Stream* streams, u32 count) 
     }
 }
 
-// Return the number of the bit of a mask that has `rank` bits below it.
+// Return the position of the set bit of a mask that has `rank` set bits below it.
 __device__ __forceinline__ u32 bit_of_rank(u32 mask, u32 rank) {
     u32 at = 0;
 #pragma unroll
@@ -294,7 +294,7 @@ __device__ __forceinline__ u32 bit_of_rank(u32 mask, u32 rank) {
     return at;
 }
 
-// Add a difference to an element, `item` as in the list; note it if its class changes.
+// Add a difference to an element, given by an `item` of `list`; note the element if its class changes.
 template <int SIZE>
 __device__ __forceinline__ void change(u32 item, u64 zigzag, u32 parity) {
     const Span span = {item >> 16 & 255, item >> 24};
@@ -308,7 +308,7 @@ __device__ __forceinline__ void change(u32 item, u64 zigzag, u32 parity) {
     for (u32 step = SEGMENT / 2; step; step /= 2)
         if (span.in_threads(thread + step) <= rank) thread += step;
     rank -= span.in_threads(thread);
-    // classes are below 128: bit 7 of each byte tells whether a difference of bytes is negative
+    // classes are below 128: bit 7 of each byte shows whether a difference of bytes is negative
     const u32 low = span.first * 0x01010101u, high = span.last * 0x01010101u | 0x80808080u;
     const auto within = [&](u32 word) { return ((word | 0x80808080u) - low) & (high - word) & 0x80808080u; };
     u32 members = 0;
@@ -329,13 +329,13 @@ __device__ __forceinline__ void change(u32 item, u64 zigzag, u32 parity) {
     if (at < MOVES) room.moves[at] = place | thread << 5 | from << 16 | to << 24;
 }
 
-// The same where it is rare.
+// The same, not inlined, for rare use.
 template <int SIZE>
 __device__ __noinline__ void change_at_once(u32 item, u64 zigzag, u32 parity) {
     change<SIZE>(item, zigzag, parity);
 }
 
-// Return how many changes there is room for in the list.
+// Return how many changes fit into the list.
 template <int SIZE>
 __device__ constexpr u32 most_listed() {
     return SIZE <= 2 ? LISTED : LISTED * 2 / SIZE;
@@ -359,7 +359,7 @@ __device__ __forceinline__ void list_changes(const Stream* streams, u32 count, u
             for (int k = 0; k < AHEAD; k++) {
                 if (here != ALL) continue;
                 const u32 rank = next.ranks[k] - seen;
-                here = __ballot_sync(ALL, rank < total);  // ranks ascend: these lanes come first
+                here = __ballot_sync(ALL, rank < total);  // ranks ascend: these lanes are the first ones
                 const u32 more = __popc(here), item = rank | span.first << 16 | span.last << 24;
                 u32 at = 0;
                 if (lane == 0 && more) at = atomicAdd(&room.listed, more);
@@ -383,7 +383,7 @@ __device__ __forceinline__ void list_changes(const Stream* streams, u32 count, u
     }
 }
 
-// Note how far the groups are after a tile, by the last threads, which have the fewest changes to apply.
+// Write the progress of the groups after a tile. The last threads do it, as they have the fewest changes to apply.
 __device__ __forceinline__ void finish_groups(const Turn& turn, u32 tile) {
     const u32 g = THREADS - 1 - threadIdx.x;
     if (g >= turn.count) return;
@@ -395,8 +395,8 @@ __device__ __forceinline__ void finish_groups(const Turn& turn, u32 tile) {
         (u64)(tile + 1) << (2 * PROGRESS_BITS) | (u64)stream.seen << PROGRESS_BITS | stream.applied;
 }
 
-// Wait until another block has finished the groups of a turn in the tile before; not for ever: without the true numbers
-// the chunk gets another digest, and goes to the CPU.
+// Wait until another block has finished the groups of a turn in the previous tile. The wait has a limit: with wrong
+// numbers the chunk gets a wrong digest, and the CPU rebuilds it.
 __device__ __forceinline__ void wait_for_groups(const Turn& turn, u32 tile) {
     if (threadIdx.x >= turn.count) return;
     const volatile u64* at = &room.pass.groups[turn.first + threadIdx.x].progress;
@@ -409,7 +409,7 @@ __device__ __forceinline__ void wait_for_groups(const Turn& turn, u32 tile) {
     stream.applied = applied_of(progress);
 }
 
-// Find the groups of a turn, and how far they are; `tiles`: of the chunk.
+// Load the groups of a turn and their progress; `tiles`: the number of tiles of the chunk.
 __device__ __forceinline__ void load_streams(const Turn& turn, u32 tiles) {
     const u32 g = threadIdx.x;
     if (g >= turn.count) return;
@@ -429,7 +429,7 @@ __device__ __forceinline__ void load_streams(const Turn& turn, u32 tiles) {
                                      dense};
 }
 
-// Correct the counts for an element whose class has changed, by one warp.
+// Correct the counts for an element whose class has changed. One warp does it.
 __device__ __forceinline__ void correct(u32 move) {
     const u32 lane = threadIdx.x % 32, place = move % 32, thread = move >> 5 & (THREADS - 1), segment = thread / SEGMENT;
     const u32 from = move >> 16 & 255, to = move >> 24;
@@ -449,7 +449,7 @@ __device__ __forceinline__ void correct(u32 move) {
     atomicAdd((u32*)&room.classes[place % 8 / 4][thread] + place % 4, (to - from) << (place / 8 * 8));
 }
 
-// Give classes to keys, from the number `first` on.
+// Set the class of each key; classes are numbered from the one with number `first`, which becomes 0.
 __device__ __forceinline__ void set_classes(u32 first) {
     const u32 key = threadIdx.x;
     if (key >= 256) return;
@@ -458,7 +458,7 @@ __device__ __forceinline__ void set_classes(u32 first) {
     room.class_of[key] = c < CLASSES ? (u8)c : NO_CLASS;
 }
 
-// Choose how many links, at least one, have few classes and groups together, and give classes to keys; return how many.
+// Choose the most links, at least one, that fit CLASSES and STREAMS; set the class of each key; return their number.
 __device__ u32 choose_links(const Blob* oldest, const Group* groups, u32 links) {
     u32 chosen = 0, kept = 0, classes = 0, groups_before = 0;
     if (threadIdx.x < 8) room.ends[threadIdx.x] = 0;
@@ -488,7 +488,7 @@ __device__ u32 choose_links(const Blob* oldest, const Group* groups, u32 links) 
 // Apply the links of `room.pass` to the tiles of this block; return how many tiles the chunk has.
 template <int SIZE>
 __device__ u32 apply(u32 own_block) {
-    const Pass& pass = room.pass;  // not in registers
+    const Pass& pass = room.pass;  // a reference, to save registers
     const u32 tiles = (u32)((pass.bytes + Own<SIZE>::TILE - 1) / Own<SIZE>::TILE);
     for (u32 number = 0; number < pass.turns && !pass.in_turns; number++) load_streams(Turn(number), tiles);
     __syncthreads();
@@ -500,7 +500,7 @@ __device__ u32 apply(u32 own_block) {
         const u64 next = first + pass.blocks * Own<SIZE>::TILE + threadIdx.x * Own<SIZE>::BYTES;
         if (next < pass.bytes) prefetch((const u8*)pass.base + next);
         if (threadIdx.x == 0) room.moved[0] = room.moved[1] = 0;
-        bool stale = true;  // the counts
+        bool stale = true;  // the counts must be computed again
         for (u32 number = 0; number < pass.turns; number++) {
             const Turn turn(number);
             Stream* const streams = room.streams + turn.stream;
@@ -515,7 +515,7 @@ __device__ u32 apply(u32 own_block) {
                 if (!stale) __syncthreads();
             }
             if (stale) {
-                if (pass.in_turns)  // as it was before the turns
+                if (pass.in_turns)  // the base as it was before all turns
                     own.load((const u8*)pass.base + first, pass.bytes - first);
                 else
                     own.read();
@@ -546,7 +546,7 @@ __device__ u32 apply(u32 own_block) {
     return tiles;
 }
 
-// chains: the work of each block, that of a chunk's blocks one behind the other. begun: how many blocks have begun; 0.
+// chains: the work of each block; the blocks of a chunk are consecutive. begun: how many blocks have begun; 0 at first.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) sparse_apply(const Chain* chains, u32* begun, const Blob* blobs,
                                                                       Group* groups, u32* bad) {
     if (threadIdx.x == 0) room.listed = atomicAdd(begun, 1u);
@@ -582,7 +582,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) sparse_apply(const Chai
         const Blob& blob = blobs[chain.oldest - link];
         if (threadIdx.x >= blob.groups) continue;
         const Group& group = groups[blob.first_group + threadIdx.x];
-        const bool dense = group.gap_shift == DENSE;  // it names all elements
+        const bool dense = group.gap_shift == DENSE;  // then it changes all its elements
         const u32 count = dense ? group.value_count : group.gaps;
         if (applied_of(group.progress) != count || (dense && seen_of(group.progress) != count)) bad[chain.oldest - link] = 1;
     }

@@ -1,5 +1,5 @@
-// Count the elements in which chunks differ from their bases, by the byte of the base that decides the group, and join
-// neighbouring bytes to groups, as format/codecs/sparse.py does.
+// Count the changed elements of chunks by key, the byte of the base that decides the group. Then join neighbouring keys
+// to groups, as format/codecs/sparse.py does.
 //
 // One thread block per chunk: grid (n), block (THREADS).
 
@@ -10,7 +10,7 @@
 #define DENSE_ABOVE_SHARE 0.55
 
 struct Room {
-    u32 members[256][32];  // by each lane of all warps, which then count in different banks
+    u32 members[256][32];  // elements by key; a column per lane: no two lanes of a warp count in the same bank
     u32 changed[256], sampled[256];
 };
 

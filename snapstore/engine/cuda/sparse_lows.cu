@@ -1,4 +1,4 @@
-// Count the low parts of each group of sparse deltas whose symbols are decoded.
+// Compute the sizes of the low parts of each group of sparse deltas, from the decoded symbols.
 //
 // One thread block per group: grid (n), block (GROUP_THREADS).
 

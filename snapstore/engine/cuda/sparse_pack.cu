@@ -1,15 +1,15 @@
-// Pack the changed elements of chunks (sparse_rank.cu) into sparse deltas, but for their frames: symbols, values, the
-// table of groups, and low parts; the same as format/codecs/sparse.py makes.
+// Pack the changed elements of chunks (sparse_rank.cu) into sparse deltas without frames: symbols of gaps and of
+// values, the table of groups, and low parts. The result equals that of format/codecs/sparse.py.
 //
 // One thread block per chunk: grid (n), block (THREADS).
 
-#define ITEMS 4  // of one thread at a time
+#define ITEMS 4  // that a thread takes at a time
 #define FRAME_BYTES 20.0
 #define SYMBOL_BYTES 0.45
-#define CLASSES 65  // lengths of numbers in bits
+#define CLASSES 65  // lengths in bits, 0 to 64
 
 struct Packed {
-    u64 low_bytes;  // -1: more than there is room
+    u64 low_bytes;  // ~0: more than there is memory for
 };
 // The row of a group in the blob.
 struct Row {
@@ -19,7 +19,7 @@ struct Row {
 
 struct Room {
     u32 counts[CLASSES];  // of numbers, by their length in bits
-    u32 own[2][256], joined[2][256];  // histograms of symbols and values: of a group, and of the run it may join
+    u32 own[2][256], joined[2][256];  // histograms of both streams: of a group, and of the run that it may join
     double sums[WARPS];
 };
 
@@ -37,7 +37,7 @@ __device__ __forceinline__ void classify(Room& room, u64 value) {
     atomicAdd(&room.counts[bit_length(value)], 1u);
 }
 
-// Return the length in bits of the median of `count` numbers, of two the greater. Call it by all threads.
+// Return the length in bits of the median of `count` numbers, the greater of two. All threads must call it.
 __device__ u32 median_bits(const Room& room, u32 count) {
     __syncthreads();
     if (!count) return 0;
@@ -52,7 +52,7 @@ __device__ __forceinline__ void store_little_endian(u8* p, u64 value, int count)
     for (int i = 0; i < count; i++) p[i] = (u8)(value >> (8 * i));
 }
 
-// Write symbols and low parts of values, elements at `values`; return the address behind them, 0 if there is no room.
+// Write symbols and low parts of the elements at `values`; return the address after them, 0 if they do not fit.
 __device__ __noinline__ u64 pack_values(Room& room, const u8* values, u32 count, int size, u8* symbols, u64 at, u64 end,
                                         u8& value_shift) {
     clear_classes(room);
@@ -85,7 +85,8 @@ __device__ __noinline__ u64 pack_values(Room& room, const u8* values, u32 count,
     return escapes_at + size * escapes;
 }
 
-// Write symbols and low parts of a group's gaps, then its values; return the address behind them, 0 if there is no room.
+// Write symbols and low parts of a group's gaps, then of its values; return the address after them, 0 if they do not
+// fit.
 __device__ __noinline__ u64 pack_gaps(Room& room, const u32* ranks, const u8* zigzag, u32 count, int size, u8* found,
                                       u8* symbols, u8* values, u64 at, u64 end, Row& row) {
     clear_classes(room);
@@ -126,7 +127,7 @@ __device__ __noinline__ u64 pack_gaps(Room& room, const u32* ranks, const u8* zi
     }
     row.gap_shift = (u8)shift;
     row.values = (u32)others;
-    __syncthreads();  // the values are there
+    __syncthreads();  // the values are written
     return pack_values(room, found, row.values, size, values, escapes_at + 4 * escapes, end, row.value_shift);
 }
 
@@ -141,7 +142,7 @@ __device__ double sum_of(Room& room, double value) {
     return sum;
 }
 
-// Estimate the stored bytes of streams with these histograms, in a frame each.
+// Estimate the stored bytes of both streams, one frame each, by their histograms.
 __device__ __noinline__ double cost(Room& room, const u32 (*one)[256], const u32 (*other)[256]) {
     double sum = 0;
     for (int stream = 0; stream < 2; stream++) {

@@ -1,6 +1,6 @@
-// Make addresses of the offsets in the tables that sparse_tables.cu wrote, when the rooms are there.
+// Turn the offsets in the tables that sparse_tables.cu wrote into addresses, once their memory is allocated.
 //
-// One thread block per blob: grid (n), block (GROUP_THREADS). streams, changes: (n,) its rooms.
+// One thread block per blob: grid (n), block (GROUP_THREADS). streams, changes: (n,) addresses of each blob's memory.
 extern "C" __global__ void sparse_place(const u64* streams, const u64* changes, const Blob* blobs, Group* groups,
                                         u64* destinations) {
     const Blob blob = blobs[blockIdx.x];

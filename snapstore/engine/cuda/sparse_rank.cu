@@ -1,18 +1,18 @@
 // List the changed elements of chunks group by group: their ranks within the group, ascending, and their zigzagged
-// differences; of dense groups the differences of all elements. The inverse of sparse_apply.cu.
+// differences. For dense groups, list the differences of all elements. The inverse of sparse_apply.cu.
 //
-// One thread block per chunk: grid (n), block (THREADS). It takes chunk and base tile by tile.
+// One thread block per chunk: grid (n), block (THREADS). It reads chunk and base tile by tile.
 
 #define STEPS 8  // elements of one thread in a tile
 #define TILE (THREADS * STEPS)
 
 struct Room {
-    u8 group_of[256];           // a key
+    u8 group_of[256];           // by key
     u8 dense[GROUPS];
-    u32 counts[WARPS][GROUPS];  // in a tile: elements, and changed ones << 16; by each warp, then by the warps before it
-    u32 totals[GROUPS];         // by all warps
-    u32 first[GROUPS];          // in the lists
-    u32 elements[GROUPS], changed[GROUPS];  // in the tiles before
+    u32 counts[WARPS][GROUPS];  // elements in a tile | changed ones << 16: of each warp, later of all warps before it
+    u32 totals[GROUPS];         // the same, of all warps
+    u32 first[GROUPS];          // index in the lists
+    u32 elements[GROUPS], changed[GROUPS];  // in the previous tiles
 };
 
 template <int SIZE>
@@ -22,7 +22,7 @@ __device__ void rank_tile(Room& room, const Job& job, u64 start, int bits) {
     for (u32 i = threadIdx.x; i < WARPS * job.group_count; i += THREADS) room.counts[i % WARPS][i / WARPS] = 0;
     const u64 own = start + warp * 32 * STEPS + lane;
     u64 zigzag[STEPS];
-    u32 group[STEPS], rank[STEPS];  // among elements, and among changed ones << 16
+    u32 group[STEPS], rank[STEPS];  // rank: among elements | among changed ones << 16
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {
         const u64 at = own + 32 * i;

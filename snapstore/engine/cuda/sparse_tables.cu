@@ -1,24 +1,26 @@
 // Read the tables of sparse deltas (docs/format.md, "Sparse deltas"): check them, and find the frames of their streams.
 //
-// One thread block per blob: grid (n), block (GROUP_THREADS). Whatever a blob says, nothing is read beyond it, nor written
-// beyond its groups and frames. The blob's rooms are not there yet: places in them are offsets, until sparse_place.cu.
+// One thread block per blob: grid (n), block (GROUP_THREADS). For any content of a blob, nothing is read beyond it, and
+// nothing is written beyond its groups and frames. The memory for the results is not allocated yet: the tables hold
+// offsets until sparse_place.cu.
 
-#define EACH (GROUPS / GROUP_THREADS)  // groups of a thread, one behind the other; runs too
+#define EACH (GROUPS / GROUP_THREADS)  // consecutive groups, and runs, of a thread
 #define ROW_BYTES 12
 
-// A blob as it is stored: addresses of its payload and of its block lengths; how many groups it claims (0: too few bytes
-// for any), and frames, and which are its first ones.
+// A blob as it is stored: addresses of its payload and of its block lengths; the numbers of groups (0: the declared
+// number is not valid) and frames that it declares; and the indices of the first ones.
 struct Stored {
     u64 payload, payload_bytes, lengths, elements;
     u32 first_group, groups, first_frame, frames, block_bytes;
     u8 element_size, layout, unused[2];
 };
-// What a blob needs: bytes of its decoded streams, and of its changes; its frames that huffman_decode does not read.
+// The needs of a blob: bytes of its decoded streams, and of its changes; how many frames huffman_decode does not read.
 struct Needs {
     u64 streams, changes;
     u32 others, fine;
 };
-// Groups that share streams: gaps, then values. Sums are of the blob's runs up to this one; the rest is before it.
+// Groups that share streams, one of gaps and one of values. gaps_end, values_end: sums through this run; at: offset of
+// its symbols; frames: how many the earlier runs have.
 struct Run {
     u64 gaps_end, values_end, at;
     u32 frames;
@@ -50,7 +52,7 @@ struct Row {
 __device__ __forceinline__ u64 aligned(u64 bytes) { return (bytes + 15) / 16 * 16; }
 __device__ __forceinline__ u64 blocks(u64 bytes, u32 block_bytes) { return (bytes + block_bytes - 1) / block_bytes; }
 
-// Return the number of the last run that begins at this frame or before.
+// Return the number of the last run that begins at or before this frame.
 __device__ __forceinline__ u32 run_of(const Run* runs, u32 count, u32 frame) {
     u32 run = 0;
     for (u32 step = GROUPS / 2; step; step /= 2)
@@ -58,8 +60,8 @@ __device__ __forceinline__ u32 run_of(const Run* runs, u32 count, u32 frame) {
     return run;
 }
 
-// sources, sizes, destinations, lengths: of all frames, as huffman_decode wants them; a blob that is not fine has empty
-// ones. The highest bit of a size: huffman_decode does not read the frame.
+// sources, sizes, destinations, lengths: of all frames, the arguments of huffman_decode; the frames of a blob that is
+// not fine are empty. The highest bit of a size means that huffman_decode does not read the frame.
 extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 8) sparse_tables(const Stored* stored, Needs* needs,
                                                                        Blob* blobs, Group* groups, u64* sources,
                                                                        u64* sizes, u64* destinations, u64* lengths) {
@@ -106,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 8) sparse_tables(con
     }
     u64 own = 0;
     for (u32 i = threadIdx.x; i < blob.frames; i += GROUP_THREADS) own += load_element((const u8*)blob.lengths + 4 * i, 4);
-    scan<GROUP_THREADS>(own, total);  // and the runs are there
+    scan<GROUP_THREADS>(own, total);  // it synchronizes: the runs are written
     const u64 frames_at = blob.payload + 4 + ROW_BYTES * blob.groups, end = blob.payload + blob.payload_bytes;
     fine &= frames_at <= end && total <= end - frames_at;
 

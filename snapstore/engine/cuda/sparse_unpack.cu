@@ -1,10 +1,10 @@
 // Unpack sparse deltas (docs/format.md, "Sparse deltas") whose symbols are decoded: the symbols and low parts of each
 // group become the ranks of its changed elements within the group, ascending, and their zigzagged differences.
 //
-// One thread block per group: grid (n), block (GROUP_THREADS). Whatever a blob says, nothing is read beyond its low parts and
-// its streams, nor written beyond its rooms; a contradiction sets bad[blob].
+// One thread block per group: grid (n), block (GROUP_THREADS). For any content of a blob, nothing is read beyond its
+// low parts and its streams, and nothing is written beyond its memory. A contradiction sets bad[blob].
 
-#define ITEMS 4  // of one thread at a time
+#define ITEMS 4  // that a thread takes at a time
 
 __device__ __forceinline__ u64 little_endian(const u8* p, int count) {
     u64 value = 0;
@@ -13,7 +13,7 @@ __device__ __forceinline__ u64 little_endian(const u8* p, int count) {
     return value;
 }
 
-// Decode values, plus `extra`, into elements at `out`; `at`: their low parts.
+// Decode values, add `extra` to each, and write the elements to `out`; `at`: the address of their low parts.
 __device__ __noinline__ void unpack_values(const Group& group, u64 at, u8* out, int size, u32 extra, u32* bad) {
     const u8* symbols = (const u8*)group.values;
     const u32 count = group.value_count;
@@ -37,7 +37,7 @@ __device__ __noinline__ void unpack_values(const Group& group, u64 at, u8* out, 
     }
 }
 
-// Return `bits` bits, `index` times as many from the start of a packed array; the highest bit comes first.
+// Return integer `index` of a packed array of integers of `bits` bits, whose highest bit comes first.
 __device__ __forceinline__ u64 low_bits(const u8* packed, u64 packed_bytes, u64 index, u32 bits) {
     if (!bits) return 0;
     const u64 first = index * bits;
@@ -46,14 +46,14 @@ __device__ __forceinline__ u64 low_bits(const u8* packed, u64 packed_bytes, u64 
     return value >> (40 - first % 8 - bits) & ((1u << bits) - 1);
 }
 
-// Decode a group that has gaps; `at`: its low parts.
+// Decode a group that has gaps; `at`: the address of its low parts.
 __device__ void unpack_gaps(const Blob& blob, const Group& group, u64 at, u32 gap_escapes, u32* bad) {
     const u8 *symbols = (const u8*)group.symbols, *low = (const u8*)at;
     const u32 count = group.gaps;
     const int size = blob.element_size;
     const u64 low_bytes = ((u64)count * group.gap_shift + 7) / 8, escapes_at = at + low_bytes;
     unpack_values(group, escapes_at + 4 * (u64)gap_escapes, (u8*)group.found, size, OTHER + 1, bad);
-    __syncthreads();  // the values are there
+    __syncthreads();  // the values are written
     u64 escapes = 0, others = 0, rank = 0;
     for (u32 first = 0; first < count; first += GROUP_THREADS * ITEMS) {
         const u32 begin = first + ITEMS * threadIdx.x;
@@ -99,7 +99,7 @@ __device__ void unpack_gaps(const Blob& blob, const Group& group, u64 at, u32 ga
     if (rank > blob.elements || others != group.value_count) *bad = 1;
 }
 
-// lows: from sparse_lows.
+// lows: from sparse_lows.cu.
 extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 8) sparse_unpack(const Blob* blobs, const Group* groups,
                                                                        const Low* lows, u32* bad) {
     const Group group = groups[blockIdx.x];

@@ -1,8 +1,8 @@
-// Split chunks, or their zigzagged differences from a base, into byte planes: state and base are read once, planes
+// Split chunks, or their zigzagged differences from a base, into byte planes. Chunk and base are read once, planes are
 // written once.
 //
 // grid (tiles of the longest chunk, n), block (THREADS); a tile is TILE bytes. Each thread takes 16 bytes of elements
-// at a time and writes 16 / size bytes of each plane, so that a warp reads and writes whole lines.
+// at a time and writes 16 / size bytes of each plane, so that a warp reads and writes whole cache lines.
 
 #define THREADS 256
 #define UNROLL 4
@@ -79,13 +79,13 @@ __device__ void split_tile(const u8* chunk, const u8* base, u8* planes, u64 byte
             state[i] = zigzag16<SIZE>(state[i], prior[i]);
         else if (layout)
             state[i] = rotate<SIZE>(state[i]);
-        put<SIZE>(state[i], planes, stride, at / SIZE);  // a plane has memory for 16 more bytes than it needs
+        put<SIZE>(state[i], planes, stride, at / SIZE);  // bytes beyond a plane stay in its stride, a multiple of 16
     }
 }
 
-// planes: address of plane 0 of every chunk; plane k follows at k * strides[chunk]. Addresses and strides are multiples
-// of 16; a stride is at least length / size rounded up to 16. bases: 0 for none. layouts: of chunks without a base; the
-// planes of differences are bytes as they are.
+// planes: address of plane 0 of every chunk; plane k begins k * strides[chunk] bytes later. Addresses and strides are
+// multiples of 16; a stride is at least length / size. bases: 0 for none. layouts: of chunks without a base;
+// differences are never rotated.
 extern "C" __global__ void split(const u64* chunks, const u64* bases, const u64* planes, const u64* lengths,
                                  const u64* strides, const u8* element_sizes, const u8* layouts) {
     const u64 i = blockIdx.y, bytes = lengths[i];

@@ -1,8 +1,8 @@
 """Copies of CUDA tensors that a save reads in the background: on the device, or in pinned host memory.
 
-A separate stream copies every tensor, with one kernel on the device, or over the bus. The training stream waits for its
-event, so that work enqueued later may change the tensors. The host does not wait: `copy` returns within milliseconds,
-and `wait_copied` waits in the background.
+A separate stream copies every tensor: with one kernel on the device, or over the bus. The training stream waits for the
+event of that copy, so that work enqueued later may change the tensors. The host does not wait: `copy` returns within
+milliseconds, and `wait_copied` waits in the background.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
     from ..registry import Engines
 
 log = logging.getLogger("snapstore")
-#: The most device memory that a save works in: besides copies on the device, and with copies on the host.
+#: The most device memory that a save works in [bytes]: if its copies lie on the device, and if they lie on the host.
 WORK_BYTES, HOST_WORK_BYTES = 1280 * 1024 * 1024, 480 * 1024 * 1024
-#: The most that copies and work may take together, as a multiple of the state: 2.1 with the cache of torch's
-#: allocator.
+#: The most that copies and work memory may take together, as a multiple of the state. With the cache of torch's
+#: allocator it becomes 2.1.
 MAX_OF_STATE = 2.05
-#: Device memory that streams take whatever the size of a batch: torch's allocator takes 20 MiB or more at a time.
+#: Device memory that streams take for any size of batch [bytes]: torch's allocator takes at least 20 MiB at a time.
 STREAMS_BYTES = 200 * 1024 * 1024
-#: Tables of copies that are kept: of large and of small tensors, for each of two places.
+#: Tables of copies that are kept per device: for large and for small tensors, and for each of two target memories.
 TABLES = 4
 #: Bytes that one thread block copies.
 PIECE_BYTES = 256 * 1024
-#: Copies are laid out again once this share of the state should lie apart.
+#: Copies get a new layout once this share of the state is to lie apart, in the allocation of copies without bases.
 APART_SHARE = 0.1
 #: The share of free memory that `auto` may take.
 AUTO_SHARE = 0.9
@@ -49,12 +49,12 @@ AUTO_SHARE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How copies of some sources lie together.
+    """How copies of sources share allocations.
 
     Attributes:
         version: of the set of keys whose copies lie apart.
         small, large: rows of the sources.
-        groups: rows of `large` that share an allocation, their offsets in it, and its size.
+        groups: for each allocation: indices into `large`, their offsets in the allocation, and its size [bytes].
     """
 
     keys: Sequence[TensorKey]
@@ -68,7 +68,7 @@ class _Layout:
 class _Rooms:
     """Memory for the copies of one device's tensors.
 
-    `memories` makes one Memory per tensor. It is called once the copies are under way, since it takes time as well.
+    `memories` makes one Memory per tensor. It takes time, so it is called after the copies have begun.
     """
 
     addresses: Column  # (n,)
@@ -84,25 +84,26 @@ class DeviceStaging:
         self._modes: dict[torch.device, str] = {}
         self._state_bytes: dict[torch.device, int] = {}
         self._copying: list[tuple[torch.device, torch.cuda.Event]] = []
-        self._keep: list[Any] = []  # memory that copies under way read or write
+        self._keep: list[Any] = []  # memory that running copies read or write
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._layouts: dict[torch.device, _Layout] = {}
         self._sources: dict[torch.device, Sources] = {}  # of the last copies, without tensors
-        self._apart: dict[torch.device, set[TensorKey]] = {}  # tensors whose copies lie apart: they become no bases
+        self._apart: dict[torch.device, set[TensorKey]] = {}  # tensors whose copies lie apart, and become no bases
         self._apart_version = 0
         self._tables: dict[torch.device, deque[tuple[Column, torch.Tensor]]] = defaultdict(lambda: deque(maxlen=TABLES))
-        self._releases = 1  # after so many saves, copies lie elsewhere: the memory of the old ones fits no later save
+        self._releases = 1  # saves after which to free cached memory: that of older copies fits no later save
 
     def copy(
         self, sources: Sources, spare: Buffers, base: Buffers, delta_rejected: Container[TensorKey], inline_below: int
     ) -> Callable[[], list[Memory]]:
-        """Begin to copy tensors, those below `inline_below` bytes to host memory, others to their spare buffers.
+        """Begin to copy tensors: those below `inline_below` bytes to host memory, others by the staging mode.
 
         Args:
+            spare, base: buffers by key: to be overwritten, and to be kept.
             delta_rejected: keys of tensors that will keep no base.
 
         Returns:
-            A function that gives the memories, in order, and notes them in `spare`: it takes time, and can be called
+            A function that returns the memories, in order, and puts them into `spare`. It takes time, and may be called
             in the background. Memory on the device may be up to ALIGNMENT bytes longer than its tensor.
 
         Raises:
@@ -139,11 +140,11 @@ class DeviceStaging:
         """Begin to hash spans of tensors: XXH3-128 under a seed.
 
         Args:
-            spans: (n,) the tensor of each, in order, where it begins, and its length [bytes].
+            spans: (n,) the tensor of each span, ascending; its start; its length [bytes].
 
         Returns:
-            A function that gives the digests (n, 16) of a tensor, valid after `wait_copied`. None: the kernels are not
-            loaded yet, or the device has no memory for it.
+            A function that returns the digests (k, 16) of a tensor, valid after `wait_copied`. None: there are no
+            spans, the kernels are not loaded yet, or the device has no memory for it.
         """
         device, (which, starts, lengths) = sources.device, spans
         if not kernels.loaded(device.index) or not len(which):
@@ -166,7 +167,7 @@ class DeviceStaging:
         return lambda i: host.numpy()[slice(*np.searchsorted(which, [i, i + 1]).tolist())]
 
     def _addresses(self, sources: Sources) -> Column:
-        """Return where the bytes of tensors lie in C order; strided ones are copied first."""
+        """Return the address of each tensor's bytes in C order; copy strided ones first."""
         if sources.addresses is None:
             return np.array([self._address(sources.tensor(row)) for row in range(len(sources.keys))], np.int64)
         for row in sources.in_pieces:
@@ -174,11 +175,11 @@ class DeviceStaging:
         return sources.addresses
 
     def _begin(self, sources: Sources, layout: _Layout, rooms: _Rooms) -> Callable[[], list[Bytes]]:
-        """Enqueue all copies of one device on its copy stream, between two waits of the training stream."""
+        """Enqueue all copies of a device on its copy stream; the training stream waits for them."""
         device = sources.device
         training, stream = torch.cuda.current_stream(device), self._stream(device)
-        self._keep.append((sources.all_tensors, sources.keep))  # their owner may free them at once
-        if not rooms.on_device:  # an interrupt may come before any other reference to the target memory exists
+        self._keep.append((sources.all_tensors, sources.keep))  # their owner may free them now
+        if not rooms.on_device:  # an interrupt may come before another reference to the target memory exists
             self._keep.append(rooms)
         by_torch = not kernels.loaded(device.index)
         addresses = None if by_torch else self._addresses(sources)
@@ -208,7 +209,7 @@ class DeviceStaging:
         return hosted
 
     def _copy_by_torch(self, sources: Sources, layout: _Layout, rooms: _Rooms) -> Callable[[], list[Bytes]]:
-        """Begin the copies without kernels of our own, which are not loaded yet: a call per tensor."""
+        """Begin the copies with one call of torch per tensor: our kernels are not loaded yet."""
         small, places = _small_places(sources.nbytes[layout.small])
         host = torch.empty(small, dtype=torch.uint8, pin_memory=True)
         into = [host[at : at + n] for at, n in zip(places.tolist(), sources.nbytes[layout.small].tolist(), strict=True)]
@@ -226,7 +227,7 @@ class DeviceStaging:
         return self._streams[device]
 
     def _address(self, value: torch.Tensor) -> int:
-        """Return where a tensor's bytes lie in C order; a strided one is copied first, and kept until `wait_copied`."""
+        """Return the address of a tensor's bytes in C order; the copy of a strided one lives until `wait_copied`."""
         if value.is_contiguous() and not value.is_conj() and not value.is_neg():
             return value.data_ptr()
         self._keep.append(as_memory(value, lambda _: True))
@@ -235,7 +236,7 @@ class DeviceStaging:
     def prepare(
         self, sources: Sources, spare: Buffers, base: Buffers, delta_rejected: Container[TensorKey], inline_below: int
     ) -> None:
-        """Take memory for the copies of tensors ahead: page-lock it, or let torch's cache have it of the device."""
+        """Allocate memory for the copies of tensors ahead: page-lock it, or put it into torch's device cache."""
         with torch.cuda.device(sources.device):
             layout = self._layout(sources, inline_below)
             if not len(layout.large):
@@ -243,18 +244,18 @@ class DeviceStaging:
             if self._mode(sources, layout, spare, base) == "host":
                 _host_rooms(sources, layout, spare, base, delta_rejected)
             elif sum(nbytes for *_, nbytes in layout.groups) <= AUTO_SHARE * _free_bytes(sources.device):
-                with suppress(torch.OutOfMemoryError):  # the save does without
+                with suppress(torch.OutOfMemoryError):  # then the save allocates it
                     self._device_rooms(sources, layout, spare)
 
     def prepare_next(
         self, spare: Buffers, base: Buffers, delta_rejected: Container[TensorKey], inline_below: int
     ) -> None:
-        """Take memory for the next save ahead, which will copy the same tensors."""
+        """Allocate memory ahead for the next save of the same tensors."""
         for sources in list(self._sources.values()):
             self.prepare(sources, spare, base, delta_rejected, inline_below)
 
     def wait_copied(self, spare: Buffers, base: Buffers) -> None:
-        """Wait for all copies, then let the save work in the device memory that they leave free."""
+        """Wait for all copies, then set how much device memory the save may work in."""
         self._wait()
         for device, mode in self._modes.items():
             most = int(MAX_OF_STATE * self._state_bytes.get(device, 0))
@@ -270,7 +271,7 @@ class DeviceStaging:
         self._keep.clear()
 
     def release_memory(self, spare: Buffers) -> None:
-        """Release spare device memory after a save, committed or not: the next save would only overwrite it."""
+        """Release spare device memory after a save, committed or not: its content is not needed."""
         self._engines.lift_limits(self)
         with suppress(RuntimeError):  # a device that has failed
             self._wait()
@@ -284,7 +285,7 @@ class DeviceStaging:
     # -- where
 
     def _mode(self, sources: Sources, layout: _Layout, spare: Buffers, base: Buffers) -> str:
-        """Decide where this device's copies go, when the device is first seen, and again when the state grows."""
+        """Decide where a device's copies go: at its first save, and when its state grows by over 10 %."""
         device, needed = sources.device, int(sources.nbytes[layout.large].sum())
         if device in self._modes and needed <= 1.1 * self._state_bytes[device]:
             return self._modes[device]
@@ -306,7 +307,7 @@ class DeviceStaging:
         return mode
 
     def _layout(self, sources: Sources, inline_below: int) -> _Layout:
-        """Return how the copies lie together; nearly always the same, so that the same memory fits them again."""
+        """Return the layout of the copies; it rarely changes, so that the same memory fits them again."""
         device = sources.device
         known = self._layouts.get(device)
         if known is not None and known.keys is sources.keys and known.version == self._apart_version:
@@ -324,7 +325,7 @@ class DeviceStaging:
         return self._layouts[device]
 
     def lay_apart(self, rejected: Mapping[torch.device, Mapping[TensorKey, int]]) -> None:
-        """Lay the copies of tensors apart whose deltas were rejected: key -> bytes, by device; few wait for more."""
+        """Lay copies of tensors with rejected deltas (key -> bytes, by device) apart, once they are many."""
         for device, nbytes in rejected.items():
             before = self._apart.setdefault(device, set())
             more = nbytes.keys() - before
@@ -343,7 +344,7 @@ class DeviceStaging:
         base: Buffers,
         delta_rejected: Container[TensorKey],
     ) -> _Rooms:
-        """Return memory for the copies: on the device, or else on the host."""
+        """Return memory for the copies, on the device or on the host."""
         if len(layout.large) and self._mode(sources, layout, spare, base) == "device":
             try:
                 with out_of_memory():
@@ -354,7 +355,7 @@ class DeviceStaging:
         return _Rooms(np.array([room.array.ctypes.data for room in rooms], np.int64), lambda: list(rooms), False)
 
     def _stage_on_host(self, device: torch.device, spare: Buffers, base: Buffers) -> None:
-        """Keep no copies on a device that has no room for them."""
+        """Stage on the host from now on: the device is full."""
         for memories in (spare, base):
             for key in [k for k, m in memories.items() if isinstance(m, torch.Tensor) and m.device == device]:
                 del memories[key]
@@ -372,7 +373,7 @@ class DeviceStaging:
     ) -> _Rooms:
         """Copy to the host while the caller waits: the device has no room even for tables."""
         self._stage_on_host(sources.device, spare, base)
-        if sources.device in self._streams:  # copies that have begun write into the same memory
+        if sources.device in self._streams:  # copies that have begun write to the same memory
             self._streams[sources.device].synchronize()
         rooms = _host_rooms(sources, layout, spare, base, delta_rejected)
         for (_, value, _), room in zip(sources.all_of(layout.large), rooms, strict=True):
@@ -382,8 +383,8 @@ class DeviceStaging:
     def _device_rooms(self, sources: Sources, layout: _Layout, spare: Buffers) -> _Rooms:
         """Make two allocations: for copies that become bases, and for others. One per tensor would take a millisecond.
 
-        The spare buffers of the device are released first: torch returns the same memory. It belongs to the copy
-        stream: from memory of the training stream, the training would take small pieces between saves, and the rest
+        The spare buffers of the device are released first, so that torch returns the same memory. It belongs to the
+        copy stream: the training would take small pieces from memory of its own stream between saves, and the rest
         would fit no copy again.
         """
         device = sources.device
@@ -424,7 +425,7 @@ class DeviceStaging:
     ) -> None:
         """Begin to copy every tensor, address to address, with one kernel; `stream` is the current one.
 
-        The table of its pieces stays on the device: mostly, tensors and copies lie where they lay two saves ago.
+        The table of pieces stays on the device: tensors and copies mostly have the same addresses as two saves ago.
         """
         wanted = np.stack([sources, destinations, lengths])
         known = [table for columns, table in self._tables[device] if np.array_equal(columns, wanted)]
@@ -436,7 +437,7 @@ class DeviceStaging:
 
 
 def _small_places(lengths: Column) -> tuple[int, Column]:
-    """Return the size of memory for all small tensors, and the place of each in it."""
+    """Return the bytes for all small tensors, and the offset of each (n,)."""
     rooms = (lengths + 15) // 16 * 16
     return int(rooms.sum()), np.cumsum(rooms) - rooms
 
@@ -463,7 +464,7 @@ def _copy_to_host(value: torch.Tensor, out: Bytes) -> Bytes:
 
 
 def _table_of(columns: Column, device: torch.device) -> torch.Tensor:
-    """Return the pieces of tensors on a device: addresses (n,), addresses of the copies, and lengths; int64."""
+    """Return pieces of tensors, (3, n) int64 on the device: addresses, addresses of copies, lengths."""
     sources, destinations, lengths = columns
     which, at, sizes = _pieces(lengths.tobytes())
     table = torch.empty((3, len(which)), dtype=torch.int64, pin_memory=True)
@@ -474,7 +475,7 @@ def _table_of(columns: Column, device: torch.device) -> torch.Tensor:
 
 @lru_cache(maxsize=8)  # every save copies the same tensors, so nearly always the same lengths
 def _pieces(lengths: bytes) -> tuple[Column, Column, Column]:
-    """Cut tensors of these lengths (int64) for the blocks of a kernel: each piece's tensor, start in it, and length."""
+    """Cut tensors of these lengths (int64) into pieces: return each piece's tensor, start in it, and length."""
     whole = np.frombuffer(lengths, np.int64)
     which, within = ragged(-(-whole // PIECE_BYTES))
     at = within * PIECE_BYTES
@@ -482,13 +483,13 @@ def _pieces(lengths: bytes) -> tuple[Column, Column, Column]:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Return device memory that is free, or that torch's allocator keeps for later."""
+    """Return device bytes that are free, or in the cache of torch's allocator."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def _bytes_on(device: torch.device, *buffers: Buffers) -> int:
-    """Return the device memory that buffers take; several may lie in one allocation."""
+    """Return the device bytes of buffers; those in one allocation count it once."""
     storages = {
         m.untyped_storage().data_ptr(): m.untyped_storage().nbytes()
         for memories in buffers

@@ -1,7 +1,6 @@
 """Streams: CUDA streams with the memory that batches work in, and a pool of them.
 
-A WorkStream belongs to one thread at a time. Its launches run in order; memory that it takes is reused on its own
-stream only.
+A WorkStream belongs to one thread at a time. Its launches run in order; its memory is reused only on its own stream.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from ..batches import Chunks
 from . import kernels
 
 log = logging.getLogger("snapstore")
-#: Sizes of large device memory are multiples of this, or of a quarter of a batch, or of an eighth to a sixteenth of
-#: themselves, whichever is most: freed memory then fits the next request.
+#: Sizes of large device memory are rounded up to a multiple of the largest of these: this, somewhat more than a quarter
+#: of a batch, and an eighth to a sixteenth of the size. So freed memory fits the next request [bytes].
 STEP_BYTES = 2 * 1024 * 1024
-#: How long a waiting thread pauses before it polls the device again: twice as long each time, up to a bound [s].
+#: The pause of a waiting thread before it polls the device again [s]: first, and at most. It doubles each time.
 POLL_S, MAX_POLL_S = 20e-6, 250e-6
 
 Steps = Callable[["WorkStream"], Generator[None, None, Any]]
@@ -40,7 +39,7 @@ class WorkStream:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)
-        self.batch_bytes = 0  # plain bytes of a full batch, if that is known
+        self.batch_bytes = 0  # plain bytes of a full batch; 0: not known
         self._tables: list[torch.Tensor] = []  # launched kernels may still read them
         self._rooms: dict[str, torch.Tensor] = {}
 
@@ -49,20 +48,20 @@ class WorkStream:
         return torch.empty(max(nbytes, 1), dtype=torch.uint8, device=self.device)
 
     def room(self, name: str, nbytes: int) -> torch.Tensor:
-        """Return large memory that every batch needs; the next call with this name returns it again."""
+        """Return at least `nbytes` that every batch needs; the next call with this name reuses it."""
         if name not in self._rooms or len(self._rooms[name]) < nbytes:
             self._rooms.pop(name, None)
-            if nbytes > self.batch_bytes // 4:  # else the memory of a smaller batch would fit no later one
+            if nbytes > self.batch_bytes // 4:  # else the memory of a small batch would fit no later one
                 nbytes = max(nbytes, self.batch_bytes)
             self._rooms[name] = self.large(nbytes)
         return self._rooms[name]
 
     def large(self, nbytes: int) -> torch.Tensor:
-        """Return new memory like `empty`, of one of few sizes."""
+        """Return new memory, at least `nbytes` (`round_up`)."""
         return self.empty(round_up(nbytes, self.batch_bytes))
 
     def upload(self, *columns: Column) -> list[int]:
-        """Copy columns to the device in one transfer; return their addresses, valid until the next `sync`."""
+        """Copy columns to the device in one transfer; return addresses, valid until `release_tables`."""
         sizes = [-(-column.nbytes // 16) * 16 for column in columns]
         host = torch.empty(max(sum(sizes), 1), dtype=torch.uint8, pin_memory=True)
         view, at, offsets = host.numpy(), 0, []
@@ -81,7 +80,7 @@ class WorkStream:
             kernels.launch(name, grid, self.stream, addresses)
 
     def gather(self, sources: Column, destinations: Column, lengths: Column) -> None:
-        """Begin to copy many pieces of device memory, addresses (n,) to addresses (n,)."""
+        """Begin to copy spans of device memory, addresses (n,) to addresses (n,)."""
         pieces = -(-lengths // kernels.PIECE_BYTES)
         which, within = ragged(pieces)
         if not len(which):
@@ -113,7 +112,7 @@ class WorkStream:
         return out[: size * len(addresses)].view(len(addresses), size)
 
     def fetch(self, memory: torch.Tensor) -> torch.Tensor:
-        """Begin to copy a little device memory into new pinned memory; valid once the stream is done."""
+        """Begin to copy a little device memory to new pinned memory, valid once the stream is done."""
         host = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True)
         self._tables.append(memory)
         self.launch("fetch", (-(-memory.nbytes // kernels.PIECE_BYTES),), memory, host, memory.nbytes)
@@ -126,7 +125,7 @@ class WorkStream:
             yield
 
     def sync(self) -> None:
-        """Wait until all that was launched is done."""
+        """Wait until everything launched is done."""
         self.stream.synchronize()
         self.release_tables()
 
@@ -142,21 +141,21 @@ class WorkStream:
 
 
 class Task:
-    """One batch, first waiting for a stream, then running on it."""
+    """One batch: it waits for a stream, then runs on it."""
 
     def __init__(self, pool: StreamPool, steps: Steps, free: list[WorkStream]) -> None:
         self._pool = pool
-        self.free = free  # where its stream comes from and goes back to
+        self.free = free  # the list from which its stream comes, and to which it goes back
         self.steps: Steps | None = steps
         self.work: WorkStream | None = None
         self.run: Generator[None, None, Any] | None = None
-        self.event: torch.cuda.Event | None = None  # the device has reached the last yield
+        self.event: torch.cuda.Event | None = None  # done when the device has reached the last yield
         self.done = False
         self.value: Any = None
         self.error: BaseException | None = None
 
     def result(self) -> Any:
-        """Return what its steps return; advance all batches of the device until then."""
+        """Return its steps' result; advance all batches of the device until then."""
         self._pool.poll_until(lambda: self.done)
         if self.error is not None:
             raise self.error
@@ -181,7 +180,7 @@ class Task:
             # a new exception has no frames that hold device memory
             self.error = torch.OutOfMemoryError(str(error)) if is_out_of_memory(error) else error
             self.run = self.steps = None
-            with suppress(Exception):  # a device that failed says so again at the next call
+            with suppress(Exception):  # a failed device raises the same error at every call
                 self.work.sync()
         self.done, self.run, self.steps = True, None, None
 
@@ -195,7 +194,7 @@ class StreamPool:
 
     def __init__(self, device: torch.device, count: int) -> None:
         self._free = [WorkStream(device) for _ in range(count)]
-        self._free_fast = [WorkStream(device)]  # for short batches without memory: they wait for no other batch
+        self._free_fast = [WorkStream(device)]  # for short batches, which wait for no long one
         self._device = device
         self._waiting: deque[Task] = deque()
         self._running: list[Task] = []
@@ -212,7 +211,7 @@ class StreamPool:
     def poll_until(self, condition: Callable[[], bool]) -> None:
         """Advance batches until a condition holds.
 
-        Each poll takes the interpreter's lock from training that runs beside, so the pauses grow while nothing is done.
+        Each poll takes the interpreter's lock from the training, so the pauses grow while no batch can go on.
         """
         pause_s = POLL_S
         while not condition():
@@ -228,7 +227,7 @@ class StreamPool:
             return self._poll()
 
     def _poll(self) -> bool:
-        """Advance every batch that the device is done with for now; begin others while streams are free."""
+        """Advance every batch whose event is done; begin waiting batches while streams are free."""
         ready = [task for task in self._running if task.event is not None and task.event.query()]
         for task in ready:
             self._advance(task)
@@ -257,7 +256,7 @@ class StreamPool:
 
 
 def round_up(nbytes: int, batch_bytes: int) -> int:
-    """Round a size up to one of few, so that freed memory fits the next request (see STEP_BYTES)."""
+    """Round a size up, so that freed memory fits the next request (see STEP_BYTES)."""
     if nbytes < STEP_BYTES:
         return nbytes
     quarter = batch_bytes // 4 + batch_bytes // 64 if nbytes > batch_bytes // 16 else 0  # more than the planes need
@@ -265,7 +264,7 @@ def round_up(nbytes: int, batch_bytes: int) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error of torch's allocator, of a CUDA call beneath it, or of CuPy says the device is full."""
+    """Return whether an error of torch, of CUDA beneath it, or of CuPy means that the device is full."""
     if type(error).__name__ in ("CUDARuntimeError", "CUDADriverError"):
         return getattr(error, "status", None) == 2  # cudaErrorMemoryAllocation, CUDA_ERROR_OUT_OF_MEMORY
     # torch.AcceleratorError (torch 2.8 and newer) is a RuntimeError
@@ -275,7 +274,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def out_of_memory() -> Iterator[None]:
-    """Turn every error which says that the device is full into a torch.OutOfMemoryError."""
+    """Turn every error that means a full device into a torch.OutOfMemoryError."""
     try:
         yield
     except Exception as error:
@@ -285,7 +284,7 @@ def out_of_memory() -> Iterator[None]:
 
 
 def release_cached_memory(device: torch.device) -> None:
-    """Return cached memory of torch's allocator to the device; torch refuses while any thread captures a graph."""
+    """Free the cache of torch's allocator; it does nothing while any thread captures a graph."""
     with torch.cuda.device(device), suppress(RuntimeError):
         torch.cuda.empty_cache()
 
@@ -299,7 +298,7 @@ _copy_streams: dict[int, torch.cuda.Stream] = {}
 
 
 def copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream on which blobs leave a device."""
+    """Return a device's stream for copies of blobs."""
     if device.index not in _copy_streams:
         _copy_streams[device.index] = torch.cuda.Stream(device)
     return _copy_streams[device.index]
@@ -312,7 +311,7 @@ def ragged(counts: Column) -> tuple[Column, Column]:
 
 
 def addresses_of(chunks: Chunks) -> npt.NDArray[np.uint64]:
-    """Return device addresses of chunks, 0 where there is no chunk.
+    """Return device addresses of chunks, (n,) uint64; 0: no chunk.
 
     Raises:
         InvalidInputError: the memory of a chunk was freed; a kernel that reads it would end the process's CUDA work.
@@ -325,5 +324,5 @@ def addresses_of(chunks: Chunks) -> npt.NDArray[np.uint64]:
 
 
 def _is_there(memory: torch.Tensor) -> bool:
-    """Return whether the storage of (n,) uint8 has all of it."""
+    """Return whether a tensor's storage has all its bytes."""
     return memory.storage_offset() + len(memory) <= memory.untyped_storage().nbytes()

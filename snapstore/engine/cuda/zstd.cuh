@@ -1,5 +1,5 @@
-// The kinds of zstd frames (RFC 8878) that huffman_decode.cu reads: one block without sequences. It precedes the sources
-// that need it.
+// The kinds of zstd frames (RFC 8878) that huffman_decode.cu reads: one block without sequences. It precedes the
+// sources that need it.
 
 enum { BAD, RAW, RLE, HUFFMAN };  // BAD: any other frame
 
@@ -9,13 +9,13 @@ __device__ __forceinline__ u64 get_le(const u8* p, int count) {
     return value;
 }
 
-// Where the content of a block of literals lies in its frame.
+// The place of a block's content in its frame.
 struct Literals {
-    u32 at;              // RAW, RLE: the bytes; HUFFMAN: the description of the tree
-    u32 end, streams;    // HUFFMAN
+    u32 at;              // offset of the bytes (RAW, RLE), or of the description of the tree (HUFFMAN)
+    u32 end, streams;    // HUFFMAN: the end of the literals, and their number of streams
 };
 
-// Return the kind of the frame (size,) at p of n plain bytes, by its headers.
+// Return the kind of a frame of `size` bytes at p, which should hold n plain bytes, by its headers.
 __device__ __forceinline__ u32 kind_of(const u8* p, u32 size, u32 n, Literals& found) {
     const u32 content = n < 256 ? 1 : 2, at = 8 + content;
     if (size < at + 1 || get_le(p, 4) != 0xFD2FB528u || p[4] != (content == 1 ? 0x20 : 0x60)) return BAD;

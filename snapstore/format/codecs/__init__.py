@@ -1,4 +1,4 @@
-"""Codecs: the blocks of a plane to stored bytes and back; every function takes a plane, but those of sparse*.py.
+"""Codecs: a plane to stored blocks and back; only sparse.py and sparse_decode.py take a whole delta.
 
 docs/format.md, "Blob", defines codec ids and streams. Encoders may run in any thread: a compression context belongs to
 one call or to one thread. Read zstd.py first: most planes go through it.
@@ -15,21 +15,25 @@ from . import deflate, nvcomp, sparse, zstd
 RAW = 0
 ZSTD = zstd.ID
 DEFLATE = deflate.ID
-SPARSE = sparse.ID  # of a whole delta, not of a plane
+SPARSE = sparse.ID  # codes a whole delta, not a plane
 ANS = nvcomp.ID
 NAMES = {RAW: "raw", ZSTD: "zstd", DEFLATE: "deflate", SPARSE: "sparse", ANS: f"nvCOMP {nvcomp.MAJOR} ANS"}
 BLOCK_BYTES = 64 * 1024
-#: The codings that a save may choose: standard streams that every machine reads, or nvCOMP's ANS.
+#: The ways to code new blobs: in standard streams that every machine reads, or in nvCOMP's ANS.
 CODECS = ("portable", "ans")
 
 
-#: Fills `out` (n,) uint8 from the blocks of a plane, of so many plain bytes each; IntegrityError: one does not decode.
+#: (stored blocks of a plane, out (n,) uint8, plain bytes of a block): fills `out`; IntegrityError: one does not decode.
 Decoder = Callable[[Sequence[memoryview], Bytes, int], None]
 _DECODERS: dict[int, Decoder] = {ZSTD: zstd.decode, DEFLATE: deflate.decode, ANS: nvcomp.decode}
 
 
 def decoder(codec: int, where: str) -> Decoder:
-    """Return the decoder of a codec id; UnknownFormatError for an id that this release does not know."""
+    """Return the decoder of a codec id.
+
+    Raises:
+        UnknownFormatError: this release does not know the id, or it is SPARSE, which codes no plane.
+    """
     try:
         return _DECODERS[codec]
     except KeyError:

@@ -1,6 +1,6 @@
 """Raw deflate (RFC 1951): Huffman codes and runs of one byte, no search for other matches.
 
-It codes planes of mostly one value: on their 64 KiB blocks, zlib's Z_RLE beats zstd (docs/design/cpu-engine.md).
+It codes planes of mostly one value: on blocks of 64 KiB, zlib's Z_RLE beats zstd (docs/design/cpu-engine.md).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def encode_runs(plane: Bytes, block_bytes: int) -> list[bytes]:
 
 
 def decode(blocks: Sequence[memoryview], out: Bytes, block_bytes: int) -> None:
-    """Fill `out` from its blocks; no stream can write beyond its block.
+    """Fill `out` from its blocks; none writes beyond its part of `out`.
 
     Raises:
         IntegrityError: a block does not decode to its length.

@@ -1,6 +1,6 @@
-"""Key order: the elements of a chunk by their keys, in which sparse_decode.py finds the members of its groups.
+"""Key order: the elements of a chunk, sorted by key. In this order sparse_decode.py finds the members of groups.
 
-In: elements. Out: their positions by number in that order, which is kept up to date from link to link of a chain.
+In: elements. Out: the position of an element, by its number in the order. The order follows the links of a chain.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import numpy.typing as npt
 from ...arrays import Bytes, Column
 from ..planes import scratch
 
-#: An order from which more names have moved is sorted again.
+#: An order with more changed names than this is sorted again.
 MOST_MOVES = 8192
-#: A name has so many bits for the position of an element, and 8 above them for its key.
+#: A name stands for an element: it has this many bits for the element's position, and 8 above them for its key.
 POSITION_BITS = 24
 
 _POSITION = np.uint32((1 << POSITION_BITS) - 1)
@@ -24,7 +24,7 @@ Words = npt.NDArray[np.uint64]
 
 
 def keys_of(elements: Elements, layout: int) -> Bytes:
-    """Return the key of every element, its byte in the highest plane (layout 1) or 0; valid until the next call."""
+    """Return each element's key: its byte in the highest plane (layout 1), or 0; valid until the next call."""
     keys = scratch.room("keys", elements.size)
     if not layout:
         keys[:] = 0
@@ -41,16 +41,16 @@ def keys_of(elements: Elements, layout: int) -> Bytes:
 class KeyOrder:
     """The elements of a chunk in the order of their keys, then of their positions; it follows a chain link by link.
 
-    A thread has one at a time: the next one takes its memory.
+    A thread may use one KeyOrder at a time: the next one takes its memory.
 
-    To sort the elements takes longer than to apply a link, which gives few of them another key. So they are sorted
-    once, and the names that have come into or gone from the order since then are kept beside it.
+    To sort the elements takes longer than to apply a link, which changes the keys of few elements. So they are sorted
+    once. The names that have entered or left the order since then are kept in a separate list.
 
     Args:
         elements: (n,) of the oldest base, at most 2^POSITION_BITS.
         layout: planes.ROTATED if keys are exponents, else planes.BYTES: then all keys are 0.
-        low, high: keys below `low` count as it, those above `high` as that one. So the elements of a group that no link
-            divides stay in the order of their positions.
+        low, high: keys below `low` count as `low`, and keys above `high` as `high`. No group of any link ends between
+            such keys, so their elements may stay in the order of their positions.
 
     Attributes:
         starts: (257,) the elements of key k have the numbers starts[k] to starts[k + 1] - 1 in this order.
@@ -74,23 +74,23 @@ class KeyOrder:
         return np.clip(keys, self._low, self._high, out=keys) if self._layout else keys
 
     def _set_moves(self, moves: Words) -> None:
-        """Set which names have come and gone: (k,) ascending, name << 32 | number << 1 | has gone.
+        """Set the names that entered or left: (k,) ascending, name << 32 | number << 1 | has left.
 
-        The number is the one that the name has, or would have, among `_names`.
+        The number is the index that the name has, or would have, in `_names`.
         """
         self._moves = moves
         gone = (moves & np.uint64(1)).view(np.int64)
         ahead = 2 * gone - 1
-        self._ahead = np.append(0, np.cumsum(ahead))  # by how much numbers behind a move are greater in `_names`
+        self._ahead = np.append(0, np.cumsum(ahead))  # index in `_names` minus number, after each move
         self._from = ((moves & _LOW_HALF) >> np.uint64(1)).view(np.int64) - self._ahead[:-1] + 1 - gone
         self._has_come = gone == 0
 
     def positions(self, numbers: Column) -> Column:
-        """Return where the elements with these numbers, which ascend, lie in the chunk."""
+        """Return the positions (k,) int64 of elements with ascending numbers (k,)."""
         return self._found(numbers).astype(np.int64)
 
     def _found(self, numbers: Column) -> Elements:
-        """Return the same as uint32."""
+        """Do `positions` in uint32."""
         if not len(self._moves) or not len(numbers):
             return self._names.take(numbers) & _POSITION
         first = int(np.searchsorted(self._from, numbers[0], "right"))
@@ -100,7 +100,7 @@ class KeyOrder:
         ends[1:] -= cuts
         ahead = np.repeat(self._ahead[first : last + 1], ends)
         ahead += numbers
-        found = self._names.take(ahead, mode="clip")  # the number of one that has come may be that behind the last
+        found = self._names.take(ahead, mode="clip")  # a name that has entered may have the index after the last
         asked = self._has_come[first:last] & (cuts > 0)
         asked &= numbers.take(cuts - 1, mode="clip") == self._from[first:last] - 1
         found[cuts[asked] - 1] = (self._moves[first:last][asked] >> np.uint64(32)).astype(np.uint32)
@@ -108,12 +108,12 @@ class KeyOrder:
         return found
 
     def members(self, firsts: Column, sizes: Column, mixed: bool) -> Column:
-        """Return the positions of the elements of groups, group after group, ascending in each.
+        """Return positions (k,) int64 of groups' elements, group by group, ascending in each.
 
         Args:
             firsts: (g,) the number of the first element of each group.
-            sizes: (g,) elements of each.
-            mixed: a group has elements of several keys.
+            sizes: (g,) the number of elements of each group.
+            mixed: whether a group has elements of several keys.
         """
         ends = np.cumsum(sizes)
         found = self._found(np.arange(int(ends[-1])) + np.repeat(firsts - (ends - sizes), sizes))
@@ -126,18 +126,18 @@ class KeyOrder:
         return found.astype(np.int64)
 
     def mixed(self, first_keys: Column, last_keys: Column) -> npt.NDArray[np.bool_]:
-        """Return which groups have elements of several keys, so that their members are not in this order."""
+        """Return which groups (g,) have elements of several keys: their positions do not ascend here."""
         present = np.append(0, np.cumsum(np.diff(self.starts) > 0))
         several: npt.NDArray[np.bool_] = present[last_keys + 1] - present[first_keys] > 1
         return several
 
     def note(self, at: Column, before: Elements, after: Elements) -> None:
-        """Note new values of elements at distinct positions, for `settle`: the newest link of a chain needs none."""
+        """Note new values of elements at distinct positions; `settle` moves them, if another link follows."""
         if self._layout:
             self._news = at, before, after
 
     def settle(self) -> None:
-        """Give the elements that were noted their new places."""
+        """Move the noted elements to their new places."""
         if self._news is None:
             return
         at, *news = self._news
@@ -153,7 +153,7 @@ class KeyOrder:
         new = names.astype(np.uint64) << np.uint64(32)
         new |= (2 * numbers + was_there).view(np.uint64)
         moves = np.sort(np.concatenate([self._moves, new]))
-        again = np.zeros(len(moves), bool)  # names that came and went, or went and came back
+        again = np.zeros(len(moves), bool)  # names that entered and left again, or left and came back
         again[1:] = moves[1:] == moves[:-1]
         again[:-1] |= again[1:]
         self._set_moves(moves[~again])
@@ -165,6 +165,6 @@ class KeyOrder:
 
 
 def _named(keys: Bytes) -> Elements:
-    """Return the names of elements with these keys at position 0."""
+    """Return names with these keys and position 0."""
     names: Elements = keys.astype(np.uint32) << np.uint32(POSITION_BITS)
     return names

@@ -1,8 +1,8 @@
-"""nvCOMP's ANS, for readers in host memory: a GPU decodes the blocks, no CPU can.
+"""nvCOMP's ANS, for readers in host memory: a GPU decodes the blocks, a CPU cannot.
 
-nvCOMP promises to read its streams only within a major release (the header of 6.0 says so), hence the id: 64 + the
-major. CUDA engines decode whole batches themselves (engine/cuda/engine.py); this module serves check, diff and restores
-into host memory, one plane at a time. engine/registry.py sets the decoder: the format knows no engine.
+nvCOMP promises to read its streams only within a major release (the header of 6.0 says so). So the codec's id is 64 +
+the major. CUDA engines decode whole batches themselves (engine/cuda/decoding.py). This module serves check, diff and
+restores into host memory, one plane at a time. engine/registry.py sets the decoder: format/ imports no engine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _find: Callable[[], BlockDecoder] | None = None
 
 
 def decode_with(find: Callable[[], BlockDecoder]) -> None:
-    """Set the function that finds the decoder; it raises CapabilityError or ImportError where there is none."""
+    """Set the function that finds the decoder; it raises CapabilityError or ImportError if there is none."""
     global _find
     _find = find
 

@@ -1,10 +1,11 @@
-"""Sparse deltas: the elements of a chunk in which it differs from its base, as gaps and integer differences.
+"""Sparse deltas: the elements of a chunk that differ from its base, as gaps and integer differences.
 
-docs/format.md, "Sparse deltas", defines the payload; docs/design/sparse-deltas.md has the numbers behind it. In: a
-difference and its base. Out: the payload of a blob. sparse_decode.py reads it.
+In: a difference and its base. Out: the payload of a blob, which sparse_decode.py reads. docs/format.md, "Sparse
+deltas", defines the payload; docs/design/sparse-deltas.md has the measurements.
 
-Small weights change more often than large ones, so elements are grouped by the byte of their base that holds the
-exponent. Within a group the gaps between changed elements are nearly geometric, which few symbols code well.
+Small weights change more often than large ones. So elements are grouped by their key: the byte of their base that holds
+the exponent. Within a group the lengths of gaps between changed elements are nearly geometrically distributed, and few
+symbols code them well.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from . import zstd
 from .key_order import POSITION_BITS, Elements, keys_of
 
 ID = 3
-#: A group: last key, gap shift, value shift, flags, changed elements, values.
+#: A group: its last key, gap shift, value shift and flags, and its numbers of gaps and of values.
 GROUP = np.dtype(
     [
         ("last_key", "u1"),
@@ -35,30 +36,32 @@ GROUP = np.dtype(
     ]
 )
 COUNT = struct.Struct("<I")
-#: The gap shift of a group that has a value for every element, and no gaps; and the greatest other one.
+#: The gap shift of a dense group, which has a value for every element and no gaps; and the greatest other gap shift.
 DENSE, MAX_GAP_SHIFT = 255, 26
-#: The flag of a group after which streams begin new frames.
+#: The flag of a group after which the streams of symbols begin new frames.
 ENDS_FRAMES = 1
-#: A symbol is 3 times the quotient of a gap, up to this one, plus the kind of the value: -1, +1, another one.
+#: A symbol is 3 times the quotient of a gap, at most GAP_ESCAPE, plus the kind of the difference: 0 for -1, 1 for +1,
+#: OTHER for any other.
 GAP_ESCAPE, OTHER = 84, 2
 VALUE_ESCAPE = 255
-#: A chunk is tried if at most this share of its elements changed; beyond, planes are as small and faster.
+#: A sparse delta is tried if at most this share of the elements changed; above it, planes are as small and faster.
 TRIED_BELOW_SHARE = 0.5
-#: A chunk of more elements has no sparse deltas: to apply one takes memory for each element, however few bytes it has.
+#: A chunk of more elements gets no sparse delta: to apply one takes memory for each element, even if it is short.
 MAX_ELEMENTS = 1 << POSITION_BITS
-#: A group has at least MIN_GROUP changed elements, if there are as many. Above this share of changed ones it is dense.
+#: A group takes neighbouring keys until it has MIN_GROUP changed elements. If more than this share of its elements
+#: changed, it is dense.
 DENSE_ABOVE_SHARE = 0.55
 MIN_GROUP = 128
-#: A key with more elements is a group of its own: a reader must sort the members of a group of several keys.
+#: A key with more elements is a group of its own: a reader must sort the elements of a group of several keys.
 ALONE_ABOVE = 32_768
-#: One element in so many is counted for it.
+#: One element in this many is counted, to estimate the number of elements of a key.
 SAMPLED = 61
-#: Stored bytes that another frame costs: its header, and the table of its Huffman code per symbol.
+#: Stored bytes that one more frame costs: its header, and its Huffman table, per distinct symbol.
 FRAME_BYTES, SYMBOL_BYTES = 20.0, 0.45
 
 
 def worth_trying(changed: Any, elements: Any) -> Any:
-    """Return whether a delta that changes so many of its elements may be smaller as gaps; numbers or arrays."""
+    """Return whether a sparse delta may be smaller than planes; the arguments are numbers or arrays."""
     return (changed <= TRIED_BELOW_SHARE * elements) & (elements <= MAX_ELEMENTS)
 
 
@@ -72,10 +75,10 @@ def encode(
         base: (r,) uint8.
         element_size: 1, 2, 4 or 8.
         layout: planes.ROTATED for floats, which are grouped by exponent, else planes.BYTES.
-        block_bytes: the most symbols of a frame.
+        block_bytes: the most symbols in a frame.
 
     Returns:
-        The payload in pieces, and the stored lengths of its frames.
+        The payload in pieces, and the stored lengths of its frames [bytes].
     """
     zigzag, before = (array.view(f"u{element_size}") for array in (difference, base))
     keys = keys_of(before, layout)
@@ -105,8 +108,8 @@ def _last_keys(changed: Column, sampled: Column) -> list[int]:
     """Join neighbouring keys to groups; return the last key of each.
 
     Args:
-        changed: (256,) changed elements of every key.
-        sampled: (256,) all elements of every key, in a sample.
+        changed: (256,) the number of changed elements of each key.
+        sampled: (256,) the number of all elements of each key, in a sample.
     """
     found, own, members, left = [], 0, 0, int(changed.sum())
     for key, (count, seen) in enumerate(zip(changed.tolist(), sampled.tolist(), strict=True)):
@@ -122,7 +125,7 @@ def _last_keys(changed: Column, sampled: Column) -> list[int]:
 
 
 def _mask(keys: Bytes, first: int, last: int) -> npt.NDArray[np.bool_]:
-    """Return which keys lie in a range, its last one included; valid until the next call."""
+    """Return which keys are from `first` to `last`, inclusive; valid until the next call."""
     mask = _mask_room(keys.size)
     if first == last:
         np.equal(keys, first, out=mask)
@@ -136,7 +139,7 @@ def _mask_room(size: int) -> npt.NDArray[np.bool_]:
 
 
 def _ranks(members: npt.NDArray[np.bool_], at: Column) -> tuple[Column, int]:
-    """Return, for each member at these positions, how many members come before it; and how many there are."""
+    """Return how many members come before each of the positions `at`; and how many there are in all."""
     packed = np.zeros(8 * -(-members.size // 64), np.uint8)
     packed[: -(-members.size // 8)] = np.packbits(members, bitorder="little")
     words = packed.view("<u8")
@@ -148,9 +151,9 @@ def _ranks(members: npt.NDArray[np.bool_], at: Column) -> tuple[Column, int]:
 
 @dataclass(slots=True)
 class _Group:
-    """One group, encoded but for its frames."""
+    """One encoded group, without its frames."""
 
-    row: list[int]  # a GROUP, its flag still to be set
+    row: list[int]  # a GROUP; `_encode_frames` sets its flag
     symbols: Bytes
     values: Bytes
     low: list[bytes]  # low bits of gaps, escaped gaps, low bytes of values, escaped values
@@ -163,10 +166,10 @@ def _encode_dense(zigzag: Elements, last_key: int) -> _Group:
 
 
 def _encode_gaps(changed: Column, zigzag: Elements, last_key: int) -> _Group:
-    """Encode a group by the ranks of its changed elements, ascending, and their differences."""
+    """Encode a group by the ascending ranks of its changed elements, and their differences."""
     gaps = np.diff(changed, prepend=-1) - 1
     kinds = np.minimum(zigzag - zigzag.dtype.type(1), OTHER).astype(np.int64)
-    # half of the quotients are below 4
+    # then at least half of the quotients are below 4
     shift = max(0, int(_median(gaps)).bit_length() - 2) if len(gaps) else 0
     quotients = gaps >> shift
     symbols = (3 * np.minimum(quotients, GAP_ESCAPE) + kinds).astype(np.uint8)
@@ -187,7 +190,7 @@ def _encode_values(values: Elements) -> tuple[int, Bytes, list[bytes]]:
 
 
 def _median(values: Column) -> Any:
-    """Return the middle one of values, of two the greater."""
+    """Return the median of values, the greater of two."""
     return np.partition(values, values.size // 2)[values.size // 2]
 
 
@@ -220,10 +223,10 @@ def _encode_frames(groups: Sequence[_Group], block_bytes: int) -> list[bytes]:
 
 
 def _costs(counts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Estimate the stored bytes of pairs of streams with these histograms, (..., 2, 256), in a frame each: (...)."""
+    """Estimate the stored bytes of pairs of streams, one frame each, by their histograms (..., 2, 256): (...)."""
     total = counts.sum(axis=-1)
     distinct = (counts > 0).sum(axis=-1)
     bits = total * np.log2(np.maximum(total, 1)) - (counts * np.log2(np.maximum(counts, 1))).sum(axis=-1)
-    coded = np.where(distinct > 1, np.maximum(bits, total), 0) / 8  # a Huffman code takes a bit at least
+    coded = np.where(distinct > 1, np.maximum(bits, total), 0) / 8  # a Huffman code takes at least one bit
     found: npt.NDArray[np.float64] = np.where(total > 0, coded + FRAME_BYTES + SYMBOL_BYTES * distinct, 0).sum(axis=-1)
     return found

@@ -1,9 +1,9 @@
-"""Sparse decode: links of a chain that are sparse deltas, read together, then applied one after the other.
+"""Sparse decode: consecutive sparse deltas of a chain, read together, then applied one after the other.
 
 In: payloads of sparse.py, and the base of the oldest. Out: the chunk of each link in turn, in place.
 
-Most links change few elements. So all that needs no base, which is to read the elements that changed and by how much,
-is done for many links in the same calls of NumPy: the calls themselves would take longer than their work.
+Most links change few elements, so a call of NumPy takes longer than its work. So the first part, to read the changed
+elements and their differences, which needs no base, is done for many links in one call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from . import sparse, zstd
 from .key_order import Elements, KeyOrder
 from .sparse import COUNT, DENSE, ENDS_FRAMES, GAP_ESCAPE, GROUP, MAX_GAP_SHIFT, OTHER, VALUE_ESCAPE
 
-#: So many links are read together, if they have at most so many symbols: what is made of these fits into caches.
+#: At most this many symbols and links are read together, so that the decoded arrays fit into CPU caches.
 MOST_SYMBOLS = 131_072
 MOST_LINKS = 32
 
@@ -41,12 +41,12 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """The changes that one sparse delta makes, still without its base: group after group, dense groups last."""
+    """The changes of one sparse delta, before a base is known: group after group, dense groups last."""
 
     groups: npt.NDArray[np.void]  # (g,) GROUP
     gaps_end: Column  # (g,) how many changed elements precede the end of each group
-    ranks: Column  # (c,) of each changed element in its group
-    steps: Elements  # (c + d,) what is added to each changed element, and to each element of a dense group
+    ranks: Column  # (c,) the rank of each changed element in its group
+    steps: Elements  # (c + d,) the summand of each changed element, then of each element of the dense groups
 
 
 def apply_all(links: Sequence[Stored], elements: Elements, layout: int) -> Iterator[bool]:
@@ -54,7 +54,8 @@ def apply_all(links: Sequence[Stored], elements: Elements, layout: int) -> Itera
 
     Args:
         links: sparse deltas, the oldest first.
-        elements: (n,) of the base of the oldest.
+        elements: (n,) unsigned integers: the base of the oldest link.
+        layout: planes.ROTATED or planes.BYTES, as the links have it.
 
     Raises:
         IntegrityError: the next link contradicts itself or its base; `elements` are then garbage.
@@ -63,7 +64,7 @@ def apply_all(links: Sequence[Stored], elements: Elements, layout: int) -> Itera
     while done < len(links):
         try:
             ready = unpack(links[done : done + MOST_LINKS], elements)
-        except IntegrityError:  # of any of them
+        except IntegrityError:  # any of them may be bad
             ready = unpack(links[done : done + 1], elements)
         if order is None:
             order = KeyOrder(elements, layout, *_undivided(links))
@@ -74,7 +75,7 @@ def apply_all(links: Sequence[Stored], elements: Elements, layout: int) -> Itera
 
 
 def apply(changes: Changes, elements: Elements, order: KeyOrder) -> None:
-    """Turn a base, which has this order, into its chunk, in place.
+    """Turn a base into its chunk, in place. `order`: of the base.
 
     Raises:
         IntegrityError: the base contradicts the changes; `elements` and `order` are then garbage.
@@ -88,7 +89,7 @@ def apply(changes: Changes, elements: Elements, order: KeyOrder) -> None:
 
 
 def _positions(changes: Changes, order: KeyOrder) -> Column:
-    """Return where the changed elements lie, then those of dense groups."""
+    """Return the positions of changed elements, then of dense groups."""
     groups, ranks = changes.groups, changes.ranks
     last_keys = groups["last_key"].astype(np.int64)
     first_keys = np.append(0, last_keys[:-1] + 1)
@@ -116,7 +117,7 @@ def _positions(changes: Changes, order: KeyOrder) -> Column:
 
 
 def _undivided(links: Iterable[Stored]) -> tuple[int, int]:
-    """Return up to and from which key no link divides the keys: `low` and `high` of KeyOrder."""
+    """Return KeyOrder's `low` and `high`: no group ends below `low`, or from `high` to 254."""
     low, high = 255, 0
     for payload in (link.payload for link in links):
         count = COUNT.unpack_from(payload)[0] if len(payload) >= COUNT.size else 0
@@ -127,7 +128,10 @@ def _undivided(links: Iterable[Stored]) -> tuple[int, int]:
 
 
 def unpack(links: Sequence[Stored], base: Elements) -> list[Changes]:
-    """Read sparse deltas of such elements: the first one, and as many more as it is good to read at once.
+    """Read the first sparse delta, and as many of the next ones as MOST_SYMBOLS allows.
+
+    Args:
+        base: (n,) of the dtype and length of the chunk's elements; it is not read.
 
     Raises:
         IntegrityError: one of them contradicts itself.
@@ -153,7 +157,7 @@ def unpack(links: Sequence[Stored], base: Elements) -> list[Changes]:
 
 
 def _read_groups(payload: memoryview, element_size: int) -> tuple[npt.NDArray[np.void], int]:
-    """Return the table of groups, checked by itself, and where it ends."""
+    """Return the checked table of groups, and its end in the payload."""
     count = COUNT.unpack_from(payload)[0] if len(payload) >= COUNT.size else 0
     end = COUNT.size + count * GROUP.itemsize
     if not 1 <= count <= 256 or end > len(payload):
@@ -172,7 +176,7 @@ def _read_groups(payload: memoryview, element_size: int) -> tuple[npt.NDArray[np
 def _read_frames(
     links: Sequence[Stored], starts: Sequence[int], tables: Sequence[npt.NDArray[np.void]]
 ) -> tuple[tuple[Bytes, Bytes], list[memoryview]]:
-    """Decode the frames of all links, which begin at `starts`; return all symbols, all values, and the low parts."""
+    """Decode the frames of links, which begin at `starts`; return (symbols of gaps, of values), and low parts."""
     names = ("gaps", "values")
     streams = {name: np.empty(sum(int(t[name].sum(dtype=np.int64)) for t in tables), np.uint8) for name in names}
     filled, lows = dict.fromkeys(streams, 0), []
@@ -199,15 +203,15 @@ def _read_frames(
 
 
 class _Low:
-    """The low parts of all groups.
+    """Low parts of all groups.
 
     Args:
-        lows: of each link.
-        of_link: (g,) which link a group belongs to.
+        lows: the bytes of each link.
+        of_link: (g,) the link of each group.
         sizes: (g, 4) bytes of each part: low bits of gaps, escaped gaps, low bytes of values, escaped values.
 
     Attributes:
-        starts: (g, 4) where each part begins.
+        starts: (g, 4) the first byte of each part in the bytes of all links.
     """
 
     def __init__(self, lows: Sequence[memoryview], of_link: Column, sizes: Column) -> None:
@@ -219,8 +223,8 @@ class _Low:
         self._bytes = np.frombuffer(b"".join([*lows, bytes(8)]), np.uint8)
 
     def bits(self, at: Column, widths: Column) -> Column:
-        """Return integers of up to 26 bits from their first bits on, the highest one first."""
-        # big-endian words of the bytes are little-endian ones of the reversed bytes, which NumPy takes faster
+        """Return the integers of up to 26 bits that begin at bits `at`, highest bit first."""
+        # a big-endian word of the bytes is a little-endian word of the reversed bytes, which NumPy reads faster
         words = _words(self._bytes[::-1].copy(), len(self._bytes) - 8 - (at >> 3))
         words <<= (at & 7).view(np.uint64)
         words >>= (63 - widths).view(np.uint64)
@@ -228,13 +232,13 @@ class _Low:
         return words.view(np.int64)
 
     def integers(self, at: Column, widths: Column) -> Words:
-        """Return little-endian integers of up to 8 bytes from their first bytes on."""
+        """Return the little-endian integers of up to 8 bytes that begin at `at`."""
         found: Words = _words(self._bytes, at) & _LOWEST_BYTES[widths]
         return found
 
 
 def _words(data: Bytes, at: Column) -> Words:
-    """Return the little-endian words of 8 bytes that begin at these bytes."""
+    """Return the little-endian words of 8 bytes that begin at bytes `at`."""
     words = np.ndarray((len(data) - 7,), "<u8", data, strides=(1,))
     found: Words = words.take(at).astype(np.uint64, copy=False)
     return found
@@ -242,14 +246,14 @@ def _words(data: Bytes, at: Column) -> Words:
 
 @dataclass(frozen=True, slots=True)
 class _Symbols:
-    """Symbols of all groups, group after group: of gaps or of values."""
+    """Quotients of gaps or of values, group after group."""
 
-    plain: Bytes  # (m,)
-    counts: Column  # (g,)
-    firsts: Column  # (g,) the number of the first one of each group
-    escapes: Column  # (k,) the numbers of those whose quotients are elsewhere
-    escape_group: Column  # (k,)
-    escape_counts: Column  # (g,)
+    plain: Bytes  # (m,) as in the symbols
+    counts: Column  # (g,) how many each group has
+    firsts: Column  # (g,) the index of each group's first one
+    escapes: Column  # (k,) the indices of the escaped ones: their quotients are in the low parts
+    escape_group: Column  # (k,) the groups of these
+    escape_counts: Column  # (g,) how many of these each group has
 
     @classmethod
     def of(cls, plain: Bytes, counts: Column, is_escape: npt.NDArray[np.bool_]) -> _Symbols:
@@ -259,18 +263,18 @@ class _Symbols:
         return cls(plain, counts, ends - counts, escapes, group, np.bincount(group, minlength=len(counts)))
 
     def each(self, column: Column) -> Column:
-        """Return the value of its group for every symbol."""
+        """Repeat each group's value for its symbols."""
         return np.repeat(column, self.counts)
 
     def each_at(self, starts: Column, step: Column) -> Column:
-        """Return where the part of every symbol lies, if those of a group follow each other from its start."""
+        """Return where the part of each symbol begins, (m,), if parts of `step` follow a group's start."""
         at = np.arange(len(self.plain))
         at *= self.each(step)
         at += self.each(starts - self.firsts * step)
         return at
 
     def quotients(self, dtype: type, low: _Low, part: int, width: int) -> Column:
-        """Return the symbols, and for escapes the integers of `width` bytes in a low part of their groups."""
+        """Return the quotients (m,); those of escapes are integers of `width` bytes in a low part."""
         found: Column = self.plain.astype(dtype)
         if len(self.escapes):
             number = (
@@ -295,7 +299,7 @@ def _decode_changes(
         streams: the symbols of all gaps, and of all values.
         lows: the low parts of each link.
         size: of an element [bytes].
-        elements: of a chunk.
+        elements: the number of elements of the chunk.
     """
     groups, of_link = np.concatenate(tables), np.repeat(np.arange(len(tables)), [len(t) for t in tables])
     counts, value_counts = (groups[name].astype(np.int64) for name in ("gaps", "values"))
@@ -316,7 +320,7 @@ def _decode_changes(
     if (plain[~of_dense] > _LOWEST_BYTES[size] - np.uint64(3)).any():
         raise IntegrityError("sparse: a value beyond the element size")
     dtype = np.dtype(f"u{size}")
-    steps = kinds.astype(dtype)  # -1 for kind 0, which is z = 1; 1 for kind 1
+    steps = kinds.astype(dtype)  # becomes -1 for kind 0 (z = 1), and 1 for kind 1 (z = 2)
     steps += steps
     steps -= dtype.type(1)
     steps[others] = _steps(plain[~of_dense].astype(dtype) + dtype.type(3))
@@ -335,7 +339,7 @@ def _decode_changes(
 
 
 def _steps(zigzag: Elements) -> Elements:
-    """Return what zigzagged differences add to unsigned elements of their size."""
+    """Return zigzag differences as summands of unsigned elements."""
     one = zigzag.dtype.type(1)
     steps: Elements = (zigzag >> one) ^ (~(zigzag & one) + one)
     return steps
@@ -348,7 +352,7 @@ def _decode_ranks(gaps: _Symbols, shifts: Column, low: _Low, elements: int) -> C
         widths = gaps.each(shifts)
         found <<= widths
         found += low.bits(gaps.each_at(8 * low.starts[:, 0], shifts), widths)
-    if found.size and found.max() >= elements:  # before they are summed up, so that the sum cannot overflow
+    if found.size and found.max() >= elements:  # checked before the sum, which could overflow
         raise IntegrityError(f"sparse: a gap of {found.max()} beyond its group")
     found += 1
     through = np.cumsum(found)

@@ -1,8 +1,8 @@
 """zstd (RFC 8878): one single-segment frame per block, with its content size, no dictionary, no checksum.
 
-`encode_entropy` codes skewed noise: min_match 7 over a 64-entry hash table finds next to no match, so the frame is
-Huffman-coded literals. It runs at 1 GB/s per core, within 0.2 % of the size that zlib's Huffman-only mode reaches at
-0.2 GB/s, and decodes five times as fast (docs/design/cpu-engine.md). `encode_matches` codes planes with repeats.
+`encode_entropy` codes skewed noise: min_match 7 over a 64-entry hash table finds almost no match, so the frame is
+Huffman-coded literals. It runs at 1 GB/s per core; zlib's Huffman-only mode runs at 0.2 GB/s, and the sizes differ by
+0.2 %. Its frames decode five times as fast (docs/design/cpu-engine.md). `encode_matches` codes planes with repeats.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...arrays import Bytes, items_at
 from ...errors import IntegrityError
 
 ID = 1
-#: Magic, descriptor, content size of one or two bytes, block header, literals header: at most 15 of these bytes.
+#: The first 16 bytes of a frame: magic, descriptor, content size (1 or 2 bytes), block header, literals header.
 _HEAD = np.dtype([("first", "<u8"), ("second", "<u8")])
 _ENTROPY = zstandard.ZstdCompressionParameters(
     strategy=zstandard.STRATEGY_FAST, window_log=16, hash_log=6, min_match=7, target_length=0, write_content_size=1
@@ -29,7 +29,7 @@ _MATCHES = zstandard.ZstdCompressionParameters(
 
 
 class _Local(threading.local):
-    """Contexts of one thread; to create one costs more than to compress a block."""
+    """Contexts of one thread: making one costs more than compressing a block."""
 
     def __init__(self) -> None:
         self.entropy = zstandard.ZstdCompressor(compression_params=_ENTROPY)
@@ -51,7 +51,7 @@ def encode_matches(plane: Bytes, block_bytes: int) -> list[bytes]:
 
 
 def decode(blocks: Sequence[memoryview], out: Bytes, block_bytes: int) -> None:
-    """Fill `out` from its blocks. It checks a frame's content size first: the decoder allocates that much.
+    """Fill `out` from its blocks. It first checks content sizes, which the decoder allocates.
 
     Raises:
         IntegrityError: a block does not decode to its length.
@@ -71,11 +71,13 @@ def decode(blocks: Sequence[memoryview], out: Bytes, block_bytes: int) -> None:
 def is_literals(
     stored: Bytes, offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.bool_]:
-    """Return which frames are one block without sequences, by their headers: raw, RLE, or Huffman-coded literals.
+    """Return which frames (n,) are one block without sequences: raw, RLE, or Huffman-coded literals.
+
+    It reads their headers alone.
 
     Args:
         offsets, sizes: (n,) of the frames in `stored`.
-        lengths: (n,) plain bytes that each frame should hold.
+        lengths: (n,) plain bytes that each frame should decode to.
     """
     last = max(stored.size - _HEAD.itemsize, 0)
     end = np.concatenate([stored[last:], np.zeros(_HEAD.itemsize, np.uint8)])  # of the last frames
@@ -83,15 +85,15 @@ def is_literals(
     head = np.empty(len(offsets), _HEAD)
     head[~is_last] = items_at(stored, offsets[~is_last], _HEAD)
     head[is_last] = items_at(end, offsets[is_last] - last, _HEAD)
-    short = lengths < 256  # then the content size has one byte, and all behind it starts a byte earlier
+    short = lengths < 256  # then the content size has one byte, and the rest begins one byte earlier
     shift = np.where(short, 48, 56).astype(np.uint64)
-    block = (head["first"] >> shift | head["second"] << 64 - shift).astype(np.int64)  # the first 8 bytes of it
+    block = (head["first"] >> shift | head["second"] << 64 - shift).astype(np.int64)  # the block's first 8 bytes
     header, literals = block & 0xFFFFFF, block >> 24 & 0xFFFFFFFFFF
     kind, block_bytes = header >> 1 & 3, header >> 3
     form = literals >> 2 & 3
     bits, header_bytes = np.array([10, 10, 14, 18])[form], np.array([3, 3, 4, 5])[form]
     coded = literals & 3 == 2  # Huffman-coded with a tree
-    coded &= (literals >> 4 + bits & (1 << bits) - 1) + header_bytes + 1 == block_bytes  # and a byte: no sequences
+    coded &= (literals >> 4 + bits & (1 << bits) - 1) + header_bytes + 1 == block_bytes  # + 1: no sequences
     single: npt.NDArray[np.bool_] = (head["first"] >> 32 & 0xFF == np.where(short, 0x20, 0x60)) & (header & 1 == 1)
     single &= (sizes > np.where(short, 9, 10)) & ((kind < 2) | ((kind == 2) & coded))
     return single

@@ -34,11 +34,11 @@ _STORAGE_CLASS = re.compile(r"[A-Z0-9_]{1,64}")
 #: Classes whose objects must be restored, for hours, before they can be read.
 _FROZEN = {"GLACIER", "DEEP_ARCHIVE"}
 
-#: A key has at most 1,024 bytes, of which the longest of ours (run and step) takes 350.
+#: S3 allows names of 1,024 bytes. Our longest key (with run and step) takes 350.
 _PREFIX_LIMIT = 512
 #: The time to fetch credentials, which may come from a program or a server.
 CREDENTIALS_TIMEOUT_S = 60.0
-#: Credentials that expire sooner are not used: botocore's own limit.
+#: Credentials that expire sooner are not used; this is botocore's own limit [s].
 CREDENTIALS_LEFT_S = 600
 _CREATE_LOCK = threading.Lock()  # boto3 is not safe to make clients in several threads
 
@@ -104,7 +104,7 @@ def _is_prefix_component(name: str) -> bool:
 
 
 def make_client(*, connections: int, connect_timeout_s: float, read_timeout_s: float) -> S3Client:
-    """Return a client by the standard AWS configuration; safe to use from several threads, not across a fork.
+    """Return a client with the standard AWS configuration; safe to use from several threads, not across a fork.
 
     botocore's checksums (since 1.36) are off, because older servers refuse requests with them. Our puts carry their
     SHA-256, and our reads are verified by digests.
@@ -241,4 +241,4 @@ auth.AUTH_TYPE_MAPS[_SIGNER] = _SignerOfHashedBodies
 
 
 def _choose_signer(signature_version: object, **_: Any) -> Any:
-    return _SIGNER if signature_version in ("v4", "s3v4") else None  # others: for other buckets and keys
+    return _SIGNER if signature_version in ("v4", "s3v4") else None  # None: botocore's own signer

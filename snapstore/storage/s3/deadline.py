@@ -50,9 +50,10 @@ class Deadline:
         self.ends_s = min(self.ends_s, time.monotonic() + self._seconds) + size_bytes / SLOWEST_BYTES_PER_S
 
     def watch(self, sock: socket.socket) -> None:
-        """Shut the connection of `sock` at the deadline; the connection before it is watched no more.
+        """Shut the connection of `sock` at the deadline; stop watching an earlier connection of this request.
 
-        A duplicate is kept: TLS detaches the socket from its object, and the number of a closed one may be reused.
+        A duplicate of the descriptor is kept: TLS detaches the socket from its object, and the number of a closed
+        descriptor may be reused.
         """
         mine = socket.socket(sock.family, sock.type, sock.proto, fileno=socket.dup(sock.fileno()))
         with _watchdog.changed:
@@ -150,4 +151,4 @@ def run_with_timeout(work: Callable[[], T], seconds: float, discard: Callable[[T
     try:
         return future.result()
     finally:
-        future = Future()  # a failure holds this frame; it must not hold itself, and with it the bytes of its request
+        future = Future()  # an exception holds this frame: break the cycle, or it keeps the bytes of its request

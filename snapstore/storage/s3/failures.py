@@ -24,7 +24,7 @@ from .transport import InvalidAnswerError, UnsendableError
 
 T = TypeVar("T")
 
-#: Errors of a body that breaks off; botocore lets some of urllib3's through.
+#: Errors of a body that breaks off; botocore passes some errors of urllib3 on.
 _BROKEN = (aws.IncompleteReadError, aws.HTTPClientError, HTTPError, OSError)
 #: HTTP statuses and error codes after which the same request may succeed. S3 redirects only by 301 and 307.
 _RETRYABLE_STATUS = {302, 303, 408, 409, 425, 429, 500, 502, 503, 504}
@@ -81,10 +81,10 @@ def guarded(call: Callable[..., T], *args: Any, **options: Any) -> T:
 
 
 def send(call: Callable[..., Any], options: Mapping[str, Any], attempts: int) -> Any:
-    """Send a request, again after growing pauses while a retry may help, and return the answer.
+    """Send a request and return the answer; after a failure that a retry may help, send it again after a pause.
 
     Raises:
-        Failure: That of the last attempt.
+        Failure: The last attempt failed, or a retry cannot help.
     """
     for attempt in range(1, attempts + 1):
         try:
@@ -97,7 +97,7 @@ def send(call: Callable[..., Any], options: Mapping[str, Any], attempts: int) ->
 
 
 def pause(attempt: int) -> None:
-    """Sleep after a failed attempt; the first attempt is 1."""
+    """Sleep after a failed attempt, longer after each; the first attempt is 1."""
     time.sleep(random.uniform(0.5, 1) * min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (attempt - 1)))
 
 

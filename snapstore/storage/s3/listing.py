@@ -1,11 +1,11 @@
 """Listings: parse the pages of a listing, and refuse a page that contradicts itself or an earlier one.
 
-In: XML. Out: objects, and where the listing continues. botocore takes an empty body for an empty listing, any word but
-"true" for false, and the answer to another operation for a page with missing fields. If a wrong page is believed, live
-objects look deleted, and a gc deletes them.
+In: XML. Out: objects, and where the listing continues. botocore accepts an empty body as an empty listing, any word but
+"true" as false, and the answer to another operation as a page with missing fields. If a wrong page were believed, live
+objects would look deleted, and a gc would delete data that they need.
 
-No order is required: directory buckets, and servers that walk a file system, do not sort as S3 does. Every object comes
-once: if names do not ascend, each is looked up among all before it.
+No order is required: directory buckets, and servers that walk a file system, do not sort as S3 does. An object that
+comes twice is an error: once names do not ascend, each name is compared with all earlier ones.
 """
 
 from __future__ import annotations

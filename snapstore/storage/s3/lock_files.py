@@ -5,8 +5,9 @@ lock ends with `end` or with its process, however that dies, so a gc on this mac
 clock. If the cache cannot be used (it is read-only, on a network, or others can write to it), nothing is known, and
 heartbeats alone decide. A lock file without its object is harmless.
 
-A lock file states its own device and inode. A copy of the cache folder, which no process has locked, states other ones:
-it proves nothing, or a gc that uses it would take every live session for dead.
+A lock file states its own device and inode. No process locks the files in a copy of the cache folder, so every live
+session would look dead to a gc that uses the copy. But the copied files state the device and inode of the originals, so
+they prove nothing.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class LivenessLocks:
         return True
 
     def end(self, key: str) -> None:
-        """Drop the lock of a key and remove its file, also another process's."""
+        """Drop the lock of a key and remove its file, also if another process locked it."""
         if self._folder is not None:
             file = self._folder / self._name(key)
             with suppress(OSError):
@@ -69,7 +70,7 @@ class LivenessLocks:
             unlock(str(self._folder / self._name(key)))
 
     def is_alive(self, key: str) -> bool | None:
-        """Return whether a live process of this machine has the lock; None if no process here ever took it."""
+        """Return whether a live process of this machine has the lock of a key; None if there is no such lock file."""
         if self._folder is None:
             return None
         file = self._folder / self._name(key)
@@ -85,5 +86,5 @@ class LivenessLocks:
 
 
 def _identity(status: os.stat_result) -> bytes:
-    """Return what a lock file says of itself: no copy of it has the same device and inode while it exists."""
+    """Return the content of a lock file: no copy of it has the same device and inode while it exists."""
     return b"%d %d" % identity(status)

@@ -24,7 +24,7 @@ from .transport import InvalidAnswerError
 READ_PIECE_BYTES = 256 * 1024
 #: A longer range is read by several requests at once: one connection gives 50 to 100 MB/s.
 PIECE_BYTES = 8 * 1024 * 1024
-#: A range that ends beyond this is read only after the object's size is known: our objects are all smaller.
+#: A range that ends beyond this is read only after the object's size is known. All our objects are smaller.
 STAT_FIRST_BYTES = 64 * 1024**3
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
 
@@ -62,7 +62,7 @@ class Reader:
     def get_range(self, key: str, offset: int, length: int, into: memoryview | None = None) -> memoryview:
         """Return a range of `key`, a long one by several requests at once; see `ObjectStore.get_range`."""
         check_key(key)
-        # A range that cannot be is left to `range_memory`: that the object is missing is the more important error.
+        # `range_memory` refuses an impossible range, after `stat`: a missing object is the more important error.
         pieces = split_range(length) if 0 <= offset <= STAT_FIRST_BYTES - length else []
         last: Answer | None = None  # the answer to the last piece; it has the object's size, before memory is filled
         with self._requests.failures(key, "read"):
@@ -132,14 +132,14 @@ class Reader:
         done = failures = 0
         ends_s = time.monotonic() + self._requests.attempts * self._read_timeout_s + len(view) / SLOWEST_BYTES_PER_S
         while done < len(view):
-            if answer is None:  # its failures are final: it was retried already
+            if answer is None:  # its failures are final: `ask` has retried it
                 answer, now_bytes = self._open_range(key, offset + done, len(view) - done)
                 if now_bytes != size_bytes:
                     answer["Body"].close()
                     raise too_short(key, self._requests.url, offset, len(view), now_bytes)
             try:
                 while done < len(view):
-                    # not readinto: old releases of botocore lack it, and urllib3's copies too
+                    # not readinto: old releases of botocore lack it, and urllib3's readinto copies too
                     data = guarded(answer["Body"].read, min(READ_PIECE_BYTES, len(view) - done))
                     if not data:  # the answer has fewer bytes than its range
                         raise Failure("ShortBody", "the body broke off; check the network, then try again")

@@ -41,7 +41,7 @@ class Requests:
         url: The URL of the prefix.
         place: The URL with the endpoint: a mirror elsewhere has the same URL.
         prefix: Empty, or ends in `/`.
-        attempts: How often a request is sent at most.
+        attempts: The most times that a request is sent.
     """
 
     def __init__(self, where: BucketUrl, *, connect_timeout_s: float, read_timeout_s: float, attempts: int) -> None:
@@ -56,7 +56,7 @@ class Requests:
         self.place = f"{_without_user(self.client.meta.endpoint_url)} {self.url}"
 
     def below(self, name: str) -> Requests:
-        """Return the same for the objects under `<prefix><name>/`."""
+        """Return the requests for the objects under `<prefix><name>/`."""
         requests = copy(self)
         requests.url, requests.place = f"{self.url}/{name}", f"{self.place}/{name}"
         requests.prefix = f"{self.prefix}{name}/"
@@ -72,7 +72,7 @@ class Requests:
         return client
 
     def ask(self, key: str, verb: str, call: Callable[..., Any], name: str | None = None, **options: Any) -> Any:
-        """Send a request about `key`, again while a retry may help, and return the answer.
+        """Send a request about `key` and return the answer; send it again while a retry may help.
 
         Args:
             name: The object that the request names, if it names one.
@@ -135,7 +135,7 @@ class Requests:
         return ObjectInfo(key, size_bytes, float(int(modified.timestamp())), answer.get("ETag", "").strip('"'))
 
     def length_of(self, key: str, answer: Answer) -> int:
-        """Return the length of the body, or of the object, by the answer [bytes].
+        """Return the length of the body, or of the object, that the answer states [bytes].
 
         Raises:
             StorageError: The answer has no valid length.

@@ -6,8 +6,9 @@ connections of its own.
 Invariants, and what is lost without them:
 
 - Every put says `If-None-Match: *`, so one of several racing writers wins. `prepare` refuses a server that ignores it.
-- A put that was sent more than once may meet its own object: 412 then means "taken, maybe by us". So the object is read
-  back, and the put has succeeded if the bytes are the same. Only a 412 to the first attempt is certainly another's.
+- A put that was sent more than once may find its own object: 412 then means "taken, maybe by us". So the object is read
+  back, and the put has succeeded if the bytes are the same. Only a 412 to the first attempt proves that another writer
+  made the object.
 - 409 says that a racing request is under way and nothing is decided: the put is repeated.
 - After any other failure of a put it is unknown whether the object exists; the caller reads the key (`ObjectStore`).
 - Retries are ours alone (failures.py; reader.py for bodies that break off). Connecting, sending, each read, and a body
@@ -64,10 +65,11 @@ if TYPE_CHECKING:
 
 #: The most concurrent requests of one call.
 READERS = 8
-#: A request is repeated if the server is silent for so long. Sending has the first one for each piece of a body.
+#: A request is repeated if connecting, or waiting for an answer, takes longer. Sending may take the first of them for
+#: each piece of a body.
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10.0, 30.0
-#: With pauses that double from 0.1 to 20 s, this bridges 35 s without a server. If a server never answers, a request
-#: fails within eight minutes.
+#: With pauses that double from 0.1 to 20 s, a request survives an outage of 35 s. If a server never answers, it fails
+#: within eight minutes.
 ATTEMPTS = 10
 DELETE_BATCH = 1000  # keys in one request, S3's limit
 #: Larger bodies are sent without a copy, and only after the server has accepted the headers (100 Continue).
@@ -79,7 +81,7 @@ _RETRYABLE = {"InternalError", "SlowDown", "ServiceUnavailable", ""}
 _NO_BATCHES = {403, 405, 501}
 #: `sizes` reads at most so many entries of a listing; it asks for the sizes of all other objects one by one.
 LISTED_FOR_SIZES = 5000
-#: Names in a sandbox that could not be removed, for lack of the permission to delete.
+#: Names in a sandbox that could not be removed, because the permission to delete is missing.
 _SANDBOX = re.compile(r"\.trial-[0-9a-f]{16}/")
 
 
@@ -88,7 +90,8 @@ class S3Store(Reader, ObjectStore):
 
     Args:
         url: `s3://bucket[/prefix][?storage_class=NAME]`; everything else is the standard AWS configuration.
-        connect_timeout_s, read_timeout_s, attempts: When a request fails.
+        connect_timeout_s, read_timeout_s: The time limits of an attempt, to connect and to get an answer [s].
+        attempts: The most times that a request is sent.
 
     Raises:
         InvalidInputError: The URL is invalid, or the AWS configuration cannot be used.
@@ -194,7 +197,7 @@ class S3Store(Reader, ObjectStore):
             self._liveness.unlock(key)
 
     def is_locked(self, key: str) -> bool | None:
-        """Return whether a live process of this machine has the lock; None if no process here ever took it."""
+        """Return whether a live process of this machine has the lock of `key`; None if there is no such lock file."""
         check_key(key)
         return self._liveness.is_alive(key)
 
@@ -213,7 +216,7 @@ class S3Store(Reader, ObjectStore):
                 self._liveness.end(key)  # after the delete: nothing sees a live session without its lock
 
     def _delete_batch(self, keys: Sequence[str]) -> None:
-        """Delete keys by one request, again for keys that the server does not confirm, while a retry may help."""
+        """Delete keys by one request; repeat it for keys that the server does not confirm, while a retry may help."""
         left = {self._requests.prefix + key: key for key in keys}
         for attempt in range(1, self._requests.attempts + 1):
             wanted = {"Objects": [{"Key": name} for name in left]}
@@ -249,7 +252,7 @@ class S3Store(Reader, ObjectStore):
         return self._requests.stat(key)
 
     def sizes(self, keys: Collection[str]) -> dict[str, int]:
-        """Return the size of each key that has an object; a short listing of their common folder gives several."""
+        """Return the size [bytes] of each key that has an object; a listing of their common folder gives several."""
         if len(keys) <= 1:
             return super().sizes(keys)
         folder = posixpath.commonpath(keys)
@@ -292,7 +295,7 @@ class S3Store(Reader, ObjectStore):
 
     @contextmanager
     def sandbox(self) -> Iterator[S3Store]:
-        """Yield a store under a new prefix, emptied at the end; it begins with a dot, so no listing shows it."""
+        """Yield a store under a new prefix, emptied at the end; its name begins with a dot, so no listing shows it."""
         store, name = copy(self), f".trial-{os.urandom(8).hex()}"
         store._use(self._requests.below(name))
         try:

@@ -3,7 +3,7 @@
 In: requests that botocore has signed. Out: its answers, with bodies that end in time and are no larger than allowed.
 
 - A connection is reused only after an answer that S3 gives to a request that was sent whole. After any other answer
-  (1xx, a redirect, a refusal before the body was sent), a late answer would become that of the next request.
+  (1xx, a redirect, a refusal before the body was sent), a late answer would be read as the answer to the next request.
 - Bodies that are not streamed are read here, up to `ANSWER_LIMIT_BYTES`.
 
 botocore has no interface for this. The code relies on parts of botocore and urllib3 that exist since botocore 1.36: the
@@ -62,7 +62,7 @@ _current = _Current()
 
 
 def _unsent_bytes(sock: socket.socket) -> int:
-    """Return the sent bytes that wait in the kernel for a slow line; 0 if the kernel does not tell."""
+    """Return the number of written bytes that the kernel has not sent yet; 0 if the kernel does not tell."""
     try:
         return int.from_bytes(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
     except OSError:
@@ -173,7 +173,7 @@ class _Body:
         return data
 
     def stream(self, *_: object, **__: object) -> Iterator[bytes]:
-        """Yield all of a body that is not an object's bytes.
+        """Yield a whole body, in pieces; for bodies that are not an object's bytes.
 
         Raises:
             InvalidAnswerError: It has more than ANSWER_LIMIT_BYTES.
@@ -212,7 +212,7 @@ class Session:
     """botocore's HTTP session, with a deadline for every request.
 
     Args:
-        seconds: For a request and its answer; their bodies have time of their own (`Deadline.allow`).
+        seconds: The time limit of a request and its answer; their bodies add to it (`Deadline.allow`).
     """
 
     def __init__(self, session: Any, seconds: float) -> None:

@@ -91,7 +91,7 @@ def typed(found: Any, types: Types) -> dict[str, Any]:
 
 
 def integers(found: Any, count: int | None = None) -> list[int]:
-    """Return a list of so many numbers that are not negative."""
+    """Return a list of `count` numbers that are not negative."""
     need(isinstance(found, list) and all(type(n) is int and n >= 0 for n in found), "no list of sizes")
     need(count in (None, len(found)), "a list of another length")
     return found  # type: ignore[no-any-return]
@@ -624,7 +624,7 @@ class Part:
         need(manifest.header["depth"] == manifest.depth, "a manifest's depth")
 
     def _add(self, rank: int, child: Manifest) -> None:
-        """Give the boxes of a child to the root's entries of their paths; the entries beyond are its own values'."""
+        """Give the boxes of a child to the root's entries of the same paths; further entries are of its own values."""
         places = defaultdict(list)
         for i, entry in enumerate(self.root.entries):
             if entry.kind != "page":
@@ -802,7 +802,7 @@ class Tree:
         return list(zip(found, self._values(values, depth), strict=True))
 
     def _object(self, kind: str, name: tuple[str, str], value: Any, fields: list[Any]) -> Any:
-        """Give the plain form of a value of a class; a namespace is made."""
+        """Return the plain form of a value of a class; a namespace is built."""
         need(kind in ("dataclass", "namedtuple", "namespace", "subclass"), f"an object of kind {kind}", UnknownError)
         need(len(fields) == (kind == "namedtuple"), "an object has another number of elements", UnknownError)
         if kind != "namespace":
@@ -890,7 +890,7 @@ def hashable(keys: list[Any]) -> None:
     except TypeError as error:
         raise DamagedError("a key is not hashable") from error
     need(max(hashes.values(), default=0) <= SAME_HASH, "too many keys share a hash")
-    need(len(set(keys)) == len(keys), "a key stands twice")
+    need(len(set(keys)) == len(keys), "a key occurs twice")
 
 
 # --- snapshots ---

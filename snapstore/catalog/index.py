@@ -484,7 +484,7 @@ def folder_for(store: ObjectStore, uuid: str) -> tuple[Path, bool]:
         # A copy of a repository has its uuid, and records of its own: one index must not serve both.
         return cache / f"{uuid}-{_shortened(store.place).hex()}", False
     if lasts:
-        log.warning("the cache %s %s; until it is closed %s has a temporary index", cache, why, store.url)
+        log.warning("the cache %s %s; %s has a temporary index until it is closed", cache, why, store.url)
     return _temporary_folder(), True
 
 

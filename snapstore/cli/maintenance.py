@@ -332,7 +332,7 @@ def _print_copy(result: CopyResult) -> None:
     sizes = f"; {human_bytes(result.read_bytes)} read, {human_bytes(result.stored_bytes)} stored"
     line(f"{copied}, {len(result.present)} there already, {len(result.failed)} failed{'' if result.dry_run else sizes}")
     if result.left_out:
-        note(f"{counted(len(result.left_out), 'snapshot')} left out, which the destination has forgotten: name them")
+        note(f"{counted(len(result.left_out), 'snapshot')} left out: the destination has forgotten them; name them")
 
 
 class IndexAction(StrEnum):

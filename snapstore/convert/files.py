@@ -219,7 +219,7 @@ def check_new(path: Path, *, force: bool, is_folder: bool = False) -> None:
         AlreadyExistsError: it exists, and `force` is not set.
     """
     if path.name in ("", ".."):
-        raise InvalidInputError(f"{path}: expected the name of a new folder")
+        raise InvalidInputError(f"{path}: expected the name of a new {'folder' if is_folder else 'file'}")
     if not path.parent.is_dir():
         raise InvalidInputError(f"{path}: {path.parent} is not a folder; create it first")
     if path.is_dir() and not is_folder:

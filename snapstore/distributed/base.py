@@ -198,7 +198,7 @@ class Watch:
         silences = self._ranks.silences(who)
         if silent := [rank for rank, silence in zip(who, silences, strict=True) if silence > self._ranks.silent_s]:
             raise RanksError(
-                f"{named(silent)} of {self._ranks.count}: not heard of for {self._ranks.silent_s:.6g} s, while rank "
+                f"{named(silent)} of {self._ranks.count}: silent for {self._ranks.silent_s:.6g} s, while rank "
                 f"{self._ranks.rank} waited for {self._what}",
                 ranks=silent,
             )

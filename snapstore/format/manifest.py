@@ -427,7 +427,7 @@ def _check_sizes(m: Manifest, where: str) -> None:
         end = 0
         for first, count in sorted(spans):
             if first != end and count:
-                raise FormatError(f"{where}: {what} {first}+{count}, expected the next from {end}: one tensor has each")
+                raise FormatError(f"{where}: {what} {first}+{count}, expected the next from {end}: each has one tensor")
             end += count
         if end != total:
             raise FormatError(f"{where}: its tensors have {end} {what}, {total} are there")

@@ -165,7 +165,7 @@ class RankCheck:
         for entry, number in match_entries(self._by_path, child.tensors):
             if number is not None:
                 if has_own:
-                    raise FormatError(f"{where}: {display(entry.path)}: behind values that are the rank's own")
+                    raise FormatError(f"{where}: {display(entry.path)}: after values that are the rank's own")
                 self._add_entry(number, entry, sums, where)
                 self._compare_map(number, entry, child.header.rank)
                 continue

@@ -45,7 +45,7 @@ def check_layouts(m: Manifest, where: str) -> None:
         if m.inline or any(entry.boxes or entry.inline is not None for entry in tensors):
             raise FormatError(f"{where}: the root of {m.header.world_size} ranks holds bytes of tensors itself")
         if any(entry.kind == "page" for entry in tensors):
-            raise FormatError(f"{where}: a tensor behind the pages of its tree")
+            raise FormatError(f"{where}: a tensor after the pages of its tree")
     sums = ChunkSums(m.table)
     for entry in held:
         check_whole(entry, sums, where)

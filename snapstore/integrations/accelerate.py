@@ -130,8 +130,8 @@ class _Prepared:
             self.custom = list(accelerator._custom_objects)
         except AttributeError as error:
             raise CapabilityError(
-                f"accelerate {accelerate.__version__}: keeps what it has prepared elsewhere than 1.15, with which "
-                f"this was tested: {error}"
+                f"accelerate {accelerate.__version__}: keeps its prepared objects elsewhere than 1.15, the release "
+                f"that this was tested with: {error}"
             ) from error
 
     def state(self) -> dict[str, Any]:

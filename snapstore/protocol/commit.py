@@ -100,9 +100,9 @@ class Putter:
         self.require_session()  # else a gc has deleted them
         key, size = next(iter(absent.items()))
         raise StorageError(
-            f"{key} in {self.store.url}: was put and is not there: expected {size} bytes, got "
-            f"{found.get(key, 'none')}; so are {len(absent)} of {len(sizes)} objects; nothing was committed; "
-            f"{self.verb} again"
+            f"{key} in {self.store.url}: was put, but is not there: expected {size} bytes, got "
+            f"{found.get(key, 'none')}; {len(absent)} of {len(sizes)} objects are missing or cut; nothing was "
+            f"committed; {self.verb} again"
         )
 
 

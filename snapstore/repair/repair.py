@@ -253,7 +253,7 @@ class _Repair:
         now_s = self._store.now_s() if infos else 0.0
         for info in infos:
             if liveness.is_in_future(info, now_s):
-                message = f"{info.key}: is dated {info.modified_s - now_s:.0f} s in the future and dated now"
+                message = f"{info.key}: is dated {info.modified_s - now_s:.0f} s in the future, gets the present date"
                 self._do("session", info.key, message, partial(self._touch, info.key))
 
     def _touch(self, key: str) -> None:

@@ -289,7 +289,7 @@ class Reader:
             case ["dict rows", keys, bytes(fields), list(columns)]:
                 names = self._values(keys, depth)
                 if not set(map(type, names)) <= {str} or not len(set(names)) == len(names) == len(fields):
-                    raise ValueError("a key of rows is no str, or stands twice, or has no column")
+                    raise ValueError("a key of rows is no str, or occurs twice, or has no column")
                 rows = self._rows(fields, self._columns(columns, depth + 1, nesting), dict)
                 return [dict(zip(names, row, strict=True)) for row in rows]
             case ["mixed", bytes(which), list(columns)]:
@@ -347,7 +347,7 @@ class Reader:
         pairs = zip(keys, members, strict=True)
         dicts = [dict(islice(pairs, length)) for length in found]
         if sum(map(len, dicts)) != len(keys):
-            raise ValueError("a key stands twice")
+            raise ValueError("a key occurs twice")
         return dicts
 
 

@@ -156,9 +156,10 @@ class _Packer:
             if not target.is_absolute() and _leads_inside(path, self._inside):
                 return os.fsencode(target)
             if not self._follow:
+                why = "an absolute path" if target.is_absolute() else "outside of the folder"
                 raise InvalidInputError(
-                    f"{_shown(path)}: is a link to {_shown(target)}, outside of the folder; pass follow_links=True "
-                    "(shell: --follow-links) to store that file, or remove the link"
+                    f"{_shown(path)}: is a link to {_shown(target)}, {why}; pass follow_links=True (shell: "
+                    "--follow-links) to store that file, or remove the link"
                 )
             about = path.stat()
             if stat.S_ISDIR(about.st_mode):

@@ -212,7 +212,7 @@ class _Decoder:
             raise ValueError(f"{len(keys)} keys, {len(nodes)} values")
         read = self._hashables(keys, path, depth)
         if len(set(read)) != len(keys):
-            raise ValueError("a key stands twice")
+            raise ValueError("a key occurs twice")
         for key, node in zip(read, nodes, strict=True):
             child = self.value(node, (*path, step(key)), depth + 1)
             if child is not ABSENT:

@@ -16,13 +16,13 @@ GIB = 1024 * MIB
 
 
 def zeros(size, **options):
-    """A zstd frame of zeros, written in pieces so that the test itself needs no memory."""
+    """Return a zstd frame of zeros, written in pieces so that the test itself needs no memory."""
     stream = zstandard.ZstdCompressor(level=1, **options).compressobj(**({} if options else {"size": size}))
     return b"".join([*(stream.compress(bytes(MIB)) for _ in range(size // MIB)), stream.flush()])
 
 
 def with_content_size(frame, size):
-    """The same frame, declaring another size: the field of four bytes follows the descriptor."""
+    """Return the same frame with another declared size: the field of four bytes follows the descriptor."""
     assert frame[4] == 0b1010_0000 or frame[4] >> 6 == 2
     at = 5 if frame[4] & 0b0010_0000 else 6
     return frame[:at] + struct.pack("<I", size) + frame[at + 4 :]
@@ -92,7 +92,7 @@ def test_many_sections_below_the_limit():
 
 @pytest.mark.parametrize("name", ["tree", "tensors", "inline"])
 def test_a_section_of_nodes(name):
-    """60 MiB of empty lists would be gigabytes of objects. Mitigation: these are compressed up to 16 MiB only."""
+    """60 MiB of empty lists would be gigabytes of objects. Mitigation: such a section may unpack to at most 16 MiB."""
     frame = zeros(60 * MIB)
     with little_memory(), pytest.raises(FormatError, match="more than it can hold"):
         manifest.decode(with_section(World().manifest(), name, frame, 60 * MIB), "here")
@@ -114,7 +114,7 @@ def test_a_stored_section_cannot_lie_about_its_length():
 
 
 def test_counts_in_msgpack_that_the_bytes_cannot_hold():
-    """An array or map of 2^32 - 1 elements in nine bytes. Mitigation: msgspec reads elements before it keeps room."""
+    """An array, map or text of 2^32 - 1 elements in five bytes. Mitigation: msgspec takes memory only as it reads."""
     for bomb in (b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff"):
         for name in ("tree", "tensors"):
             data = with_section(World().manifest(), name, bomb, len(bomb), 0)
@@ -144,16 +144,16 @@ def test_a_tree_just_below_the_recursion_limit():
 
 
 def test_a_mebibyte_of_one_key():
-    """A map whose keys repeat. Mitigation: counts must agree and no key may stand twice."""
+    """A map whose keys repeat. Mitigation: counts must agree, and no key may occur twice."""
     world = World()
     world.commit(world.manifest(tree=["dict", ["a"] * 100_000, [None] * 100_000], tensors=[]))
-    with little_memory(64 * MIB), pytest.raises(FormatError, match="a key stands twice"):
+    with little_memory(64 * MIB), pytest.raises(FormatError, match="a key occurs twice"):
         world.restore()
 
 
 @pytest.mark.parametrize("name", ["tree", "tensors"])
 def test_text_that_is_no_utf8(name):
-    """msgspec lets UnicodeDecodeError through. Mitigation: it is caught beside its own errors."""
+    """msgspec lets UnicodeDecodeError through. Mitigation: it is caught like msgspec's own errors."""
     bad = b"\x91\xa2\xff\xfe" if name == "tree" else b"\x91\x98\x91\xa1\xff"
     with pytest.raises(FormatError, match="does not decode"):
         manifest.decode(with_section(World().manifest(), name, bad, len(bad), 0), "here")
@@ -162,7 +162,7 @@ def test_text_that_is_no_utf8(name):
 
 
 def bad_header():
-    """A manifest whose part is no UTF-8."""
+    """Return a manifest's header whose part is not UTF-8."""
     data = World().manifest(part="?")
     packed = data[24 : len(manifest.header_bytes(data))].replace(b"\xa4part\xa1?", b"\xa4part\xa1\xff")
     return layout.PREFIX.pack(layout.MAGIC, 1, 0, len(packed), checksum(packed)) + packed

@@ -42,7 +42,7 @@ TREE = ["dict", ["w"], [["tensor", 0, False]]]
 
 
 def zeros(size, heads, depth, *, kept=True):
-    """Chains of `depth` references that share all but their newest blob; `kept`: some chunk is what they share."""
+    """Make chains of `depth` blobs that share all but the newest; `kept`: their references name chunks of the table."""
     world, zero = World(size), np.zeros(size, np.uint8)
     base, same = world.whole_pack(full(zero), delta(zero, zero))
     others = [zero.copy() for _ in range(heads)]
@@ -76,7 +76,7 @@ VERBS = {
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("verb", VERBS)
 def test_chains_that_share_their_blobs(verb, kept):
-    """200 KB whose chains are 10 GB to decode. Mitigation: work is counted before it is done, by what is stored."""
+    """200 KB whose chains take 10 GB of decoding. Mitigation: work is counted first; stored bytes set its limit."""
     world = zeros(MIB, 40, 255, kept=kept)
     assert world.stored_bytes < 250_000
     with world.open() as repo, little_time(5.0):
@@ -131,7 +131,7 @@ def test_the_shell_passes_the_limit_on(tmp_path, monkeypatch):
 
 
 def test_a_record_that_says_a_thousand_bytes_and_restores_four_gibibytes():
-    """Mitigation: the record's size is its manifests', and theirs is what their tables hold."""
+    """Mitigation: the record's size must be that of its manifests, and theirs that of their tables."""
     world, (zero, stored) = World(8 * MIB), zero_blob(8 * MIB)
     (place,) = world.whole_pack(stored)
     data = world.manifest([(zero, [place])] * 512)
@@ -158,7 +158,7 @@ def test_a_record_that_says_a_thousand_bytes_and_restores_four_gibibytes():
 
 
 def test_tensors_that_share_chunks():
-    """Mitigation: a chunk is in one box, so that bytes restored are bounded by rows of the table."""
+    """Mitigation: a chunk is in one box, so the rows of the table bound the restored bytes."""
     world, chunk = World(), noise(1)
     (place,) = world.pack(full(chunk))
     entries = [
@@ -175,7 +175,7 @@ def test_tensors_that_share_chunks():
         )
     with budget(world), world.open() as repo:
         for snapshot in repo.snapshots():
-            with pytest.raises(FormatError, match=r"chunks 0.1, expected the next from 1: one tensor has each"):
+            with pytest.raises(FormatError, match=r"chunks 0.1, expected the next from 1: each has one tensor"):
                 repo.restore(f"id:{snapshot.id}")
         assert repo.check("metadata").restorable == []
 
@@ -186,7 +186,7 @@ def zero_blob(size):
 
 
 def claim(gibibytes, size=64 * MIB):
-    """A repository whose only chunk is stored once and stands for the whole of a huge tensor; nothing in it lies."""
+    """Make a repository whose one chunk is stored once and fills a huge tensor; nothing in it is false."""
     world, (zero, data) = World(size), zero_blob(size)
     (place,) = world.whole_pack(data)
     world.commit(world.manifest([(zero, [place])] * (gibibytes * GIB // size)))
@@ -194,7 +194,7 @@ def claim(gibibytes, size=64 * MIB):
 
 
 def test_a_terabyte_that_is_stored_in_half_a_megabyte(monkeypatch, tmp_path):
-    """It may be honest, so nobody calls it damaged. Mitigation: what does not fit into memory is refused at once."""
+    """It may be honest, so it is no damage. Mitigation: a restore that does not fit into memory is refused at once."""
     world = claim(1250)
     assert world.stored_bytes < 700_000
     for verb, run in VERBS.items():
@@ -262,7 +262,7 @@ def test_limits_of_a_process():
 
 
 def test_sparse_deltas_of_long_chains_are_each_decoded_once():
-    """A fresh state, and changes of a thousandth in each of many steps: far from every limit."""
+    """A new state, of which each of many steps changes a thousandth, stays far from every limit."""
     rng, state = np.random.default_rng(1), {"w": np.zeros(2**17, np.float32)}
     steps = 200 if THOROUGH else 40
     world = World(MIB // 4)
@@ -294,7 +294,7 @@ def test_a_constant_state_is_decoded_once(monkeypatch):
 
 
 def test_older_snapshots_are_proven_by_newer_ones_only_where_they_are_good():
-    """A chain whose middle does not give its chunk, and whose newest blob makes up for it."""
+    """A chain has a blob in its middle that does not give its chunk, and a newest blob that compensates for it."""
     world = World()
     a, b, c, wrong = noise(1), noise(2), noise(3), noise(4)
     broken = forge_blob(difference(wrong, a), digest(b), digest(a))
@@ -311,12 +311,12 @@ def test_older_snapshots_are_proven_by_newer_ones_only_where_they_are_good():
         with pytest.raises(IntegrityError, match="digest mismatch"):
             repo.restore("r@0")
         result = repo.check("restore")
-        assert "r@0" in {s.ref for s in result.damaged}  # and r@1, since a repair believes the blob no more
+        assert "r@0" in {s.ref for s in result.damaged}  # and r@1, since a repair does not trust the blob
         assert result.restorable == []
 
 
 def test_one_blob_in_two_chains_of_which_one_is_broken():
-    """The newest blob of a chain is as good as all that lies below it."""
+    """The newest blob of a chain is only as good as the blobs below it."""
     world = World()
     a, b = noise(1), noise(2)
     pb, pa, bad = world.pack(delta(b, a), full(a), full(b))
@@ -330,7 +330,7 @@ def test_one_blob_in_two_chains_of_which_one_is_broken():
 
 
 def test_a_blob_that_two_snapshots_have_and_that_gives_neither_chunk():
-    """The first to need it condemns it; who comes later is damaged as well."""
+    """The first snapshot that needs the blob finds it damaged; all later ones are damaged as well."""
     world = World()
     a, b, c = noise(1), noise(2), noise(3)
     wrong, onto = world.pack(rewrite(full(a), digest=digest(b)), delta(c, b))
@@ -348,7 +348,7 @@ def test_a_blob_that_two_snapshots_have_and_that_gives_neither_chunk():
 
 @st.composite
 def hostile(draw):
-    """A repository of few bytes that declares and shares much; some are honest."""
+    """Draw a repository of few bytes that declares and shares much; some are honest."""
     size = draw(st.sampled_from([64, 8192, MIB, 16 * MIB]))
     heads, depth = draw(st.integers(1, 20)), draw(st.sampled_from([1, 2, 9, 100, 255]))
     world = zeros(size, heads, depth, kept=draw(st.booleans()))
@@ -388,7 +388,7 @@ def hostile(draw):
 @settings(max_examples=8 * EXAMPLES, deadline=None)
 @given(hostile(), st.lists(st.sampled_from(sorted(VERBS)), min_size=1, max_size=4))
 def test_every_verb_on_every_hostile_repository(world, verbs):
-    """Mitigation: all of the above. Time and memory are bounded by what is stored, and by what may be decoded of it."""
+    """Mitigation: all of the above. The stored bytes and the limit on decoding bound time and memory."""
     tally("fuzz inputs")
     before, ratio = limits.MIN_DECODED_BYTES, limits.DECODED_RATIO
     limits.MIN_DECODED_BYTES = 64 * MIB
@@ -447,7 +447,7 @@ def test_patterns_match_a_path_or_what_is_above_it(pattern, expected):
 
 
 def test_many_leaves_below_a_long_key_or_far_down():
-    """Every leaf has a path. Mitigation: paths share their beginnings, and are shown cut."""
+    """Every leaf has a path. Mitigation: paths share their beginnings, and are cut when they are shown."""
     deep = [0] * 8_000
     for _ in range(150):
         deep = [deep]
@@ -480,12 +480,12 @@ def test_a_long_cell_does_not_widen_every_row(tmp_path):
 
 
 def test_many_damaged_chunks_do_not_keep_their_memory():
-    """An error holds the frames that it came through, and these a chunk each. Mitigation: reports keep its words."""
+    """An error holds the frames that it came through, and each holds a chunk. Mitigation: reports keep its text."""
     world = World(MIB)
     base = np.zeros(MIB, np.uint8)
     (place,) = world.whole_pack(full(base))
     others = [i.to_bytes(16, "big") for i in range(300)]
     world.commit(world.manifest([(other, [place]) for other in others]))
-    with little_memory(150 * MIB), world.open() as repo:  # three batches of 24 MiB are on their way at a time
+    with little_memory(150 * MIB), world.open() as repo:  # up to three batches of 24 MiB are read at a time
         result = repo.check("restore")
     assert "more chunks that are lost: 280" in " ".join(problem.message for problem in result.problems)

@@ -56,7 +56,7 @@ class Training:
         self.accelerator.register_for_checkpointing(self.counter)
 
     def run(self, step, stop, manager=None, save=None):
-        """Train from a step on; `manager` has the generators of that step if it is in an epoch."""
+        """Train from a step on; `manager` gives the generators of that step if it is inside an epoch."""
         model, optimizer, scheduler, loader = self.prepared
         begin = step
         while step < stop:
@@ -65,7 +65,7 @@ class Training:
             stateful = loader.use_stateful_dataloader
             batches = self.accelerator.skip_first_batches(loader, skipped) if skipped and not stateful else loader
             for batch in batches:
-                if step == begin and skipped:  # the iterator has drawn a number
+                if step == begin and skipped:  # to make the iterator, a number was drawn
                     manager.restore_into({"rng": RngState()}, step, keys="rng")
                 with self.accelerator.accumulate(model):
                     loss = model(batch).square().mean()
@@ -158,7 +158,7 @@ def test_what_is_refused(ours, tmp_path, monkeypatch):
                 ours.save_state(accelerator, manager, 2)
         with monkeypatch.context() as patch:
             patch.delattr(accelerator, "_dataloaders")
-            with pytest.raises(CapabilityError, match=r"keeps what it has prepared elsewhere than 1\.15"):
+            with pytest.raises(CapabilityError, match=r"keeps its prepared objects elsewhere than 1\.15"):
                 ours.load_state(accelerator, manager)
         assert manager.all_steps() == [1]
         with monkeypatch.context() as patch:

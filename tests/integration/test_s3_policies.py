@@ -1,7 +1,7 @@
-"""The policies of docs/s3.md are enough and not too much, and limit a hostile writer to what its table says.
+"""The policies of docs/s3.md allow what their users call and no more, and limit a hostile writer as its table says.
 
-On the real server, which knows no `s3:if-none-match` and ignores `If-None-Match` in versioned buckets; versions are
-tried on moto.
+Most tests use the real server. It does not know the condition `s3:if-none-match`, and it ignores the header
+`If-None-Match` in versioned buckets, so tests of versions use moto.
 """
 
 import ast
@@ -64,27 +64,27 @@ ACTIONS = {
 
 
 def blocks(language):
-    """The blocks of a language in docs/s3.md, without the indentation of a list."""
+    """Return the code blocks of a language in docs/s3.md, without the indentation of a list."""
     found = re.findall(rf"^( *)```{language}\n(.*?)^ *```", (ROOT / "docs/s3.md").read_text(), re.DOTALL | re.MULTILINE)
     return ["".join(line.removeprefix(indent) for line in text.splitlines(keepends=True)) for indent, text in found]
 
 
 def document(number, url, run="mine"):
-    """A JSON document of docs/s3.md, word for word, for a repository."""
+    """Return a JSON document of docs/s3.md, word for word, for a repository."""
     text = blocks("json")[number]
     bucket, _, prefix = url.removeprefix("s3://").partition("/")
     return json.loads(text.replace("BUCKET", bucket).replace("PREFIX", prefix).replace("RUN", run))
 
 
 def for_radosgw(policy):
-    """A policy without conditions, which radosgw applies otherwise, or does not know (docs/s3.md)."""
+    """Remove the conditions of a policy: radosgw applies them differently or does not know them (docs/s3.md)."""
     for statement in policy["Statement"]:
         statement.pop("Condition", None)
     return policy
 
 
 def every_key(url):
-    """The policy of a writer that may create any key, and delete sessions alone."""
+    """Return the policy of a writer that may create any key, and delete only sessions."""
     policy = for_radosgw(document(TRUSTED, url))
     objects = policy["Statement"][0]
     objects["Action"].remove("s3:DeleteObject")
@@ -95,7 +95,7 @@ def every_key(url):
 
 @pytest.fixture
 def only_policy():
-    """A bucket has one policy: the workers of pytest take turns."""
+    """A bucket has only one policy, so the workers of pytest take turns."""
     with (Path(tempfile.gettempdir()) / f"snapstore-bucket-policy-{os.getuid()}").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -103,7 +103,7 @@ def only_policy():
 
 @pytest.fixture
 def limited(monkeypatch, tmp_path, only_policy):
-    """Lets a policy be set, and makes its user the one who asks: stores that are made after that have its key."""
+    """Return a function that sets a policy for a new user; stores that are made after the call act as that user."""
     user, key = f"limited-{uuid.uuid4().hex[:8]}", uuid.uuid4().hex[:20].upper()
     admin = [ROOT / "tools" / "s3-server", "admin", "user"]
     create = [*admin, "create", f"--uid={user}", "--display-name=x", f"--access-key={key}", "--secret-key=secret"]
@@ -205,7 +205,7 @@ def refused(act):
 
 @needs_server
 def test_it_saves_and_restores(scene, rights):
-    """As documented: tags of its own, no policies; and it ends its sessions."""
+    """A writer can do what is documented: it saves with tags, stores no policies, and ends its sessions."""
     with opened(scene.writer) as repository:
         for step in range(3):
             save(repository, "mine", step, step, tags=[f"t{step}"] if step else [])
@@ -298,7 +298,7 @@ def test_stored_policies(scene, rights):
 
 @needs_server
 def test_marks_and_wait_lists(scene, rights):
-    """A gc completes another's mark, and believes its list of sessions."""
+    """A gc completes the mark of another gc, and trusts its wait list."""
     name = records.new_id()
     if rights == "one run":
         refused(lambda: scene.put(Mark(id=name, started=0.0, packs=b"", manifests=b"")))
@@ -350,7 +350,7 @@ def test_other_runs(scene, rights):
 
 @needs_server
 def test_its_own_run(scene):
-    """Its snapshots count there as any other's do."""
+    """Its snapshots count there like those of any other writer."""
     save(scene.repository, "mine", 0, 0)
     with opened(scene.writer) as repository:
         hostile = save(repository, "mine", 1, 1)
@@ -362,7 +362,7 @@ def test_its_own_run(scene):
 @needs_server
 @pytest.mark.parametrize("run", ["mine", "theirs"])
 def test_a_damaged_base(scene, rights, run):
-    """Its manifest names a chunk, and a pack of the right size that does not hold it."""
+    """The manifest of the base names chunks in packs that have the right size but not these chunks."""
     original = scene.snapshot("theirs@2")
     (first,) = [ref for ref in original.manifests if ref.part == "optimizer"]
     if run == "mine":
@@ -458,7 +458,7 @@ def test_a_session_that_is_put_back(scene, verify):
         scene.writer.put(key, data)
 
     if verify == "full":
-        with pytest.raises(StorageError, match="was put and is not there"):
+        with pytest.raises(StorageError, match="was put, but is not there"):
             scene.saving(collect, verify_writes="full")
     else:
         saved = scene.saving(collect)
@@ -471,7 +471,7 @@ def test_a_session_that_is_put_back(scene, verify):
 
 @needs_server
 def test_versions_on_the_real_server(monkeypatch):
-    """It ignores If-None-Match in versioned buckets. If a release does not, docs/s3.md may say so."""
+    """It ignores If-None-Match in versioned buckets. If a later release does not, change docs/s3.md."""
     s3, bucket = boto3.client("s3"), f"versioned-{uuid.uuid4().hex[:12]}"
     s3.create_bucket(Bucket=bucket)
     s3.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
@@ -537,7 +537,7 @@ def test_object_lock_does_not_stop_gc(moto, monkeypatch):
 
 
 def allows(policy, action, resource, *, overwrites, prefix=None):
-    """Whether a policy of allowing statements alone allows an action."""
+    """Return whether a policy, which has only statements with the effect Allow, allows an action."""
     for statement in policy["Statement"]:
         assert statement["Effect"] == "Allow"
         actions, resources = (
@@ -557,7 +557,7 @@ def allows(policy, action, resource, *, overwrites, prefix=None):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The requests to S3: (action, resource, whether it may overwrite, prefix of a listing)."""
+    """Record the requests to S3: (action, resource, whether it may overwrite, prefix of a listing)."""
     made, call = [], botocore.client.BaseClient._make_api_call
 
     def recorded(self, operation, options):
@@ -580,7 +580,7 @@ def denied(policy, calls):
 
 
 def test_the_documents_and_the_calls(moto, calls, tmp_path):
-    """Each policy allows all calls of its user, and each of its actions is one that is called."""
+    """Each policy allows all calls of its user, and the user calls each of its actions."""
     calls.clear()
     with Repository.create(moto, chunk_bytes=1024, options=OPTIONS) as repository:
         for step in range(3):
@@ -613,7 +613,7 @@ def test_the_documents_and_the_calls(moto, calls, tmp_path):
 
 
 def named(policy):
-    """The actions of a policy."""
+    """Return the actions of a policy."""
     return {
         action
         for statement in policy["Statement"]
@@ -643,7 +643,7 @@ def test_one_run_allows_no_more(action, key, overwrites):
 
 
 def test_every_operation_of_the_store_is_known():
-    """A new call of boto3 may need another permission: then ACTIONS and docs/s3.md name it."""
+    """A new call of boto3 may need another permission: ACTIONS and docs/s3.md must then name it."""
     called = set()
     for path in (ROOT / "snapstore/storage/s3").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -1,9 +1,9 @@
 """One wrong answer of a store, to any operation of any verb, costs no committed snapshot.
 
-Each scenario runs once beside an honest store, which tells how many operations the liar's verb has and what each gave;
-then once for each of them and each lie of `lies_of`. At the end an honest client finds every snapshot that was
-committed, or that a verb has called committed, bit by bit; a save and a gc work, and nothing is left that nobody needs.
-A verb errs, or has done what it said.
+Each scenario runs once with an honest store, which shows the operations of the liar's verb. Then it runs once for each
+operation and each lie of `lies_of`. At the end an honest client restores, bit for bit, every snapshot that was
+committed or that a verb has reported as committed. A save and a gc work, and nothing is left that nobody needs. A verb
+either raises, or has done what it reported.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from snapstore.storage.base import ObjectInfo
 from snapstore.storage.memory import MemoryStore
 
 FULL = SaveOptions(pack_bytes=4096, threads=1, verify_writes="full")
-#: One case in so many, beginning elsewhere in every run.
+#: A run tries one case in so many, with another start in each run.
 EVERY = 1 if THOROUGH else 100
 
 
@@ -51,9 +51,9 @@ class World:
     """One store and all that use it.
 
     Attributes:
-        may_go: versions that a forget of the scenario may take.
+        may_go: versions that the scenario may forget.
         told: snapshots that a caller was told are committed.
-        outcome: of the liar's verb.
+        outcome: the result or the error of the liar's verb.
     """
 
     store: MemoryStore
@@ -74,7 +74,7 @@ class World:
             self.told.append(actor.finish())
 
     def lying(self, act: Callable[[Repository], Any]) -> None:
-        """The liar's verb, in a fresh process."""
+        """Run the liar's verb in a fresh process."""
         try:
             with Repository.open(self.liar, options=FULL) as repository:
                 self.outcome = act(repository)
@@ -94,7 +94,7 @@ def saving(run: str, step: int, version: int, **options: Any) -> Callable[[Any],
 
 
 def beside_a_save(operation: str, part: str, *, given_up: bool = False) -> Callable[[World], None]:
-    """A gc beside a live save of another process, which stands before an operation; or has slept for too long."""
+    """Return a gc beside a save of another process, which has stopped before an operation; `given_up`: gc fences it."""
 
     def scenario(world: World) -> None:
         other = world.enter("save", saving("a", 8, 8)).until(operation, part)
@@ -152,7 +152,7 @@ def _record_of(actor: Actor) -> str:
 
 
 def by_ranks(liar: int) -> Callable[[World], None]:
-    """A save by two ranks, one of which is lied to."""
+    """Return a save by two ranks, one of which is lied to."""
 
     def scenario(world: World) -> None:
         stores = [world.liar if rank == liar else world.store for rank in range(2)]
@@ -175,7 +175,7 @@ def verb(act: Callable[[Repository], Any], *, may_go: set[tuple[str, int]] = fro
 
 
 def warm(act: Callable[[Repository], Any], *, may_go: set[tuple[str, int]] = frozenset()) -> Callable[[World], None]:
-    """In a process that has saved before; the lie is told afterwards."""
+    """Return a verb in a process that has saved before; the lie is told after that save."""
 
     def scenario(world: World) -> None:
         world.may_go |= may_go
@@ -204,7 +204,7 @@ def copy_in(repository: Repository, *refs: str) -> Any:
 
 
 def copy_out(repository: Repository) -> None:
-    """Copy from the liar: an error of one snapshot, or all of it; never a part."""
+    """Copy from the liar: each snapshot is copied whole or not at all."""
     target = MemoryStore()
     Repository.create(target, like=repository).close()
     with suppress(SnapstoreError):
@@ -260,7 +260,7 @@ SCENARIOS: dict[str, tuple[Callable[[], MemoryStore], Callable[[World], None]]] 
 
 
 def play(name: str, k: int | None, lie: str, actors: list[Actor]) -> World:
-    """One run of a scenario; what must hold is looked at."""
+    """Run a scenario once, and check what must hold."""
     prepare, scenario = SCENARIOS[name]
     store = clone(prepare())
     before = committed(store)
@@ -274,7 +274,7 @@ def play(name: str, k: int | None, lie: str, actors: list[Actor]) -> World:
     store.drop_locks()
     try:
         _look(name, world, before)
-        if name == "repair":  # what it took for damaged is let out by the next one
+        if name == "repair":  # the next repair releases what this one wrongly took for damaged
             with opened(store) as repository:
                 repository.repair(apply=True)
         check_whole(store, about)
@@ -317,7 +317,7 @@ def _look(name: str, world: World, before: dict[str, Any]) -> None:
 
 @cache
 def cases(name: str) -> list[tuple[int, str]]:
-    """Every operation of the liar and every lie, by an honest run."""
+    """Return every (operation of the liar, lie), by an honest run."""
     actors: list[Actor] = []
     world = play(name, None, "", actors)
     assert not isinstance(world.outcome, SnapstoreError), world.outcome
@@ -339,7 +339,7 @@ def test_one_lie_costs_no_snapshot(name, actors, monkeypatch):
 
 
 class Blind(LyingStore):
-    """Every listing of records lacks some: a cache in between, say, or a server that has lost part of its index."""
+    """A store whose listings never show some records, as behind a cache, or if a server has lost part of its index."""
 
     hidden: frozenset[str] = frozenset()
 
@@ -375,7 +375,7 @@ def shared_rewritten() -> MemoryStore:
 @pytest.mark.no_cover
 @pytest.mark.parametrize("prepare", [forgotten, marked, half_swept, abroad, rewritten, shared, shared_rewritten])
 def test_a_gc_that_never_sees_some_records_deletes_nothing_that_they_need(prepare, monkeypatch):
-    """Each one alone, each beginning of the listing, and none at all; the gc knows nothing from before."""
+    """One record is hidden, or all from one on, or all; the gc knows nothing from before."""
     foreign.readable(monkeypatch)
     one_thread(monkeypatch, index=False)
     before = committed(clone(prepare()))
@@ -412,7 +412,7 @@ def test_objects_that_nothing_explains_are_deleted_only_if_that_is_asked_for(mon
             with pytest.raises(IntegrityError, match=r"that no record explains.*nothing was deleted.*--unexplained"):
                 repository.gc(dry_run=dry_run)
         assert keys_of(store, "packs/") + keys_of(store, "manifests/") == objects
-        assert keys_of(store, "gc/") == []  # no mark, which saves would not build on
+        assert keys_of(store, "gc/") == []  # no mark, which would keep saves from building on them
         assert repository.gc(dry_run=True, unexplained=True).deleted_objects
         assert repository.gc(unexplained=True).deleted_objects
     check_whole(store)
@@ -422,7 +422,7 @@ def test_objects_that_nothing_explains_are_deleted_only_if_that_is_asked_for(mon
 
 
 def test_requests_of_a_save_beside_packs_and_manifests(monkeypatch):
-    """On S3 each is a request: `tools/bench s3` counts them."""
+    """All operations but those on packs and manifests. On S3 each is a request, which `tools/bench s3` counts."""
     one_thread(monkeypatch, index=False)
     store = LyingStore(clone(history()))
     with opened(store) as repository:
@@ -441,7 +441,7 @@ def test_requests_of_a_save_beside_packs_and_manifests(monkeypatch):
 @pytest.mark.parametrize("kind", ["packs/", "manifests/"])
 @pytest.mark.parametrize("verify", ["sample", "full"])
 def test_a_pack_or_manifest_that_was_not_stored(monkeypatch, verify, kind):
-    """The default leaves it to the store's word; `verify_writes="full"` does not."""
+    """The default trusts the store; `verify_writes="full"` does not."""
     one_thread(monkeypatch, index=False)
     inner = clone(history())
     store = LyingStore(inner)
@@ -457,11 +457,11 @@ def test_a_pack_or_manifest_that_was_not_stored(monkeypatch, verify, kind):
             save(repository, "a", 4, 4)
             store._put = real
             assert [s.ref for s in repository.check().damaged] == ["a@4"]
-            after = save(repository, "a", 5, 4)  # the same content: nothing is taken for stored that is not listed
+            after = save(repository, "a", 5, 4)  # the same content: a pack that is not listed is not taken for stored
             assert [s.ref for s in repository.check("restore").damaged] == ["a@4"]
             assert after.new_chunks or kind == "manifests/"
             return
-        with pytest.raises(StorageError, match=r"was put and is not there.*nothing was committed"):
+        with pytest.raises(StorageError, match=r"was put, but is not there.*nothing was committed"):
             save(repository, "a", 4, 4)
         store._put = real
     assert {s.state for s in _states(inner, 4)} == {"aborted"}
@@ -474,7 +474,7 @@ def _states(store: MemoryStore, step: int) -> list[Snapshot]:
 
 
 def test_a_sleeper_whose_session_is_gone_commits_nothing(actors):
-    """Its session was removed, by hand or by a gc that saw none: what it wrote may be gone."""
+    """Its session was removed, by hand or by a gc that did not see it: the objects of the save may be gone."""
     store = clone(history())
     actor = Actor("save", store, saving("a", 8, 8)).until("get", "sessions/")
     actors.append(actor)
@@ -489,7 +489,7 @@ def test_a_sleeper_whose_session_is_gone_commits_nothing(actors):
 @pytest.mark.parametrize("at", [0, 8, 40, 56])
 @pytest.mark.parametrize("kind", ["packs/", "manifests/"])
 def test_a_damaged_header_that_no_snapshot_needs_stops_no_gc(monkeypatch, kind, at):
-    """An object of a dead save, altered in its magic, its version, or the record that it was made for."""
+    """An object of a dead save is damaged in its magic, its version, or the key of the record that it was made for."""
     one_thread(monkeypatch, index=False)
     store = clone(history())
     dead = FaultStore(store)
@@ -503,7 +503,7 @@ def test_a_damaged_header_that_no_snapshot_needs_stops_no_gc(monkeypatch, kind, 
 
 
 def _dying(store: FaultStore) -> Callable[[str, Any], None]:
-    """A `put` in whose place the process dies once it would commit."""
+    """Return a `put` that ends the process when it would commit."""
     real = store.put
 
     def put(key: str, data: Any) -> None:
@@ -516,7 +516,7 @@ def _dying(store: FaultStore) -> Callable[[str, Any], None]:
 
 
 class Hiding(FaultStore):
-    """No listing shows one object."""
+    """A store whose listings never show one object."""
 
     hidden = ""
 
@@ -551,7 +551,7 @@ def test_a_revision_that_no_listing_shows_keeps_no_snapshot_for_ever(verb):
 
 
 def test_a_full_store_that_does_not_delete_leaves_the_session():
-    """The session of a save explains its objects, until it is gone for certain."""
+    """The session of a save explains its objects, so it stays until they are certainly gone."""
 
     class Full(FaultStore):
         kept = True

@@ -381,7 +381,7 @@ def test_a_rewrite_looks_whether_its_list_is_there(monkeypatch, verb):
     monkeypatch.setattr(store, "put", losing)
     with opened(store) as repository:
         act = repository.recode if verb == "recode" else partial(repository.repair, apply=True)
-        with pytest.raises(StorageError, match="was put and is not there"):
+        with pytest.raises(StorageError, match="was put, but is not there"):
             act()
     monkeypatch.setattr(store, "put", real)
     assert of(store, "a@1").manifest_list == before

@@ -1,7 +1,7 @@
 """Shows what snapstore does on a real training run: kill, resume, restore, fork, forget, collect.
 
-Every claim is proven. Takes under three minutes on two cores. Ends with a line per proof, and with exit code 1 if one
-of them failed.
+Every claim is checked. It takes under three minutes on two cores. It ends with a line for each check, and with exit
+code 1 if one of them failed.
 """
 
 import argparse
@@ -41,7 +41,7 @@ console = Console(highlight=False, soft_wrap=True)
 
 @dataclass
 class Proofs:
-    """A claim, and whether it held."""
+    """The claims, and whether each of them held."""
 
     lines: list[tuple[bool, str]] = field(default_factory=list)
 
@@ -57,12 +57,12 @@ class Proofs:
 
 @dataclass(frozen=True)
 class Demo:
-    """Where things lie. All the verbs below start from here."""
+    """The places of the demo, and helpers of all its chapters."""
 
     folder: Path
     url: str  # the repository
     proofs: Proofs
-    store: ObjectStore  # to look at it from outside
+    store: ObjectStore  # the same objects, seen from outside
 
     def file(self, name: str) -> Path:
         """A file beside the repository."""
@@ -93,13 +93,13 @@ class Demo:
         console.print(f"  trained to step {steps} in {time.monotonic() - began:.0f} s, last loss {loss:.4f}")
 
     def expect_exit(self, name: str, got: int, expected: int) -> None:
-        """Ends the demo with the trainer's own words if it ended otherwise than it should."""
+        """Ends the demo with the trainer's output if the trainer has another exit code."""
         if got != expected:
             log = self.file(f"{name}.log").read_text()
             raise SystemExit(f"{log}\ndemo: the trainer ended with {got}, expected {expected}; its output is above")
 
     def losses(self, name: str) -> dict[int, str]:
-        """Step -> loss as a hex float; of a step computed twice the later one."""
+        """Step -> loss as a hex float; if a step was computed twice, the later loss."""
         file = self.file(f"{name}.losses")
         lines = file.read_text().splitlines(keepends=True) if file.exists() else []
         whole = [line.split() for line in lines if line.endswith("\n")]
@@ -132,7 +132,7 @@ def kill(demo: Demo) -> None:
             step = max(demo.losses("gpt"), default=0)
             status.update(f"training: step {step} of {STEPS}")
             if step >= KILL_FROM and demo.in_save(between_saves):
-                process.send_signal(signal.SIGSTOP)  # else the save could end between this look and the kill
+                process.send_signal(signal.SIGSTOP)  # so that the save cannot end before the kill
                 os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
                 if demo.in_save(between_saves):
                     break
@@ -152,7 +152,7 @@ def kill(demo: Demo) -> None:
 
 
 def collect_leftovers(demo: Demo) -> None:
-    """No waiting for a time-out: the session's process is known dead, so gc reclaims what it left."""
+    """Without a time-out: gc knows that the session's process is dead, and deletes what it has left."""
     before, repository = stored(demo), Repository.open(demo.url)
     first, second = repository.gc(), repository.gc()
     console.print(f"  stored before gc: {before}, after: {stored(demo)}; objects deleted: {first.deleted_objects}")
@@ -182,7 +182,7 @@ def resume(demo: Demo) -> None:
 
 
 def restore_old_step(demo: Demo) -> None:
-    """Every tensor and value of an old step, against the digests that the reference run noted."""
+    """Compare every tensor and value of an old step with the digests that the reference run noted."""
     noted = map(json.loads, demo.file("reference.digests").read_text().splitlines())
     expected = next(entry["digests"] for entry in noted if entry["step"] == OLD_STEP)
     began = time.monotonic()
@@ -238,7 +238,7 @@ def show(demo: Demo) -> None:
 
 
 def forget(demo: Demo) -> None:
-    """Policies name what stays and why; gc then frees what nothing needs any more."""
+    """Policies choose what stays and say why; gc then frees what is not needed any more."""
     repository = Repository.open(demo.url)
     repository.tag(f"gpt@{FORK_STEP + SAVE_EVERY}", "paper")
     before_bytes = stored_bytes(demo)

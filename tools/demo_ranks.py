@@ -1,6 +1,6 @@
 """Shows one snapshot of a whole job: train under torchrun, lose a rank to SIGKILL in a save, resume on other ranks.
 
-Every claim is proven. Ends with a line per proof, and with exit code 1 if one of them failed.
+Every claim is checked. It ends with a line for each check, and with exit code 1 if one of them failed.
 """
 
 import argparse
@@ -105,7 +105,7 @@ def resume(demo: Demo, name: str, ranks: int, before: int, steps: int) -> None:
 
 
 def end(demo: Demo) -> None:
-    """One process reads every snapshot, and collects what the lost rank left."""
+    """One process collects what the lost rank has left, and reads every snapshot."""
     with Repository.open(demo.url) as repository:
         collected = repository.gc()
         check = repository.check("restore")

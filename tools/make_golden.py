@@ -1,9 +1,9 @@
-"""Writes the golden repository of the present format version: tests/golden/v<version>/ and its expected.json.
+"""Writes the golden repository of the current format version: tests/golden/v<version>/ and its expected.json.
 
     .venv/bin/python tools/make_golden.py
 
-Run it when a format version is made, and never again for that version: the committed copy is what later releases must
-read. The states are the same in every run; ids, times and with them names of objects are not.
+Run it when a format version is made, and never again for that version: later releases must read the committed copy. The
+states are the same in every run. Ids and times are not, and neither are the names of objects.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ def _sha256(data: bytes) -> str:
 
 
 def summary(leaves: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Return what `describe` says; of many leaves, their number and the SHA-256 of all that it says."""
+    """Return the leaves that `describe` gives; if they are many, only their number and one SHA-256 of all."""
     text = json.dumps(leaves, sort_keys=True)
     return leaves if len(leaves) <= MANY_LEAVES else {"": ["leaves", len(leaves), _sha256(text.encode())]}
 
 
 def weights(step: int) -> dict[str, Any]:
-    """A part whose chunks change a little at every step: deltas pay."""
+    """Return a part whose chunks change a little at every step, so that deltas are stored."""
     rng = np.random.default_rng(1)
     part: dict[str, Any] = OrderedDict()
     for name, count, dtype in (("w", 2500, torch.float32), ("h", 3000, torch.bfloat16), ("d", 600, torch.float64)):
@@ -152,7 +152,7 @@ def state(step: int) -> dict[str, Any]:
 
 
 def few_changes(step: int) -> dict[str, Any]:
-    """Weights of which a step changes few by one unit in the last place: sparse deltas, and after some steps skips."""
+    """Return weights of which each step changes few, by one unit in the last place: sparse deltas, and skips later."""
     part = {}
     for name, count, dtype, bits in (("h", 3500, torch.bfloat16, torch.int16), ("w", 1700, torch.float32, torch.int32)):
         rng = np.random.default_rng(count)
@@ -190,7 +190,7 @@ class Named(dict[str, int]):
 
 Point = namedtuple("Point", "x y")
 for _class in (Settings, Phase, Access, Named, Point):
-    _class.__module__ = "golden"  # else that of this script, which is __main__ or not
+    _class.__module__ = "golden"  # without this, that of this script, which may be __main__
 
 
 def values(step: int) -> dict[str, Any]:
@@ -234,7 +234,7 @@ def part_of(whole: torch.Tensor, dim: int, rank: int, world: int) -> SimpleNames
 
 
 def whole_of_job(step: int) -> dict[str, Any]:
-    """Return what the ranks of a job hold together at a step, but for the values of each rank's own."""
+    """Return what the ranks of a job hold together at a step, without the values that each rank has for itself."""
     rng = np.random.default_rng(5)
     model: dict[str, Any] = {}
     for name, count, dtype in (("w", 3100, torch.float32), ("h", 6240, torch.bfloat16), ("d", 600, torch.float64)):
@@ -307,9 +307,9 @@ def restored_job(repo: Repository, step: int, rank: int) -> Any:
 
 
 def write(folder: Path) -> None:
-    """The repository: committed, tagged, resaved, forgotten and swept snapshots, policies, a gc, a run of ranks."""
+    """Write it: committed, tagged, resaved, forgotten and swept snapshots, policies, a gc, a run of ranks."""
     with Repository.create(folder, chunk_bytes=4096, options=OPTIONS) as repo:
-        for step, version in enumerate((0, 1, 1)):  # most of the first pack is needed by the first alone
+        for step, version in enumerate((0, 1, 1)):  # only the first snapshot needs most of the first pack
             noise = torch.from_numpy(np.random.default_rng(version).normal(0, 1, 600))
             repo.save({"model": {"kept": torch.arange(600), "noise": noise}}, run="compacted", step=step)
         repo.forget([KeepLast(2)], run="compacted")

@@ -1,13 +1,13 @@
-"""Runs every harness of docs/reliability.md again and again, with new seeds, and adds up what it tried and what failed.
+"""Runs every harness of docs/reliability.md again and again with new seeds, and counts what was tried and what failed.
 
     tools/torture --hours 8            go on where the last run stopped; a round is every harness once
     tools/torture --only kills,fuzz    some of them
     tools/torture --only chaos-s3,ranks-s3,lying-s3    the ones that need an S3 server: eval "$(tools/s3-server start)"
     tools/torture --fresh              forget what was tried before
 
-The result (docs/benchmarks/torture.json) is written after every harness: stop it at any moment. It adds up all runs,
-and says of each harness what its last whole one was: commit, seed, seconds, what it tried. A failure is kept with its
-seed and the command that repeats it; the exit code says whether there was one.
+The result (docs/benchmarks/torture.json) is written after every harness, so you can stop it at any moment. It has the
+sums of all runs, and the last run of each harness: commit, seed, seconds, and what it tried. A failure is kept with its
+seed and the command that repeats it. The exit code is 1 if the file has a failure.
 """
 
 from __future__ import annotations
@@ -98,12 +98,12 @@ def main() -> None:
 
 
 def new_report() -> dict[str, Any]:
-    """Nothing tried yet."""
+    """Return a report in which nothing was tried yet."""
     return {"seconds": 0.0, "commits": [], "tried": {}, "runs": {}, "last": {}, "failed_runs": 0, "failures": []}
 
 
 def run(name: str, args: argparse.Namespace, report: dict[str, Any]) -> None:
-    """One harness with a new seed; its counts and failures into the report."""
+    """Run one harness with a new seed; add its counts and failures to the report."""
     tests, factor = HARNESSES[name]
     seed = SystemRandom().randrange(1_000_000)
     settings = {
@@ -162,7 +162,7 @@ def commit_of() -> str:
 
 
 def print_report(report: dict[str, Any]) -> None:
-    """Return the result so far."""
+    """Print the result so far."""
     for kind, count in sorted(report["tried"].items()):
         print(f"{count:>12,}  {kind}")
     print(f"{report['failed_runs']} of {sum(report['runs'].values())} runs failed, {report['seconds'] / 3600:.2f} h")

@@ -1,8 +1,8 @@
 """Trains a small GPT on Python's own sources, with a snapshot every few steps. The demo and the tests run it.
 
-The run is deterministic: weights, batches and arithmetic follow from --seed alone. Killed at any moment and started
-again with the same arguments it goes on from its newest committed snapshot and computes the very same losses, because
-the generators are part of the state. `train` below is the loop to copy.
+The run is deterministic: weights, batches and arithmetic follow from --seed alone. If it is killed at any moment and
+started again with the same arguments, it goes on from its newest committed snapshot and computes the same losses,
+because the generators are part of the state. `train` below is the loop to copy.
 """
 
 import argparse
@@ -65,7 +65,7 @@ class GPT(nn.Module):
 
 
 def read_text() -> Tensor:  # (n,) uint8
-    """Every third file of the standard library in alphabetical order, up to TEXT_BYTES."""
+    """Return every third file at the top of the standard library, in alphabetical order, up to TEXT_BYTES."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[::3]
     text = b"".join(file.read_bytes() for file in files)[:TEXT_BYTES]
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -78,7 +78,7 @@ def draw_batch(text: Tensor) -> tuple[Tensor, Tensor]:  # inputs and targets, bo
 
 
 def digests(tree: Any, path: str = "") -> dict[str, str]:
-    """The SHA-256 of every tensor and every plain value in a state, by its path: equal if and only if bit-equal."""
+    """Return the SHA-256 of every tensor and plain value of a state by path: equal if and only if the bits are."""
     if hasattr(tree, "state_dict"):
         tree = tree.state_dict()
     if isinstance(tree, (dict, list, tuple)):
@@ -103,7 +103,7 @@ def train(args: argparse.Namespace) -> None:
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "rng": RngState()}
     state["extra"] = {"tokens": 0}
 
-    repository = Repository.open(args.repo) if args.fork else args.repo  # the manager creates one that is not there
+    repository = Repository.open(args.repo) if args.fork else args.repo  # the manager creates a missing one
     with open_snapshots(args, repository) as snapshots:
         start = 1
         if snapshots and snapshots.latest_step() is not None:
@@ -113,7 +113,7 @@ def train(args: argparse.Namespace) -> None:
             start = repository.restore_into(args.fork, state).step + 1
             scheduler.base_lrs = [args.lr]
             optimizer.param_groups[0]["lr"] = args.lr * warmup_then_cosine((start - 1) / args.steps)
-            snapshots.save(start - 1, state, tags=["fork-point"], force=True)  # so that this run stands on its own
+            snapshots.save(start - 1, state, tags=["fork-point"], force=True)  # so that the run has a snapshot
             print(f"forked from {args.fork} with lr={args.lr}", flush=True)
 
         for step in range(start, args.steps + 1):
@@ -132,7 +132,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def warmup_then_cosine(progress: float) -> float:
-    """The share of the top learning rate: a tenth of the run upwards, then down along a cosine to a tenth of it."""
+    """Return the share of the top learning rate: up for a tenth of the run, then down along a cosine to a tenth."""
     return min(0.1 + 10 * progress, 0.55 + 0.45 * math.cos(math.pi * min(1.0, progress)))
 
 

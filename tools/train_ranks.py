@@ -1,6 +1,6 @@
 """Trains the demo's GPT under FSDP2 on all ranks of a job, with a snapshot every few steps. tools/demo --ranks runs it.
 
-Started again by torchrun with any number of ranks, it goes on from its newest committed snapshot. Rank 0 notes the
+If torchrun starts it again, with any number of ranks, it goes on from its newest committed snapshot. Rank 0 notes the
 digest of the whole state at each save and after each restore: equal digests mean equal bits.
 """
 
@@ -22,7 +22,7 @@ from snapstore import RngState, SnapshotManager
 
 
 def digest(state: Any) -> str:
-    """The SHA-256 of all tensors of a state; all ranks call it, since sharded tensors are gathered."""
+    """Return the SHA-256 of all tensors of a state; all ranks call it, since sharded tensors are gathered."""
     found = hashlib.sha256()
 
     def add(tree: Any) -> None:
@@ -64,7 +64,7 @@ def train(args: argparse.Namespace) -> None:
         start = 1
         if (latest := snapshots.latest_step()) is not None:
             state = state_of_all()
-            # another number of ranks has other generators
+            # another number of ranks has no generators of its own in the snapshot
             snapshots.restore_into(state, per_rank="same" if dist.get_world_size() == args.ranks_before else "drop")
             set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
             note(args, "restored", latest, {k: state[k] for k in ("model", "optimizer")})

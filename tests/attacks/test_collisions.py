@@ -1,10 +1,10 @@
 """Two states whose chunks have the same XXH3-128 both restore, because each repository has a random seed.
 
-XXH3 XORs its input with a secret, and multiplies the two halves of each 64-bit lane: where one half is the secret's
-own, the product is zero whatever the other half is. That other half counts once more, in a sum to which all stripes of
-a block add alike. So two fp32 weights at fixed values let two others of the block trade places. The secret is public
-but for the seed. Mitigation: every repository has a random one. It is no key: docs/design/digest-seed.md says what is
-left, and the last tests here show it.
+XXH3 XORs its input with a secret, and multiplies the two halves of each 64-bit lane. If one half of the input equals
+that of the secret, the product is zero, whatever the other half is. The other half also counts in a sum, to which all
+stripes of a block add alike. So two fp32 weights with fixed values let two others of the block change places. Only the
+seed of the secret is not public. Mitigation: every repository has a random seed. It is not a key:
+docs/design/digest-seed.md says what risk is left, and the last tests here show it.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ SEEDS = st.sampled_from([0, 1, 2**63, MASK]) | st.integers(0, MASK)
     ]
 )
 def device(request):
-    """Where the states lie: each engine."""
+    """The device of the states: that of each engine."""
     return request.param
 
 
@@ -54,7 +54,7 @@ def low(words):
 
 
 def long_pair(seed):
-    """Two inputs of LONG bytes; in every chunk of both engines' chunks, weights have traded places."""
+    """Return two inputs of LONG bytes; in every chunk, of either engine, weights have changed places."""
     first = np.random.default_rng(1).normal(0, 0.02, LONG // 4).astype("<f4").view("<u8").copy()
     second = first.copy()
     for block in range(0, len(first), 128):  # a stripe is 8 lanes, a block 16 stripes
@@ -68,7 +68,7 @@ def long_pair(seed):
 
 
 def short_pair(seed):
-    """Two inputs of SHORT bytes: 16 at a time are multiplied, and added to a sum, where two of them trade places."""
+    """Return two inputs of SHORT bytes: products of 16 bytes are added to a sum, where two of them change places."""
     first = np.random.default_rng(2).integers(0, MASK, 8, np.uint64)
     first[[0, 2, 4, 6]] = [(SECRET[k] + seed) & MASK for k in (0, 4, 6, 2)]  # each makes a product zero
     second = first.copy()
@@ -78,7 +78,7 @@ def short_pair(seed):
 
 
 def states(seed=0):
-    """Two states of one digest, chunk by chunk, under a seed."""
+    """Return two states whose chunks have the same digests under a seed."""
     pairs = zip(long_pair(seed), short_pair(seed), strict=True)
     return [torch.from_numpy(np.concatenate(pair)) for pair in pairs]
 
@@ -93,7 +93,7 @@ def same(a, b):
 
 
 def repository(seed=None, options=OPTIONS):
-    """A new one, with a seed of its own unless one is given."""
+    """Create a repository, with a random seed unless one is given."""
     store = MemoryStore()
     made = Repository.create(store, chunk_bytes=CHUNK_BYTES, options=options)
     if seed is None:
@@ -124,7 +124,7 @@ def test_the_weights_look_ordinary():
 
 
 def test_both_states_restore_as_themselves(device):
-    """Beside each other, after each other, as deltas and as bases; whatever rewrites them."""
+    """They are saved beside and after each other, as deltas and as bases, and rewritten by every verb that can."""
     first, second = (state.to(device) for state in states())
     with repository() as repo:
         repo.save({"w": first, "beside": second}, run="r", step=0)
@@ -144,7 +144,7 @@ def test_both_states_restore_as_themselves(device):
 
 @pytest.mark.parametrize("async_save", [True, False])
 def test_a_manager_saves_both(device, async_save):
-    """The base that the last save holds is compared by digests as well, on its device."""
+    """A save compares with the last state by digests too, on its device."""
     one, other = (state.to(device) for state in states())
     with repository() as repo, SnapshotManager(repo, run="r", async_save=async_save) as snapshots:
         for step in range(6):
@@ -157,7 +157,7 @@ def test_a_manager_saves_both(device, async_save):
 
 @pytest.mark.parametrize("known", [0, None], ids=["none", "read in the config"])
 def test_a_collision_is_possible_where_the_seed_is_known(device, known):
-    """Not mitigated (docs/reliability.md): so a config is as confidential as what it protects is precious."""
+    """Not mitigated (docs/reliability.md): so a config must be as confidential as the data is valuable."""
     with repository(known) as repo:
         first, second = (state.to(device) for state in states(repo.config.digest_seed))
         repo.save({"w": first}, run="r", step=0)
@@ -169,7 +169,7 @@ def test_a_collision_is_possible_where_the_seed_is_known(device, known):
 
 
 def blind_pairs(count):
-    """Pairs of inputs that each collide under some seeds, whatever the others do.
+    """Yield pairs of inputs; each pair collides under some seeds.
 
     Two lanes of a block add a product each. Where one factor of the first equals one of the second, flips of the other
     factors' top bits cancel each other out, or not, by their signs. Each factor is half a word of the secret plus the
@@ -189,7 +189,7 @@ def blind_pairs(count):
 
 
 def test_a_seed_is_no_key():
-    """Not mitigated: of 512 such pairs one collides under every other seed, and nobody has to know which."""
+    """Not mitigated: under about half of all seeds one of 512 such pairs collides; an attacker need not know which."""
     pairs = list(blind_pairs(512))
     seeds = np.random.default_rng(4).integers(0, MASK, 16, np.uint64).tolist()
     hit = [any(xxhash.xxh3_128_digest(a, s) == xxhash.xxh3_128_digest(b, s) for a, b in pairs) for s in seeds]
@@ -199,7 +199,7 @@ def test_a_seed_is_no_key():
 
 @given(SEEDS, st.lists(st.binary(max_size=600) | st.integers(0, 300_000).map(bytes), max_size=8))
 def test_digests_of_the_cpu_engine_are_xxhashs(seed, inputs):
-    """The CUDA engine's: tests/gpu/test_kernels.py, and tests/contract/test_engines.py."""
+    """Those of the CUDA engine are in tests/gpu/test_kernels.py and tests/contract/test_engines.py."""
     engine = CpuEngine(seed, 1)
     found = engine.start_digests(Chunks.of([np.frombuffer(data, np.uint8) for data in inputs]))()
     engine.close()

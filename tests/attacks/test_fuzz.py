@@ -74,7 +74,7 @@ OBJECTS = [
 @fuzz
 @given(st.sampled_from(OBJECTS), mutations, st.booleans())
 def test_small_objects(value, changes, mended):
-    """Mitigation: the checksum; and where it holds, a typed decoder whose every failure is caught."""
+    """Mitigation: the checksum; if it holds, a typed decoder, of which every failure is caught."""
     data = records.encode(value)
     if mended:
         payload = mutate(data[24:], changes)
@@ -114,7 +114,7 @@ def corrected_header(data, changes):
 
 
 def planted(data):
-    """The fuzzed manifest as a committed snapshot, under its own SHA-256."""
+    """Return a world with the fuzzed manifest as a committed snapshot, under its own SHA-256."""
     world = World()
     world.store._objects.update(WORLD.store._objects)
     world.packs = WORLD.packs
@@ -249,7 +249,7 @@ def test_blobs(head, body, coded):
             chain_decode.decode_chain([memoryview(bad)], ["x"], digest(chunk), out, seed=SEED)
     except OURS:
         return
-    except CapabilityError:  # the bytes say that they are a GPU's
+    except CapabilityError:  # the bytes name a codec of GPUs
         assert codecs.ANS in np.frombuffer(bad, blob.HEADER_COLUMNS, 1)["codecs"]
         return
     np.testing.assert_array_equal(out, chunk)

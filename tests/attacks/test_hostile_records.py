@@ -1,4 +1,4 @@
-"""Every verb of the shell ends soon, with an answer or an error, on records with any numbers, times and names."""
+"""Every verb of the shell ends soon, with a result or an error, whatever numbers, times and names a record has."""
 
 import contextlib
 import shutil
@@ -51,7 +51,7 @@ VERBS = (
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A repository of one snapshot, and its record."""
+    """Make a repository of one snapshot; return it and the snapshot's record."""
     folder = tmp_path_factory.mktemp("records") / "repo"
     with Repository.create(folder, chunk_bytes=1024, options=SaveOptions(threads=1)) as repository:
         repository.save({"w": np.arange(2000), "n": 1}, run="r", step=0)
@@ -67,7 +67,7 @@ def made(tmp_path_factory):
 @example({"seq": 2, "generation": 2**53}, [["log"]])
 @example({"revision": 10**9 - 1}, [["tag", "id:b", "t"], ["forget", "id:b", "--force"], ["repair", "--apply"]])
 def test_any_record(made, tmp_path_factory, changes, verbs):
-    """Mitigation: fields are typed, and what a type does not bound, each verb takes as it is."""
+    """Mitigation: fields are typed, and every verb works with any value that the types allow."""
     tally("fuzz inputs")
     folder, good = made
     place = tmp_path_factory.mktemp("place")
@@ -86,7 +86,7 @@ def test_any_record(made, tmp_path_factory, changes, verbs):
             assert result.exception is None or isinstance(result.exception, SystemExit), said
             assert "this is a bug" not in result.output, said
         with Repository.open(place / "repo", options=SaveOptions(threads=1)) as repository:
-            for _ in range(2):  # the second one counts on from the first
+            for _ in range(2):  # the second save takes its number from the first
                 saved = repository.save({"w": np.arange(2000) + 1}, run="r", step=9)
                 assert repository.restore(f"id:{saved.id}")["w"][0] == 1
             assert (repository.restore(f"id:{good.id}")["w"] == np.arange(2000)).all()
@@ -102,7 +102,7 @@ SEQS = st.sampled_from([2**64 - 1, 2**63, 2**53 + 1, 2**53, 2**53 - 1, 2**42, 2*
 @example([2**53], "aborted")
 @example([2**40 * (number + 1) for number in range(40)], "committed")
 def test_forged_seqs_stop_no_save_and_are_repaired(made, tmp_path_factory, seqs, state):
-    """Saves go on below them; a repair gives the snapshots free numbers, below those of the saves since."""
+    """New saves take numbers below the forged ones; a repair gives those snapshots numbers below the new saves."""
     tally("fuzz inputs")
     folder, good = made
     root = tmp_path_factory.mktemp("place") / "repo"
@@ -137,7 +137,7 @@ POLICIES = st.fixed_dictionaries(
 @settings(max_examples=40 * EXAMPLES, deadline=None)
 @given(st.lists(POLICIES, max_size=4))
 def test_any_policy(made, stored):
-    """Mitigation: policies are made of what is stored by their own constructors, which check it."""
+    """Mitigation: stored policies are built by their own constructors, which check the arguments."""
     tally("fuzz inputs")
     data = records.encode(Policy(run="r", revision=0, policies=stored))
     with little_memory(), contextlib.suppress(SnapstoreError):
@@ -149,7 +149,7 @@ def test_any_policy(made, stored):
 
 @pytest.mark.parametrize("revision", [str(2**64 - 1), "10000000000", "9" * 200, "07", "999999999"])
 def test_a_forged_revision_of_policies(revision):
-    """It left later policies no number. No snapstore has written so many: the object is none of ours."""
+    """It would leave no number for later policies. No snapstore writes so many revisions: the object is not ours."""
     store = created()
     policy = Policy(run="a", revision=min(int(revision), 2**64 - 1), policies=[])
     store.put(f"policies/a.{revision}", records.encode(policy))
@@ -179,7 +179,7 @@ def test_policies_of_every_kind_are_stored_and_read():
 
 
 def test_a_record_of_a_hundred_thousand_tags():
-    """As many as bytes hold; they are strings, once each."""
+    """Tags take memory by their stored bytes: each of them is one string."""
     snapshot = Snapshot(
         id="b" * 32, run="r", step=5, seq=1, state="committed", write_id="", tags=[f"t{i}" for i in range(100_000)]
     )

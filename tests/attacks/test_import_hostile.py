@@ -1,4 +1,4 @@
-"""A checkpoint from elsewhere runs no code, reads no file outside its folder, and names what is wrong with it."""
+"""An import of a foreign checkpoint runs no code, reads no file outside its folder, and says what is wrong with it."""
 
 import dataclasses
 import json
@@ -53,7 +53,7 @@ class Command:
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder of DCP."""
+    """Make a folder of DCP."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         state = {"model": {"w": torch.arange(12.0).reshape(3, 4)}, "lr": 0.1}
@@ -73,7 +73,7 @@ def test_metadata_that_wants_a_command(folder, tmp_path, fails):
     assert "refused: it names posix.system, which is not of torch.distributed.checkpoint" in fails(folder)
     (folder / METADATA).write_bytes(pickle.dumps(Command(tmp_path), protocol=0))
     assert "refused: it names" in fails(folder)
-    #: Names of modules of DCP lead to more than its records.
+    #: A name in a module of DCP can be another object than a record of DCP.
     (folder / METADATA).write_bytes(b"ctorch.distributed.checkpoint.filesystem\nos.system\n(S'x'\ntR.")
     assert "refused" in fails(folder)
     (folder / METADATA).write_bytes(b"ctorch.distributed.checkpoint.metadata\nMetadata\n(tR}X\x01\x00\x00\x00aK\x01sb.")
@@ -129,7 +129,7 @@ def test_metadata_that_lies(folder, fails):
 
 
 def test_a_tensor_larger_than_memory(folder, repository):
-    """Its first shard is there; a second one makes its shape one that no machine can hold."""
+    """Its first shard is there; with the second one it has a shape that no machine can hold."""
 
     def change(metadata):
         tensor = metadata.state_dict_metadata["model.w"]

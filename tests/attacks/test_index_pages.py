@@ -34,7 +34,7 @@ def restores(repository):
 
 @pytest.mark.parametrize("how", ["beside", "instead"])
 def test_foreign_records_and_headers(tmp_path, how):
-    """Mitigation: a checksum of each value with its key and the repository; what has none is read from the objects."""
+    """Mitigation: each value has a checksum over its key and the repository; if it is wrong, the objects are read."""
     root, other = tmp_path / "ours", tmp_path / "other"
     for place, run, steps in ((root, "a", (0, 1, 2)), (other, "z", (0, 1, 2, 3))):
         with Repository.create(place, chunk_bytes=1024, options=OPTIONS) as repository:
@@ -53,7 +53,7 @@ def test_foreign_records_and_headers(tmp_path, how):
 
 
 def test_a_header_under_the_key_of_another_manifest(tmp_path):
-    """Mitigation: as above. A gc that believed it would delete the packs that the manifest names."""
+    """Mitigation: as above. A gc that trusted such a header would delete packs that are needed."""
     with Repository.create(tmp_path / "r", chunk_bytes=1024, options=OPTIONS) as repository:
         for step in range(3):
             save(repository, "a", step, step)

@@ -18,7 +18,7 @@ from snapstore.state.tree_decode import decode_plain, unpack_nodes
 from snapstore.state.tree_encode import encode_plain
 
 MODULUS = 2**61 - 1  # CPython's hash of a number is the number modulo this
-N = 15_000  # colliding, these take minutes; else milliseconds
+N = 15_000  # if they collide, these take minutes; else milliseconds
 
 ALIKE = {
     "ints": lambda i: (i + 1) * MODULUS,
@@ -45,7 +45,7 @@ def alike(kind, count=N):
 
 @pytest.mark.parametrize("kind", ALIKE)
 def test_values_of_one_hash(kind):
-    """Mitigation: hashes are counted before a dict or a set is built; beside str's and bytes', none is salted."""
+    """Only hashes of str and bytes are salted. Mitigation: hashes are counted before a dict or a set is built."""
     key_nodes = [encode_plain((key,))[1][0] for key in alike(kind)]
     for made in NODES.values():
         with little_time(), pytest.raises(FormatError, match="256 keys or members have one hash"):
@@ -72,7 +72,7 @@ def test_as_many_as_may_be(kind):
 
 
 def test_keys_that_people_have():
-    """Keys that naturally share a hash are far from the limit; the most are the powers of two, 246."""
+    """Ordinary keys stay below the limit; powers of two come closest, with 246 of one hash."""
     rng = random.Random(1)
     for keys in (
         range(50_000),
@@ -97,9 +97,9 @@ def test_keys_that_people_have():
 
 
 def packed_map(count=N):
-    """A msgpack map whose keys are arrays, which msgspec makes tuples of; this is what it would take minutes for."""
-    # An array of two 64-bit numbers whose hashes give a tuple one hash is dear to find; floats that are alike, nested
-    # in pairs, are not.
+    """Return a msgpack map whose keys are arrays: msgspec makes them tuples of one hash, which would take minutes."""
+    # Numbers of different hashes whose tuples have one hash are expensive to find. Floats of one hash are not, and all
+    # tuples of them have one hash.
     floats = [2.0 ** (e + 61 * k) for e in (3,) for k in range(-17, 17)]
     keys = itertools.islice(itertools.product(floats, repeat=4), count)
     body = b"".join(msgspec.msgpack.encode(key) + b"\xc0" for key in keys)
@@ -107,7 +107,7 @@ def packed_map(count=N):
 
 
 def test_a_map_where_a_node_should_stand():
-    """msgspec decodes a map's keys whatever they are. Mitigation: what should be nodes is searched for maps first."""
+    """msgspec decodes a map's keys whatever they are. Mitigation: packed nodes are searched for maps first."""
     bomb = packed_map()
     assert len({hash(key) for key in msgspec.msgpack.decode(packed_map(100))}) == 1
     world = World()
@@ -119,7 +119,7 @@ def test_a_map_where_a_node_should_stand():
 
 
 def test_a_map_in_the_metadata_or_the_policies():
-    """Mitigation: metadata are unpacked like trees, and the arguments of policies are typed."""
+    """Mitigation: metadata is unpacked like trees, and the arguments of policies are typed."""
     bomb = msgspec.Raw(packed_map(25_000))
     for metadata, why in ((bomb, "holds a map"), (msgspec.Raw(packed_map(30_000)), "expected at most 1048576")):
         world = World()
@@ -135,7 +135,7 @@ def test_a_map_in_the_metadata_or_the_policies():
 
 
 def test_nodes_that_look_like_maps_are_read():
-    """The search for maps steps over numbers, texts and bytes whatever stands in them."""
+    """The search for maps skips numbers, texts and bytes, whatever they contain."""
     rng = np.random.default_rng(2)
     value = [
         *(float(x) for x in rng.standard_normal(500)), *(int(x) for x in rng.integers(-(2**63), 2**63 - 1, 500)),
@@ -146,7 +146,7 @@ def test_nodes_that_look_like_maps_are_read():
 
 
 def test_every_kind_of_token_is_stepped_over():
-    """All first bytes of msgpack but those of maps, and the reserved one, each before a map that must be found."""
+    """All first bytes of msgpack but those of maps and arrays and the reserved one, each before a map to be found."""
     tokens = {
         0xC4: b"\xc4\x02\xff\xff", 0xC5: b"\xc5\x00\x02\xff\xff", 0xC6: b"\xc6\x00\x00\x00\x02\xff\xff",
         0xC7: b"\xc7\x02\x01\xff\xff", 0xC8: b"\xc8\x00\x02\x01\xff\xff", 0xC9: b"\xc9\x00\x00\x00\x02\x01\xff\xff",
@@ -170,7 +170,7 @@ def test_every_kind_of_token_is_stepped_over():
     ids=["int", "list", "keys", "set", "surrogate", "surrogate key", "edge"],
 )
 def test_metadata_that_python_does_not_print(metadata, tmp_path):
-    """Integers of more than 4,300 digits can be saved; Python refuses to print them. Mitigation: in hexadecimal."""
+    """Integers of over 4,300 digits can be saved, but Python does not print them. Mitigation: print hexadecimal."""
     from kit.shell import invoke
     from snapstore import Repository
 

@@ -1,7 +1,7 @@
 """No verb follows a symbolic link, a hard link, a pipe or a device out of the repository.
 
-As an unpacked archive may hold them. Whatever lies outside is as it was, byte for byte and to the time of its last
-change, nothing is made there, and every verb ends.
+An unpacked archive may contain them. Files outside keep their bytes and modification times, nothing is created there,
+and every verb ends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from snapstore.format.records import Session
 from snapstore.storage.local import LocalStore
 
 TEMP = "tmp/" + "0" * 32
-HANGS_S = 120  # on a machine however busy
+HANGS_S = 120  # even on a busy machine
 
 VERBS = (
     "log", "log --all", "show a@3", "diff a@2 a@3", "stats", "check", "check --read-data", "check --restore",
@@ -39,7 +39,7 @@ VERBS = (
 
 @contextmanager
 def time_limit():
-    """A verb that hangs is stopped."""
+    """Stop a verb that hangs."""
 
     def stop(*_):
         raise AssertionError(f"still running after {HANGS_S} s")
@@ -55,7 +55,7 @@ def time_limit():
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    """A repository with an object of every kind, and a file to save."""
+    """Make a repository with an object of every kind, and a file to save."""
     folder = tmp_path_factory.mktemp("links")
     with Repository.create(folder / "r", chunk_bytes=1024, options=OPTIONS) as repository:
         for step in range(4):
@@ -81,13 +81,13 @@ def made(tmp_path_factory) -> Path:
 
 
 def names(root: Path) -> list[str]:
-    """Every folder and file, and one name of each kind that is not there yet."""
+    """Return the name of every folder and file, and one name of each kind that is not there yet."""
     found = [str(path.relative_to(root)) for path in sorted(root.rglob("*"))]
     return [*found, "packs/zz", "snapshots/zz", "tmp/" + "1" * 32, "policies/b.0", "gc/x.mark", "sessions/x"]
 
 
 def outside(folder: Path, original: Path) -> Path:
-    """Files and folders of the user, among them what was at that name: a link would lead to something that fits."""
+    """Make files and folders of the user, among them a copy of the original, as the target of a link that fits."""
     folder.mkdir()
     (folder / "folder").mkdir()
     for name in ("0" * 32, "data.mdb", "lock.mdb", "verified", "used", "thesis.tex"):
@@ -103,7 +103,7 @@ def outside(folder: Path, original: Path) -> Path:
 
 
 def state_of(folder: Path) -> dict[str, tuple[object, ...]]:
-    """All that can be seen of it but access times."""
+    """Return all that can be seen of a folder but access times."""
     return {
         str(path): (path.lstat().st_mode, path.lstat().st_mtime_ns, path.read_bytes() if path.is_file() else None)
         for path in (folder, *folder.rglob("*"))
@@ -111,7 +111,7 @@ def state_of(folder: Path) -> dict[str, tuple[object, ...]]:
 
 
 def plant(path: Path, kind: str, canaries: Path) -> None:
-    """Put something there in place of what there is."""
+    """Replace a path by one of `KINDS`."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -153,7 +153,7 @@ KINDS = (
 
 
 def run_all(folder: Path) -> None:
-    """Every verb of the shell, then a manager with policies."""
+    """Run every verb of the shell, then a manager with policies."""
     env = {"SNAPSTORE_REPO": str(folder / "r")}
     for verb in VERBS:
         args = [part.format(out=folder / "out.pt", state=folder / "state.pt") for part in verb.split()]
@@ -196,7 +196,7 @@ TOP = ("packs", "manifests", "snapshots", "snapshots/a", "sessions", "gc", "poli
 
 @pytest.mark.parametrize("name", TOP)
 def test_links_to_folders_and_files_that_fit(made, tmp_path, name):
-    """The likeliest attack, at each name of a kind, by the verbs that write and delete; no sample."""
+    """The likeliest attack, at one name of each kind, on the verbs that write and delete; this is no sample."""
     folder = tmp_path / "f"
     shutil.copytree(made, folder)
     canaries = outside(tmp_path / "user", folder / "r" / name)
@@ -256,7 +256,7 @@ def test_every_operation_names_the_link(store, tmp_path, operation, where, kind)
     plant(store.root / where, kind, canaries)
     before = state_of(canaries)
     removes = operation in ("delete", "release") and where == "p/q/object"
-    if removes:  # the link itself goes
+    if removes:  # the link itself is removed
         OPERATIONS[operation](store, "p/q/object")
         assert not (store.root / where).is_symlink()
     else:
@@ -315,7 +315,7 @@ def test_the_root_may_be_a_link(tmp_path):
 
 
 def test_no_descriptor_of_the_root_stays_open(store):
-    """Else the volume could not be unmounted between saves."""
+    """Otherwise the volume could not be unmounted between saves."""
     store.put("p/x", b"x")
     store.get("p/x")
     list(store.list(""))

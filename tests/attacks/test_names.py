@@ -52,7 +52,7 @@ def test_keys_stay_inside(tmp_path, key, kind):
 
 
 def commit_raw(world, fields, key=f"snapshots/r/{0:012d}-{ID}.0"):
-    """A record of any fields, its checksum right."""
+    """Put a record of any fields with a valid checksum."""
     payload = msgspec.msgpack.encode(fields)
     head = records.ENVELOPE.pack(b"SNAP", 2, 1, 0, len(payload), 0)[:16]
     world.store.put(key, head + struct.pack("<Q", xxh3_64_intdigest(head + payload)) + payload)
@@ -166,14 +166,14 @@ def test_manifests_swapped_between_snapshots():
 
 
 def with_id_of(s, run="zzz", step=0, **changes):
-    """A valid record of another run or step under the id of a snapshot."""
+    """Return a valid record of another run or step with the id of a snapshot."""
     empty = {"manifests": [], "logical_bytes": 0, "state": "aborted", "write_id": records.new_id()}
     return msgspec.structs.replace(s, **({"run": run, "step": step} | empty | changes))
 
 
 @pytest.mark.parametrize("changes", [{}, {"run": "0"}, {"run": "r", "step": 7}, {"revision": 10**9 - 1}], ids=repr)
 def test_a_second_snapshot_of_one_id_hides_none(tmp_path, changes):
-    """A record may name any id. Mitigation: the snapshot that was stored first has it, and gc stops."""
+    """A record may name any id. Mitigation: the id belongs to the snapshot that was stored first, and gc stops."""
     with Repository.create(tmp_path / "repo", chunk_bytes=1024) as repo:
         s = repo.save({"w": A}, run="r", step=0)
         newer = repo.save({"w": A + 1}, run="r", step=1)
@@ -200,7 +200,7 @@ def test_a_second_snapshot_of_one_id_hides_none(tmp_path, changes):
 
 
 def test_a_second_snapshot_that_was_there_first(tmp_path):
-    """As one who reads the sessions puts it, before the save commits: nothing is deleted until a person has looked."""
+    """An attacker who reads sessions can put it before the save commits: gc deletes nothing until a person looks."""
     with Repository.create(tmp_path / "repo", chunk_bytes=1024) as repo:
         s = repo.save({"w": A}, run="r", step=0)
         second = with_id_of(s)
@@ -244,7 +244,7 @@ def test_a_session_makes_no_gc_hide_a_snapshot(tmp_path, of):
     ],
 )
 def test_blobs_of_a_newer_release(changes, message):
-    """Mitigation: refused by name, never guessed at."""
+    """Mitigation: they are refused, and the error names what is unknown."""
     world = World()
     data = full(A)
     if "codecs" in changes:  # a coded plane has entries in the table of lengths
@@ -256,7 +256,7 @@ def test_blobs_of_a_newer_release(changes, message):
 
 
 def test_packs_and_manifests_of_a_newer_release():
-    """Mitigation: the version stands at the front of every object."""
+    """Mitigation: every object has its version at the front."""
     store = MemoryStore()
     data = pack.HEADER.pack(pack.MAGIC, 2, 0, 0, bytes(16), 0, bytes(16), 0) + bytes(32)
     store.put("packs/00/x", data)
@@ -279,7 +279,7 @@ def test_packs_and_manifests_of_a_newer_release():
     ],
 )
 def test_repositories_of_a_newer_release(changes, message):
-    """Mitigation: unknown features are mandatory; nothing is opened that would be half understood."""
+    """Mitigation: a repository with an unknown feature, version or chunk size is not opened."""
     store = MemoryStore()
     fields = {
         "uuid": ID,
@@ -306,7 +306,7 @@ def test_sharded_tensors_are_refused():
 
 
 def test_unknown_keys_in_a_header_are_ignored_and_kept():
-    """They are how minor additions come; what must be understood is a feature."""
+    """Minor additions come as unknown keys; an addition that a reader must understand is a feature."""
     data = World().manifest()
     found = header_of(reheader(data, novel=[1, 2]))
     assert found.unknown == (("novel", b"\x92\x01\x02"),)

@@ -8,10 +8,10 @@ import pytest
 import snapstore
 
 PACKAGE = Path(snapstore.__file__).parent
-#: Calls that make code or objects of bytes. torch.load is allowed with weights_only alone.
+#: Calls that make code or objects from bytes. torch.load is allowed only with weights_only.
 FORBIDDEN = {"eval", "exec", "compile", "__import__", "loads", "load_module", "Unpickler", "unsafe_load", "run_path"}
 MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "yaml", "code", "runpy"}
-#: pickle: its error alone, which torch.load raises of what it refuses; and an unpickler that makes plain records of the
+#: pickle: only its error, which torch.load raises if it refuses a file; and an unpickler that makes plain records for
 #: names of DCP and refuses all others (test_import_hostile.py). marshal: only `dumps`, to compare values.
 KNOWN = {
     ("convert/files.py", "import pickle"), ("convert/dcp_folder.py", "import pickle"),

@@ -35,7 +35,7 @@ def restored(world):
 
 
 def refused(world, error=(FormatError, IntegrityError), match=None):
-    """Restore and check both see it, without taking memory."""
+    """Check that `restore` and `check` both refuse it, and take little memory."""
     with little_memory(16 * 1024 * 1024), pytest.raises(error, match=match):
         world.restore()
     with world.open() as repo:
@@ -68,7 +68,7 @@ def test_huge_lengths_in_a_blob(field, number):
     "changes", [{"block_bytes": 0}, {"element_size": 0}, {"element_size": 3}, {"element_size": 255}]
 )
 def test_sizes_that_cannot_be_divided_by(changes):
-    """Mitigation: element and block sizes are looked at before anything is divided."""
+    """Mitigation: element and block sizes are checked before anything is divided by them."""
     world = World()
     world.commit(world.manifest([(digest(A), world.pack(rewrite(full(A), **changes)))]))
     refused(world, IntegrityError, "element size")
@@ -88,7 +88,7 @@ def test_more_block_lengths_than_blocks():
     [(0, 2**32 - 1, 0), (64, 0, 2**32 - 1), (2**64 - 1, 1, 1), (2**63, 0, 0), (0, 0, 64)],
 )
 def test_huge_counts_in_a_pack_footer(start, count, name_bytes):
-    """Mitigation: footer and trailer must fill the pack's end exactly, behind its header."""
+    """Mitigation: footer and trailer must fill the pack's end exactly, after its header."""
     store = MemoryStore()
     data = pack.HEADER.pack(pack.MAGIC, 1, 0, 0, bytes(16), 0, bytes(16), 0)
     data += pack.TRAILER.pack(start, count, name_bytes, checksum(data), pack.FOOTER_MAGIC)
@@ -142,7 +142,7 @@ def test_huge_shapes(shape, boxes):
     ],
 )
 def test_boxes_that_do_not_hold_the_tensor(box):
-    """Mitigation: boxes must lie in the table and be the tensor's very shape."""
+    """Mitigation: boxes must lie in the table and have exactly the tensor's shape."""
     world = World()
     entry = TensorEntry(["w"], "tensor", "uint8", [SIZE], False, None, [box], None)
     world.commit(world.manifest([(digest(A), world.pack(full(A)))], tensors=[entry]))
@@ -150,7 +150,7 @@ def test_boxes_that_do_not_hold_the_tensor(box):
 
 
 def test_an_empty_tensor_with_a_box_of_no_chunks():
-    """Mitigation: an empty tensor has no box; the length of a last chunk that is not there is not looked at."""
+    """Mitigation: an empty tensor must have no box, so the length of a missing last chunk is never read."""
     world = World()
     entry = TensorEntry(["w"], "tensor", "uint8", [0], False, None, [Box([0], [0], 0, 0)], None)
     world.commit(world.manifest(tensors=[entry]))
@@ -171,7 +171,7 @@ def test_inline_bytes_outside(inline):
 
 @pytest.mark.parametrize("place", [(0, 2**40, 100), (0, 64, 2**32 - 1), (0, 2**62, 100)])
 def test_references_beyond_a_pack_that_is_said_to_be_huge(place):
-    """Mitigation: stores look at an object's size before they make room for a range of it."""
+    """Mitigation: stores check an object's size before they take memory for a range of it."""
     world = World()
     world.pack(full(A), size_bytes=2**63)
     world.commit(world.manifest([(digest(A), [place])]))
@@ -189,7 +189,7 @@ def test_references_beyond_the_pack():
 
 @pytest.mark.parametrize("shift", [-8, -1, 1, 8, 80])
 def test_references_between_blobs(shift):
-    """Overlapping references. Mitigation: what lies there must be a blob, whole, with its checksum and its digest."""
+    """Overlapping references. Mitigation: the bytes there must be a whole blob, with its checksum and its digest."""
     world = World()
     (a, (n, at, length)) = world.pack(full(A), full(B))
     world.commit(world.manifest([(digest(A), [a]), (digest(B), [(n, at + shift, length - abs(shift))])]))
@@ -257,7 +257,7 @@ def test_chains_of_more_than_255():
 
 
 def test_a_delta_that_is_its_own_base():
-    """Mitigation: the zero delta on itself never ends."""
+    """A zero delta on itself never ends. Mitigation: the last blob of a chain must be full."""
     world = World()
     (aa,) = world.pack(delta(A, A))
     world.commit(world.manifest([(digest(A), [aa])]))
@@ -273,7 +273,7 @@ def test_a_chain_with_another_base():
 
 
 def test_a_base_under_a_forged_digest():
-    """Mitigation: whatever the headers say, the bytes that come out are hashed."""
+    """Mitigation: whatever the headers say, the decoded bytes are hashed."""
     world = World()
     c, ba = world.pack(rewrite(full(C), digest=digest(A)), delta(B, A))
     world.commit(world.manifest([(digest(B), [ba, c])]))
@@ -281,7 +281,7 @@ def test_a_base_under_a_forged_digest():
 
 
 def test_swapped_blobs():
-    """Mitigation: a blob says whose it is."""
+    """Mitigation: a blob names its chunk."""
     world = World()
     a, b = world.pack(full(A), full(B))
     world.commit(world.manifest([(digest(A), [b]), (digest(B), [a])]))
@@ -289,7 +289,7 @@ def test_swapped_blobs():
 
 
 def test_full_blobs_in_mid_chain():
-    """Mitigation: a full blob has no base, so a chain that goes on behind it does not fit."""
+    """Mitigation: a full blob has no base, so nothing may follow it in a chain."""
     world = World()
     a, b = world.pack(full(A), full(B))
     world.commit(world.manifest([(digest(B), [b, a])]))

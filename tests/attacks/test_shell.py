@@ -21,10 +21,10 @@ from snapstore import Repository, SaveOptions, cli
 VERBS = {
     name: [param for param in command.params if param.name not in ("repo", "verbose")]
     for name, command in typer.main.get_command(cli.commands).commands.items()
-    if name not in ("demo", "doctor")  # that train, and measure the machine
+    if name not in ("demo", "doctor")  # they train, and measure the machine
 }
 CODES = {0, 1, 2, 3, 10, 11, 20}
-#: Arguments: all that some verb takes, in every verb's place.
+#: Arguments that some verb takes, tried with every verb.
 TYPED = st.sampled_from(
     [
         *("r@0", "r@1", "r@latest", "r@kept", "r@-1", "r@999999999999999999999", "r", "@", "r@", "@0", "id:", "id:z"),
@@ -40,7 +40,7 @@ values = TYPED | st.integers().map(str) | st.text(st.characters(exclude_characte
 
 @st.composite
 def lines(draw):
-    """A verb, some of its options or another's, and values for them."""
+    """Draw a verb, some of its options or another verb's, and values for them."""
     verb = draw(st.sampled_from(sorted(VERBS)))
     args = [verb]
     params = VERBS[verb] if draw(st.integers(0, 9)) else VERBS[draw(st.sampled_from(sorted(VERBS)))]
@@ -54,7 +54,7 @@ def lines(draw):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A repository of two snapshots, one of them tagged, and a file to save."""
+    """Make a repository of two snapshots, one of them tagged, and a file to save."""
     folder = tmp_path_factory.mktemp("shell")
     with Repository.create(folder / "repo", chunk_bytes=1024, options=SaveOptions(threads=1)) as repository:
         for step in range(2):
@@ -65,7 +65,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def place(made, tmp_path_factory):
-    """A copy, and the working directory: what a line writes stays there, for the lines after it."""
+    """Make a copy the working directory: files that a line writes stay there for the lines after it."""
     folder = tmp_path_factory.mktemp("place") / "here"
     shutil.copytree(made, folder)
     before = Path.cwd()
@@ -81,7 +81,7 @@ def place(made, tmp_path_factory):
 @example(["gc", "--fence-after", "nan"])
 @example(["tag", "r@0", "r@0", "-v"])
 def test_any_line(made, place, args):
-    """Mitigation: every value is checked where it is read; what is left over ends as a message and an exit code."""
+    """Mitigation: every value is checked where it is read; any other error ends as a message and an exit code."""
     tally("fuzz inputs")
     traced = THOROUGH or zlib.crc32(repr(args).encode()) % 5 == SEED % 5  # it takes five times as long
     with little_memory(128 * 1024 * 1024) if traced else little_time():  # modules that a verb imports first included

@@ -36,13 +36,13 @@ HOSTILE = (
     f"n\n{FORGED}\r{FORGED}\r\n{FORGED}\x1b[2J\x1b[1A\x1b]0;t\x07\x08\x00\x0b{FORGED}\x0c{FORGED}\x1c{FORGED}\x7f"
     f"\x85{FORGED}\x9b31m\u202e\u2066\u200b\ufeff\u2028{FORGED}\u2029{FORGED}"
 )
-#: As the name of a file: no "/" and no NUL.
+#: A hostile name for a file: no "/" and no NUL.
 FILE = HOSTILE.replace("\0", "")[:80]
 SURROGATE = f"s\ud800\udcff\n{FORGED}"
 
 
 def require_safe(text, about):
-    """Every line shows only what a terminal shows as itself, and none was begun by a name."""
+    """Check that every line is printable, and that no name has begun a line."""
     for line in text.split("\n"):
         assert line.isprintable(), (about, line)
         assert not line.lstrip().startswith(FORGED), (about, line)
@@ -109,12 +109,12 @@ CHANGING = [
 
 
 def some(verbs):
-    """Every second verb of a list, others in other runs; the first and the last always."""
+    """Return every second verb of a list, different ones in each run, and always the first and the last."""
     return [verb for i, verb in enumerate(verbs) if i in (0, len(verbs) - 1, *sampled(len(verbs), 2))]
 
 
 def state(step):
-    """Hostile names of parts, tensors and values, and hostile values."""
+    """Return a state with hostile names of parts, tensors and values, and hostile values."""
     w = torch.arange(3000) + step
     return {
         HOSTILE: {"w": w, HOSTILE: {"v": w * 2}, "plain": HOSTILE * (1 + step), 1: [w + 1]},
@@ -284,7 +284,7 @@ def test_forged_objects_of_other_kinds(root, number):
 
 @pytest.mark.parametrize("prefix", ["packs/", "manifests/", "snapshots/", "policies/", "config"])
 def test_damage(root, prefix):
-    """Errors about damage name the tensors and parts."""
+    """Errors about damage name tensors and parts, which are hostile here."""
     with Repository.open(root) as repository:
         repository.set_policies("r", [KeepLast(2)])
     for key in keys_of(LocalStore(root)):
@@ -333,7 +333,7 @@ def test_repositories_and_caches_of_hostile_names(tmp_path, monkeypatch):
 
 
 def raised(call):
-    """The error of a call, checked as text, as a traceback's last lines, and after it was pickled."""
+    """Return the error of a call; check its text, the last lines of its traceback, and it again after pickling."""
     with pytest.raises(SnapstoreError) as caught:
         call()
     error = caught.value
@@ -402,7 +402,7 @@ def every_error(base=SnapstoreError):
 
 @pytest.mark.parametrize("kind", sorted(set(every_error()), key=lambda kind: kind.__name__))
 def test_no_error_carries_a_name_raw(kind):
-    """Whatever is raised: the base class escapes it, so that no call site can forget to."""
+    """The base class escapes the text of every error, so that no caller can forget it."""
     for error in (kind(f"{HOSTILE}: cannot be"), kind("first", f"  {HOSTILE}"), kind(HOSTILE, HOSTILE, SURROGATE)):
         require_safe(str(error), kind)
         require_safe("".join(traceback.format_exception_only(error)), kind)

@@ -1,4 +1,4 @@
-"""Every object store keeps this contract. A store of yours runs through it by subclassing `ObjectStoreContract`.
+"""Every object store keeps this contract. To test a store of your own, subclass `ObjectStoreContract`.
 
 Override the `store` fixture with one that gives an empty store, and `reopened` if another handle can reach the same
 objects. Stores that know whether an object is locked also override `locked_elsewhere`. This file needs snapstore,
@@ -52,7 +52,7 @@ NOT_KEYS = [
 
 
 def keys_of(store: ObjectStore, prefix: str = "") -> list[str]:
-    """Sorted, and with repetitions if there are any."""
+    """Return the keys below a prefix, sorted, and with duplicates if a listing has any."""
     return sorted(info.key for info in store.list(prefix))
 
 
@@ -241,7 +241,7 @@ class ObjectStoreContract:
             store.sync(prefix)
 
     def test_list_beside_writers(self, store):
-        """A listing has each object that was there before and stays, once; any other is whole or absent."""
+        """A listing has each object that is there all the time once; any other object is whole or absent."""
         staying = sorted(f"p/{i % 4}/stay{i}" for i in range(40))
         for key in staying:
             store.put(key, b"whole")
@@ -331,7 +331,7 @@ class ObjectStoreContract:
         assert keys_of(store) == ["a/b/c"]
 
     def test_a_tag_tells_two_objects_apart_that_are_as_large_and_as_old(self, store):
-        """`stat` and `list` give the same one (test_list_by_prefix); empty where the store cannot tell."""
+        """`stat` and `list` give the same tag (test_list_by_prefix); it is empty if the store cannot tell."""
         tags = []
         for data in (b"12345", b"12346", b"22345"):
             store.put("a", data)
@@ -437,7 +437,7 @@ class ObjectStoreContract:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """A store beside the dict that it should be; the dict is assumed to be perfect."""
+    """A store beside a dict, which is its model."""
 
     keys = st.sampled_from(["a", "b/a", "b/b", "b/c/d", "c/a.0"])
     data = st.binary(max_size=64)

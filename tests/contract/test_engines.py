@@ -53,7 +53,7 @@ def cpu(engines):
 
 
 def to_memory(engine, array):
-    """An array's bytes where an engine works."""
+    """Return an array's bytes in the memory of an engine."""
     memory = engine.empty(array.size)
     assert len(memory) == array.size
     if isinstance(memory, np.ndarray):
@@ -65,7 +65,7 @@ def to_memory(engine, array):
 
 
 def to_numpy(memory):
-    """A memory's bytes."""
+    """Return the bytes of an engine's memory."""
     return memory if isinstance(memory, np.ndarray) else memory.cpu().numpy()
 
 
@@ -87,7 +87,7 @@ def content(kind, size, seed=0):
 
 
 def changed(base, seed=0):
-    """Floats that have moved a little."""
+    """Return floats that differ a little from a base."""
     values = base[: base.size // 4 * 4].view(np.float32)
     moved = values * np.float32(1 + 1e-5 * (1 + seed))
     return np.concatenate([moved.view(np.uint8), base[values.size * 4 :]])
@@ -98,7 +98,7 @@ def digests_of(arrays):
 
 
 def chunks_of(engine, arrays):
-    """Arrays as chunks of one memory, each at a place of its own as a tensor's chunks lie; None is no chunk."""
+    """Return arrays as chunks of one memory, placed as those of tensors are; None is no chunk."""
     lengths = np.array([0 if a is None else a.size for a in arrays], np.int64)
     starts = np.cumsum(lengths + -lengths % 64) - lengths - -lengths % 64
     whole = np.zeros(int((starts + lengths).max(initial=0)), np.uint8)
@@ -110,12 +110,12 @@ def chunks_of(engine, arrays):
 
 
 def column(value, count, dtype):
-    """One value for all, or one for each."""
+    """Return a column with one value for all rows, or with one for each."""
     return np.array(np.broadcast_to(value, count), dtype)
 
 
 def encode(engine, arrays, size=1, layout=planes.BYTES, bases=None, delta_limit=2**40):
-    """(entries, bytes of every blob) of a batch, each in its pack's padding."""
+    """Encode a batch; return (entries, bytes of every blob)."""
     n = len(arrays)
     bases = bases or [None] * n
     batch = EncodeBatch(
@@ -135,7 +135,7 @@ def encode(engine, arrays, size=1, layout=planes.BYTES, bases=None, delta_limit=
 
 
 def read(encoded, first, last):
-    """The blobs of some rows, each its own bytes."""
+    """Return the blobs of some rows; check their offsets and their padding."""
     entries = encoded.entries[first:last]
     if not len(entries):
         return []
@@ -156,7 +156,7 @@ def read(encoded, first, last):
 
 
 def decode_batch(engine, chains, arrays, bases=None):
-    """Chains of blobs, newest first, to be rebuilt into memory filled with something else."""
+    """Return a batch that rebuilds chains of blobs, newest first, into memory that is filled with other bytes."""
     blobs = [b for chain in chains for b in chain]
     pieces, offsets, at = [], [], 0
     for b in blobs:
@@ -174,7 +174,7 @@ def decode_batch(engine, chains, arrays, bases=None):
 
 
 def decode(engine, chains, arrays, bases=None):
-    """The chunks as an engine rebuilds them."""
+    """Return the chunks as an engine rebuilds them."""
     batch = decode_batch(engine, chains, arrays, bases)
     engine.start_decode(batch)()
     found = to_numpy(batch.outs.memories[0])
@@ -183,7 +183,7 @@ def decode(engine, chains, arrays, bases=None):
 
 
 def check_decodes(engines, chains, arrays, bases=None):
-    """Every engine rebuilds them to the bit."""
+    """Check that every engine rebuilds the chunks to the bit."""
     for one in dict.fromkeys(engines):
         found = decode(one, chains, arrays, bases)
         for i, (got, expected) in enumerate(zip(found, arrays, strict=True)):
@@ -191,7 +191,7 @@ def check_decodes(engines, chains, arrays, bases=None):
 
 
 def check_entries(entries, blobs, arrays, sizes, layouts):
-    """The footer's entries and the headers say the same, and what was asked for; nothing grows."""
+    """Check that the footer's entries and the headers agree with each other and the request; nothing grows."""
     n = len(arrays)
     assert len(entries) == n
     for entry, data, array, size, layout in zip(
@@ -250,7 +250,7 @@ def test_digests_of_small_batches(engine, lengths):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", SIZES)
 def test_round_trip_of_every_shape(engine, cpu, size, layout):
-    """One element, tails, 64 bytes, a page and what is near it; every kind of data; there and back by both engines."""
+    """From one element to more than a page, with tails; every kind of data; each engine decodes what both encode."""
     elements = [1, 2, 3, 5, 8, 15, 17, 31, 33, 63, 64, 65, 127, 512, 4096 // size, 4096 // size + 1, 4095, 5001]
     arrays = [content(kind, n * size, i) for i, n in enumerate(elements) for kind in KINDS]
     entries, blobs = encode(engine, arrays, size, layout)
@@ -334,7 +334,7 @@ def test_a_delta_is_stored_where_it_pays(engine, cpu, layout):
 
 
 def test_the_engines_choose_alike(engine, cpu):
-    """Whether to store a delta depends on the bytes alone."""
+    """Whether a delta is stored depends only on the bytes."""
     base = content("floats", 400_000)
     bits = base.view(np.uint32)
     arrays = [
@@ -350,7 +350,7 @@ def test_the_engines_choose_alike(engine, cpu):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("bytes_of_chunk", [64, 4096, 40_008])
 def test_chains_link_by_link(engine, cpu, size, bytes_of_chunk):
-    """Depth 0 to 8, every link by one engine or the other; each version is rebuilt, from blobs and from plain bases."""
+    """Chains of depth 0 to 8, with links of both engines: each version is rebuilt, from blobs and from plain bases."""
     version = content("floats", bytes_of_chunk)
     _, (first,) = encode(engine, [version], size, planes.ROTATED)
     chain, chains, versions = [first], [[first]], [version]
@@ -373,7 +373,7 @@ def test_chains_link_by_link(engine, cpu, size, bytes_of_chunk):
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.int32])
 def test_sparse_deltas_of_the_cpu_engine(engine, cpu, dtype):
-    """Every engine rebuilds them, in chains with planes and beside chunks without any, and from plain bases."""
+    """Every engine rebuilds them: in chains with other deltas, beside chunks without deltas, and from plain bases."""
     size, layout = np.dtype(dtype).itemsize, int(np.dtype(dtype).kind == "f")
     versions = [np.random.default_rng(0).normal(0, 20, 5000).astype(dtype).view(np.uint8)]
     _, chain = encode(cpu, versions, size, layout)
@@ -409,7 +409,7 @@ def sparse_payload(chunk, base, size, layout):
 
 @pytest.fixture
 def check_applied(engine, monkeypatch):
-    """As `check_decodes`; a device's engine leaves no chunk to the CPU, whichever of its blocks apply which tile."""
+    """As `check_decodes`; a device's engine leaves no chunk to the CPU, however its blocks share the tiles."""
 
     def check(chains, arrays, bases):
         check_decodes([engine], chains, arrays, bases)
@@ -418,7 +418,7 @@ def check_applied(engine, monkeypatch):
         from snapstore.engine.cuda import sparse
 
         is_real = sparse.blocks_of(np.array([1000.0]), engine.device)[0] > 1
-        for blocks in (40, *((1, 3) if is_real else ())):  # 40: one each tile
+        for blocks in (40, *((1, 3) if is_real else ())):  # 40: a block for each tile
             monkeypatch.setattr(sparse, "blocks_of", lambda effort, device, blocks=blocks: np.full(len(effort), blocks))
             check_decodes([engine], chains, arrays, bases)
 
@@ -444,7 +444,7 @@ def apply_every_kind(check_applied, size, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", SIZES)
 def test_sparse_deltas_of_every_kind(check_applied, size, layout):
-    """Few and many changes, dense groups, small and great differences, in chunks of all lengths at once."""
+    """Few and many changes, dense groups, small and large differences, in chunks of many lengths at once."""
     apply_every_kind(check_applied, size, layout)
 
 
@@ -500,7 +500,7 @@ def apply_chains(check_applied, size, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", SIZES)
 def test_chains_of_sparse_deltas(check_applied, size, layout):
-    """Links that move few or many elements to other groups, of few or many groups, and of another layout."""
+    """Links that move few or many elements to other groups, with few or many groups, and with another layout."""
     apply_chains(check_applied, size, layout)
 
 
@@ -528,7 +528,7 @@ def test_links_whose_groups_end_at_other_keys(check_applied, seed):
 
 
 def test_blocks_that_are_waited_for_in_vain(engine, monkeypatch):
-    """They give up: the chunk has another digest, and the CPU rebuilds it. A real device runs all of them."""
+    """Blocks stop waiting: the digest is then wrong, and the CPU rebuilds the chunk. A real device runs all blocks."""
     base, chunk = pair(2, planes.ROTATED, 60_000, 0.05, 1)
     chain = [sparse_blob(*sparse_payload(chunk, base, 2, planes.ROTATED), chunk, base, 2, planes.ROTATED)]
     if hasattr(engine, "_decode_on_host"):
@@ -541,7 +541,7 @@ def test_blocks_that_are_waited_for_in_vain(engine, monkeypatch):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", SIZES)
 def test_the_engines_write_the_same_sparse_deltas(engine, cpu, size, layout):
-    """All bytes but the frames' are the same, and the engines choose alike but where sizes are close."""
+    """All bytes but those of frames are the same, and both engines choose sparse deltas unless sizes are close."""
     pairs = [
         pair(size, layout, elements, share, i, min(most, 2 ** (8 * size - 1) - 1))
         for i, (elements, share, most) in enumerate([
@@ -564,7 +564,7 @@ def test_the_engines_write_the_same_sparse_deltas(engine, cpu, size, layout):
 
 
 def without_frames(data):
-    """The table of groups and the low parts of a sparse delta."""
+    """Return the table of groups and the low parts of a sparse delta."""
     header = blob.parse(memoryview(data), "here")
     payload, frames = data[header.payload_start :], sum(header.block_lengths)
     end = 4 + 12 * int.from_bytes(payload[:4], "little")
@@ -573,7 +573,7 @@ def without_frames(data):
 
 @pytest.mark.parametrize("what", HOSTILE)
 def test_sparse_deltas_that_contradict_themselves(engine, what):
-    """Refused, even under the digest of the chunk that a reader without checks would make."""
+    """They are refused, even with the digest of the chunk that a reader without checks would make."""
     payload, lengths = HOSTILE[what]()
     base = np.zeros(100, np.uint8)
     meant = base.copy()
@@ -584,7 +584,7 @@ def test_sparse_deltas_that_contradict_themselves(engine, what):
 
 
 def test_sparse_deltas_of_too_many_elements(engine, monkeypatch):
-    """Refused, by the engine that finds the error, though nothing else is wrong."""
+    """Such a delta is refused, though nothing else is wrong with it."""
     base, meant = np.zeros(100, np.uint8), np.zeros(100, np.uint8)
     meant[[10, 16]] = 255, 252
     links = [[sparse_blob(*forged(*GOOD), meant, base, 1, 0)]]
@@ -610,7 +610,7 @@ def test_a_chain_that_crosses_element_sizes_and_layouts(engine, cpu):
 
 
 def failure(engine, chains, arrays, bases=None):
-    """Return the error of decoding; None if it raises nothing, and then the bytes are right."""
+    """Return the error of decoding; if there is none, check the bytes and return None."""
     try:
         found = decode(engine, chains, arrays, bases)
     except DAMAGE as error:
@@ -671,7 +671,7 @@ def test_truncated_blobs(engine):
 
 
 def test_a_digest_that_is_not_the_chunks(engine):
-    """Every checksum holds: only the digest tells."""
+    """Every checksum is right: only the digest shows the error."""
     array, other = content("floats", 4096), content("floats", 4096, 1)
     n = 1
     chunks = chunks_of(engine, [array])
@@ -755,7 +755,7 @@ def test_sizes_and_counts(engine):
 
 
 def test_batches_at_once(engine):
-    """As many as `depth` are on their way, and one more; results come in any order of waiting."""
+    """One batch more than `depth` is started, and the results are waited for in reverse order."""
     batches = []
     for seed in range(engine.depth + 1):
         arrays = [content(kind, 4000, seed) for kind in KINDS]

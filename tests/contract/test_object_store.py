@@ -77,7 +77,7 @@ class TestLocalStore(ObjectStoreContract):
         return locked_by_a_process
 
     def test_racing_processes(self, store):
-        """Two processes create the same hundred keys: every key has one winner, and whole bytes."""
+        """Two processes create the same hundred keys: each key has one winner and the whole bytes of that one."""
         script = (
             "import sys\n"
             "from snapstore.errors import AlreadyExistsError\n"

@@ -44,7 +44,7 @@ def made(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def root(made, tmp_path) -> Path:
-    """A copy, with an index."""
+    """Copy the repository, and make its index."""
     with Repository.open(shutil.copytree(made, tmp_path / "r")) as repository:
         repository.view()
     return tmp_path / "r"
@@ -101,7 +101,7 @@ def test_references(repository, ref, error, message):
 
 
 def test_ids_are_taken_as_they_are_printed(root):
-    """With and without `id:`; fewer than 8 bare digits may be meant as a step, and name nothing."""
+    """They work with and without `id:`; fewer than 8 digits without it may be meant as a step, and name no snapshot."""
     with opened(root) as repository:
         first = repository.snapshot("a@0")
         for ref in (f"id:{first.id[:12]}", first.id[:8], first.id[:12].upper(), first.id):
@@ -374,7 +374,7 @@ def test_configs_of_another_kind(root, change, error, message):
 
 def test_a_config_of_a_newer_envelope(root):
     data = bytearray((root / "config").read_bytes())
-    data[5], data[16:24] = 2, b"another!"  # who knows how it checks itself
+    data[5], data[16:24] = 2, b"another!"  # its checksum may be of another kind
     rewrite(root, "config", data)
     for damaged in (False, True):
         with pytest.raises(FormatError, match="version 2"):
@@ -416,7 +416,7 @@ def damage(path: Path, how: str) -> None:
 
 
 def own_objects(repository: Repository, ref: str) -> dict[str, list[str]]:
-    """Manifests and packs that only this snapshot needs, the others of the store being left alone."""
+    """Return the manifests and packs that only this snapshot needs."""
     from snapstore.catalog.needed_keys import needed_keys
 
     mine = needed_keys(repository.context.index, repository.snapshot(ref))
@@ -432,7 +432,7 @@ DAMAGE = [(kind, how) for kind in ("packs/", "manifests/") for how in HOWS]
 
 @pytest.mark.parametrize(("kind", "how"), [*DAMAGE, ("manifests/", "flipped first")])
 def test_damaged_packs_and_manifests(root, kind, how):
-    """That one snapshot is lost, said so by its name; nothing else is; and everything else goes on."""
+    """Only that snapshot is lost, the error names the object, and everything else works."""
     with opened(root) as repository:
         key = own_objects(repository, "b@0")[kind][0]
         damage(root / key, how)
@@ -454,7 +454,7 @@ def test_damaged_packs_and_manifests(root, kind, how):
                 repository.gc()
             assert set(keys_of(repository.store, "packs/")) == set(packs)
         if kind == "packs/" and how.startswith("flipped"):
-            damage(root / key, "deleted")  # quarantine: chunks that are known are not read, so a save may refer to it
+            damage(root / key, "deleted")  # as in quarantine: else a save may refer to its chunks without reading them
         save(repository, "b", 1, 61)
         assert repository.restore("b@1")["version"] == 61
         assert [s.key for s in repository.check("restore").damaged] == [s.key for s in found.damaged]
@@ -466,7 +466,7 @@ def test_damaged_packs_and_manifests(root, kind, how):
 
 @pytest.mark.parametrize("how", ["flipped first", "flipped last"])
 def test_damage_beside_the_blobs_of_a_pack(root, how):
-    """In the header or the footer: all restores, and check says that the pack is not what it was."""
+    """Damage in the header or the footer: everything restores, and check reports the pack."""
     with opened(root) as repository:
         key = own_objects(repository, "b@0")["packs/"][0]
         damage(root / key, how)
@@ -491,7 +491,7 @@ def test_a_damaged_record_loses_no_other(root, how):
         with pytest.raises(IntegrityError, match="nothing was deleted"):
             repository.gc()
         assert keys_of(repository.store, "packs/") == packs
-        if how == "deleted":  # its packs are garbage now, but nobody can know
+        if how == "deleted":  # its packs are garbage now, but nothing proves it
             repository.gc(unexplained=True)
             assert keys_of(repository.store, "packs/") != packs
         else:
@@ -528,7 +528,7 @@ def test_a_damaged_mark_stops_neither_saves_nor_gc(root, how):
     damage(root / f"gc/{mark.id}.mark", how)
     with opened(root) as repository:
         snapshot = save(repository, "a", 4, 4)
-        assert snapshot.bases == []  # what it named cannot be told
+        assert snapshot.bases == []  # nobody knows what the mark named
         repository.gc()
         assert save(repository, "a", 5, 5).bases
     check_clean(store)
@@ -559,7 +559,7 @@ def test_gc_waits_for_a_damaged_session(root):
         repository.forget_snapshots(["a@0"])
         packs = keys_of(store, "packs/")
         assert repository.gc(dry_run=True).waiting_for == ["2" * 32]
-        assert repository.gc().waiting_for == ["2" * 32]  # whose it is cannot be told: its save may live
+        assert repository.gc().waiting_for == ["2" * 32]  # nobody knows whose it is, and its save may live
         assert keys_of(store, "packs/") == packs
         save(repository, "a", 4, 4)
         found = repository.check("restore")

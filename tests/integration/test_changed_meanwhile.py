@@ -31,7 +31,7 @@ def test_a_change_at_any_moment(mode, recognise):
     """Either an error that names the array, and nothing committed; or arrays that are whole, as before or after."""
     sizes = (changes.LARGE, changes.MIDDLE, changes.SMALL)
     cases = [(name, rows) for name in EVERY for rows in (sizes if name in changes.CHANGES else (1,))]
-    always = cases.index(("storage: freed", changes.LARGE))  # refused wherever it is seen
+    always = cases.index(("storage: freed", changes.LARGE))  # refused at any moment
     totals: dict[object, int] = {}
     with changes.Runs(changes.MODES[mode], recognise=recognise) as runs:
         for number in {always, *sampled(len(cases), 3)}:
@@ -39,7 +39,7 @@ def test_a_change_at_any_moment(mode, recognise):
             kind = (EVERY[name].make, rows, EVERY[name].writes)
             if kind not in totals:
                 totals[kind] = runs.moments(EVERY[name], rows)
-            # most of what can go wrong does so while arrays are taken, between flatten and the first batch
+            # most errors are possible while arrays are taken, between flatten and the first batch
             early = range(min(totals[kind], 24))
             for at in range(totals[kind]) if THOROUGH else {*sampled(len(early), 12), *sampled(totals[kind], 60)}:
                 runs.run(EVERY[name], rows, at)
@@ -50,7 +50,7 @@ def test_a_change_at_any_moment(mode, recognise):
 @pytest.mark.parametrize("mode", changes.MODES)
 @pytest.mark.parametrize("name", ["data: half", "data: other dtype, as large", "storage: freed", "array: other dtype"])
 def test_a_change_by_a_later_object(name, mode):
-    """The fault as it was found: the array has been flattened, and another object's state_dict() changes it."""
+    """The original bug: the array has been flattened, and then another object's state_dict() changes it."""
     with changes.Runs(changes.MODES[mode], recognise=False) as runs:
         last = runs.flattened(EVERY[name], changes.MIDDLE)
         runs.run(EVERY[name], changes.MIDDLE, last)
@@ -120,7 +120,7 @@ def test_a_change_that_is_taken_back(monkeypatch, verify):
 
 
 def test_a_tensor_whose_storage_is_too_short_is_refused():
-    """Others would read, and a restore write, beyond it."""
+    """A save would read, and a restore would write, beyond the storage."""
     for rows, strided in itertools.product((changes.LARGE, changes.SMALL), (False, True)):
         w = changes.numbers(rows).t() if strided else changes.numbers(rows)
         w.untyped_storage().resize_(w.nbytes - 1)

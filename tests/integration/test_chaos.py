@@ -25,7 +25,7 @@ ROUGH = ["links", "mounts", "renames", "everything"]
 @pytest.mark.timeout(1200 + 20 * EXAMPLES)
 @pytest.mark.parametrize("kind", ["processes", *(ROUGH if THOROUGH else [ROUGH[SEED % len(ROUGH)]])])
 def test_chaos_on_disk(tmp_path, monkeypatch, kind):
-    """Whatever happens to its processes, its links and its volume: what was called committed restores."""
+    """Whatever happens to processes, links and the volume: snapshots that were reported as committed restore."""
     if kind == "mounts" and not may_mount(tmp_path):
         pytest.skip("mounts of one's own need the right to unshare")
     with Chaos(tmp_path / "chaos", str(tmp_path / "repository"), KINDS[kind], SEED) as chaos:
@@ -38,7 +38,7 @@ def test_chaos_on_disk(tmp_path, monkeypatch, kind):
 @pytest.mark.slow
 @pytest.mark.timeout(1200 + 20 * EXAMPLES)
 def test_chaos_on_s3(tmp_path, monkeypatch):
-    """A save of which a gc knows nothing, its host's cache being lost, may be given up, and then fails."""
+    """If a host's cache is lost, a gc there may fence a live save, which then fails."""
     url = fresh_url()
     with Chaos(tmp_path / "chaos", url, KINDS["processes"], SEED) as chaos:
         chaos.run(SECONDS * EXAMPLES)

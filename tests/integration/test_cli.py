@@ -59,7 +59,7 @@ class Shell:
         return json.loads(self(*args, "--json", code=code, **env).stdout)
 
     def fails(self, *args, code=1, **env):
-        """The message of the failure."""
+        """Return the message of a failure."""
         result = self(*args, code=code, **env)
         assert result.stdout == ""
         assert result.stderr.startswith("snapstore: error: ")
@@ -97,7 +97,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def series(made, tmp_path):
-    """Four steps, copied, with an index: a test may do with them what it likes."""
+    """Copy four steps, with an index: a test may change them."""
     shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
     copy = Shell(tmp_path)
     with Repository.open(copy.url) as repository:
@@ -580,7 +580,7 @@ def test_log_fits_80_columns(sh):
 
 
 def test_superseded_saves_are_marked(sh):
-    """Two saves of one step in one run; a step of another run is none of it."""
+    """These are two saves of one step in one run; a save in another run does not count."""
     first, second = sh.save(state(1), 5), sh.save(state(2), 5)
     sh.save(state(1), 5, run="other")
     assert sh.json("log")["superseded"] == [first["id"]]
@@ -612,7 +612,7 @@ def record_of(series, step):
 
 
 def test_a_record_that_is_gone(series):
-    """A listing that only lacks it would let a job go on from an older step."""
+    """If a listing just left it out, a job would go on from an older step."""
     record = record_of(series, 3)
     data, named = record.read_bytes(), f"exp@3 (id:{record.name[13:25]})"
     record.unlink()
@@ -661,7 +661,7 @@ def test_a_record_that_cannot_be_read_is_named_by_all_who_pass_over_it(series):
         result = series(*verb, code=3)
         assert f"left out 1 record that cannot be read: {key}; run 'snapstore check'" in result.stderr
         assert result.stdout
-    series("repair", "--apply")  # a rebuild keeps what it alone knows of a record that it cannot read
+    series("repair", "--apply")  # a rebuild keeps what only the index knows about an unreadable record
     assert records.unpack(record.with_suffix(".1").read_bytes(), records.Snapshot, "").metrics == {"loss": 2.0}
     record.write_bytes(data)
 
@@ -815,7 +815,7 @@ def test_tags(series):
 
 
 def test_a_tag_that_went_elsewhere_at_once(series, monkeypatch):
-    """It said "is now tagged" of a snapshot that another process had taken the tag from, to give it to a newer one."""
+    """It said "is now tagged", although another process had already moved the tag to a newer snapshot."""
     take = tags.take
 
     def late(*args):
@@ -946,7 +946,7 @@ def test_gc(series):
 def test_a_dry_gc_waits_where_a_gc_would(series):
     session = Path(series.url, "sessions", "2" * 32)
     for code in (0, 3):
-        if code:  # before, nothing is to be deleted, and nothing is waited for
+        if code:  # before this there is nothing to delete, so nothing to wait for
             series("forget", "exp@0")
         session.write_bytes(b"\xff" * 100)
         for args in (["gc", "-n"], ["gc"]):
@@ -1189,7 +1189,7 @@ def test_recode_of_what_is_damaged(abroad):
 
 
 def test_an_error_names_a_thing_and_an_advice_once(series):
-    """And whose damage it is, what was expected, and what was there."""
+    """It also names the snapshot, what was expected, and what was found."""
 
     def once(text, *parts):
         assert [text.count(part) for part in (*parts, "run 'snapstore ")] == [1] * (len(parts) + 1), text
@@ -1242,7 +1242,7 @@ def test_doctor(series):
 
 
 def test_doctor_leaves_no_folder_where_the_cache_cannot_be_used(series, tmp_path, monkeypatch):
-    """The index is a temporary one then."""
+    """The repository has a temporary index then."""
     temporary, cache = tmp_path / "temporary", tmp_path / "cache"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
@@ -1278,7 +1278,7 @@ def test_doctor_of_machines_that_lack_something(sh, monkeypatch):
 
 
 class OddStore:
-    """A store that breaks the promise named."""
+    """A store in which some methods are replaced, to break promises."""
 
     def __init__(self, root, **odd):
         from snapstore.storage.local import LocalStore
@@ -1417,7 +1417,7 @@ def test_times_of_clocks_far_off(monkeypatch):
     time.tzset()
     try:
         assert output.local(0) == "1970-01-01 14:00:00"
-        assert output.local(1e300) == "9999-12-31T23:59:59.999999Z"  # that day does not come here
+        assert output.local(1e300) == "9999-12-31T23:59:59.999999Z"  # local time would be after the last day
     finally:
         monkeypatch.undo()
         time.tzset()
@@ -1456,7 +1456,7 @@ def process(*args, **env):
 
 
 def test_main_without_torch(series):
-    """--help imports no torch and no NumPy; what only looks imports no torch."""
+    """--help imports neither torch nor NumPy; verbs that need no tensors import no torch."""
     program = (
         "import sys\nfrom snapstore.cli import main\n"
         "try: main()\nexcept SystemExit as e: code = e.code\n"

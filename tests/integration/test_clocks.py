@@ -1,6 +1,6 @@
-"""Hosts whose clocks differ by an hour or a year lose nothing, and no live session is expired.
+"""Hosts whose clocks differ by an hour or a year lose nothing, and no live session is fenced.
 
-A store whose clock is set back leaves no session that nothing ever expires.
+A store whose clock is set back leaves no session that is never fenced.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def test_a_host_whose_clock_is_off(monkeypatch, off_by_hours):
         patch.setattr(time, "time", lambda: right() + 3600 * off_by_hours)
         with opened(Beside(inner, verbs("c", -3600 * off_by_hours))) as repository:
             save(repository, "a", 4, 4)
-    assert waited == [1, 1]  # for the save that lives, which is not given up
+    assert waited == [1, 1]  # both gcs wait for the live save and do not fence it
     with opened(inner) as repository:
         assert repository.snapshot("a@latest").step == 4
         assert repository.gc().waiting_for == []

@@ -28,10 +28,10 @@ def looked_at(store, level):
         return found.check(level)
 
 
-#: Changes that damage no snapshot: nothing to report, nothing that suffers.
+#: Changes that `check` cannot notice without an index: it reports nothing.
 SILENT = {
     ("record, an old revision", "missing"),
-    ("record, tagged", "missing"),  # the tag is gone with it, and nobody but an index knows that there was one
+    ("record, tagged", "missing"),  # the tag is gone with it, and only an index knows that there was one
     ("record, forgotten", "missing"),
     ("record", "missing"),
     ("record of the newest", "missing"),
@@ -41,7 +41,7 @@ SILENT = {
     ("mark", "missing"),
     ("wait list", "missing"),
 }
-#: Known, and harmful to nobody.
+#: Damage that `check` notes and that harms no snapshot.
 NOTED = {"record, an old revision", "policy, an old revision"}
 NONE_WHOLE = "no older snapshot of run 'a' is whole"
 COMMANDS = {"policy": "snapstore forget --run a --keep-...", "manifest": "snapstore repair --drop"}
@@ -131,13 +131,13 @@ def test_repair_restores_what_it_can(name, how):
     assert ("session" in left) == any("sessions/" in line for line in report.open)
     with opened(store) as found:
         left = {a.kind for a in found.repair(apply=True).actions} - {"index"}
-        # The note of a pack that is gone is needed no more once its snapshots are whole.
+        # The note of a pack that is gone is not needed any more once its snapshots are whole.
         released = how == "missing" and report.healed and not report.lost and kind == "pack"
         assert left == ({"release"} if released else set()), "nothing is left to do"
 
 
 def gone(name, how):
-    """Whom nobody can name, for want of an index."""
+    """Return the snapshots that nothing names any more, since there is no index."""
     lost = {"record": {"a@0"}, "record of the newest": {"a@3"}}
     return lost.get(name, set()) if how == "missing" else set()
 
@@ -145,13 +145,13 @@ def gone(name, how):
 # --- where the advice leads
 
 
-#: An operator may have, besides the commands, nothing, a backup, or the state itself.
+#: Besides the commands an operator may have nothing, a backup, or the state itself.
 CHOICES = ("drop", "put a copy back", "save again")
 ROUNDS = 6
 
 
 class Operator:
-    """Does what `check` prints, and what the commands that it names print in turn."""
+    """Follows the advice that `check` prints, and the advice of the commands that it names."""
 
     def __init__(self, monkeypatch, name, how, choice):
         self.name, self.choice = name, choice
@@ -167,8 +167,8 @@ class Operator:
         monkeypatch.setattr(Repository, "open", as_named)
 
     def run(self, command):
-        """(exit code, what it prints)."""
-        if command == "snapstore gc":  # the last moment of snapshots that are only forgotten
+        """Run a command; return (exit code, output)."""
+        if command == "snapstore gc":  # it deletes snapshots that are only forgotten: restore them before
             self.all_but_the_lost_restore()
             self.wanted = {ref: s for ref, s in self.wanted.items() if s.state == "committed"}
         command = command.replace("--keep-...", "--keep-last 7")
@@ -228,7 +228,7 @@ class Operator:
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_the_commands_that_check_prints_lead_to_the_end(name, monkeypatch):
-    """Some rounds of check and of what it says that helps; nobody is lost of whom it was not said."""
+    """Follow the advice of check for some rounds: it ends, and no snapshot is lost that was not reported as lost."""
     choices = CHOICES if name.startswith(("manifest", "pack")) else CHOICES[:1]  # none is offered elsewhere
     cases = list(itertools.product([how for of, how in damage.cases() if of == name], choices))
     for i in sampled(len(cases), len(cases)):

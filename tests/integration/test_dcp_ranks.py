@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint over snapstore, on 4 and 2 real ranks with gloo, and between worlds of other sizes.
+"""Real ranks save and load through torch.distributed.checkpoint over snapstore, also into another number of ranks.
 
 The cases are in kit.dcp_ranks; a world runs all of them, since it takes seconds to start one. docs/design/dcp-tests.md
 says which of DCP's own cases each one stands for.

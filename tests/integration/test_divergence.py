@@ -1,4 +1,4 @@
-"""Where two runs first differ: the step, the tensor and the element."""
+"""`first_difference` finds the step, the tensor and the element at which two runs first differ."""
 
 from __future__ import annotations
 

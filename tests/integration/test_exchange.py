@@ -1,4 +1,4 @@
-"""Restores in which the ranks of a node read each chunk once and exchange it, on four real ranks with gloo.
+"""With read="exchange" the ranks of a node read each chunk once and exchange it; on four real ranks with gloo.
 
 The cases are in kit.exchange_ranks; one world runs all of them, since it takes seconds to start.
 """

@@ -32,8 +32,9 @@ def _tools(monkeypatch):
 
 @pytest.mark.slow
 def test_compact_leaves_what_fresh_encodings_take(tmp_path, monkeypatch):
-    """Within 5 %. Here it is 0.4 %: of half a megabyte of state the fixed parts of packs and manifests are little, and
-    twelve saves under KeepLast(3) have made the retained three hang on one that was forgotten: half as much again.
+    """The two differ by less than 5 %. Here it is 0.4 %: the fixed parts of packs and manifests are small beside half a
+    megabyte of state. Before compact, KeepLast(3) retains half as much again: the three snapshots that stay need chunks
+    of a forgotten one.
     """
     import train_gpt
 
@@ -43,7 +44,7 @@ def test_compact_leaves_what_fresh_encodings_take(tmp_path, monkeypatch):
         monkeypatch.setattr(train_gpt, name, small)
     (tmp_path / "runs").mkdir()
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # so small a model computes less than two would wait for each other
+    torch.set_num_threads(1)  # two threads would wait for each other longer than so small a model computes
     try:
         rows = compact.figures(tmp_path, tmp_path / "runs", 40 if THOROUGH else 12, 5)
     finally:
@@ -61,7 +62,7 @@ def thousand_snapshots(folder: str, snapshots: int, chunks: int) -> None:
 
 
 def cost_of(folder: str, verb: str) -> tuple[int, float]:
-    """(peak of what is allocated [bytes], time of this process [s])."""
+    """Return (peak of the allocated memory [bytes], CPU time of this process [s])."""
     index.SLOW_S = 60.0  # on a busy machine some headers would be read 16 at a time
     verbs: dict[str, Callable[[Repository], Any]] = {
         "log": lambda repository: repository.snapshots(),
@@ -91,7 +92,7 @@ def test_log_forget_and_gc_do_not_grow_with_the_chunks(tmp_path):
             20,
             50,
             1000,
-        ):  # of each snapshot the new ones; the first repository imports what a first use does
+        ):  # new chunks of each snapshot; the first repository pays for the imports of a first use
             folder = str(tmp_path / str(chunks))
             process.submit(thousand_snapshots, folder, snapshots, chunks).result(PATIENCE_S)
             for name in costs:

@@ -1,4 +1,4 @@
-"""Restores of a part, under other names, and of what both sides have; and the words of references."""
+"""A restore can take a part, other names, or only what both sides have; references may be words."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def weights(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def saved(repository: Repository, *, name: str = "") -> nn.Module:
-    """A run with a module and its optimizer, after a step."""
+    """Save a module and its optimizer after one step; return the module."""
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(5, 4)).sum().backward()
@@ -101,7 +101,7 @@ def test_parts_that_are_not_there(repository):
 
 
 def test_values_of_each_rank_in_another_part():
-    """They are in the way of a restore of all, and not of the part."""
+    """They prevent a restore of the whole snapshot, but not one of another part."""
     store = created()
     RankWriter(store).save(
         {"": {}, "model": {"w": np.ones((6, 4))}, "loader": {"x": np.zeros(3)}},

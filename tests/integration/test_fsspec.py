@@ -220,7 +220,7 @@ def test_nothing_can_be_written(files):
 
 
 def test_tables_and_text_wrappers(files):
-    """Tools that wrap the file: numpy reads a tensor at its place, io a line."""
+    """Other readers work on the file: numpy reads a tensor at its offset, io reads a line."""
     header = int.from_bytes(files.cat_file("exp1@2/model.safetensors", 0, 8), "little")
     with files.open("exp1@2/model.safetensors") as file:
         names = json.loads(io.TextIOWrapper(io.BytesIO(file.read(8 + header)[8:])).readline())

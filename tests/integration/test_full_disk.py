@@ -16,7 +16,7 @@ from snapstore import KeepLast, Repository, SaveOptions, SnapshotManager, Storag
 from snapstore.storage.local import LocalStore
 
 PAGE = 4096
-#: Bytes that a forget and a gc write before they delete.
+#: Pages that a forget and a gc write before they delete.
 WORDS_PAGES = 16
 OPTIONS = SaveOptions(pack_bytes=16 * 1024, threads=1)
 
@@ -34,7 +34,7 @@ def disk(tmp_path):
 
 
 def state_of(version: int) -> dict[str, torch.Tensor]:
-    """All new at every version, in several packs."""
+    """Return a state that is all new at every version, and that takes several packs."""
     generator = torch.Generator().manual_seed(version)
     return {name: torch.randn(4000, generator=generator) for name in ("w", "m", "v")}
 
@@ -48,13 +48,13 @@ def leave(disk: Path, pages: int) -> None:
 
 
 def release(disk: Path, pages: int) -> None:
-    """Give back some pages of what fills the disk."""
+    """Free some pages of the file that fills the disk."""
     with (disk / "ballast").open("r+b") as file:
         file.truncate(max(0, (disk / "ballast").stat().st_size - pages * PAGE))
 
 
 def whole(url: Path) -> set[int]:
-    """Steps of the committed snapshots, every one restored and compared."""
+    """Restore and compare every committed snapshot; return their steps."""
     with Repository.open(url, options=OPTIONS) as repository:
         steps = set()
         for snapshot in repository.snapshots():
@@ -66,7 +66,7 @@ def whole(url: Path) -> set[int]:
 
 
 def saved(snapshots: SnapshotManager, step: int) -> bool:
-    """Whether a save commits; of one in the background the next call raises the error."""
+    """Return whether a save commits. If it runs in the background, the next call raises its error."""
     try:
         snapshots.save(step, state_of(step))
         snapshots.wait_until_finished()
@@ -76,7 +76,7 @@ def saved(snapshots: SnapshotManager, step: int) -> bool:
 
 
 def collected(url: Path, disk: Path) -> set[int]:
-    """On the full disk: forget a snapshot and collect it."""
+    """Forget the oldest snapshot on the full disk and collect it; return the steps that are gone."""
     with Repository.open(url, options=OPTIONS) as repository:
         oldest, *rest = sorted(repository.snapshots(), key=lambda s: s.step)
         if not rest:
@@ -126,13 +126,13 @@ def test_at_every_page_of_a_save(disk, background):
 
 
 def test_not_one_free_block(disk):
-    """The words of a forget and a gc need a few kilobytes: their error says so, and with these they make room."""
+    """Forget and gc write a few kilobytes before they delete: their error says so, and with these they free space."""
     url = disk / "repository"
     with Repository.create(url, options=OPTIONS) as repository:
         for step in range(4):
             repository.save(state_of(step), run="r", step=step)
         leave(disk, 0)
-        while free_pages(disk):  # what opening a file took, and gave back
+        while free_pages(disk):  # opening a file takes a block and frees it again
             leave(disk, 0)
         for verb in (lambda: repository.forget([KeepLast(1)], run="r"), lambda: repository.forget_snapshots(["r@0"])):
             with pytest.raises(StorageFullError, match="a few kilobytes before they delete: free a few kilobytes"):
@@ -148,7 +148,7 @@ def test_not_one_free_block(disk):
 
 
 def test_a_mark_that_landed_on_a_full_disk_is_gone_on_with(tmp_path, monkeypatch):
-    """Its name is there, and then the folder cannot be synced."""
+    """The file of the mark is there, but its folder could not be synced: the next gc works."""
     url = tmp_path / "repository"
     with Repository.create(url, options=OPTIONS) as repository:
         for step in range(3):

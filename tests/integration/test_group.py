@@ -1,4 +1,4 @@
-"""Users of a group work at one local repository: each goes on with what another has made, whatever their umasks."""
+"""Users of a group share a local repository: each can use and delete the files of another, whatever their umasks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kit.repositories import OPTIONS, opened, save
 from snapstore import KeepLast, Repository
 from snapstore.storage.local import LocalStore
 
-GROUP, FIRST, SECOND = 2001, 1001, 1002  # numbers that nobody has
+GROUP, FIRST, SECOND = 2001, 1001, 1002  # ids that no user or group has
 UMASKS = (0o002, 0o022, 0o077)
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become other users")
@@ -36,11 +36,11 @@ def every_verb(root, run, first=0):
 
 
 def dying_save(root):
-    """Die behind the first pack; leave a temporary file."""
+    """Die after the first pack; leave a temporary file."""
     put, one_at_a_time = LocalStore.put, threading.Lock()
 
     def die(self, key, data):
-        with one_at_a_time:  # no other thread has just made its temporary file, and not yet shared it
+        with one_at_a_time:  # so no other thread dies between making its temporary file and sharing it
             put(self, key, data)
             if key.startswith("packs/"):
                 os.link(root / key, root / "tmp" / ("0" * 32))
@@ -73,8 +73,8 @@ def as_user(uid, umask, folder, function, *args):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder that every user can reach: pytest's own are for its user alone."""
-    every_verb_once = tmp_path / "imports"  # what these users cannot read is imported before they are
+    """A folder that every user can reach; pytest makes its own folders private to its user."""
+    every_verb_once = tmp_path / "imports"  # imports the modules that these users cannot read
     Repository.create(every_verb_once, chunk_bytes=1024, options=OPTIONS).close()
     every_verb(every_verb_once, "a")
     with tempfile.TemporaryDirectory() as made:
@@ -83,7 +83,7 @@ def folder(tmp_path):
 
 
 def shared(folder, name="shared"):
-    """A folder as an administrator makes it for a group."""
+    """Make a folder as an administrator makes it for a group."""
     found = folder / name
     found.mkdir()
     os.chown(found, FIRST, GROUP)
@@ -94,7 +94,7 @@ def shared(folder, name="shared"):
 @pytest.mark.parametrize("first", UMASKS)
 @pytest.mark.parametrize("second", UMASKS)
 def test_two_users_of_a_group(folder, first, second):
-    """One creates the repository and saves; each forgets, collects and fences what the other has left."""
+    """One creates the repository; each fences the dead save of the other, and forgets and collects its snapshots."""
     root = shared(folder) / "repository"
 
     def create():
@@ -118,7 +118,7 @@ def test_two_users_of_a_group(folder, first, second):
 
 
 def test_a_temporary_file_that_was_not_shared_yet(folder):
-    """Its writer died between making and sharing it: a gc of another member goes on, and the writer's removes it."""
+    """Its writer died between making and sharing it: gc works for another member, and removes it for the writer."""
     root = shared(folder) / "repository"
     left = root / "tmp" / ("1" * 32)
 
@@ -140,7 +140,7 @@ def test_a_temporary_file_that_was_not_shared_yet(folder):
 
 @pytest.mark.parametrize("umask", UMASKS)
 def test_modes(folder, umask):
-    """The umask rules, except in a setgid folder that its group may write."""
+    """The umask decides the modes, except in a setgid folder that its group may write."""
 
     def create(root):
         Repository.create(root, chunk_bytes=1024, options=OPTIONS).close()

@@ -1,4 +1,4 @@
-"""States go in from the checkpoints of other programs, and out to them, equal in every bit."""
+"""States are imported from the checkpoints of other programs, and exported to them, equal in every bit."""
 
 import dataclasses
 import json
@@ -88,7 +88,7 @@ NAMES = {
 
 
 def flat(state):
-    """The order of names is the library's in a .safetensors file."""
+    """Sort the names: in a .safetensors file the library chooses their order."""
     if not isinstance(state, dict):
         return state
     return {key: flat(state[key]) for key in sorted(state, key=str)}
@@ -132,7 +132,7 @@ DTYPES = ["float32", "float64", "float16", "bfloat16", "float8_e4m3fn", "float8_
 
 @st.composite
 def tensors(draw):
-    """A tensor of random bits: of any layout, and maybe a part of a larger storage."""
+    """Draw a tensor of random bits, of any layout; it is a part of a larger storage."""
     shape = draw(st.lists(st.integers(0, 5), max_size=3))
     dtype = getattr(torch, draw(st.sampled_from(DTYPES)))
     count = int(np.prod(shape, dtype=int))
@@ -215,7 +215,7 @@ def test_one_file_wins_over_shards_as_in_transformers(repository, tmp_path):
 
 
 def test_a_memory_that_is_shorter_than_its_tensor_is_refused(repository, tmp_path):
-    """torch would map what lies behind it in the file."""
+    """torch would map the bytes that follow its storage in the file."""
     torch.save({"a": torch.arange(1000.0), "b": torch.arange(5000.0)}, tmp_path / "whole.pt")
     with zipfile.ZipFile(tmp_path / "whole.pt") as old, zipfile.ZipFile(tmp_path / "short.pt", "w") as new:
         for entry in old.infolist():
@@ -287,7 +287,7 @@ def test_from_pretrained_loads_an_export_without_a_warning(repository, tmp_path,
     assert [record.getMessage() for record in caplog.records] == []
     assert not any(info.values())
     assert same(dict(loaded.state_dict()), dict(model.state_dict()))
-    # A folder of transformers comes in as the same model, and goes out with the same files beside the weights.
+    # An import of a folder of transformers gives the same model; its export has the same files beside the weights.
     model.save_pretrained(tmp_path / "saved-1")
     imported(repository, tmp_path / "saved-1", run="b", bases=["a@1"])
     found = repository.restore("b@1")["model"]
@@ -447,7 +447,7 @@ def test_a_folder_of_lightning_has_its_values_in_a_file(repository, tmp_path):
 
 
 def test_shards_of_ranks_become_whole_tensors(repository, tmp_path):
-    """Each rank of DCP writes the rows that it has; a bfloat16 NaN keeps its payload."""
+    """In DCP each rank writes its own rows; a bfloat16 NaN keeps its payload."""
     rows = torch.arange(12, dtype=torch.int16).reshape(4, 3).view(torch.bfloat16)
     rows.view(torch.int16)[2, 1] = 0x7F81
     save_dcp({"a": rows[:3].clone(), "b": rows[3:].clone()}, tmp_path / "ckpt-1")

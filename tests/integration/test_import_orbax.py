@@ -1,4 +1,4 @@
-"""Checkpoints of Orbax come in with the bits that JAX had."""
+"""An import of Orbax's checkpoints gives the bits of the arrays that were saved there."""
 
 import warnings
 
@@ -12,7 +12,7 @@ from snapstore.convert import import_checkpoints, orbax_folder
 from snapstore.convert.importing import format_of
 from snapstore.storage.memory import MemoryStore
 
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of event loops of Orbax
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's event loops
 ocp = pytest.importorskip("orbax.checkpoint")
 
 

@@ -50,7 +50,7 @@ def arrays(version: int = 0) -> dict[str, np.ndarray]:
 
 
 def tensors(version: int = 0) -> dict[str, Any]:
-    """The same as torch tensors of several element sizes, one a parameter, one not contiguous, two tied."""
+    """Return the same as torch tensors of several element sizes: one a parameter, one not contiguous, two tied."""
     own = {name: torch.from_numpy(value) for name, value in arrays(version).items()}
     own["line"] = own["line"].to(torch.bfloat16)
     own["cube"] = torch.nn.Parameter(own["cube"].double())
@@ -61,7 +61,7 @@ def tensors(version: int = 0) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def repository() -> Iterator[Repository]:
-    """Runs `arrays` and `tensors` of one process, with chains; and `rows`, `columns`, `strided` of three ranks each."""
+    """Runs `arrays` and `tensors` of one process, with chains; runs `rows`, `columns`, `strided` of three ranks."""
     store = created(CHUNK_BYTES)
     with opened(store) as repository:
         for step in range(3):
@@ -89,7 +89,7 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def needed(value: np.ndarray, index: Any) -> int:
-    """How many chunks of a tensor that one process saved hold an element of a selection."""
+    """Count the chunks that hold an element of a selection; one process saved the tensor."""
     if value.nbytes < INLINE_BYTES:  # inline, in the manifest
         return 0
     numbers = np.arange(value.size).reshape(value.shape)[index]
@@ -97,7 +97,7 @@ def needed(value: np.ndarray, index: Any) -> int:
 
 
 def indices(shape: tuple[int, ...]) -> st.SearchStrategy[Any]:
-    """Any basic index without None and negative steps."""
+    """Draw any basic index of NumPy, without None and without negative steps."""
     one = [
         st.one_of(
             st.slices(size).filter(lambda s: s.step is None or s.step > 0),
@@ -124,7 +124,7 @@ cases = st.sampled_from(sorted(SHAPES)).flatmap(lambda name: st.tuples(st.just(n
 @settings(max_examples=80, deadline=None)
 @given(case=cases, small_pieces=st.booleans())
 def test_any_slice(case, small_pieces, lazily):
-    """Arrays in chains and in boxes of ranks, bit for bit as NumPy; one process reads exactly the chunks needed."""
+    """Slices of delta chains and of the boxes of ranks are bit-equal to NumPy's; no chunk is decoded without need."""
     name, index = case
     expected = arrays(2)[name][index]
     with pytest.MonkeyPatch.context() as patch:
@@ -187,7 +187,7 @@ def test_nothing_is_read_before_a_slice(repository, chunks):
 
 
 def test_a_rank_reads_the_children_that_it_needs(repository):
-    """Rows of one rank alone: the manifests of the others are not read."""
+    """A slice of one rank's rows does not read the manifests of the other ranks."""
     seen = []
     store = repository.store
     get = store.get
@@ -287,7 +287,7 @@ def test_a_handle_outlives_compact_but_not_gc_of_its_snapshot():
 
 
 def moved(by: int, contents: ManifestContents) -> ManifestContents:
-    """The box of rank 1 begins some rows further on than it does: rows are missing there, or there twice."""
+    """Move the box of rank 1 by some rows: some rows are then missing, or stored twice."""
     if contents.children or contents.part != "model" or contents.rank != 1:
         return contents
     entries = []
@@ -311,7 +311,7 @@ def test_boxes_that_overlap_or_leave_gaps(by):
 
 
 def test_a_shape_that_nothing_explains():
-    """A root may claim any shape: it takes no memory, and what is not stored is an error."""
+    """A manifest may claim any shape: the claim takes no memory, and elements that are not stored are an error."""
     store, value = created(CHUNK_BYTES), np.arange(60 * 40, dtype=np.float32).reshape(60, 40)
 
     def grown(contents: ManifestContents) -> ManifestContents:

@@ -1,4 +1,4 @@
-"""Hundreds of saves in one process leave memory, threads and files as they were."""
+"""After hundreds of saves a process has no more threads and open files than before, and hardly more memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kit.tally import EXAMPLES, tally
 
 #: `tools/torture` asks for twenty times as many: two thousand.
 SAVES = 100 * EXAMPLES
-#: Allocators settle in the first saves.
+#: The first saves fill the pools of the allocators.
 WARM_SAVES = 40
 MIB = 1024 * 1024
 
@@ -62,6 +62,6 @@ def test_many_saves_in_one_process(tmp_path, background):
     about = f"{warm} {half} {end}"
     for what in ("threads", "files"):
         assert end[what] <= warm[what], f"{what}: {about}"
-    # A snapshot's records stay, and a view of the repository holds them: a dozen objects, 4 KB. The rest is noise.
+    # The view of the repository keeps each snapshot's records: a dozen objects, 4 KB. The rest is noise.
     assert end["objects"] - half["objects"] <= 16 * (SAVES // 2), about
     assert end["bytes"] - half["bytes"] <= 6 * MIB + 8192 * (SAVES // 2), about

@@ -1,6 +1,7 @@
 """Lightning: a killed training that resumes from snapshots ends with the bits of an undisturbed one.
 
-The trainings run in forks of one process (kit/lightning_worker.py). Its files are tested in this process.
+The trainings run in forks of one process (kit/lightning_worker.py). The checkpoint files of the adapter are tested in
+this process.
 """
 
 import importlib.util
@@ -49,7 +50,7 @@ class Worker:
         self.folder, self.number = folder, 0
 
     def train(self, kind, *, saves=True, ranks=1, stop=STEPS, kill=None, resume="latest", per_rank="same"):
-        """Train; return the exit codes, and of each rank that has ended its steps and digest."""
+        """Train; return the exit codes, and (steps, digest) of each rank that has ended."""
         self.number += 1
         out = self.folder / f"out-{self.number}"
         with socket.socket() as free:
@@ -71,9 +72,9 @@ class Worker:
 
 @pytest.fixture(scope="module")
 def adapter():
-    """The module, imported only by a process that runs such a test: Lightning costs seconds."""
+    """The adapter's module. Only a process that runs such a test imports it: the import of Lightning takes seconds."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Lightning's own imports
+        warnings.simplefilter("ignore")  # Lightning's own imports warn
         import lightning.pytorch  # noqa: F401
 
         from snapstore.integrations import lightning as adapter
@@ -101,7 +102,7 @@ def check_ranks(worker, kind):
 
 
 def check_one_of_two_ranks(worker):
-    """One process goes on from the snapshot of two ranks, if it says whose loops it takes."""
+    """One process resumes from the snapshot of two ranks if `per_rank` names the rank whose loop state it takes."""
     assert worker.train("sharded", resume=10, stop=12)[0] == [1]
     assert "per_rank" in worker.said()
     codes, [[steps, _]] = worker.train("sharded", resume=10, stop=12, per_rank=0)
@@ -110,7 +111,7 @@ def check_one_of_two_ranks(worker):
 
 
 def test_trainings_resume_bit_exact(tmp_path):
-    """In one test, which one process runs: the imports of the worker cost more than the trainings."""
+    """One test, so that one worker process trains them all: its imports take longer than the trainings."""
     worker = Worker(tmp_path)
     try:
         for kind in ("one", "io"):
@@ -153,7 +154,7 @@ def fit(epochs, *callbacks, **more):
     return net.state_dict()
 
 
-@pytest.mark.filterwarnings("ignore")  # Lightning's, of the number of workers
+@pytest.mark.filterwarnings("ignore")  # Lightning warns about the number of workers
 @pytest.mark.parametrize("when", ["step", "validation"])
 def test_the_next_epoch_draws_as_if_nothing_had_happened(adapter, tmp_path, when):
     expected = fit(3)
@@ -165,14 +166,14 @@ def test_the_next_epoch_draws_as_if_nothing_had_happened(adapter, tmp_path, when
         assert manager.all_steps() == [6, 12, 18]
         assert len(manager.repository.snapshots("r")) == 3
         metrics = [snapshot.metrics for snapshot in manager.repository.snapshots("r")]
-        # Behind a batch there are those of the last validation in this process.
+        # After a batch the metrics are those of the last validation in this process.
         assert [bool(one) for one in metrics] == ([True] * 3 if when == "validation" else [False, True, False])
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.filterwarnings("ignore")  # Lightning's, of the number of workers
+@pytest.mark.filterwarnings("ignore")  # Lightning warns about the number of workers
 def test_no_save_before_the_first_step_of_the_optimizer(adapter, tmp_path):
-    """The optimizer takes the gradients of three batches: these are in no checkpoint."""
+    """The optimizer accumulates the gradients of three batches, and no checkpoint holds gradients."""
     with SnapshotManager(tmp_path, run="r", save_interval_steps=2) as manager:
         fit(2, adapter.SnapshotCallback(manager), accumulate_grad_batches=3)
         assert manager.all_steps() == [2, 4]
@@ -186,7 +187,7 @@ def checkpoint(step):
 
 
 class HeldStore(FaultStore):
-    """Commits no snapshot until it may."""
+    """Commits no snapshot until the event `may` is set."""
 
     def __init__(self, inner):
         super().__init__(inner)

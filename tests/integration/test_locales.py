@@ -1,7 +1,7 @@
-"""Every locale: paths that are not UTF-8, and an output that has only ASCII, in real processes.
+"""Training and every verb work in every locale, also with paths that are not UTF-8 and with an ASCII output.
 
-Python decodes the bytes of a path by the locale; bytes that it cannot decode become lone surrogates, which no encoder
-takes. With LC_ALL=C and without UTF-8 mode, that is every byte above 127.
+The tests start real processes. Python decodes the bytes of a path by the locale; bytes that it cannot decode become
+lone surrogates, which no encoder takes. With LC_ALL=C and without UTF-8 mode, that is every byte above 127.
 """
 
 import json
@@ -21,7 +21,7 @@ from snapstore import InvalidInputError, Repository
 from snapstore.protocol import liveness, this_process
 from snapstore.storage import urls
 
-#: Neither UTF-8 nor one line; "ü" in UTF-8 is two bytes.
+#: A name that is not UTF-8 and has a line break; it ends with "ü", two bytes in UTF-8.
 RAW = b"r\xff\xfc\n\xc3\xbc"
 NAME = os.fsdecode(RAW)
 
@@ -35,7 +35,7 @@ LOCALES = {
 }
 VARIABLES = ("LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "PYTHONUTF8", "PYTHONIOENCODING", "PYTHONCOERCECLOCALE")
 
-#: Runs verbs, each a list of arguments in hexadecimal, as one process of each would.
+#: Runs several verbs in one process. Each argument of the script is one verb: its words in hexadecimal.
 VERBS = """
 import sys
 from snapstore import cli
@@ -69,7 +69,7 @@ def process(locale, folder, *args):
 
 
 def verbs(locale, folder, *lines):
-    """The output of verbs, which all succeed, by line."""
+    """Run verbs that all succeed; return the lines of their output."""
     words = [",".join(os.fsencode(word).hex() for word in line) for line in lines]
     done = process(locale, folder, "-c", VERBS, *words)
     assert done.returncode == 0, done.stderr.decode(errors="replace")
@@ -123,7 +123,7 @@ def test_training(tmp_path, locale):
 
 
 def test_one_index_in_every_locale(tmp_path):
-    """The index of a repository has its name from the bytes of the path."""
+    """The name of the index comes from the bytes of the repository's path, so it is the same in every locale."""
     for locale in LOCALES:
         verbs(locale, tmp_path, ["log"] if (tmp_path / NAME).exists() else ["init"])
     assert len([path for path in (tmp_path / f"cache{NAME}").iterdir() if path.is_dir()]) == 1
@@ -131,7 +131,7 @@ def test_one_index_in_every_locale(tmp_path):
 
 @pytest.mark.parametrize("locale", ["C in ASCII", "UTF-8"])
 def test_a_terminal(tmp_path, locale):
-    """Tables are drawn by rich there; in ASCII it has no lines to draw with."""
+    """On a terminal rich draws the tables; in ASCII it has no characters for lines."""
     import pty
 
     save_into(tmp_path)
@@ -169,7 +169,7 @@ def save_into(folder):
 
 @pytest.mark.parametrize("name", ["h\udcff\n", "hü", "h\udcc3\udcbc"])
 def test_the_name_of_the_host(tmp_path, monkeypatch, name):
-    """It stands in every session; the same host has one name in every locale."""
+    """Every session records it; a host has the same name in every locale."""
     monkeypatch.setattr(this_process.socket, "gethostname", lambda: name)
     assert this_process.host_name() == {"h\udcff\n": "h\\xff\n"}.get(name, "hü")
     save_into(tmp_path)

@@ -1,7 +1,7 @@
-"""An S3 server that answers one request wrongly costs no committed snapshot (lies: tests/kit/lying_proxy.py).
+"""A wrong answer of an S3 server to one request loses no committed snapshot (the lies: tests/kit/lying_proxy.py).
 
-Workers save, forget, collect, compact, check and repair through proxies that lie; then an honest client, straight at
-the server, must find every snapshot that was called committed. `SNAPSTORE_TEST_EXAMPLES` multiplies the seconds.
+Workers save, forget, collect, compact, check and repair through proxies that lie; then a client without a
+proxy must find every snapshot that was reported as committed. `SNAPSTORE_TEST_EXAMPLES` multiplies the seconds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SECONDS = 12.0
 @pytest.mark.timeout(1200 + 20 * EXAMPLES)
 @pytest.mark.parametrize("kind", ["lies about reads", "lies about writes", "slow lies"] if THOROUGH else ["lies"])
 def test_one_lie_costs_no_snapshot(tmp_path, monkeypatch, kind):
-    """Nor is anything raised that is not ours, and nobody hangs."""
+    """The workers raise only errors of snapstore, and none of them hangs."""
     url = fresh_url()
     with Chaos(tmp_path / "chaos", url, KINDS[kind], SEED, fence_s=3.0, workers=5) as chaos:
         chaos.run(SECONDS * EXAMPLES)
@@ -37,7 +37,7 @@ def test_one_lie_costs_no_snapshot(tmp_path, monkeypatch, kind):
 
 
 def test_every_lie_is_told(monkeypatch):
-    """Else a table of lies would promise more than was tried. Whether a client believes it is judged above."""
+    """The proxy can tell every lie of its table but the slow ones; the test above judges how clients react."""
     url, told = fresh_url(), list[Told]()
     straight = S3Store(url)
     with LyingProxy(os.environ["AWS_ENDPOINT_URL_S3"].removeprefix("http://"), random=Random(SEED)) as proxy:

@@ -45,7 +45,7 @@ from snapstore.storage.memory import MemoryStore
 
 
 class GateStore(MemoryStore):
-    """A store whose record puts wait for `gate`, and which counts deletes."""
+    """A store whose record puts wait for `gate`; it logs puts and deletes, and raises `refuse` for packs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ def test_a_synchronous_failure_is_raised_at_once(store):
 
 @pytest.mark.parametrize("verify", ["off", "sample"])
 def test_a_state_that_changes_during_a_synchronous_save(store, monkeypatch, verify):
-    """Another thread's array, or a mapped file that is being written: no snapshot names what it does not hold."""
+    """As if another thread changed the array, or another process the mapped file: no snapshot has a wrong digest."""
     options = SaveOptions(pack_bytes=4096, threads=1, verify_writes=verify)
     state = {"w": np.random.default_rng(0).bytes(40_000)}
     state["w"] = np.frombuffer(bytearray(state["w"]), np.uint8)
@@ -190,7 +190,7 @@ def test_a_state_that_changes_during_a_synchronous_save(store, monkeypatch, veri
         encode = CpuEngine.start_encode
 
         def begun(self, batch):
-            state["w"][5 * 1024 + 7] ^= 1  # digested, and not yet encoded
+            state["w"][5 * 1024 + 7] ^= 1  # it is digested, but not yet encoded
             return encode(self, batch)
 
         with monkeypatch.context() as patch:
@@ -204,7 +204,7 @@ def test_a_state_that_changes_during_a_synchronous_save(store, monkeypatch, veri
 
 
 def test_after_a_failed_save_the_next_one_is_right(store):
-    """The base copy of a failed save is no base."""
+    """The copy of the state of a failed save is not used as a delta base."""
     for async_save in (True, False):
         run = f"r{async_save}"
         with manager(store, run=run, async_save=async_save) as snapshots:
@@ -341,7 +341,7 @@ def test_the_save_after_a_restore_goes_on_from_it(store):
 
 
 def test_latest_is_the_newest_save_and_not_the_highest_step(store):
-    """Everywhere: a run that went back to step 1 and saved step 2 again goes on from there."""
+    """A run that went back to step 1 and saved step 2 again continues from that save, for every verb."""
     with manager(store) as snapshots:
         assert snapshots.highest_step() is None
         for step in (1, 2, 3):
@@ -381,13 +381,13 @@ def test_the_error_of_a_damaged_newest_snapshot_names_the_one_to_go_on_from(stor
             return get_range(key, *args)
 
         monkeypatch.setattr(store, "get_range", fail_once)
-        with pytest.raises(StorageError, match=r"^not now$"):  # one failed read is no damage
+        with pytest.raises(StorageError, match=r"^not now$"):  # one failed read is not taken for damage
             snapshots.restore()
         assert same(snapshots.restore(), big(1))
 
 
 def test_the_search_for_a_whole_snapshot_reads_each_blob_a_few_times(store, monkeypatch):
-    """A chunk that all snapshots share is lost, and they share most of the others."""
+    """All snapshots share the damaged chunk, and most of the others too."""
     read, get_range = [], store.get_range
     shared = big(0, elements=65536)
     with manager(store) as snapshots:
@@ -441,7 +441,7 @@ def test_a_look_at_another_snapshot_does_not_change_the_parent(store):
 
 
 def test_two_managers_of_two_runs_on_one_repository(store):
-    """Each run goes on from its own snapshot, whatever the other has restored."""
+    """Each run continues from its own snapshot, whatever the other has restored."""
     with opened(store) as repository:
         with manager(repository, "a") as a, manager(repository, "b") as b:
             a.save(0, big(0))
@@ -458,7 +458,7 @@ def test_two_managers_of_two_runs_on_one_repository(store):
 
 
 def test_two_managers_at_once_on_a_new_place(tmp_path):
-    """Both find no repository and make it: one is first, the other opens it."""
+    """Both find no repository and create one: the first succeeds, the second opens it."""
     made: list[SnapshotManager] = []
     barrier = threading.Barrier(2)
 
@@ -541,7 +541,7 @@ def test_snapshots_that_stay_without_neighbours_are_written_full(store):
 
 
 def test_tags_and_dense_policies_leave_deltas_on(store):
-    """A tag may move, and every snapshot may have one; if every second save stays, deltas cost less than full ones."""
+    """A tag may move, and every snapshot may have one. If every second save stays, deltas take less than full ones."""
     with manager(store, keep=KeepEvery(1)) as snapshots:
         saved = [snapshots.save(step, big(step), tags=["best"]).result(30) for step in range(4)]
     assert all(snapshot.depth > 0 for snapshot in saved[1:])
@@ -563,7 +563,7 @@ def test_chains_are_bounded_and_full_chunks_staggered(store):
             stored.append(snapshot.stored_bytes)
         assert max(snapshots.repository.stats().depths) >= 3
     assert max(stored[1:]) < 0.55 * stored[0]
-    assert max(stored[6:]) < 2 * min(stored[6:])  # every one pays its share
+    assert max(stored[6:]) < 2 * min(stored[6:])  # every save writes its share of full chunks
 
 
 def test_a_corrupted_base_in_memory_costs_nothing_but_time(store):
@@ -590,7 +590,7 @@ def test_a_corrupted_base_in_the_store_is_not_used(store):
 
 @pytest.mark.parametrize("how", ["deleted", "cut"])
 def test_a_base_that_lacks_a_pack_is_not_used(store, how):
-    """Known chunks are referenced unread: without this every later snapshot would be lost with the pack."""
+    """A save references known chunks without reading them: later snapshots would need the pack that is gone."""
     with manager(store) as snapshots:
         snapshots.save(0, big(0)).result(30)
         key = keys_of(store, "packs/")[0]
@@ -623,7 +623,7 @@ def test_damaged_policies_do_not_stop_training(store):
 
 
 def test_policies_stored_by_two_at_once(store):
-    """Who loses the race reads again; equal policies need no second revision."""
+    """The writer that loses the race reads again; equal policies need no second revision."""
 
     class Racing(FaultStore):
         def put(self, key, data):
@@ -637,7 +637,7 @@ def test_policies_stored_by_two_at_once(store):
 
 
 def test_an_unclear_commit_does_not_stop_gc_for_good(store, monkeypatch):
-    """The store is away during a commit; when it is back, this very process collects what it left behind."""
+    """The store fails during a commit; when it works again, the same process collects the garbage of that save."""
     monkeypatch.setattr("snapstore.protocol.commit.COMMIT_ATTEMPTS", 1)
     faulty = FaultStore(store)
     with opened(faulty) as repository:
@@ -705,12 +705,11 @@ def weights(n: int) -> np.ndarray:
 
 
 def run(root: Path, body: str, *, kill: int | None = None, held: bool = False) -> tuple[int, str]:
-    """Run a training script; `kill` it as soon as it says busy for the third time, which then waits to be struck.
-
-    Without torch, seconds to import.
+    """Run a training script; return (exit code, output). The script does not import torch: that takes seconds.
 
     Args:
-        held: the third pack waits though nobody kills.
+        kill: the signal to send when the third pack begins; the pack then waits for the signal.
+        held: the third pack waits although no signal is sent.
     """
     script = PRELUDE.format(root=str(root), held=3 if kill or held else 0) + textwrap.dedent(body)
     with subprocess.Popen(
@@ -772,7 +771,7 @@ def test_the_interpreter_ends_with_a_save_running(root, end, code):
 
 
 def test_a_save_in_an_exit_handler(root):
-    """The interpreter waits for no thread that begins there."""
+    """The interpreter does not wait for a thread that is started there."""
     body = "import atexit\natexit.register(lambda: (snapshots.save(1, state(1)), say('saved')))"
     got, out = run(root, body)
     assert got == 0, out
@@ -789,7 +788,7 @@ def test_killed_in_mid_save(root, end):
 
 
 def test_sigterm_with_time_to_live(root):
-    """A scheduler's SIGTERM, seconds before its SIGKILL: a handler that ends the program leaves the snapshot."""
+    """A scheduler sends SIGTERM seconds before SIGKILL: if a handler ends the program, the snapshot is committed."""
     got, out = run(
         root,
         """
@@ -837,14 +836,14 @@ def test_keyboard_interrupt_while_waiting(root):
 
 
 def calls_of(code: types.CodeType) -> list[int]:
-    """Where in a function Ctrl-C may strike: behind its calls."""
+    """Return the offsets in a function at which Ctrl-C may arrive: after its calls."""
     instructions = list(dis.get_instructions(code))
     return [b.offset for a, b in itertools.pairwise(instructions) if a.opname.startswith("CALL")]
 
 
 @pytest.mark.parametrize("async_save", [True, False])
 def test_ctrl_c_behind_any_call_of_save(async_save):
-    """Whatever it interrupts, the next save neither waits for ever nor is refused."""
+    """Whatever call is interrupted, the next save neither waits forever nor is refused."""
     code = SnapshotManager.save.__code__
     for offset in calls_of(code):
         struck: list[int] = []
@@ -875,7 +874,7 @@ def test_ctrl_c_behind_any_call_of_save(async_save):
 
 
 def test_exceptions_that_end_the_program_end_it_in_retention_too(tmp_path, monkeypatch):
-    """A handler of SIGTERM that calls sys.exit, or Ctrl-C, while a synchronous save forgets."""
+    """A SIGTERM handler calls sys.exit, or Ctrl-C arrives, while a synchronous save forgets."""
     with manager(tmp_path / "repo", async_save=False, keep=[KeepLast(1)]) as snapshots:
         monkeypatch.setattr(snapshots.repository, "forget", lambda *a, **k: sys.exit(3))
         with pytest.raises(SystemExit):
@@ -884,7 +883,7 @@ def test_exceptions_that_end_the_program_end_it_in_retention_too(tmp_path, monke
 
 
 def test_the_newest_is_another_one_once_it_is_collected(store, monkeypatch):
-    """An evaluation beside a training run that keeps its last snapshot only."""
+    """An evaluation restores the newest snapshot while the training run, which keeps only the last, replaces it."""
     with (
         manager(store, keep=[KeepLast(1)]) as training,
         manager(store, read_only=True) as evaluation,
@@ -912,7 +911,7 @@ def test_os_exit_in_mid_save(root):
 
 
 def test_a_forked_child_that_outlives_its_parent_does_not_keep_the_session(root):
-    """As a DataLoader worker would."""
+    """A DataLoader worker may outlive its parent in this way."""
     got, out = run(
         root,
         """
@@ -938,7 +937,7 @@ def test_a_forked_child_that_outlives_its_parent_does_not_keep_the_session(root)
 
 
 def test_a_fork_with_a_save_running(root):
-    """The child is told to open its own; its own works; the parent's save ends well."""
+    """The child gets an error that tells it to open its own repository; that works; the parent's save commits."""
     got, out = run(
         root,
         """
@@ -982,7 +981,7 @@ def test_a_fork_with_a_save_running(root):
 
 
 def test_a_fork_while_the_index_is_written(root):
-    """The lock on the index's file is the parent's alone: its child opens the index, and holds up nobody."""
+    """Only the parent holds the lock on the index's file: its child opens the index and blocks no process."""
     got, out = run(
         root,
         """
@@ -1018,7 +1017,7 @@ def test_a_fork_while_the_index_is_written(root):
 
 @pytest.mark.parametrize("state", ["", TORCH], ids=["numpy", "torch"])
 def test_no_module_is_first_imported_in_the_background(root, state):
-    """A child forked meanwhile would have it locked for ever, and hang when it imports the same."""
+    """A child forked during an import would inherit the lock of that module, and hang when it imports the module."""
     got, out = run(
         root,
         f"""
@@ -1073,7 +1072,7 @@ def test_two_opens_in_one_process_share_the_environment(root):
 
 
 def test_threads_of_one_repository(root):
-    """Saves of two runs, a reader and a collector at once."""
+    """Two runs save, a reader restores and gc runs, all at once."""
     errors: list[BaseException] = []
     with Repository.open(root, options=SaveOptions(pack_bytes=16384, threads=2)) as repository:
 
@@ -1111,11 +1110,11 @@ def test_a_tag_of_a_save_moves_to_it(tmp_path):
 
 
 def test_save_from_a_signal_handler_inside_save_is_refused(tmp_path):
-    """It would fill the very buffers that the interrupted save is copying into."""
+    """It would overwrite the buffers into which the interrupted save is copying."""
     caught = []
 
     class Interrupting:
-        """Stands for a signal that arrives while the state is being copied."""
+        """Calls the manager as a signal handler would, while the state is being copied."""
 
         def state_dict(self):
             for call in (lambda: manager.save(9, {"w": np.ones(9)}, force=True), manager.wait_until_finished):
@@ -1184,7 +1183,7 @@ def test_an_error_in_retention_is_raised_at_the_next_call(tmp_path, monkeypatch)
 
 
 def test_a_child_forked_while_a_listing_runs_can_end(tmp_path):
-    """The fork may leave the index's lock held by a thread that the child does not have."""
+    """In the child the index's lock may be held by a thread that only the parent has."""
     script = """
         import os, sys, threading, time
         import numpy as np

@@ -38,7 +38,7 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def state(version: int, rank: int = 0):
-    """A state with replicated tensors, plain values and a value of each rank's own."""
+    """Return a state with replicated tensors, plain values and a value of each rank's own."""
     weights = np.random.default_rng(0).standard_normal(9000).astype(np.float32)
     weights[::50] += version
     return {
@@ -49,7 +49,7 @@ def state(version: int, rank: int = 0):
 
 
 class Managers(ManagersOfRanks):
-    """A manager on each rank, which saves a `state`."""
+    """One manager on each rank; each saves a `state`."""
 
     def save(self, step, version=None, **options):
         version = step if version is None else version
@@ -78,7 +78,7 @@ def test_one_snapshot_of_all_ranks(store):
 
 @pytest.mark.parametrize("changed", ["nothing", "metrics", "one rank's own", "a replica"])
 def test_saves_of_a_state_that_hardly_changes(store, changed):
-    """A rank's manifest that has not changed is named again, rank 0's as well; each step restores as it was saved."""
+    """A save references a rank's unchanged manifest again, also rank 0's; each step restores as it was saved."""
 
     def held(step, rank):
         found = state(step if changed == "a replica" else 0, rank)
@@ -102,7 +102,7 @@ def test_saves_of_a_state_that_hardly_changes(store, changed):
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_each_rank_gets_its_own_back(store, count):
-    """As many ranks: its own. Fewer: an error that says what to do, or a chosen rank's."""
+    """With as many ranks each gets its own values; with fewer, those of a chosen rank, or an error that says so."""
     managers = Managers(store)
     managers.save(7)
     managers.end()
@@ -207,7 +207,7 @@ def test_unlike_states_and_arguments_are_errors(store):
 
 @pytest.mark.parametrize("moved", [0, -1])
 def test_shards_that_the_program_has_placed_wrongly_are_refused(store, moved):
-    """As many rows as the tensor has, but one on two ranks, and one on none."""
+    """The shards have as many rows as the tensor, but two ranks hold one row, and no rank holds another."""
     managers = Managers(store, async_save=False)
 
     def save(manager, rank):
@@ -225,7 +225,7 @@ def test_shards_that_the_program_has_placed_wrongly_are_refused(store, moved):
 
 
 class Grid:
-    """A tensor of (rows, 300) in shards of any sizes, some of which this rank holds, as DCP asks for them."""
+    """A tensor of (rows, 300) of which this rank holds some shards of any sizes, with the methods that DCP calls."""
 
     def __init__(self, whole, boxes):
         self.whole, self.boxes, self.dtype = whole, boxes, whole.dtype
@@ -242,7 +242,7 @@ class Grid:
 
 
 def grid(whole, rank, count):
-    """Return shards of unlike sizes: columns in three strips, whose pieces go round the ranks; rank 1 has none."""
+    """Return shards of unlike sizes: pieces of three strips of columns, dealt to the ranks; rank 1 of 3 has none."""
     cuts = [(r, c, m, n) for c, n, step in ((0, 7, 50), (7, 200, 90), (207, 93, 400)) for r in range(0, 400, step)
             for m in [min(step, 400 - r)]]  # fmt: skip
     owners = (0, 2) if count == 3 else range(count)
@@ -251,7 +251,7 @@ def grid(whole, rank, count):
 
 @pytest.mark.parametrize("async_save", [True, False])
 def test_several_shards_of_a_tensor_on_a_rank(store, async_save):
-    """They are stored once, restored on one process, by fewer ranks in other shards, and the next save is a delta."""
+    """They are stored once; one process and other shards on fewer ranks restore them; the next save is a delta."""
     wholes = [torch.arange(400 * 300.0).reshape(400, 300)]
     wholes.append(wholes[0].clone())
     wholes[1][399, 299] = -1
@@ -306,7 +306,7 @@ def test_ranks_may_have_their_keys_in_another_order(store):
 
 
 def test_replicas_that_are_swapped_are_named(store):
-    """A rank that makes its modules in another order holds, after a broadcast by position, each under another name."""
+    """If a rank makes its modules in another order, a broadcast by position swaps their values."""
     managers = Managers(store, async_save=False)
 
     def save(manager, rank):
@@ -320,7 +320,7 @@ def test_replicas_that_are_swapped_are_named(store):
 
 
 def test_a_rank_that_could_not_hash_one_part_agrees_with_the_others(store):
-    """Its device had no memory for it: the digests of its other parts are not those of the whole group."""
+    """Its device had no memory for that part: the rank must not compare the digests of fewer parts with the others'."""
     managers = Managers(store, async_save=False)
     staging = managers[1]._staging
     saving = staging.saving
@@ -339,7 +339,7 @@ def test_a_rank_that_could_not_hash_one_part_agrees_with_the_others(store):
 
 
 def test_replicas_that_differ_are_named(store):
-    """Silent corruption, or a forgotten broadcast: the tensor is named, and the rank."""
+    """After silent corruption or a forgotten broadcast the error names the tensor and the rank."""
     for async_save in (False, True):
         managers = Managers(store, async_save=async_save)
 
@@ -358,7 +358,7 @@ def test_replicas_that_differ_are_named(store):
 
 
 def test_the_first_save_waits_for_no_other_rank(store):
-    """Its state may change at once: each rank has copied all that it may have to store."""
+    """The state may change at once: each rank has copied everything that it may have to store."""
     managers, states = Managers(store, COUNT), [state(0, rank) for rank in range(COUNT)]
     for rank in (0, 1):
         managers[rank].save(0, states[rank])  # in this thread: rank 2 has not called save
@@ -376,7 +376,7 @@ def test_the_first_save_waits_for_no_other_rank(store):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_alone_failed_after_the_commit_saves_with_the_others_again(store, rank, monkeypatch):
-    """It is not sure any more who holds which tensors, and the others are."""
+    """It does not know any more which rank holds which tensors; the others do."""
     managers = Managers(store)
     managers.save(0)
     managers.all(lambda m, _: m.wait_until_finished())
@@ -399,7 +399,7 @@ def test_a_rank_that_alone_failed_after_the_commit_saves_with_the_others_again(s
 
 
 class Loader:
-    """An object of each rank's own."""
+    """An object whose state differs on each rank."""
 
     def __init__(self, position):
         self.position = position
@@ -424,7 +424,7 @@ class Loader:
 )
 @pytest.mark.parametrize("count", [2, 1])
 def test_an_object_of_each_rank_loads_its_own_state(store, wrap, count):
-    """The object stays in its place, so that the next save stores what it has become."""
+    """The object stays in the target, so that the next save stores its new state."""
     managers = Managers(store, count, async_save=False)
 
     def round_trip(manager, rank):
@@ -445,10 +445,10 @@ def test_an_object_of_each_rank_loads_its_own_state(store, wrap, count):
 
 
 def save_three_steps(store, async_save, held):
-    """Save what each rank holds at steps 0 to 2: each step restores to what all ranks held together.
+    """Save the states of the ranks at steps 0 to 2; each step restores the tensors of all ranks together.
 
     Args:
-        held: returns the state of a rank, of (step, rank).
+        held: (step, rank) -> the state of that rank.
     """
     managers = Managers(store, async_save=async_save)
     for step in range(3):
@@ -468,7 +468,7 @@ def save_three_steps(store, async_save, held):
 @pytest.mark.parametrize("async_save", [True, False])
 @pytest.mark.parametrize("copied", ["whole", "shares"])
 def test_parts_that_only_some_ranks_hold(store, async_save, copied, monkeypatch):
-    """Pipeline stages: the layers of each rank, and one on two of them; all of it comes back, also on one process."""
+    """In a pipeline each rank holds its own layers, and two hold one more; one process restores all of them."""
     if copied == "shares":  # too large to be copied whole: the ranks exchange holders first
         monkeypatch.setattr("snapstore.save.staging.MAX_WHOLE_BYTES", 0)
 
@@ -504,7 +504,7 @@ class Stage:
 
 @pytest.mark.parametrize("cuts", [[(0, 1), (2,)], [(0,), (1, 2)], [(0, 1, 2)]])
 def test_stages_of_a_pipeline_restore_what_they_have(store, cuts):
-    """With the keys of its own state, as the guide makes them; one process that has all layers needs none."""
+    """Each stage passes the keys of its own state, as in the guide; one process that has all layers passes none."""
     saved = [Stage(numbers, seed) for seed, numbers in ((1, (0, 1)), (7, (2,)))]
     states = [stage.state() for stage in saved]
     managers = Managers(store, 2, async_save=False)
@@ -533,7 +533,7 @@ def test_stages_of_a_pipeline_restore_what_they_have(store, cuts):
 @pytest.mark.parametrize("copied", ["whole", "shares"])
 @pytest.mark.parametrize("change", ["rank 1", "ranks 1, 2", "ranks 0, 2", "all", "a layer moves"])
 def test_a_save_succeeds_when_ranks_come_to_hold_other_tensors(store, async_save, copied, change, monkeypatch):
-    """Such as optimizer state that appears after the first save; what others hold unchanged is stored by shares."""
+    """Optimizer state appears after the first save; tensors that the others hold unchanged are stored by shares."""
     if copied == "shares":  # too large to be copied whole: the ranks exchange holders before they copy
         monkeypatch.setattr("snapstore.save.staging.MAX_WHOLE_BYTES", 0)
 
@@ -554,7 +554,7 @@ def test_a_save_succeeds_when_ranks_come_to_hold_other_tensors(store, async_save
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("change", ["dropped", "held as well"])
 def test_a_tensor_that_some_ranks_keep_and_others_drop_is_stored_by_the_next_save(store, rank, change):
-    """A rank that kept the tensor has copied only its share, and no rank the rest: the error says what to do."""
+    """A rank that kept the tensor has copied only its share, and no rank copied the rest: the error says what to do."""
 
     def held(step, own):
         has_x = own != rank or (step == 0) == (change == "dropped")
@@ -578,7 +578,7 @@ def test_a_tensor_that_some_ranks_keep_and_others_drop_is_stored_by_the_next_sav
 
 @pytest.mark.parametrize("async_save", [True, False])
 def test_tied_tensors_of_a_stage_whose_parts_have_another_order(store, async_save):
-    """Rank 0 has the part of the head first, the last stage that of the embedding: both have their bytes, and a tie."""
+    """Rank 0 has the head first, the last stage the embedding: both parts have their bytes, and stay tied."""
     shared = torch.arange(3000.0)
 
     def stage(rank):
@@ -598,7 +598,7 @@ def test_tied_tensors_of_a_stage_whose_parts_have_another_order(store, async_sav
 
 
 class Lonely:
-    """A shard whose mesh names no copies: a chunk list, as torch.distributed.checkpoint asks for."""
+    """A shard with the methods that DCP calls; it does not say which copy of the shard it is."""
 
     dtype = torch.float32
 
@@ -638,7 +638,7 @@ def test_an_iterator_is_refused_on_all_ranks(store):
 
 
 def test_rank_0_decides_which_save_is_skipped():
-    """One slow rank: all ranks skip the same steps."""
+    """When the store is slow, all ranks skip the same steps."""
     gate = threading.Event()
 
     class Slow(MemoryStore):
@@ -722,7 +722,7 @@ def test_all_ranks_hear_one_answer(store):
 
 
 def test_ranks_restore_the_snapshot_that_rank_0_means(store):
-    """Another run's save between the looks of two ranks does not part them."""
+    """A save by another process between the restores of two ranks does not make them restore different snapshots."""
     managers = Managers(store)
     managers.save(1)
     managers.all(lambda m, _: m.wait_until_finished())
@@ -769,7 +769,7 @@ def test_an_error_at_opening_is_raised_on_all_ranks(tmp_path):
 
 
 def test_close_gives_a_save_up_in_time():
-    """A scheduler leaves some seconds; nothing of the save is committed, on any rank."""
+    """A scheduler leaves a few seconds: close ends in time, and the save is committed on no rank."""
     gate = threading.Event()
 
     class Slow(MemoryStore):
@@ -821,7 +821,7 @@ def test_two_managers_use_one_channel(store):
 
 
 def test_a_job_of_one_rank(store):
-    """Its tensors may be sharded on a mesh of one; an iterator is saved as one process does."""
+    """It saves as ranks do, since its tensors may be sharded on a mesh of one; but it can also save an iterator."""
     with SnapshotManager(store, run="a", ranks=LocalRanks(1)[0], options=OPTIONS) as manager:
         manager.save(0, state(0))
         manager.save(1, iter([("w", torch.ones(3000))]))
@@ -834,7 +834,7 @@ def test_a_job_of_one_rank(store):
 
 @pytest.mark.parametrize("read", ["own", "exchange"])
 def test_a_mirror_that_cannot_be_read_by_rank_0_is_an_error_on_all_ranks(store, monkeypatch, read):
-    """Rank 0 alone has the mirror: the others hear at once that it failed there, and do not wait for an answer."""
+    """Only rank 0 reads the mirror: the others get its error at once, and do not wait for an answer."""
     managers = Managers(store, of_rank=lambda rank: {"mirror": MemoryStore()} if rank == 0 else {})
     managers.save(1)
 

@@ -1,6 +1,7 @@
-"""Megatron's dist_checkpointing on CPU, over snapshots: other layouts load, and a killed save leaves no checkpoint.
+"""Over snapshots, Megatron's dist_checkpointing loads in other layouts, and a killed save leaves no checkpoint.
 
-These tests need the package `megatron-core`, which no environment of the project has: they are skipped without it.
+The tests run on CPU. They need the package `megatron-core` and are skipped without it; no environment of the project
+has it.
 """
 
 import importlib.util

@@ -146,7 +146,7 @@ def test_the_newest_over_both(tmp_path, monkeypatch):
         saved(snapshots, [2])  # it went back
         assert snapshots.latest_step() == 2
     shutil.rmtree(tmp_path / "fast")
-    shutil.copytree(tmp_path / "older", tmp_path / "fast")  # the first store is put back to an earlier day, on another machine
+    shutil.copytree(tmp_path / "older", tmp_path / "fast")  # a backup of an earlier day, on another machine
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cache"))
     with manager(tmp_path / "fast", tmp_path / "slow") as snapshots:
         assert snapshots.latest_step() == 2

@@ -1,4 +1,4 @@
-"""check reports intact objects of a newer release as such, not as damage, and no verb deletes them."""
+"""check reports an intact object of a newer release as newer, not as damaged, and no verb deletes it."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_it_is_reported_and_left_alone(what):
                 if level == "restore" or ("blob" not in what and what != "a codec"):
                     assert len(report.open) >= 1, "nothing was said of it"
                 assert {action.kind for action in report.actions} <= {"index"}
-        if what in ("a record's version", "a manifest's version"):  # what is needed cannot be told
+        if what in ("a record's version", "a manifest's version"):  # gc cannot know what they need
             with pytest.raises(SnapstoreError, match="version 2, this snapstore"):
                 repository.gc()
         else:
@@ -110,7 +110,7 @@ def test_it_is_reported_and_left_alone(what):
 
 
 def test_a_record_of_another_version_stands_among_others():
-    """Saves of other runs go on, and the release that reads it finds it as it was."""
+    """Saves of other runs still work, and the record stays unchanged for the release that can read it."""
     world = of_record()
     (key,) = (key for key in world.store._objects if key.startswith("snapshots/"))
     was = world.store.get(key)
@@ -139,7 +139,7 @@ def test_small_objects_of_another_version_are_kept(kind):
     data[5] = 2
     struct.pack_into("<Q", data, 16, checksum(bytes(data[:16]) + bytes(data[24:])))
     store.put(key, bytes(data))
-    store.clock = lambda: 1e11  # silent for long
+    store.clock = lambda: 1e11  # the session has not been renewed for long
     with Repository.open(store, options=SaveOptions(threads=1)) as repository:
         (problem,) = repository.check().problems
         assert (problem.key, problem.command) == (key, "")
@@ -163,7 +163,7 @@ def test_an_encrypted_repository_is_refused_and_left_alone():
     world.store.put("config", head + struct.pack("<Q", checksum(head + payload)) + payload)
     before = dict(world.store._objects)
     text = r"is encrypted, which this snapstore \(.*\) cannot read; use snapstore 9.9 or newer, and the key"
-    for damaged in (False, True):  # nor does a repair take its config for a damaged one
+    for damaged in (False, True):  # opened for a repair, too: its config is not taken for a damaged one
         with pytest.raises(UnknownFormatError, match=text):
             Repository.open(world.store, damaged=damaged)
     with pytest.raises(AlreadyExistsError):
@@ -185,7 +185,7 @@ def test_an_encrypted_object_is_refused(where):
 
 
 def test_a_flipped_version_is_damage():
-    """All but that byte is as this release has it, so it is no other release's."""
+    """Its checksum is right for the version of this release, so no other release has written it."""
     value = records.encode(records.Wait(id="a" * 32, sessions=[]))
     flipped = value[:5] + bytes([value[5] ^ 2]) + value[6:]
     with pytest.raises(IntegrityError, match="checksum mismatch"):

@@ -1,4 +1,4 @@
-"""Two containers on one machine share host name, disk and cache, and each has a process of pid 1."""
+"""Two containers with one host name, disk and cache, each with a pid 1, share the index and collect no live save."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def container(tmp_path, monkeypatch):
-    """Starts SCRIPT in a pid namespace of its own; returns the process."""
+    """Returns a function that starts SCRIPT in its own pid namespace and returns the process."""
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cache"))
     root, started = tmp_path / "repository", []
     Repository.create(root, chunk_bytes=1024, options=OPTIONS).close()
@@ -77,7 +77,7 @@ def container(tmp_path, monkeypatch):
 
 
 def test_both_use_the_index(container):
-    """LMDB's own locks are by pid: the second process could not read it, and read every record from the store."""
+    """LMDB keys its locks by pid: with them the second process would read every record from the store."""
     first = container("save")
     assert first.stdout.readline() == "waits\n"
     second = container("save")
@@ -90,7 +90,7 @@ def test_both_use_the_index(container):
 
 
 def test_a_session_of_another_namespace_is_alive_until_its_process_ends(container):
-    """The pid in it is that of the process which looks, and says nothing."""
+    """Its pid, 1, is also the pid of the process that runs gc, so gc must not judge by it."""
     saving = container("stop")
     assert saving.stdout.readline() == "waits\n"
     assert container("gc").communicate()[0] == "1 0\n"

@@ -1,4 +1,7 @@
-"""Large plain values of a state: saved again they cost their changed pages, and every verb reads them."""
+"""A save of large plain values stores only the pages that changed, and every verb reads pages.
+
+A page is a piece of the encoded plain values of a state; the content decides where one ends.
+"""
 
 import random
 
@@ -117,7 +120,7 @@ def test_a_manager_saves_what_was_there(tmp_path, async_save):
     with SnapshotManager(tmp_path / "r", run="r", async_save=async_save) as manager:
         for step in range(3):
             saved = manager.save(step, state)
-            state["rows"][step]["loss"] = -1.0  # the caller goes on
+            state["rows"][step]["loss"] = -1.0  # the caller continues to train
             state["w"] += 1
             saved.result()
         for step in range(3):
@@ -141,7 +144,7 @@ def test_rewrites_and_repairs_keep_pages(repo):
 
 
 def state_of_ranks(rank, words):
-    """A part of plain values alone, which has no child; one of tensors too; and values of each rank's own."""
+    """Return a part of only plain values, which has no child manifest; one with a tensor too; and each rank's own."""
     own = {"rank": rank, "seen": [rank + i / 7 for i in range(9_000)]}
     return {
         "words": words,
@@ -175,7 +178,7 @@ def test_of_several_ranks_too_an_edit_costs_a_few_pages_and_no_edit_nothing():
         assert manifest.read(store, of_2, None).own_packs == manifest.read(store, of_3, None).own_packs
     with Repository.open(store, options=OPTIONS) as repository:
         alone = repository.save(state_of_ranks(0, edited) | {"own": 0}, run="a", step=4, parent="a@3")
-        assert alone.new_chunks <= 1  # one process goes on with the pages of a root
+        assert alone.new_chunks <= 1  # one process uses the pages of a root manifest again
         assert repository.check("restore").ok
         repository.forget_snapshots(["a@0", "a@1"])
         assert repository.gc().deleted_objects > 0
@@ -225,7 +228,7 @@ def test_a_tree_needs_memory(repo, monkeypatch):
     with pytest.raises(CapabilityError, match="plain values"):
         repo.restore("r@0")
     assert repo.restore("r@0", keys="model")["model"]["w"].sum() == 3
-    assert repo.check("restore").ok  # which is no damage
+    assert repo.check("restore").ok  # a lack of memory is not damage
 
 
 # --- pages ------------------------------------------------------------------------------------------------------------
@@ -315,7 +318,7 @@ def test_pages_that_hold_no_tree(node):
 
 @pytest.mark.parametrize(("byte", "limit"), [(0x00, "64M"), (0x00, "300M"), (0x90, "2G"), (0xE0, "2G")])
 def test_pages_that_repeat_a_chunk_many_times(monkeypatch, byte, limit):
-    """A chunk stands for 200 MB of nodes: the values need ten to seventy times as much, and are not made."""
+    """References to one chunk claim many MB of nodes; the values would need far more memory, and are not built."""
     chunk = np.full(SIZE, byte, np.uint8)
     world, count = World(), 50_000
     (blob,) = world.pack(full(chunk))

@@ -1,4 +1,4 @@
-"""A process at a limit of the machine gets an error of ours, loses nothing, and saves again once there is room."""
+"""A process that runs out of files or memory gets an error of snapstore, loses nothing, and can save again later."""
 
 import re
 import subprocess

@@ -1,7 +1,8 @@
-"""Real processes of a gloo job train, save, and are killed or stopped at points of a save; the next attempt resumes.
+"""When a rank of a gloo job is killed or stopped in a save, the others do not hang, and the next attempt resumes.
 
-After each: no survivor hangs; none says of the save what its record does not say; the newest snapshot is whole, bit by
-bit; the job resumes from it, also on other numbers of ranks; and gc frees all the rest.
+The ranks are real processes. After each attempt: no rank that lives hangs; none reports the save as committed if it is
+not; every snapshot is whole to the bit; the job resumes from the newest, also on another number of ranks; gc frees the
+rest.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ HANG_S = 100.0
 
 
 class Rank:
-    """One process of a job, and the words that it has said."""
+    """One process of a job, and the JSON that it has printed."""
 
     def __init__(self, folder: Path, **options):
         log = folder / f"{options['place'][-8:]}.{options['rank']}.log"
@@ -50,7 +51,7 @@ class Rank:
 
 
 def job(folder, count, *, repository=None, strike=None, rank=None, awake_s=None, **options):
-    """Run an attempt of a job, and return its ranks when they have ended; `strike` hits `rank`."""
+    """Run an attempt of a job; return its ranks when they have ended. `strike` is for `rank` alone."""
     repository = repository or str(folder / "repository")
     options = {"parallel": "fsdp", "steps": 2, "silent_s": SILENT_S} | options
     place = f"file://{folder}/{os.urandom(4).hex()}"
@@ -90,7 +91,7 @@ def committed(repository):
 
 
 def check(folder, ranks, hit, repository=None):
-    """All that must hold after an attempt in which rank `hit` was struck."""
+    """Check what must hold after an attempt in which rank `hit` was struck; return the committed steps."""
     place = repository or folder / "repository"
     steps = committed(place)
     for number, rank in enumerate(ranks):
@@ -152,7 +153,7 @@ def test_a_rank_is_killed_or_stopped_in_a_save(tmp_path, rank, point, sent):
 @pytest.mark.skipif(not THOROUGH, reason="test_ranks_faults.py has it on threads")
 @pytest.mark.parametrize("number", range(EXAMPLES))
 def test_two_attempts_at_once_one_of_which_dies_and_gcs_beside_them(tmp_path, number):
-    """The other one commits every step; each snapshot is whole, and nothing that it needs is collected."""
+    """The other attempt commits every step; each snapshot is whole, and gc deletes nothing that it needs."""
     rank, point, _ = CASES[(SEED + number) % len(CASES)]
     job(tmp_path, 2, steps=1)
     with ThreadPoolExecutor(2) as pool:
@@ -171,7 +172,7 @@ def test_two_attempts_at_once_one_of_which_dies_and_gcs_beside_them(tmp_path, nu
 @pytest.mark.slow
 @pytest.mark.parametrize("told", some([0, 1], 1))
 def test_sigterm_to_one_rank_ends_all_after_one_save(tmp_path, told):
-    """The ranks run at their own pace, and save the same step."""
+    """The ranks run at different speeds, and still save the same step."""
     place = f"file://{tmp_path}/{os.urandom(4).hex()}"
     ranks = [
         Rank(tmp_path, place=place, repository=str(tmp_path / "repository"), rank=r, count=2, parallel="ddp",
@@ -198,7 +199,7 @@ def test_sigterm_to_one_rank_ends_all_after_one_save(tmp_path, told):
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", some([0, 1], 1))
 def test_a_rank_that_wakes_up_after_the_others_have_gone_on(tmp_path, rank):
-    """It neither commits what they have given up, nor says that it is committed."""
+    """It neither commits the save that the others have abandoned, nor reports it as committed."""
     ranks = job(tmp_path, 2, strike=[1, "written", "SIGSTOP"], rank=rank, awake_s=3 * SILENT_S)
     assert check(tmp_path, ranks, rank) == {1}
     assert ranks[rank].words().get("failed") == 2, ranks[rank].text()

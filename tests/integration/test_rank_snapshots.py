@@ -1,4 +1,7 @@
-"""Every verb on snapshots of several ranks: their root manifests, and the children that hold the bytes."""
+"""Every verb works on snapshots of several ranks, which have root manifests and child manifests.
+
+A root names the children of a part; each child is the manifest of one rank, and names its packs.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from snapstore.storage.memory import MemoryStore
 
 
 def arrays(version: int = 0) -> dict[str, dict[str, np.ndarray]]:
-    """A state of two parts; every version changes a few elements of `drift` and all of `noise`."""
+    """Return a state of two parts; every version changes a few elements of `drift` and all of `noise`."""
     rng = np.random.default_rng(7)
     drift = rng.standard_normal((48, 40)).astype(np.float32)
     drift[version % 48, :8] += version
@@ -98,7 +101,7 @@ def test_gc_keeps_what_the_root_names_and_frees_the_rest():
 
 
 def test_gc_lists_many_objects_side_by_side(monkeypatch):
-    """By the first two digits of their names, with the same result."""
+    """It lists by the first two digits of their names; the result is the same."""
     store, prefixes = created(), []
     versions(store, 6)
     assert len(expected := gc._sizes(store)) > 20
@@ -114,7 +117,7 @@ def test_gc_lists_many_objects_side_by_side(monkeypatch):
 
 
 def test_gc_reads_no_child():
-    """The header of the root says all that is live; a job of a thousand ranks costs one read."""
+    """The header of the root names every live object, so a job of a thousand ranks takes one read."""
     store = created()
     versions(store, 1, world=3)
     with opened(store) as repository:
@@ -182,7 +185,7 @@ def test_check_and_repair_name_what_is_lost(what):
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_repair_heals_children_from_other_snapshots(world):
-    """A chunk that is lost in one pack comes from another snapshot; new children, a new root, a new revision."""
+    """A damaged chunk is read from another snapshot; repair writes new children, a new root and a new revision."""
     store = created()
     state = arrays()
     first = RankWriter(store).save(state, world=world, step=0)
@@ -303,7 +306,7 @@ def test_a_damaged_snapshot_names_the_newest_whole_one():
 
 
 def test_a_lost_record_is_reconstructed_from_roots_and_children():
-    """With an index that never saw the record."""
+    """It works even if the index never saw the record."""
     store = created()
     writer = RankWriter(store)
     snapshot = writer.save(arrays(), world=3)
@@ -345,7 +348,7 @@ def test_show_and_log_name_the_ranks(tmp_path):
 
 
 def test_records_of_ranks_name_roots():
-    """Headers that disagree on the ranks, or with the record, are an error."""
+    """If headers disagree about the ranks, or with the record, check reports it."""
     store = created()
     writer = RankWriter(store)
     refs = writer.save(arrays(), world=2).manifests
@@ -416,7 +419,7 @@ def test_a_root_that_contradicts_its_children_is_found(how):
         writer.save(arrays(), world=2, changes=partial(roots_only, HOSTILE[how]))
     except SnapstoreError:
         assert how in ("another rank", "no world", "no feature", "a child twice", "children in no order")
-        return  # no encoder or decoder lets it through
+        return  # the encoder or the decoder refuses it
     with opened(store) as repository:
         found = repository.check()
         assert found.restorable == []

@@ -1,4 +1,4 @@
-"""Which ranks save together: those given, all of the job, or one process; and no rank saves over another's run."""
+"""The given ranks save together, or all of the job, or one process alone; no rank saves into the run of another."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from snapstore.storage.memory import MemoryStore
 
 
 def distributed(size, *, initialized=True, available=True):
-    """As torch.distributed is."""
+    """Return a stand-in for the module torch.distributed."""
     return types.SimpleNamespace(
         is_available=lambda: available, is_initialized=lambda: initialized, get_world_size=lambda: size,
         get_rank=lambda: 1,
@@ -51,7 +51,7 @@ def test_a_manager_that_was_made_too_early_says_so(tmp_path, monkeypatch):
 
 
 def test_a_manager_takes_the_ranks_of_the_job_by_itself(repository, monkeypatch, caplog):
-    """It says so, and it closes the channel that it has made, and not one that it was given."""
+    """It logs that, and it owns the channel that it has made, but not a channel that it was given."""
     made = LocalRanks(4)[1]
     made.close = lambda: made.posted.append("closed")
     torch_ranks = types.SimpleNamespace(TorchRanks=lambda: made)
@@ -117,7 +117,7 @@ def test_no_other_value_is_taken(repository, given):
 
 
 def test_a_launcher_without_a_group_is_warned_of_once(repository, monkeypatch, caplog):
-    """Child processes of a rank inherit its variables, so they are no reason to refuse."""
+    """Child processes of a rank inherit its variables, so these variables are no reason to refuse."""
     ranks._warn.cache_clear()
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -139,7 +139,7 @@ def test_a_launcher_without_a_group_is_warned_of_once(repository, monkeypatch, c
 
 
 def test_torch_distributed_is_not_imported_for_it():
-    """Where the program has not imported torch, a refusal could have no reason."""
+    """A program that has not imported torch has no process group, so the check need not import torch."""
     program = """
         import sys
         from snapstore import ranks

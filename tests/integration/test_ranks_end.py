@@ -1,4 +1,4 @@
-"""A rank that closes or fails says so: the others do not wait for it in vain, and hear all that it has said before."""
+"""A rank that closes or fails says so: the others stop waiting for it, and still get its earlier messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from snapstore.storage.memory import MemoryStore
 
 STATE = {"a": torch.ones(3)}
 SILENT_S = 60.0
-#: Far below `SILENT_S`, far above what these calls take [s].
+#: Far below `SILENT_S`, and far above the time that these calls take [s].
 SOON_S = 20.0
 
 
@@ -32,7 +32,7 @@ def managers_of(count: int = 3, **options) -> Managers:
 
 
 def leave(manager: SnapshotManager, error: Exception | None) -> None:
-    """Leave the manager's `with` block, by an error or at its end."""
+    """Leave the manager's `with` block by an error, or at its end."""
     with manager:
         if error is not None:
             raise error
@@ -131,7 +131,7 @@ def test_the_others_hear_that_a_rank_cannot_open_the_repository():
 
 
 def test_a_message_before_the_end_is_heard():
-    """The waiting rank has looked in vain, then the other one posts and ends, then the waiting one sees the end."""
+    """The waiting rank looks and finds nothing; the other rank posts and ends; then the waiting rank sees the end."""
     ranks = LocalRanks(2, silent_s=SILENT_S)
     looks = []
 
@@ -162,7 +162,7 @@ def test_the_rank_that_keeps_the_messages_closes_last():
             if rank == 2:
                 time.sleep(0.5)
             step = manager.restore_into({"a": torch.zeros(3)}).step
-            if rank:  # what follows tells rank 0 that this rank ends
+            if rank:  # leaving the block tells rank 0 that this rank ends
                 closed.append(rank)
         if rank == 0:
             closed.append(rank)

@@ -1,4 +1,4 @@
-"""The scripts of docs/guides/recipes.md end with the same bits if they are interrupted."""
+"""The scripts of docs/guides/recipes.md end with the same bits whether they are interrupted or not."""
 
 import sys
 

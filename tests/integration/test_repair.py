@@ -1,4 +1,4 @@
-"""repair recovers what a later save brings back, keeps the index right, and does what its options ask."""
+"""repair recovers every snapshot whose bytes exist, deletes nothing that may be needed, and follows its options."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def store():
 
 
 def test_a_later_save_repairs(store):
-    """No object holds the lost chunk until the state is saved again, on the damaged snapshots: they are whole then."""
+    """No object holds the lost chunk. A save of the same state stores it again, and repair then heals the snapshots."""
     key = wound(store)
     wanted = snapshots_of(store)
     assert restoring(store, wanted) == set()
@@ -92,7 +92,7 @@ def test_saves_inherit_damage_only_until_it_is_known(store, known):
 
 
 def test_a_manager_goes_on_training_through_it(store):
-    """Saves, retention and gc of a running job before and after a repair that could not heal everything."""
+    """Saves, forget and gc of a running job work before and after a repair that cannot heal everything."""
     wound(store, "a@1", -1)
     with opened(store) as found:
         manager = SnapshotManager(found, run="a", keep=[KeepLast(10)], async_save=False)
@@ -159,7 +159,7 @@ def test_quarantine_stays_until_it_is_lifted(store):
 
 @pytest.mark.parametrize("how", ["damaged", "unreadable", "vanished"])
 def test_nothing_is_purged_beside_a_record_that_is_not_known(store, how):
-    """It may say that its snapshot needs the pack: once it is put back, no save builds on that."""
+    """The record may need the pack. Once the record is put back, no save uses its snapshot as a base."""
     with opened(store) as found:
         found.tag("a@2", "good")
     key = wound(store)
@@ -174,7 +174,7 @@ def test_nothing_is_purged_beside_a_record_that_is_not_known(store, how):
     good = {key: store.get(key) for key in keys}
     seen = Unreadable(store, keys[-1]) if how == "unreadable" else store
     with opened(seen) as found:
-        if how == "vanished":  # a backup was put back, from before it was forgotten
+        if how == "vanished":  # a backup from before it was forgotten is put back
             backup = clone(store)
             found.untag("a@2", "good")
             found.forget_snapshots(["a@2"], force=True)
@@ -215,7 +215,7 @@ def test_drop_forgets_what_is_lost_and_nothing_else(store):
 
 
 def test_lost_snapshots_are_listed_in_the_order_of_their_saves(store):
-    """By run, then by sequence number; ids are random."""
+    """They are sorted by run, then by sequence number; ids are random."""
     with opened(store) as found:
         made = [found.save(values("z", step), run="z", step=step, full=True) for step in (9, 3, 8, 1, 5)]
         first = found.save(values("b", 1), run="b", step=1, full=True)
@@ -244,7 +244,7 @@ def test_a_lost_manifest_stops_gc_until_it_is_dropped(store):
 
 @pytest.mark.parametrize("harm", ["lost", "altered", "its note is altered too"])
 def test_policies_do_not_count_what_lacks_a_manifest(store, harm):
-    """The newest was counted as whole, and a@1 forgotten; once it was dropped, nothing was left."""
+    """If KeepLast(1) counted the damaged newest as whole, it would forget a@1, the newest that can be restored."""
     with opened(store) as found:
         key = found.snapshot("a@2").manifests[0].key
         whole = store.get(key)
@@ -277,7 +277,7 @@ def test_policies_do_not_count_what_lacks_a_manifest(store, harm):
 
 
 def test_a_dropped_snapshot_of_which_no_manifest_is_left_is_collected():
-    """Nothing but its record is its own: gc has nothing to delete, and `check` named the snapshot for ever."""
+    """It has no object of its own but its record: gc has nothing to delete, but must note that it is collected."""
     store = MemoryStore()
     with Repository.create(store, chunk_bytes=1024, options=OPTIONS) as found:
         state = np.random.default_rng(1).integers(0, 9, 4096, np.uint8)
@@ -293,7 +293,7 @@ def test_a_dropped_snapshot_of_which_no_manifest_is_left_is_collected():
 
 
 def test_a_dropped_snapshot_whose_manifest_cannot_be_read_stops_no_gc():
-    """Not even where a gc has died, and left a mark from before the snapshot was dropped."""
+    """This holds even if a gc has died and left a mark from before the snapshot was dropped."""
     _, store, _ = damaged("manifest of a part", "unreadable")
     assert [key for key in keys_of(store, "gc/") if key.endswith(".mark")]
     with opened(store) as found:
@@ -303,7 +303,7 @@ def test_a_dropped_snapshot_whose_manifest_cannot_be_read_stops_no_gc():
 
 
 def test_a_chunk_that_was_encoded_wrongly_is_quarantined_for_good(store, monkeypatch):
-    """Its bytes are as written, their SHA-256 holds; only rebuilding tells. A copy elsewhere heals it."""
+    """Its bytes are as written and their SHA-256 is right: only a rebuild of the chunk finds it. A copy heals it."""
     data = np.random.default_rng(1).integers(0, 9, 8192, np.uint8)
     encode = blob.encode
 
@@ -336,7 +336,7 @@ ONE_PACK = SaveOptions(threads=1, pack_bytes=1 << 20, restore_cost=1.0, verify_w
 
 @pytest.fixture
 def misbuilt(monkeypatch):
-    """A store whose c@0 is four chunks in one pack, the second of them encoded wrongly; its bytes, that pack, where."""
+    """(store, bytes of c@0, key of its pack, offset of the wrong blob): of its four chunks the second is wrong."""
     data = np.random.default_rng(1).integers(0, 255, 4 * CHUNK, np.uint8)
     store, encode = MemoryStore(), blob.encode
 
@@ -355,17 +355,17 @@ def misbuilt(monkeypatch):
 
 
 def notes(store):
-    """Keys of the notes of quarantine."""
+    """Return the keys of the quarantine notes."""
     return [key for key in keys_of(store, "gc/") if key.endswith(".quarantine")]
 
 
 def noted(store):
-    """Offsets of the blobs that these give up for good."""
+    """Return the offsets of the blobs that each note lists as wrong for good."""
     return [records.decode(store.get(key), records.Quarantine, key).blobs for key in notes(store)]
 
 
 def test_a_note_does_not_condemn_what_a_copy_of_the_pack_repairs(misbuilt):
-    """An altered blob beside a wrong one was named as wrong for good too, and `--drop` forgot who needed it alone."""
+    """A note must list the wrong blob, not the altered one beside it: `--drop` would forget a whole snapshot."""
     store, data, key, offset = misbuilt
     whole = store.get(key)
     with Repository.open(store, options=ONE_PACK) as found:
@@ -384,7 +384,7 @@ def test_a_note_does_not_condemn_what_a_copy_of_the_pack_repairs(misbuilt):
 
 @pytest.mark.parametrize("which", ["says less", "is damaged"])
 def test_a_note_is_written_again_behind_the_next_one(which, misbuilt):
-    """A pack in quarantine turns out to hold a wrong blob, too. No save may begin while none of its notes is there."""
+    """A pack in quarantine proves to hold a wrong blob, too. There must always be a note of it: a save may begin."""
     store, data, key, offset = misbuilt
     whole = store.get(key)
     if which == "says less":
@@ -418,7 +418,7 @@ def test_a_note_is_written_again_behind_the_next_one(which, misbuilt):
 
 
 def test_a_note_of_another_repair_stays(misbuilt, monkeypatch):
-    """The findings of another repair since ours looked are neither replaced nor taken away."""
+    """Another repair writes a note after ours has listed them: ours neither replaces nor deletes it."""
     store, _, key, offset = misbuilt
     wanted = records.Quarantine(pack=key[-64:], found=0, reason="", blobs=[offset], id="f" * 32)
     with Repository.open(store, options=ONE_PACK) as found:
@@ -438,7 +438,7 @@ def test_a_note_of_another_repair_stays(misbuilt, monkeypatch):
 
 
 def test_a_blob_that_only_claims_to_be_the_chunk_repairs_nothing(store, monkeypatch):
-    """The other copy of the chunk was encoded wrongly under the right digest: nothing but rebuilding it tells."""
+    """The other copy of the chunk was encoded wrongly under the right digest: only a rebuild finds it."""
     data = np.random.default_rng(1).integers(0, 9, 8192, np.uint8)
     encode = blob.encode
     options = SaveOptions(threads=1, pack_bytes=4096, restore_cost=1.0, verify_writes="off")
@@ -464,7 +464,7 @@ def test_a_blob_that_only_claims_to_be_the_chunk_repairs_nothing(store, monkeypa
 
 @pytest.fixture
 def disk(tmp_path):
-    """The repository of damage.py in a folder, with an index."""
+    """The repository of kit/damage.py in a folder, with an index."""
     inner = LocalStore(tmp_path / "r", create=True)
     for key in keys_of(repository()):
         inner.put(key, repository().get(key))
@@ -497,7 +497,7 @@ def test_a_record_comes_back_from_the_index_as_it_was(disk, index, monkeypatch):
 
 
 def test_a_tag_that_has_moved_on_stays_where_it_is(store):
-    """The revision that took it off is lost, so the one before, which has it, is what a@1 comes back from."""
+    """The revision that removed the tag is lost, so repair rebuilds a@1 from the revision before, which has it."""
     with opened(store) as found:
         found.tag("a@1", "good")
         found.tag("a@1", "old")
@@ -512,7 +512,7 @@ def test_a_tag_that_has_moved_on_stays_where_it_is(store):
 
 
 def test_records_that_were_never_revised_come_back_in_their_order(store):
-    """No index: all that is known is in their keys and manifests."""
+    """Without an index, everything that is known is in their keys and manifests."""
     wanted = snapshots_of(store)
     for ref in ("a@1", "a@2"):
         flip(store, wanted[ref].key, 60)
@@ -548,7 +548,7 @@ def test_a_record_that_was_removed_is_put_back(store):
 
 @pytest.mark.parametrize("beside", ["pack", "manifest", "all manifests"])
 def test_a_record_that_is_gone_with_something_it_needs_keeps_gc_from_the_rest(store, beside):
-    """Once copies of both are put back the snapshot is whole: no gc took what else it needs in between."""
+    """Once copies of both are put back the snapshot is whole: no gc has deleted its other objects in between."""
     with opened(store) as found:
         record = found.snapshot("a@2")
         manifests = [ref.key for ref in record.manifests]
@@ -560,7 +560,7 @@ def test_a_record_that_is_gone_with_something_it_needs_keeps_gc_from_the_rest(st
         report = found.repair(apply=True)
         assert [a.kind for a in report.actions] == [a.kind for a in planned.actions]
         assert refs(report.left) == refs(planned.left) == {"a@2"}
-        if beside == "pack":  # what is lost is known
+        if beside == "pack":  # the record is put back, and its manifests say what it needs
             assert found.gc().deleted_objects == 0
         else:
             with pytest.raises(IntegrityError, match="nothing was deleted"):
@@ -577,12 +577,12 @@ def test_a_record_that_is_gone_with_something_it_needs_keeps_gc_from_the_rest(st
 
 
 def put_back(store, backup):
-    """As it was then; the index of who has it open is as it is now."""
+    """Put the store back to a backup; the index of an open repository stays as it is now."""
     store._objects = dict(backup._objects)
 
 
 def accepted(found, wanted):
-    """Nothing changes until the user says that the backup is wanted; then all is as it was."""
+    """Nothing changes until the user accepts the backup; then every snapshot restores."""
     result = found.check("restore")
     assert (refs(result.restorable), result.ok) == (wanted, False)
     assert {p.command for p in result.problems} == {"snapstore index rebuild --forget-missing"}
@@ -616,7 +616,7 @@ def test_snapshots_of_a_restored_backup_are_not_swept_again(store, tagged):
 
 
 def test_snapshots_only_forgotten_in_a_backup_are_not_swept(store):
-    """The index knows that it was; all that it needs is there again, and a user may un-forget it."""
+    """The index knows that it was swept, but all its objects are back: the user may un-forget it."""
     with opened(store) as found:
         found.forget_snapshots(["a@1"])
         backup = clone(store)
@@ -630,7 +630,7 @@ def test_snapshots_only_forgotten_in_a_backup_are_not_swept(store):
 
 @pytest.mark.parametrize("swept", [True, False])
 def test_a_backup_from_before_a_compact_is_not_lost(store, swept):
-    """The rewritten revision is gone with all that it needs; the one that rules again is whole."""
+    """The rewritten revision is gone with its packs; the revision before it is valid again, and whole."""
     with opened(store) as found:
         found.forget_snapshots(["a@0"])
         found.gc()
@@ -666,7 +666,7 @@ def test_a_damaged_backup_costs_no_snapshot_for_what_is_gone(store):
 
 @pytest.mark.parametrize("before", ["whole", "damaged"])
 def test_a_tag_whose_record_is_gone_is_put_back(store, before):
-    """No policy would spare the revision before; what ruled was committed, and is whole too."""
+    """Without the tag a policy could forget it. The lost revision was committed, and is whole."""
     with opened(store) as found:
         first = found.snapshot("a@0").key
         store.delete([found.tag("a@0", "good").key])
@@ -679,7 +679,7 @@ def test_a_tag_whose_record_is_gone_is_put_back(store, before):
 
 
 def test_a_record_of_what_is_collected_is_put_back(store):
-    """Nothing is left that it names: it says no more than what is so."""
+    """None of its objects is left, and the record says just that: it is swept."""
     with opened(store) as found:
         found.forget_snapshots(["a@0"])
         found.gc()
@@ -691,7 +691,7 @@ def test_a_record_of_what_is_collected_is_put_back(store):
 
 
 def test_a_forgotten_revision_does_not_come_back_on_a_record_that_cannot_be_read(store):
-    """The store shows only the damaged one of two: the index has what it said, and nothing is forgotten."""
+    """The store has only the first of two revisions, damaged; the index has its contents: it was not forgotten."""
     with opened(store) as found:
         first = found.snapshot("a@0").key
         found.forget_snapshots(["a@0"])
@@ -705,7 +705,7 @@ def test_a_forgotten_revision_does_not_come_back_on_a_record_that_cannot_be_read
 
 
 def test_an_aborted_save_does_not_come_back(store):
-    """Its record says so, its manifests are gone: dropped for good, if the user asks for that."""
+    """Its record is damaged and its manifests are gone: repair drops it for good if the user asks for that."""
     key = record_key("a", 9, records.new_id(), 0)
     store.put(key, b"SNAP and no more")
     with opened(store) as found:
@@ -728,7 +728,7 @@ def test_an_aborted_save_does_not_come_back(store):
 def test_a_damaged_session_is_removed_once_it_was_silent(store):
     store.put("sessions/" + records.new_id(), b"")
     with opened(store) as found:
-        assert found.gc().waiting_for == []  # nothing to sweep, nothing waited for
+        assert found.gc().waiting_for == []  # gc has nothing to sweep, so it waits for nothing
         found.forget_snapshots(["a@0"])
         assert len(found.gc().waiting_for) <= 1
         report = found.repair(apply=True)
@@ -764,7 +764,7 @@ def test_a_held_session_stays_however_silent(store):
 
 
 def with_config(store, config, **changes):
-    """The config is another one, which reads."""
+    """Replace the config by another one that can be read."""
     store.delete(["config"])
     store.put("config", records.encode(msgspec.structs.replace(config, **changes)))
 
@@ -783,7 +783,7 @@ def test_a_save_beside_a_config_of_another_chunk_size():
 
 
 def test_a_save_beside_a_repaired_config_by_a_process_that_has_listed_nothing():
-    """The seed proves the place: a repair takes it from the manifests, and makes a new uuid."""
+    """Repair makes a new uuid, but takes the seed from the manifests: by it the process knows its repository."""
     store = MemoryStore()
     Repository.create(store).close()
     with opened(store) as first:
@@ -798,7 +798,7 @@ def test_a_save_beside_a_repaired_config_by_a_process_that_has_listed_nothing():
 
 
 def test_a_save_beside_an_unexpected_config():
-    """No manifest is left that tells size and seed: another process's saves would be unreadable, and end."""
+    """No manifest is left with chunk size and seed, so repair makes new ones: saves with the old ones must fail."""
     store = MemoryStore()
     Repository.create(store, chunk_bytes=1024).close()
     with opened(store) as before:
@@ -827,7 +827,7 @@ def test_a_config_is_reconstructed(store, how):
         Repository.open(store)
     seed = records.decode(old, records.Config, "config").digest_seed
     with opened(store, damaged=True) as found:
-        for level in LEVELS:  # every digest is verified as before
+        for level in LEVELS:  # check still verifies every digest
             result = found.check(level)
             assert [p.kind for p in result.problems] == ["config"]
             assert refs(result.restorable) == {"a@0", "a@1", "a@2"}
@@ -840,7 +840,7 @@ def test_a_config_is_reconstructed(store, how):
 
 
 def test_a_config_of_another_repository(store):
-    """Nothing can be verified under its seed: every verb says so, no save goes on with it, and repair restores it."""
+    """No digest can be verified under its seed: verbs that need digests say so, and repair restores the config."""
     with opened(store) as found:
         ours = found.config
     with_config(store, ours, digest_seed=ours.digest_seed ^ 1, uuid=records.new_id())
@@ -853,7 +853,7 @@ def test_a_config_of_another_repository(store):
             assert str(ours.digest_seed) not in str(raised.value)
         assert "another seed" in found.recode().failed[0][1]
         assert refs(found.snapshots()) == {"a@0", "a@1", "a@2"}
-        found.gc()  # goes by names: it needs no digest
+        found.gc()  # gc compares names and needs no digest
     with opened(store, damaged=True) as found:
         (problem,) = found.check("restore").problems
         assert (problem.kind, problem.command) == ("config", "snapstore repair")
@@ -866,7 +866,7 @@ def test_a_config_of_another_repository(store):
 
 
 def test_a_manifest_of_another_repository(store):
-    """The config is right, one manifest is not: it alone is refused, and nobody drops or builds on it."""
+    """The config is right, one snapshot's manifests are not: only they are refused, and repair does not drop them."""
     with opened(store) as found:
         other = found.save(values("a", 1), run="other", step=0)
         manifests = [manifest.read(store, ref, None) for ref in other.manifests]
@@ -895,7 +895,7 @@ def test_a_manifest_of_another_repository(store):
 
 
 def encoded_as(m, **changes):
-    """A manifest's bytes, with other contents."""
+    """Return the bytes of a manifest with changed contents."""
     return manifest.encode(replace(manifest.ManifestContents.of(m), **{"made_for": None} | changes))
 
 
@@ -932,7 +932,7 @@ def test_the_shell(shell, disk):
     with opened(disk) as found:
         key = packs_of(disk, found.snapshot("a@1"))[0]
     flip(disk, key, pack.HEADER.size + 50)
-    assert shell("gc")[0] == 0  # the dead save of the repository is no save that may build on damage
+    assert shell("gc")[0] == 0  # the dead save of the repository cannot use the damaged pack
     code, out = shell("check", "--read-data")
     assert code == 20
     assert "To fix, run: snapstore repair" in out
@@ -1002,13 +1002,13 @@ def test_the_shell_says_what_stays_lost(shell, disk):
 
 
 def test_snapshots_that_could_not_be_repaired_now_are_not_dropped(monkeypatch):
-    """Others revise the snapshot all the time: the next repair heals it."""
+    """Another process keeps revising the snapshot, so this repair cannot heal it; the next repair does."""
     store = MemoryStore()
     with Repository.create(store, chunk_bytes=4096) as repository:
         repository.save({"w": np.random.default_rng(1).normal(size=9000)}, run="r", step=0)
         (pack,) = [info.key for info in store.list("packs/")]
         data, info = store._objects[pack]
-        store._objects[pack] = data[:-1] + b"?", info  # its footer; all blobs are whole
+        store._objects[pack] = data[:-1] + b"?", info  # damages the footer; all blobs are whole
         with monkeypatch.context() as patch:
 
             def busy(self, ruling, parts):
@@ -1028,7 +1028,7 @@ def test_one_wrong_get_of_a_session_takes_no_session_away(store, monkeypatch):
     sessions = [this_session(name * 32, f"snapshots/a/{9:012d}-{name * 32}.0") for name in "bc"]
     for session in sessions:
         store.put(records.key_of(session), records.encode(session))
-    store.clock = lambda: time.time() + 7200  # long silent, and of another host
+    store.clock = lambda: time.time() + 7200  # the sessions are silent for long, and of another host
     real, lies = store.get, iter([records.encode(sessions[1])])
 
     def get(key, **options):
@@ -1042,7 +1042,7 @@ def test_one_wrong_get_of_a_session_takes_no_session_away(store, monkeypatch):
 
 
 def test_a_config_of_another_seed_ends_the_saves_of_who_has_it_open(store):
-    """Though a record that it knows proves the place: it would commit what nobody else can verify."""
+    """Also if a record that it knows proves the repository: no other process could verify its snapshots."""
     with opened(store) as found:
         found.view()
         with_config(store, found.config, digest_seed=found.config.digest_seed ^ 1)
@@ -1053,7 +1053,7 @@ def test_a_config_of_another_seed_ends_the_saves_of_who_has_it_open(store):
 
 
 def test_a_first_save_beside_a_foreign_config_is_refused(store):
-    """A run without bases compares the seed of the oldest snapshot there is."""
+    """A save of a run without bases compares the seed of the oldest snapshot in the repository."""
     with opened(store) as found:
         config = found.config
     with_config(store, config, digest_seed=config.digest_seed ^ 1)
@@ -1065,7 +1065,7 @@ def test_a_first_save_beside_a_foreign_config_is_refused(store):
 
 
 def forge_seq(store, seq, **changes):
-    """Put the record of another snapshot, which is whole but for its seq."""
+    """Put a record of a new snapshot that is right except for its seq; return it."""
     with opened(store) as found:
         good = found.snapshot("a@latest")
     forged = msgspec.structs.replace(good, id="b" * 32, step=5, seq=seq, **changes)
@@ -1075,7 +1075,7 @@ def forge_seq(store, seq, **changes):
 
 @pytest.mark.parametrize("seq", [2**64 - 1, 2**53, 2**53 - 1, 2**50])
 def test_a_record_whose_seq_is_out_of_reach_is_damaged(store, seq):
-    """Every later save of its run failed. Now saves go on; errors name the record, and a repair numbers it again."""
+    """Later saves of its run still work; errors name the record, and repair gives it another seq."""
     forged = forge_seq(store, seq)
     with opened(store) as found:
         save(found, "a", 6, 6)
@@ -1101,7 +1101,7 @@ def test_a_record_whose_seq_is_out_of_reach_is_damaged(store, seq):
 
 
 def test_a_damaged_revision_of_a_record_whose_seq_is_out_of_reach(store):
-    """The seq of the revision before, which stands in for it, leaves no number either."""
+    """The revision before it, which is used instead, has a seq that is out of reach too."""
     forged = forge_seq(store, 2**53)
     store.put(record_key("a", 5, forged.id, 1), b"damaged")
     with opened(store) as found:
@@ -1113,7 +1113,7 @@ def test_a_damaged_revision_of_a_record_whose_seq_is_out_of_reach(store):
 
 
 def test_a_run_without_a_number_left_names_the_record(store):
-    """As many forged records as it takes to count there: another run goes on."""
+    """So many records are forged that each seq seems to be in reach; saves into another run still work."""
     for number in range(2**13):
         forged = records.Snapshot(
             id=f"{number:032x}", run="a", step=5, seq=2**40 * (number + 1), state="aborted", write_id=""

@@ -1,8 +1,8 @@
-"""Restores of snapshots of several ranks, into any sharding and into one process.
+"""A snapshot of several ranks restores into any sharding and into one process.
 
-Ranks are played one after the other (kit.rank_saves), so every pair of shardings is tried, with sizes that the ranks do
-not divide, and chunks of 256 bytes, so that most boxes begin and end within chunks. Memory that is filled holds another
-value before: a byte that no restore writes is found.
+One process plays the ranks one after the other (kit.rank_saves), so every pair of shardings is tried. Some sizes are
+not divisible by the number of ranks. Chunks have 256 bytes, so most boxes begin and end within chunks. Targets hold
+other bytes before a restore, so a byte that it does not write is found.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ def sharded_state(name):
 
 
 def spoilt(value):
-    """Overwrite a DTensor's memory."""
+    """Overwrite a DTensor's memory; return the DTensor."""
     local_of(value).view(torch.uint8).fill_(0xA5)
     return value
 
 
 def expected(value, whole):
-    """Return which part of the whole tensor the rank that is played holds."""
+    """Return the part of the whole tensor that the played rank holds."""
     pieces = [whole[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))] for box in sharding_of(value).boxes]
     return torch.cat(pieces) if pieces else local_of(value)
 
@@ -121,7 +121,7 @@ def test_from_one_process(repository, name):
 
 
 def test_into_whole_tensors_and_arrays(repository):
-    """Targets of one process: tensors, one of which is no C-order memory, and keys."""
+    """One process restores into whole tensors, one of them not contiguous, and restores chosen keys."""
     ref = save(repository, "fsdp x columns").ref
     into = {"model": {key: torch.zeros_like(whole) for key, whole in WHOLE.items()}}
     into["model"]["even"] = torch.zeros(16, 24).t()
@@ -198,7 +198,7 @@ def layers():
 
 
 def predicted(wholes, saved, name):
-    """Return (bytes decoded, bytes wanted) on all ranks by the boxes alone: a chunk is a span of the strip's grid."""
+    """Return (bytes decoded, bytes wanted) on all ranks, computed from the boxes and the grid of chunks alone."""
     decoded = wanted = 0
     for key, whole in wholes.items():
         stored = [box for one in shardings(whole, saved) if one.replica == 0 for box in one.boxes]
@@ -299,7 +299,7 @@ def check_own(loader, rank):
 
 
 def test_own_values_of_the_same_rank(own):
-    """As many ranks: each gets its own, also into objects; plain values are everyone's."""
+    """With as many ranks each gets its own values, also into objects; every rank gets the plain values."""
     context, ref, generators = own
     for rank in (2, 0, 1):
         state = read(context, ref, as_rank=AsRank("same", rank, 3))[1]
@@ -315,7 +315,7 @@ def test_own_values_of_the_same_rank(own):
 
 @pytest.mark.parametrize("as_other", [AsRank(), AsRank("same", 1, 4), AsRank("same", 0, 2)])
 def test_own_values_of_other_ranks(own, as_other):
-    """Another number of ranks: an error that says how many there were and what to do; nothing is written."""
+    """With another number of ranks the error says how many saved and what to do; nothing is written."""
     context, ref, _ = own
     message = (
         rf"loader, rng, nested\.of_rank: .*: 3 ranks saved, and {as_other.world_size} restore.*per_rank=<rank> \(0"
@@ -343,7 +343,7 @@ def test_own_values_of_a_chosen_rank(own):
 
 
 def test_own_values_dropped(own):
-    """per_rank="drop": a new state is without them; one that is filled keeps its own."""
+    """With per_rank="drop" a new state lacks them, and a target keeps its own."""
     context, ref, _ = own
     state = read(context, ref, as_rank=AsRank("drop"))[1]
     assert (list(state), state["nested"]) == (["shared", "nested"], {"epoch": 6})
@@ -358,7 +358,7 @@ def test_own_values_dropped(own):
 
 
 def test_own_values_one_by_one(own):
-    """named_tensors leaves them out, unless a rank is chosen; a key that selects them alone says that nothing is."""
+    """named_tensors leaves them out unless a rank is chosen; a key that selects only them is an error."""
     context, ref, _ = own
     assert [name for name, _ in TensorReader(context, ref)] == ["shared.w"]
     named = dict(TensorReader(context, ref, as_rank=AsRank(1)))
@@ -371,7 +371,7 @@ def test_own_values_one_by_one(own):
 
 
 def test_a_fresh_optimizer(repository):
-    """The state of sharded parameters comes in their sharding, before the first step; steps then go on."""
+    """Restored before its first step, the optimizer gets state in the sharding of its parameters, and can continue."""
 
     def trained(rank, world):
         model = torch.nn.Linear(5, 7)
@@ -416,7 +416,7 @@ def hole(shape, rank, world):
 
 
 def doubled(shape, rank, world):
-    """Cut rows; rank 1 has rank 0's first one too."""
+    """Cut rows; rank 1 also has the first row of rank 0."""
     found = rows(shape, rank, world)
     return [*found, ((0, 0), (1, shape[1]))] if rank == 1 else found
 
@@ -432,7 +432,7 @@ STATE = {"": {}, "model": {"w": ARRAY}}
 
 @pytest.mark.parametrize("cut", [rows, strided])
 def test_arrays(cut):
-    """Arrays of NumPy in boxes."""
+    """Arrays of NumPy are restored from boxes."""
     with Repository.create(MemoryStore(), chunk_bytes=CHUNK) as repository:
         snapshot = RankWriter(repository.store).save(STATE, world=3, cut=cut)
         target = np.zeros_like(ARRAY)
@@ -446,7 +446,7 @@ def test_arrays(cut):
     [(hole, "30 of its elements are missing"), (doubled, "its boxes overlap"), (moved, "its boxes overlap")],
 )
 def test_boxes_that_do_not_cover(cut, problem):
-    """A hole or an overlap is an error: no memory is left as it was."""
+    """A hole or an overlap is an error: no restore returns memory that it has not filled."""
     with Repository.create(MemoryStore(), chunk_bytes=CHUNK) as repository:
         snapshot = RankWriter(repository.store).save(STATE, world=2, cut=cut)
         for restored in (repository.restore, repository.named_tensors):
@@ -455,7 +455,7 @@ def test_boxes_that_do_not_cover(cut, problem):
 
 
 def test_a_missing_child():
-    """A child that is not there is damage, and its manifest is named."""
+    """A missing child is damage, and the error names its manifest."""
     with Repository.create(MemoryStore(), chunk_bytes=CHUNK) as repository:
         snapshot = RankWriter(repository.store).save(STATE, world=2)
         root = manifest.read(repository.store, snapshot.manifests[1], None)

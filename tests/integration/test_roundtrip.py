@@ -13,7 +13,7 @@ from snapstore import Repository, SaveOptions
 from snapstore.engine.cpu import CpuEngine
 from snapstore.storage.memory import MemoryStore
 
-# complex32: torch warns once that it is experimental, wherever one is cloned first
+# torch warns once that complex32 is experimental, where one is first cloned
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 DTYPES = [
@@ -25,7 +25,7 @@ NUMPY = ["<f4", ">f8", "<f2", "|b1", "<i8", ">u2", "<c16", "<U3", "|S5", "<M8[s]
 
 
 def raw(seed, size, kind):
-    """Bytes of a kind: bits at random, few different values, mostly zero."""
+    """Return bytes of a kind: random bits, few different values, or mostly zeros."""
     rng = np.random.default_rng(seed)
     if kind == "noise":
         return rng.integers(0, 256, size, np.uint8)
@@ -80,7 +80,7 @@ roots = st.dictionaries(st.text("model", min_size=1, max_size=5), states, max_si
 
 
 def same(a, b, path="state"):
-    """Equal to the type and the bit."""
+    """Check that two values are equal to the type and the bit."""
     assert type(a) is type(b), path
     if isinstance(a, torch.Tensor):
         assert (a.dtype, a.shape, a.requires_grad) == (b.dtype, b.shape, b.requires_grad), path
@@ -104,7 +104,7 @@ def same(a, b, path="state"):
 
 
 def touched(value, rng):
-    """The same state with some elements of some arrays changed."""
+    """Return the same state with some elements of some arrays changed."""
     if isinstance(value, dict):
         return type(value)((key, touched(child, rng)) for key, child in value.items())
     if isinstance(value, list | tuple):
@@ -131,7 +131,7 @@ OPTIONS = SaveOptions(pack_bytes=16384, threads=2)
 @quick
 @given(st.lists(roots, min_size=1, max_size=2), chunk_sizes, st.lists(st.integers(0, 3), min_size=1, max_size=5), seeds)
 def test_any_history_restores_to_the_bit(bases, chunk_bytes, changes, seed):
-    """Saves of slowly changing states, now and then of quite another one; every step stays what it was."""
+    """Save states that change slowly, and sometimes completely; every step restores as it was saved."""
     rng = np.random.default_rng(seed)
     store = MemoryStore()
     history = [bases[0]]
@@ -162,7 +162,7 @@ def test_a_local_repository(tmp_path_factory, state, chunk_bytes):
 
 
 def emptied(value):
-    """The same structure with other values in its arrays."""
+    """Return the same structure with zeros in its arrays."""
     if isinstance(value, dict):
         return type(value)((key, emptied(child)) for key, child in value.items())
     if isinstance(value, list | tuple):
@@ -179,7 +179,7 @@ def emptied(value):
 @quick
 @given(roots, chunk_sizes)
 def test_restore_into(state, chunk_bytes):
-    """Tensors are filled where they are."""
+    """Tensors are filled in place."""
     with Repository.create(MemoryStore(), chunk_bytes=chunk_bytes, options=OPTIONS) as repo:
         repo.save(state, run="r", step=0)
         target = emptied(state)
@@ -194,7 +194,7 @@ def test_restore_into(state, chunk_bytes):
 
 
 class Counting(MemoryStore):
-    """Counts the bytes of packs and which packs were touched."""
+    """Counts the bytes that are read of packs, and notes which packs are read."""
 
     def __init__(self):
         super().__init__()
@@ -278,7 +278,7 @@ def test_another_dtype_or_shape_is_stored_full(repo):
 
 
 def test_a_reinterpreted_tensor_is_the_same_bytes_and_a_base(repo):
-    """Dedup by content crosses dtypes, and so may a chain: its blobs then have different planes."""
+    """Dedup by content works across dtypes, and so do delta chains: their blobs then have different planes."""
     a = floats(1)
     repo.save({"m": {"w": a}}, run="r", step=0)
     assert repo.save({"m": {"w": a.view(torch.int16)}}, run="r", step=1).new_chunks == 0

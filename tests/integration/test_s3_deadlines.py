@@ -1,6 +1,6 @@
-"""Every wait for a bucket ends, and no transfer at a bearable rate is cut.
+"""Every wait for a bucket ends, and no transfer above the lowest allowed rate is cut.
 
-Limits judge hangs: those of the store are under a second, those of the tests a minute.
+Most time limits of the stores are under a second. The tests call a minute a hang.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ def server(monkeypatch, tmp_path):
 
 
 def store(**options) -> S3Store:
-    """Gives up soon."""
+    """Return a store with short time limits and two attempts."""
     return S3Store("s3://bucket/p", **{"connect_timeout_s": 0.3, "read_timeout_s": 0.3, "attempts": 2} | options)
 
 
 def patient() -> S3Store:
-    """One attempt, which waits as long as a busy machine needs."""
+    """Return a store with one attempt, which waits as long as a busy machine needs."""
     return store(connect_timeout_s=HANGS_S, read_timeout_s=HANGS_S, attempts=1)
 
 
 @contextmanager
 def listener(speak):
-    """Something that listens, and speaks to each that connects."""
+    """Listen on a port, and call `speak` for each connection."""
 
     class Listener(SocketServer):
         def serve(self, client: socket.socket) -> None:
@@ -81,7 +81,7 @@ def trickles(data: bytes):
 
 
 def ends_with_an_error(call) -> StorageError:
-    """In time."""
+    """Return the StorageError of a call, which must come in time."""
     began = time.monotonic()
     with pytest.raises(StorageError) as caught:
         call()
@@ -109,7 +109,7 @@ def test_a_proxy(server, monkeypatch, speak, scheme):
 
 
 def test_a_resolver(server, monkeypatch):
-    """Nothing can interrupt it: its thread is left behind."""
+    """Nothing can interrupt a name lookup, so its thread is left running."""
     over = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: over.wait() and [])
     try:
@@ -132,7 +132,7 @@ def test_a_program_that_tells_credentials(server, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("left_s", "fails"), [(300, True), (800, False)])
 def test_a_program_that_hangs_when_it_renews_credentials(server, monkeypatch, tmp_path, left_s, fails):
-    """Cached ones serve until ten minutes before they expire."""
+    """Cached credentials are used until ten minutes before they expire."""
     script, config = tmp_path / "credentials.py", tmp_path / "config"
     expires = datetime.now(UTC) + timedelta(seconds=left_s)
     told = {"Version": 1, "AccessKeyId": "a", "SecretAccessKey": "b", "Expiration": expires.isoformat()}
@@ -158,7 +158,7 @@ def test_a_program_that_hangs_when_it_renews_credentials(server, monkeypatch, tm
 
 
 def test_bodies_that_give_a_byte_an_attempt(server):
-    """Each brings something new; all of them together have an end."""
+    """Each attempt brings a new byte, but all attempts together have a time limit."""
 
     def lie(wire, honest):
         head, _, body = honest.partition(b"\r\n\r\n")
@@ -170,11 +170,11 @@ def test_bodies_that_give_a_byte_an_attempt(server):
 
 
 def test_a_slow_line_is_no_stall(server, monkeypatch):
-    """Twice the lowest rate, up and down, for longer than a request may take that moves nothing."""
+    """Twice the lowest rate, up and down, takes longer than a request without progress may take."""
     data, piece = os.urandom(420_000), 2 * s3_deadline.SLOWEST_BYTES_PER_S // 20
     monkeypatch.setattr("snapstore.storage.s3.client.BODY_PIECE_BYTES", 16 * 1024)
     monkeypatch.setattr("snapstore.storage.s3.reader.READ_PIECE_BYTES", 16 * 1024)
-    server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)  # for what it accepts from now on
+    server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)  # for connections that it accepts from now on
     slow = store(attempts=1, connect_timeout_s=2.5, read_timeout_s=2.5)
 
     def up(wire, _):
@@ -203,7 +203,7 @@ def test_a_slow_line_is_no_stall(server, monkeypatch):
 
 
 def test_a_listing_that_goes_round(server):
-    """Its pages have new tokens for ever, and no new objects."""
+    """Its pages have ever new tokens and no new objects."""
     asked = []
 
     def lie(wire, honest):
@@ -226,7 +226,7 @@ def test_a_listing_that_goes_round(server):
 
 @pytest.mark.parametrize("status", [101, 102, 103, 204, 412])
 def test_a_late_answer(server, status):
-    """The connection on which an odd answer came is closed; a later one on it would be the next request's."""
+    """After an odd answer the connection is closed: the next request would take a late answer on it for its own."""
     for name in "abcde":
         server.objects[f"bucket/p/{name}"] = name.encode() * 10, time.time()
     one = patient()
@@ -242,7 +242,7 @@ def test_a_late_answer(server, status):
 
 
 def test_an_answer_before_the_body_was_sent(server):
-    """A server that did not want the body may read the next request as one."""
+    """A server that has not read the body may take the next request on the connection for that body."""
     one = patient()
     server.lie("/p/large", before_body(says(answer(412, reason="No"))))
     with pytest.raises(SnapstoreError):
@@ -276,7 +276,7 @@ def test_a_deadline_shuts_what_it_guards():
         other, end = socket.socketpair()
         with other, end:
             end.settimeout(HANGS_S)
-            deadline.watch(other)  # too late: at once
+            deadline.watch(other)  # too late, so it is shut at once
             assert end.recv(1) == b""
         deadline.end()
 
@@ -305,7 +305,7 @@ def test_an_earlier_deadline_wakes_the_watchdog():
 
 
 def test_a_forked_child_has_a_watchdog_of_its_own(server):
-    """And does not shut its parent's connections."""
+    """The child does not shut its parent's connections."""
     one = patient()
     one.put("a", b"x")
     mine, (here, there) = Deadline(HANGS_S * 10), socket.socketpair()

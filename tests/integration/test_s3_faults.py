@@ -1,7 +1,7 @@
-"""A fault of the network, the server or its administrator costs no committed snapshot on S3.
+"""A fault of the network, the server or its administrator loses no committed snapshot on S3.
 
-Each fault ends in a committed snapshot or in a clear error, in time; whatever was committed before restores, and the
-next save works once the fault is over. `SNAPSTORE_TEST_THOROUGH=1` runs every combination.
+Each fault ends in time, in a committed snapshot or in a clear error. Every snapshot that was committed before
+restores, and the next save works once the fault is over. `SNAPSTORE_TEST_THOROUGH=1` runs every combination.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from snapstore.storage.s3.store import S3Store
 pytestmark = needs_server
 
 TOOL = Path(__file__).parents[2] / "tools" / "s3-server"
-#: Attempts, each of which may wait for a second, of the commit and of taking it back; the rest is leeway.
+#: The commit and its withdrawal make several attempts, each of which may wait for a second; the rest is margin.
 IN_TIME_S = 60.0
 
 
@@ -65,7 +65,7 @@ def proxy():
 
 @cache
 def two_snapshots() -> MemoryStore:
-    """A repository with a@0 and a@1."""
+    """Return a repository with a@0 and a@1."""
     store = MemoryStore()
     with Repository.create(store, chunk_bytes=1024, options=OPTIONS) as repository:
         for step in range(2):
@@ -74,7 +74,7 @@ def two_snapshots() -> MemoryStore:
 
 
 class World:
-    """A copy of `made`, seen straight and through the proxy."""
+    """A copy of `made` in a bucket, with one store that uses the proxy and one, `straight`, that does not."""
 
     def __init__(self, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, made: MemoryStore) -> None:
         self.url, self.proxy = fresh_url(), proxy
@@ -94,7 +94,7 @@ class World:
             return [s.step for s in repository.snapshots("a")]
 
     def check(self, steps: list[int]) -> None:
-        """In time, and these are there, whole; the next save works (and a gc: where time is no matter)."""
+        """Check that all ended in time, that these steps are there and whole, and that the next save works."""
         assert time.monotonic() - self.began < IN_TIME_S
         assert self.steps() == steps
         self.proxy.heal()
@@ -113,7 +113,7 @@ def world(proxy, monkeypatch):
 
 
 def cases(*chosen: tuple, every: list[tuple]) -> list[tuple]:
-    """All combinations, or in CI those chosen."""
+    """Return all combinations if THOROUGH, else the chosen ones."""
     return every if THOROUGH else list(chosen)
 
 
@@ -141,7 +141,7 @@ def listing(method: str, target: str) -> bool:
           ("sessions", "reset"), every=list(product(KINDS, HOWS))),
 )  # fmt: skip
 def test_the_answer_to_a_put_is_lost(world, kind, how):
-    """The repeated PUT meets its own object: read back, it is ours."""
+    """The repeated PUT finds the object there; a read shows that it is the object of this save."""
     rule = world.proxy.fault(put_of(kind), lose_answer(how))
     world.save()
     assert rule.fired == 1
@@ -152,7 +152,7 @@ def test_the_answer_to_a_put_is_lost(world, kind, how):
 @pytest.mark.parametrize("fault", [answer(503, "SlowDown"), lose_answer(), Fault(request_bytes=100_000)],
                          ids=["refused", "lost", "cut"])  # fmt: skip
 def test_a_large_body_is_sent_again_from_its_start(world, fault):
-    """Packs go out as files, which a second attempt must rewind."""
+    """The body of a pack is sent as a file, which a second attempt must rewind."""
     data = os.urandom(1_000_000)
     rule = world.proxy.fault(put_of("packs"), fault, times=2)
     world.store.put("packs/large", data)
@@ -163,7 +163,7 @@ def test_a_large_body_is_sent_again_from_its_start(world, fault):
 
 
 def test_every_answer_to_the_commit_is_lost(world):
-    """No PUT is ever answered; what lies under the key says that it landed."""
+    """No PUT is answered; a read of the key shows that one has arrived."""
     world.proxy.fault(put_of("snapshots"), lose_answer(), times=3)
     world.save()
     world.check([0, 1, 2])
@@ -173,7 +173,7 @@ def test_every_answer_to_the_commit_is_lost(world):
 
 
 def to_compact() -> MemoryStore:
-    """a@5 to a@7, their chains through what is forgotten."""
+    """Return a repository with a@5 to a@7, whose chains need chunks of forgotten snapshots."""
     store = MemoryStore()
     with Repository.create(store, chunk_bytes=1024, options=OPTIONS) as repository:
         for step in range(8):
@@ -184,7 +184,7 @@ def to_compact() -> MemoryStore:
 
 
 def to_recode() -> MemoryStore:
-    """a@0 and a@1 in another codec."""
+    """Return a repository with a@0 and a@1 in another codec."""
     store = MemoryStore()
     with Repository.create(store, chunk_bytes=1024, options=OPTIONS) as repository, foreign.written():
         for step in range(2):
@@ -193,7 +193,7 @@ def to_recode() -> MemoryStore:
 
 
 def to_repair() -> MemoryStore:
-    """a@0 with a damaged pack, and b@0 with the same content, stored after that was known."""
+    """Return a repository with a@0, which has a damaged pack, and b@0, a later save of the same content."""
     store = clone(two_snapshots())
     with opened(store) as repository:
         repository.forget_snapshots(["a@1"], force=True)
@@ -221,7 +221,7 @@ def needed(repository) -> list[tuple[str, int]]:
 @pytest.mark.parametrize("kind", KINDS if THOROUGH else ["snapshots", "packs"])
 @pytest.mark.parametrize("verb", REWRITES)
 def test_a_rewrite_beside_a_bad_network(proxy, monkeypatch, verb, kind, what):
-    """An answer that is lost costs nothing; a storm that stays ends it, and a second run finishes the job."""
+    """The rewrite survives a lost answer; if every PUT is refused it ends in an error, and a later run completes it."""
     foreign.readable(monkeypatch)
     make, act, steps = REWRITES[verb]
     world = World(proxy, monkeypatch, make())
@@ -269,7 +269,7 @@ def test_409_for_ever(world):
 
 
 def test_412_because_a_gc_was_first(world):
-    """Another process has created our record as aborted: nothing of this save is a snapshot."""
+    """The gc of another process has created the record as aborted, so the save commits nothing."""
 
     def fence() -> None:
         key = world.proxy.requests[-1][1].split("?")[0].split(f"{world.straight._requests.prefix}")[1]
@@ -283,7 +283,7 @@ def test_412_because_a_gc_was_first(world):
 
 
 def test_412_because_of_another_object_after_a_lost_answer(world):
-    """A repeated PUT that meets other bytes than its own has lost."""
+    """A repeated PUT that finds other bytes than its own reports that the key is taken."""
     store = world.store
     world.proxy.fault(
         lambda m, t: m == "PUT", Fault(before=lambda: world.straight.put("taken", b"theirs"), answer=None)
@@ -300,7 +300,7 @@ def test_412_because_of_another_object_after_a_lost_answer(world):
 
 @pytest.mark.parametrize(("status", "code"), [(500, "InternalError"), (503, "SlowDown"), (503, "ServiceUnavailable")])
 def test_a_storm_that_passes(world, status, code):
-    """Two refusals of every third request are waited out."""
+    """Every third request is refused, six times in all; the client tries again each time."""
     count = [0]
 
     def every_third(method: str, target: str) -> bool:
@@ -347,7 +347,7 @@ def test_puts_that_always_break_off(world, how):
           every=list(product(KINDS[:3], HOWS))),
 )  # fmt: skip
 def test_a_get_that_breaks_off(world, kind, how, monkeypatch, tmp_path):
-    """It goes on from where it broke."""
+    """The next attempt continues where it broke off."""
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cold"))
     rule = world.proxy.fault(get_of(kind), Fault(response_bytes=100, how=how), times=2)
     with opened(world.store) as repository:
@@ -358,7 +358,7 @@ def test_a_get_that_breaks_off(world, kind, how, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("how", HOWS if THOROUGH else ["close"])
 def test_gets_that_always_break_off(world, how):
-    """Each gives nothing new. Requests are counted, since layers of retries would multiply them."""
+    """No attempt brings a new byte. The test counts requests, since layers of retries would multiply them."""
     world.proxy.fault(get_of("packs"), Fault(response_bytes=0, how=how), times=1000)
     with opened(world.store) as repository, pytest.raises(StorageError, match="packs/"):
         repository.restore("a@1")
@@ -368,7 +368,7 @@ def test_gets_that_always_break_off(world, how):
 
 
 def test_an_outage_under_eight_writers(proxy, monkeypatch):
-    """All of them outlast it: retries are not rationed among them, as botocore's are (35 for all)."""
+    """Every thread outlasts it: they do not share one budget of retries, as they would in botocore (35 for all)."""
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
     monkeypatch.setattr("snapstore.storage.s3.failures._LONGEST_PAUSE_S", 0.1)
     store = S3Store(fresh_url())
@@ -385,7 +385,7 @@ def test_an_outage_under_eight_writers(proxy, monkeypatch):
 
 @pytest.mark.parametrize("body", [b"", b"<html>default backend - 404</html>"], ids=["empty", "html"])
 def test_a_proxys_404_is_no_missing_object(world, body):
-    """Else a live session would look ended to a gc, and what it has written would be collected."""
+    """Else gc would think that a live session has ended, and delete its objects."""
     head = f"HTTP/1.1 404 Not Found\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode()
     with opened(world.straight) as repository:
         mine = repository.snapshots("a")[1].manifests[0].key
@@ -409,7 +409,7 @@ def test_a_proxys_404_is_no_missing_object(world, body):
 
 
 def test_an_answer_that_says_less_than_its_range(world):
-    """No bytes and no failure: such reads must end."""
+    """Each answer is shorter than its range, without a failure: the read must end."""
     rule = world.proxy.fault(
         get_of("packs"), Fault(answer=b"HTTP/1.1 206 Partial\r\nContent-Length: 3\r\n"
                                b"Content-Range: bytes 0-99/4000\r\nConnection: close\r\n\r\nabc"), times=1000
@@ -444,7 +444,7 @@ def test_no_server_answers(world, monkeypatch):
 
 @contextmanager
 def gateway(monkeypatch):
-    """One more gateway to the same objects: a process of our own, to kill."""
+    """Start one more gateway to the same objects, which the test may kill."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -469,7 +469,7 @@ def gateway(monkeypatch):
 
 
 def at_request(store, key_part, method, call):
-    """Calls it just before the first such request is sent."""
+    """Call `call` just before the first such request is sent."""
     armed = [True]
 
     def fire(request, **_):
@@ -481,7 +481,7 @@ def at_request(store, key_part, method, call):
 
 
 def test_the_server_is_killed_and_comes_back(monkeypatch, tmp_path):
-    """SIGKILL in a save and in a restore, with a restart behind it: both go on; without one, both fail in time."""
+    """If it is killed and restarted, a save and a restore continue; if it is not restarted, a save fails."""
     straight = S3Store(fresh_url())
     with Repository.create(straight, chunk_bytes=1024, options=OPTIONS) as repository:
         save(repository, "a", 0, 0)
@@ -512,7 +512,7 @@ def test_the_server_is_killed_and_comes_back(monkeypatch, tmp_path):
 
 
 def test_the_server_sleeps(monkeypatch):
-    """SIGSTOP in a save, in a commit and in a restore: they end by time-outs; after SIGCONT all is as before."""
+    """A server that is stopped in a save, a commit or a restore ends it by a timeout; after SIGCONT all works again."""
     straight = S3Store(fresh_url())
     with Repository.create(straight, chunk_bytes=1024, options=OPTIONS) as repository:
         save(repository, "a", 0, 0)
@@ -536,7 +536,7 @@ def test_the_server_sleeps(monkeypatch):
 
 
 def test_quota(monkeypatch):
-    """No room: StorageFullError, all earlier snapshots intact; the next save works once there is room."""
+    """Without room a save raises StorageFullError, and earlier snapshots are whole; with room the next save works."""
     bucket = f"quota-{uuid.uuid4().hex[:12]}"
     boto3.client("s3").create_bucket(Bucket=bucket)
     store = S3Store(f"s3://{bucket}/here")
@@ -557,7 +557,7 @@ def test_quota(monkeypatch):
             save_until_full()
         fitted = check_restores(repository)
         assert 2 <= len(fitted) < 49
-        with suppress(StorageFullError):  # a revision needs room as well: what there is depends on the server's count
+        with suppress(StorageFullError):  # a revision needs room too; how much is left depends on how the server counts
             repository.forget([KeepLast(1)], run="a", force=True)
             repository.gc()
         check_restores(repository)
@@ -581,7 +581,7 @@ def test_wrong_credentials(world, monkeypatch, variable, value, caplog):
 
 
 def test_expired_credentials(world):
-    """In mid-save: whatever was committed stays, and the text says what to do."""
+    """They expire during a save: the committed snapshots stay, and the error says what to do."""
     world.proxy.fault(put_of("manifests"), answer(400, "ExpiredToken"), times=1000)
     with pytest.raises(StorageError, match="expired; renew"):
         world.save()
@@ -622,7 +622,7 @@ def test_credentials_are_in_no_text(world, monkeypatch, caplog):
 
 
 def test_403_on_a_listing_stops_a_gc(world):
-    """It is not an empty repository: nothing is deleted."""
+    """gc does not take it for an empty repository, and deletes nothing."""
     with opened(world.store) as repository:
         repository.forget_snapshots(["a@0"])
         before = keys_of(world.straight)
@@ -639,7 +639,7 @@ def test_403_on_a_listing_stops_a_gc(world):
 
 
 def test_a_listing_that_is_cut_short_is_no_listing(world):
-    """Without its end, and without a word where to go on."""
+    """It lacks its end, or the token of the next page."""
     body = b"<ListBucketResult><IsTruncated>true</IsTruncated></ListBucketResult>"
     for cut, text in ((len(body), "does not say where to continue"), (-9, "cannot list"), (0, "cannot list")):
         head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(body[:cut])
@@ -654,7 +654,7 @@ def test_a_listing_that_is_cut_short_is_no_listing(world):
 
 
 def test_a_server_that_ignores_if_none_match(monkeypatch):
-    """`init` finds out and refuses; nothing stays behind."""
+    """`init` notices it and refuses; no object is left."""
     store = S3Store(fresh_url())
 
     def strip(request, **_) -> None:

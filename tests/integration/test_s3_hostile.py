@@ -1,7 +1,7 @@
 """Every verb of a store survives every lie of a hostile S3 server, told once or always (tests/kit/hostile_s3.py).
 
-Whatever comes, a call ends in time, with the truth or with an error of ours, and the next honest request gets its own
-answer. `SNAPSTORE_TEST_THOROUGH=1` tells every lie to every verb in every way; in CI a part of them, another each run.
+A call always ends in time, with the truth or with an error of snapstore, and the next honest request gets its own
+answer. `SNAPSTORE_TEST_THOROUGH=1` tells every lie to every verb in every way; without it `SEED` chooses some of them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from snapstore.storage.s3.store import S3Store
 
 SMALL, LARGE = os.urandom(700), os.urandom(100_000)
 KEYS = [f"manifests/{n:02}" for n in range(7)]  # three pages
-#: So long a call may take; all limits together come to some seconds, and this machine is busy.
+#: A call may take this long: all its time limits add up to a few seconds, and the machine may be busy.
 HANGS_S = 60.0
-#: Lies that hang together: only who knows the bytes, or looks a second time, can find them out.
+#: Lies that are consistent: a client finds them only if it knows the bytes, or asks a second time.
 CONSISTENT = {
     "get": {"Content-Length: 0", "200 and a page with an ETag", "an answer before the body"},
     "stat": {"Content-Length: 0", "Content-Length: 5, 5", "Content-Length: 99999999", "200 and a page with an ETag",
@@ -43,7 +43,7 @@ _numbers = count()
 
 
 class Case:
-    """A bucket of its own, about which the server lies; `check` raises unless a verb that returned told the truth."""
+    """A bucket of its own, about which the server lies, and a store on it."""
 
     def __init__(self, server: HostileS3, like: S3Store) -> None:
         self.server, self.bucket = server, f"case-{next(_numbers):05}x"
@@ -61,7 +61,7 @@ class Case:
 
 
 class _Bucket(dict):
-    """The server's objects of one bucket; it has one name space for all."""
+    """The objects of one bucket, a view of the one dict that the server has for all buckets."""
 
     def __init__(self, server: HostileS3, bucket: str) -> None:
         self._server, self._bucket = server, bucket
@@ -141,7 +141,7 @@ def server():
 
 @pytest.fixture
 def store(server, monkeypatch, tmp_path):
-    """Gives up after two attempts, each of which has 0.6 s."""
+    """Return a store that makes two attempts, each of 0.6 s."""
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cache"))
@@ -164,10 +164,10 @@ def run(case: Case, verb: Callable[[Case], bool], name: str, lie: Lie, once: boo
         elif not rule.fired:
             wrong = "the lie was not told"
     except (NotFoundError, AlreadyExistsError) as error:
-        wrong = None if mutated else f"a lie about what is there: {error}"  # what was put is read back
+        wrong = None if mutated else f"a lie about what is there: {error}"  # a put reads its object back
     except SnapstoreError as error:
         wrong = foreign_words(error)
-    except Exception as error:  # noqa: BLE001 - whatever else
+    except Exception as error:  # noqa: BLE001 - any other error
         wrong = repr(error)
     took_s = time.monotonic() - began
     if took_s > HANGS_S:
@@ -184,7 +184,7 @@ def run(case: Case, verb: Callable[[Case], bool], name: str, lie: Lie, once: boo
 
 
 def foreign_words(error: BaseException) -> str | None:
-    """The first error in a chain that is not ours."""
+    """Describe the first error in a chain that is not of snapstore; None if there is none."""
     chain = [error]
     for one in chain:
         chain += [other for other in (one.__cause__, one.__context__) if other is not None and other not in chain]
@@ -214,7 +214,7 @@ def test_answers_without_end(server, store):
 
 
 def test_mutated_answers(server, store):
-    """Those to reads may hang together still; digests are not the store's."""
+    """A mutated answer to a read may still be consistent: the store does not verify digests."""
     mutations = {f"mutation {seed}": mutates(seed) for seed in range(SEED, SEED + (200 if THOROUGH else 20))}
     run_all(server, store, mutations, 0.15, 12)
 
@@ -226,13 +226,13 @@ def test_honest_answers(server, store, verb):
     assert verb(case)
 
 
-#: A save by two ranks has so many requests, roughly.
+#: A save by two ranks makes about this many requests.
 REQUESTS = 36
 VERIFIED = SaveOptions(pack_bytes=4096, threads=1, verify_writes="full")
 
 
 def saved_by_ranks(case: Case, lie: Lie, after: int, once: bool, stored: bool) -> str | None:
-    """Save by two ranks while the server lies about some request, or about all behind it; return what was wrong."""
+    """Save by two ranks while the server lies about one request, or about all after it; return what was wrong."""
     stores = [case.store, copy(case.store)]
     for store in stores:
         store._use(copy(store._requests))
@@ -263,7 +263,7 @@ def saved_by_ranks(case: Case, lie: Lie, after: int, once: bool, stored: bool) -
 
 @pytest.mark.slow
 def test_wrong_answers_to_a_save_by_ranks(server, store):
-    """No lie lets a rank say what the record does not say, nor costs the snapshot."""
+    """No lie makes a rank report a commit that the record does not show, or loses a committed snapshot."""
     ways = [(True, False), (True, True), (False, False)]  # told once or always; done or not
     cases = [(name, after, *way) for name in LIES for after in range(REQUESTS) for way in ways]
     cases = random.Random(SEED).sample(cases, 120 if THOROUGH else 6)

@@ -1,4 +1,4 @@
-"""Several hosts work at one repository on S3; processes with their own caches stand for the hosts."""
+"""Several hosts can use one repository on S3 at once; processes with their own caches stand for the hosts."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ pytestmark = needs_server
 
 
 def process(monkeypatch, folder: Path, *args: str) -> subprocess.Popen:
-    """A process of hosts.py with a cache of its own."""
+    """Start a process of kit/hosts.py with its own cache."""
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(folder))
     return subprocess.Popen([sys.executable, "-m", hosts.__name__, *args], env=environment())
 
 
 def wait_for_passes(collector: subprocess.Popen, log: Path, count: int) -> None:
-    """Until a collector has made so many passes."""
+    """Wait until a collector has made so many passes."""
     ends = time.monotonic() + 60
     while not log.exists() or len(log.read_text().split()) < count:
         assert collector.poll() is None, "the collector has ended"
@@ -45,7 +45,7 @@ def url(monkeypatch, tmp_path):
 
 
 def test_two_writers_and_a_collector(url, monkeypatch, tmp_path):
-    """Two runs grow and forget while a third host collects; all that is committed restores here, bit by bit."""
+    """Two hosts save and forget while a third collects; every committed snapshot restores here to the bit."""
     Repository.create(url, chunk_bytes=1024, options=OPTIONS).close()
     log = tmp_path / "collected"
     processes = [process(monkeypatch, tmp_path / "c", "collector", url, str(log))]
@@ -77,7 +77,7 @@ def test_two_writers_and_a_collector(url, monkeypatch, tmp_path):
 
 
 def test_a_snapshot_made_there_restores_here(url, monkeypatch, tmp_path):
-    """And it is the base of what is saved here, and the other way round."""
+    """It can be the parent of a save here, and the host there restores that save."""
     Repository.create(url, chunk_bytes=1024, options=OPTIONS).close()
     assert process(monkeypatch, tmp_path / "there", "writer", url, "a").wait(60) == 0
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "here"))
@@ -91,7 +91,7 @@ def test_a_snapshot_made_there_restores_here(url, monkeypatch, tmp_path):
 
 
 def test_a_dead_save_of_this_host_is_collected_at_once(url, monkeypatch, tmp_path):
-    """Its sign of life is gone; of a save whose host has another cache nothing is known, so it is waited for."""
+    """gc sees that its process is gone. It cannot see that for a host with another cache, so it waits for that save."""
     Repository.create(url, chunk_bytes=1024, options=OPTIONS).close()
     store = S3Store(url)
     for cache in ("here", "there"):
@@ -108,14 +108,14 @@ def test_a_dead_save_of_this_host_is_collected_at_once(url, monkeypatch, tmp_pat
 
 
 def test_a_cold_cache_opens_a_thousand_snapshots(url, monkeypatch, tmp_path):
-    """By one GET a snapshot that rules, and a second opening by none."""
+    """The first opening reads only the newest record of each snapshot, with one GET; the second reads none."""
     store = S3Store(url)
     Repository.create(store, chunk_bytes=1024, options=OPTIONS).close()
 
     def put(step: int) -> None:
         snapshot = Snapshot(id=new_id(), run="a", step=step, seq=step, state="committed", write_id=new_id())
         store.put(snapshot.key, encode(snapshot))
-        if step % 10 == 0:  # history, which nobody has to read
+        if step % 10 == 0:  # the older revision need not be read
             revised = snapshot.revised(tags=["tagged"])
             store.put(revised.key, encode(revised))
 
@@ -136,7 +136,7 @@ def test_a_cold_cache_opens_a_thousand_snapshots(url, monkeypatch, tmp_path):
 
 
 def test_a_copy_of_a_repository_has_an_index_of_its_own(url):
-    """The same uuid under another URL: records of one are none of the other's."""
+    """It has the same uuid under another URL, but its index does not mix its records with those of the original."""
     one, other = S3Store(f"{url}/one"), S3Store(f"{url}/other")
     with Repository.create(one, chunk_bytes=1024, options=OPTIONS) as repository:
         save(repository, "a", 0, 0)

@@ -1,4 +1,4 @@
-"""Ranks save one snapshot to S3: threads over one server, of which one rank's requests fail; processes, one killed."""
+"""Ranks save a snapshot to S3 whole or not at all, also if one rank's requests fail or its process is killed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_ranks_save_and_others_restore(url):
 @pytest.mark.parametrize("rank", some(range(2), 1))
 @pytest.mark.parametrize("fault", ["lost answers", "no answers to PUT"])
 def test_the_requests_of_one_rank_fail(url, monkeypatch, rank, fault):
-    """Answers that are lost are asked for again; a rank that cannot write ends the save on all ranks."""
+    """A rank repeats requests whose answers are lost; a rank that cannot write ends the save on all ranks."""
     save_shared([url] * 2, "a", 0, 0)
     with Proxy(os.environ["AWS_ENDPOINT_URL_S3"].removeprefix("http://")) as proxy:
         straight = S3Store(url)
@@ -77,7 +77,7 @@ def test_the_requests_of_one_rank_fail(url, monkeypatch, rank, fault):
 @pytest.mark.slow
 @pytest.mark.parametrize(("rank", "point"), some(KILLS, 1))
 def test_a_process_is_killed_in_a_save(tmp_path, rank, point):
-    """As on a disk; nobody holds a lock for a dead process, so its session is fenced for its silence."""
+    """The result is the same as on a disk; S3 has no locks, so a gc fences the dead session after a time of silence."""
     repository = fresh_url()
     ranks = job(tmp_path, 2, repository=repository, strike=[1, point, "SIGKILL"], rank=rank)
     steps = check(tmp_path, ranks, rank, repository)

@@ -1,7 +1,7 @@
 """No secret of the configuration appears in a message, a chain of errors, a log or the shell's output.
 
-Each kind of secret stands in each place where it can be, well and badly formed; then every verb of a store and two of
-the shell run, and everything they print, log or raise is searched for it.
+A test puts a secret, well or badly formed, in one place of the configuration. Then it runs every verb of a store and
+two of the shell, and searches for the secret in everything that they print, log or raise.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from snapstore.storage.s3.store import S3Store
 from snapstore.storage.urls import open_store
 
 SECRET = "hunter2XYZZY"
-#: As they come from a badly copied file.
+#: Forms of a secret; some are as in a badly copied file.
 FORMS = {
     "plain": f"{SECRET}", "newline": f"{SECRET}\n", "newline within": f"a\n{SECRET}", "carriage return": f"{SECRET}\r",
     "space": f" {SECRET} x", "not latin-1": f"{SECRET}\u20ac\u4e2d", "tab": f"{SECRET}\t", "quotes": f"'{SECRET}\"",
@@ -150,7 +150,7 @@ SETTINGS: list[Setting] = [
 
 @pytest.fixture(scope="module")
 def server():
-    """Refuses everything, and repeats what it was sent: the worst that a server can do with a secret."""
+    """A server that refuses every request, and repeats the secret in its answers: the worst case."""
     with HostileS3() as server:
 
         def echo(wire, honest):
@@ -164,7 +164,7 @@ def server():
 
 @pytest.fixture
 def quick(server, monkeypatch, tmp_path):
-    """An environment without configuration, whose retries need no time."""
+    """Remove the configuration from the environment, and make retries fast."""
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.lower(), raising=False)
@@ -179,7 +179,7 @@ def quick(server, monkeypatch, tmp_path):
 
 
 def said(call: Callable[[], Any]) -> list[str]:
-    """Return the words of a call that fails, of every error in its chain; only errors of ours are raised."""
+    """Return the texts of a call's error and of every error in its chain; an error not of snapstore is not caught."""
     try:
         result = call()
     except SnapstoreError as error:
@@ -235,7 +235,7 @@ def test_settings_that_once_leaked(quick, server, monkeypatch, tmp_path, caplog,
 
 
 def search(setting, name, server, monkeypatch, tmp_path, caplog, capfd) -> None:
-    """Let everything be said in a setting, and look for the secret."""
+    """Run everything in a setting, and search for the secret."""
     with monkeypatch.context() as patch:
         url = setting(patch, tmp_path, FORMS[name], server.url)
         with caplog.at_level(logging.DEBUG, "snapstore"):
@@ -258,7 +258,7 @@ def search(setting, name, server, monkeypatch, tmp_path, caplog, capfd) -> None:
      "endpoint_url = http://[::1", "signature_version = x", "\udcff"],
 )  # fmt: skip
 def test_a_configuration_that_cannot_be_used(quick, monkeypatch, tmp_path, text):
-    """A clear error of ours, whether when the store is made or at its first request; a bug is never told."""
+    """It gives a clear error of snapstore, when the store is made or at its first request."""
     profile(monkeypatch, tmp_path, "")
     monkeypatch.delenv("AWS_DEFAULT_REGION")
     (tmp_path / "config").write_bytes(f"[profile mine]\n{text}\n".encode("utf-8", "surrogateescape"))

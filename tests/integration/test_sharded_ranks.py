@@ -1,7 +1,8 @@
-"""Sharded tensors of real ranks with gloo: the boxes say which part of `full_tensor()` each rank holds.
+"""The boxes of a sharded tensor say which part of `full_tensor()` each rank holds; on real ranks with gloo.
 
-FSDP2, HSDP, and FSDP2 on tensor parallelism, with sizes that the ranks divide and sizes that they do not; FSDP1's
-ShardedTensor. The ranks compare their boxes, so no element is missing and none is on two ranks but its replicas.
+The tensors are of FSDP2, HSDP, and FSDP2 with tensor parallelism, with sizes that are divisible by the number of ranks
+and sizes that are not; and ShardedTensors of FSDP1. The ranks compare their boxes: every element is on one rank and its
+replicas.
 """
 
 from __future__ import annotations
@@ -159,23 +160,23 @@ def run_ranks(folder, script: str, world: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [4, 3])
 def test_meshes(tmp_path, world):
-    """Each parameter's boxes are the local tensor's place in `full_tensor()`."""
+    """The boxes of each parameter give the place of the local tensor in `full_tensor()`."""
     run_ranks(tmp_path, MESHES, world)
 
 
 @pytest.mark.slow
 def test_sharded_tensor(tmp_path):
-    """FSDP1's tensors, whose last rank may hold nothing."""
+    """ShardedTensors as FSDP1 has them; the last rank may hold nothing."""
     run_ranks(tmp_path, SHARDED_TENSOR, 3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_training_goes_on_sharded(tmp_path, world):
-    """Under FSDP2, and FSDP2 on tensor parallelism: the model and a fresh optimizer of a run that one process saved.
+    """FSDP2, also with tensor parallelism, restores a model and a fresh optimizer from a run that one process saved.
 
-    One rank after the other restores while all others wait: no rank needs another one. The next step is that of one
-    process.
+    One rank after the other restores while the others wait: no rank needs another. The next step gives the weights of
+    one process, within rounding.
     """
     import torch
     from torch import nn

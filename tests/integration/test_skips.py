@@ -1,4 +1,4 @@
-"""Skips: in a long chain of small deltas, now and then one to an older chunk holds what several say together."""
+"""Skips keep long chains of small deltas short: a skip is a delta against an older chunk than the last one."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def store():
 
 
 def states(count):
-    """Weights of which one in a hundred changes at each step, out of one in twenty."""
+    """Yield states of slowly changing weights: each step changes 1 % of them, always among the same 5 %."""
     rng = np.random.default_rng(0)
     bits = torch.from_numpy(rng.normal(0, 0.02, CHUNK * CHUNKS // 2).astype(np.float32)).bfloat16().view(torch.int16)
     for _ in range(count):
@@ -60,7 +60,7 @@ def states(count):
 
 
 def chains(store, snapshot):
-    """The places of the blobs of every chunk's chain."""
+    """Return, for every chunk, the places of the blobs of its chain."""
     m = manifest.read(store, snapshot.manifests[0], None)
     packs = m.header.pack_names
     places = [(packs[n], offset) for n, offset in zip(m.table.ref_packs, m.table.ref_offsets.tolist(), strict=True)]
@@ -68,7 +68,7 @@ def chains(store, snapshot):
 
 
 def skipped(before, after):
-    """Which chunks of two snapshots in turn have become shorter by a skip: their oldest blobs stay."""
+    """Return the chunks whose chains a skip has kept from growing since the snapshot before: the oldest blob stays."""
     return [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if 1 < len(b) <= len(a) and a[-1] == b[-1]]
 
 
@@ -119,7 +119,7 @@ def test_a_chunk_whose_older_base_cannot_be_read_is_stored_full(store, how):
 
 @pytest.mark.parametrize("at_once", [1, 8])
 def test_a_chain_is_read_by_as_many_requests_as_the_store_serves_well(store, at_once):
-    """Each link lies in a pack of its own: one request after the other would take a second for each chunk on S3."""
+    """Each blob of the chain is in another pack: one request after the other would take a second per chunk on S3."""
     with Repository.open(store, options=OPTIONS) as repository:
         for step, state in enumerate(states(12)):
             snapshot = repository.save(state, run="r", step=step)
@@ -132,7 +132,7 @@ def test_a_chain_is_read_by_as_many_requests_as_the_store_serves_well(store, at_
 
 
 def test_one_thread_opens_the_packs_of_a_chain(tmp_path, monkeypatch):
-    """Several that open files wait for each other."""
+    """Several threads that open files would wait for each other."""
     real, opened = LocalStore._open_file, []
     monkeypatch.setattr(reader, "OPEN_AHEAD_S", 600)
 

@@ -1,4 +1,4 @@
-"""A state larger than memory passes through: save takes an iterator, named_tensors gives one; memory is bounded."""
+"""A state larger than memory can be saved from an iterator, and read through the one that named_tensors gives."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from snapstore.storage.memory import MemoryStore
 
 
 def pairs(version: int = 0) -> Iterator[tuple[str, Any]]:
-    """Tensors of every kind and size: inline, of one chunk, of several batches (`small_batches`), empty, strided."""
+    """Yield tensors of every kind and size: inline, of one chunk, of several batches, empty, strided."""
     rng = np.random.default_rng(7)
     for i in range(6):
         weights = rng.standard_normal(3000 * (1 + i % 3)).astype(np.float32)
@@ -52,7 +52,7 @@ def pairs(version: int = 0) -> Iterator[tuple[str, Any]]:
 
 @pytest.fixture
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors of the tests are larger than a batch, as gigabytes are elsewhere."""
+    """Make batches so small that the tensors of the tests are larger, as tensors of gigabytes are in real runs."""
     monkeypatch.setattr(CpuEngine, "batch_bytes", 16 * 1024)
     monkeypatch.setattr(CpuEngine, "decode_bytes", 16 * 1024)
 
@@ -93,7 +93,7 @@ def test_what_goes_in_comes_out(repository):
 
 @pytest.mark.usefixtures("small_batches")
 def test_dedup_and_deltas_against_a_nested_parent(repository):
-    """The parent was saved whole, in parts; its tensors have the same dotted paths."""
+    """The parent was saved as a nested dict; its tensors have the same dotted paths."""
     nested: dict[str, Any] = {"model": {}, "optimizer": {}}
     for path, value in pairs():
         part, _, name = path.partition(".")
@@ -147,7 +147,7 @@ def test_a_tensor_is_let_go_before_the_next_one_is_asked_for(nbytes):
 @pytest.mark.parametrize("size", [100, 3000, 40_000])
 @pytest.mark.usefixtures("small_batches")
 def test_one_buffer_may_carry_all_tensors(repository, size):
-    """And they may be views of it: nothing of the iterator's is read after the next tensor is asked for."""
+    """The tensors may also be views of it: save reads none after it has asked for the next one."""
     buffer = torch.empty(size)
 
     def reused():
@@ -209,7 +209,7 @@ def test_an_iterator_inside_a_state_is_named(repository):
 
 
 def nothing_left(repository: Repository) -> None:
-    """Nothing is committed, a gc leaves no object of the save, and saves go on."""
+    """Check that nothing is committed, that a gc leaves no object of the save, and that the next save works."""
     assert repository.snapshots() == []
     repository.gc()
     assert not list(keys_of(repository.store, "packs/")) + list(keys_of(repository.store, "manifests/"))
@@ -259,7 +259,7 @@ def test_a_store_that_fails_in_the_middle(monkeypatch):
 
 
 def test_a_damaged_base_is_an_error_that_helps():
-    """A whole state is saved again without bases; an iterator cannot be read again."""
+    """An iterator cannot be read twice, so the save cannot start again without bases, as it does for other states."""
     store = created()
     with opened(store) as repository:
         repository.save(pairs(), run="a", step=1)
@@ -317,7 +317,7 @@ def test_packs_are_read_in_order_and_once():
 
 @pytest.mark.usefixtures("small_batches")
 def test_a_snapshot_that_is_rewritten_while_it_is_read(monkeypatch):
-    """Without a@1 the deltas of a@2 are written full, and a gc deletes the packs that its reader knows."""
+    """a@1 is forgotten, so compact writes the deltas of a@2 full; gc then deletes the packs that the reader knows."""
     reopen, reopened = OpenSnapshot.reopened, []
     monkeypatch.setattr(OpenSnapshot, "reopened", lambda *args: (reopened.append(1), reopen(*args))[1])
     with opened(created()) as repository:
@@ -401,7 +401,7 @@ def test_a_managers_iterator_that_raises_does_so_once():
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
-#: 2 GiB pass through a process that may take 600 MiB: tensors of 64 MiB, one of 128 MiB, and small ones.
+#: A process that may allocate 600 MiB saves and reads 2 GiB: tensors of 64 MiB, one of 128 MiB, and small ones.
 PROGRAM = """
 import resource, sys
 import numpy as np
@@ -445,7 +445,7 @@ def test_two_gigabytes_pass_through_600_megabytes(tmp_path):
     assert int(done.stdout) < 600, f"at most {done.stdout} MiB at a time"
 
 
-#: The shell in a process that may take 640 MiB, of which torch itself takes a third.
+#: The shell in a process that may allocate 640 MiB; torch takes a third of it.
 SHELL = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_DATA, (640 << 20, 640 << 20))
@@ -467,7 +467,7 @@ def test_a_file_larger_than_memory_passes_through_the_shell(tmp_path):
         for i in range(count):
             file.seek(8 + len(text) + i * nbytes + i)
             file.write(bytes([i + 1]))
-        file.truncate(8 + len(text) + count * nbytes)  # the rest is zeros, which take no room on the disk
+        file.truncate(8 + len(text) + count * nbytes)  # the rest are zeros, which take no space on the disk
 
     def shell(*args):
         program = [sys.executable, "-c", SHELL, "--repo", str(tmp_path / "r"), *args]

@@ -1,4 +1,4 @@
-"""Several ranks save one snapshot: all of it or none, with one word from all of them, whatever else happens."""
+"""Several ranks save one snapshot, whole or not at all, and no rank reports a commit that the record does not show."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_messages_are_small():
 
 
 class StoreOfRank:
-    """A memory store that all ranks share, as one of them sees it."""
+    """The view that one rank has of a store that all ranks share; it calls `before` at each put and ranged read."""
 
     def __init__(self, store, before):
         self._store, self._before = store, before
@@ -60,7 +60,7 @@ class StoreOfRank:
 
 
 def test_rank_0_reads_headers_while_another_rank_still_writes(monkeypatch):
-    """Rank 2 puts its manifests once rank 0 has read one of rank 1."""
+    """Rank 2 puts its manifests only after rank 0 has read one of rank 1."""
     monkeypatch.setattr("snapstore.save.together.LOOK_S", 0.02)
     store, names, was_read, in_time = created(), set(), threading.Event(), []
 
@@ -117,7 +117,7 @@ def test_messages_that_are_late_or_doubled_do_no_harm(seed):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_lost_messages_end_a_save_on_all_ranks(seed):
-    """A rank that misses a message gives up in time, and says what the record says."""
+    """A rank that misses a message ends in time, and reports a commit only if the record shows it."""
     store = created()
     with LocalJob(store, 3, faults=MessageFaults(drop=0.2, seed=seed), silent_s=0.3, total_s=0.6) as job:
         for step in range(4):
@@ -182,7 +182,7 @@ def test_unlike_arguments_are_an_error_that_names_rank_and_field(field):
 
 
 class _Unlike:
-    """A request whose metrics are each rank's own."""
+    """A request whose metrics differ on rank 2."""
 
     def __init__(self, request, rank):
         self._request, self._rank = request, rank

@@ -39,7 +39,7 @@ def run(program, count, folder, *, stopped=()):
 
 @pytest.mark.slow
 def test_messages_between_processes(tmp_path):
-    """Keys are set once, looked up on all ranks, removed; a group of two and one of all have channels of their own."""
+    """A key is set once, can be read on all ranks, and can be removed; each process group has its own channel."""
     program = """
         ranks = TorchRanks()
         assert (ranks.rank, ranks.count, len(ranks.attempt)) == (rank, 3, 32)
@@ -96,7 +96,7 @@ def test_ranks_that_do_not_come_are_named(tmp_path, absent):
 
 @pytest.mark.slow
 def test_ranks_meet_after_some_did_not_come_and_rank_0_closes_last(tmp_path):
-    """First rank 1 is alone, then rank 0 is. A channel that was given to a manager has no other owner."""
+    """First rank 1 comes alone, then rank 0. A channel that is given to a manager has no other owner."""
     program = f"""
         torch_ranks.COME_S, torch_ranks.WORD_S = 0.6, 0.2
         for alone in (1, 0, 0):
@@ -128,7 +128,7 @@ def test_ranks_meet_after_some_did_not_come_and_rank_0_closes_last(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", ["SIGSTOP", "SIGKILL"])
 def test_a_rank_0_that_does_not_answer_is_an_error_in_bounded_time(tmp_path, sent):
-    """A TCPStore's own calls would wait for ever for a stopped server."""
+    """The calls of a TCPStore would wait forever for a stopped server."""
     program = f"""
         ranks = TorchRanks(silent_s=4.0)
         ranks.post(f"pid/{{rank}}", str(os.getpid()).encode())
@@ -165,7 +165,7 @@ def test_a_rank_0_that_does_not_answer_is_an_error_in_bounded_time(tmp_path, sen
 
 @pytest.mark.slow
 def test_ddp_with_batch_norm(tmp_path):
-    """DDP broadcasts rank 0's buffers before each forward pass, which then changes them: they differ at every save."""
+    """DDP broadcasts rank 0's buffers before a forward pass, which then changes them: at every save they differ."""
     program = f"""
         from torch.nn.parallel import DistributedDataParallel
         from snapstore import InvalidInputError

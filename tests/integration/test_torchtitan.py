@@ -1,6 +1,7 @@
-"""torchtitan's components on CPU: a job that is killed resumes from its snapshot with the bits of one that was not.
+"""A torchtitan job that is killed resumes from its snapshot, and ends with the bits of a job that was not killed.
 
-Most of these tests need the package `torchtitan`, which no environment of the project has: they are skipped without it.
+The tests use torchtitan's components on CPU. Most need the package `torchtitan` and are skipped without it; no
+environment of the project has it.
 """
 
 import importlib.util
@@ -62,7 +63,7 @@ def test_the_last_step_stores_the_model_alone_and_old_steps_go(tmp_path):
 
 
 class Counter:
-    """A component of a Trainer."""
+    """A component of a Trainer, with a state of one number."""
 
     def __init__(self, at=0):
         self.at = at
@@ -75,7 +76,7 @@ class Counter:
 
 
 def make(place, run="r", **config):
-    """A manager over a model of one layer, with its interface and without torchtitan."""
+    """Make a manager over a model of one layer, by the interface of torchtitan but without torchtitan."""
     known = {"load_only": False, "interval": 2, "enable_first_step_checkpoint": True, "exclude_from_loading": []}
     known |= {"initial_load_path": None, "initial_load_model_only": True, "initial_load_in_hf": False}
     known |= {"last_save_in_hf": False, "export_dtype": "float32"}

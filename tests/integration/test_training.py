@@ -1,7 +1,7 @@
 """A training run that is killed again and again ends with the losses and snapshots of an undisturbed run.
 
-`tools/train_gpt.py` runs in processes of their own, with a smaller model. The launcher imports torch once and forks one
-child per start, which saves three seconds each; a child is an ordinary process, and its death is a real one.
+Each run of `tools/train_gpt.py` is a process of its own, with a smaller model. The launcher imports torch once and
+forks one child per run, which saves three seconds each time. A child is a real process, and is really killed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from snapstore import Repository
 TOOLS = Path(__file__).parents[2] / "tools"
 STEPS, SAVE_EVERY, KEEP_LAST = 100, 5, 4
 SIGNALS = [signal.SIGKILL] * 8 + [signal.SIGTERM] * 2
-#: New steps until a signal: too few for a commit, just enough, and two saves' worth, so that the run moves on. All of
-#: them together end well before STEPS.
+#: New steps until a signal: too few for a commit, just enough, or enough for two saves, so that the run makes progress.
+#: Their sum is well below STEPS.
 MOMENTS = [2, 2, 3, 5, 6, 7, 8, 12, 13, 16]
-STEP_S = 0.02  # so that a signal that comes late still finds the run under way
+STEP_S = 0.02  # so that the run has not ended when a late signal comes
 
 LAUNCHER = f"""
 import json, os, sys, time
@@ -71,10 +71,10 @@ class Launcher:
         return line.split()
 
     def run(self, *args: object, kill: tuple[int, int, Callable[[], object]] | None = None) -> tuple[int, list[str]]:
-        """One run to its end or, with (signal, n, wait), to a signal once `wait` returns after its n-th new step.
+        """Run to the end or, with kill=(signal, n, wait), send the signal once `wait` returns after the n-th new step.
 
         Returns:
-            Its exit code, and what it printed about the snapshot that it went on from.
+            The exit code, and the line that it printed about the snapshot from which it resumed.
         """
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps([str(arg) for arg in args]) + "\n")
@@ -89,7 +89,7 @@ class Launcher:
                 new += 1
                 if kill and pid and new >= kill[1]:
                     kill[2]()
-                    os.kill(pid, kill[0])  # its parent reports its end only after we have read of it
+                    os.kill(pid, kill[0])  # it has not ended yet: the moments are far from the last step
                     kill = None
         return int(line[1]), resumed
 
@@ -98,7 +98,7 @@ class Launcher:
 def launcher(tmp_path) -> Iterator[Launcher]:
     script = tmp_path / "launcher.py"
     script.write_text(LAUNCHER)
-    # One thread each: on a busy machine two of them wait for each other longer than they compute.
+    # One thread each: on a busy machine two threads would wait for each other longer than they compute.
     environment = os.environ | {"OMP_THREAD_LIMIT": "1"}
     with subprocess.Popen(
         [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
@@ -111,16 +111,16 @@ def launcher(tmp_path) -> Iterator[Launcher]:
 
 
 def losses_of(file: Path) -> list[tuple[int, str]]:
-    """(step, loss as a hex float) of every whole line: one per step that was computed, repeated ones too."""
+    """Return (step, loss as a hex float) of every whole line: one for each computed step, also for repeated steps."""
     lines = file.read_text().splitlines(keepends=True)
     return [(int(line.split()[0]), line.split()[1]) for line in lines if line.endswith("\n")]
 
 
 def look_after(url: Path, expected: dict[int, dict[str, str]], committed: dict[str, int]) -> tuple[int, int]:
-    """Check what must hold after every death: (newest committed step, sessions that the dead run has left behind).
+    """Check what must hold after every death; return (newest committed step, number of sessions that the run left).
 
     Args:
-        committed: step by id, of all that were seen after earlier deaths; those seen now are added.
+        committed: {id: step} of the snapshots seen after earlier deaths; the snapshots seen now are added.
     """
     import train_gpt
 
@@ -138,7 +138,7 @@ def look_after(url: Path, expected: dict[int, dict[str, str]], committed: dict[s
         assert [s.id for s in repository.snapshots("gpt")] == [s.id for s in snapshots]
         assert repository.check("restore").ok
     newest = max((s.step for s in snapshots), default=0)
-    oldest = newest - SAVE_EVERY * (KEEP_LAST - 1)  # the policy may have forgotten what is older, and nothing else
+    oldest = newest - SAVE_EVERY * (KEEP_LAST - 1)  # the policy may have forgotten only older snapshots
     assert {s.step for s in snapshots} >= {*range(SAVE_EVERY, newest + 1, SAVE_EVERY)} - {*range(oldest)}
     assert {i for i, step in committed.items() if step >= oldest} <= {s.id for s in snapshots}
     committed |= {s.id: s.step for s in snapshots}
@@ -179,7 +179,7 @@ def test_a_run_killed_at_random_moments_computes_the_very_same_losses(launcher, 
         before = newest
         newest, sessions = look_after(url, expected, committed)
         left += sessions
-        # At most the save under way is lost: the one before it had committed when it began.
+        # Only the running save may be lost: the save before it had committed when this one began.
         begun = (losses_of(losses)[-1][0] - 1) // SAVE_EVERY * SAVE_EVERY
         assert newest >= max(before, begun - SAVE_EVERY)
     assert left, "no signal met a save"

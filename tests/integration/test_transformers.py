@@ -23,7 +23,7 @@ from snapstore import CapabilityError, InvalidInputError, KeepLast, NotFoundErro
 
 @pytest.fixture
 def hf():
-    """kit.hugging_face: imported by the tests that run, since it takes seconds."""
+    """Import kit.hugging_face only for tests that run, since the import takes seconds."""
     pytest.importorskip("transformers")
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -36,7 +36,7 @@ def open_manager(tmp_path, **options):
 
 
 def end_of(trained):
-    """All that a training has at its end: states, random numbers to come, and what it has logged but for speeds."""
+    """Return all that a training has at its end: states, the next random numbers, and its log without speeds."""
     logged = [
         {name: value for name, value in sorted(entry.items()) if "_per_sec" not in name and "_runtime" not in name}
         for entry in trained.state.log_history
@@ -69,7 +69,7 @@ def test_a_killed_training_resumes_to_the_bit(hf, tmp_path):
     assert same(end_of(resumed(hf, tmp_path, 3)), expected)
     with open_manager(tmp_path) as manager:
         assert manager.all_steps() == [3, 6, 8]
-        torch.manual_seed(7)  # other random numbers are seen
+        torch.manual_seed(7)  # so the test sees if other random numbers are drawn
         with hf.checkpoint_dir(manager, 3) as path:
             Path(path, "rng_state.pth").unlink()
             other = hf.trainer(tmp_path / "other")
@@ -81,7 +81,7 @@ def test_a_killed_training_resumes_to_the_bit(hf, tmp_path):
 
 
 def test_the_end_of_an_epoch_and_the_intervals_of_the_manager(hf, tmp_path):
-    """An evaluation at the end of the epoch is in the snapshot of its last step."""
+    """The snapshot of the last step of an epoch has the metrics of the evaluation after it."""
     options = {"eval_strategy": "epoch", "save_strategy": "no"}
     whole = hf.trainer(tmp_path / "whole", **options)
     whole.train()
@@ -116,7 +116,7 @@ def test_limits_and_the_best_model(hf, tmp_path):
 
 
 def test_the_best_evaluation_may_be_of_a_step_that_is_not_saved(hf, tmp_path):
-    """The loss falls and greater is better, so the best one is that of step 2."""
+    """The loss falls and greater is better, so the best evaluation is that of step 2."""
     options = {"eval_steps": 2, "load_best_model_at_end": True, "greater_is_better": True}
     with open_manager(tmp_path) as manager:
         hf.trainer(tmp_path / "out", hf.SnapshotCallback(manager), max_steps=4, save_steps=4, **options).train()
@@ -124,7 +124,7 @@ def test_the_best_evaluation_may_be_of_a_step_that_is_not_saved(hf, tmp_path):
     made = resumed(hf, tmp_path, save_steps=4, **options)
     assert made.state.best_global_step == 2
     with open_manager(tmp_path) as manager:
-        assert same(dict(made.model.state_dict()), dict(manager.restore(8)["model"]))  # as the Trainer does
+        assert same(dict(made.model.state_dict()), dict(manager.restore(8)["model"]))  # as Trainer does alone
         callback = hf.SnapshotCallback(manager)
         manager.repository.tag("a@4", "best-model")
         callback.on_train_begin(made.args, made.state, made.control)
@@ -188,7 +188,7 @@ def test_scalers_and_callbacks_that_are_not_found(hf, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
 def test_the_script_of_the_guide_runs(hf, tmp_path, monkeypatch):
-    """With fewer steps."""
+    """The test replaces its number of steps by a smaller one."""
     monkeypatch.chdir(tmp_path)
     guide = (ROOT / "docs" / "guides" / "transformers.md").read_text()
     script = guide.split("```python\n")[1].split("```")[0].replace("/data/snapshots", str(tmp_path / "snapshots"))
@@ -201,7 +201,7 @@ def test_the_script_of_the_guide_runs(hf, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_job_that_is_told_to_end_saves_once_more(hf, tmp_path, ends):
-    """At the next step, before it is logged and evaluated; with end=False the Trainer ends the training."""
+    """It saves after the running step, before logging and evaluation; with end=False the Trainer ends the training."""
 
     class Tell(hf.TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
@@ -227,7 +227,7 @@ def test_a_job_that_is_told_to_end_saves_once_more(hf, tmp_path, ends):
 
 
 def test_the_best_and_the_last_step_wait_for_a_running_save(hf, tmp_path, monkeypatch):
-    """A manager with on_busy="skip" may skip the others."""
+    """With on_busy="skip" only the other steps may be skipped."""
     saved = []
     args, kwargs = SimpleNamespace(save_only_model=True, save_strategy="steps"), {"model": torch.nn.Linear(1, 1)}
     with open_manager(tmp_path, on_busy="skip") as manager:
@@ -242,7 +242,7 @@ def test_the_best_and_the_last_step_wait_for_a_running_save(hf, tmp_path, monkey
 
 
 def test_generators_of_gpus(hf, tmp_path, monkeypatch):
-    """One process loads those of its device, as the Trainer stores them; of several ranks each loads all."""
+    """One process gets the generator of its device, as the Trainer stores it; each of several ranks gets all."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     states = {"cuda": [torch.tensor([1]), torch.tensor([2])], **RngState().state_dict()}
     given = {"rng": states, "trainer": {"trainer_state.json": "{}"}}

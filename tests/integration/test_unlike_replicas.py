@@ -1,7 +1,8 @@
-"""Replicas that differ between ranks: buffers are rank 0's with one warning; all are rank 0's with replicas="rank0".
+"""If replicas differ between ranks, rank 0's buffers are stored with a warning, and a parameter is an error.
 
-The tensors are small ones, which one rank stores inline, and ones of many chunks, of which each rank stores a share
-where replicas are equal. Every element differs on every rank, so a tensor that is a mix of ranks is not rank 0's.
+With replicas="rank0" all values of rank 0 are stored. The tensors are small ones, which one rank stores inline, and
+ones of many chunks, of which each rank stores a share if the replicas are equal. Every element differs between ranks,
+so a tensor that is mixed of several ranks is noticed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ NAMES = ("1.running_mean", "1.running_var", "1.num_batches_tracked", "2.running_
 
 
 class Scale(torch.nn.Module):
-    """A module with a buffer that no other module of torch has, and a parameter named as a buffer of BatchNorm."""
+    """A module with a buffer that no module of torch has, and a parameter with the name of a buffer of BatchNorm."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +40,7 @@ def net():
 
 
 def model_of(rank, version=0):
-    """A model after some steps on one rank: its parameters are those of all ranks, and its buffers its own."""
+    """Return a model as after some steps on one rank: the parameters are equal on all ranks, the buffers differ."""
     model, generator = net(), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, value in [*model.named_parameters(), *model.named_buffers()]:
@@ -50,7 +51,7 @@ def model_of(rank, version=0):
 
 
 def saved(managers, state_of, step=0):
-    """Save on all ranks; return what each rank's save has raised, or None."""
+    """Save on all ranks; return the error of each rank's save, or None."""
     found = managers.all(lambda m, rank: m.save(step, state_of(rank)))
     waited = managers.all(lambda m, _: m.wait_until_finished())
     return [a if isinstance(a, Exception) else b for a, b in zip(found, waited, strict=True)]
@@ -63,11 +64,11 @@ def warnings(caplog):
 @pytest.mark.parametrize("async_save", [True, False])
 @pytest.mark.parametrize("as_module", [True, False])
 def test_buffers_are_rank_0s_with_one_warning(caplog, as_module, async_save):
-    """A module tells its buffers; in a state dict those of BatchNorm are known by their names."""
+    """A module lists its buffers; in a state dict the buffers of BatchNorm are known by their names."""
 
     def state(rank, version=0):
         model = model_of(rank, version)
-        if not as_module:  # another buffer must be equal
+        if not as_module:  # in a state dict any other buffer must be equal
             model[3].seen = torch.zeros(3000)
         return {"model": model if as_module else model.state_dict(), "step": version}
 
@@ -99,7 +100,7 @@ def test_buffers_are_rank_0s_with_one_warning(caplog, as_module, async_save):
 
 
 def test_buffers_of_stages(caplog):
-    """Each stage has two ranks; one warning names the buffers of all, which are those of the stage's first rank."""
+    """Each stage has two ranks and stores the buffers of its first; one warning names the buffers of all stages."""
 
     def state(rank):
         stage = rank // 2
@@ -138,7 +139,7 @@ def test_other_buffers_are_warned_of_again(caplog):
     [
         {"0.weight": torch.ones(WIDTH, 2)},
         {"1.weight": torch.ones(WIDTH)},
-        {"3.running_mean": torch.ones(4)},  # alone, a statistic of no layer
+        {"3.running_mean": torch.ones(4)},  # without running_var it is not a statistic of a layer
         {"x.running_mean": torch.ones(4), "x.running_var": torch.ones(5)},
         {"x.running_mean": torch.ones(4, 4), "x.running_var": torch.ones(4, 4)},
         {"x.running_mean": torch.nn.Parameter(torch.ones(4)), "x.running_var": torch.nn.Parameter(torch.ones(4))},
@@ -146,7 +147,7 @@ def test_other_buffers_are_warned_of_again(caplog):
     ],
 )
 def test_a_parameter_that_differs_is_an_error_beside_buffers_that_do(caplog, diverged):
-    """Also one whose name is like a buffer's; the error names it, and no buffer."""
+    """This holds also for a parameter with the name of a buffer; the error names it, and no buffer."""
 
     def state(rank):
         model = model_of(rank)
@@ -166,7 +167,7 @@ def test_a_parameter_that_differs_is_an_error_beside_buffers_that_do(caplog, div
 
 
 def test_a_parameter_of_a_module_is_no_buffer(caplog):
-    """`running_mean` is a parameter of this module: torch says so."""
+    """`running_mean` is a parameter of this module, as torch lists it."""
 
     class Odd(torch.nn.Module):
         def __init__(self, rank):
@@ -181,7 +182,7 @@ def test_a_parameter_of_a_module_is_no_buffer(caplog):
 
 
 def test_optimizer_state_that_differs_is_an_error(caplog):
-    """Also the moments of a parameter that is named like a buffer."""
+    """This holds also for the moments of a parameter that is named like a buffer."""
 
     def state(rank):
         moments = {f"{name}.{key}": torch.ones(9) + rank for name in NAMES[:2] for key in ("exp_avg", "step")}
@@ -194,14 +195,14 @@ def test_optimizer_state_that_differs_is_an_error(caplog):
 
 
 def diverged(rank, version=0):
-    """Tensors of which no element is the same on two ranks."""
+    """Return tensors of which no element is equal on two ranks."""
     shapes = {"scalar": (), "small": (3,), "chunk": (256,), "rows": (40, 300), "long": (20_001,), "wide": (3, 5000)}
     return {name: torch.full(shape, rank * 100.0 + version) for name, shape in shapes.items()}
 
 
 @pytest.mark.parametrize("async_save", [True, False])
 def test_rank_0s_values_are_stored_whole(caplog, async_save):
-    """And all ranks restore them, with one process too; nothing is said."""
+    """All ranks restore them, and one process too; there is no warning."""
     store = created()
     managers = Managers(store, async_save=async_save, replicas="rank0")
     for step in range(3):

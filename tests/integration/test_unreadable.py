@@ -1,4 +1,4 @@
-"""An object that cannot be read, for a moment or for good, stops only the verbs that need it; reports stay true."""
+"""An object that cannot be read, once or always, stops only the verbs that need it, and reports stay true."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_repair_that_leaves_a_problem_says_so(tmp_path, monkeypatch):
         assert report.ok == found.check().ok
 
 
-# --- 3: a copy that hides a record is called healed ------------------------------------------------------------------
+# --- 3: a copy that hides a record is not healed ---------------------------------------------------------------------
 
 
 def test_a_copy_that_hides_a_record_is_not_called_repaired(store):
@@ -113,7 +113,7 @@ def test_a_copy_that_hides_a_record_is_not_called_repaired(store):
         assert report.ok == found.check().ok
 
 
-# --- 4: a read that fails once condemns ------------------------------------------------------------------------------
+# --- 4: a read that fails once is not damage -------------------------------------------------------------------------
 
 
 def test_one_failed_read_condemns_no_blob(store):
@@ -127,7 +127,7 @@ def test_one_failed_read_condemns_no_blob(store):
         inner = clone(store)
         faulty = FaultStore(inner)
         with opened(faulty) as found:
-            # the whole read of a batch and its repetition chunk by chunk: an outage of a second
+            # the outage lasts for 12 calls: the read of a batch, and the repeated reads of its chunks
             faulty.at, faulty.mode = len(faulty.log) + k, "outage"
             act = faulty._act
 
@@ -142,7 +142,7 @@ def test_one_failed_read_condemns_no_blob(store):
             try:
                 found.repair(apply=True, level="restore")
             except StorageError:
-                continue  # it may stop
+                continue  # the repair may stop
         with opened(inner) as found:
             report = found.repair(apply=True)
             result = found.check("restore")
@@ -153,7 +153,7 @@ def test_one_failed_read_condemns_no_blob(store):
 
 
 def no_failed_read_drops_anybody(store, healed):
-    """A repair heals these; with any one of its reads of packs failing it may heal fewer, and drops none."""
+    """Check that a repair heals these snapshots. If any one of its reads of packs fails, it drops none."""
     dry = FaultStore(clone(store))
     with opened(dry) as found:
         begin = len(dry.log)
@@ -175,7 +175,7 @@ def no_failed_read_drops_anybody(store, healed):
 
 
 def test_an_outage_during_a_repair_drops_no_snapshot(store):
-    """The twin holds what was lost; reading it fails for a moment."""
+    """Run `twin` holds the lost chunks; one read of it fails."""
     with opened(store) as found:
         twin(found, "twin", 0)
     wound(store)
@@ -183,19 +183,19 @@ def test_an_outage_during_a_repair_drops_no_snapshot(store):
 
 
 def test_one_failed_read_of_an_intact_blob_drops_no_snapshot(store):
-    """Only the twin of a@0 is lost; what else the damaged pack holds is intact and lies nowhere else."""
+    """`twin` holds only the damaged chunk; the other chunks of the damaged pack are intact, and stored nowhere else."""
     with opened(store) as found:
         data = np.random.default_rng(3).integers(0, 255, 8 * 1024, np.uint8)
         found.save({"w": data}, run="b", step=0)
         other = data.copy()
-        other[1024:] ^= 1  # the first chunk, whose blob is lost, lies here as well
+        other[1024:] ^= 1  # only the first chunk, whose blob is lost, stays equal
         found.save({"w": other}, run="twin", step=0, full=True)
     wound(store, "b@0")
     no_failed_read_drops_anybody(store, {"b@0"})
 
 
 def test_a_check_of_restores_beside_a_compact_and_a_gc_reports_no_ghosts(store):
-    """The manifest was read, then the snapshot is rewritten and its packs go, then its chunks are rebuilt."""
+    """check has read the manifest when compact rewrites the snapshot and gc deletes its packs; then it reads them."""
     with opened(store) as found:
         found.forget_snapshots(["a@0", "a@1"])
 
@@ -235,10 +235,7 @@ def test_a_note_that_could_not_be_read_once_keeps_what_it_says(store, monkeypatc
     assert [key for key in keys_of(store, "gc/") if key.endswith(".quarantine")] == notes, "its pack was let out"
 
 
-# --- 5: check --restore beside compact and gc ------------------------------------------------------------------------
-
-
-# --- 6: EIO ----------------------------------------------------------------------------------------------------------
+# --- 5: EIO ----------------------------------------------------------------------------------------------------------
 
 
 def eio_record(store, ref):
@@ -272,7 +269,7 @@ def test_eio_of_a_bases_pack_lets_saves_go_on(store):
 
 @pytest.mark.parametrize("what", ["record", "manifest", "pack", "session"])
 def test_a_bad_inode_on_a_local_disk_stops_nobody_who_does_not_need_it(tmp_path, monkeypatch, store, what):
-    """Neither looked at nor opened (EUCLEAN): it failed every listing of its folder."""
+    """stat and open of one file fail (EUCLEAN); a listing of its folder must still work."""
     disk = LocalStore(tmp_path / "r", create=True)
     for key in keys_of(store):
         disk.put(key, store.get(key))
@@ -306,7 +303,7 @@ def test_a_bad_inode_on_a_local_disk_stops_nobody_who_does_not_need_it(tmp_path,
         assert [problem.key for problem in found.check().problems] == [key]
         found.forget_snapshots(["b@0"])
         before = keys_of(disk)
-        if what in ("manifest", "record", "session"):  # what it needs, or whose it is, cannot be told
+        if what in ("manifest", "record", "session"):  # gc cannot know what it needs, or whose it is
             with pytest.raises(StorageError, match="EUCLEAN"):
                 found.gc(fence_after_s=60.0)
             assert {key for key in before if not key.startswith("gc/")} <= set(keys_of(disk))
@@ -343,7 +340,7 @@ def test_eio_of_a_policy_lets_a_manager_begin(store):
 
 
 def test_eio_of_a_manifest_beside_a_damaged_pack(store):
-    """Two kinds of damage: all of it is reported, and what can be healed is."""
+    """Both kinds of damage are reported, and repair heals the snapshots that it can."""
     with opened(store) as found:
         twin(found, "twin", 0)
         save(found, "b", 0, 50)
@@ -369,7 +366,7 @@ def test_eio_of_a_record_that_nothing_tells_of_beside_a_damaged_pack(store):
 @pytest.mark.parametrize("beside", ["the revision before", "a manifest", "all manifests"])
 @pytest.mark.parametrize("times", [1, 10**9])
 def test_eio_of_a_record_and_of_what_would_tell_of_it(store, beside, times):
-    """Neither hides the rest of the repository, nor does a read that fails once cost what the object says."""
+    """The rest of the repository can be used; if reads fail only once, the contents of the objects are not lost."""
     with opened(store) as found:
         twin(found, "twin", 0)
         found.tag("a@1", "good") if beside == "the revision before" else None
@@ -397,7 +394,7 @@ def test_a_config_is_reconstructed_beside_an_unreadable_manifest(store):
 
 
 def test_a_store_that_fails_amid_a_repair_is_no_damage(store):
-    """No record is called lost as long as nothing at all can be read or listed."""
+    """If the store can read and list nothing, repair stops, and calls no record lost."""
     with opened(store) as found:
         key = found.snapshot("a@1").key
         manifests = [ref.key for ref in found.snapshot("a@1").manifests]
@@ -416,11 +413,11 @@ def _unless_failed(store, prefix):
     return store.inner.list(prefix)
 
 
-# --- 7: the record of a snapshot that was recoded --------------------------------------------------------------------
+# --- 6: the record of a snapshot that was recoded --------------------------------------------------------------------
 
 
 def test_a_damaged_record_of_a_repaired_snapshot(store):
-    """The ruling revision is a rewrite; the one before refers to what gc has deleted. No index."""
+    """The valid revision is a rewrite; the one before names packs that gc has deleted, and no index knows more."""
     with opened(store) as found:
         twin(found, "twin", 0)
     wound(store)
@@ -437,13 +434,13 @@ def test_a_damaged_record_of_a_repaired_snapshot(store):
         report = found.repair(apply=True)
         assert refs(s for s, _ in report.lost) == {"a@0"}
     store.delete([record.key])
-    store.put(record.key, good)  # concepts.md, step 2: put it back under its key
+    store.put(record.key, good)  # put a copy back under its key, as docs/concepts.md says
     with opened(store) as found:
         assert "a@0" in refs(found.check("restore").restorable)
 
 
 def test_two_damaged_records_of_a_snapshot_that_was_unforgotten_and_rewritten(store):
-    """The revision that reads says forgotten, and what it names is gone: gc would take what the lost one names."""
+    """The revision that can be read is forgotten, and its packs are gone; gc must not delete those of the lost one."""
     with opened(store) as found:
         found.forget_snapshots(["a@1"])
         found.unforget("a@1")
@@ -469,11 +466,11 @@ def test_two_damaged_records_of_a_snapshot_that_was_unforgotten_and_rewritten(st
         assert same(found.restore("a@1"), values("a", 1))
 
 
-# --- 8: retention ----------------------------------------------------------------------------------------------------
+# --- 7: retention ----------------------------------------------------------------------------------------------------
 
 
 def test_policies_do_not_count_what_is_known_to_be_damaged(store):
-    """The newest two cannot be restored, and a repair has said so: KeepLast(2) forgets the only whole one."""
+    """A repair has noted that the newest two cannot be restored, so KeepLast(2) does not count them."""
     with opened(store) as found:
         for step in (3, 4):
             found.save({"w": np.random.default_rng(step).integers(0, 9, 8192, np.uint8)}, run="a", step=step)
@@ -486,7 +483,7 @@ def test_policies_do_not_count_what_is_known_to_be_damaged(store):
         assert [s.ref for s in found.check("restore").restorable if s.state == "committed"]
 
 
-# --- 9: latest -------------------------------------------------------------------------------------------------------
+# --- 8: latest -------------------------------------------------------------------------------------------------------
 
 
 def test_latest_with_a_damaged_newest_record(store):
@@ -510,7 +507,7 @@ def test_highest_step_with_a_damaged_record(store):
         SnapshotManager(found, run="a").highest_step()
 
 
-# --- 10: cost --------------------------------------------------------------------------------------------------------
+# --- 9: cost ---------------------------------------------------------------------------------------------------------
 
 
 def test_one_wrong_chunk_costs_no_request_for_every_other(monkeypatch):
@@ -536,7 +533,7 @@ def test_one_wrong_chunk_costs_no_request_for_every_other(monkeypatch):
     assert reads < 60, reads
 
 
-# --- 11: more of latest and of a running job -------------------------------------------------------------------------
+# --- 10: more of latest and of a running job -------------------------------------------------------------------------
 
 
 def test_a_job_does_not_restart_because_its_only_record_is_damaged(store):
@@ -586,7 +583,7 @@ def test_a_config_that_could_not_be_read_once_stays(store):
 
 
 def test_a_forgotten_revision_that_vanished_harms_no_snapshot(tmp_path, monkeypatch):
-    """The revision before reads: the snapshot is restorable, only that it was forgotten is lost."""
+    """The revision before it can be read, so the snapshot restores; only the fact that it was forgotten is lost."""
     repository()
     monkeypatch.undo()
     disk = LocalStore(tmp_path / "r", create=True)
@@ -605,9 +602,9 @@ def test_a_forgotten_revision_that_vanished_harms_no_snapshot(tmp_path, monkeypa
 
 @pytest.mark.parametrize("ref", ["a@latest", "a@2", "id"])
 def test_no_older_step_takes_the_place_of_a_record_that_vanished(store, ref):
-    """A job would go on from an older step, and nobody would know; and what it saves must not tie with the lost one."""
+    """A job must not resume from an older step unnoticed, and its next save must get a higher seq than the lost one."""
     with opened(store) as found:
-        record = save(found, "a", 2, 5) if ref == "a@2" else found.snapshot("a@2")  # the one before would answer
+        record = save(found, "a", 2, 5) if ref == "a@2" else found.snapshot("a@2")  # the record before would be used
         store.delete([record.key])
         asked = f"id:{record.id[:8]}" if ref == "id" else ref
         named = rf"may be a@2 \(id:{record.id[:12]}\), .* is gone: .*repair --apply"
@@ -624,7 +621,7 @@ def test_no_older_step_takes_the_place_of_a_record_that_vanished(store, ref):
 
 
 def test_a_vanished_object_that_cannot_answer_stops_no_verb(store):
-    """An older snapshot, history, a revision of what is still committed, and one that a gc has collected."""
+    """Such objects are old revisions, a revision of a committed snapshot, and the record of a collected one."""
     with opened(store) as found:
         latest = found.snapshot("a@2")
         tagged = found.tag("a@1", "x")
@@ -713,13 +710,13 @@ def test_latest_after_records_that_were_saved_beside_damage_are_damaged_too(tmp_
 
 @pytest.fixture
 def slow(monkeypatch):
-    """Every failure is a slow one."""
+    """Make the index take every failure for a slow one."""
     monkeypatch.setattr("snapstore.catalog.index.SLOW_FAILURE_S", 0.0)
     monkeypatch.setattr("snapstore.catalog.index.PAUSE_FACTOR", 10**9)
 
 
 def test_a_record_that_fails_slowly_is_not_asked_for_at_every_look(monkeypatch, store, slow):
-    """On S3 an object that answers 5xx takes half a minute to say so, and a save under a policy looks six times."""
+    """On S3 a read that gets 5xx fails only after half a minute, and a save under a policy looks six times."""
     with opened(store) as found:
         key = found.snapshot("a@2").key
     failing = Unreadable(store, key)
@@ -730,7 +727,7 @@ def test_a_record_that_fails_slowly_is_not_asked_for_at_every_look(monkeypatch, 
         save(found, "b", 5, 5)
         assert 10**9 - failing.times == reads + 1
         failing.bad.clear()
-        assert list(found.view().unread) == [key]  # nobody has asked
+        assert list(found.view().unread) == [key]  # it was not read again
         now = time.monotonic()
         monkeypatch.setattr(time, "monotonic", lambda: now + 61)
         assert not found.view().unread
@@ -766,7 +763,7 @@ def test_a_store_that_cannot_be_read_at_all_fails_beside_a_resting_record(store,
 
 
 def test_a_record_that_rests_holds_no_state(store, slow):
-    """The frames of a stored exception hold all that their callers do: the copies of a save."""
+    """The frames of a stored exception would keep the local variables of all callers alive: the copies of a save."""
     with opened(store) as found:
         key = found.snapshot("a@2").key
     held = []
@@ -794,7 +791,7 @@ def test_a_record_that_fails_at_once_is_asked_for_at_every_look(store):
 
 @pytest.fixture
 def bad_sector(monkeypatch):
-    """bad_sector(place) -> (offset, length) of the reads of packs that fail from now on: all that contain the place."""
+    """bad_sector(place): reads of packs that contain the place fail; returns the list of their (offset, length)."""
     real, bad, failed = os.preadv, [], []
 
     def preadv(fd, buffers, offset):
@@ -813,7 +810,7 @@ def bad_sector(monkeypatch):
 
 
 def three_tensors(disk):
-    """A snapshot of three tensors whose chunks lie in one pack, one behind the other: state, snapshot, and places."""
+    """Save three tensors whose chunks are one after another in one pack; return state, snapshot, {name: place}."""
     rng = np.random.default_rng(3)
     state = {name: rng.integers(0, 256, 60_000 if name == "b" else 10_000, np.uint8) for name in "abc"}
     with Repository.create(disk, chunk_bytes=1024) as repo:
@@ -824,7 +821,7 @@ def three_tensors(disk):
 
 @pytest.mark.parametrize("name", "abc")
 def test_bytes_that_no_restore_needs_may_be_unreadable(tmp_path, bad_sector, caplog, name):
-    """Chunks that lie near each other are read together, with what lies between them."""
+    """Chunks that are near each other are read together, with the bytes between them."""
     disk = LocalStore(tmp_path / "r", create=True)
     state, snapshot, places = three_tensors(disk)
     failed = bad_sector(places[name])

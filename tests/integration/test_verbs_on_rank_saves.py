@@ -1,7 +1,7 @@
-"""Every verb on snapshots that the ranks' own save path has written: FSDP tensors, replicas, values of each rank's own,
-and a large plain tree, whose pages are the root's.
+"""Every verb works on snapshots that ranks have saved by the code of real jobs.
 
-A restore by one process gives every tensor back, bit by bit, after each verb.
+The states have FSDP tensors, replicas, values of each rank's own, and a large tree of plain values, whose pages belong
+to the root manifest. After each verb a restore by one process gives every tensor back to the bit.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def states(version: int):
 
 @pytest.fixture
 def store(monkeypatch):
-    """Three snapshots r@0, r@1, r@2; their blobs are in a codec that a recode replaces."""
+    """Return a store with r@0, r@1 and r@2; their blobs are in a codec that recode replaces."""
     store = MemoryStore()
     foreign.readable(monkeypatch)
     with Repository.create(store, chunk_bytes=1024) as repository, foreign.written():
@@ -127,7 +127,7 @@ def test_a_damaged_pack_is_healed_by_the_same_values_saved_again(store):
         key = pack_key(min(last - before))
         flip(store, key, 150)
         assert [s.ref for s in repository.check("data").damaged] == ["r@2"]
-        healed = repository.repair(apply=True, level="data").healed  # the pack may hold only copies of other ranks'
+        healed = repository.repair(apply=True, level="data").healed  # other ranks may have copies
         rank_saves.save(repository, states(2), 3)
         healed += repository.repair(apply=True, level="data").healed
         assert [s.ref for s in healed] == ["r@2"]
@@ -149,7 +149,7 @@ def test_a_damaged_page_is_found_and_healed_by_the_same_tree_saved_again(store):
         assert own
         for child in root.header.children:
             assert own.isdisjoint(manifest.read(store, child, None).header.pack_names)
-        # The pages of all three snapshots share chunks, so any pack of the root is of all of them, but the newest one.
+        # All three snapshots share pages, so they share the packs of the root, except the newest pack.
         before = manifest.read(store, repository.view().resolve("r@1").manifests[1], None)
         (key,) = map(pack_key, own - set(before.own_packs))
         flip(store, key, 150)
@@ -170,7 +170,7 @@ def test_a_damaged_page_is_found_and_healed_by_the_same_tree_saved_again(store):
 
 
 def test_a_root_whose_children_alone_are_rewritten_may_name_its_packs_in_any_order(monkeypatch):
-    """Its own chunks stay where they are, and its table counts the packs again."""
+    """The chunks of the root stay where they are; its table must get the new numbers of the packs."""
     encode, reversed_roots = manifest.encode, []
 
     def encode_reversed(contents):
@@ -239,10 +239,10 @@ def test_diff_sees_what_has_changed(store):
 @pytest.mark.parametrize("is_root", [True, False])
 @pytest.mark.parametrize("is_cached", [True, False])
 def test_one_that_lacks_a_manifest_is_healed_elsewhere_and_dropped(store, is_root, is_cached, part):
-    """A part that lacks its root or a child gets no new root; the chunks of the other parts are healed."""
+    """A part without its root or a child gets no new root; repair heals the chunks of the other parts."""
     with opened(store) as repository:
         before, last = (repository.view().resolve(ref) for ref in ("r@1", "r@2"))
-        if is_cached:  # the headers of manifests, in memory
+        if is_cached:  # so the headers of the manifests are in memory
             repository.stats()
         packs = {name for ref, m in manifests_of(store, last) if ref.part == "model" for name in m.header.pack_names}
         packs -= {name for _, m in manifests_of(store, before) for name in m.header.pack_names}

@@ -1,4 +1,4 @@
-"""A save decodes what it encoded before it commits, all of it or a sample: a wrong encoder commits nothing."""
+"""A save decodes all or a sample of its new chunks before it commits, and commits nothing if one of these is wrong."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ CHUNKS = 150
 
 
 def values(step=0):
-    """Floats that move a little every step."""
+    """Return floats that change a little at every step."""
     start = np.random.default_rng(0).standard_normal(CHUNK * CHUNKS // 4).astype(np.float32)
     return torch.from_numpy(start * np.float32(1 + 1e-5 * step))
 
@@ -31,7 +31,7 @@ def repository(verify, store=None):
 
 @pytest.fixture
 def spoil(monkeypatch):
-    """Makes the encoder take one chunk of a state for another: every checksum holds, the bytes are wrong."""
+    """Returns a function that makes the encoder change a byte of a chunk: checksums are right, the bytes are wrong."""
     original = cpu.encode_chunk
 
     def of(state, number):
@@ -51,7 +51,7 @@ def spoil(monkeypatch):
 
 
 def undo(monkeypatch_of_spoil, state):
-    """An encoder that is right again."""
+    """Make the encoder right again: it now looks for a chunk that no save has."""
     monkeypatch_of_spoil(state * 0 - 1, 0)
 
 
@@ -85,7 +85,7 @@ def test_a_sample_holds_the_first_new_chunk(spoil):
 
 
 def test_a_sample_is_another_one_in_every_generation(spoil):
-    """One new chunk in 64: what one save does not see, a later one does."""
+    """A save verifies one new chunk in 64; which one depends on the generation."""
     assert chunk_writer.VERIFY_ONE_IN == 64
     for generation, wrong, noticed in (
         (0, 64, True),

@@ -6,14 +6,14 @@ kit get it from `kit.processes.environment`.
 | module | it gives | take it when |
 |---|---|---|
 | `rank_saves` | saves of several ranks in one process, and what they have stored | a test is about shares, boxes, roots or children |
-| `repositories` | small repositories whose every version is known; `save`, `opened`, `check_whole`, `check_clean` | a test saves and restores, and the content does not matter |
+| `repositories` | small repositories whose every version is known; `save`, `opened`, `check_whole`, `check_clean` | a test saves and restores, and any content will do |
 | `objects` | the keys of a store, a copy of it, `flip` and `replace` | a test looks at stored bytes or changes them |
 | `samples` | `SEED`, `THOROUGH`, `sampled` | a harness has more cases than a run of the tests can try |
 | `faults` | `FaultStore`, which fails at its k-th operation; `one_thread` | a store fails or a process dies inside an operation |
-| `actors` | threads that take turns, one store operation at a time | the order of two processes' operations matters |
+| `actors` | threads that take turns, one store operation at a time | the order of the operations of two processes matters |
 | `schedules` | verbs as functions of a store, run at the same time in a random or a given order | several processes work on one repository |
 | `interrupts` | a KeyboardInterrupt at a chosen place of some files | Ctrl-C in the main thread of a process that lives on |
-| `stalls` | a store whose k-th operation takes long, and work that others do meanwhile | a process sleeps inside an operation |
+| `stalls` | a store whose k-th operation takes long, and the work of others meanwhile | a process sleeps inside an operation |
 | `lies` | a store that gives one wrong answer, and all wrong answers of an operation | a store breaks its own contract |
 | `power` | a recorder of system calls, and the disks that a power loss may leave | a test is about fsync |
 | `slow_survey` | compact's survey of a repository, by plain loops, and a comparison | a test changes what compact finds |
@@ -23,7 +23,9 @@ kit get it from `kit.processes.environment`.
 | `changes` | every way to change an array, at every moment of a save | the caller changes a state while it is saved |
 | `ranks` | jobs of several ranks in one process, each a thread with a store of its own | ranks save together |
 | `local_ranks` | `LocalRanks`: ranks over one dict, with messages that are late, lost or doubled by a seed | ranks exchange messages |
-| `chaos`, `chaos_worker` | real processes that are killed and stopped at random, and a judge | whole processes must survive |
+| `chaos`, `chaos_worker` | real processes that are killed and stopped at random, and a judge of what is left | a repository must survive whatever happens to processes |
+| `packs` | `scan`, which finds the blobs of a pack without its footer | a test looks into packs |
+| `sparse_deltas` | chunks that differ a little from their bases, and hostile payloads | a test reads sparse deltas |
 | `foreign` | blobs in codec 70 without a GPU | a CPU meets nvCOMP's codec |
 | `hosts` | a writer and a collector without torch, each a process | several hosts share one bucket |
 | `s3_stores` | moto, and the real server of `tools/s3-server` | a test needs S3 |
@@ -34,12 +36,14 @@ kit get it from `kit.processes.environment`.
 | `dcp_ranks` | cases of snapstore.dcp that a world of real ranks with gloo runs one after the other | a promise of DCP needs several ranks |
 | `exchange_ranks` | cases of `restore(read="exchange")` for the same worlds | ranks exchange what they read |
 | `states` | exact comparison, a snapshot in memory, objects to put into a state | a test is about flattening and restoring a state |
-| `device_memory` | restores and saves through device memory, played by CPU tensors where there is no device | a test is about where restored tensors are placed |
+| `device_memory` | restores and saves through device memory; CPU tensors stand in where there is no device | a test is about where restored tensors are placed |
 | `gpu_states` | states of known bytes on any device, comparison by digests, a process without a GPU | a test of the GPU engine |
-| `machines` | a CUDA device and the emulator of thread blocks (`emulator.h`), each of which runs a kernel | a test of one kernel |
+| `machines` | a CUDA device and the emulator of thread blocks (`emulator.h`), which both run kernels | a test of one kernel |
 | `fake_cuda` | a CUDA device made of the CPU, as a plugin of pytest | the host code of the GPU engine runs without a GPU |
-| `remembered` | decoding of the same bytes that happens once in a process of the tests | a harness looks at thousands of stores that differ in few objects |
+| `remembered` | the same bytes are decoded only once in a process of the tests | a harness looks at thousands of stores that differ in few objects |
 | `tally` | counts of the cases that a harness tried, for `tools/torture` | a test is one of its harnesses |
+| `rank_worker` | a rank of a training with FSDP2 or DDP that can kill itself, a script | real processes with gloo are killed or stopped |
+| `hugging_face`, `hugging_face_ranks` | trainings with transformers and Accelerate, on one rank and on two; scripts | a test needs their Trainer |
 | `lightning_worker` | trainings with Lightning in forks of one process, which may be killed | a test needs a Trainer |
 | `deepspeed_worker` | a rank of a training with DeepSpeed, a script | a test needs ZeRO |
 | `megatron_worker` | a rank that saves or loads a sharded state of Megatron, a script | a test needs `dist_checkpointing` |

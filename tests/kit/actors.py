@@ -12,14 +12,14 @@ from snapstore.storage.base import GET_LIMIT_BYTES, Buffer, ObjectInfo, ObjectSt
 
 
 class Stopped(BaseException):
-    """The schedule is over; the actor ends where it stands."""
+    """The schedule is over: the actor ends before its next operation."""
 
 
 class Actor:
     """Real code in a thread of its own, which stops before every operation of its `store` until told to go on.
 
     Attributes:
-        at: (operation, key) that it stands before; None once it has ended.
+        at: the (operation, key) that it is about to do; None once it has ended.
         result, error: how it ended.
     """
 
@@ -40,13 +40,13 @@ class Actor:
         try:
             if not self._stop:
                 self.result = body(self.store)
-        except BaseException as error:  # noqa: BLE001  looked at by the test
+        except BaseException as error:  # noqa: BLE001  the test looks at it
             self.error = error
         self.at = None
         self._arrived.release()
 
     def pause(self, name: str, key: str) -> None:
-        """Called by the actor's own thread before an operation."""
+        """Wait before an operation, in the actor's own thread, until `step` or `stop` is called."""
         if self._stop:
             raise Stopped
         self.at = (name, key)
@@ -60,7 +60,7 @@ class Actor:
         return self.at is None
 
     def step(self) -> None:
-        """One operation; returns when the actor stands before its next one, or has ended."""
+        """Do one operation; return when the actor stands before its next one, or has ended."""
         assert not self.ended
         self.steps += 1
         self._go.release()
@@ -76,7 +76,7 @@ class Actor:
         return self
 
     def finish(self) -> Any:
-        """Run to the end; its result, or its error raised."""
+        """Run to the end; return its result, or raise its error."""
         while not self.ended:
             self.step()
         if self.error is not None:
@@ -95,7 +95,7 @@ class SteppingStore:
     """An `ObjectStore` that asks its actor before every operation.
 
     Args:
-        seen_dead: `is_locked` says None, as of a session of another host.
+        seen_dead: `is_locked` returns None, as it does for a session of another host.
     """
 
     puts_at_once, gets_at_once = 2, 1
@@ -167,7 +167,7 @@ class SteppingStore:
 
 
 def run_randomly(actors: Sequence[Actor], random: Random) -> list[tuple[str, str, str]]:
-    """One operation of one actor at a time, until all have ended; now and then one of them stalls for long."""
+    """Do one operation of one actor at a time, until all have ended; now and then one stalls for up to 100 turns."""
     trace: list[tuple[str, str, str]] = []
     stalled: dict[Actor, int] = {}
     while any(not actor.ended for actor in actors):

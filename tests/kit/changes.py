@@ -1,9 +1,9 @@
 """Arrays of a state that are changed while they are saved: every way to change one, at every moment of a save.
 
 `CHANGES` holds what a later `state_dict()`, or another thread, may do to an array that has been flattened. `Moments`
-stops a save before and after each of its steps that look at the caller's memory. `run` does one to the other, and says
-of the outcome what must hold: an error that names the array, and nothing committed; or a snapshot in which every array
-is whole as it was before the change or after it.
+stops a save before and after each of its steps that look at the caller's memory. `Runs.run` makes one change at one
+moment and checks the outcome. Either an error names the array and nothing is committed, or the snapshot holds every
+array whole, as it was before the change or after it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def image(value: Any) -> tuple[Any, ...] | None:
     storage = value.untyped_storage().nbytes()
     if value.numel() and (value.storage_offset() + end) * value.itemsize > storage:
         return None
-    # a clone: torch resizes no storage any more that NumPy has seen
+    # a clone: torch refuses to resize a storage once NumPy has seen it
     plain = value.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     raw = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
     return str(value.dtype), tuple(value.shape), raw
@@ -76,7 +76,8 @@ class Change:
     Attributes:
         make: the state before; `w` is always there. Takes the rows of its arrays and their device.
         do: changes it.
-        writes: into memory that the state still has: no save can tell, so it is done by a `state_dict()` alone.
+        writes: it writes into memory that the state still has. No save can notice that once the state is flattened, so
+            it is made only before the end of `flatten`.
     """
 
     make: Callable[[int, str], State]
@@ -134,7 +135,7 @@ def _data(other: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[State], No
 
 
 def _swap_and_overwrite(state: State) -> None:
-    """As who keeps two copies of the weights, and swaps them."""
+    """Do as a trainer that keeps two copies of the weights and swaps them."""
     old = state["w"].detach()
     state["w"].data = _other(old)
     old.zero_()
@@ -159,7 +160,7 @@ def _tie_and_change(state: State) -> None:
 
 
 def _let_go(state: State) -> None:
-    """Their memory belongs to another array from now on: see `Later`."""
+    """Free the memory of the arrays: another array may get it, see `Later`."""
     for value in state.values():
         value.data = _other(value)[:1]
 
@@ -266,16 +267,16 @@ NEVER = -1
 
 
 class Moments:
-    """Calls of everything that looks at the caller's memory, or comes between: `at` is told before and after each."""
+    """Counts the moments of a save, before and after each watched call, and calls `do` at the moment number `at`."""
 
     def __init__(self) -> None:
         self.count, self.at, self.do = 0, NEVER, lambda: None
-        self.of_flatten = 0  # so many come before the end of `flatten`
+        self.of_flatten = 0  # how many moments come before the end of `flatten`
         self._inside = threading.local()
 
     def reach(self) -> None:
         if getattr(self._inside, "now", False):
-            return  # the change itself calls what is watched
+            return  # the change itself makes watched calls
         self.count, number = self.count + 1, self.count
         if number == self.at:
             self._inside.now = True
@@ -321,7 +322,7 @@ def watched(*more: tuple[Any, str]) -> list[tuple[Any, str]]:
 
 
 class Later:
-    """An object of the state that comes after the arrays; its own are new, and lie where others did."""
+    """An object of the state that comes after the arrays. Its own arrays are new, and may lie where freed ones lay."""
 
     def __init__(self, moments: Moments, rows: int) -> None:
         self._moments, self._rows = moments, rows
@@ -385,12 +386,12 @@ class Runs:
             handle.result(60)
 
     def moments(self, change: Change, rows: int) -> int:
-        """How many there are at which this may be done."""
+        """Return how many moments there are at which this change may be made."""
         moments = self._counted(change, rows)
         return moments.of_flatten if change.writes else moments.count
 
     def flattened(self, change: Change, rows: int) -> int:
-        """The moment at which a later object's state_dict() is called."""
+        """Return the moment at which the state_dict() of `Later` is called."""
         return self._counted(change, rows).of_flatten - 1
 
     def _counted(self, change: Change, rows: int) -> Moments:
@@ -411,7 +412,7 @@ class Runs:
 
         def do() -> None:
             seen["late"] = self.manager is not None and self.returned
-            with contextlib.suppress(RuntimeError, ValueError):  # it is held
+            with contextlib.suppress(RuntimeError, ValueError):  # the array is held, and refuses the change
                 change.do(first)
             seen["after"] = images(first)
 

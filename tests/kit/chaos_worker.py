@@ -3,8 +3,8 @@
     python -m kit.chaos_worker     one JSON request a line on stdin, one JSON event a line on stdout
 
 Every child is an ordinary process: it dies with its launcher, and its death is a real one. A worker calls random verbs
-of the Python interface and writes a journal: a line before and a line behind every call. A line is one write(2), so a
-kill loses no line that was begun before the call. Times are CLOCK_MONOTONIC, which all processes of a host share.
+of the Python interface and writes a journal: a line before and a line after every call. A line is one write(2), so a
+kill during a call cannot lose the line before it. Times are CLOCK_MONOTONIC, which all processes of a host share.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
 
-import botocore.session  # noqa: F401  with all that follows imported once, not in every child
+import botocore.session  # noqa: F401  this and the rest are imported once, not in every child
 import safetensors.torch
 import torch
 
@@ -45,19 +45,19 @@ from snapstore import KeepBest, KeepEvery, KeepLast, Repository, Snapshot, Snaps
 from snapstore.errors import SnapstoreError
 from snapstore.storage.s3.store import S3Store
 
-#: Runs of which nobody forgets anything, and runs of which everybody does.
+#: Runs whose snapshots nobody forgets, and runs whose snapshots anybody may forget.
 KEPT, CHURNED = ("kept-a", "kept-b"), ("churned-a", "churned-b")
-#: Two hosts' worth of steps: several writers meet at each.
+#: So few steps that several writers meet at each.
 STEPS = 60
 SHARED_TAG = "best"
 FLAT = "flat/"
 OPTIONS = hosts.OPTIONS
-#: Exit code of a worker that has met what it must not.
+#: Exit code of a child that an unexpected exception has ended.
 WRONG = 97
 
 
 def expected(run: str, version: int) -> Any:
-    """The state of a version; the shell's are flat."""
+    """Return the state of a version; what the shell saves is flat."""
     if not run.startswith(FLAT):
         return hosts.values(run, version)
     state = hosts.values(run.removeprefix(FLAT), version)
@@ -66,24 +66,24 @@ def expected(run: str, version: int) -> Any:
 
 
 def write_state(path: Path, run: str, version: int) -> None:
-    """A file for the shell to save."""
+    """Write a file for the shell to save."""
     about = {"origin": f"{FLAT}{run}:{version}"}
     safetensors.torch.save_file(expected(FLAT + run, version), path, metadata=about)
 
 
 class Journal:
-    """Lines that only ever are added."""
+    """A file to which lines are only added."""
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._count = 0
 
     def write(self, **line: Any) -> None:
-        """One line, with the time."""
+        """Write one line, with the time."""
         os.write(self._fd, (json.dumps({"at": time.monotonic()} | line) + "\n").encode())
 
     def begin(self, verb: str, **about: Any) -> int:
-        """The number under which the call ends."""
+        """Write that a call begins; return the number for the line of its end."""
         self._count += 1
         self.write(begin=self._count, verb=verb, **about)
         return self._count
@@ -110,8 +110,8 @@ class Worker:
     """One process's life: random verbs until it is told to stop, or killed.
 
     Args:
-        settings: seed; url; journal; stop, a file that says so; clock_off_s; calm: nothing but processes die, so no
-            verb may fail in other ways than `ALLOWED`; fence_s: what `gc` is given now and then; lies: their sorts.
+        settings: seed; url; journal; stop, a file that tells it to stop; calm: only processes are killed or stopped, so
+            verbs may fail only as `ALLOWED` says; fence_s: what `gc` is given now and then; lies: their sorts.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -130,7 +130,7 @@ class Worker:
     closes = 0.1
 
     def main(self) -> None:
-        """Until the end."""
+        """Call verbs until the end."""
         names, weights = list(self.weights), list(self.weights.values())
         while not Path(self.settings["stop"]).exists():
             if self.repository is None:
@@ -145,16 +145,16 @@ class Worker:
                 self.repository = None
 
     def open(self) -> Repository:
-        """As every script does."""
+        """Open the repository as every script does."""
         return self.open_another()
 
     def open_another(self) -> Repository:
-        """The same one, for one more rank."""
+        """Open the same repository once more, for another rank."""
         return Repository.open(self.settings["url"], options=OPTIONS)
 
     @contextmanager
     def call(self, verb: str, *, may_fail: bool = True, **about: Any) -> Iterator[dict[str, Any]]:
-        """A call in the journal; its errors too. The line behind it has what the block puts into the dict."""
+        """Write a call and its error into the journal. The line of its end has what the block puts into the dict."""
         number = self.journal.begin(verb, **about)
         result: dict[str, Any] = {}
         try:
@@ -172,11 +172,11 @@ class Worker:
             self.journal.write(end=number, verb=verb, **result)
 
     def wrong(self, what: str) -> None:
-        """Something that must not be."""
+        """Record something that must not happen."""
         self.journal.write(wrong=what)
 
     def some(self, repository: Repository, *states: str) -> Any:
-        """A random snapshot; None if there is none."""
+        """Return a random snapshot; None if there is none."""
         found: list[Any] = []
         with self.call("log"):
             view = repository.view()
@@ -186,7 +186,7 @@ class Worker:
     # -- verbs
 
     def save(self, repository: Repository) -> None:
-        """In all ways that there are."""
+        """Save with random options."""
         run, version = (
             self.random.choice(KEPT + CHURNED),
             self.random.randrange(10**6 if self.random.random() < 0.7 else 5),
@@ -203,7 +203,7 @@ class Worker:
             result |= {"committed": snapshot.id}
 
     def save_ranks(self, repository: Repository) -> None:
-        """As a job of ranks, each of them a thread with a repository of its own; they die and stop together."""
+        """Save as a job of ranks, each a thread with a repository of its own; they die and stop together."""
         run, version, tags = self.random.choice(KEPT + CHURNED), self.random.randrange(10**6), self._tags()
         with self.call("save", run=run, version=version, tags=tags, ranks=True) as result, ExitStack() as stack:
             others = [self.open_another() for _ in range(self.random.randint(1, 2))]
@@ -227,11 +227,11 @@ class Worker:
         return self.random.choice([[], [], [], [], [SHARED_TAG], [self._new_tag()]])
 
     def _new_tag(self) -> str:
-        """A tag that no other snapshot ever gets: it would lose it to that one."""
+        """Return a tag that no other snapshot ever gets: this snapshot would lose it."""
         return f"only-{self.random.randrange(2**64):x}-{os.getpid()}"
 
     def manager(self, repository: Repository) -> None:
-        """A few steps of a training loop, in the background or not, by policy or not."""
+        """Save a few steps with a manager, in the background or not, with a retention policy or not."""
         run = self.random.choice(KEPT + CHURNED)
         keep = [KeepLast(self.random.randint(1, 4)), KeepEvery(steps=20)] if run in CHURNED else []
         asynchronous = self.random.random() < 0.7
@@ -248,7 +248,7 @@ class Worker:
             self.journal.write(end=forgets, verb="forget", unknown=True)
 
     def restore(self, repository: Repository) -> None:
-        """Every bit is compared."""
+        """Restore a snapshot, and compare every bit."""
         if (snapshot := self.some(repository)) is None:
             return
         with self.call("restore", may_fail=snapshot.run in CHURNED, id=snapshot.id):
@@ -257,7 +257,7 @@ class Worker:
                 self.wrong(f"restored {snapshot.ref} id:{snapshot.id}: other bytes")
 
     def restore_into(self, repository: Repository) -> None:
-        """The same, in place."""
+        """Restore a snapshot in place, and compare every bit."""
         snapshot = self.some(repository)
         if snapshot is None or isinstance(snapshot.metadata, dict):
             return
@@ -268,7 +268,7 @@ class Worker:
                 self.wrong(f"restored into {snapshot.ref} id:{snapshot.id}: other bytes")
 
     def forget(self, repository: Repository) -> None:
-        """By policy or by name, of the runs where that is done."""
+        """Forget snapshots of a churned run, by policy or by name."""
         run, dry = self.random.choice(CHURNED), self.random.random() < 0.1
         if self.random.random() < 0.4:
             snapshot = self.some(repository)
@@ -284,14 +284,14 @@ class Worker:
             result |= {"forgotten": [] if dry else [s.id for s in forgotten]}
 
     def unforget(self, repository: Repository) -> None:
-        """Whether an error is about something that may be collected just now."""
+        """Bring a forgotten snapshot back; a gc may be deleting it at this moment."""
         if (snapshot := self.some(repository, "forgotten")) is not None:
             with self.call("unforget", id=snapshot.id) as result:
                 repository.unforget(f"id:{snapshot.id}")
                 result |= {"unforgotten": snapshot.id}
 
     def tag(self, repository: Repository) -> None:
-        """A tag that many share, or one that nobody ever takes off."""
+        """Set the tag that all share, or one that nobody ever removes."""
         if (snapshot := self.some(repository)) is None:
             return
         name = self.random.choice([SHARED_TAG, self._new_tag()])
@@ -300,29 +300,29 @@ class Worker:
             result |= {"tagged": snapshot.id, "tag": name}
 
     def untag(self, repository: Repository) -> None:
-        """The shared one."""
+        """Remove the shared tag."""
         with self.call("untag"):
             repository.untag(f"{self.random.choice(KEPT + CHURNED)}@{SHARED_TAG}", SHARED_TAG)
 
     def gc(self, repository: Repository) -> None:
-        """It may give up a live save that it knows nothing of; that save then must fail."""
+        """Collect garbage; with `fence_s` that may fence a live save, which then must fail."""
         fence_s = self.settings["fence_s"] if self.random.random() < 0.3 else 3600.0
         with self.call("gc"):
             repository.gc(dry_run=self.random.random() < 0.1, fence_after_s=fence_s)
 
     def compact(self, repository: Repository) -> None:
-        """All that pays."""
+        """Compact all that is worth it."""
         with self.call("compact") as result:
             report = repository.compact(dry_run=self.random.random() < 0.1)
             result |= {"rewritten": len(report.rewritten), "failed": [str(why)[:300] for _, why in report.failed]}
 
     def recode(self, repository: Repository) -> None:
-        """Everything is portable already: it looks, and says so."""
+        """Recode; everything is portable already, so nothing changes."""
         with self.call("recode"):
             repository.recode()
 
     def check(self, repository: Repository) -> None:
-        """It must find nothing, whatever others are doing."""
+        """Check; it must find nothing, whatever others are doing."""
         level = self.random.choice(["metadata", "data", "restore"])
         with self.call("check", level=level):
             found = repository.check(level)
@@ -330,7 +330,7 @@ class Worker:
                 self.wrong(f"check {level}: a false alarm: {found.problems[:5]}")
 
     def repair(self, repository: Repository) -> None:
-        """There is nothing to repair, but what dead processes have left."""
+        """Repair; there is nothing to repair but what dead processes have left."""
         apply = self.random.random() < 0.7
         drop = apply and self.settings["calm"] and self.random.random() < 0.3
         with self.call("repair", apply=apply, drop=drop):
@@ -341,19 +341,19 @@ class Worker:
                 self.wrong(f"repair gives up what is whole: {report.lost} {report.dropped}")
 
     def rebuild_index(self, repository: Repository) -> None:
-        """Beside those who use it."""
+        """Rebuild the index while others use it."""
         with self.call("index"):
             repository.rebuild_index(forget_missing=self.random.random() < 0.5)
 
     def look(self, repository: Repository) -> None:
-        """stats, and a snapshot's children."""
+        """Call stats, and list a snapshot's children."""
         with self.call("stats"):
             repository.stats()
         with self.call("show"):
             repository.children(f"{self.random.choice(KEPT + CHURNED)}@latest")
 
     def diff(self, repository: Repository) -> None:
-        """Two of any runs."""
+        """Compare two snapshots of any runs."""
         one, other = self.some(repository), self.some(repository)
         if one is not None and other is not None:
             with self.call("diff"):
@@ -361,7 +361,7 @@ class Worker:
 
 
 class LiedTo(Worker):
-    """A worker whose server lies: to most of its calls once, each time by another request, and in another way."""
+    """A worker whose server lies at most once in a call, each time in another request and in another way."""
 
     weights: ClassVar[dict[str, int]] = Worker.weights | {"gc": 40, "forget": 15, "compact": 8, "restore": 8, "look": 2}
     closes = 0.3
@@ -374,7 +374,7 @@ class LiedTo(Worker):
         snapstore.protocol.commit.HEARTBEAT_S = 0.2
 
     def open(self) -> Repository:
-        """With the index that there is, or through another proxy, whose client knows nothing."""
+        """Open through the proxy that there is, or through a new one: its URL is new, so it has no index yet."""
         if self._proxy is None or self.random.random() < 0.5:
             if self._proxy is not None:
                 self._proxy.__exit__()
@@ -386,12 +386,12 @@ class LiedTo(Worker):
         return self.open_another()
 
     def open_another(self) -> Repository:
-        """Through the same proxy."""
+        """Open the repository through the same proxy."""
         store = S3Store(self.settings["url"], connect_timeout_s=1.0, read_timeout_s=1.0, attempts=3)
         put = store.put
 
         def put_slowly(key: str, data: Any) -> None:
-            """Others meet this save when all is written but its record."""
+            """Put; often wait before the record, so that others meet a save that has written everything else."""
             if key.startswith("snapshots/") and key.endswith(".0") and self.random.random() < 0.4:
                 time.sleep(self.random.uniform(0.0, 3.0))
             put(key, data)
@@ -407,7 +407,7 @@ class LiedTo(Worker):
 
     @contextmanager
     def call(self, verb: str, *, may_fail: bool = True, **about: Any) -> Iterator[dict[str, Any]]:
-        """One lie at most in all that it does."""
+        """Do a call, in which the server lies at most once."""
         outermost = not self._inside and self._proxy is not None
         if outermost:
             self._inside = True
@@ -431,7 +431,7 @@ def _die_with_parent(parent: int) -> None:
 
 
 def _child(request: dict[str, Any]) -> None:
-    """A worker, or one verb of the shell; does not return."""
+    """Be a worker, or one verb of the shell; the caller ends the process."""
     os.environ.update(request["environment"])
     off_s, real = request.get("clock_off_s", 0.0), time.time
     if off_s:
@@ -449,7 +449,7 @@ def _child(request: dict[str, Any]) -> None:
 
 
 def launcher() -> None:
-    """Fork what is asked for, pass on signals, mount, and tell of every end; until stdin ends."""
+    """Fork children, pass on signals, mount, and report the end of each child, until stdin ends."""
     children: set[int] = set()
     me = os.getpid()
     parent = os.getppid()
@@ -472,7 +472,7 @@ def launcher() -> None:
         *lines, pending = (pending + data).split(b"\n")
         for request in map(json.loads, lines):
             if "signal" in request:
-                if request["pid"] in children:  # not reaped yet, so the number is nobody else's
+                if request["pid"] in children:  # not reaped yet, so no other process has its pid
                     os.kill(request["pid"], request["signal"])
             elif "mount" in request:
                 done = subprocess.run(request["mount"], capture_output=True, text=True, check=False)

@@ -21,15 +21,15 @@ from snapstore.storage.memory import MemoryStore
 
 
 def twin(repository: Repository, run: str, version: int, **options: Any) -> Snapshot:
-    """The state of a version of run a, saved into a run without bases: every chunk of it is stored once more."""
+    """Save the state of a version of run a into a run without bases: every chunk of it is stored once more."""
     return repository.save(values("a", version), run=run, step=version, metadata=["a", version], **options)
 
 
 @cache
 def repository() -> MemoryStore:
-    """a@0 to a@3 on each other, a@2 forgotten, a@1 tagged; twin@1 holds what a@1 holds, in packs of its own.
+    """a@0 to a@3, each based on the one before, a@2 forgotten, a@1 tagged; twin@1 is a@1 in packs of its own.
 
-    Two revisions of policies, a session of a dead save, and a mark with its wait list of a dead gc.
+    There are two revisions of policies, the session of a dead save, and the mark and wait list of a dead gc.
     """
     store = created()
     with opened(store) as found:
@@ -57,12 +57,12 @@ def repository() -> MemoryStore:
     return store
 
 
-#: ref -> snapshot, of all that the undamaged repository restores.
+#: ref -> snapshot, of all that an undamaged repository restores.
 everyone = cache(snapshots_of)
 
 
 def restoring(store: Any, wanted: dict[str, Snapshot]) -> set[str]:
-    """The truth: references of those snapshots that restore bit by bit."""
+    """Return the references of the snapshots that restore bit for bit; fail if one restores to other bits."""
     whole = set()
     with opened(store, damaged=True) as found:
         for ref, snapshot in wanted.items():
@@ -105,7 +105,7 @@ def _only(prefix: str, suffix: str = "") -> Callable[[MemoryStore], str]:
     return lambda store: next(key for key in keys_of(repository(), prefix) if key.endswith(suffix))
 
 
-#: class of object -> (kind that check gives it, its key)
+#: class of object -> (the kind that check reports, its key)
 CLASSES: dict[str, tuple[str, Callable[[MemoryStore], str]]] = {
     "config": ("config", lambda store: "config"),
     "record": ("record", _record("a@0", 0)),
@@ -137,13 +137,13 @@ DAMAGES = ("flip", "truncated", "empty", "missing", "replaced", "unreadable")
 
 
 def cases() -> list[tuple[str, str]]:
-    """(class, damage) of all there are."""
+    """Return every (class, damage)."""
     found = [(name, how) for name in CLASSES for how in DAMAGES if not (how == "flip" and name.startswith("pack"))]
     return found + [(name, how) for name in CLASSES if name.startswith("pack") for how in PLACES]
 
 
 def damaged(name: str, how: str) -> tuple[MemoryStore, Any, str]:
-    """(what holds the objects, the store to use, the key) of a copy of `repository` with one object damaged."""
+    """Copy `repository` and damage one object; return (the store of the objects, the store to use, the key)."""
     store = clone(repository())
     key = CLASSES[name][1](store)
     data = store.get(key)
@@ -178,11 +178,11 @@ def _another(name: str, key: str) -> bytes:
     prefix = key.partition("/")[0] + "/"
     data = {other: repository().get(other) for other in keys_of(repository(), prefix) if other != key}
     size = len(repository().get(key))
-    return next(found for found in data.values() if len(found) != size)  # by its size it is known at every level
+    return next(found for found in data.values() if len(found) != size)  # every level of check notices another size
 
 
 def three() -> MemoryStore:
-    """a@0 to a@2 on each other."""
+    """Return a store with a@0 to a@2, each based on the one before."""
     made = created()
     with opened(made) as found:
         for step in range(3):
@@ -196,7 +196,7 @@ def refs(snapshots: Any) -> set[str]:
 
 
 def wound(store: Any, ref: str = "a@0", number: int = 0) -> str:
-    """A bit flips in the first blob of a pack that a save has written; its key."""
+    """Flip a bit in the first blob of a pack that a save has written; return the pack's key."""
     with opened(store) as found:
         key = packs_of(store, found.snapshot(ref))[number]
     flip(store, key, pack.HEADER.size + 50)

@@ -79,7 +79,7 @@ class World:
     """The job, as one rank sees it.
 
     Attributes:
-        url: of a repository that all ranks share; a run of its own for each case.
+        url: of a repository that all ranks share. Each case has a run of its own.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -128,7 +128,7 @@ def expect_whole(value: Any, expected: Any, what: object = "") -> None:
 
 @contextmanager
 def raises(kind: type[BaseException], text: str, rank: int | None = None) -> Any:
-    """Check that an error with a text is raised, of one rank if it is given; pytest is not in these processes."""
+    """Check that an error with a text is raised, by `rank` alone if it is given; these processes have no pytest."""
     raised, ranks = "", []
     try:
         yield
@@ -490,9 +490,9 @@ def case_submesh(world: World) -> None:
 
 
 def case_experts_of_each_rank(world: World) -> None:
-    """Ranks have other experts under other names, sharded over the ranks that have the same: on a mesh of these ranks
-    they are stored, by DCP and by managers; on one taken out of a larger mesh, which says that all ranks have copies,
-    the error says so.
+    """Ranks have experts under names of their own, sharded over the ranks that have the same ones. On a mesh of just
+    these ranks, DCP and managers store them. On a slice of a larger mesh, which says that all ranks have copies, the
+    save fails, and the error says why.
     """
     from torch.distributed.checkpoint import CheckpointException
     from torch.distributed.device_mesh import DeviceMesh
@@ -557,7 +557,7 @@ def case_submesh_that_all_ranks_know(world: World) -> None:
 
 
 def case_shards_of_any_size(world: World) -> None:
-    """Shards that the program places itself, by DCP's protocol and in a DTensor; such as overlap are refused."""
+    """Shards that the program places itself, by DCP's protocol and in a DTensor; shards that overlap are refused."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -609,7 +609,7 @@ def case_shards_of_any_size(world: World) -> None:
         local = torch.zeros(stop - other, 1)
         load({"t": {"w": kind(local, other)}}, world.reader("any-size"), step)
         expect_whole(local, values[other:stop])
-        moved = first - (world.rank == 1)  # as many rows, but one is another rank's too, and one is nobody's
+        moved = first - (world.rank == 1)  # as many rows, but another rank has one of them too, and one has no rank
         with raises(dcp.CheckpointException, "t.w: the shards of the ranks overlap"):
             save({"t": {"w": kind(values[moved : moved + end - first].clone(), moved)}}, writer, 9)
         fewer = end - (world.rank == 1)
@@ -681,7 +681,7 @@ def case_sharded_tensor(world: World) -> None:
 
 
 def case_tied_tensors(world: World) -> None:
-    """One tensor under several keys, in one part and in two: it is loaded under each; shards are stored once."""
+    """One tensor under several keys, in one part and in two, is loaded under each; its shards are stored once."""
     from torch.distributed.tensor import Shard
 
     from snapstore.dcp import async_save, load, save
@@ -707,7 +707,7 @@ def case_tied_tensors(world: World) -> None:
 
 
 def case_replicas_are_stored_once(world: World) -> None:
-    """A state that every rank holds whole costs what one of them costs."""
+    """A state that every rank holds whole is stored once."""
     from snapstore.dcp import load, save
 
     state = {"ddp": {f"w{n}": whole((400, 100), n) for n in range(6)}}
@@ -724,7 +724,7 @@ def case_replicas_are_stored_once(world: World) -> None:
 
 
 def case_keys_of_each_rank(world: World) -> None:
-    """Ranks may have keys of their own, as data loaders are saved: each loads its own."""
+    """Ranks may have keys of their own, as data loaders do: each rank loads its own."""
     from snapstore.dcp import load, save
 
     mine = f"loader_{world.rank}"
@@ -828,8 +828,8 @@ def case_values_of_each_rank(world: World) -> None:
 
 
 def case_plain_tensors_of_some_ranks(world: World) -> None:
-    """Pipeline stages: layers of one rank and of several, in lists, tuples and arrays too, which change between saves;
-    each rank gets its own back, and one target all of them.
+    """Pipeline stages: layers of one rank and of several, in lists, tuples and arrays too, which change between saves.
+    Each rank gets its own back, and one target can take all of them.
     """
     import numpy as np
     import torch.distributed.checkpoint as dcp
@@ -839,7 +839,7 @@ def case_plain_tensors_of_some_ranks(world: World) -> None:
     from snapstore import Repository
     from snapstore.dcp import async_save, load, save
 
-    class OfStages(DefaultSavePlanner):  # a class of its own: the cache is by its name
+    class OfStages(DefaultSavePlanner):  # a class of its own: the cache goes by the name
         pass
 
     def held(rank: int, step: int) -> dict[str, Any]:
@@ -890,7 +890,7 @@ def case_plain_tensors_of_some_ranks(world: World) -> None:
 
 
 def case_a_tensor_that_other_ranks_come_to_hold(world: World) -> None:
-    """Copies of a rank's share are not enough if others drop the tensor: that save fails, and the next one works."""
+    """If some ranks drop a tensor, the copies of the others' shares do not cover it: the save fails, the next works."""
     from torch.distributed.checkpoint import CheckpointException
 
     from snapstore.dcp import async_save, load
@@ -911,7 +911,7 @@ def case_a_tensor_that_other_ranks_come_to_hold(world: World) -> None:
 
 
 def case_plain_values_that_differ(world: World) -> None:
-    """They are an error on all ranks, which names the rank, and then the key; nothing is committed."""
+    """They are an error on all ranks: the first names the rank, the next the key; nothing is committed."""
     from torch.distributed.checkpoint import CheckpointException
 
     from snapstore import Repository
@@ -952,7 +952,7 @@ def case_replicas_that_differ(world: World) -> None:
 
 
 def case_buffers_that_differ(world: World) -> None:
-    """BatchNorm's buffers are rank 0's, whole, with one warning there; a parameter that differs is an error."""
+    """BatchNorm's buffers are saved from rank 0 alone, which warns once; a parameter that differs is an error."""
     import logging
 
     import torch
@@ -1067,9 +1067,7 @@ def case_a_rank_that_fails(world: World) -> None:
 
 
 def case_failures_of_a_load(world: World) -> None:
-    """A failure on any rank fails the load on all if it uses collectives, and the next load works; so does a missing
-    key.
-    """
+    """A failure on any rank, or a missing key, fails a load with collectives on all ranks; the next load works."""
     import torch.distributed.checkpoint as dcp
 
     from snapstore.dcp import save
@@ -1091,13 +1089,13 @@ def case_failures_of_a_load(world: World) -> None:
         with raises(dcp.CheckpointException, "injected", rank):
             dcp.load(target, storage_reader=reader, checkpoint_id=1)
         reader.__dict__.pop(hook, None)
-    dcp.load(target, storage_reader=reader, checkpoint_id=1)  # which has just failed
+    dcp.load(target, storage_reader=reader, checkpoint_id=1)  # the reader that has just failed
     expect_whole(target["a"], whole((3, 3)))
     writer.close()
 
 
 def case_another_coordinator(world: World) -> None:
-    """DCP's older functions let another rank than 0 coordinate: it commits, and its failures are everybody's."""
+    """DCP's older functions let another rank than 0 coordinate: it commits, and its failures fail all ranks."""
     import torch.distributed.checkpoint as dcp
 
     state = {"w": whole((300, 40)), "n": 1}
@@ -1121,7 +1119,7 @@ def case_another_coordinator(world: World) -> None:
 
 
 def case_ranks_that_do_not_agree(world: World) -> None:
-    """Other steps, or other repositories, are errors that say so on all ranks."""
+    """Ranks with different steps or repositories get errors that say so."""
     import torch.distributed.checkpoint as dcp
 
     from snapstore.dcp import SnapstoreWriter, save
@@ -1198,7 +1196,7 @@ def case_groups(world: World) -> None:
 
 
 def case_planners(world: World) -> None:
-    """A planner that changes DTensors, and the plan cache over several saves."""
+    """A planner that changes values, and the plan cache over several saves."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -1234,7 +1232,7 @@ def case_planners(world: World) -> None:
         expect_same(target, full(state))
     writer.close()
 
-    class OfFewSaves(DefaultSavePlanner):  # a class of its own: the cache is by its name
+    class OfFewSaves(DefaultSavePlanner):  # a class of its own: the cache goes by the name
         pass
 
     for step in range(6, 9):  # a writer for each save; the second one fails
@@ -1255,7 +1253,7 @@ def case_planners(world: World) -> None:
 
 
 def case_bytes_on_the_wire(world: World) -> None:
-    """A rank sends less than 2 KiB in a save, whatever the number of tensors, once another one has its keys."""
+    """Every rank but 0 sends less than 2 KiB in a save of 300 tensors, if rank 0 has the same keys."""
     import pickle
 
     import torch.distributed as dist
@@ -1317,7 +1315,7 @@ def case_next_saves_are_deltas(world: World) -> None:
 
 
 def case_large_trees(world: World) -> None:
-    """A large tree of plain values costs nothing at the next save, an edit a few chunks; DCP loads it."""
+    """A large tree of plain values costs nothing in the next save, and one chunk after an edit; DCP loads it."""
     import torch.distributed.checkpoint as dcp
 
     from snapstore.dcp import save
@@ -1398,7 +1396,7 @@ def case_load_of_another_world(world: World) -> None:
     assert target["n"] == before
     from snapstore.dcp import SnapstoreWriter
 
-    writer = SnapstoreWriter(world.url, run=f"other-world-{before}")  # and goes on in the same run
+    writer = SnapstoreWriter(world.url, run=f"other-world-{before}")  # which goes on in the same run
     save(target, writer, 2)
     if world.rank == 0:
         assert writer.snapshot.new_chunks <= 0.2 * writer.snapshot.chunks + 2, writer.snapshot

@@ -1,7 +1,7 @@
 """Trains with DeepSpeed on CPU, as one rank of a job with gloo: `deepspeed_worker.py JOB`.
 
-RANK, WORLD_SIZE and so on are set. JOB is JSON: the ZeRO stage, the folder, the step to stop at, the step behind
-which SIGKILL comes or null, and whether saves run in the background. It saves at every second step and resumes from
+RANK, WORLD_SIZE and so on are set. JOB is JSON: the ZeRO stage, the folder, the step to stop at, the step after
+which it kills itself or null, and whether saves run in the background. It saves at every second step and resumes from
 `latest`. At the end it writes its steps and a digest of the model and of its share of the optimizer to
 `<out>.<rank>`.
 """

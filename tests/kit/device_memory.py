@@ -1,4 +1,4 @@
-"""Restores and saves through device memory, for a device of any kind: CPU tensors play it where there is no other."""
+"""Restores and saves through the memory of any device; CPU tensors stand in for it where there is none."""
 
 import math
 
@@ -21,13 +21,13 @@ def everywhere(device):
 
 
 def ours(device):
-    """The predicate of a device that is not the host, or of one that CPU tensors play."""
+    """Return the predicate `on_device` of a device, or of CPU tensors that stand in for one."""
     kind = torch.device(device).type
     return lambda other: other.type == kind
 
 
 def noise(name, shape, device, seed=7):
-    """As `random_tensor`, made of bytes on the device: rare dtypes lack operations."""
+    """As `random_tensor`, but on the device and made of bytes: rare dtypes lack operations."""
     stored = as_bytes(random_tensor(name, shape, seed))
     flat = torch.empty(stored.size, dtype=torch.uint8, device=device)
     flat.copy_(torch.from_numpy(stored.copy()))

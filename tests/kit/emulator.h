@@ -1,5 +1,5 @@
-// CUDA's thread blocks on a CPU, for testing kernels where there is no device: every thread of a block is a fibre, and
-// a barrier runs the others. Just what the kernels in snapstore/engine/cuda use.
+// CUDA's thread blocks on a CPU, to test kernels where there is no device: every thread of a block is a fibre, and a
+// barrier runs the others. It has only what the kernels in snapstore/engine/cuda use.
 
 #include <cmath>
 #include <csetjmp>
@@ -77,7 +77,7 @@ static void yield() {
     if (!_setjmp(fibres[running].place)) _longjmp(scheduler, 1);
 }
 
-struct Barrier {  // of a block, or of a warp; threads that have ended are waited for no more
+struct Barrier {  // of a block, or of a warp; nobody waits for threads that have ended
     unsigned alive = 0, here = 0;
     unsigned long passed = 0;
     void look() {
@@ -99,7 +99,7 @@ static Barrier of_block, of_warp[32];
 static void __syncthreads() { of_block.wait(); }
 static void __syncwarp() { of_warp[running / 32].wait(); }
 template <typename T>
-static T shuffled(T value, unsigned from) {  // the value of another lane, or of this one if the lane is none
+static T shuffled(T value, unsigned from) {  // the value of another lane, or of this one if there is no such lane
     std::memcpy(&fibres[running].shuffled, &value, sizeof(T));
     of_warp[running / 32].wait();
     T other;

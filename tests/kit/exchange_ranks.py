@@ -32,7 +32,7 @@ def manager(world: World, run: str, **options: Any) -> Iterator[Any]:
 
 @contextmanager
 def decoded(world: World) -> Iterator[Counter[str]]:
-    """Count how often chunks are decoded, by their digests; on leaving, those of all ranks.
+    """Count how often each chunk is decoded, by its digest; at the end, sum the counts of all ranks.
 
     A job with NCCL exchanges in the memory of GPUs, so its chunks are decoded there, also those of plain tensors.
     """
@@ -114,7 +114,7 @@ def expect_state(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def case_replicated(world: World) -> None:
-    """Plain tensors, equal on all ranks: each chunk is decoded once a node, and by each rank without the exchange."""
+    """Plain tensors, equal on all ranks: a chunk is decoded once per node, and without the exchange once per rank."""
     state = plain_state(world)
     with manager(world, "replicated", async_save=False) as snapshots:
         snapshots.save(1, state)
@@ -274,7 +274,7 @@ def case_rewritten(world: World) -> None:
         with (
             decoded(world),
             mock.patch.object(_Rounds, "_exchange", gone),
-            mock.patch("snapstore.restore.pipeline.ruling_now", return_value=None),  # it is another one now
+            mock.patch("snapstore.restore.pipeline.ruling_now", return_value=None),  # as if the record had changed
             raises(IntegrityError, f"{'' if world.rank == 1 else 'rank 1: '}rewritten@1: was rewritten or deleted"),
         ):
             snapshots.restore(1, read="exchange")
@@ -282,7 +282,7 @@ def case_rewritten(world: World) -> None:
 
 
 def case_unlike(world: World) -> None:
-    """Ranks that call something else, or with another step, are an error on all, and no hang."""
+    """If ranks make different calls, or with another step, that is an error on all, and no hang."""
     from snapstore import InvalidInputError
 
     state = {"a": whole((3000,), 5)}
@@ -363,7 +363,7 @@ def case_killed(world: World) -> None:
 
 
 def case_cuda(world: World) -> None:
-    """Tensors on GPUs of their own, exchanged by NCCL; needs as many GPUs as ranks."""
+    """Each rank has tensors on its own GPU, and NCCL exchanges them; needs as many GPUs as ranks."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard

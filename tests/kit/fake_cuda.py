@@ -1,11 +1,11 @@
 """A CUDA device made of this CPU, so that the host code of the GPU engine (engine/cuda) runs where there is no GPU.
 
-A plugin of pytest, for a process of its own: `pytest -p kit.fake_cuda tests/gpu` with tests/ on PYTHONPATH. Beneath
-snapstore all that is the device's is replaced: torch.cuda's streams, events and allocator, tensors on the device
+A plugin of pytest, for a process of its own: `pytest -p kit.fake_cuda tests/gpu` with tests/ on PYTHONPATH. It replaces
+everything below snapstore that needs the device: torch.cuda's streams, events and allocator, tensors on the device
 (`CudaTensor`), CuPy, and nvCOMP. Kernels run on the emulator of thread blocks (emulator.h).
 
-Work is done when it is enqueued, on whatever stream: a wait that is missing is not noticed. nvCOMP's sizes are the real
-ones, its bit streams those of other libraries. tests/gpu on a real device is what counts (docs/contributing.md).
+Work is done when it is enqueued, on whatever stream, so a missing wait is not noticed. Sizes are those of nvCOMP; the
+bit streams are those of other libraries. Only tests/gpu on a real device proves the engine (docs/contributing.md).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Memory:
     TOTAL_BYTES = 80 * 1024**3
     STEP_BYTES = 512  # as torch's: sizes and addresses are multiples
     GUARD, FILLING = 0xA5, 0xC3
-    #: New memory holds garbage, as that of a device, as far as it costs nothing to speak of.
+    #: The first bytes of new memory hold garbage, as on a device. Filling more would take time.
     FILLED_BYTES = 64 * 1024
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Memory:
         self._lock = threading.RLock()  # a finalizer may run at any time
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """(nbytes,) uint8, until no tensor lies in it any more."""
+        """Return (nbytes,) uint8; it is given back once no tensor uses it."""
         size = -(-nbytes // self.STEP_BYTES) * self.STEP_BYTES
         with self._lock:
             unsafe("cudaMalloc", by_torch=True)
@@ -102,7 +102,7 @@ class CudaTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Results of operators lie on the device as well."""
-        if func is torch.Tensor.copy_:  # what it returns lies where it was
+        if func is torch.Tensor.copy_:  # its result lies where its target does
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func not in MIXED and any(type(a) in (torch.Tensor, torch.nn.Parameter) and a.dim() for a in args):
@@ -129,14 +129,14 @@ def is_cuda(device: Any) -> bool:
 
 
 def from_device(value: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory."""
+    """Return a copy in host memory."""
     with torch._C.DisableTorchFunctionSubclass():
         copy = value.detach().as_subclass(torch.Tensor).clone()
         return copy.requires_grad_(value.requires_grad)
 
 
 def to_device(value: torch.Tensor) -> torch.Tensor:
-    """A copy on the device, or the tensor itself if it lies there; unlike torch's, no operator of autograd."""
+    """Return a copy on the device, or the tensor itself if it lies there; unlike torch's, autograd does not see it."""
     if isinstance(value, CudaTensor):
         return value
     plain = value.detach().clone().resolve_conj().resolve_neg()
@@ -145,7 +145,7 @@ def to_device(value: torch.Tensor) -> torch.Tensor:
 
 
 def new_on_device(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Uninitialized."""
+    """Return an uninitialized tensor on the device."""
     count = 0 if 0 in shape else 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
     memory = MEMORY.take(count * dtype.itemsize).view(dtype)
     return memory.as_strided(shape, strides).as_subclass(CudaTensor)
@@ -158,7 +158,7 @@ FACTORIES = (
 
 
 def factory(name: str) -> Callable[..., torch.Tensor]:
-    """torch's, which takes our device too, and page-locked memory."""
+    """Return torch's factory, which then takes our device and page-locked memory too."""
     real = getattr(torch, name)
 
     def made(*args: Any, device: Any = None, pin_memory: bool = False, **options: Any) -> torch.Tensor:
@@ -203,7 +203,7 @@ _TO = torch.Tensor.to
 
 
 class Stream:
-    """Does everything at once. As torch's, one of a pool of 32, lent round and round."""
+    """Does everything at once. As in torch, new streams come from a pool of 32, in turn."""
 
     _POOL = itertools.cycle(range(1, 33))
 
@@ -224,7 +224,7 @@ class Stream:
 
 
 class Event:
-    """Done only when asked for the second time, so that who waits by asking lets others go on in between."""
+    """Once recorded, done only at the second query: code that polls it lets other threads go on in between."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._asked = 1
@@ -261,7 +261,7 @@ def on_stream(stream: Stream) -> Iterator[None]:
 
 
 def entered(*args: Any) -> contextlib.AbstractContextManager[None]:
-    """The stream that is current anyway; it may be entered again and again."""
+    """Return a context that changes nothing; it may be entered again and again."""
     return contextlib.nullcontext()
 
 
@@ -270,7 +270,7 @@ def nothing(*args: Any) -> None:
 
 
 class Graph:
-    """torch.cuda.CUDAGraph, of calls of operators that work in place."""
+    """torch.cuda.CUDAGraph: the recorded calls of in-place operators."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, Any, Any]] = []
@@ -281,7 +281,7 @@ class Graph:
 
 
 class Capture(TorchFunctionMode):
-    """torch.cuda.graph: what works in place is noted, and not done."""
+    """torch.cuda.graph: records in-place operators, and does not run them."""
 
     running: Capture | None = None
 
@@ -309,9 +309,9 @@ class Capture(TorchFunctionMode):
 
 
 def unsafe(call: str, *, by_torch: bool = False) -> None:
-    """A call that fails, and a capture with it, in every thread but those whose mode is relaxed.
+    """Fail as a call that CUDA forbids during a capture, and ruin the capture; not in a thread whose mode is relaxed.
 
-    `by_torch`: torch makes that of the capturing thread the relaxed one for it.
+    `by_torch`: torch relaxes the mode of the capturing thread for this call.
     """
     capture = Capture.running
     own = capture is not None and capture.thread == threading.get_ident()
@@ -400,7 +400,7 @@ def fetch(count: int, source: int, destination: int, length: int) -> None:
     ctypes.memmove(destination, source, length)
 
 
-#: Kernels that touch every byte several times, which the emulator is slow at; tests/gpu/test_kernels.py runs theirs.
+#: Kernels that touch every byte several times: the emulator is slow at that. tests/gpu/test_kernels.py runs their code.
 ON_HOST: dict[str, Callable[..., None]] = {"digest": digest, "gather": gather, "fetch": fetch}
 
 
@@ -493,8 +493,8 @@ class Codec:
     """A codec in the place of one of nvCOMP's, with the sizes of nvCOMP 6.0.
 
     Args:
-        block_bytes, room_bytes: the blocks that snapstore makes, and what nvCOMP says that one may take.
-        compress_bytes, decompress_bytes: what it works in, a block.
+        block_bytes, room_bytes: the size of the blocks that snapstore makes, and nvCOMP's bound for a compressed one.
+        compress_bytes, decompress_bytes: the temporary memory that it needs for each block.
     """
 
     def __init__(
@@ -625,7 +625,7 @@ def libnvcomp() -> types.ModuleType:
 
 
 def kind_of(value: Any) -> type:
-    """As `type`, but a tensor of ours is one of torch's: snapstore stores no subclasses."""
+    """As `type`, but a CudaTensor counts as torch.Tensor: snapstore stores no subclasses."""
     kind = type(value)
     if kind is CudaTensor:
         return torch.nn.Parameter if isinstance(value, torch.nn.Parameter) else torch.Tensor
@@ -633,7 +633,7 @@ def kind_of(value: Any) -> type:
 
 
 def install() -> None:
-    """This process has a CUDA device."""
+    """Give this process a CUDA device."""
     for name in FACTORIES:
         setattr(torch, name, factory(name))
     for name, value in TORCH_CUDA.items():
@@ -657,7 +657,7 @@ def install() -> None:
 install()  # before tests/gpu/conftest.py asks whether there is a device
 
 
-#: By name of a module of tests, what to put there for smaller states: the emulator is slow.
+#: By the name of a test module: replacements that make its states smaller. The emulator is slow.
 SMALLER: dict[str, dict[str, Callable[[Any], Any]]] = {
     "test_gpu_ans": {
         "DTYPES": lambda names: names[::8],
@@ -671,7 +671,7 @@ SMALLER: dict[str, dict[str, Callable[[Any], Any]]] = {
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Before any fixture makes a state."""
+    """Make states smaller, before any fixture makes one."""
     for module in {item.module for item in items}:
         for name, smaller in SMALLER.get(module.__name__, {}).items():
             setattr(module, name, smaller(getattr(module, name)))
@@ -679,7 +679,7 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 
 @pytest.fixture(autouse=True)
 def _guards() -> Iterator[None]:
-    """Nothing was written beyond any memory of the device."""
+    """Check that no test writes beyond memory of the device."""
     yield
     overruns, MEMORY.overruns = MEMORY.overruns, []
     assert overruns == []

@@ -23,12 +23,12 @@ from snapstore.storage.memory import MemoryStore
 
 CRASHES = ("crash-before", "crash-after")
 #: fail: once, before the effect. lost: the effect, then the error, once. outage: every operation from k on, before the
-#: effect. lost-outage: as outage, but the k-th has its effect. full: every put from k on.
+#: effect. lost-outage: as outage, but the k-th has its effect. full: every put and lock from k on.
 FAILURES = ("fail", "lost", "outage", "lost-outage", "full")
 #: torn: the process dies in a put that has left the first half of its bytes. late: the operation fails, and has its
 #: effect some operations later, or once the fault is over: a request that was on its way.
 MODES = (*CRASHES, *FAILURES, "torn", "late")
-#: How many operations of the same store later.
+#: A late operation has its effect this many operations of the same store later.
 LATE_BY = 4
 
 
@@ -56,7 +56,7 @@ class FaultStore:
         self._late: Callable[[], Any] | None = None
 
     def heal(self) -> None:
-        """The fault is over."""
+        """End the fault; a late operation has its effect now."""
         self.at = None
         self._land()
 
@@ -67,7 +67,7 @@ class FaultStore:
                 effect()
 
     def die(self) -> None:
-        """The process of this store ends: its locks with it."""
+        """End the process of this store; the kernel releases its locks."""
         self.dead = True
         for key in self._held:
             drop_lock(self.inner, key)
@@ -103,7 +103,7 @@ class FaultStore:
         raise StorageError(f"{key}: {name} failed (injected: {self.mode})")
 
     def put(self, key: str, data: Buffer) -> None:
-        data = bytes(data)  # a late one is read when its owner has gone on
+        data = bytes(data)  # a late put has its effect when the caller may have changed them
         if self.mode == "torn" and self.at == len(self.log):
             self.inner.put(key, data[: len(data) // 2])
         self._act("put", key, lambda: self.inner.put(key, data))
@@ -187,7 +187,7 @@ def drop_lock(inner: ObjectStore, key: str) -> None:
 
 
 class _Done:
-    """An `engine.Pending` of something that has been done already."""
+    """An `engine.Pending` of work that is done already."""
 
     def __init__(self, results: list[Any], failure: Exception | None = None) -> None:
         self._results, self._failure = results, failure
@@ -221,7 +221,7 @@ def one_thread(monkeypatch: Any, *, index: bool = True) -> None:
 
 
 def index_in_place(monkeypatch: Any) -> None:
-    """The index of a repository that a `FaultStore` shows is its own one on the disk, as if it were opened itself."""
+    """Give a repository behind a `FaultStore` the index on the disk that it has when it is opened directly."""
     real = index.folder_for
     monkeypatch.setattr(
         "snapstore.catalog.index.folder_for", lambda store, uuid: real(getattr(store, "inner", store), uuid)

@@ -31,7 +31,7 @@ def decode(blocks: Sequence[memoryview], out: np.ndarray, block_bytes: int) -> N
 
 
 def encode_plane(plane: np.ndarray, kind: int) -> tuple[int, list[Any]]:
-    """As blob._encode_plane: every plane that shrinks."""
+    """As blob._encode_plane; compress every plane that shrinks."""
     data = np.ascontiguousarray(plane).data
     blocks = [zlib.compress(data[i : i + BLOCK_BYTES], 9) for i in range(0, len(data), BLOCK_BYTES)]
     if blocks and sum(map(len, blocks)) + 4 * len(blocks) < len(data):
@@ -40,13 +40,13 @@ def encode_plane(plane: np.ndarray, kind: int) -> tuple[int, list[Any]]:
 
 
 def readable(monkeypatch: Any) -> None:
-    """Codec 70 can be decoded here."""
+    """Let this process decode codec 70."""
     monkeypatch.setitem(codecs._DECODERS, codecs.ANS, decode)
 
 
 @contextmanager
 def written() -> Iterator[None]:
-    """New blobs are in codec 70, and none is a sparse delta, as on a GPU."""
+    """Write new blobs in codec 70, and none as a sparse delta, as a GPU does."""
     kept = blob._encode_plane, codecs.BLOCK_BYTES, sparse.TRIED_BELOW_SHARE
     blob._encode_plane, codecs.BLOCK_BYTES, sparse.TRIED_BELOW_SHARE = encode_plane, BLOCK_BYTES, -1.0
     try:

@@ -25,7 +25,7 @@ from snapstore.storage.memory import MemoryStore
 MIB = 1024 * 1024
 SIZE = 8192  # of every forged chunk
 CHUNK_BYTES = 8192
-SEED = 0x5EED5EED5EED5EED  # of every forged repository: who forges one has read its config
+SEED = 0x5EED5EED5EED5EED  # of every forged repository: an attacker can read the config
 
 
 #: The limit for one hostile input [s of this process's time, so that others on the machine do not count]. Most take
@@ -35,7 +35,7 @@ LIMIT_S = 10.0
 
 @contextmanager
 def little_time(limit_s=LIMIT_S):
-    """The block ends, and soon: a loop that does not end is pytest's time-out's to stop."""
+    """Check that the block ends soon. A loop that does not end is stopped by pytest's time-out."""
     began = time.process_time()
     yield
     took_s = time.process_time() - began
@@ -44,7 +44,7 @@ def little_time(limit_s=LIMIT_S):
 
 @contextmanager
 def little_memory(limit_bytes=8 * MIB, limit_s=LIMIT_S):
-    """Nothing in the block may allocate more than this at once; nor take more than `little_time`."""
+    """Check that the block never has more than this allocated, and takes no longer than `little_time` allows."""
     tracemalloc.start()
     try:
         with little_time(limit_s):
@@ -57,17 +57,17 @@ def little_memory(limit_bytes=8 * MIB, limit_s=LIMIT_S):
 
 @contextmanager
 def budget(world, *, decoded_bytes=0, fits=False):
-    """A block may take memory and time by the bytes that a forged repository stores, whatever it declares.
+    """Check that a block takes memory and time by the bytes that a forged repository stores, not by those it declares.
 
     Args:
-        decoded_bytes: what it may decode, at half a gigabyte a second.
-        fits: what it declares and fits into memory may be allocated.
+        decoded_bytes: how much it may decode, at half a gigabyte a second.
+        fits: whether a declared size that fits into memory may be allocated.
     """
     declared = 2 * 1024 * MIB if fits else 0
     stored = world.stored_bytes
-    # A byte of a tree is at most 64 unpacked, each an object of some sixty; a chunk and what it is decoded by.
+    # A byte of a tree unpacks to at most 64, each an object of about 64 bytes. A chunk has buffers to decode it.
     limit_s = 5.0 + 1e-4 * stored + decoded_bytes / 5e8
-    room = 96 * MIB + 4096 * stored + 8 * world.size + declared  # modules that a verb imports first included
+    room = 96 * MIB + 4096 * stored + 8 * world.size + declared  # includes modules that a verb imports first
     with little_memory(room, limit_s):
         yield
 
@@ -77,7 +77,7 @@ def noise(seed, size=SIZE):
 
 
 def digest(chunk):
-    """As the forged repository's."""
+    """Return the digest of a chunk in a forged repository."""
     return digests.digest(chunk, SEED)
 
 
@@ -90,7 +90,7 @@ def delta(chunk, base):
 
 
 def difference(chunk, base):
-    """As `forge_blob` takes it: of single bytes."""
+    """Return the difference of single bytes, as `forge_blob` takes it."""
     found = np.empty_like(chunk)
     planes.difference(chunk, base, 1, found)
     return found
@@ -111,7 +111,7 @@ FIELDS = (
 
 
 def rewrite(data, **changes):
-    """A blob with other header fields and a checksum that holds."""
+    """Return a blob with other header fields and a valid checksum."""
     fields = dict(zip(FIELDS, HEADER.unpack_from(data), strict=True)) | changes
     out = bytearray(HEADER.pack(*(fields[name] for name in FIELDS)) + data[HEADER.size :])
     struct.pack_into("<Q", out, 8, checksum(bytes(out[16:])))
@@ -119,7 +119,7 @@ def rewrite(data, **changes):
 
 
 def coded_blob(chunk, codec, block, **changes):
-    """A blob of one plane in one block of a codec, whatever the block holds."""
+    """Return a blob of one plane in one block of a codec, whatever the block holds."""
     head = HEADER.pack(
         blob.MAGIC, 1, 0, 0, 0, 1, 0, 0, chunk.size, len(block), 65536, bytes([codec]).ljust(8, b"\0"), 1, 0,
         digest(chunk), bytes(16),
@@ -145,7 +145,7 @@ class World:
         return sum(len(data) for data, _ in self.store._objects.values())
 
     def pack(self, *blobs, size_bytes=None):
-        """Put a pack; [(number, offset, length)] of its blobs."""
+        """Put a pack without a valid footer; return [(number, offset, length)] of its blobs."""
         writer = pack.PackWriter(bytes(16), 0, len(self.packs), "")
         places, pieces, at = [], [writer.buffer[: pack.HEADER.size].tobytes()], pack.HEADER.size
         for data in blobs:
@@ -159,7 +159,7 @@ class World:
         return places
 
     def whole_pack(self, *blobs):
-        """As `pack`, with a footer that holds, for verbs that look into it."""
+        """As `pack`, with a valid footer, for verbs that read it."""
         writer = pack.PackWriter(bytes(16), 0, len(self.packs), "")
         made = HostEncoded([EncodedChunk(memoryview(bytearray(b)), False, np.empty(0, np.uint8)) for b in blobs])
         offsets = writer.extend(made, 0, len(blobs)).tolist()
@@ -170,7 +170,7 @@ class World:
         return [(len(self.packs) - 1, offset, len(b)) for offset, b in zip(offsets, blobs, strict=True)]
 
     def table(self, chunks):
-        """A table of [(digest, [(number, offset, length)...])...], newest reference first."""
+        """Return a table of [(digest, [(number, offset, length)...])...], newest reference first."""
         refs = [ref for _, chain in chunks for ref in chain]
         kinds = [kind for _, chain in chunks for kind in [1] * (len(chain) - 1) + [0]]
         return ChunkTable(
@@ -185,7 +185,7 @@ class World:
         )
 
     def manifest(self, chunks=(), **changes):
-        """A manifest of one byte tensor `w` over these chunks, or of others that share them out."""
+        """Return a manifest of one uint8 tensor `w` over these chunks; `changes` replace any of its fields."""
         n = len(chunks)
         shape = [n * self.size]
         entry = TensorEntry(["w"], "tensor", "uint8", shape, False, None, [Box([0], shape, 0, n)] if n else [], None)
@@ -199,7 +199,7 @@ class World:
         return manifest.encode(manifest.ManifestContents(**(fields | changes)))
 
     def commit(self, *manifests, **changes):
-        """A committed snapshot r@0 of these manifests."""
+        """Put the record of a committed snapshot r@0 with these manifests, and the manifests."""
         refs = []
         for data in manifests:
             name = hashlib.sha256(data).hexdigest()
@@ -240,7 +240,7 @@ def header_of(data):
 
 
 def reheader(data, **changes):
-    """A manifest with other header fields, some beyond what `encode` would write, and a checksum that holds."""
+    """Return a manifest with other header fields, also such as `encode` would not write, and a valid checksum."""
     fields = msgspec.to_builtins(header_of(data), builtin_types=(bytes,)) | changes
     packed = msgspec.msgpack.encode(fields)
     prefix = layout.PREFIX.pack(layout.MAGIC, 1, 0, len(packed), checksum(packed))
@@ -248,7 +248,7 @@ def reheader(data, **changes):
 
 
 def with_section(data, name, stored, raw_bytes, codec=1):
-    """A manifest in which one section is other bytes, appended at the end."""
+    """Return a manifest in which one section is replaced by other bytes, appended at the end."""
     header = header_of(data)
     body = len(data) - len(manifest.header_bytes(data))
     sections = [s if s[0] != name else (name, body, len(stored), raw_bytes, codec) for s in header.sections]

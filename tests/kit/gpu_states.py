@@ -1,4 +1,4 @@
-"""States whose bytes are known, on any device; exact comparison; and what else the tests of the GPU engine share."""
+"""States of known bytes on any device, exact comparison, and other helpers that the tests of the GPU engine share."""
 
 import gc
 import hashlib
@@ -32,7 +32,7 @@ OPTIONS = SaveOptions(threads=4)
 
 
 def content(kind, size, seed=0):
-    """(size,) uint8: bits at random, floats of one scale, or mostly one value."""
+    """Return (size,) uint8: random bits, floats of one scale, or mostly one value."""
     rng = np.random.default_rng(seed)
     if kind == "noise":
         return rng.integers(0, 256, size, np.uint8)
@@ -58,7 +58,7 @@ def floats(count, seed=0, device="cpu"):
 
 
 def every_dtype(device, sizes):
-    """Every dtype that torch has, in tensors of about these sizes [bytes], and in odd shapes."""
+    """Return a state with every dtype of torch, in tensors of about these sizes [bytes] and in odd shapes."""
     state = {}
     for i, name in enumerate(DTYPES):
         itemsize = TORCH_DTYPES[name][0]
@@ -73,7 +73,7 @@ def every_dtype(device, sizes):
 
 
 def odd_ones(device):
-    """Views, conjugates, parameters, ties: all that is no plain tensor in C order."""
+    """Return a state of views, conjugates, parameters and ties: all that is not a plain tensor in C order."""
     grid = floats(300 * 200, 1, device).view(300, 200)
     raw = typed("uint8", (20_011,), 2, device)
     waves = torch.complex(floats(3000, 3, device), floats(3000, 4, device)).view(60, 50)
@@ -92,7 +92,7 @@ def odd_ones(device):
 
 
 def facts(state):
-    """path -> type, dtype, shape, requires_grad and digest of the bytes, of every leaf; JSON says the same."""
+    """path -> type, dtype, shape, requires_grad and digest of the bytes, of every leaf; JSON keeps it as it is."""
     found = {}
 
     def walk(value, path):
@@ -129,7 +129,7 @@ def tensors(state):
 
 
 def moved(value, device):
-    """A copy on another device, of whatever dtype: as bytes."""
+    """Return a copy on another device, moved as bytes: so any dtype works."""
     flat = value.detach().reshape(-1).view(torch.uint8).to(device)
     return flat.view(value.dtype).view(value.shape)
 
@@ -143,7 +143,7 @@ def drift(state, step):
 
 
 def scrambled(state):
-    """The same structure, other values: what a restore is to overwrite."""
+    """Return the same structure with other values, for a restore to overwrite."""
     if isinstance(state, dict):
         return {key: scrambled(child) for key, child in state.items()}
     if not isinstance(state, torch.Tensor):
@@ -159,13 +159,13 @@ def scrambled(state):
 
 
 def repository(chunk_bytes=4096, store=None, **options):
-    """A new one."""
+    """Create a repository."""
     options = {"threads": 4, **options}
     return Repository.create(store or MemoryStore(), chunk_bytes=chunk_bytes, options=SaveOptions(**options))
 
 
 def manager(staging="device", chunk_bytes=4096, store=None, run="r", **options):
-    """A manager of a new repository, or of one that is there already."""
+    """Return a manager of a repository; create the repository if it is not there."""
     store = store or MemoryStore()
     with suppress(AlreadyExistsError):
         Repository.create(store, chunk_bytes=chunk_bytes, options=OPTIONS).close()
@@ -192,7 +192,7 @@ def codecs_of(store):
 
 
 def codecs_in_use(repo, store):
-    """The codecs of all planes that a snapshot needs; a pack that stays may hold others, which nothing needs."""
+    """Return the codecs of all planes that snapshots need; packs may hold planes that no snapshot needs."""
     found = set()
     for ref in (ref for snapshot in repo.snapshots() for ref in snapshot.manifests):
         m = manifest.read(store, ref, None)
@@ -207,7 +207,7 @@ def codecs_in_use(repo, store):
 
 
 def python(code, *args, gpu, timeout=110):
-    """Run code in a process of its own; its last line as JSON. Without `gpu` it sees none."""
+    """Run code in a process of its own; return its last line, read as JSON. Without `gpu` it sees no GPU."""
     env = environment() if gpu else environment(CUDA_VISIBLE_DEVICES="")
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, args)], env=env, capture_output=True, text=True, timeout=timeout
@@ -221,7 +221,7 @@ def python(code, *args, gpu, timeout=110):
 
 @contextmanager
 def headroom(nbytes):
-    """torch may take this much more device memory, and no more."""
+    """Let torch take this much more device memory, and no more."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -235,7 +235,7 @@ def headroom(nbytes):
 
 
 def exhaust():
-    """Take all that `headroom` has left; to be kept."""
+    """Take all that `headroom` leaves; the memory is held as long as the result is."""
     taken = []
     for size in (64 * MIB, 8 * MIB, MIB, 128 * 1024, 8 * 1024, 512):
         while len(taken) < 100_000:
@@ -247,7 +247,7 @@ def exhaust():
 
 
 def settles(check, seconds=5.0):
-    """Wait until something holds that threads bring about when they end."""
+    """Wait until a check passes that ending threads make pass; return whether it does."""
     deadline = time.monotonic() + seconds
     while not check() and time.monotonic() < deadline:
         gc.collect()

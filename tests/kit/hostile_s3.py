@@ -40,7 +40,7 @@ class Request:
 
 @dataclass
 class Wire:
-    """A connection in a lie's hands; `over` ends every wait with the server."""
+    """A connection that a lie controls; `over` ends every wait when the server ends."""
 
     sock: socket.socket
     over: threading.Event
@@ -56,7 +56,7 @@ class Wire:
                 return
 
     def stall(self) -> None:
-        """Until the client has gone."""
+        """Send nothing until the client has gone."""
         self.sock.settimeout(0.5)
         while not self.over.is_set():
             with suppress(TimeoutError):
@@ -64,12 +64,12 @@ class Wire:
                     return
 
 
-#: Gets the connection and the honest answer; whether the connection goes on.
+#: Gets the connection and the honest answer; returns whether the connection stays open.
 Lie = Callable[[Wire, bytes], "bool | None"]
 
 
 def answer(status: int, body: bytes = b"", reason: str = "OK", **fields: str) -> bytes:
-    """An answer's bytes."""
+    """Return the bytes of an answer."""
     fields = {"Content-Length": str(len(body)), "Date": formatdate(usegmt=True)} | {
         name.replace("_", "-"): value for name, value in fields.items()
     }
@@ -112,10 +112,12 @@ class HostileS3(SocketServer):
     def lie(
         self, part: str, lie: Lie, *, times: int = 10**9, method: str = "", stored: bool = False, after: int = 0
     ) -> _Rule:
-        """Answer so, to the next so many requests whose target has `part`; `stored`: after having done them.
+        """Answer the next `times` requests whose target, or x-lie header, contains `part` by a lie.
 
         Args:
-            after: so many of these requests are answered honestly first.
+            method: only requests of this method; "": all.
+            stored: do first what the request asks for; else a request that writes does nothing.
+            after: how many of these requests are answered honestly first.
         """
         rule = _Rule(part, lie, times, method, stored, after)
         with self._lock:
@@ -123,12 +125,12 @@ class HostileS3(SocketServer):
         return rule
 
     def honest(self, part: str) -> None:
-        """No more lies about `part`."""
+        """Tell no more lies about `part`."""
         with self._lock:
             self._rules = [rule for rule in self._rules if rule.part != part]
 
     def serve(self, client: socket.socket) -> None:
-        """Answer requests until one side has had enough."""
+        """Answer requests until one side closes the connection."""
         with self.connected(client), client.makefile("rb") as file:
             while self._one(client, file):
                 pass
@@ -239,7 +241,7 @@ class HostileS3(SocketServer):
 def page_of(
     objects: dict[str, tuple[bytes, float]], prefix: str, *, token: str = "", following: str = "", **replaced: str
 ) -> bytes:
-    """A page of a listing; `replaced`: elements by name, "" to leave one out."""
+    """Return a page of a listing; `replaced`: elements by name, "" to leave one out."""
     fields = {
         "Name": "bucket", "Prefix": quote(prefix), "MaxKeys": str(PAGE), "EncodingType": "url",
         "KeyCount": str(len(objects)), "IsTruncated": "true" if following else "false", "ContinuationToken": token,
@@ -267,7 +269,7 @@ def iso(when: float) -> str:
 
 
 def says(data: bytes, *, goes_on: bool = True) -> Lie:
-    """These bytes in place of the answer; the connection goes on."""
+    """Send these bytes in place of the answer; `goes_on`: the connection stays open."""
 
     def lie(wire: Wire, _: bytes) -> bool:
         wire.send(data)
@@ -277,7 +279,7 @@ def says(data: bytes, *, goes_on: bool = True) -> Lie:
 
 
 def first(data: bytes, later_s: float = 0.3) -> Lie:
-    """These bytes, and later the honest answer: a client that uses the connection again takes it for the next one."""
+    """Send these bytes, and later the honest answer: a client that reuses the connection takes it for the next one."""
 
     def lie(wire: Wire, honest: bytes) -> bool:
         wire.send(data)
@@ -289,7 +291,7 @@ def first(data: bytes, later_s: float = 0.3) -> Lie:
 
 
 def trickles(data: bytes = b"") -> Lie:
-    """The honest answer, or other bytes for ever, a byte at a time."""
+    """Send the honest answer, or other bytes for ever, one byte at a time."""
 
     def lie(wire: Wire, honest: bytes) -> None:
         while not wire.over.is_set():
@@ -301,7 +303,7 @@ def trickles(data: bytes = b"") -> Lie:
 
 
 def repeats(data: bytes) -> Lie:
-    """For ever, as fast as may be."""
+    """Send these bytes for ever, 50 times in each 10 ms."""
 
     def lie(wire: Wire, _: bytes) -> None:
         while not wire.over.is_set():
@@ -312,7 +314,7 @@ def repeats(data: bytes) -> Lie:
 
 
 def changed(change: Callable[[bytes, bytes], bytes], *, goes_on: bool = True) -> Lie:
-    """The honest answer with its (head, body) changed."""
+    """Send the honest answer with its (head, body) changed."""
 
     def lie(wire: Wire, honest: bytes) -> bool:
         head, _, body = honest.partition(b"\r\n\r\n")
@@ -323,7 +325,7 @@ def changed(change: Callable[[bytes, bytes], bytes], *, goes_on: bool = True) ->
 
 
 def then_stalls(part: Callable[[bytes], bytes]) -> Lie:
-    """A part of the honest answer, and then nothing."""
+    """Send a part of the honest answer, and then nothing."""
 
     def lie(wire: Wire, honest: bytes) -> None:
         wire.send(part(honest))
@@ -333,7 +335,7 @@ def then_stalls(part: Callable[[bytes], bytes]) -> Lie:
 
 
 def mutates(seed: int) -> Lie:
-    """The honest answer with some bytes changed, dropped, doubled or cut off."""
+    """Send the honest answer with some bytes changed, dropped, doubled or cut off."""
     chance = random.Random(seed)
     goes_on = chance.random() < 0.5
 
@@ -351,13 +353,13 @@ def mutates(seed: int) -> Lie:
 
 
 def before_body(lie: Lie) -> Lie:
-    """Told before the request's body is read."""
+    """Tell a lie before the request's body is read."""
     lie.before_body = True  # type: ignore[attr-defined]
     return lie
 
 
 def _field(name: str, value: str) -> Callable[[bytes, bytes], bytes]:
-    """A field of the head replaced; "": left out."""
+    """Replace a field of the head; "": leave it out."""
 
     def change(head: bytes, body: bytes) -> bytes:
         lines = [line for line in head.split(b"\r\n") if not line.lower().startswith(f"{name.lower()}:".encode())]
@@ -416,7 +418,7 @@ LIES: dict[str, Lie] = {
     "a refusal before the body": before_body(says(error(503, "SlowDown"))),
 }  # fmt: skip
 
-#: Lies that take all the time there is.
+#: Lies that keep a client waiting.
 SLOW: dict[str, Lie] = {
     "nothing for ever": then_stalls(lambda honest: b""),
     "the body is not read": before_body(then_stalls(lambda honest: b"")),

@@ -19,7 +19,7 @@ OPTIONS = SaveOptions(pack_bytes=4096, threads=1)
 
 
 def values(run: str, version: int) -> dict[str, Any]:
-    """The state of a version: an array that drifts, one all new, small ones."""
+    """Return the state of a version: an array that drifts, one all new, small ones."""
     drift = np.random.default_rng(sum(run.encode())).standard_normal(2048).astype(np.float32)
     drift[:: 64 + version % 3] += np.float32(version) / 1000
     noise = np.random.default_rng(version).integers(0, 255, 4096, np.uint8)
@@ -32,7 +32,7 @@ def save(repository: Repository, run: str, version: int, parent: str | None = No
 
 
 def writer(url: str, run: str) -> None:
-    """Six snapshots, of which three are forgotten again."""
+    """Save six snapshots, and forget three of them."""
     with Repository.open(url, options=OPTIONS) as repository:
         for step in range(6):
             save(repository, run, step)
@@ -41,7 +41,7 @@ def writer(url: str, run: str) -> None:
 
 
 def collector(url: str, log: str) -> None:
-    """One gc after the other; a line each."""
+    """Run gc after gc; append a line to the log for each."""
     with Repository.open(url) as repository:
         while True:
             result = repository.gc()
@@ -50,7 +50,7 @@ def collector(url: str, log: str) -> None:
 
 
 def killed(url: str) -> None:
-    """A save that ends behind its first pack."""
+    """Begin a save, and end the process after its first pack."""
     put = S3Store.put
 
     def die(self, key, data):

@@ -1,7 +1,7 @@
 """Trainings of a tiny Llama with Hugging Face's packages; as a script, one that kills itself: `REPOSITORY STEP`.
 
-Dropout draws random numbers at each step and the data is shuffled, so a training that goes on in another place than it
-ended gives other weights.
+Dropout draws random numbers at each step and the data is shuffled, so a training that does not resume exactly where it
+ended gets other weights.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Draw(TrainerCallback):
 
 
 class KillAt(TrainerCallback):
-    """Kills the process at the begin of the step behind `step`, when its save has just begun."""
+    """Kills the process when the step after `step` begins: the save of `step` has just begun."""
 
     def __init__(self, step: int) -> None:
         self.step = step

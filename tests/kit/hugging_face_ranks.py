@@ -1,7 +1,7 @@
 """One rank of two: `python -m kit.hugging_face_ranks FOLDER`, with the variables of a launcher such as RANK.
 
-It trains with the Trainer and DDP, then with Accelerate and FSDP2, each once whole and once from a step in the middle,
-and prints "same" for each whose ends are equal.
+It trains with the Trainer and DDP, then with Accelerate and FSDP2, each once whole and once from a step in the middle.
+It prints "same" for each pair that ends in the same state.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def train_ddp(root: Path, step: int | None) -> list[Any]:
 
 
 def train_fsdp2(root: Path, step: int) -> list[Any]:
-    """Train from a step with FSDP2. Accelerate makes it of GPUs alone, so this says that it is."""
+    """Train from a step with FSDP2. Accelerate enables it on GPUs only, so this sets its state by hand."""
     config = DataLoaderConfiguration(use_seedable_sampler=True)
     accelerator = Accelerator(cpu=True, dataloader_config=config)
     state = accelerator.state

@@ -1,6 +1,6 @@
 """Ctrl-C at a chosen place: wherever CPython may run a signal handler in some files of the package.
 
-CPython runs handlers behind calls and at the start of functions, never between the end of a `with` block and the
+CPython runs handlers after calls and at the start of functions, never between the end of a `with` block and the
 `__exit__` of its lock. So a trace function that raises KeyboardInterrupt does so only there. One place is left out,
 because no code can protect it: the start of an `__exit__` that is written in Python.
 """
@@ -47,7 +47,7 @@ class Interrupter:
     Args:
         files: paths below the package, such as "storage/locks.py".
         at: number of the place; None: none.
-        strike: what happens there instead.
+        strike: is called there; raises KeyboardInterrupt unless it is given.
 
     Attributes:
         passed: (file, line) of each place, in their order.

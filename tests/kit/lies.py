@@ -1,7 +1,7 @@
 """A store that answers one operation wrongly, once; and every wrong answer that an operation can be given.
 
-`LyingStore` records what it is asked, and what it answered, so a first run of a verb says which lies the next one can
-be told (`lies_of`). A lie is one of these, and nothing else is ever wrong:
+`LyingStore` records the operations and the lengths of its listings. So a first run of a verb shows which lies the next
+run can be told (`lies_of`). A lie is one of these, and nothing else is ever wrong:
 
     missing         get, get_range, stat: 404 for what is there
     other N         get, get_range: the bytes of the N-th other object of its kind, valid in themselves
@@ -10,7 +10,7 @@ be told (`lies_of`). A lie is one of these, and nothing else is ever wrong:
     without N       list, sizes: all but the N-th key by name
     stale           list: as it was before the verb began
     taken           put, lock: 412 for a free key, and nothing is stored
-    nothing         put, lock, delete, release: done, it says, and nothing is
+    nothing         put, lock, delete, release: reports success, and does nothing
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kit.faults import FaultStore
 from snapstore.errors import AlreadyExistsError, IntegrityError, NotFoundError
 from snapstore.storage.base import GET_LIMIT_BYTES, Buffer, ObjectInfo, ObjectStore
 
-#: So many other objects' bytes are tried for one read.
+#: For one read, the bytes of this many other objects are tried.
 OTHERS = 2
 
 
@@ -54,12 +54,12 @@ class LyingStore(FaultStore):
         self._before = {info.key: info for info in inner.list("")}
 
     def lie_once(self, k: int, lie: str) -> None:
-        """At the k-th operation from now on."""
+        """Tell a lie at the k-th operation from now on."""
         self.lie_at, self.lie = len(self.asked) + k, lie
         self._before = {info.key: info for info in self.inner.list("")}
 
     def _now(self, name: str, key: str) -> str:
-        """The lie that is due; empty: none."""
+        """Record an operation; return the lie that is due, or ""."""
         with self._lock:
             number = len(self.asked)
             self.asked.append(Asked(name, key))
@@ -72,7 +72,7 @@ class LyingStore(FaultStore):
         return any(info.key == key for info in self.inner.list(""))
 
     def _other(self, key: str, number: int) -> str:
-        """Another object of its kind."""
+        """Return the key of another object of the same kind; the same key if there is none."""
         kind = key.partition("/")[0]
         suffix = key.rpartition(".")[2] if kind == "gc" else ""
         keys = sorted(i.key for i in self.inner.list("") if i.key.partition("/")[0] == kind and i.key.endswith(suffix))
@@ -109,7 +109,7 @@ class LyingStore(FaultStore):
             raise IntegrityError(f"{key}: ends before the range does (a lie)") from None
 
     def _misled(self, lie: str, key: str) -> str:
-        """The key whose bytes are given."""
+        """Return the key whose bytes are given."""
         if not lie.startswith(("missing", "other")) or not self._there(key):
             return key
         if lie == "missing":
@@ -168,7 +168,7 @@ class LyingStore(FaultStore):
         super().release(key)
 
     def drop(self, key: str) -> None:
-        """The sign of life of a held object ends, whatever has become of the object."""
+        """Release the lock of an object, whether the object is there or not."""
         with self.inner._mutex:
             self.inner._locked.discard(key)
 
@@ -177,7 +177,7 @@ class LyingStore(FaultStore):
 
 
 def lies_of(asked: Asked) -> list[str]:
-    """Every wrong answer to an operation."""
+    """Return every wrong answer to an operation."""
     if asked.name in ("put", "lock"):
         return ["taken", "nothing"]
     if asked.name in ("delete", "release"):
@@ -196,7 +196,7 @@ def lies_of(asked: Asked) -> list[str]:
 
 
 def every_lie(asked: Iterable[Asked]) -> list[tuple[int, str]]:
-    """(k, lie) of all operations."""
+    """Return (k, lie) for every lie about every operation."""
     return [(k, lie) for k, one in enumerate(asked) for lie in lies_of(one)]
 
 

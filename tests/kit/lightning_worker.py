@@ -1,8 +1,8 @@
 """Trains with Lightning in forks of one process that has imported it: imports cost seconds, and a fork can be killed.
 
 Reads lines of JSON, each with a kind of training ("one", "io", "ddp", "sharded"), the number of ranks, the step to stop
-at, and the step behind which SIGKILL comes, or null. For each it forks the ranks, and prints their exit codes when they
-have ended. A rank writes the steps that it made and a digest of its model and optimizers to `<out>.<rank>`.
+at, and the step after which it kills itself, or null. For each it forks the ranks, and prints their exit codes when
+they have ended. A rank writes the steps that it made and a digest of its model and optimizers to `<out>.<rank>`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Model(pl.LightningModule):
 
 
 class Watch(pl.Callback):
-    """Notes the steps that are made here, and kills the process behind one of them."""
+    """Notes the steps that are made here, and kills the process after one of them."""
 
     def __init__(self, kill: int | None, wait_for: Path | None) -> None:
         self.steps: list[int] = []

@@ -1,6 +1,6 @@
-"""LocalRanks: ranks of one process for tests: threads over a dict; messages are late, lost or doubled by a seed.
+"""LocalRanks: ranks for tests, threads that share a dict; messages are late, lost or doubled by a seed.
 
-In: a number of ranks. Out: one `Ranks` for each: everything that may go wrong with messages goes wrong here.
+In: a number of ranks. Out: one `Ranks` for each. Everything that may go wrong with messages goes wrong here.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class LocalRank:
 
     Attributes:
         posted: the keys that it has posted.
-        dead: it posts and beats no more, as a process that was killed; and is told so by an error. If `is_hosted` is
-            set on rank 0, the messages of all end with it.
+        dead: its process is gone, so each of its calls raises an error.
+        is_hosted: on rank 0: it hosts the messages, so when it is dead the calls of all ranks raise.
     """
 
     def __init__(self, board: _Board, rank: int, count: int, attempt: str, silent_s: float, total_s: float) -> None:
@@ -132,12 +132,12 @@ class LocalRanks(list[LocalRank]):
     Args:
         count: of ranks.
         faults: what goes wrong with their messages.
-        tells_deaths: a rank is silent only once it is dead, and for ever: whatever the machine does beside, the same
-            job ends in the same way.
+        tells_deaths: the silence of a dead rank is infinite, and that of others 0. So a busy machine does not change
+            how a job ends.
 
     Attributes:
         sent_bytes: keys and values that each rank has posted [bytes].
-        keys: that are set now.
+        keys: the keys that are set now.
     """
 
     def __init__(

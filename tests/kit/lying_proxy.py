@@ -6,8 +6,8 @@
         proxy.disarm()
 
 Requests go on as they are, the Host header too, which the client has signed. `LIES` holds everything that an answer can
-get wrong; a lie that does not fit a request (a 404 of what is not there) waits for the next one. `EXCLUDED` names what
-the design leaves to the store's word. A proxy that is opened again has another address, and its client a cold index.
+get wrong; a lie that does not fit a request (a 404 for an object that is not there) waits for the next one. In the lies
+of `EXCLUDED` the design trusts the store. A proxy that is opened again has a new address, and its client a cold index.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import BinaryIO
 from kit.socket_server import fields_of, read_head
 from kit.tcp_proxy import Proxy
 
-#: An answer that comes in drops lasts so long; a client that still waits for it then hangs.
+#: A slow answer lasts this long; a client that still waits for it then counts as hanging.
 HANGS_AFTER_S = 60.0
-#: Between two drops: less than any client waits for the next byte.
+#: Time between two bytes of a slow answer: less than any client waits for the next byte.
 DROP_EVERY_S = 0.25
 #: Answers remembered of each kind of object, to be given in the place of others.
 REMEMBERED = 50
-#: A listing that goes on for so many pages has no end.
+#: A client that has followed a listing for so many pages counts as hanging.
 PAGES = 200
 
 
@@ -49,7 +49,7 @@ class Answer:
 
     @property
     def wire(self) -> bytes:
-        """As it is sent."""
+        """The bytes to send."""
         return self.head + self.body
 
     def holding(self, body: bytes, *, length: int | None = None) -> Answer:
@@ -61,7 +61,7 @@ class Answer:
 
 
 def answer(status: int, body: bytes = b"", *fields: str) -> Answer:
-    """One of our own."""
+    """Return an answer of our own."""
     lines = [f"HTTP/1.1 {status} Said", *fields]
     if status >= 200 and status != 204:
         lines.append(f"Content-Length: {len(body)}")
@@ -69,7 +69,7 @@ def answer(status: int, body: bytes = b"", *fields: str) -> Answer:
 
 
 def error(status: int, code: str) -> Answer:
-    """As S3 refuses."""
+    """Return an error as S3 gives it."""
     text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>a lie</Message></Error>"
     return answer(status, text.encode(), "Content-Type: application/xml")
 
@@ -88,7 +88,7 @@ class Memory:
         self._lock = threading.Lock()
 
     def keep(self, talk: Talk, given: Answer) -> None:
-        """An object that was read, or a listing."""
+        """Keep an answer that holds an object or a listing."""
         if talk.verb not in ("GET", "LIST") or given.status not in (200, 206):
             return
         with self._lock:
@@ -104,20 +104,20 @@ class Memory:
             return self._latest.get((talk.target, talk.range))
 
     def others(self, talk: Talk) -> list[Answer]:
-        """Answers about other objects of the same kind."""
+        """Return answers about other objects of the same kind."""
         with self._lock:
             return [given for target, given in self._of_kind.get(talk.kind, []) if target != talk.target]
 
 
 @dataclass
 class Talk:
-    """A request, and what the server says to it if it is asked.
+    """A request, and a way to get the server's answer.
 
     Attributes:
         verb: GET, HEAD, PUT, COPY, DELETE, BATCH (of deletes) or LIST.
         kind: of the object or the prefix: packs, snapshots, ...; "" of the whole repository.
         closes: whether the connection ends with the answer.
-        pages: false ones, by their token, shared with the proxy.
+        pages: false pages of listings by token, shared with the proxy.
     """
 
     method: str
@@ -152,19 +152,19 @@ class Talk:
 
     @property
     def real(self) -> Answer:
-        """The server's, which does what it was asked to."""
+        """The server's answer; the server does what the request asks for."""
         if self._real is None:
             self._real = self.ask()
         return self._real
 
     @property
     def token(self) -> str:
-        """The token of a page of ours."""
+        """The token of a false page, if the request asks for one."""
         named = re.search(r"continuation-token=(lie-\d+)", self.target)
         return named[1] if named else ""
 
 
-#: The bytes to send; None where it does not fit.
+#: Returns the bytes to send; None if the lie does not fit the request.
 Lie = Callable[[Talk], Answer | Iterator[bytes] | None]
 
 
@@ -172,7 +172,7 @@ Lie = Callable[[Talk], Answer | Iterator[bytes] | None]
 
 
 def says(given: Answer, *, asks: bool = False, closes: bool = False) -> Lie:
-    """Always the same; `asks`: though the server did it."""
+    """Give always the same answer; `asks`: the server does the request all the same."""
 
     def lie(talk: Talk) -> Answer:
         talk.closes = closes
@@ -184,14 +184,14 @@ def says(given: Answer, *, asks: bool = False, closes: bool = False) -> Lie:
 
 
 def missing(talk: Talk) -> Answer | None:
-    """404 of what is there."""
+    """Answer 404 for an object that is there."""
     if talk.real.status not in (200, 206):
         return None
     return Answer(error(404, "NoSuchKey").head, b"") if talk.method == "HEAD" else error(404, "NoSuchKey")
 
 
 def another(talk: Talk) -> Answer | None:
-    """The bytes of another object of the same kind; of a range, as many."""
+    """Give the bytes of another object of the same kind; for a range, as many as asked."""
     others = [given for given in talk.memory.others(talk) if given.status == talk.real.status]
     if talk.real.status == 200 and others:
         return talk.random.choice(others)
@@ -210,12 +210,12 @@ def earlier(talk: Talk) -> Answer | None:
 
 
 def half(talk: Talk) -> Answer | None:
-    """Half of it, and a length that agrees."""
+    """Give half of the body, with a length that agrees."""
     return talk.real.holding(talk.real.body[: len(talk.real.body) // 2]) if _is_read(talk) else None
 
 
 def cut_off(talk: Talk) -> Answer | None:
-    """Half of it; then the connection closes."""
+    """Give half of the body; then close the connection."""
     talk.closes = True
     body = talk.real.body
     return talk.real.holding(body[: len(body) // 2], length=len(body)) if _is_read(talk) else None
@@ -226,13 +226,13 @@ def _is_read(talk: Talk) -> bool:
 
 
 def other_length(talk: Talk) -> Answer | None:
-    """HEAD: of another size."""
+    """Give another size in the answer to a HEAD."""
     length = int(fields_of(talk.real.head).get("content-length", 0))
     return talk.real.holding(b"", length=length // 2) if talk.real.status == 200 and length else None
 
 
 def slow_body(talk: Talk) -> Iterator[bytes] | None:
-    """A byte now and then."""
+    """Send the body slowly, a byte at a time."""
     if not talk.real.body:
         return None
     talk.closes = True
@@ -240,19 +240,19 @@ def slow_body(talk: Talk) -> Iterator[bytes] | None:
 
 
 def slow_head(talk: Talk) -> Iterator[bytes] | None:
-    """The head a byte now and then, and it has no end."""
+    """Send an endless head slowly, a byte at a time."""
     talk.closes = True
     return _dropwise(b"HTTP/1.1 200 OK\r\nX-Long: " + b"x" * 100_000)
 
 
 def endless_head(talk: Talk) -> Iterator[bytes] | None:
-    """Line after line, each of them whole."""
+    """Send an endless head, line after line."""
     talk.closes = True
     return _lines(b"HTTP/1.1 200 OK\r\n", b"X-More: x\r\n")
 
 
 def continues(talk: Talk) -> Iterator[bytes] | None:
-    """100 Continue without end."""
+    """Send 100 Continue without end."""
     talk.closes = True
     return _lines(b"", b"HTTP/1.1 100 Continue\r\n\r\n")
 
@@ -272,7 +272,7 @@ def _lines(first: bytes, line: bytes) -> Iterator[bytes]:
 
 
 def informs_first(status: int, *, asks: bool) -> Lie:
-    """A status that is none, and later the answer; or, unless it `asks`, never any."""
+    """Send an interim status, and then the server's answer; unless it `asks`, no answer at all."""
 
     def lie(talk: Talk) -> Iterator[bytes]:
         talk.closes = not asks
@@ -295,7 +295,7 @@ _ENTRY = re.compile(rb"<Contents>.*?</Contents>", re.DOTALL)
 
 
 def _listing(talk: Talk, entries: list[bytes], *, more: str = "", truncated: bytes = b"", count: int = 0) -> Answer:
-    """The server's page with other entries, and everything that it says about itself to match; `more`: a token."""
+    """Return the server's page with other entries and matching counts; `more`: the token of a next page."""
     body = _ENTRY.sub(b"", talk.real.body)
     for name, value in (("KeyCount", b"%d" % (len(entries) + count)), ("IsTruncated", truncated or b"false")):
         body = re.sub(rb"(<%b>)[^<]*" % name.encode(), rb"\g<1>" + value, body)
@@ -308,18 +308,18 @@ def _entries(talk: Talk) -> list[bytes]:
 
 
 def empty(talk: Talk) -> Answer | None:
-    """Nothing is there."""
+    """Give an empty listing."""
     return _listing(talk, []) if _entries(talk) else None
 
 
 def cut_short(talk: Talk) -> Answer | None:
-    """The first half is all."""
+    """Give the first half as if it were all."""
     entries = _entries(talk)
     return _listing(talk, entries[: len(entries) // 2]) if len(entries) > 1 else None
 
 
 def one_missing(talk: Talk) -> Answer | None:
-    """All but one."""
+    """Leave one entry out."""
     entries = _entries(talk)
     if entries:
         entries.pop(talk.random.randrange(len(entries)))
@@ -328,20 +328,20 @@ def one_missing(talk: Talk) -> Answer | None:
 
 
 def other_count(talk: Talk) -> Answer | None:
-    """Fewer entries than it says."""
+    """Give fewer entries than the count says."""
     entries = _entries(talk)
     return _listing(talk, entries[: len(entries) // 2], count=1) if len(entries) > 1 else None
 
 
 def odd_truncation(talk: Talk) -> Answer | None:
-    """Neither true nor false."""
+    """Say neither true nor false to whether the page is truncated."""
     entries = _entries(talk)
     odd = talk.random.choice([b" true ", b"maybe", b"TRUE", b""]) or b" "
     return _listing(talk, entries[: len(entries) // 2], truncated=odd, more=_token(talk)) if len(entries) > 1 else None
 
 
 def token_at_the_end(talk: Talk) -> Answer | None:
-    """The first half, not truncated, and where it goes on."""
+    """Give the first half, not truncated, with a token for a next page."""
     entries = _entries(talk)
     return _listing(talk, entries[: len(entries) // 2], more=_token(talk)) if len(entries) > 1 else None
 
@@ -351,7 +351,7 @@ def _token(talk: Talk) -> str:
 
 
 def second_page(what: str) -> Lie:
-    """The first half; the page after it holds the same, or nothing, or the same and another token, without end."""
+    """Give the first half; the next page holds the same, or nothing, or the same and another token, without end."""
 
     def lie(talk: Talk) -> Answer | None:
         entries = _entries(talk)
@@ -421,7 +421,7 @@ LIES: dict[str, dict[str, Lie]] = {
     },
 }  # fmt: skip
 
-#: (verb, lie, kind) that the design leaves to the store's word, unless `verify_writes="full"` has it confirmed.
+#: (verb, lie, kind) in which the design trusts the store, unless `verify_writes="full"` confirms each write.
 EXCLUDED: dict[tuple[str, str, str], str] = {
     ("PUT", "nothing stored", kind): "the default believes a store that says 200 with an ETag of a pack or a manifest "
     "and has nothing behind it, as it believes a disk about fsync (docs/reliability.md)"
@@ -438,7 +438,7 @@ def _sort_of(verb: str, lie: str) -> str:
 
 @dataclass
 class Told:
-    """A lie that was told. `hung`: a client that waited for its end."""
+    """A lie that was told. `hung`: whether a client waited until its end."""
 
     verb: str
     lie: str
@@ -453,7 +453,7 @@ class LyingProxy(Proxy):
 
     Args:
         tell: called with every lie, when it is told; again if a client hangs on it.
-        confirmed: whether the lies of `EXCLUDED` are told too: to clients that confirm what they have put.
+        confirmed: whether the lies of `EXCLUDED` are told too, for clients that confirm their writes.
         sorts: of lies that are told: about "reads", about "writes", or "slow" ones, which cost seconds each.
     """
 
@@ -471,7 +471,7 @@ class LyingProxy(Proxy):
         self._pages: dict[str, Callable[[], Answer]] = {}
 
     def arm(self, one_in: int = 16) -> None:
-        """One of the next `one_in` requests is lied to; or one of the next few of a class, however rare they are."""
+        """Lie to one of the next `one_in` requests, or to one of the next few of a class, however rare it is."""
         with self._lock:
             self._wait = self.random.randrange(one_in)
             self._class = None
@@ -480,12 +480,12 @@ class LyingProxy(Proxy):
                 self._wait = self.random.choice([0, 0, 1, 2, 3])
 
     def force(self, verb: str, lie: str) -> None:
-        """The next request of a verb that this lie fits is told it, whatever `arm` has chosen."""
+        """Tell this lie to the next request of a verb that it fits, whatever `arm` has chosen."""
         with self._lock:
             self._forced = verb, lie
 
     def disarm(self) -> None:
-        """The truth from now on."""
+        """Tell the truth from now on, unless a lie is forced."""
         with self._lock:
             self._wait = None
 
@@ -551,7 +551,7 @@ class LyingProxy(Proxy):
         return self.random.sample(names, len(names))
 
     def _drop(self, client: socket.socket, told: Told, pieces: Iterator[bytes]) -> None:
-        """Piece by piece, until the client has had enough."""
+        """Send piece by piece, until the client closes the connection or counts as hanging."""
         ends = time.monotonic() + HANGS_AFTER_S
         with suppress(OSError):
             for piece in pieces:
@@ -563,7 +563,7 @@ class LyingProxy(Proxy):
 
 
 def _read_answer(answers: BinaryIO, method: str) -> Answer:
-    """A whole one; chunks are joined."""
+    """Read a whole answer; chunks are joined."""
     head = read_head(answers)
     while head.split(b" ", 2)[1:2] == [b"100"]:
         head = read_head(answers)

@@ -16,7 +16,7 @@ import torch
 FOLDER = Path(__file__).parents[2] / "snapstore" / "engine" / "cuda"
 HEADERS = Path(__file__).with_name("emulator.h"), FOLDER / "memory.cuh"
 COMPILED = Path(__file__).parents[2] / ".pytest_cache" / "emulated"
-GUARD = 256  # bytes of a known pattern around every array: a kernel that writes beyond it is caught
+GUARD = 256  # bytes of a known pattern around every array, to catch a kernel that writes outside of it
 
 
 class Placed:
@@ -27,7 +27,7 @@ class Placed:
         self.address = address + start
 
     def get(self):
-        """Its values now; the guards must be whole."""
+        """Return its values now; check that the guards are whole."""
         room = self.room if isinstance(self.room, np.ndarray) else self.room.cpu().numpy()
         end = self.start + self.nbytes
         assert (room[: self.start] == 0xA5).all(), "written before the array"
@@ -62,7 +62,7 @@ class Emulator:
 
 @cache
 def emulated(kernel, *definitions):
-    """A kernel built for this CPU. `definitions`: -D options of the compiler."""
+    """Return a kernel built for this CPU. `definitions`: -D options of the compiler."""
     shared = {"zstd.cuh": kernel in ("huffman_decode", "sparse_tables"), "sparse.cuh": kernel.startswith("sparse_")}
     files = [*(file for file, used in shared.items() if used), f"{kernel}.cu"]
     source = "".join((FOLDER / file).read_text() for file in files)
@@ -78,7 +78,7 @@ def emulated(kernel, *definitions):
         f'extern "C" void launch_{kernel}(unsigned x, unsigned y, unsigned block, {signature}) '
         f"{{ launch(x, y, block, [=] {{ {kernel}({casts}); }}); }}\n"
     )
-    # some distributions' g++ takes a jump to another fibre's stack for an attack, and aborts
+    # with _FORTIFY_SOURCE, a jump to another fibre's stack looks like an attack, and the program aborts
     flags = [*definitions, "-O1", "-U_FORTIFY_SOURCE", "-w", "-std=c++17", "-shared", "-fPIC", "-fno-strict-aliasing"]
     loaded = ctypes.CDLL(str(compiled(code, flags)))
     getattr(loaded, f"launch_{kernel}").argtypes = [ctypes.c_uint] * 3 + [ctypes.c_uint64] * len(names)
@@ -86,7 +86,7 @@ def emulated(kernel, *definitions):
 
 
 def compiled(code, flags):
-    """The library of a source. It is compiled once for all processes of the tests, and for later runs."""
+    """Return the library of a source. It is compiled once for all processes of the tests, and for later runs."""
     parts = [code, *flags, *(header.read_text() for header in HEADERS)]
     library = COMPILED / f"{hashlib.sha256(repr(parts).encode()).hexdigest()}.so"
     if not library.exists():

@@ -28,7 +28,7 @@ def whole(step, seed):
 
 
 def state_of(job, *, filled):
-    """A row-parallel and a column-parallel tensor, one of two stages, one that all hold, objects, and plain values."""
+    """Return row-parallel and column-parallel tensors, a tensor that all ranks hold, objects, and a plain value."""
     rank, ranks, step = dist.get_rank(), dist.get_world_size(), job["step"]
 
     def tensor(key, axis, seed):

@@ -28,7 +28,7 @@ def replace(store: ObjectStore, key: str, data: bytes | bytearray) -> None:
 
 
 def change(store: MemoryStore, key: str, edit: Callable[[bytearray], object]) -> None:
-    """Let `edit` change an object's bytes in place, as a disk does that decays: time, tag and holder stay."""
+    """Let `edit` change an object's bytes in place, as a decaying disk does: time, tag and holder stay."""
     data, info = store._objects[key]
     edited = bytearray(data)
     edit(edited)

@@ -1,8 +1,8 @@
-"""A disk that forgets what was not synced: records what is done to files, and says what a power loss may leave of it.
+"""A disk that forgets unsynced data: it records operations on files, and says what a power loss may leave of them.
 
-The model is what POSIX promises, and no more: a file's bytes are durable once the file was fsynced; a name in a
-directory, or that it is gone, once the directory was. Until then every name by itself may be old or new, whatever the
-order, and of bytes that were not synced any number from the end may be missing.
+The model is what POSIX promises, and no more. A file's bytes are durable once the file was fsynced. That a name is in a
+directory, or is gone, is durable once the directory was. Until then each name by itself may be old or new, whatever the
+order, and any number of unsynced bytes may be missing from a file's end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Between the system calls and their callers."""
+        """Record system calls within the block."""
         real = {name: getattr(os, name) for name in ("open", "write", "fsync", "link", "unlink", "mkdir")}
 
         def open_(path: Any, flags: int, *rest: Any, **options: Any) -> int:
@@ -78,7 +78,7 @@ class Recorder:
             yield
 
     def _name(self, path: Any, folder: int | None = None) -> str | None:
-        """Below the root, "" for itself; None elsewhere."""
+        """Return a path below the root, "" for the root itself, None for any other."""
         above = Path() if folder is None else Path(f"/proc/self/fd/{folder}").readlink()
         try:
             return str((above / path).relative_to(self.root)).removeprefix(".")
@@ -92,17 +92,17 @@ class Recorder:
 
 
 class Disk:
-    """The state of the files after some events; the root itself is there."""
+    """The state of the files after some events; the root itself exists."""
 
     DIRECTORY = -1
 
     def __init__(self) -> None:
-        self._names: dict[str, list[int | None]] = {}  # durably first, then every change since
+        self._names: dict[str, list[int | None]] = {}  # the durable value first, then every change since
         self._data: dict[int, bytearray] = {}
         self._synced_bytes: dict[int, int] = {}
 
     def apply(self, event: Event) -> None:
-        """Do what was done."""
+        """Apply one event."""
         what, which, value = event
         if what == "create":
             self._data[value], self._synced_bytes[value] = bytearray(), 0
@@ -123,10 +123,10 @@ class Disk:
                     self._names[name] = self._names[name][-1:]
 
     def left(self, choose: Callable[[Sequence[Any]], Any]) -> dict[str, bytes]:
-        """Files by name after a power loss now.
+        """Return the files by name after a power loss now.
 
         Args:
-            choose: one of some values in the order of time, for every name and for every file's length.
+            choose: picks one of some values, the oldest first; called for every name and for every file's length.
         """
         stands = {name: choose(values) for name, values in self._names.items()}
         there = {name for name, value in stands.items() if value == self.DIRECTORY} | {""}
@@ -146,15 +146,15 @@ def _above(name: str) -> set[str]:
 
 
 def nothing_unsynced(values: Sequence[Any]) -> Any:
-    """Only what was promised."""
+    """Choose only what is durable."""
     return values[0]
 
 
 def names_without_bytes(values: Sequence[Any]) -> Any:
-    """Every name as it was last, and no byte that was not synced."""
+    """Choose the last state of every name, and no unsynced byte."""
     return values[0] if isinstance(values, range) else values[-1]
 
 
 def at_random(seed: int) -> Callable[[Sequence[Any]], Any]:
-    """Anything."""
+    """Choose at random."""
     return Random(seed).choice

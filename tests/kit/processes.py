@@ -1,4 +1,4 @@
-"""Where the checkout is, and the environment in which other processes find snapstore and this kit."""
+"""The checkout's folders, the environment in which other processes find it and this kit, and ranks as processes."""
 
 from __future__ import annotations
 

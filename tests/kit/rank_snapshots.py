@@ -55,7 +55,7 @@ def rows(shape: tuple[int, ...], rank: int, world: int) -> list[BoxSpec]:
 
 
 def columns(shape: tuple[int, ...], rank: int, world: int) -> list[BoxSpec]:
-    """Cut as Shard(1) does, what has two dimensions or more."""
+    """Cut as Shard(1) does; an array of fewer than two dimensions as `rows` does."""
     if len(shape) < 2:
         return rows(shape, rank, world)
     start, size = _share(shape[1], rank, world)

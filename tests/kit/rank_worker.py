@@ -1,9 +1,10 @@
 """One rank of a training with FSDP2 or DDP over gloo, for tests that kill it: `python -m kit.rank_worker <options>`.
 
-Options as JSON: place (the rendezvous), repository, rank, count, parallel ("fsdp", "ddp"), steps, silent_s, and strike:
-[save, point, signal]: the rank sends itself the signal at a point of that save (POINTS). It resumes from the newest
-snapshot, and prints a line of JSON for each thing that it learns. The weights after a step are known (`expected`), so
-any snapshot can be compared bit by bit.
+Options as JSON: place (the rendezvous), repository, rank, count, parallel ("fsdp", "ddp"), steps, silent_s, and strike.
+strike is [save, point, signal]: the rank sends itself the signal at a point of that save (POINTS). preempt: it saves
+only when a preemption asks for it. same: whether it restores its own values. It resumes from the newest snapshot, and
+prints a line of JSON for each event. The weights after a step are known (`expected`), so any snapshot can be compared
+bit for bit.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Net(torch.nn.Module):
 
 
 def expected(step: int) -> dict[str, torch.Tensor]:
-    """The whole weights after a step."""
+    """Return the whole weights after a step."""
     torch.manual_seed(0)
     return {name: value.detach() + step for name, value in Net().state_dict().items()}
 
@@ -147,7 +148,7 @@ def main(options: dict[str, Any]) -> None:
 
 
 def forbid_collectives() -> None:
-    """From here on every collective is an error: a save calls none."""
+    """Make every collective an error from here on: a save calls none."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("a save or a restore has called a collective")
@@ -159,7 +160,7 @@ def forbid_collectives() -> None:
 
 
 def local_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """This rank's part of a whole tensor, sharded as FSDP does."""
+    """Return this rank's part of a whole tensor, sharded as FSDP does."""
     pieces = whole.chunk(like.device_mesh.size(), 0)
     at = like.device_mesh.get_local_rank()
     return pieces[at] if at < len(pieces) else whole[:0]

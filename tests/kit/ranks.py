@@ -114,7 +114,8 @@ class RankStore(FaultStore):
     """The store of one rank's process: when that dies, its messages end with it.
 
     Attributes:
-        pause_s: in mode "pause", the k-th operation takes so long, and its process does not beat meanwhile.
+        pause_s: if set, the k-th operation waits so long first, and its process does not beat meanwhile; `mode` has no
+            effect then.
     """
 
     ranks: Any = None
@@ -317,9 +318,9 @@ def save_shared(
     """Save a version by one manager for each store, all at once; return each rank's snapshot, or its error.
 
     Args:
-        silent_s, tells_deaths: see LocalRanks; of a long silence the ranks ask less often.
-        make: the state of (run, version, rank, count).
-        save_options: None with repositories, which have theirs.
+        silent_s, tells_deaths: see LocalRanks; with a long `silent_s` the ranks ask less often.
+        make: returns the state of (run, version, rank, count).
+        save_options: None with repositories, which have options of their own.
     """
     ranks = LocalRanks(len(stores), silent_s=silent_s, total_s=max(80.0, 4 * silent_s), tells_deaths=tells_deaths)
     options.setdefault("metrics", {"loss": 1 / (1 + version)})

@@ -1,7 +1,7 @@
-"""Decoding the same bytes a second time gives what the first time gave: thousands of stores differ in few objects.
+"""Decode the same bytes only once in a process of the tests, for harnesses with thousands of almost equal stores.
 
-`remember(monkeypatch)` in a harness whose question is what is stored, and not how a chunk or a manifest is decoded.
-Only successes are remembered, by all that they depend on. Thorough runs decode everything.
+Call `remember(monkeypatch)` in a harness that tests which objects are stored, and not how a chunk or a manifest is
+decoded. Only successes are remembered, under all that they depend on. Thorough runs decode everything.
 """
 
 from __future__ import annotations

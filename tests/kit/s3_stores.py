@@ -1,6 +1,6 @@
 """S3 for tests: moto in this process, and the real server of `tools/s3-server`, if the environment names it.
 
-moto accepts wrong secrets and wrong checksums, and its clock is ours: only the real server shows how we behave.
+moto accepts wrong secrets and wrong checksums, and has the clock of this process. Only the real server tests those.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from snapstore.storage.s3.store import S3Store
 SERVER = os.environ.get("SNAPSTORE_TEST_S3", "")
 needs_server = pytest.mark.skipif(not SERVER, reason='no S3 server: eval "$(tools/s3-server start)"')
 
-# Each client reads botocore's description of S3, megabytes of JSON; here the first does so for all.
+# Each client reads botocore's description of S3, megabytes of JSON; here the first client reads it for all.
 botocore.session.create_loader = functools.cache(botocore.session.create_loader)
 
 _AWS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_PROFILE", "AWS_SESSION_TOKEN")
 
 
 def fresh_url() -> str:
-    """A prefix of the real server that nobody has used."""
+    """Return the URL of a prefix on the real server that no test has used."""
     return f"{SERVER}/test-{uuid.uuid4().hex}"
 
 
 def impatient(url: str, **options) -> S3Store:
-    """A store that gives up soon."""
+    """Return a store that gives up soon."""
     return S3Store(url, **{"connect_timeout_s": 1.0, "read_timeout_s": 1.0, "attempts": 3} | options)
 
 
 @contextmanager
 def moto_bucket(monkeypatch: pytest.MonkeyPatch, name: str = "moto") -> Iterator[str]:
-    """The URL of an empty bucket of moto's; nothing leaves this process."""
+    """Yield the URL of an empty bucket of moto's; nothing leaves this process."""
     for variable in _AWS:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")

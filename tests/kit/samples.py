@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 def some(cases: Sequence[T], count: int) -> list[T]:
-    """Return `count` cases, others in every run; all of them if `THOROUGH`."""
+    """Return `count` cases, different ones in each run; all of them if `THOROUGH`."""
     return list(cases) if THOROUGH else [cases[(SEED + i * len(cases) // count) % len(cases)] for i in range(count)]
 
 
 def sampled(total: int, every: int) -> range:
-    """Every so many-th of `total` cases, beginning elsewhere in every run; all of them if `THOROUGH`."""
+    """Return each `every`-th number below `total`, with another start in each run; all of them if `THOROUGH`."""
     return range(total) if THOROUGH or not total else range(SEED % min(every, total), total, every)

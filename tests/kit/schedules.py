@@ -1,7 +1,7 @@
 """Schedules: what several processes do at once to one store, each stepped one store operation at a time.
 
-In: what each does, as functions of a store. Out: the store, after a random schedule of all, or after the stands that a
-test has told them (`Stage`).
+In: what each process does, as functions of a store. Out: the store, after a random schedule of all, or after a schedule
+that a test dictates (`Stage`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from snapstore import ConflictError, InvalidInputError, KeepLast, NotFoundError
 from snapstore.storage.base import ObjectStore
 from snapstore.storage.memory import MemoryStore
 
-#: As many as a run of the tests makes; other ones in each run.
+#: How many schedules a run of the tests makes, different ones in each run; and how many each test makes.
 SCHEDULES = 100 * EXAMPLES
 PER_TEST = 20
 
@@ -63,7 +63,7 @@ def unforgetting(ref: str) -> Body:
 
 
 def several(*bodies: Body) -> Body:
-    """One after the other; what a lost race or a collected reference refuses does not stop the next."""
+    """Do one after the other; an error because of a lost race or a collected reference does not stop the next."""
 
     def body(store: ObjectStore) -> None:
         for each in bodies:
@@ -95,11 +95,11 @@ def repairing(**options: Any) -> Body:
 def played(
     made: MemoryStore, cast: Callable[[Body, Random], dict[str, Body]], actors: list[Actor], seeds: range
 ) -> Iterator[tuple[Any, str]]:
-    """(a copy of a store after a random schedule, how it came about) for each seed; every actor has ended well.
+    """Yield (a copy of a store after a random schedule, the schedule as text) for each seed; no actor may raise.
 
     Args:
-        cast: of a gc and a source of chance, who plays.
-        actors: gets them, to be stopped at the end.
+        cast: returns the bodies of the actors by name, from that of a gc and a Random.
+        actors: a list that gets the actors, so that the caller can stop them at the end.
     """
     for seed in seeds:
         tally("schedules")
@@ -119,10 +119,10 @@ def played(
 
 
 class Stage:
-    """A store, and actors that go on when told to.
+    """A store, and actors that go on when the test tells them to.
 
     Args:
-        look: restores all of a repository; the committed snapshots.
+        look: restores all snapshots of a repository, and returns the committed ones.
     """
 
     def __init__(self, made: MemoryStore, cast: list[Actor], look: Callable[..., Any] = restored) -> None:
@@ -133,7 +133,7 @@ class Stage:
         return self._cast[-1]
 
     def check(self) -> dict[str, Any]:
-        """All restores; and after everybody is gone nothing is left over. The committed snapshots."""
+        """Check that all snapshots restore, and that a gc leaves only what is needed; return those committed."""
         with opened(self.store) as repository:
             found = {s.ref: s for s in self._look(repository)}
             repository.gc()

@@ -1,4 +1,4 @@
-"""Runs verbs of the shell in this process. They are built once: typer's own runner builds all of them for each call."""
+"""Run verbs of the shell in this process. They are built once; typer's own runner builds them all for each call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Survey a repository as compact must, by plain loops over every reference; `check_survey` compares the two."""
+"""Survey a repository as compact must, by plain loops over every reference; `check_survey` compares the results."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _chains(m: Any) -> list[Chain]:
 
 
 def _find_edges(found: Survey, chain: Chain) -> None:
-    """Note every kept chunk of a chain behind which chunks follow that no snapshot holds."""
+    """Note every kept chunk of a chain that is followed by chunks that no snapshot holds."""
     kept = [i for i, (digest, _, _) in enumerate(chain) if digest in found.kept]
     for at, behind in zip(kept, [*kept[1:], len(chain)], strict=True):
         if behind == at + 1:
@@ -105,7 +105,7 @@ def check_survey(repository: Repository, chosen: set[str]) -> Survey:
 
 
 def _surveyed(repository: Repository, chosen: set[str], digests: set[bytes]) -> Survey:
-    """Return what compact's own survey finds of all `digests`, in the same form."""
+    """Return what compact's own survey finds about all `digests`, in the same form."""
     live = LiveBlobs(repository.store, repository.config.digest_seed, repository.view(), chosen, set())
 
     def blob_of(key: int) -> Blob:

@@ -67,7 +67,7 @@ class SocketServer:
 
     @contextmanager
     def connected(self, *sockets: socket.socket) -> Iterator[None]:
-        """Have these sockets send at once, and end with the server; a client that leaves is no error."""
+        """Let these sockets send without delay and close when the server ends; a client that leaves is no error."""
         with self._lock:
             self._sockets.update(sockets)
         try:

@@ -1,4 +1,4 @@
-"""Sparse deltas to test readers with: chunks that differ a little from their bases, and payloads that contradict."""
+"""Sparse deltas to test readers with: chunks that differ a little from their bases, and payloads that are invalid."""
 
 import struct
 
@@ -7,7 +7,7 @@ import zstandard
 
 
 def pair(size, layout, elements, share, seed, most=3):
-    """A base like trained weights, or any integers, and a chunk that differs by up to `most` in a share of elements."""
+    """Return a base like trained weights, or any integers, and a chunk with some elements changed by up to `most`."""
     rng = np.random.default_rng(seed)
     if layout and size > 1:
         bits = rng.normal(0, 0.02, elements).astype({2: np.float16, 4: np.float32, 8: np.float64}[size])
@@ -26,7 +26,7 @@ def frame(symbols):
 
 
 def forged(rows, symbols=(), values=(), low=b"", more_frames=()):
-    """A payload of one run of groups over a base of 100 zero bytes."""
+    """Return a payload of one run of groups over a base of 100 zero bytes, and the lengths of its frames."""
     frames = [f for f in (frame(symbols), frame(values), *more_frames) if f]
     table = b"".join(struct.pack("<BBBBII", *row) for row in rows)
     return struct.pack("<I", len(rows)) + table + b"".join(frames) + low, [len(f) for f in frames]

@@ -29,19 +29,19 @@ class Stalling(FaultStore):
 
 
 class Foreign(FaultStore):
-    """Sessions look as if they were of another host: a gc gives them up by their age alone."""
+    """A store that shows sessions as if they were of another host: a gc fences them by their age alone."""
 
     def is_locked(self, key: str) -> None:
         return None
 
 
 def others_meanwhile(inner: ObjectStore, ref: str) -> dict[str, Callable[[], object]]:
-    """Return the actions of another process meanwhile; some change the snapshot of a reference."""
+    """Return actions of another process; some of them forget the snapshot of a reference."""
 
     def gc(store: ObjectStore = inner, fence_after_s: float = 3600.0) -> None:
         try:
             collecting(fence_after_s)(store)
-        except IntegrityError as error:  # of what is damaged it cannot tell what it needs
+        except IntegrityError as error:  # a gc cannot tell what a damaged snapshot needs
             if "nothing was deleted" not in str(error):
                 raise
 

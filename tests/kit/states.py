@@ -23,7 +23,7 @@ def packed(value):
 
 
 def same(a, b):
-    """Equal to the type and the bit, tensors by their bytes."""
+    """Check that two values are equal to the type and the bit, tensors by their bytes."""
     assert type(a) is type(b)
     if isinstance(a, torch.Tensor):
         assert (a.dtype, a.shape, a.requires_grad) == (b.dtype, b.shape, b.requires_grad)
@@ -116,7 +116,7 @@ def train(model, optimizer, steps=3):
 
 
 class Loader:
-    """As torchdata's StatefulDataLoader: asking for the state of a fresh one is costly."""
+    """Stands in for torchdata's StatefulDataLoader: the state of a fresh one is costly, so it counts calls for it."""
 
     def __init__(self):
         self.position, self.asked = 0, 0
@@ -133,7 +133,7 @@ class Loader:
 
 
 def bits(value):
-    """A form of plain values in which == means same type and same bits."""
+    """Return a form of plain values in which == means same type and same bits."""
     kind = type(value)
     if kind is float:
         return kind, struct.pack("<d", value)

@@ -1,4 +1,4 @@
-"""How many cases were tried, by kind: for `tools/torture`, whose figures are sums of these over many runs of pytest."""
+"""Count the cases that were tried, by kind; `tools/torture` sums these counts over many runs of pytest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _counts: Counter[str] = Counter()
 
 
 def tally(kind: str, count: int = 1) -> None:
-    """So many more cases of a kind were tried, or are being tried."""
+    """Count more cases of a kind."""
     if _FOLDER:
         _counts[kind] += count
 

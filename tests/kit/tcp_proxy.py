@@ -1,10 +1,10 @@
-"""A small TCP proxy before an S3 server, that cuts, stalls, damages and answers itself, request by request.
+"""A small TCP proxy before an S3 server that cuts, stalls, changes or answers single requests.
 
     with Proxy("127.0.0.1:17480") as proxy:
         proxy.fault(lambda method, target: method == "PUT", lose_answer(), times=1)
         ... AWS_ENDPOINT_URL_S3=proxy.url ...
 
-It knows just enough of HTTP/1.1 to tell requests apart. A thread a connection; all of them end with the proxy.
+It knows just enough of HTTP/1.1 to tell requests apart. Each connection has a thread; all of them end with the proxy.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ Match = Callable[[str, str], bool]
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault that befalls one request."""
+    """A fault of one request."""
 
     answer: bytes | None = None  # sent in place of the server's, which never sees the request
     before: Callable[[], object] | None = None  # called before the request goes on
-    request_bytes: int | None = None  # of the request's body so many go on, then `how`
-    response_bytes: int | None = None  # of the answer's body so many; -1: not even its head
+    request_bytes: int | None = None  # only so many bytes of the request's body go on, then `how`
+    response_bytes: int | None = None  # only so many bytes of the answer's body go on; -1: not even its head
     how: How = "reset"
-    replace: tuple[bytes, bytes] = (b"", b"")  # in the head of the answer
+    replace: tuple[bytes, bytes] = (b"", b"")  # (old, new) in the head of the answer
 
 
 def answer(status: int, code: str) -> Fault:
-    """The server refuses."""
+    """Return a fault in which the server refuses."""
     body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>injected</Message></Error>".encode()
     head = f"HTTP/1.1 {status} Injected\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     return Fault(answer=head.encode() + body)
 
 
 def lose_answer(how: How = "reset") -> Fault:
-    """The server does it, and nobody hears."""
+    """Return a fault in which the server does what is asked, and its answer is lost."""
     return Fault(response_bytes=-1, how=how)
 
 
@@ -68,14 +68,14 @@ class Proxy(SocketServer):
         self._rules: list[_Rule] = []
 
     def fault(self, match: Match, fault: Fault, *, times: int = 1) -> _Rule:
-        """From now on `fault` befalls the next so many requests that match."""
+        """Apply a fault to the next `times` requests that match."""
         rule = _Rule(match, fault, times)
         with self._lock:
             self._rules.append(rule)
         return rule
 
     def heal(self) -> None:
-        """No faults any more."""
+        """Remove all faults."""
         with self._lock:
             self._rules.clear()
 
@@ -90,7 +90,7 @@ class Proxy(SocketServer):
         return Fault()
 
     def serve(self, client: socket.socket) -> None:
-        """Relay requests until one side has had enough."""
+        """Relay requests until one side closes the connection."""
         with (
             suppress(OSError), client, socket.create_connection(self._address) as server,
             self.connected(client, server), client.makefile("rb") as requests, server.makefile("rb") as answers,
@@ -99,7 +99,7 @@ class Proxy(SocketServer):
                 pass
 
     def _relay(self, client: socket.socket, server: socket.socket, requests: BinaryIO, answers: BinaryIO) -> bool:
-        """One request and its answer; whether the connection goes on."""
+        """Relay one request and its answer; return whether the connection stays open."""
         head = read_head(requests)
         if not head:
             return False
@@ -132,7 +132,7 @@ class Proxy(SocketServer):
         return bool(head)
 
     def _copy(self, source: BinaryIO, target: socket.socket, size: int, limit: int | None) -> bool:
-        """Pass on a body; whether all of it was."""
+        """Pass on a body; return whether all of it was passed on."""
         allowed = size if limit is None else min(limit, size)
         done = 0
         while done < allowed and (piece := source.read(min(64 * 1024, allowed - done))):
@@ -141,7 +141,7 @@ class Proxy(SocketServer):
         return done == size
 
     def _copy_chunks(self, source: BinaryIO, target: socket.socket, fault: Fault) -> bool:
-        """Pass on a body in chunks; a limit counts their lengths too."""
+        """Pass on a chunked body, up to a limit that counts the size lines too; return whether all was passed on."""
         left = fault.response_bytes
         while True:
             line = source.readline()

@@ -1,7 +1,7 @@
 """Trains with torchtitan's components on CPU, as one rank of a job with gloo: `torchtitan_worker.py JOB`.
 
 RANK, WORLD_SIZE and so on are set. JOB is JSON: the repository, the config of checkpoints, the step to stop at, and the
-step behind which SIGKILL comes, or null. The loop calls the manager as torchtitan's Trainer does. At the end it writes
+step after which it kills itself, or null. The loop calls the manager as torchtitan's Trainer does. At the end it writes
 its steps and a digest of its model, optimizers, scheduler and loader to `<out>.<rank>`.
 """
 

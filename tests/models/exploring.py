@@ -1,4 +1,4 @@
-"""All states that some actors can reach, one step of one of them at a time."""
+"""Explore all states that some actors can reach, one step of one actor at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ S = TypeVar("S", bound=Hashable)
 def explore(
     first: S, steps: Callable[[S], Iterable[tuple[str, S]]], holds: Callable[[S], bool], limit: int = 5_000_000
 ) -> tuple[list[str] | None, int]:
-    """(a schedule that breaks the invariant, or None; states seen).
+    """Return (a schedule that breaks the invariant, or None; the number of states seen).
 
     Raises:
         RuntimeError: there are more states than `limit`.
@@ -32,7 +32,7 @@ def explore(
 
 
 def _schedule(came: dict[S, tuple[str, S] | None], state: S) -> list[str]:
-    """The steps that led to a state."""
+    """Return the steps that led to a state."""
     names: list[str] = []
     while (step := came[state]) is not None:
         name, state = step

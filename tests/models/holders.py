@@ -1,10 +1,10 @@
 """The rules by which ranks learn who holds a plain tensor that not all of them hold, explored state by state.
 
 A small explicit-state model of `save/holders.py`: three ranks save twice. Before the first save all know the holders of
-one tensor. In each save it may be held by others, and another tensor of rank 1 alone may come or go. A rank that has
-kept the tensor has copied its old share alone, before it hears anything; one to which it is new has copied it whole.
+one tensor. In each save other ranks may hold it, and another tensor, which only rank 1 has, may come or go. Before a
+rank hears anything, it has copied only its old share if it has kept the tensor, or all of a tensor that is new to it.
 Either save may fail at any point. The invariant: a committed save stores each sixth of the tensor exactly once, or none
-if nobody holds it. With a rule dropped there must be a counter-example, or the rule is not needed.
+if no rank holds it. With a rule dropped there must be a counter-example, or the rule is not needed.
 
     python tests/models/holders.py        every rule, kept and dropped
 """
@@ -38,8 +38,8 @@ class Rank(NamedTuple):
     """One rank: what it knows, and where it is in the save.
 
     Attributes:
-        known: the holders of the tensor, as it was told last.
-        sure: no save has failed here since.
+        known: the holders of the tensor that it was told last.
+        sure: whether no save has failed here since then.
         had: whether it held the tensor, and the other one, in the last exchange that it took part in.
         copied: "" nothing, "share": its share of old, "whole".
         stored: parts of the tensor.
@@ -88,7 +88,7 @@ def put(s: State, number: int, rank: Rank) -> State:
 
 
 def learn(s: State, number: int, found: int, dropped: Names, *, asked: bool) -> State:
-    """A rank knows the holders: it stores its share, or gives the save up."""
+    """A rank learns the holders: it stores its share, or gives the save up."""
     rank = s.ranks[number]
     kept = rank.sure and rank.had[0] and own(s, number)[0]
     if asked and kept and found != rank.known and "kept here" not in dropped:
@@ -170,7 +170,7 @@ def next_save(s: State) -> Iterator[Step]:
 
 
 def first_steps() -> Iterator[State]:
-    """All that may have been held before, and be held in the saves; ranks 1 and 2 differ by rank 1's other tensor."""
+    """Yield every choice of holders before and in the saves; ranks 1 and 2 differ by rank 1's other tensor."""
     for before in SETS:
         ranks = tuple(Rank(before, (bool(before >> rank & 1), False)) for rank in range(COUNT))
         for first in SETS:
@@ -191,7 +191,7 @@ def steps(s: State | None, dropped: Names) -> Iterator[tuple[str, State | None]]
 
 
 def holds(s: State | None) -> bool:
-    """Whether a committed save has stored each part once."""
+    """Return whether a committed save has stored each part once."""
     if s is None or s.outcome != "C":
         return True
     stored = 0
@@ -203,7 +203,7 @@ def holds(s: State | None) -> bool:
 
 
 def explore(dropped: Names = NONE) -> tuple[list[str] | None, int]:
-    """(a schedule that breaks the invariant, or None; states seen)."""
+    """Return (a schedule that breaks the invariant, or None; states seen)."""
     return exploring.explore(None, lambda s: steps(s, dropped), holds)
 
 

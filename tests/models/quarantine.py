@@ -2,15 +2,15 @@
 
 A small explicit-state model of docs/design/protocol.md, "Repair", after that of rewriting.py. Pack `p` holds a wrong
 blob that snapshots A and B need. A rewriting run copies it, first for A into `qA`, then for B into `qB`; it may crash
-anywhere. A repair surveys the records, puts a note of every bad pack that it has seen, lists the sessions, which its
-report tells of, and looks at A, then at B. The invariant: once the repair is over, wrong bytes that a committed
-snapshot needs lie in packs that have notes, or the report has named the snapshot, or the session that published it.
+anywhere. A repair surveys the records, puts a note for every bad pack that it has seen, lists the sessions, which its
+report names, and checks A, then B. The invariant: once the repair is over, wrong bytes that a committed snapshot needs
+are in packs that have notes, or the report has named the snapshot, or the session that published it.
 With a rule dropped there must be a counter-example, or the rule is not needed.
 
     python tests/models/quarantine.py        every rule, kept and dropped
 
-No rule here: a run looks for notes once more before it publishes. That makes wrong copies rare; these rules see to it
-that there are none of which nobody is told.
+That a run looks for notes once more before it publishes is no rule here. It makes wrong copies rare; these rules make
+sure that the report names those which remain.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Repair:
 
 @dataclass(frozen=True)
 class State:
-    """Everything that is stored, and where everybody is."""
+    """Everything that is stored, and the step of every actor."""
 
-    needs: tuple[str, ...] = ("p", "p")  # of A and B; every pack here is bad
+    needs: tuple[str, ...] = ("p", "p")  # by A and B; every pack here is bad
     by: tuple[str, ...] = ("", "")  # the session that published it
     notes: Names = NONE
     sessions: Names = NONE
@@ -133,7 +133,7 @@ def repair_steps(state: State, dropped: Names) -> Iterator[Step]:
 
 
 def holds(state: State) -> bool:
-    """Nobody is left with wrong bytes that the repair has neither noted nor told of."""
+    """Return whether the repair has noted or reported all wrong bytes that a snapshot needs."""
     if state.repair.at != "over":
         return True
     named = zip(TURNS, state.needs, state.by, strict=True)
@@ -141,7 +141,7 @@ def holds(state: State) -> bool:
 
 
 def explore(dropped: Names = NONE) -> tuple[list[str] | None, int]:
-    """(a schedule that breaks the invariant, or None; states seen)."""
+    """Return (a schedule that breaks the invariant, or None; states seen)."""
 
     def steps(state: State) -> Iterator[Step]:
         yield from run_steps(state, dropped)

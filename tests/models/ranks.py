@@ -1,11 +1,11 @@
 """The rules of a save by several ranks beside a gc, explored state by state.
 
 A small explicit-state model of docs/design/ranks.md, "The commit": rank 0 and two other ranks save one snapshot that
-may build on a base; a gc collects, again and again; a user forgets the base and brings it back. Everybody may stop at
-any point for ever, and the gc may give the session up at any time: no clock is relied on. The invariant: everything
-that a committed record needs is there; a rank that says what became of the save says what the record says; and
-whatever a rank has put is explained, by the session or by the record. With a rule dropped there must be a
-counter-example, or the rule is not needed.
+may build on a base; a gc collects, again and again; a user forgets the base and brings it back. Any actor may stop at
+any point for ever, and the gc may fence the session at any time: nothing relies on a clock. The invariant: everything
+that a committed record needs is there; a rank that reports the result of the save agrees with the record; and the
+session or the record explains everything that a rank has put. With a rule dropped there must be a counter-example, or
+the rule is not needed.
 
     python tests/models/ranks.py        every rule, kept and dropped
 """
@@ -36,7 +36,7 @@ RANKS = ("1", "2")
 
 @dataclass(frozen=True)
 class Rank:
-    """One of the other ranks: its place, whether its pack is there, and its word: C committed, F failed."""
+    """One of the other ranks: its step, whether its pack is there, and the result that it reports: C or F (failed)."""
 
     at: str = "wait"
     pack: str = ""  # "", "there", "deleted"
@@ -52,14 +52,14 @@ class Gc:
 
 @dataclass(frozen=True)
 class State:
-    """Everything that is stored or posted, and where everybody is."""
+    """Everything that is stored or posted, and the step of every actor."""
 
     base: str = "C"  # C committed, F forgotten, S swept
     base_pack: bool = True
     marked: Names = NONE
     session: str = ""  # "", "there", "ended"
     record: str = ""  # "", C, A
-    flies: bool = False  # a PUT of the record whose answer was lost, and that has not landed
+    flies: bool = False  # a PUT of the record had no answer, and may still take effect
     lead: str = "start"
     uses: bool = False
     begun: bool = False
@@ -115,7 +115,7 @@ def lead_steps(s: State, dropped: Names) -> Iterator[Step]:
 
 
 def rank_steps(s: State, number: int, dropped: Names) -> Iterator[Step]:
-    """Another rank: hear of begin, write, report, hear of the outcome or settle."""
+    """Another rank: hear of begin, write, report, and hear of the outcome or decide it by the record."""
     rank, name = s.ranks[number], RANKS[number]
 
     def to(**changes: str) -> State:
@@ -181,7 +181,7 @@ def steps(s: State, dropped: Names) -> Iterator[Step]:
 
 
 def holds(s: State) -> bool:
-    """Whether nothing is lost, nobody is told wrongly, and all is explained."""
+    """Return whether nothing is lost, no rank reports a wrong result, and everything is explained."""
     packs = [s.own_pack, *(rank.pack for rank in s.ranks)]
     if s.record == "C" and (packs != ["there"] * len(packs) or (s.uses and not s.base_pack)):
         return False
@@ -193,7 +193,7 @@ def holds(s: State) -> bool:
 
 
 def explore(dropped: Names = NONE) -> tuple[list[str] | None, int]:
-    """(a schedule that breaks the invariant, or None; states seen)."""
+    """Return (a schedule that breaks the invariant, or None; states seen)."""
     return exploring.explore(State(), lambda s: steps(s, dropped), holds)
 
 

@@ -1,10 +1,10 @@
-"""The rules of rewriting (compact, recode), explored state by state: beside a save, forgets, un-forgets and gcs.
+"""The rules of rewriting (compact, recode) beside a save, forgets, un-forgets and gcs, explored state by state.
 
 A small explicit-state model of docs/design/protocol.md, "Rewriting", after the three of saves and gcs. Two committed
-snapshots, A and B, need pack `p`. A rewriting run gives first A, then B, other packs; what it made for A it may share
-for B. It may crash anywhere; every actor may stall anywhere, which is one more interleaving. The invariant: every pack
-that a ruling committed record needs is there. With a rule dropped there must be a counter-example, or the rule is not
-needed.
+snapshots, A and B, need pack `p`. A rewriting run gives other packs to A, then to B; for B it may use the packs that
+it made for A. It may crash anywhere; every actor may stall anywhere, which is one more interleaving. The invariant:
+every pack is there that the newest revision of a record needs, if that is committed. With a rule dropped there must be
+a counter-example, or the rule is not needed.
 
     python tests/models/rewriting.py        every rule, kept and dropped
 
@@ -38,7 +38,7 @@ RULES = {
 
 @dataclass(frozen=True)
 class Record:
-    """The ruling revision of a snapshot."""
+    """The newest revision of a snapshot."""
 
     revision: int
     state: str  # committed, forgotten, swept
@@ -82,11 +82,11 @@ class Save:
 
 @dataclass(frozen=True)
 class State:
-    """Everything that is stored, and where everybody is."""
+    """Everything that is stored, and the step of every actor."""
 
     packs: Packs = frozenset("p")
     records: tuple[tuple[str, Record], ...] = tuple((x, Record(0, "committed", frozenset("p"))) for x in "AB")
-    sessions: tuple[tuple[str, str], ...] = ()  # (whose, the key that it announces)
+    sessions: tuple[tuple[str, str], ...] = ()  # (owner, the key that it announces)
     mark: Packs = NONE
     run: Run = Run()
     gc: Gc = Gc()
@@ -116,7 +116,7 @@ Step = tuple[str, State]
 
 
 def steps(state: State, dropped: Packs, rounds: int, saver: bool) -> Iterator[Step]:
-    """All that may happen next."""
+    """Yield all steps that may come next."""
     for name, record in state.records:
         if record.state == "committed":
             yield f"forget {name}", state.revised(name, "forgotten")
@@ -173,7 +173,7 @@ def run_steps(state: State, dropped: Packs) -> Iterator[Step]:
 
 
 def order(dropped: Packs) -> tuple[str, ...]:
-    """In which a session of the run lists."""
+    """Return the order in which a session of the run lists."""
     return ("records", "marks") if "marks first" in dropped else ("marks", "records")
 
 
@@ -231,7 +231,7 @@ def gc_steps(state: State, dropped: Packs, rounds: int) -> Iterator[Step]:
     elif gc.at == "sweeping":
         doomed = gc.candidates if "recompute" in dropped else gc.candidates - state.live
         swept = state
-        for name, record in state.records:  # before anything is deleted, so that no un-forget comes back
+        for name, record in state.records:  # before anything is deleted, so that no un-forget can follow
             if record.state == "forgotten" and record.needs & doomed:
                 swept = swept.revised(name, "swept")
         yield "gc computes live again", replace(swept, gc=replace(gc, at="deleting", doomed=doomed))
@@ -243,7 +243,7 @@ def gc_steps(state: State, dropped: Packs, rounds: int) -> Iterator[Step]:
 
 
 def fenced(state: State, waited: str, dropped: Packs) -> State:
-    """A session is given up: the key that it announces is taken, and its object deleted."""
+    """Fence a session: take the key that it announces, and delete its object."""
     whose, key = waited.split()
     name, revision = key.split(".")
     after = state
@@ -259,7 +259,7 @@ def fenced(state: State, waited: str, dropped: Packs) -> State:
 def explore(
     dropped: Packs = NONE, *, rounds: int = 2, saver: bool = False, limit: int = 5_000_000
 ) -> tuple[list[str] | None, int]:
-    """(a schedule that breaks the invariant, or None; states seen)."""
+    """Return (a schedule that breaks the invariant, or None; states seen)."""
     first = State(run=Run(lists=order(dropped)))
     return exploring.explore(
         first, lambda state: steps(state, dropped, rounds, saver), lambda state: state.live <= state.packs, limit

@@ -3,16 +3,16 @@
 A small explicit-state model of docs/design/protocol.md, "Shared manifests". A is committed and needs its manifest `m`
 (which stands for its packs as well). B is committed, has stored nothing of its own, and names `m` too. A save S of the
 same state names a manifest of a committed snapshot and stores nothing of its own either; or a rewriting run replaces
-the manifest of A by `m1`, and then lets B name `m1` too. Users forget and bring back; a gc marks and sweeps. Anybody
-may stall anywhere and for ever, as one that has crashed. For the whole gc, the store may show it an old state of the
+the manifest of A by `m1`, and then lets B name `m1` too. Users forget and bring back; a gc marks and sweeps. Any actor
+may stall anywhere, also for ever, as if it had crashed. For the whole gc, the store may show it an old state of the
 records of one snapshot, or none of them.
 
 With children, as several ranks have them: `m` is a root that names the child `c`. A is being saved: `c` is put, then
 `m`, then the record. So a gc may have marked `c` and not `m`. S shares `m`, and needs `c` with it.
 
 Every object says for which revision of which snapshot it was put. The invariant: what a committed record needs is
-there; and, if nobody lied, each object is there by the word of a record or a session. With a rule dropped there must be
-a counter-example, or the rule is not needed.
+there; and, if the store has not lied, a record or a session explains each object. With a rule dropped there must be a
+counter-example, or the rule is not needed.
 
     python tests/models/shared_manifests.py        every rule, kept and dropped
 """
@@ -90,11 +90,11 @@ class Gc:
 
 @dataclass(frozen=True)
 class State:
-    """Everything that is stored, and where everybody is."""
+    """Everything that is stored, and the step of every actor."""
 
     objects: Names
     records: Records
-    sessions: tuple[tuple[str, str, int], ...] = ()  # (whose, the record that it announces)
+    sessions: tuple[tuple[str, str, int], ...] = ()  # (owner, the record that it announces)
     mark: Names = NONE
     lied: bool = False
     save: Writer = Writer()
@@ -291,11 +291,11 @@ def gc_decides(state: State, dropped: Names) -> Iterator[Step]:
 
 
 def gc_sweeps(state: State, seen: dict[str, tuple[Record, ...]], doomed: Names) -> Iterator[Step]:
-    """`swept`, for what loses bytes: the next revision of what was seen, created only if nobody has."""
+    """Write `swept` for each snapshot that loses bytes: the revision after the one seen, unless it exists already."""
     after = replace(state, gc=replace(state.gc, at="delete", doomed=doomed))
     for name, of in seen.items():
         if of and of[-1].state == "forgotten" and of[-1].needs & doomed:
-            if len(of) < len(state.of[name]):  # only a lie: else another revision was seen a moment ago
+            if len(of) < len(state.of[name]):  # only a lie can cause this: a moment ago all revisions were seen
                 yield f"gc stops: {name} is revised", replace(state, gc=replace(state.gc, at="over"))
                 return
             after = after.put_record(name, replace(of[-1], state="swept"))
@@ -303,7 +303,7 @@ def gc_sweeps(state: State, seen: dict[str, tuple[Record, ...]], doomed: Names) 
 
 
 def holds(state: State) -> bool:
-    """See above."""
+    """Return whether the invariant of the module holds."""
     sessions = {whose for whose, _, _ in state.sessions}
     made_for = (MADE_FOR[name] for name in state.objects)
     explained = all(len(state.of.get(name, ())) > revision or of in sessions for name, revision, of in made_for)
@@ -311,7 +311,7 @@ def holds(state: State) -> bool:
 
 
 def explore(dropped: Names = NONE) -> tuple[list[str] | None, int]:
-    """(a schedule that breaks the invariant, or None; states seen)."""
+    """Return (a schedule that breaks the invariant, or None; states seen)."""
     lists = NONE if "list" in dropped else frozenset(["B.list"])
     of = {"A": (Record("committed", frozenset("m")),), "B": (Record("committed", lists | {"m"}),)}
     alone = State(objects=lists | {"m"}, records=tuple(of.items()))

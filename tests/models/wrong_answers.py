@@ -2,14 +2,14 @@
 
 A small explicit-state model of docs/design/protocol.md, "One wrong answer", beside those of saves and gcs. B is
 committed and needs pack `b`; users forget it and bring it back. X is committed and needs `x`; nobody touches it. A save
-S builds on `b` and puts `s`. A gc marks and sweeps. Anybody may stall anywhere; the save may crash or fail anywhere;
-the gc may give it up at any time. And the store lies once, to whom and when it likes: an object that is there is not, a
-listing lacks a key, a put is not stored or was taken. Two lies last for the whole gc, as from a cache: a listing that
-never shows X, and the header of another manifest in place of X's.
+S builds on `b` and puts `s`. A gc marks and sweeps. Any actor may stall anywhere; the save may crash or fail anywhere;
+the gc may fence it at any time. And the store lies once, to any actor at any time: it hides an object, leaves a key out
+of a listing, or does not store what is put. Two lies last for the whole gc, as from a cache: a listing that never shows
+X, and the header of another manifest in place of X's.
 
-The invariant: what a committed record needs is there; a save that was told "committed" is; and, if nobody lied, each
-pack lies there by the word of a record or a session: else no gc could ever delete it. With a rule dropped there must be
-a counter-example, or the rule is not needed.
+The invariant: what a committed record needs is there; a save that was told "committed" is committed; and, if the store
+has not lied, a record or a session explains each pack, since otherwise no gc could ever delete it. With a rule dropped
+there must be a counter-example, or the rule is not needed.
 
     python tests/models/wrong_answers.py        every rule, kept and dropped
 """
@@ -75,7 +75,7 @@ class Gc:
 
 @dataclass(frozen=True)
 class State:
-    """Everything that is stored, and where everybody is. B's revisions are committed, forgotten, committed, ..."""
+    """Everything that is stored, and the step of every actor. B's revisions: committed, forgotten, committed, ..."""
 
     packs: Names = frozenset("bx")
     b: int = 0
@@ -224,13 +224,13 @@ def gc_steps(state: State, dropped: Names) -> Iterator[Step]:
 
 
 def gc_decides(state: State, dropped: Names) -> Iterator[Step]:
-    """Return what no seen record needs; nothing at all, if one of the records is not explained."""
+    """Choose the packs that no seen record needs; stop if one of them is not explained."""
     gc, seen = state.gc, state.gc.seen
     live = frozenset("b") if seen.b >= 0 and seen.b % 2 == 0 and not (state.swept and seen.b > state.b) else NONE
     live |= frozenset("x") if seen.x and not gc.misled else NONE
     live |= state.save.uses | {"s"} if seen.s == "committed" else NONE
     unneeded = gc.present - live
-    # The record of a session that has ended since is there: the code looks at both again before it abandons.
+    # A session that has ended since then has left a record: the code looks at both again before it stops.
     explained = {"b": seen.b >= 0, "x": seen.x, "s": bool(seen.s or state.session or state.s)}
     if "explained" not in dropped and not all(explained[pack] for pack in unneeded):
         yield "gc stops: nothing explains a pack", replace(state, gc=replace(gc, at="over"))
@@ -244,7 +244,7 @@ def gc_decides(state: State, dropped: Names) -> Iterator[Step]:
 
 
 def gc_sweeps(state: State, dropped: Names) -> Iterator[Step]:
-    """`swept`, for what loses bytes: the next revision of what was seen, created only if nobody has."""
+    """Write `swept` if B loses bytes: the revision after the one seen, unless it exists already."""
     gc = state.gc
     if "b" not in gc.doomed or state.swept:
         yield "gc need not write swept", replace(state, gc=replace(gc, at="own mark"))
@@ -258,7 +258,7 @@ def gc_sweeps(state: State, dropped: Names) -> Iterator[Step]:
 
 
 def holds(state: State) -> bool:
-    """See above."""
+    """Return whether the invariant of the module holds."""
     needed = state.b_needs | {"x"}
     if state.s == "committed":
         needed |= state.save.uses | {"s"}
@@ -267,7 +267,7 @@ def holds(state: State) -> bool:
 
 
 def explore(dropped: Names = NONE) -> tuple[list[str] | None, int]:
-    """(a schedule that breaks the invariant, or None; states seen)."""
+    """Return (a schedule that breaks the invariant, or None; states seen)."""
 
     def steps(state: State) -> Iterator[Step]:
         yield from user_steps(state)

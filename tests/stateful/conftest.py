@@ -1,4 +1,4 @@
-"""Gives the stateful tests one thread and actors that are stopped at the end."""
+"""Give the stateful tests one thread, and stop their actors at the end."""
 
 from collections.abc import Iterator
 
@@ -11,13 +11,13 @@ from kit.remembered import remember
 
 @pytest.fixture(autouse=True)
 def _remembering(monkeypatch) -> None:
-    """Decode each object once: these tests are about the order in which objects come and go."""
+    """Decode each object once: these tests are about the order of operations on objects."""
     remember(monkeypatch)
 
 
 @pytest.fixture
 def actors(monkeypatch) -> Iterator[list[Actor]]:
-    """Whom to stop at the end."""
+    """A list for actors, which are stopped at the end."""
     one_thread(monkeypatch, index=False)
     found: list[Actor] = []
     yield found

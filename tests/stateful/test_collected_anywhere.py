@@ -1,4 +1,4 @@
-"""The garbage collector may free a repository at any place of another one's work, and nothing waits for itself.
+"""Python's garbage collector may free a repository at any point of another one's work without a deadlock.
 
 It runs in any thread, between any two instructions, also while the thread holds a lock.
 """
@@ -21,18 +21,18 @@ from snapstore.storage.local import LocalStore
 from snapstore.storage.s3.store import S3Store
 
 FILES = ("catalog/lmdb_file.py", "storage/cache_dir.py", "storage/locks.py")
-#: A thread that takes longer hangs [s].
+#: A thread hangs if it takes longer [s].
 PATIENCE_S = 300
 
 
 def drop_in_a_cycle(repository):
-    """Let go of a repository in such a way that only the garbage collector frees it."""
+    """Drop a repository so that only the garbage collector frees it."""
     cycle = [repository]
     cycle.append(cycle)
 
 
 def worked(make_store, at):
-    """Open, save and close, and collect another repository at one of the places; return all that were passed."""
+    """Open, save and close; let another repository be collected at one place; return all places that were passed."""
     Repository.create(make_store(f"other{at}"), options=OPTIONS).close()
     passed = []
 
@@ -88,7 +88,7 @@ def test_on_s3(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("lock", [threading._active_limbo_lock, Environment._open_lock], ids=["threads", "index"])
 def test_with_a_lock_of_all_threads_held(tmp_path, lock):
-    """The repository is freed where this very thread holds a lock that closing it needs, or starting a thread."""
+    """The repository is freed while this thread holds a lock that is needed to close it, or to start a thread."""
     Repository.create(tmp_path / "r", options=OPTIONS).close()
     repository = Repository.open(tmp_path / "r")
     list(repository.snapshots())

@@ -1,6 +1,6 @@
 """Compacts that run beside saves, forgets, gcs, recodes and each other lose nothing; no snapshot dangles.
 
-Random schedules first, then the stands at which a rule of docs/design/protocol.md, "Rewriting", is what saves the day.
+First random schedules; then the points at which only a rule of docs/design/protocol.md, "Rewriting", prevents a loss.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from snapstore.storage.memory import MemoryStore
 
 @cache
 def history() -> MemoryStore:
-    """a@7 to a@9, which hang on what was collected, and b@0, forked from what is gone; a@6 is forgotten."""
+    """a@7 to a@9 and the fork b@0, whose chains need blobs of snapshots that were collected; a@6 is forgotten."""
     store = created()
     with opened(store) as repository:
         for step in range(10):
@@ -131,7 +131,7 @@ def test_forgotten_and_collected_meanwhile(stage, stand, victim):
 
 @pytest.mark.parametrize("stand", ["lock", "list gc/", "list snapshots/"])
 def test_chunks_of_a_snapshot_that_is_gone_are_not_used(stage, stand):
-    """a@8 would be rebuilt over what was made for a@7, which is forgotten and collected in between."""
+    """a@8 would be rebuilt on blobs that were made for a@7, which is forgotten and collected in between."""
     operation, _, part = stand.partition(" ")
     compact = stage.enter("C", compacting("a@7", "a@8", "a@9")).until("release", "sessions/").until("lock")
     compact.until(operation, part)
@@ -143,7 +143,7 @@ def test_chunks_of_a_snapshot_that_is_gone_are_not_used(stage, stand):
 
 
 def test_a_chunk_that_a_mark_names_is_not_used(stage):
-    """a@7 was compacted; forgotten when a gc marked, back when a@8's turn comes, forgotten again at the sweep."""
+    """a@7 is compacted, forgotten when a gc marks, brought back before a@8's turn, and forgotten again at the sweep."""
     compact = stage.enter("C", compacting("a@7", "a@8", "a@9")).until("release", "sessions/").until("lock")
     forgetting("a@7")(stage.store)
     gc = stage.enter("G", collecting()).until("put", ".mark").until("put", ".wait")
@@ -156,7 +156,7 @@ def test_a_chunk_that_a_mark_names_is_not_used(stage):
 
 
 def test_a_base_that_became_a_delta_and_is_gone_is_not_used(actors):
-    """a@1, full, becomes a delta to a@0; it is collected before the turn of a@2, whose chains end in its old blobs."""
+    """a@1, stored full, becomes a delta to a@0. It is collected before a@2 is compacted, whose chains end in it."""
     store, states = MemoryStore(), []
     drift = np.random.default_rng(0).standard_normal(8192).astype(np.float32)
     Repository.create(store, chunk_bytes=1024, options=OPTIONS).close()
@@ -240,7 +240,7 @@ def test_a_repair_looks_at_what_a_compact_has_published(stage):
 
 @pytest.mark.parametrize("stand", ["list sessions/", "lock"])
 def test_a_repair_finds_what_a_compact_has_copied(stand, actors, monkeypatch):
-    """A compact that had looked for notes before there was one publishes a copy of a blob that gives no chunk."""
+    """A compact that looked for quarantine notes before there was one publishes a copy of a blob that is damaged."""
     store, rng, encode = MemoryStore(), np.random.default_rng(0), blob.encode
     Repository.create(store, chunk_bytes=4096).close()
     x, y = rng.standard_normal(1024, np.float32), rng.standard_normal(30 * 1024, np.float32)

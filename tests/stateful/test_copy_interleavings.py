@@ -1,4 +1,4 @@
-"""Copies that run beside each other, and beside saves, forgets, gcs and rewrites of both repositories.
+"""Copies lose nothing beside each other, and beside saves, forgets, gcs and rewrites of either repository.
 
 The stepped store is the destination in the first test, and the source in the second one.
 """
@@ -31,7 +31,7 @@ from snapstore.storage.memory import MemoryStore
 
 @cache
 def source() -> MemoryStore:
-    """a@0 to a@3, of which a@0 is forgotten, and b@0 that was forked from a@1."""
+    """a@0 to a@3, of which a@0 is forgotten, and b@0, which was forked from a@1."""
     store = created()
     with opened(store) as repository:
         for step in range(4):
@@ -43,7 +43,7 @@ def source() -> MemoryStore:
 
 @cache
 def destination() -> MemoryStore:
-    """Copies of a@0, forgotten, and of a@1, in a repository that has run a go on by a@20."""
+    """Copies of a@0, forgotten, and of a@1, in a repository whose run a has gone on with a@20."""
     store = MemoryStore()
     with opened(source()) as repository:
         repository.copy(["a@0", "a@1"], to=store)
@@ -101,7 +101,7 @@ def test_copies_of_snapshots_that_are_forgotten_and_rewritten(actors):
             result = repository.copy(["a@1", "a@2", "a@3", "a@0"], to=target)
         for snapshot, why in result.failed:
             assert "meanwhile" in why or "keep revising" in why, (snapshot, why)
-        if result.failed:  # what had been sent of it is there until a gc
+        if result.failed:  # its blobs that were sent stay until a gc
             _collected(target)
         check_clean(target)
         return {s.step for s in result.copied} | {s.step for s, _ in result.failed}
@@ -125,7 +125,7 @@ def _collected(store: MemoryStore) -> MemoryStore:
 
 
 def test_a_gc_that_is_slow_deletes_nothing_that_a_copy_uses(actors):
-    """The gc stands behind its second look at what is live; the copy sees the mark, and sends the blobs again."""
+    """The gc has stopped after its second look at what is live; the copy sees the mark, and sends the blobs again."""
     stage = Stage(destination(), actors)
     gc = stage.enter("G", collecting()).until("put", ".mark")
     gc.step()
@@ -138,7 +138,7 @@ def test_a_gc_that_is_slow_deletes_nothing_that_a_copy_uses(actors):
 
 
 def test_a_copy_that_was_given_up_begins_again(actors):
-    """It sleeps before its record; a gc fences it, and the record of the fence is a copy of the one it began with."""
+    """It sleeps before its record; a gc fences it, and the fence's record is a copy of the one that it began with."""
     stage = Stage(destination(), actors)
     copy = stage.enter("C", copying("a@3"), seen_dead=True).until("put", ".1")
     stage.enter("G", collecting(0.0), seen_dead=True).finish()

@@ -1,8 +1,8 @@
 """After a crash or failure at any operation of any verb, committed snapshots restore and gc frees the rest.
 
 For each k the verb runs on a copy of a prepared store whose k-th operation crashes, fails or loses its response. Then
-"the process" either has died, and a fresh one with an empty index looks at what is left; or it lives on, and goes on
-with the very same Repository once the fault is over.
+either "the process" has died, and a fresh one with an empty index checks what is left; or it lives on, and uses the
+same Repository once the fault is over.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from snapstore.storage.base import ObjectStore
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 
-#: The same lines a thousand times: tracing them for coverage would take a fifth of the time.
+#: These tests run the same lines a thousand times: tracing them for coverage would take a fifth of the time.
 untraced = pytest.mark.no_cover
 
 
@@ -56,7 +56,7 @@ def _readable(monkeypatch):
 
 @cache
 def history() -> MemoryStore:
-    """a@0 to a@3, one of them tagged, and b@0 that was forked from a@1; policies of run a."""
+    """a@0 to a@3, of which a@1 is tagged, and b@0, which was forked from a@1; policies of run a."""
     store = created()
     with opened(store) as repository:
         repository.set_policies("a", [KeepLast(3)])
@@ -68,7 +68,7 @@ def history() -> MemoryStore:
 
 @cache
 def forgotten() -> MemoryStore:
-    """a@0 and a@2 are forgotten, a dead save has left packs and a session, and something dead its mark's note."""
+    """As `history`, but a@0 and a@2 are forgotten, and a dead save has left packs and a session."""
     store = clone(history())
     with opened(store) as repository:
         repository.forget([KeepLast(1)], run="a")
@@ -83,7 +83,7 @@ def forgotten() -> MemoryStore:
 
 @cache
 def marked() -> MemoryStore:
-    """As `forgotten`, and a gc has died behind its mark."""
+    """As `forgotten`, and a gc has died after it put its mark."""
     return _after_gc_until("put", ".mark")
 
 
@@ -101,7 +101,7 @@ def unmarked() -> MemoryStore:
 
 @cache
 def shared() -> MemoryStore:
-    """a@0 to a@3 name the manifests of a@0, in codec 70; of these, a@3 alone is not forgotten. And b@0."""
+    """a@0 to a@3, which name the manifests of a@0 in codec 70, and b@0; all but a@3 and b@0 are forgotten."""
     store = created()
     with pytest.MonkeyPatch.context() as patch, opened(store) as repository, foreign.written():
         foreign.readable(patch)
@@ -114,7 +114,7 @@ def shared() -> MemoryStore:
 
 @cache
 def abroad() -> MemoryStore:
-    """a@0 to a@2 and the fork b@0 in codec 70, a@3 portable on them; a@1 is forgotten, a@2 recoded."""
+    """a@0 to a@2 and the fork b@0 in codec 70, and a@3, portable and based on them; a@1 is forgotten, a@2 recoded."""
     store = created()
     with pytest.MonkeyPatch.context() as patch, opened(store) as repository:
         foreign.readable(patch)
@@ -130,7 +130,7 @@ def abroad() -> MemoryStore:
 
 @cache
 def of_ranks() -> MemoryStore:
-    """a@2 to a@5 of two ranks, of one process, and of three ranks, in codec 70; a@0 and a@1 are gone, a@2 forgotten."""
+    """a@2 of two ranks, a@3 of one process, a@4 and a@5 of three ranks, in codec 70; a@0 and a@1 are gone."""
     store = created()
     with pytest.MonkeyPatch.context() as patch, foreign.written():
         foreign.readable(patch)
@@ -149,19 +149,19 @@ def of_ranks() -> MemoryStore:
 
 @cache
 def ranks_marked() -> MemoryStore:
-    """As `of_ranks`, and a gc has died behind its mark."""
+    """As `of_ranks`, and a gc has died after it put its mark."""
     return _after_gc_until("put", ".mark", of_ranks)
 
 
 @cache
 def abroad_marked() -> MemoryStore:
-    """As `abroad`, and a gc has died behind its mark."""
+    """As `abroad`, and a gc has died after it put its mark."""
     return _after_gc_until("put", ".mark", abroad)
 
 
 @cache
 def hollow() -> MemoryStore:
-    """a@7 to a@9, which hang on what was forgotten and collected, and b@0, whose base is gone."""
+    """a@7 to a@9, whose chains need blobs of collected snapshots, and b@0, whose base is gone."""
     store = created()
     with opened(store) as repository:
         for step in range(10):
@@ -174,7 +174,7 @@ def hollow() -> MemoryStore:
 
 @cache
 def hollow_marked() -> MemoryStore:
-    """As `hollow`, a@7 is forgotten, and a gc has died behind its mark."""
+    """As `hollow`, a@7 is forgotten, and a gc has died after it put its mark."""
     return _after_gc_until("put", ".mark", _hollow_forgotten)
 
 
@@ -188,7 +188,7 @@ def _hollow_forgotten() -> MemoryStore:
 
 @cache
 def half_copied() -> MemoryStore:
-    """Copies of a@0 and a@1 of `history`, b@0 beside them, of which a gc that died wants a part; a@1 is swept."""
+    """Copies of a@0, a@1 and b@0 of `history`; a@0 and b@0 are forgotten, and a gc has died after it put its mark."""
     store = clone(copied(history, "a@0", "a@1", "b@0"))
     with opened(store) as repository:
         repository.forget_snapshots(["a@0", "b@0"], force=True)
@@ -270,7 +270,7 @@ VERBS: dict[str, tuple[Callable[[], MemoryStore], Callable[[Repository], Any]]] 
     "copy, ranks": (lambda: copied(of_ranks, "a@3"), lambda r: copy_in(r, of_ranks(), "a@5")),
     "compact, ranks": (ranks_marked, lambda r: r.compact()),
 }
-#: Objects that may be gone or new after a verb; all others keep their ids, tags and all that lasts.
+#: Verbs that may forget snapshots, and verbs that may add one; all other snapshots keep id, tags and `lasting` fields.
 MAY_FORGET = {"forget", "forget and gc", "forget, ranks"}
 MAY_ADD = {
     "first save",
@@ -287,7 +287,7 @@ MAY_ADD = {
     "copy back, marked",
     "copy, ranks",
 }
-#: Verb -> the tags that a snapshot has in the end.
+#: Verb -> the tags of (run, step) in the end.
 TAGS = {"tag": {("a", 1): (), ("a", 3): ("good",)}, "untag": {("a", 1): ()}}
 
 
@@ -301,7 +301,7 @@ def operations(verb: str) -> int:
 
 
 def run_until_fault(verb: str, inner: ObjectStore, k: int, mode: str) -> tuple[FaultStore, Repository, Any]:
-    """The verb's outcome: what it returned or what it raised."""
+    """Run a verb up to a fault; return the store, the repository, and the verb's result or error."""
     _, act = VERBS[verb]
     store = FaultStore(inner)
     repository = Repository.open(store, options=OPTIONS)
@@ -314,7 +314,7 @@ def run_until_fault(verb: str, inner: ObjectStore, k: int, mode: str) -> tuple[F
 
 
 def check_outcome(verb: str, before: dict[str, Any], inner: ObjectStore, outcome: Any, about: str) -> None:
-    """Nothing that was committed is gone or altered, nothing is there that should not be; the verb has not lied."""
+    """Check that nothing committed is gone or changed, no object is there without reason, and the verb has not lied."""
     after = committed(inner)
     done = not isinstance(outcome, Crash | SnapstoreError)
     gone, new = before.keys() - after.keys(), after.keys() - before.keys()
@@ -345,7 +345,7 @@ def check_outcome(verb: str, before: dict[str, Any], inner: ObjectStore, outcome
         assert new == {outcome.id}, about
 
 
-#: Much like a neighbour: a fourth of the operations in each run, of the others the half; all of them if THOROUGH.
+#: Verbs that are much like another one: a run tries fewer of their operations, see `points`.
 ALIKE = {
     "step again",
     "tagged",
@@ -366,7 +366,7 @@ ALIKE = {
 
 
 def points(verb: str, mode: str, total: int) -> range:
-    """The operations to try."""
+    """Return the operations to try."""
     sparse = verb in ALIKE or (mode == "full" and verb != "gc")
     if verb.endswith(", ranks"):
         return sampled(total, 14)
@@ -415,7 +415,7 @@ AGAIN = [
 @pytest.mark.parametrize("mode", [*CRASHES, "lost", "fail"])
 @pytest.mark.parametrize("verb", AGAIN)
 def test_the_same_verb_again(verb, mode, monkeypatch):
-    """Whatever the first had done, the second ends where one that nothing had stopped would have."""
+    """Whatever the first call did, the second one ends in the same state as one call without a fault."""
     one_thread(monkeypatch, index=False)
     prepare, act = VERBS[verb]
     undisturbed = clone(prepare())
@@ -437,7 +437,7 @@ def test_the_same_verb_again(verb, mode, monkeypatch):
                 act(repository)
             except (InvalidInputError, NotFoundError) as error:
                 refused = error
-        if refused is not None:  # only what was done already may be
+        if refused is not None:  # only a verb that was done already
             assert any(says in str(refused) for says in ("is not forgotten", "has no tag 'good'")), (
                 f"{about}: {refused}"
             )
@@ -455,9 +455,9 @@ def _ids(store: ObjectStore) -> set[str]:
 
 
 def _known(store: ObjectStore, ids: set[str]) -> Any:
-    """A user's view of a repository: every snapshot of these ids, what other references name, and policies.
+    """Return a user's view of a repository: the snapshots of these ids, what other references name, and policies.
 
-    A save whose answer was lost has committed, and so has the next: a reference names the newest of a step.
+    A save whose answer was lost has committed, and so has the next one: a reference names the newest of a step.
     """
     with opened(store) as repository:
         old = {s.id: (s.state, version_of(s), s.tags) for s in repository.view().snapshots(states=None) if s.id in ids}
@@ -468,7 +468,7 @@ def _known(store: ObjectStore, ids: set[str]) -> Any:
 @untraced
 @pytest.mark.parametrize("mode", [*CRASHES, *FAILURES, "torn", "late"])
 def test_the_next_recode_finishes_what_one_has_begun(mode, monkeypatch):
-    """Whatever the first has published is shared: no blob is there twice once a gc has been."""
+    """The next one shares all that the first has published: after a gc, no blob is stored twice."""
     one_thread(monkeypatch, index=False)
     wanted = _left_over(clone(abroad()))
     total = operations("recode")
@@ -502,14 +502,14 @@ def test_the_next_compact_finishes_what_one_has_begun(mode, monkeypatch):
 
 
 def _repair_torn_record(inner: MemoryStore, store: FaultStore, mode: str) -> None:
-    """Nobody but a repair goes on where a record cannot be read."""
+    """Repair if a record is torn: any other verb stops at a record that it cannot read."""
     if mode == "torn" and store.log[-1][1].startswith("snapshots/"):
         with opened(inner) as repository:
             repository.repair(apply=True)
 
 
 def _compacted(store: MemoryStore) -> int:
-    """Return the bytes that are left once everything has been compacted and collected."""
+    """Compact and collect everything; return the stored bytes that are left."""
     with opened(store) as repository:
         for _ in range(2):
             assert repository.compact().failed == []
@@ -576,7 +576,7 @@ ON_A_DISK = ["delta save", "forget", "unforget", "tag", "gc", "gc, half swept", 
 
 
 def on_a_disk(source: MemoryStore, root: Path) -> LocalStore:
-    """A copy of a prepared store."""
+    """Return a copy of a prepared store on a disk."""
     store = LocalStore(root, create=True)
     for key in keys_of(source):
         (store.lock if source.is_locked(key) else store.put)(key, source.get(key))
@@ -593,7 +593,7 @@ def test_on_a_disk(verb, mode, monkeypatch, tmp_path):
     total = operations(verb)
     for k in sampled(total, 12):
         inner = on_a_disk(VERBS[verb][0](), tmp_path / str(k))
-        before = committed(inner)  # and an index of before the fault
+        before = committed(inner)  # this also makes an index from before the fault
         store, repository, outcome = run_until_fault(verb, inner, k, mode)
         about = f"{verb}, {mode} at {k} of {total}: {store.log[-1]}, {outcome}"
         repository.close()
@@ -606,7 +606,7 @@ def test_on_a_disk(verb, mode, monkeypatch, tmp_path):
 @untraced
 @pytest.mark.parametrize("left", ["no seal", "half a seal"])
 def test_a_rebuild_killed_before_its_seal(left, monkeypatch, tmp_path, caplog):
-    """A commit of LMDB without a seal is not believed: the next open rebuilds the index, and answers right."""
+    """A commit of LMDB without a seal is not trusted: the next open rebuilds the index, and its answers are right."""
     one_thread(monkeypatch)
     monkeypatch.setattr("snapstore.catalog.index.RECORDS_IN_MEMORY", 2)  # several transactions
     inner = on_a_disk(forgotten(), tmp_path / "repository")
@@ -677,7 +677,7 @@ def test_marks_do_not_pile_up_while_a_session_is_waited_for(monkeypatch):
 
 @pytest.mark.parametrize("verb", ["forget", "gc"])
 def test_a_listing_is_synced_before_it_is_used(verb, monkeypatch):
-    """Listed, then made durable: settled first, a record that appears in between could still be lost to a power cut."""
+    """Records are listed, then synced. In the other order, a power loss could take a record that appears in between."""
     one_thread(monkeypatch)
     prepare, act = VERBS[verb]
     store = FaultStore(clone(prepare()))
@@ -686,7 +686,7 @@ def test_a_listing_is_synced_before_it_is_used(verb, monkeypatch):
         act(repository)
     log = store.log[begin:]
     acts = [i for i, (op, key) in enumerate(log) if (op, key[:10]) == ("put", "snapshots/") or op == "delete"]
-    # A fence that gc puts looks once more for a record of its session, and deletes nothing by what it finds.
+    # Before a fence, gc lists the records of its session once more; it deletes nothing because of that listing.
     end = min(acts[0], *(i for i, (op, _) in enumerate(log) if op == "is_locked"), len(log))
     listed = max(i for i in range(end) if log[i] == ("list", "snapshots/"))
     assert ("sync", "snapshots/a/") in log[listed:end]
@@ -712,7 +712,7 @@ def test_a_heartbeat_that_fails_ends_no_save(monkeypatch):
 
 
 def test_a_store_that_takes_no_heartbeats_ends_no_save(monkeypatch, caplog):
-    """A server without CopyObject: said once a save, not asked again."""
+    """A server without CopyObject: each save warns once and does not ask again."""
     one_thread(monkeypatch)
     monkeypatch.setattr("snapstore.protocol.commit.HEARTBEAT_S", 0.0)
     store, asked = clone(history()), []
@@ -735,7 +735,7 @@ def test_a_store_that_takes_no_heartbeats_ends_no_save(monkeypatch, caplog):
 
 
 def test_full_behind_an_unclear_attempt_is_not_taken_for_refused(monkeypatch):
-    """The first PUT of the record timed out and may land yet; the second finds the disk full: nothing is known."""
+    """The first PUT of the record timed out and may still take effect; the second finds a full disk."""
     one_thread(monkeypatch)
     store = FaultStore(clone(history()))
     answers = [StorageError("timed out"), *[StorageFullError("full")] * 9]
@@ -750,7 +750,7 @@ def test_full_behind_an_unclear_attempt_is_not_taken_for_refused(monkeypatch):
         monkeypatch.setattr(store.inner, "put", put)
         with pytest.raises(StorageError, match="could not be taken back"):
             save(repository, "a", 4, 4)
-        assert keys_of(store.inner, "sessions/")  # it keeps the packs safe
+        assert keys_of(store.inner, "sessions/")  # it protects the packs
         monkeypatch.setattr(store.inner, "put", real)
         assert len(repository.gc().fenced) == 1
     check_clean(store.inner)

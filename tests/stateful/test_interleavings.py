@@ -1,7 +1,7 @@
 """No committed snapshot dangles when saves, forgets, un-forgets and gcs take turns at every store operation.
 
-Random schedules first, then all that stop few actors few times, then the counter-examples that the models of the
-protocol print when one of its rules is dropped, each driven by hand.
+First random schedules; then all schedules that stop few actors few times; then the counter-examples that the models of
+the protocol print when one of its rules is dropped, each driven by hand.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from snapstore.storage.memory import MemoryStore
 
 @cache
 def history() -> MemoryStore:
-    """a@0 to a@2 of which a@1 is forgotten, b@0 that was forked from a@1."""
+    """a@0 to a@2, of which a@1 is forgotten, and b@0, which was forked from a@1."""
     store = created()
     with opened(store) as repository:
         for step in range(3):
@@ -73,8 +73,8 @@ def test_random_schedules(first, actors):
 
 # --- all schedules with few stops ------------------------------------------------------------------------------------
 
-#: Who plays on `doomed`. S builds on what is being swept, once U has brought that back; T on what F takes away; R
-#: stores the very bytes that are being swept. H expires each session that is in the middle of a save.
+#: The actors on `doomed`. S builds on a@2, which is being swept, if U has brought it back. T builds on b@0, which F
+#: forgets. R stores the same bytes that are being swept. H fences each session that is in the middle of a save.
 CAST: dict[str, Body] = {
     "S": saving("a", 3, 3),
     "T": saving("b", 1, 51),
@@ -86,17 +86,17 @@ CAST: dict[str, Body] = {
     "E": several(forgetting("a@2")),  # again
 }
 ALL = [name for name in CAST if name != "E"]
-#: One of these stops after each of its steps while the others run whole, in all orders: in every run, not a sample.
+#: If one of these stops while others of them run whole, every run tries all steps in all orders, not a sample.
 WHOLE = {"T", "F", "G"}
-#: Nobody is stopped before these: what they do or give is the same whatever others do meanwhile.
+#: No actor is stopped before these: their effect and their result do not depend on what others do meanwhile.
 APART, FIXED = ("sync", "clean"), ("config", "snapshots/")
-#: The committed snapshots in the end: of `doomed`, and what each actor that ended well has made or brought back.
+#: The snapshot that each actor commits or brings back, if it ends without an error.
 MADE = {"S": "a@3", "T": "b@1", "R": "c@1", "U": "a@2"}
 
 
 @cache
 def doomed() -> MemoryStore:
-    """b@0 alone is committed; a gc would collect the rest: a@2, and c@0, a first save as R will be one."""
+    """Only b@0 is committed; a gc would collect the rest: a@2, and c@0, a first save of the same bytes as R's."""
     store = clone(history())
     with opened(store) as repository:
         repository.forget_snapshots(["a@0"], force=True)
@@ -107,14 +107,14 @@ def doomed() -> MemoryStore:
 
 
 def step(actor: Actor) -> None:
-    """On to its next operation for which it matters what others have done."""
+    """Go on to the actor's next operation that others can influence."""
     actor.step()
     while actor.at and (actor.at[0] in APART or (actor.at[0] == "get" and actor.at[1].startswith(FIXED))):
         actor.step()
 
 
 def play(actors: list[Actor], *parts: tuple[str, int | None]) -> set[str]:
-    """Let actors of the cast take so many steps each (None: all), in that order; who was stopped before its end."""
+    """Let actors of the cast take so many steps each (None: all), in that order; return which were stopped."""
     tally("schedules")
     stage, playing, stopped = Stage(doomed(), actors), dict[str, Actor](), set[str]()
     for name, steps in parts:
@@ -133,7 +133,7 @@ def play(actors: list[Actor], *parts: tuple[str, int | None]) -> set[str]:
         if name == "U" and playing.keys() & {"G", "H"}:
             may = (ConflictError, NotFoundError)  # it was swept before, or just then
         elif name in "STR" and "H" in playing:
-            may = (ConflictError,)  # it was given up
+            may = (ConflictError,)  # it was fenced
         assert actor.error is None or isinstance(actor.error, may), f"{about}: {name}: {actor.error!r}"
     wanted = {MADE[name] for name, actor in playing.items() if name in MADE and actor.error is None}
     gone = {of for name, of in (("F", "b@0"), ("E", "a@2")) if name in playing}
@@ -148,7 +148,7 @@ def play(actors: list[Actor], *parts: tuple[str, int | None]) -> set[str]:
 
 @cache
 def steps_of(name: str) -> int:
-    """How many it takes alone."""
+    """Return how many steps an actor takes alone."""
     actor = Actor(name, clone(doomed()), CAST[name])
     taken = 0
     while not actor.ended:
@@ -158,13 +158,13 @@ def steps_of(name: str) -> int:
 
 
 def stops(name: str, case: object, every: int = 60, *, whole: bool = THOROUGH) -> Iterable[int]:
-    """Steps after which to stop it; all up to its end, which the caller sees (beside others it may take more)."""
+    """Return after which steps to stop an actor; if `whole`, all: the caller sees its end, which others may delay."""
     steps = steps_of(name)
     return count(1) if whole else Random(f"{SEED} {case}").sample(range(1, steps), 1 + steps // every)
 
 
 def test_the_cast_does_what_is_said_of_it(actors):
-    """Else the schedules below would prove little."""
+    """Without this, the schedules below would prove little."""
     stage = Stage(doomed(), actors)
     old = {key: stage.store.get(key)[pack.HEADER.size :] for key in keys_of(stage.store, "packs/")}
     CAST["R"](stage.store)
@@ -209,7 +209,7 @@ def test_two_stop_once_each(first, second, actors):
 def test_a_base_comes_back_and_goes_again_beside_a_gc(between, actors):
     """G stops, a@2 comes back (and another gc completes G's mark), S builds on it and stops, and a@2 goes again."""
     for steps in stops("G", between, 8):
-        for more in stops("T", (between, steps), 8):  # as many as S takes that has a base
+        for more in stops("T", (between, steps), 8):  # S with a base takes as many steps as T
             parts = [("G", steps), *((name, None) for name in between), ("S", more), ("E", None)]
             stopped = play(actors, *parts, ("G", None), ("S", None))
             if len(stopped) < 2:
@@ -227,7 +227,7 @@ def stage(actors) -> Stage:
 
 
 def test_gc_between_session_and_record_waits(stage):
-    """ "no wait for sessions": S has chosen bases before the mark, and commits a reference to a candidate behind it."""
+    """ "no wait for sessions": S has chosen bases before the mark, and commits a reference to a candidate after it."""
     saver = stage.enter("S", saving("a", 3, 3)).until("put", "packs/")
     forgetting("a@0", "a@2")(stage.store)
     result = collecting()(stage.store)
@@ -263,7 +263,7 @@ def test_a_base_that_no_mark_names_is_used_beside_a_mark(stage):
 
 @pytest.mark.parametrize("stand", ["packs/", "manifests/", "snapshots/"])
 def test_a_saver_paused_past_its_fence_cannot_commit(stage, stand):
-    """ "fence not atomic": S sleeps for hours, gc gives it up and deletes its packs, S wakes up and commits."""
+    """ "fence not atomic": S sleeps for hours, gc fences it and deletes its packs, S wakes up and tries to commit."""
     saver = stage.enter("S", saving("a", 3, 3)).until("put", stand)
     forgetting("a@0", "a@2")(stage.store)
     gc = stage.enter("G", collecting(0.0), seen_dead=True)
@@ -283,7 +283,7 @@ def test_a_fence_that_comes_after_the_commit_changes_nothing(stage):
 
 
 def test_a_fence_between_commit_and_reading_it_back(stage):
-    """The saver's put and the gc's: exactly one wins, whichever comes first."""
+    """The saver and the gc put the same key: the first one wins."""
     saver = stage.enter("S", saving("a", 3, 3)).until("put", "snapshots/")
     gc = stage.enter("G", collecting(0.0), seen_dead=True).until("put", "snapshots/")
     saver.until("release", "sessions/")

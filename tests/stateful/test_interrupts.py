@@ -20,7 +20,7 @@ from snapstore.storage.local import LocalStore
 from snapstore.storage.s3.store import S3Store
 
 FILES = ("protocol/commit.py", "storage/locks.py", "storage/local.py", "storage/s3/lock_files.py")
-#: A save that commits, and saves that fail before the first pack and after the last.
+#: A save that commits, and saves that fail before the first pack or after the last.
 FAILING = (None, "load_bases", "commit")
 
 
@@ -37,7 +37,7 @@ def interrupted_save(make_store, failing, at):
 
 
 def check_each(make_store, failing, every):
-    """At each place, or a sample: no session is left that is locked, and a gc of another process removes all."""
+    """Check each place, or a sample: no locked session is left, and a gc of another process removes all the rest."""
     count = len(interrupted_save(lambda: make_store("whole"), failing, None))
     assert count > 100
     struck = 0
@@ -62,7 +62,7 @@ def test_on_a_local_disk(tmp_path, failing):
 
 
 def test_on_s3(monkeypatch, tmp_path):
-    """Where the lock is a file of the cache, and the removal is a request."""
+    """On S3 the lock is a file in the cache, and the removal of a session is a request."""
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path))
     with moto_bucket(monkeypatch) as bucket:
         check_each(lambda name: S3Store(f"{bucket}/{name}"), None, 30)

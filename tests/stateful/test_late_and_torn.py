@@ -1,6 +1,6 @@
 """Requests that take effect late, stall, or leave half an object cost no committed snapshot.
 
-No store of ours tears an object, and S3 does not; a file system that loses power, or is copied, may.
+None of our stores tears an object, and S3 does not either. A file system may, if it loses power or is copied.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STALLED = {"delta save": "a@3", "forget": "a@2", "recode": "a@2", "compact": "a@
 @pytest.mark.parametrize("meanwhile", ["gc", "forget and gc", "forget and fence"])
 @pytest.mark.parametrize("verb", STALLED)
 def test_stalled(verb, meanwhile, where, monkeypatch):
-    """One operation lasts as long as all that others do, then succeeds: nothing dangles, and no space is lost."""
+    """One operation lasts until others have done all their work, then succeeds: nothing dangles, no space is lost."""
     one_thread(monkeypatch, index=False)
     prepare, act = VERBS[verb]
     before = committed(clone(prepare()))
@@ -67,7 +67,7 @@ def test_stalled(verb, meanwhile, where, monkeypatch):
 @pytest.mark.parametrize("others", ["alone", "after a gc"])
 @pytest.mark.parametrize("verb", WRITING)
 def test_late(verb, others, monkeypatch):
-    """The process lives on, and never learns that its request was done; or it dies, and others collect before."""
+    """The process lives on, and never learns that its request was done; or others collect first, and it dies."""
     one_thread(monkeypatch, index=False)
     prepare = VERBS[verb][0]
     before = committed(clone(prepare()))
@@ -111,7 +111,7 @@ def test_torn(verb, monkeypatch):
         repository.close()
         torn = store.log[-1][1]
         with opened(inner) as repository:
-            said = "".join(repository.view().damaged) or None  # a record is torn: its snapshot is not listed
+            said = "".join(repository.view().damaged) or None  # the record is torn, so its snapshot is not listed
         try:
             if said is None:
                 _check_whole(inner, before, verb, about)
@@ -126,10 +126,10 @@ def test_torn(verb, monkeypatch):
             _check_whole(inner, before, verb, about)
         with opened(inner) as repository:
             repository.repair(apply=True, drop=True, purge=True)
-            if torn.startswith("policies/"):  # nobody but the user knows them
+            if torn.startswith("policies/"):  # only the user knows the policies
                 repository.set_policies("a", [KeepLast(2)])
             for snapshot in repository.snapshots():
-                if snapshot.metadata is None:  # whose record was torn: reconstructed from its manifests
+                if snapshot.metadata is None:  # its record was torn, and was reconstructed from its manifests
                     repository.restore(f"id:{snapshot.id}")
                     for tag in snapshot.tags:
                         repository.untag(f"id:{snapshot.id}", tag)

@@ -79,7 +79,7 @@ PROCESSES = st.integers(0, 1)
 COUNTS = st.integers(1, 4)  # of ranks
 LOOKERS = st.integers(0, 2)  # see Machine.looking
 KEEP = [KeepLast(2)]
-#: Verbs that may fail on their way, by name.
+#: Verbs that may fail before their end, by name.
 VERBS: dict[str, Callable[[Repository, str], Any]] = {
     "forget": lambda repository, run: repository.forget(KEEP, run=run),
     "gc": lambda repository, run: repository.gc(),
@@ -87,14 +87,14 @@ VERBS: dict[str, Callable[[Repository, str], Any]] = {
     "recode": lambda repository, run: repository.recode(),
     "repair": lambda repository, run: repository.repair(apply=True),
 }
-#: Where a bit flips: which class of object, which of them, where in it.
+#: Where a bit flips: the class of the object, which of that class, where in it.
 FLIPS = st.lists(st.tuples(st.integers(0, 29), st.integers(0, 99), st.integers(0, 2**20 - 1)), min_size=1, max_size=2)
 STATES = ("committed", "forgotten", "swept")
 
 
 @dataclass
 class Known:
-    """One snapshot as it ought to be.
+    """One snapshot as it should be.
 
     Attributes:
         count: the number of its save in the program.
@@ -117,28 +117,28 @@ def leaves(state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def counted_ids() -> Callable[[], str]:
-    """Ids like random ones, in no order, but the same ones for the same program.
+    """Return a source of ids that look random, but are the same for the same program.
 
-    Packs are named by what they hold, an id is in that, and a gc that dies goes by names: with random ids it would have
-    taken other forgotten snapshots when hypothesis repeats a program, which it may not.
+    A pack's name depends on its content, which includes an id, and a gc that dies has gone by names. With random ids it
+    would have taken other snapshots when hypothesis repeats a program, and a repetition must not differ.
     """
     numbers = itertools.count()
     return lambda: hashlib.sha256(str(next(numbers)).encode()).hexdigest()[:32]
 
 
 def repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the same program give all objects the same names: packs are named by what they hold, digests are in that."""
+    """Let the same program give all objects the same names: those of packs depend on digests, so on the seed."""
     monkeypatch.setattr("snapstore.repository.new_seed", lambda: 5)
     monkeypatch.setattr(records, "new_id", records.new_id)  # `Machine` sets its own, which ends with the test
 
 
 class Machine(RuleBasedStateMachine):
-    """Two Repository objects, "processes", over one store, and a slow writer; `self.known` is the model."""
+    """Two Repository objects, called processes, over one store, and a slow writer; `self.known` is the model."""
 
     def __init__(self) -> None:
         super().__init__()
         records.new_id = counted_ids()  # `repeatable` puts the real one back
-        orphaned_sessions.clear()  # by id: what an earlier program left over has the ids of this one's saves
+        orphaned_sessions.clear()  # an earlier program's orphaned sessions have the ids of this one's saves
         self.store = MemoryStore()
         Repository.create(self.store, chunk_bytes=1024, options=OPTIONS).close()
         self.known: dict[str, Known] = {}
@@ -146,8 +146,8 @@ class Machine(RuleBasedStateMachine):
         self.count = 0
         self.saved: dict[str, int] = {}  # run -> the last version that `save` has saved
         self.open: list[tuple[FaultStore, Repository] | None] = [None, None]
-        self.lineage: list[dict[str, str | None]] = [{}, {}]  # what each process goes on from, by run
-        self.slow: tuple[Actor, str, int, int] | None = None  # a save that stands still: (it, run, step, version)
+        self.lineage: list[dict[str, str | None]] = [{}, {}]  # the parent of each process's next save, by run
+        self.slow: tuple[Actor, str, int, int] | None = None  # a save that has stopped: (actor, run, step, version)
 
     def teardown(self) -> None:
         if self.slow is not None:
@@ -156,10 +156,10 @@ class Machine(RuleBasedStateMachine):
             self.close(process)
         with opened(self.store) as repository:
             repository.repair(apply=True, purge=True)
-            repository.gc()  # takes damaged packs that nobody needs any more
+            repository.gc()  # deletes damaged packs that nobody needs any more
             report = repository.repair(apply=True)
             assert report.ok, f"{report.open} {report.lost}"
-        check_clean(self.store, level="restore")  # always: what it finds, it must find when the program is repeated
+        check_clean(self.store, level="restore")  # always decode: a repeated program must find the same
 
     def close(self, process: int) -> None:
         if self.open[process] is not None:
@@ -177,7 +177,7 @@ class Machine(RuleBasedStateMachine):
 
     @contextmanager
     def looking(self, process: int) -> Iterator[Repository]:
-        """A process; 2 is a new one, without an index or anything cached."""
+        """Yield the repository of a process; 2 is a new process, without an index or a cache."""
         if process < 2:
             yield self.at(process)
         else:
@@ -197,23 +197,23 @@ class Machine(RuleBasedStateMachine):
         return next((i for i, k in reversed(self.of(run).items()) if k.step == step), None)
 
     def drawn(self, data: Any, *states: str) -> str | None:
-        """A snapshot in one of these states, if there is one."""
+        """Draw a snapshot in one of these states, if there is one."""
         there = [i for i, k in self.known.items() if k.state in states]
         return data.draw(st.sampled_from(sorted(there, key=lambda i: self.known[i].count))) if there else None
 
     def learn(self, snapshot: Snapshot, version: int) -> None:
-        """A save has committed; it may have no tags."""
+        """Note that a save has committed, without tags."""
         run = snapshot.run
         self.known[snapshot.id] = Known(run, snapshot.step, version, snapshot.seq, (run, version), snapshot.parent)
 
     def find(self, process: int, run: str, version: int) -> None:
-        """Whether a save that has not said so has committed; one that is known by now may have tags."""
+        """Learn the save of a version if it has committed and is not known yet."""
         for snapshot in self.at(process).snapshots(run):
             if version_of(snapshot) == (run, version) and snapshot.id not in self.known:
                 self.learn(snapshot, version)
 
     def note_swept(self) -> None:
-        """Which forgotten ones lost bytes is gc's to say; that it took no other is ours to check."""
+        """Learn which forgotten snapshots a gc has swept; check that it swept no others."""
         with self.looking(2) as repository:
             for snapshot in repository.view().snapshots(states=("swept",)):
                 assert self.known[snapshot.id].state in ("forgotten", "swept")
@@ -230,7 +230,7 @@ class Machine(RuleBasedStateMachine):
         abroad=st.integers(0, 3).map(lambda number: number == 3), unchanged=st.booleans(),
     )  # fmt: skip
     def save(self, process, run, step, tags, abroad, unchanged) -> None:
-        """Save a new version, or once more the one that was saved last."""
+        """Save a new version, or the last one once more."""
         repository = self.at(process)
         self.count += 1
         if not unchanged or run not in self.saved:
@@ -293,7 +293,7 @@ class Machine(RuleBasedStateMachine):
         self.known[found[0].id].tags = set(tags)
 
     def order_new_keys(self, first: int) -> None:
-        """Let the objects be there in one order, whichever rank was faster: `flip` goes by it."""
+        """Sort new objects, whichever rank was faster: `flip` depends on their order."""
         objects = list(self.store._objects.items())
         self.store._objects = dict(objects[:first] + sorted(objects[first:]))
 
@@ -335,7 +335,7 @@ class Machine(RuleBasedStateMachine):
     @rule(process=PROCESSES, data=st.data())
     def restore(self, process, data) -> None:
         chosen = self.drawn(data, "committed", "forgotten")
-        if chosen is None:  # all forgotten by name, and swept
+        if chosen is None:  # all were forgotten and swept
             return
         assert same(self.at(process).restore(f"id:{chosen}"), values(*self.known[chosen].version))
 
@@ -468,7 +468,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(process=PROCESSES, limit=st.sampled_from((None, 0, 5000)))
     def compact(self, process, limit) -> None:
-        """No snapshot changes; a gc beside or after it deletes no more than it may."""
+        """Compact; the invariant and later rules check that no snapshot changes."""
         report = self.at(process).compact(max_repack_bytes=limit)
         assert report.failed == []
         assert limit is None or report.bytes_written <= limit
@@ -483,7 +483,7 @@ class Machine(RuleBasedStateMachine):
         """Nothing is damaged, so it only rebuilds the index."""
         quarantined = quarantined_names(keys_of(self.store, "gc/"))  # of an earlier repair
         before = dict(self.store._objects)
-        purge = purge and self.slow is None  # what leaves the quarantine is damage until a gc has deleted it
+        purge = purge and self.slow is None  # a pack that leaves quarantine counts as damaged until a gc has deleted it
         report = self.at(process).repair(apply=True, drop=drop, purge=purge, level=level)
         assert report.ok
         assert (report.lost, report.healed) == ([], [])
@@ -514,15 +514,15 @@ class Machine(RuleBasedStateMachine):
         if mode in CRASHES:
             self.close(process)
         elif mode == "late":
-            self.at(1 - process).gc()  # before what is late arrives
+            self.at(1 - process).gc()  # before the late operation has its effect
         store.heal()
         if verb == "forget":
             view = self.at(1 - process).view()
-            for snapshot in planned:  # any other one that is gone, all_is_known misses
+            for snapshot in planned:  # all_is_known finds any other one that is gone
                 if (state := view.get(snapshot.id).state) in ("forgotten", "swept"):
                     self.known[snapshot.id].state = state
         self.note_swept()
-        if verb == "repair":  # what could not be read for a moment is healed by now, and may leave the quarantine
+        if verb == "repair":  # objects that could not be read for a moment are whole, and may leave quarantine
             assert self.at(process).repair(apply=True).ok
 
     @rule(process=PROCESSES)
@@ -551,11 +551,11 @@ class Machine(RuleBasedStateMachine):
         meanwhile=st.lists(st.tuples(PROCESSES, st.sampled_from(["restore", "save", *VERBS]), RUNS), max_size=3),
     )  # fmt: skip
     def damage(self, flips, process, other, level, tidy, twin, meanwhile) -> None:
-        """Bits flip; verbs go on, or raise; repair. In the end what was lost is dropped, and all rules hold again.
+        """Flip bits, let verbs work or raise, and repair. In the end lost snapshots are dropped, and all rules hold.
 
         Args:
-            process, other: who repairs, who looks.
-            tidy: also if nothing was lost, quarantined packs are given up.
+            process, other: the process that repairs, and the one that checks.
+            tidy: give up quarantined packs even if nothing was lost.
             twin: the newest state of run a is stored once more, so that something can be healed.
         """
         tally("damages of the machine")
@@ -567,7 +567,7 @@ class Machine(RuleBasedStateMachine):
         flipped: set[str] = set()
         for kind, number, place in flips:
             flipped.add(self.flip(kind, number, place, flipped))
-        # Whose record cannot be read may change: what its last revision said is lost, unless an index knows it.
+        # A snapshot whose record cannot be read may change: its last revision is lost, unless an index knows it.
         guessed = {parse_record_key(key)[2] for key in flipped if key.startswith("snapshots/")}
         if "config" in flipped:
             process, other = 2, 2
@@ -608,7 +608,7 @@ class Machine(RuleBasedStateMachine):
         self.recover(lost, guessed)
 
     def save_again(self, chosen: str) -> None:
-        """The state of a snapshot, in the other run."""
+        """Save the state of a snapshot in the other run."""
         self.count += 1
         known = self.known[chosen]
         with self.looking(2) as repository:
@@ -617,27 +617,27 @@ class Machine(RuleBasedStateMachine):
         self.known[snapshot.id] = Known(run, 9, self.count, snapshot.seq, known.version, snapshot.parent)
 
     def flip(self, kind: int, number: int, place: int, spared: set[str]) -> str:
-        """One bit of an object; its key."""
+        """Flip one bit of an object; return its key."""
         kinds = [*sorted({key.partition("/")[0] for key in self.store._objects}), "packs", "packs", "packs"]
         chosen = kinds[kind % len(kinds)]
         keys = [key for key in self.store._objects if key.partition("/")[0] == chosen]  # as they were put
         if not keys:  # no pack is left
             return self.flip(0, number, place, spared)
         key = keys[number % len(keys)]
-        if key in spared:  # the same bit twice is none
+        if key in spared:  # a second flip could undo the first
             return key
         data, info = self.store._objects[key]
         changed = bytearray(data)
         changed[place * len(data) >> 20] ^= 1 << place % 8
-        self.store._objects[key] = bytes(changed), info  # a disk tells nobody: time and holder stay
+        self.store._objects[key] = bytes(changed), info  # as on a decaying disk, time and holder stay
         return key
 
     def needs(self, snapshots: dict[str, Snapshot]) -> dict[str, set[str]]:
-        """By id, the keys of all objects that a snapshot is made of."""
+        """Return, by id, the keys of all objects of each snapshot."""
         return {i: {snapshot.key, *objects_of(self.store, snapshot)} for i, snapshot in snapshots.items()}
 
     def restoring(self, snapshots: dict[str, Snapshot]) -> set[str]:
-        """The truth: which of these a new process restores; it hands out no wrong bit."""
+        """Return which of these a new process restores; check that it returns no wrong bit."""
         found = set()
         with self.looking(2) as repository:
             for i, snapshot in snapshots.items():
@@ -648,13 +648,13 @@ class Machine(RuleBasedStateMachine):
         return found
 
     def still(self, snapshots: dict[str, Snapshot]) -> dict[str, Snapshot]:
-        """The snapshots that no gc has deleted; an unreadable record stays."""
+        """Return the snapshots that no gc has deleted, also those whose record cannot be read."""
         with self.looking(2) as repository:
             view = repository.view()
         return {i: s for i, s in snapshots.items() if (view.get(i) or s).state in ("committed", "forgotten")}
 
     def agree(self, process: int, snapshots: dict[str, Snapshot], whole: set[str], guessed: set[str]) -> Any:
-        """check says the same as restoring everything shows."""
+        """Check that `check` agrees with what restores; return its result."""
         with self.looking(process) as repository:
             result = repository.check("restore")
         assert {s.id for s in result.restorable} - guessed == whole - guessed, result.problems
@@ -663,7 +663,7 @@ class Machine(RuleBasedStateMachine):
         return result
 
     def go_on_damaged(self, process: int, verb: str, run: str) -> Snapshot | None:
-        """A verb in a damaged repository: it does what it should, or raises. Only a save must do."""
+        """Call a verb in a damaged repository: it does what it should, or raises. A save must not raise."""
         repository = self.at(process)
         if verb == "save":
             self.count += 1
@@ -687,7 +687,7 @@ class Machine(RuleBasedStateMachine):
         """Act as a person does after a repair; then tell the model the result."""
         now = self.store.clock() + 3601
         self.store.clock = lambda: now  # a damaged session is removed once it was silent
-        if keys_of(self.store, "sessions/"):  # and nobody has it open: not the save that failed to remove it either
+        if keys_of(self.store, "sessions/"):  # and no process has it open, not even the one that failed to remove it
             for process in (0, 1):
                 self.close(process)
         repository = self.at(0)
@@ -719,7 +719,7 @@ class Machine(RuleBasedStateMachine):
                 known.state, known.tags, known.parent, known.seq = s.state, set(s.tags), s.parent, s.seq
                 if s.state != "swept" and known.version[1] < 0:  # forgotten, and all that it needs is another one's too
                     known.version = version_in(repository.restore(f"id:{i}"))
-        for i in lost - guessed:  # committed still: healed after all, as the saves since have stored it again
+        for i in lost - guessed:  # still committed: saves since then have stored its chunks again
             assert there[i].state in ("forgotten", "swept") or self.restoring({i: there[i]})
             self.known[i].state = there[i].state
         self.note_swept()
@@ -733,7 +733,7 @@ class Machine(RuleBasedStateMachine):
 
 @pytest.mark.no_cover  # see test_crash_points.py
 @pytest.mark.timeout(7200 if THOROUGH else 1800)
-@pytest.mark.parametrize("part", range(8 if THOROUGH else 1))  # so that several cores have some
+@pytest.mark.parametrize("part", range(8 if THOROUGH else 1))  # so that several cores share the work
 def test_machine(part, monkeypatch):
     one_thread(monkeypatch)
     foreign.readable(monkeypatch)
@@ -751,7 +751,7 @@ def test_machine(part, monkeypatch):
 
 
 def test_a_damaged_session_that_a_failed_save_has_left_over(monkeypatch):
-    """Its process has it open as long as it lives: a repair waits for its end."""
+    """Its process keeps it open as long as it lives: a repair waits for the end of the process."""
     one_thread(monkeypatch)
     repeatable(monkeypatch)
     for k in range(12, 40):
@@ -789,7 +789,7 @@ def test_a_reconstructed_record_that_a_gc_leaves_forgotten(monkeypatch):
 
 
 def test_programs_do_not_meet(monkeypatch):
-    """Ids are counted in each: what an earlier program left over is no save of a later one, which a gc could fence."""
+    """Each program counts ids from 0: an earlier one's orphaned session must not let a gc fence a save of this one."""
     one_thread(monkeypatch)
     repeatable(monkeypatch)
     earlier = counted_ids()

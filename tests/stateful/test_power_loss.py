@@ -27,7 +27,7 @@ from snapstore.storage.memory import MemoryStore
 
 pytestmark = pytest.mark.no_cover
 
-#: By id of a snapshot, or by run.
+#: By the id of a snapshot, or by `policies of RUN`.
 Standing = dict[str, Any]
 
 
@@ -36,8 +36,8 @@ class History:
     """The operations on files, and what a user could rely on.
 
     Attributes:
-        begins: of every verb, its first event.
-        around: what `standing` says before and after it.
+        begins: the number of the first event of every verb.
+        around: `standing` before and after every verb.
         index: (events so far, data of LMDB, its seal).
     """
 
@@ -75,7 +75,7 @@ def _verbs(do, verb):
 
 
 def _rewriting(do, verb):
-    """recode, compact and repair; untag and policies. From "damage" on nobody but a repair can help."""
+    """recode, compact and repair; untag and policies. From "damage" on, only a repair helps."""
     for step in range(5):
         do(f"save a@{step}", verb(lambda r, step=step: save(r, "a", step, step)))
     with foreign.written():
@@ -99,7 +99,7 @@ def _did(something):
 
 
 def _damage(repository):
-    """A bit flips in the first pack that a@4 has written."""
+    """Flip a bit in the first pack that a@4 has written."""
     store, wanted = repository.store, repository.snapshot("a@4").id
     heads = {key: pack.read_header(store, key) for key in keys_of(store, "packs/")}
     key = min((head.sequence, key) for key, head in heads.items() if head.save_id.hex() == wanted)[1]
@@ -114,7 +114,7 @@ HISTORIES = {"verbs": _verbs, "rewriting": _rewriting}
 
 @cache
 def history(which: str) -> History:
-    """One of `HISTORIES`, and what its index was whenever it was sealed."""
+    """Play one of `HISTORIES`; record its file operations, and its index whenever that is sealed."""
     made = History()
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         one_thread(patch)
@@ -160,7 +160,7 @@ def history(which: str) -> History:
 
 
 def disks(which, moments):
-    """(moment, disk after so many events)."""
+    """Yield (moment, the disk after so many events)."""
     disk, wanted = power.Disk(), set(moments)
     for moment, event in enumerate(history(which).events):
         if moment in wanted:
@@ -170,7 +170,7 @@ def disks(which, moments):
 
 
 def check(which, moment, disk, choose, about, store=None):
-    """After the power loss: what was promised is there, all that is there is whole, and life goes on."""
+    """Check a disk after a power loss: all that was durable is there and whole, and a save and a gc work."""
     tally("power losses")
     verb, before, after = history(which).at(moment)
     last = history(which).events[max(0, moment - 3) : moment]
@@ -184,7 +184,7 @@ def check(which, moment, disk, choose, about, store=None):
         return
     with opened(store) as repository:
         found = standing(repository)
-        for name in {*found, *before, *after}:  # what has returned is there, what had not begun is not
+        for name in {*found, *before, *after}:  # a verb that returned has its effect, one that had not begun has none
             assert found.get(name) in (before.get(name), after.get(name)), f"{about}: {name}"
         if verb in DAMAGED:
             repository.repair(apply=True)
@@ -223,7 +223,7 @@ def test_at_random(monkeypatch, which):
 
 @pytest.mark.parametrize("which", HISTORIES)
 def test_with_what_is_left_of_an_index(monkeypatch, tmp_path, which):
-    """LMDB syncs nothing: any of its pages may be of any age, and so may its seal. The objects are the truth."""
+    """LMDB syncs nothing: any page, and the seal, may be of any age. Only the objects count."""
     total = len(history(which).events)
     one_thread(monkeypatch)
     for moment, disk in disks(which, sampled(total, 90)):
@@ -241,7 +241,7 @@ def test_with_what_is_left_of_an_index(monkeypatch, tmp_path, which):
 
 
 def left_of_an_index(sealed: list[tuple[bytes, bytes]], random: Random) -> tuple[bytes, bytes]:
-    """Pages of the last versions, mostly of the newest, zeros where none was written; a seal, or half of one."""
+    """Return pages of the last versions, mostly of the newest, or zeros; and a seal, or half of one."""
     ages = sealed[-random.choice((1, 2, 8)) :]
     pages = []
     for at in range(0, len(ages[-1][0]), PAGE_BYTES):
@@ -257,7 +257,7 @@ def _check_all(moments):
 
 
 def test_the_model_finds_a_put_without_fsync(monkeypatch):
-    """Or else none of this says anything: a store that does not sync its files, or its directories, is caught."""
+    """A store that does not sync its directories is caught; without this, the other tests would prove nothing."""
     monkeypatch.setattr("snapstore.storage.atomic_write.fsync_directory", lambda *_: None)
     history.cache_clear()
     try:

@@ -1,7 +1,7 @@
 """Ranks save together while one of them crashes, fails or pauses at any operation, or any message goes wrong.
 
-After each fault: no survivor hangs; no survivor says of the save what its record does not say; every committed snapshot
-restores bit by bit; the next job saves; and gc frees all the rest.
+After each fault: no survivor hangs; no survivor contradicts the record of the save; every committed snapshot restores
+bit for bit; the next job saves; and gc frees all the rest.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _one_thread(monkeypatch):
 
 @cache
 def history() -> MemoryStore:
-    """a@0 and a@1, saved by all ranks, and a@2, saved by others in other numbers."""
+    """a@0 and a@1, saved by all ranks."""
     store = created()
     with LocalJob(store, COUNT) as job:
         for step in range(2):
@@ -50,7 +50,7 @@ def job_of(store: MemoryStore) -> LocalJob:
 
 
 def operations(rank: int) -> int:
-    """How many operations of its store a rank uses for a save."""
+    """Return how many store operations a rank makes for a save."""
     with job_of(clone(history())) as job:
         store = job.members[rank].store
         before = len(store.log)
@@ -59,7 +59,7 @@ def operations(rank: int) -> int:
 
 
 def judge(store: MemoryStore, words: list, about: str, blind: int | None = None) -> None:
-    """All that must hold after a save with a fault; only rank `blind`, whose store fails, may not know the end."""
+    """Check what must hold after a save with a fault; only rank `blind`, whose store fails, may not know its result."""
     store.drop_locks()  # the processes of the job have ended
     with opened(store) as repository:
         found = [s for s in repository.snapshots("a") if s.step == 2]
@@ -70,7 +70,7 @@ def judge(store: MemoryStore, words: list, about: str, blind: int | None = None)
                 unknown = "whether it was committed" in str(word) or "is committed as" in str(word)
                 assert unknown, f"{about}: rank {rank} says {word!r}, the record is committed"
                 assert rank == blind, f"{about}: rank {rank} could know that the record is committed: {word!r}"
-    with LocalJob(store, 2) as job:  # the next attempt, in another number
+    with LocalJob(store, 2) as job:  # the next attempt, with another number of ranks
         words = job.save("b", 0, 7)
         assert all(isinstance(word, Snapshot) for word in words), f"{about}: {words}"
     with opened(store) as repository:
@@ -130,7 +130,7 @@ def test_a_fault_of_any_message_of_any_rank(rank, mode):
 
 @pytest.mark.parametrize("of", ["operations", "messages"])
 def test_the_end_of_rank_0_takes_the_messages_with_it(of):
-    """The others' errors name rank 0 and the save, and say what the record says of it, and what to do."""
+    """The others' errors name rank 0 and the save, and say that nothing was committed, and what to do."""
     ats = sampled(operations(0), 6) if of == "operations" else range(MOST)
     for at in ats:
         store = clone(history())
@@ -160,7 +160,7 @@ def test_the_end_of_rank_0_takes_the_messages_with_it(of):
 
 @pytest.mark.parametrize("number", range(EXAMPLES))
 def test_two_attempts_at_once_and_gcs_beside_them(number):
-    """Each snapshot is whole and of one attempt, and nothing that one needs is collected."""
+    """Each snapshot is whole and of one attempt, and no gc deletes what one needs."""
     store = created()
     ended = threading.Event()
     random = Random(SEED + number)

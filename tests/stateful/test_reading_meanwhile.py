@@ -1,6 +1,6 @@
-"""A verb that only reads calls nothing damaged, whatever other processes rewrite or delete at any of its operations.
+"""A verb that only reads reports no damage, whatever other processes rewrite or delete at any of its operations.
 
-It gives what it gives before or after the change; of a snapshot that is deleted it may say so (NotFoundError).
+Its result is that of before or of after the change; if a snapshot is deleted, it may raise NotFoundError.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def shown(repository: Repository) -> Any:
     return printed["snapshot"]["state"], printed["tensors"], len(printed["plain"]), repr(printed["plain"])
 
 
-#: a@0 is the base of the others. Forgotten and collected, it makes a compact write a@1 and a@2 again.
+#: a@0 is the base of the others. Once it is forgotten and collected, a compact rewrites a@1 and a@2.
 VERBS: dict[str, Callable[[Repository], Any]] = {
     "stats": lambda r: [(s.snapshots, s.logical_bytes, s.groups, s.chunks, s.depths) for s in [r.stats()]],
     "diff": lambda r: [(t.path, t.status, t.changed_share) for t in r.diff("a@1", "a@2").tensors],
@@ -57,13 +57,13 @@ VERBS: dict[str, Callable[[Repository], Any]] = {
 
 
 def forget(repository: Repository) -> None:
-    """a@1 and its packs go."""
+    """Delete a@1 and its packs."""
     repository.forget_snapshots(["a@1"])
     repository.gc()
 
 
 def rewrite(repository: Repository) -> None:
-    """a@1 and a@2 get other packs and manifests."""
+    """Give a@1 and a@2 other packs and manifests."""
     repository.forget_snapshots(["a@0"])
     assert repository.compact().rewritten
     repository.gc()

@@ -1,6 +1,6 @@
 """Recodes that run beside saves, forgets, gcs and each other undo nothing; no snapshot dangles.
 
-Random schedules first, then the stands at which a rule of docs/design/protocol.md, "Recode", is what saves the day.
+First random schedules; then the points at which only a rule of docs/design/protocol.md, "Recode", prevents a loss.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from snapstore.storage.memory import MemoryStore
 
 @cache
 def history() -> MemoryStore:
-    """a@0 to a@2 in codec 70, of which a@1 is forgotten, b@0 that was forked from a@1, a@3 portable."""
+    """a@0 to a@2 and the fork b@0 of a@1 in codec 70, and a@3, portable; a@1 is forgotten."""
     store = created()
     with opened(store) as repository:
         with foreign.written():
@@ -99,7 +99,7 @@ def test_a_gc_waits_for_a_recode(stage, stand):
 
 @pytest.mark.parametrize("stand", ["packs/", "manifests/", "snapshots/"])
 def test_a_recode_paused_past_its_fence_does_not_publish(stage, stand):
-    """It sleeps for hours, gc gives it up and deletes its packs; it wakes up, finds the key taken, begins again."""
+    """It sleeps for hours, and gc fences it and deletes its packs. It wakes up, finds the key taken, begins again."""
     recode = stage.enter("R", recoding()).until("put", stand)
     packs = set(keys_of(stage.store, "packs/"))
     gc = stage.enter("G", collecting(0.0), seen_dead=True)
@@ -108,7 +108,7 @@ def test_a_recode_paused_past_its_fence_does_not_publish(stage, stand):
         assert not packs <= set(keys_of(stage.store, "packs/"))
     assert recode.finish().failed == []
     found = stage.check()
-    assert found["a@0"].revision == 2  # the fence is one
+    assert found["a@0"].revision == 2  # the fence is revision 1
     assert found["a@0"].manifests
 
 
@@ -130,7 +130,7 @@ def test_a_fence_between_the_revision_and_reading_it_back(stage):
 
 
 def test_a_fence_after_another_process_has_taken_the_revision(stage):
-    """The key is taken: nothing is to be created, and nothing is published by the one that was given up."""
+    """The key is taken: the fence creates nothing, and the fenced recode begins again with the next revision."""
     recode = stage.enter("R", recoding("a@0")).until("put", "snapshots/")
     tagging("a@0", "t")(stage.store)
     gc = stage.enter("G", collecting(0.0), seen_dead=True)
@@ -165,7 +165,7 @@ def test_forgotten_and_collected_meanwhile(stage, stand, named):
 
 
 def test_swept_meanwhile(stage):
-    """The forgotten snapshot that is being recoded is collected: gc had marked it before the session."""
+    """A forgotten snapshot is collected while it is being recoded: gc had marked it before the session."""
     gc = stage.enter("G", collecting()).until("put", ".mark").until("list", "snapshots/")
     recode = stage.enter("R", recoding("a@1")).until("put", "snapshots/")
     gc.finish()
@@ -197,7 +197,7 @@ def test_two_recodes_at_once(stage):
 
 
 def test_a_duplicate_that_a_mark_names_is_not_used(stage):
-    """a@0 was recoded; forgotten when a gc marked, back when the recode of a@2 looks, forgotten again at the sweep."""
+    """a@0 is recoded, forgotten when a gc marks, brought back before the recode of a@2, and forgotten at the sweep."""
     recoding("a@0")(stage.store)
     forgetting("a@0")(stage.store)
     gc = stage.enter("G", collecting()).until("put", ".wait")
@@ -211,7 +211,7 @@ def test_a_duplicate_that_a_mark_names_is_not_used(stage):
 
 @pytest.mark.parametrize("stand", ["lock", "list gc/", "list snapshots/"])
 def test_chunks_of_a_snapshot_that_is_gone_are_not_used(stage, stand):
-    """The recode of a@2 would share what it made for a@0, which was forgotten and collected in between."""
+    """The recode of a@2 would share blobs that it made for a@0, which is forgotten and collected in between."""
     operation, _, part = stand.partition(" ")
     recode = stage.enter("R", recoding("a@0", "a@2")).until("release", "sessions/").until("lock")
     recode.until(operation, part)

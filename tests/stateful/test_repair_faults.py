@@ -28,7 +28,7 @@ from snapstore.storage.memory import MemoryStore
 def wounded() -> MemoryStore:
     """A bit is flipped in a blob that a@0 to a@3 build on; twin@0 holds what a@0 holds, a@1 is forgotten.
 
-    Two ranks have saved a@3. A record of a@2 cannot be read either: it was tagged.
+    Two ranks have saved a@3. The newest record of a@2, which has a tag, is damaged too.
     """
     store = created()
     with opened(store) as repository:
@@ -50,7 +50,7 @@ def wounded() -> MemoryStore:
 
 
 def whole(store: ObjectStore) -> set[str]:
-    """Ids of the snapshots that restore, bit by bit."""
+    """Return the ids of the snapshots that restore, bit for bit."""
     found = set()
     with opened(store) as repository:
         for snapshot in repository.view().snapshots(states=("committed", "forgotten")):
@@ -64,7 +64,7 @@ def whole(store: ObjectStore) -> set[str]:
 
 
 def finish(store: MemoryStore | LocalStore, about: str, *, committed: int | None = 5, level: str = "data") -> None:
-    """Another repair finishes, and no trace of the damage stays."""
+    """Check that another repair finishes, and that no trace of the damage stays."""
     with opened(store) as repository:
         report = repository.repair(apply=True, level=level)
         assert (report.lost, report.open) == ([], []), about
@@ -81,7 +81,7 @@ def test_the_wound():
 
 @cache
 def operations() -> list[tuple[str, str]]:
-    """(operation, key) of all that a repair does, once the repository is open."""
+    """Return the (operation, key) of all that a repair does, once the repository is open."""
     store = FaultStore(clone(wounded()))
     with opened(store) as repository:
         begin = len(store.log)
@@ -91,7 +91,7 @@ def operations() -> list[tuple[str, str]]:
 
 
 def points(writes_every: int, reads_every: int) -> list[int]:
-    """The operations to try: more of the ones that change the store."""
+    """Return the operations to try: a larger sample of those which change the store."""
     changing = ("put", "lock", "release", "delete")
     writes = [i for i, (operation, _) in enumerate(operations()) if operation in changing]
     reads = [i for i, (operation, _) in enumerate(operations()) if operation not in changing]
@@ -101,7 +101,7 @@ def points(writes_every: int, reads_every: int) -> list[int]:
 
 
 def repair_until_fault(inner: ObjectStore, k: int, mode: str) -> tuple[FaultStore, Any]:
-    """The store whose k-th operation went wrong, and the repair's outcome; its process is gone."""
+    """Repair with a fault at the k-th operation, and end the process; return the store, and the result or the error."""
     store = FaultStore(inner)
     repository = Repository.open(store, options=OPTIONS)
     store.at, store.mode = len(store.log) + k, mode
@@ -134,7 +134,7 @@ def test_every_fault(mode, monkeypatch):
 
 @pytest.mark.no_cover
 def test_every_torn_put(monkeypatch):
-    """Half of an object that a repair was writing is there: the next one, a gc and a purge leave no trace of it."""
+    """A repair leaves half of an object: the next repair, a gc and a purge leave no trace of it."""
     one_thread(monkeypatch, index=False)
     puts = [k for k, (operation, _) in enumerate(operations()) if operation == "put"]
     for k in (puts[i] for i in sampled(len(puts), 3)):
@@ -144,7 +144,7 @@ def test_every_torn_put(monkeypatch):
         assert isinstance(outcome, Crash), about
         assert whole(wounded()) <= whole(inner), about
         _unless_damaged(collecting(), inner)
-        # a record that nobody can read any more was perhaps un-forgotten: the forgotten a@1 comes back
+        # a torn record of a@1 may have been that of an unforget, so a@1 is not forgotten any more
         finish(inner, about, level="restore", committed=6 if "snapshots/a/000000000001-" in store.log[-1][1] else 5)
 
 
@@ -155,7 +155,7 @@ def test_every_fault_on_a_disk(mode, monkeypatch, tmp_path):
     index_in_place(monkeypatch)
     for k in points(4, 99):
         inner = on_a_disk(wounded(), tmp_path / str(k))
-        with opened(inner) as repository:  # an index of before the fault
+        with opened(inner) as repository:  # this makes an index from before the fault
             assert len(repository.view().damaged) == 1
         store, outcome = repair_until_fault(inner, k, mode)
         finish(inner, f"{mode} at {k}: {store.log[-1]}, {outcome}")
@@ -165,7 +165,7 @@ def test_every_fault_on_a_disk(mode, monkeypatch, tmp_path):
 @pytest.mark.parametrize("where", ["before", "behind"])
 @pytest.mark.parametrize("meanwhile", ["gc", "forget and gc", "forget and fence"])
 def test_stalled(meanwhile, where, monkeypatch):
-    """As in test_late_and_torn.py: what others forget and collect is what a repair heals by."""
+    """As in test_late_and_torn.py: others forget and collect the snapshot from which a repair heals."""
     one_thread(monkeypatch, index=False)
     for k in sampled(len(operations()), 70):
         inner = clone(wounded())
@@ -181,7 +181,7 @@ def test_stalled(meanwhile, where, monkeypatch):
         about = f"{meanwhile} {where} {k}: {store.log[-1]}, {outcome!r:.300}"
         assert not isinstance(outcome, SnapstoreError), about
         there = whole(inner)
-        assert {s.id for s in outcome.healed} <= there | _swept(inner), about  # healed, and collected behind it
+        assert {s.id for s in outcome.healed} <= there | _swept(inner), about  # healed, and collected after that
         if meanwhile == "gc":
             finish(inner, about)
             continue
@@ -190,7 +190,7 @@ def test_stalled(meanwhile, where, monkeypatch):
 
 
 def _swept(store: ObjectStore) -> set[str]:
-    """Ids of what gcs have collected: only what had been forgotten."""
+    """Return the ids of the snapshots that gcs have swept; check that only forgotten ones are."""
     with opened(store) as repository:
         swept = repository.view().snapshots(states=("swept",))
     assert {(s.run, s.step) for s in swept} <= {("a", 1), ("twin", 0)}
@@ -218,7 +218,7 @@ def test_random_schedules(first, actors):
 
 
 def _unless_damaged(gc: Any, store: ObjectStore) -> None:
-    """A gc stops at a record that cannot be read, until it is repaired."""
+    """Run a gc twice; it may refuse to work because of a damaged record."""
     for _ in range(2):
         try:
             gc(store)
@@ -232,11 +232,11 @@ STANDS = ["lock", "list gc/", "list snapshots/", "get_range packs/", "put packs/
 @pytest.mark.parametrize("stand", STANDS)
 @pytest.mark.parametrize("marked", [False, True])
 def test_the_source_of_a_repair_is_forgotten_and_collected_meanwhile(stand, marked, actors):
-    """The chains that were found go away under the repair: what it calls healed is, and the rest is as it was."""
+    """The chains from which a repair heals are deleted meanwhile: each snapshot that it reports as healed restores."""
     store = clone(wounded())
     with opened(store) as repository:
         key = repository.repair().actions[0].key
-        repository.repair(apply=True, level="metadata")  # the record, so that gcs can run
+        repository.repair(apply=True, level="metadata")  # repairs the record, so that gcs can run
         assert any(part in key for part in ("snapshots/",))
         save(repository, "twin", 1, 60)
     operation, _, part = stand.partition(" ")
@@ -260,7 +260,7 @@ def test_the_source_of_a_repair_is_forgotten_and_collected_meanwhile(stand, mark
 
 
 def test_a_sweep_leaves_what_was_quarantined_behind_its_mark(actors):
-    """The damaged pack became a candidate before anybody knew; what it still holds is not for the sweep."""
+    """A gc marked the damaged pack before a repair quarantined it: the sweep must not delete it."""
     store = clone(wounded())
     repairing(level="metadata")(store)
     with opened(store) as repository:
@@ -276,7 +276,7 @@ def test_a_sweep_leaves_what_was_quarantined_behind_its_mark(actors):
 
 
 def test_a_check_beside_a_repair_and_a_gc_reports_no_ghosts(actors):
-    """Between its listing of the records and its reading of the manifests all are revised, and the old ones deleted."""
+    """After it lists records and before it reads manifests, all snapshots get new manifests, and the old ones go."""
     store = clone(wounded())
     repairing(level="metadata")(store)
 

@@ -1,6 +1,6 @@
 """A tag that two processes give to two snapshots at once ends on exactly one of them.
 
-All schedules of two, one operation on the records at a time; else a sample of them.
+Thorough runs try all schedules of two processes, one operation on the records at a time; other runs try a sample.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from snapstore.format import records
 from snapstore.format.records import Snapshot
 from snapstore.storage.memory import MemoryStore
 
-#: Who plays together, and which snapshot has the tag before.
+#: The snapshot that has the tag before, and two actors.
 CASTS: dict[str, tuple[str, Body, Body]] = {
     "none has it": ("", tagging("a@0", "t"), tagging("a@1", "t")),
     "another one has it": ("a@2", tagging("a@0", "t"), tagging("a@1", "t")),
@@ -29,7 +29,7 @@ CASTS: dict[str, tuple[str, Body, Body]] = {
     "beside a save": ("a@2", tagging("a@0", "t"), saving("a", 3, 3, tags=["t"])),
     "two saves": ("", saving("a", 3, 3, tags=["t"]), saving("a", 4, 4, tags=["t"])),
 }
-#: Choices of a schedule of which all are tried: two that take it back from each other go on for some more.
+#: All combinations of a schedule's first choices are tried; two that take the tag from each other make more choices.
 BRANCHES = 14
 
 
@@ -46,14 +46,14 @@ def history(first: str) -> MemoryStore:
 
 
 def step(actor: Actor) -> None:
-    """On to its next look at the records, or its next record."""
+    """Go on to the actor's next listing of records, or its next put of a record."""
     actor.step()
     while actor.at and not (actor.at[0] in ("list", "put") and actor.at[1].startswith("snapshots/")):
         actor.step()
 
 
 def holders(store: MemoryStore) -> set[str]:
-    """Who has the tag, by the records themselves."""
+    """Return which snapshots have the tag, by the records themselves."""
     ruling: dict[str, Snapshot] = {}
     for info in store.list("snapshots/"):
         found = records.decode(store.get(info.key), Snapshot, info.key)
@@ -63,7 +63,7 @@ def holders(store: MemoryStore) -> set[str]:
 
 
 def play(name: str, cast: list[Actor], choices: Iterator[int]) -> list[int]:
-    """Run a schedule by choices of who goes next; return the choices made while there were two."""
+    """Run a schedule by choices of the next actor; return the choices that were made while both were running."""
     tally("schedules")
     first, *bodies = CASTS[name]
     stage = Stage(history(first), cast)
@@ -107,13 +107,13 @@ def test_it_is_on_one_in_the_end_and_never_on_none(name, actors):
 
 
 def test_two_that_take_turns_to_take_it_back_come_to_an_end(actors):
-    """Each saw that the other one had it before; threads in step went on until both failed."""
+    """Each sees that the other one had the tag before; actors in step must not take it from each other for ever."""
     made = play("it goes back and stays", actors, cycle((0, 1)))
     assert len(made) < 40
 
 
 def test_a_deliberate_tag_is_not_undone_by_a_revision_of_the_old_holder(actors):
-    """The newer of the two had it before: nobody gives it both at once."""
+    """a@2 had the tag, and is revised while the tag moves to a@1: that does not give the tag back to a@2."""
     stage = Stage(history("a@2"), actors)
     mover = stage.enter("M", tagging("a@1", "t")).until("put", "snapshots/a/000000000001-")
     mover.step()

@@ -1,7 +1,7 @@
-"""A volume that goes away, or is replaced, at any store operation loses nothing and nothing is written elsewhere.
+"""If a volume goes away or is replaced at any store operation, nothing is lost and nothing is written elsewhere.
 
-Two ways: folders are renamed, and volumes are really unmounted and mounted over. Whatever is done: nothing lies in what
-took the place, every snapshot that was called committed is in the repository once it is back, and life goes on there.
+This is done in two ways: folders are renamed, and volumes are really unmounted and mounted over. Afterwards nothing was
+written into the replacement, every snapshot that was reported as committed is in the repository, and saves work again.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _steps(repository):
     return [s.step for s in repository.snapshots()]
 
 
-#: The verb, and what holds then if it raised nothing.
+#: The verb, and what holds afterwards unless it raised.
 VERBS: dict[str, tuple[Callable[[Repository], Any], Callable[[Repository], bool]]] = {
     "save": (lambda r: save(r, "a", 4, 4), lambda r: _steps(r) == [0, 1, 3, 4]),
     "save tagged": (_save_tagged, lambda r: _steps(r) == [0, 1, 3, 4] and r.snapshot("a@good").step == 4),
@@ -83,7 +83,7 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> dict[str, Path]:
-    """One place of every kind: the repository, and what may take its place."""
+    """Make the repository, and all that may take its place."""
     folder = tmp_path_factory.mktemp("volumes")
     places = {name: folder / name for name in ("repository", *OTHERS)}
     places["empty"].mkdir()
@@ -116,7 +116,7 @@ class Renamed:
         self.swapped = True
 
     def back(self) -> None:
-        """The repository is back; nothing has happened to what was in its place."""
+        """Bring the repository back; check that its replacement has not changed."""
         assert self.swapped
         self.root.rename(self._other)
         self._aside.rename(self.root)
@@ -127,7 +127,7 @@ class Renamed:
 
 
 class Mounted(Renamed):
-    """A volume that is unmounted, lazily as where processes use it; or another that is mounted over it."""
+    """A volume that is unmounted lazily, as if processes use it, and perhaps replaced by another one."""
 
     def __init__(self, folder: Path, made: dict[str, Path], other: str) -> None:
         super().__init__(folder, made, other)
@@ -169,7 +169,7 @@ WAYS = {"renamed": Renamed, "mounted": Mounted}
 
 
 def operations(made, folder: Path, verb) -> int:
-    """How many operations of the store a verb is."""
+    """Return how many operations of the store a verb makes."""
     root = Path(shutil.copytree(made["repository"], folder / "counted"))
     store = Swapping(LocalStore(root), None, lambda: None)
     with opened(store) as repository:
@@ -198,7 +198,7 @@ def test_at_every_operation(made, tmp_path, monkeypatch, verb, way):
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_after_the_record_of_a_tagged_save(made, tmp_path, monkeypatch, other):
-    """The session has ended when the save takes its tags off others: still nothing is written elsewhere."""
+    """The session has ended when a save takes its tags from other snapshots: still nothing is written elsewhere."""
     one_thread(monkeypatch, index=False)
     total = operations(made, tmp_path, _save_tagged)
     for at in range(total - 8, total):
@@ -267,7 +267,7 @@ with SnapshotManager(url, run="r", async_save=True) as snapshots:
 @pytest.mark.parametrize("at", [1, 3])
 def test_a_training_process_whose_volume_is_unmounted(made, tmp_path, at):
     """A real process and a real mount, at its first pack and at its record: the manager raises at its next call, and
-    goes on once the volume is back."""
+    works again once the volume is back."""
     places = Mounted(tmp_path, made, "empty")
     try:
         with subprocess.Popen(
@@ -294,7 +294,7 @@ def test_a_training_process_whose_volume_is_unmounted(made, tmp_path, at):
 
 
 def test_a_remounted_volume_is_the_same_repository(made, tmp_path):
-    """Another device or inode between two saves, and the same uuid: nothing is wrong."""
+    """Another device or inode between two saves is no error if the uuid is the same."""
     places = Renamed(tmp_path, made, "empty")
     with SnapshotManager(places.root, run="r", options=OPTIONS) as snapshots:
         snapshots.save(0, {"w": torch.zeros(10)}).result()
@@ -311,14 +311,14 @@ def test_a_remounted_volume_is_the_same_repository(made, tmp_path):
 
 @pytest.mark.parametrize("how", ["gone", "another", "another, looked at"])
 def test_a_store_that_holds_another_repository_by_now(how):
-    """Where there is nothing to pin, the config's uuid alone tells."""
+    """A store in memory has no folder to pin: only the config's uuid tells that it holds another repository."""
     store, other = MemoryStore(), MemoryStore()
     with Repository.create(other, chunk_bytes=1024, options=OPTIONS) as repository:
         save(repository, "a", 0, 0)
     with Repository.create(store, chunk_bytes=1024, options=OPTIONS) as repository:
         save(repository, "a", 0, 0)
         ours, store._objects = store._objects, dict(other._objects) if how != "gone" else {}
-        if "looked at" in how:  # its records are cached now, and prove nothing
+        if "looked at" in how:  # its records are cached now, but must not count as proof
             repository.snapshots()
         before = keys_of(store)
         for verb in (
@@ -338,7 +338,7 @@ def test_a_store_that_holds_another_repository_by_now(how):
 
 
 def test_a_repair_writes_no_config_into_an_empty_folder(made, tmp_path):
-    """It would make a repository of it, in which running jobs find their digest seed and commit."""
+    """A config would make the folder a repository: running jobs would find their digest seed there, and commit."""
     places = Renamed(tmp_path, made, "empty")
     (places.root / "config").unlink()
     with opened(LocalStore(places.root), damaged=True) as repository:
@@ -352,7 +352,7 @@ def test_a_repair_writes_no_config_into_an_empty_folder(made, tmp_path):
 
 @pytest.mark.parametrize("how", ["lost", "damaged", "repaired"])
 def test_a_config_that_is_not_as_it_was_stops_no_training(how, caplog):
-    """A record that the process knows proves the place as well."""
+    """A record that the process knows also proves that the repository is the same."""
     store = MemoryStore()
     with Repository.create(store, chunk_bytes=1024, options=OPTIONS) as repository:
         save(repository, "a", 0, 0)

@@ -1,6 +1,7 @@
 """The benchmarks: every figure of docs/benchmarks.md, measured beside its peers in the same run.
 
-`tools/bench` runs one of them: cpu.py, s3.py, scale.py, compact.py or gpu.py, each of which has a `main`. They share
-data.py (states of real training runs), peers.py (the other ways to save a state) and page.py (a figure, its record
-under docs/benchmarks/, its table in docs/benchmarks.md). The modules gpu_*.py belong to gpu.py. Read page.py first.
+`tools/bench` runs one of them: cpu.py, s3.py, scale.py, compact.py, gpu.py, ranks.py, bytes.py or importing.py. Each
+has a `main`. They share data.py (states of real training runs), peers.py (the other ways to save a state) and page.py
+(a figure, its record under docs/benchmarks/, its table in docs/benchmarks.md). The modules gpu_*.py belong to gpu.py,
+ranks_*.py to ranks.py, bytes_runs.py to bytes.py, and plain_state.py to cpu.py. Read page.py first.
 """

@@ -1,10 +1,11 @@
 """`tools/bench bytes`: stored bytes of deltas beside their entropy, other codings and other tools.
 
-Runs of snapshots on a GPU, or small ones on a CPU (bytes_runs.py): docs/benchmarks/bytes.json. With --codings, tables
-of single steps: two models are trained on the CPU on Python's sources, gpu_train's GPT and a Llama. `rl` is the bf16
-weights at a learning rate of 1e-6 (fp32 masters, AdamW), `pretrain` is the fp32 state p, m, v of pretraining. Every
-figure is a share of the plain bytes of the later state. `snapstore` is what its public API stores for the later state:
-packs and manifests, without the snapshot's record. The other figures leave out what names and places the tensors.
+It measures runs of snapshots on a GPU, or small ones on a CPU (bytes_runs.py), and writes docs/benchmarks/bytes.json.
+With --codings it prints tables of single steps. Two models are then trained on the CPU on Python's sources: gpu_train's
+GPT and a Llama. `rl` is the bf16 weights at a learning rate of 1e-6 (fp32 masters, AdamW). `pretrain` is the fp32 state
+p, m, v of pretraining. Every figure is a share of the plain bytes of the later state. `snapstore` counts the packs and
+manifests that its public API stores for the later state, without the snapshot's record. The other figures do not count
+the names and places of tensors.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def zigzag(base: Elements, chunk: Elements) -> Elements:
 
 
 def in_order(base: Elements, chunk: Elements) -> Elements:
-    """The same of integers in the order of the floats: those of negative floats are turned over."""
+    """Differences of integers in the order of their floats: the integers of negative floats are inverted."""
     signed = np.dtype(f"i{base.itemsize}")
     top, low = 8 * base.itemsize - 1, np.iinfo(signed).max
     a, b = ((x.view(signed) ^ ((x.view(signed) >> top) & low)).view(base.dtype) for x in (base, chunk))
@@ -148,7 +149,7 @@ def entropy(symbols: npt.NDArray[Any]) -> float:
 
 
 def given_exponent(base: Elements, symbols: npt.NDArray[Any]) -> float:
-    """Entropy of symbols in bytes, each exponent of the base by itself."""
+    """Entropy of symbols in bytes, for each exponent of the base by itself."""
     keys = exponents(base)
     return sum(entropy(symbols[keys == key]) for key in np.unique(keys))
 
@@ -195,7 +196,7 @@ def gaps_and_values(base: Elements, chunk: Elements, level: int | None = None) -
 
 
 def gaps_and_xors(base: Elements, chunk: Elements) -> int:
-    """The same with XORs instead of differences, each byte of them a stream."""
+    """The same with XORs instead of differences; each byte of an XOR has a stream of its own."""
     xor = base ^ chunk
     at = np.flatnonzero(xor)
     found = [xor[at] >> xor.dtype.type(8 * k) for k in range(xor.itemsize)]
@@ -247,7 +248,7 @@ PRETRAIN_CODINGS: dict[str, Callable[[Elements, Elements], float]] = {
 
 
 def plane_entropy(base: Elements, source: Elements, layout: int) -> float:
-    """Entropy of each plane of a difference in bytes, each exponent of the base by itself."""
+    """Entropy of each plane of a difference in bytes, for each exponent of the base by itself."""
     return sum(given_exponent(base, p) for p in planes.split(source.view(np.uint8), source.itemsize, layout))
 
 
@@ -296,7 +297,7 @@ def by_program(before: Arrays, after: Arrays) -> dict[str, int]:
 
 
 def measure(series: str, before: gpu_train.State, after: gpu_train.State) -> dict[str, float]:
-    """Every figure of one pair of states, as a share of the plain bytes; a coding of one kind of tensor, of theirs."""
+    """Return the figures of two states as shares of the plain bytes; a coding of one kind of tensor, of that kind's."""
     whole = gpu_train.nbytes(after)
     found = {
         "snapstore": snapstore(before, after, 3) / whole,

@@ -1,8 +1,8 @@
-"""Runs of many snapshots for `tools/bench bytes`: what they store, beside the entropy, and what their restores pay.
+"""Runs of many snapshots for `tools/bench bytes`: their stored bytes beside the entropy, and the cost of restores.
 
-`rl`: bf16 weights, one step apart at 1e-6, of a GPT, a Llama and a small mixture of experts. `pretrain`: p, m and v of
-the GPT, a gap of steps apart. All objects of a repository count, manifests and records included. A section stops
-saving when its time is over; the report says how many snapshots it has.
+`rl`: bf16 weights of a GPT, a Llama and a small mixture of experts, one step at 1e-6 apart. `pretrain`: p, m and v of
+the GPT, several steps apart. All objects of a repository count, also manifests and records. A section stops saving when
+its time is over; the report says how many snapshots it has.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from snapstore.format.chunking import DEFAULT_CHUNK_BYTES
 
 #: Restores that are timed, spread over a run; each twice.
 TIMED_RESTORES = 12
-#: Chunks of a pretraining run whose bytes under the rules of be3f797 are computed, and steps of an RL run whose bytes
-#: by other tools are measured.
+#: How many chunks of a pretraining run are sized by the rules of commit be3f797, and how many steps of an RL run are
+#: compressed by other tools.
 SAMPLED_CHUNKS, SAMPLED_STEPS = 12, 3
 PEER_BYTES = 8_000_000  # plain bytes of a state that other tools compress
 
@@ -49,7 +49,7 @@ class Scale:
         lead: steps of pretraining before an RL run.
         snapshots, gap: of the pretraining run; and snapshots of an RL run.
         rl_s, pretrain_s: time limits of one run [s].
-        limit_s: no run begins later [s].
+        limit_s: no run begins after this time [s].
     """
 
     models: dict[str, Size]
@@ -125,7 +125,7 @@ class Run:
 def run_of(
     folder: Path, states: Callable[[int], State | None], device: torch.device, *, staging: str = "device"
 ) -> Run:
-    """Save the states of one number after the other until there is none."""
+    """Save `states(0)`, `states(1)` and so on, until one is None."""
     options = SaveOptions()
     wanted: Any = {"staging": staging} if device.type == "cuda" else {}
     run = Run(Repository.create(folder, options=options), [], [], [], [])
@@ -214,7 +214,7 @@ def rl_run(model: str, scale: Scale, folder: Path, device: torch.device, say: Ca
 
 
 def some_of(before: State, after: State) -> tuple[codings.Arrays, codings.Arrays]:
-    """Copies of some tensors of two states, PEER_BYTES together or more, those in the middle of the model."""
+    """Return copies of some tensors of two states, PEER_BYTES or more, from the middle of the model on."""
     found: tuple[codings.Arrays, codings.Arrays] = ([], [])
     pairs = list(zip(gpu_train.tensors(before), gpu_train.tensors(after), strict=True))
     for pair in pairs[len(pairs) // 2 :] + pairs[: len(pairs) // 2]:
@@ -284,7 +284,7 @@ class Before:
         self._last = chunks
 
     def shares(self) -> tuple[float, float]:
-        """Stored bytes over plain ones; and by zstd -3, chunk by chunk: DCP's state with zstd over it."""
+        """Return stored bytes over plain bytes, and those of zstd -3 on each chunk, as DCP with zstd would store."""
         chains: dict[int, int] = {}
         stored = by_zstd = plain = 0
         for number, sizes in enumerate(self._sizes):
@@ -298,7 +298,7 @@ class Before:
 
     @staticmethod
     def _sample(state: State) -> list[Any]:
-        """Some chunks, as many of each kind of tensor, in proportion to the tensors' bytes."""
+        """Return some chunks: the same number of each kind of tensor, spread evenly over its bytes."""
         found = []
         for group in state.values():
             whole = torch.cat([t.flatten()[: t.numel() // 262144 * 262144] for t in group.values()])
@@ -319,7 +319,7 @@ def _sizes(chunk: Any, last: Any) -> tuple[int, int | None, int, int]:
 
 
 def figures_of(sections: dict[str, Any]) -> dict[str, float]:
-    """The figures of the sections that were run; of several RL runs the worst."""
+    """Return the figures of the sections that were run; of several RL runs the worst one counts."""
     measured = {name: found for name, found in sections.items() if "restore" in found}
     rl = [found for name, found in measured.items() if name.startswith("rl ")]
     dense = [found for name, found in measured.items() if name == "pretrain"]

@@ -1,9 +1,9 @@
-"""`tools/bench compact`: what a training run leaves under a policy, before and after compact, beside what it could be.
+"""`tools/bench compact`: what a training run keeps under a policy, before and after compact, beside two bounds.
 
 The bench's GPT is saved at each of 100 steps into two repositories, under KeepLast(3) and KeepLast(3) + KeepEvery(50);
-forget and gc run as the manager runs them. Then compact and gc. The bounds are really encoded, from the states that the
-first repository restores: all three snapshots full, and one full with a delta to the one before in each of the others.
-Last the survey of a million chunks over a thousand snapshots (scale.py), a dry run of the shell.
+forget and gc run as the manager runs them; then compact and gc run. The bounds are really encoded, from the states that
+the first repository restores: all three snapshots full, and one full with each of the others a delta to the one before.
+At the end it measures compact's survey of a million chunks over a thousand snapshots (scale.py), as a dry run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GOAL = 1.05
 
 
 def encoded(folder: Path, states: Sequence[Any], restore_cost: float) -> int:
-    """Stored bytes of states one after the other: all full if `restore_cost` is 1, else one full and deltas."""
+    """Save states one after the other; return the stored bytes. All are full if `restore_cost` is 1, else one is."""
     with Repository.create(folder, options=SaveOptions(restore_cost=restore_cost)) as repository:
         for step, state in enumerate(states):
             repository.save(state, run="r", step=step)
@@ -41,13 +41,13 @@ def encoded(folder: Path, states: Sequence[Any], restore_cost: float) -> int:
 
 
 def same(a: Any, b: Any) -> bool:
-    """All tensors, bit by bit."""
+    """Return whether all tensors are equal to the bit."""
     mine, theirs = ([(name, as_bytes(tensor).tobytes()) for name, tensor in tensors_of(tree)] for tree in (a, b))
     return mine == theirs
 
 
 def compacted(repository: Repository, size: int, name: str) -> list[Row]:
-    """Compact and collect; figures of before and after."""
+    """Compact and collect; return the figures of before and after."""
     repository.gc()
     before, count = repository.stats(), len(repository.snapshots())
     states = [repository.restore(s.ref) for s in repository.snapshots()]
@@ -78,7 +78,7 @@ def train(folder: Path, snapshots: int, keep: list[Policy]) -> None:
 
 
 def figures(folder: Path, runs: Path, snapshots: int, every: int) -> list[Row]:
-    """Train where there is no run yet, compact copies."""
+    """Train the runs that are not there yet, and compact copies of them."""
     rows: list[Row] = []
     policies: dict[str, list[Policy]] = {
         "KeepLast(3)": [KeepLast(3)], f"KeepLast(3) + KeepEvery({every})": [KeepLast(3), KeepEvery(steps=every)]

@@ -1,8 +1,8 @@
 """`tools/bench cpu`: every figure of the CPU engine, side by side with its peers, on real training runs.
 
-Peers and snapstore save the same live state, in rotating order, on the same threads and disk; figures are ratios of
-medians, for machines are noisy. Every save ends durable: snapstore's own fsyncs are in its time, the peers' files are
-fsynced in theirs; the peers' times without that are reported beside them.
+Peers and snapstore save the same live state, in rotating order, with as many threads, to the same disk. Figures are
+ratios of medians, since machines are noisy. Every save ends durable: snapstore's own fsyncs are in its time, and the
+peers' files are fsynced in theirs. The peers' times without fsync are reported too.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ def scratch() -> Iterator[Path]:
 
 
 def timed(function: Callable[[], Any]) -> float:
-    """Seconds of one call."""
-    os.sync()  # nobody pays for the write-back of another
+    """Return the seconds of one call."""
+    os.sync()  # so that no call waits for the write-back of another
     began = time.perf_counter()
     function()
     return time.perf_counter() - began
 
 
 def durable(peer: Peer, tree: Any, path: Path, quick: dict[str, list[float]]) -> None:
-    """A peer's save, then fsync of what it wrote; the time of the first half goes into `quick`."""
+    """Save by a peer, then fsync what it wrote; append the time without fsync to `quick`."""
     began = time.perf_counter()
     peer.save(tree, path)
     quick.setdefault(peer.name, []).append(time.perf_counter() - began)
@@ -78,7 +78,7 @@ def durable(peer: Peer, tree: Any, path: Path, quick: dict[str, list[float]]) ->
 
 
 def compare(name: str, snapshots: int, every: int) -> tuple[list[Figure], list[dict[str, Any]]]:
-    """One series: every peer and snapstore save each snapshot; then the first, middle and last are restored."""
+    """Save a series by snapstore and every peer; then restore some of snapstore's snapshots, and the peers' first."""
     with scratch() as folder:
         saves: dict[str, list[float]] = {}
         quick_saves: dict[str, list[float]] = {}
@@ -168,12 +168,12 @@ def _figures(
 
 
 def planes_entropy(repository: Repository) -> Iterator[float]:
-    """Order-0 entropy [bytes] of the planes in every pack, from whole histograms; and inline tensors as they are."""
+    """Yield the order-0 entropy [bytes] of the planes of every blob, from whole histograms."""
     for info in repository.store.list("packs/"):
         data = memoryview(repository.store.get(info.key))
         for offset in pack.read_listing(repository.store, info.key, info.size_bytes).entries["offset"].tolist():
             header = blob.parse(data[offset:], info.key)
-            is_sparse = header.codecs[0] == codecs.SPARSE  # it has no planes: as it is
+            is_sparse = header.codecs[0] == codecs.SPARSE  # it has no planes: its size counts
             yield (
                 float(header.payload_bytes)
                 if is_sparse
@@ -189,7 +189,7 @@ def _entropy_bytes(split: Any) -> float:
 
 
 class Bound:
-    """The bytes that order-0 coding reaches if every chunk may be a delta to the prior snapshot, at no cost."""
+    """The bytes of order-0 coding if every chunk may be a delta to the snapshot before, at no cost."""
 
     def __init__(self) -> None:
         self.bytes = 0.0
@@ -220,7 +220,7 @@ class Bound:
 
 
 def retained(snapshots: int) -> list[Figure]:
-    """Train, snapshot every step, keep the last 3 and every 50th; how much is left, and why."""
+    """Train, save every step, keep the last 3 and every 50th; return how much is left, and why."""
     with scratch() as folder:
         size = 0
         keep = [KeepLast(3), KeepEvery(steps=50)]
@@ -299,7 +299,7 @@ def _resident(field: str) -> int:
 
 
 def _reset_peak() -> None:
-    ctypes.CDLL(None).malloc_trim(0)  # what the allocator has kept of the past is no one's memory
+    ctypes.CDLL(None).malloc_trim(0)  # memory that the allocator keeps free must not count
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -307,7 +307,7 @@ def _reset_peak() -> None:
 
 
 def main() -> None:
-    """Run what was asked for."""
+    """Run the chosen sections."""
     parser = argparse.ArgumentParser(description="Measure snapstore beside its peers.")
     parser.add_argument("--quick", action="store_true", help="fewer snapshots; nothing is written to docs/")
     parser.add_argument("--only", default="", help="comma-separated: compare, retained, memory, plain")

@@ -17,7 +17,7 @@ State = dict[str, Any]
 
 
 def seed(value: int) -> None:
-    """All generators."""
+    """Seed all generators."""
     random.seed(value)
     np.random.seed(value)
     torch.manual_seed(value)
@@ -71,7 +71,7 @@ def minilm_series(snapshots: int, every: int) -> Iterator[tuple[int, State]]:
 
 
 def plain(state: State) -> dict[str, Any]:
-    """The state as nested dicts, which is what the peers take."""
+    """Return the state as nested dicts, which the peers take."""
     return {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in state.items()}
 
 

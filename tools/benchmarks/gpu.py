@@ -1,9 +1,9 @@
 """`tools/bench gpu`: the CUDA engine beside its peers and the machine's limits, on a real training run.
 
-One section after the other; one that fails is recorded with its error and the rest goes on. The report so far is
-written to the JSON after every section. GB are 1e9 bytes. Times include the device's work: it is waited for before and
-after. Writes docs/benchmarks/gpu.json and its section of docs/benchmarks.md; or with --tiny or --only a file in the
-temporary folder, or what --out says, and no section. `--page` writes the section from the records that are there.
+Sections run one after the other. If one fails, its error is recorded and the next one runs. The report so far is
+written as JSON after every section. A GB is 1e9 bytes. Times include the device's work: the bench waits for it before
+and after. It writes docs/benchmarks/gpu.json and its section of docs/benchmarks.md. With --tiny or --only it writes a
+file in the temporary folder, with --out that file, and no section. `--page` writes the section from the records.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from snapstore import Repository, SaveOptions, SnapshotManager
 
 ROOT = Path(__file__).parents[2]
 CODECS = ("portable", "ans")
-STALL_SAVES, WARM_SAVES = 7, 2  # stalls are medians over what comes after the warm ones
+STALL_SAVES, WARM_SAVES = 7, 2  # stalls are medians over the saves after the warm-up ones
 STEPS_BETWEEN = 5  # training steps between two saves whose stall is measured
-BLOCK, BLOCKS = 50, 4  # training steps a snapshot, and blocks with one; as many without
+BLOCK, BLOCKS = 50, 4  # training steps per snapshot, and blocks with one; as many blocks have none
 
-# -- adapter: all that is asked of snapstore, here and nowhere else
+# -- snapstore: options and managers of the sections
 
-WRITER_THREADS = 8  # how many threads write packs at a time: the raw writer of save_ratio gets as many
-PACK_BYTES = SaveOptions().pack_bytes  # and files of this size, each fsynced, and its folder
+WRITER_THREADS = 8  # so many threads write packs at a time; the raw writer of save_ratio gets as many
+PACK_BYTES = SaveOptions().pack_bytes  # and it writes files of this size, each fsynced, with its folder
 
 
 def options(device: torch.device, codec: str) -> SaveOptions:
-    """On a CPU the defaults, so that `--tiny` works anywhere."""
+    """Return options with a codec; on a CPU the defaults, so that `--tiny` works anywhere."""
     wanted: dict[str, Any] = {"codec": codec} if device.type == "cuda" else {}
     return SaveOptions(**wanted)
 
@@ -68,7 +68,7 @@ def manager(device: torch.device, path: Path, staging: str = "device", codec: st
 
 
 def stored_by_kind(repository: Repository) -> dict[str, int]:
-    """Bytes of blobs by kind of tensor, so far; packs' and manifests' own bytes are on top."""
+    """Return the bytes of blobs so far, by kind of tensor, without the bytes of packs and manifests themselves."""
     return {kind: group.stored_bytes for kind, group in repository.stats().groups.items()}
 
 
@@ -101,7 +101,7 @@ class Bench:
         self._states: dict[str, dict[int, State]] = {}
 
     def say(self, text: str) -> None:
-        """A line of progress."""
+        """Print a line of progress."""
         print(f"{time.strftime('%H:%M:%S')} {time.time() - self.began:6.1f} s  {text}", flush=True)
 
     def figure(self, name: str, value: float, how: str, bound: float | None = None) -> None:
@@ -160,7 +160,7 @@ class Bench:
 
 
 def head(device: torch.device) -> dict[str, Any]:
-    """Which machine, which versions, which command."""
+    """Return the machine, the versions and the command."""
     versions = {"snapstore": snapstore.__version__, "python": platform.python_version(), "torch": torch.__version__}
     versions |= {"CUDA": str(torch.version.cuda)}
     for name, packages in {
@@ -171,7 +171,7 @@ def head(device: torch.device) -> dict[str, Any]:
     if versions["nvcomp"] == "none":  # unpacked by hand, perhaps
         try:
             versions["nvcomp"] = str(import_module("nvidia.nvcomp").__version__)
-        except Exception as error:  # noqa: BLE001  a broken one is as good as none
+        except Exception as error:  # noqa: BLE001  a broken one counts as none
             versions["nvcomp"] = f"none ({type(error).__name__})"
     cuda = device.type == "cuda"
     return {
@@ -366,9 +366,9 @@ def section_memory(bench: Bench) -> dict[str, Any]:
 def _extra_memory(bench: Bench, path: Path, staging: str) -> dict[str, Any]:
     """Bytes by torch's count and by the driver's, which sees every allocator; the latter is polled every 2 ms.
 
-    `reserved`: what torch had of the driver at its most. `cached`: what of it is free after the save, by its stream.
-    The snapshots are those of the pretraining, a few steps apart; the model itself does not train here, since what
-    torch caches for that would be counted as well.
+    `reserved`: the most that torch had reserved from the driver. `cached`: the free part of it after the save, by
+    stream. The snapshots are those of the pretraining, a few steps apart. The model does not train here, since the
+    memory that torch caches for training would be counted too.
     """
     states = bench.states("pretrain")
     synchronize(bench.device)
@@ -451,7 +451,7 @@ def section_sizes(bench: Bench) -> dict[str, Any]:
 def _our_sizes(
     bench: Bench, states: Mapping[int, State], regime: str, gap: int, codec: str, path: Path
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """A repository of two snapshots; the row of the first, which is full, is given for the first gap alone."""
+    """Save two snapshots; return their rows, but that of the first one, which is full, for the first gap only."""
     rows: list[dict[str, Any]] = []
     before: dict[str, int] = {}
     with manager(bench.device, path, codec=codec) as snapshots:
@@ -504,10 +504,10 @@ def section_peers(bench: Bench) -> dict[str, Any]:
 
 
 def section_steps(bench: Bench) -> dict[str, Any]:
-    """Blocks of training without snapshots, twice as many with one at the begin of each, and again blocks without.
+    """Train blocks without snapshots, then twice as many with one at the begin of each, then again without.
 
-    Each save is waited for before the next block, as `on_busy="wait"` does: beside train_step_ratio's time, and within
-    the sustained one's.
+    The bench waits for each save before the next block, as `on_busy="wait"` does. train_step_ratio does not count this
+    wait, and train_step_sustained_ratio does.
     """
     state, device, block = bench.live(), bench.device, 10 if bench.tiny else BLOCK
     with_s, without_s, stalls, late = [], [], [], []
@@ -546,7 +546,7 @@ def section_steps(bench: Bench) -> dict[str, Any]:
 def _marked_save(
     device: torch.device, snapshots: SnapshotManager, step: int, state: State
 ) -> tuple[snapstore.SaveHandle, Callable[[], float]]:  # fmt: skip
-    """A save, and what gives the seconds that the training stream was held up by it, once they are known."""
+    """Save; return the handle, and a function that returns the seconds for which the training stream had to wait."""
     if device.type != "cuda":
         began = time.perf_counter()
         handle = snapshots.save(step, state)
@@ -560,7 +560,7 @@ def _marked_save(
 
 
 def section_llamas(bench: Bench) -> dict[str, Any]:
-    """Stalls and memory on states that nothing here was made for: Llamas, and a mixture of experts."""
+    """Stalls and memory on states for which the engine was not tuned: Llamas, and a mixture of experts."""
     found: dict[str, Any] = {}
     shapes = gpu_llama.TINY if bench.tiny else gpu_llama.LLAMAS | {"mixture of experts": gpu_llama.EXPERTS}
     for name, shape in shapes.items():
@@ -630,7 +630,7 @@ SECTIONS: dict[str, Callable[[Bench], dict[str, Any]]] = {
 
 
 def run(bench: Bench, chosen: list[str], limit_s: float) -> None:
-    """The chosen sections; whatever happens to one, the report is written."""
+    """Run the chosen sections; write the report after each, whatever happens to it."""
     for name in chosen:
         began = time.time()
         if began - bench.began > limit_s:
@@ -677,7 +677,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run what was asked for."""
+    """Measure, and write the report; or write the page."""
     args = parse()
     if args.page:
         page.write()

@@ -26,8 +26,8 @@ REPEATS = 5
 def figures(state: State, base: State) -> dict[str, float]:
     """GB of plain bytes a second: digests, the fused delta and plane pass, encoding, encoding into pinned memory.
 
-    encode_*: from the first batch's begin until the last blob is complete on the device, all waits of the host within;
-    encode_*_busy: over the time in which any kernel runs, by torch's profiler. *_full: without bases.
+    encode_*: from the begin of the first batch until the last blob is complete on the device, with all waits of the
+    host; encode_*_busy: over the time in which any kernel runs, by torch's profiler. *_full: without bases.
     """
     found: dict[str, float] = {}
     for codec in ("portable", "ans"):
@@ -118,7 +118,7 @@ def _batch(
 
 
 def _encoded(engine: Any, batches: list[EncodeBatch]) -> Iterator[Sequence[Encoded]]:
-    """All batches, as a save has them made: one is hashed, with its bases, while those before it are encoded."""
+    """Yield all batches as a save makes them: one is hashed, with its bases, while the ones before it are encoded."""
     hashing: deque[tuple[EncodeBatch, Callable[[], Any]]] = deque()
     encoding: deque[Callable[[], Any]] = deque()
     for batch in (*batches, None):
@@ -139,7 +139,7 @@ def _encode(engine: Any, batches: list[EncodeBatch]) -> None:
 
 
 def _to_host(engine: Any, batches: list[EncodeBatch]) -> None:
-    """The same, and every blob into pinned memory, a ring of buffers as packs have them."""
+    """Encode, and copy every blob into a ring of pinned buffers, as packs do."""
     ring = [engine.buffer(32 * 1024 * 1024) for _ in range(24)]
     copied: list[Callable[[], object]] = [lambda: None] * len(ring)
     number = 0
@@ -184,7 +184,7 @@ def _kernels(engine: Any, state: State, base: State) -> dict[str, float]:
 
 
 def _device_time(lane: Any, stage: Callable[[], object]) -> float:
-    """Time of a stage's kernels [s]; its tables are uploaded within, and count."""
+    """Return the time of a stage's kernels [s], with the upload of its tables."""
     begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     lane.stream.synchronize()

@@ -1,4 +1,4 @@
-"""The limits of the machine, beside the figures: copies on the device and over PCIe, and files with fsync."""
+"""The limits of the machine, to compare figures with: copies on the device and over PCIe, and files with fsync."""
 
 from __future__ import annotations
 

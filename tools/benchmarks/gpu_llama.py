@@ -83,7 +83,7 @@ def tensors(state: Any) -> Iterator[torch.Tensor]:
 
 
 def copy_floor_s(device: torch.device, nbytes: int) -> float:
-    """Seconds of one copy of so many bytes on the device."""
+    """Return the seconds of one copy of `nbytes` on the device."""
     source = torch.empty(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return limits.median(device, lambda: target.copy_(source))
@@ -115,7 +115,7 @@ def most_used_bytes(device: torch.device) -> Iterator[Callable[[], int]]:
 
     def watch() -> None:
         while not done.wait(0.001):
-            with lock:  # else an old count could come after `read`
+            with lock:  # without it an old count could come after `read`
                 most[0] = max(most[0], used())
 
     def read() -> int:
@@ -133,7 +133,7 @@ def most_used_bytes(device: torch.device) -> Iterator[Callable[[], int]]:
 
 
 def device_stalls(run: Run, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """Stalls of saves with copies on the device, training in between, beside the floor of the copy."""
+    """Return stalls of saves with copies on the device and training in between, and the time of a bare copy."""
     run.train(2)
     limits.synchronize(run.device)
     size, count = _device_bytes(run), sum(1 for _ in tensors(run.state()))
@@ -162,7 +162,7 @@ def device_stalls(run: Run, folder: Path, say: Callable[[str], None]) -> dict[st
 
 
 def device_memory(run: Run, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """Device memory that each of ten saves takes beyond the state and the training, over the state's bytes.
+    """Return the device memory of each of ten saves beyond the state and the training, over the state's bytes.
 
     Before each save, memory that training keeps cached is released, since the driver counts it as well.
     """
@@ -225,7 +225,7 @@ def host_stalls(run: Run, folder: Path, say: Callable[[str], None], *, prepare: 
 
 
 def first_stall(shape: tuple[int, int, int]) -> dict[str, Any]:
-    """The first save of a process on a machine that has never compiled the kernels: a process of its own."""
+    """Return the stall of the first save on a machine that has never compiled the kernels, in a process of its own."""
     with tempfile.TemporaryDirectory() as cache:
         environment = os.environ | {"CUPY_CACHE_DIR": cache, "SHAPE": " ".join(map(str, shape))}
         code = "from benchmarks import gpu_llama; gpu_llama.cold()"

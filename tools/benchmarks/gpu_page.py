@@ -1,4 +1,4 @@
-"""The figures of `tools/bench gpu` with their goals, and its section of docs/benchmarks.md, from the records alone.
+"""The figures of `tools/bench gpu` with their goals, and its section of docs/benchmarks.md, from the records only.
 
 The records after the first are of other hosts, or of some sections, written with `--out`; a record that is not there
 has no column.
@@ -19,7 +19,7 @@ Record = Mapping[str, Any]
 
 
 class Goal(NamedTuple):
-    """A figure: how the page calls it, by what it is multiplied for that unit, and what it should be."""
+    """A figure: its label on the page, the factor from its value to the unit, and its goal."""
 
     label: str
     scale: float
@@ -29,7 +29,7 @@ class Goal(NamedTuple):
     bound: float = 0
 
     def met(self, value: float | None, bound: float | None = None) -> bool | None:
-        """None where there is no goal, False where there is no number; `bound`: one that was measured."""
+        """Return None if there is no goal, False if there is no value; `bound` replaces the goal's own."""
         if not self.sign:
             return None
         bound = self.bound if bound is None else bound
@@ -72,12 +72,12 @@ GOALS: dict[str, Goal] = {
 
 
 def to_host_ratio(engine: Record, limits: Record) -> float:
-    """Bytes of state whose blobs reach pinned memory in the time of one byte copied there as it is."""
+    """Return the bytes of state whose blobs reach pinned memory in the time of one raw byte."""
     return float(engine["to_host_GBps"] / limits["pinned_to_host_GBps"])
 
 
 def sustained_ratio(steps: Record, block: int) -> float:
-    """Blocks of training with a save, each waited for before the next, against blocks without."""
+    """Return the time of blocks with a save, each with the wait for its save, over the time of blocks without."""
     spent = sum(steps["with_s"]) * block + sum(steps["outlasted_s"])
     return float(spent / len(steps["with_s"])) / (sum(steps["without_s"]) * block / len(steps["without_s"]))
 
@@ -151,7 +151,7 @@ def _shares(row: Record | None) -> str:
 
 
 def _peers(record: Record) -> str:
-    """Seconds; where the first save differs from warm ones, it stands in brackets."""
+    """Return the table of peers [s]; if the first save differs from warm ones, it follows in parentheses."""
     sections, body = record["sections"], []
     with suppress(KeyError):
         stall, size, restore = sections["stall_device"], sections["stall_device"]["state_bytes"], sections["restore"]

@@ -35,7 +35,7 @@ _TYPES = {torch.float32: "<f4", torch.bfloat16: "<f2", torch.float16: "<f2"}
 
 @dataclass(frozen=True)
 class Coder:
-    """A peer that codes tensors one by one: what `encode` gives has a `size`, and `pieces` in host memory."""
+    """A peer that codes tensors one by one; `size` and `pieces` take what `encode` returns."""
 
     name: str
     encode: Callable[[torch.Tensor], Any]
@@ -66,7 +66,7 @@ def better_recipes(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int], M
 
 
 class HostBytes:
-    """A tensor's bytes in host memory; a device's tensor goes through one pinned buffer, good until the next call."""
+    """A tensor's bytes in host memory; those of a device's tensor are valid until the next call."""
 
     def __init__(self) -> None:
         self._room = torch.empty(0, dtype=torch.uint8)
@@ -152,7 +152,7 @@ def _zipnn() -> Coder:
 
 
 def times(state: State, device: torch.device, folder: Path, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """A row for every peer, all of them durable; one that fails has its error in its row."""
+    """Return a row for every peer; all saves are durable. A peer that fails has its error in its row."""
     found, missing = coders(device)
     calls: dict[str, Callable[[], Mapping[str, Any]]] = {
         "torch.save": lambda: _torch_save(state, device, folder / "torch.pt"),
@@ -241,7 +241,7 @@ class _Kept(dict[Any, Any]):
     """A table that cannot be cleared."""
 
     def clear(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def _writer(path: Path) -> Any:

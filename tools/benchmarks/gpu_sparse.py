@@ -1,4 +1,4 @@
-"""Sparse deltas on a device: kernels by CUDA events, and every result against the CPU engine's."""
+"""Sparse deltas on a device: kernels are timed by CUDA events, and every result is compared with the CPU engine's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LINKS = 4
 
 
 def figures(device: torch.device, chunks: int) -> dict[str, Any]:
-    """GB of plain bytes a second, by the time of the kernels alone; medians.
+    """Return GB of plain bytes a second, by the time of the kernels only; medians.
 
     Args:
         chunks: of 1 MiB in a batch: bf16 weights of which 3 in a hundred change by one step at 1e-6.
@@ -94,7 +94,7 @@ def _read(encoded: Any) -> list[tuple[Any, bytes]]:
 
 
 def _chunks(engine: Any, arrays: Sequence[Bytes]) -> Chunks:
-    """Return arrays as chunks of one memory of an engine; their lengths are alike."""
+    """Return arrays of one length as chunks of one memory of an engine."""
     size, n = arrays[0].size, len(arrays)
     memory = engine.upload(np.concatenate(arrays))
     return Chunks([memory], np.zeros(n, np.int64), np.arange(n) * size, np.full(n, size))
@@ -173,7 +173,7 @@ def _timed(engine: Any, run: Callable[[Any], None], nbytes: int) -> dict[str, fl
     from snapstore.engine.cuda.streams import WorkStream
 
     class Lane(WorkStream):
-        """Puts an event before and behind every kernel."""
+        """Puts an event before and after every kernel."""
 
         spans: defaultdict[str, list[tuple[Any, Any]]]
 

@@ -1,8 +1,8 @@
 """The training run that `tools/bench gpu` measures on: a GPT on Python's own sources, AdamW, three regimes in a row.
 
 `pretrain`: lr 6e-4, warm-up then cosine, halfway through. `finetune`: the same run goes on at a constant 2e-5.
-`bf16_rl`: it goes on at 1e-6 and what is kept is the bf16 weights alone, as they are sent to the generators of an RL
-run; the fp32 masters and moments are not part of that state. Weights and moments are fp32, arithmetic is bf16 autocast
+`bf16_rl`: it goes on at 1e-6, and its state is only the bf16 weights, as they are sent to the generators of an RL run,
+without the fp32 masters and moments. Weights and moments are fp32, arithmetic is bf16 autocast
 (fp32 on a CPU, where bf16 is slow). A state is {kind: {parameter: tensor}} with the kinds p (weights), m (exp_avg),
 v (exp_avg_sq), or w (bf16 weights); AdamW's step counts, 4 bytes a parameter, are left out.
 """
@@ -119,7 +119,7 @@ class Trainer:
         self.loss = torch.zeros((), device=device)
 
     def train(self, steps: int, lr: float | None = None) -> None:
-        """Steps at a constant rate, or along pretraining's schedule, which is twice as long as what is trained of it.
+        """Train at a constant rate, or along pretraining's schedule, of which only the first half is trained.
 
         Never waits for the device.
         """
@@ -149,7 +149,7 @@ class Trainer:
         }
 
     def snapshots(self, regime: str, say: Callable[[str], None]) -> dict[int, State]:
-        """Train on in a regime; copies of the state by the steps since the first of them: 0 and the gaps."""
+        """Train on in a regime; return copies of the state by the steps since the first copy: 0 and the gaps."""
         lead, lr = {
             "pretrain": (self.steps, None), "finetune": (SETTLE_STEPS, FINETUNE_LR), "bf16_rl": (SETTLE_STEPS, RL_LR),
         }[regime]  # fmt: skip

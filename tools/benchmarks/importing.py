@@ -1,7 +1,8 @@
 """Importing old checkpoints, in bytes and memory: a training run, and a family of models.
 
-The peer does what ZipLLM does: a tensor that is equal to another one is stored once, another one as its XOR with the
-tensor of that name in the base, and both through zstd -3. Its base is the checkpoint before, or the base model.
+The peer does what ZipLLM does. A tensor that equals an earlier one is not stored again. Any other tensor is stored, by
+zstd -3, as its XOR with the tensor of that name in the base, or as it is. The base is the checkpoint before, or the
+base model.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Bytes = np.ndarray[Any, Any]
 
 
 class LowRank(torch.nn.Module):
-    """A weight with a low-rank update that is trained alone."""
+    """A weight with a low-rank update; only the update is trained."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
@@ -105,7 +106,7 @@ def low_rank(home: Path, steps: int) -> dict[str, torch.Tensor]:
 
 
 class Peer:
-    """Equal tensors once, others as XOR with the base's, through zstd -3."""
+    """Stores equal tensors once, and others as XOR with the base's or as they are, whichever is smaller by zstd -3."""
 
     def __init__(self) -> None:
         self.bytes, self._seen = 0, set[bytes]()
@@ -133,7 +134,7 @@ def contents(folder: Path) -> dict[str, Bytes]:
 
 
 def compared(name: str, folders: list[Path], place: Path, *, family: bool) -> Iterator[Row]:
-    """Import checkpoints by both; in a family every model has the first one as its base."""
+    """Import checkpoints by snapstore and by the peer; in a family, the first model is the base of all others."""
     read = stored = 0
     began = time.perf_counter()
     with Repository.create(place) as repository:
@@ -158,7 +159,7 @@ def compared(name: str, folders: list[Path], place: Path, *, family: bool) -> It
 
 
 def peaks(folder: Path, total: int) -> Iterator[Row]:
-    """Import a checkpoint of many tensors in each format, each in a process of its own: the growth of its memory."""
+    """Import a checkpoint of many tensors in each format, each in a process of its own; yield how its memory grows."""
     import torch.distributed.checkpoint as dcp
 
     count = total // 2**26
@@ -189,7 +190,7 @@ def peaks(folder: Path, total: int) -> Iterator[Row]:
 
 
 def child(place: str, source: str) -> None:
-    """Import one checkpoint; print by how many bytes the process has grown at most."""
+    """Import one checkpoint; print by how many bytes the process's peak of memory has grown."""
     import torch.distributed.checkpoint  # noqa: F401  not a part of the growth
 
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here

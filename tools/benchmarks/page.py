@@ -1,4 +1,4 @@
-"""Where the benches' figures go: a JSON file under docs/benchmarks/, and a table in docs/benchmarks.md."""
+"""Write the figures of benches: a JSON file under docs/benchmarks/, and a table in docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Row = dict[str, Any]
 
 @dataclass
 class Figure:
-    """One measured number against its goal; `met` is None where there is none."""
+    """One measured number against its goal; `met` is None if there is no goal."""
 
     name: str
     value: float
@@ -31,7 +31,7 @@ class Figure:
 
 
 def row(name: str, value: float, unit: str, goal: str = "", met: bool | None = None) -> Row:
-    """One measured number against its goal; `met` is None where there is none."""
+    """Return one measured number against its goal; `met` is None if there is no goal."""
     return {"name": name, "value": value, "unit": unit, "goal": goal, "met": met}
 
 
@@ -53,33 +53,33 @@ def publish(bench: str, rows: list[Row], began: float, packages: tuple[str, ...]
 
 
 def recorded(bench: str) -> list[Row]:
-    """The rows that `publish` wrote last."""
+    """Return the rows that `publish` wrote last."""
     rows: list[Row] = json.loads((ROOT / "docs" / "benchmarks" / f"{bench}.json").read_text())["figures"]
     return rows
 
 
 def figures(rows: Iterable[Row]) -> str:
-    """The table of figures."""
+    """Return the table of figures."""
     cells = ((r["name"], f"{r['value']:.3g} {r['unit']}", r["goal"], MET[r["met"]]) for r in rows)
     return f"\n{table(('figure', 'measured', 'goal', 'met'), cells)}\n"
 
 
 def table(columns: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     lines = [f"| {' | '.join(map(str, row))} |\n" for row in (columns, *rows)]
     lines.insert(1, f"|{'---|' * len(columns)}\n")
     return "".join(lines)
 
 
 def place(bench: str, text: str) -> None:
-    """Write a bench's section of docs/benchmarks.md: what stands between its two marks."""
+    """Write a bench's section of docs/benchmarks.md, between its two marks."""
     page = ROOT / "docs" / "benchmarks.md"
     head, begin, _, end, tail = _split(page.read_text(), bench)
     page.write_text(f"{head}{begin}{text}{end}{tail}")
 
 
 def placed(bench: str) -> str:
-    """The section as it stands in docs/benchmarks.md."""
+    """Return the section that is in docs/benchmarks.md now."""
     return _split((ROOT / "docs" / "benchmarks.md").read_text(), bench)[2]
 
 

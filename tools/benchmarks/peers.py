@@ -1,4 +1,4 @@
-"""The peers: what people use today, each as (save, load) of one whole state, on the same threads and the same disk."""
+"""The peers: other ways to save and load one whole state, with as many threads and on the same disk as snapstore."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _zstd_load(path: Path) -> Any:
 
 
 def _flat(tree: Tree) -> dict[str, torch.Tensor]:
-    """Tied tensors once: safetensors refuses them."""
+    """Return all tensors by name, tied ones once: safetensors refuses ties."""
     flat, seen = {}, set()
     for name, tensor in tensors_of(tree):
         if tensor.data_ptr() not in seen or not tensor.nbytes:
@@ -111,7 +111,7 @@ def _zipnn_save(tree: Tree, path: Path) -> None:
 
     flat = _flat(tree)
     head = json.dumps({name: [str(t.dtype), list(t.shape)] for name, t in flat.items()}).encode()
-    with path.open("wb") as file:  # what safetensors would say, or nobody could tell which tensor is which
+    with path.open("wb") as file:  # the header that safetensors has: without it, tensors would have no names
         file.write(len(head).to_bytes(8, "little") + head)
         for tensor in flat.values():
             coder = ZipNN(input_format="byte", bytearray_dtype="float32", threads=THREADS)

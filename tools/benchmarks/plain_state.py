@@ -1,4 +1,4 @@
-"""Plain Python values beside pickle: the stall of a save, the restore, and what the next save stores."""
+"""Plain Python values beside pickle: the stall of a save, the time of a restore, and the bytes of the next save."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """`tools/bench ranks`: saves and restores of a whole job, beside torch.distributed.checkpoint in the same run.
 
 Worlds of processes (`ranks_worker.py`) train a Llama under FSDP2, with NCCL where there are as many GPUs as ranks, with
-gloo on the CPU otherwise. Absolute times count only on GPUs. Counts of bytes and chunks hold everywhere, and so do jobs
-on paper (`ranks_plan.py`), and the commit of one (`ranks_commit.py`).
+gloo on the CPU otherwise. Absolute times count only on GPUs. Counts of bytes and chunks hold everywhere. So do the
+figures of jobs on paper, which are planned and not run (`ranks_plan.py`), and of the commit of one (`ranks_commit.py`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SECTIONS = "save,restore,reshard,reads,train,commit,wire,scaling,job,plan"
 
 
 def world(ranks: int, task: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Run a task on so many ranks; return what rank 0 writes."""
+    """Run a task on `ranks` ranks; return what rank 0 writes."""
     out = folder / "out.json"
     out.unlink(missing_ok=True)
     with socket.socket() as probe:
@@ -134,7 +134,7 @@ def reshard_rows(shape: Any, folder: Path, details: dict[str, Any]) -> list[Row]
 
 
 def train_rows(ranks: int, shape: Any, folder: Path, details: dict[str, Any]) -> list[Row]:
-    """Training steps beside saves: of a busy GPU, and of a loop that waits for Python, which launches its kernels."""
+    """Training steps beside saves: on a busy GPU, and in a loop whose pace is set by Python, which launches kernels."""
     rows = []
     for name, busy in (("train", True), ("train, 64 tokens a step", False)):
         found = details[name] = world(ranks, {"do": "train", "shape": shape, "busy": busy}, folder)
@@ -181,7 +181,7 @@ def job_rows(details: dict[str, Any], at: Path, *, quick: bool) -> list[Row]:
 
 
 def commit_rows(ranks: int, shape: Any, folder: Path, details: dict[str, Any]) -> list[Row]:
-    """The time of rank 0 from the last report on."""
+    """The time of rank 0 from the last report to the record."""
     found = details["commit_ms"] = world(ranks, {"do": "commit", "shape": shape}, folder)
     value = 1000 * warm(found["commit_s"])
     return [row(f"commit_ms: from the last report to the record, {ranks} ranks", value, "ms", "<= 20", value <= 20)]
@@ -290,7 +290,7 @@ def measured(rows: list[Row], details: dict[str, Any], gpus: int) -> dict[str, A
 
 
 def merged(record: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """A record with new figures and details, in the places of those with the same names."""
+    """Return a record in which new figures and details replace the ones of the same names."""
     new = {one["name"]: one for one in found["figures"]}
     rows = [new.pop(one["name"], one) for one in record.get("figures", [])] + list(new.values())
     return {"figures": rows, "details": record.get("details", {}) | found["details"]}

@@ -1,9 +1,9 @@
-"""The commit of a job of many ranks: real messages and objects, of a state that nobody holds.
+"""The commit of a job of many ranks: real messages and objects, but of a state that does not exist.
 
 In: a job on paper (ranks_plan.py). Out: the seconds from the last rank's report to the committed record, on rank 0. The
-child manifests are encoded as a save encodes them, of the boxes that each rank would store; their chunks' digests are
+child manifests are encoded as a save encodes them, with the boxes that each rank would store; their chunks' digests are
 noise, and no pack exists. Rank 0 runs its real code: it collects the reports, reads the children's headers, writes the
-roots and creates the record. The store may be slow: each of its calls takes a while more, as requests to S3 do.
+roots and creates the record. The store may be slow: each of its calls then takes as long as a request to S3.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class _Side(RankWriter):
 
 
 class _Slow:
-    """A store each call of which takes `latency_s` more [s]; as many at once as there are callers."""
+    """A store whose calls take `latency_s` longer [s]; callers do not wait for each other."""
 
     def __init__(self, store: Any, latency_s: float) -> None:
         self._store, self._latency_s = store, latency_s
@@ -186,7 +186,7 @@ def measure(
     seconds = []
     for number, (latency_s, spread_s) in enumerate([(0.0, 0.0)] * times + list(slow)):
         ranks = local_ranks(job.world)
-        request = SaveRequest(f"bench{number}", number)  # the children are not its own: without a base it shares none
+        request = SaveRequest(f"bench{number}", number)  # in a run of its own: without a base it shares no children
         trees_digest, held_bytes = xxhash.xxh3_128_digest(packed), _held(refs[0])
         told = {"request": request_digests(request), "trees": trees_digest, "held_bytes": held_bytes}
         reports = {f"0/report/{rank}": _report(number, told, refs[rank]) for rank in refs if rank}

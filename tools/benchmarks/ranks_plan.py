@@ -1,8 +1,8 @@
 """Jobs on paper: what ranks of a large job store and read, by the planner's own code, without a byte of data.
 
 In: a Llama's shapes and a mesh. Out: the boxes and chunks of each rank, the manifests and bytes that a rank of another
-mesh reads, and the objects and requests of a save. Sharding, shares, cuts, box maps and overlaps are snapstore's own;
-only what chunks compress to, and the time of a request, are assumed.
+mesh reads, and the objects and requests of a save. Sharding, shares, cuts, box maps and overlaps are snapstore's own.
+Only the compression of chunks and the time of a request are assumed.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Job:
     model: str
     shards: int
     columns: int = 1
-    shapes: Sequence[Parameter] = ()  # of another model than a Llama
+    shapes: Sequence[Parameter] = ()  # replaces the Llama's parameters
     copies: Sequence[tuple[str, tuple[str, ...]]] = COPIES
     chunk_bytes: int = CHUNK_BYTES
     _cache: dict[tuple[int, tuple[int, ...], str], tuple[Box, ...]] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Return its mesh, for people."""
+        """The mesh as text."""
         return f"FSDP{self.shards}" + (f"xTP{self.columns}" if self.columns > 1 else "")
 
     def _placements(self, cut: str) -> tuple[Any, ...]:

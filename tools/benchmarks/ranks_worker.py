@@ -132,7 +132,7 @@ def all_of(value: float) -> list[float]:
 
 
 def remove(folder: Path) -> None:
-    """Remove what was measured: the folder may be memory."""
+    """Remove files that were measured: the folder may be in memory."""
     dist.barrier()
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -150,7 +150,7 @@ def stalled(save: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def copy_floor(nbytes: int, device: torch.device) -> float:
-    """Seconds of a copy of so many bytes where they lie."""
+    """Return the seconds of a copy of `nbytes` on a device."""
     source = torch.ones(max(nbytes, 1), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return statistics.median(stalled(lambda: target.copy_(source))[0] for _ in range(5))
@@ -212,7 +212,7 @@ def measure_dcp(run: Run, folder: Path) -> dict[str, Any]:
 
 
 def measure_restore(run: Run, folder: Path) -> dict[str, Any]:
-    """Seconds to fill this world's tensors, by snapstore and by DCP, and whether both gave the same bits."""
+    """Seconds to fill this world's tensors, by snapstore and by DCP, and whether sums of their elements are equal."""
     took: dict[str, list[float]] = {"snapstore": [], "dcp": []}
     digests: dict[str, str] = {}
     repository = Repository.open(folder / "repository")
@@ -249,7 +249,7 @@ def measure_training(run: Run, folder: Path, mode: dict[str, Any]) -> dict[str, 
 
 
 def measure_reads(run: Run, folder: Path) -> dict[str, Any]:
-    """Bytes of chunks that each rank decodes to fill its tensors, and the bytes of these."""
+    """Bytes of chunks that each rank decodes to fill its tensors, and the bytes of these tensors."""
     state, decoded = run.state(), [0]
     real: Any = ChunkReader._decode
 
@@ -365,7 +365,7 @@ def measure_wire(run: Run, folder: Path, mode: dict[str, Any]) -> dict[str, Any]
 
 
 def measure_rate(mesh: DeviceMesh, folder: Path, task: dict[str, Any], mode: dict[str, Any]) -> dict[str, Any]:
-    """Durable seconds of saves of as many bytes a rank, all of them new each time."""
+    """Seconds until saves are durable, each with the same number of bytes a rank, all of them new."""
     rows, rank = task["bytes_a_rank"] // (16 * 4096), dist.get_rank()
     generator = torch.Generator(mesh.device_type).manual_seed(rank)
     local = [torch.empty(rows, 1024, device=mesh.device_type) for _ in range(16)]

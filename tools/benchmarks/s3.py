@@ -1,7 +1,8 @@
 """`tools/bench s3`: a repository on a real S3 server beside boto3's own transfers of the same stored bytes.
 
 The state is 1 GiB with the entropy of AdamW's: fp32 weights, first and second moments. Client and server share this
-machine's cores, so encoding competes with the server for them. Figures are medians of rounds in which both take turns.
+machine's cores, so encoding competes with the server for them. Figures are medians of rounds; snapstore and boto3 take
+turns.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def memory_kib(field: str) -> int:
 
 
 def peak_mib(work: Callable[[], Any]) -> float:
-    """How far resident memory rises while `work` runs."""
+    """Return how far resident memory rises while `work` runs [MiB]."""
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     before = memory_kib("VmRSS")
     work()
@@ -199,7 +200,7 @@ def main() -> None:
     state = state_of(64 * MiB if args.quick else 1024 * MiB)
     with tempfile.TemporaryDirectory() as cache:
         os.environ["SNAPSTORE_CACHE_DIR"] = cache
-        beside = one_repository(f"{url}-one", state)  # first: memory that a process has used before costs nothing
+        beside = one_repository(f"{url}-one", state)  # first: memory that the process has used before would not count
         figures = transfers(url, state, 1 if args.quick else 5) + beside
         figures += cold_cache(f"{url}-many", 100 if args.quick else 1000)
     report = {

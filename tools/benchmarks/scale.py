@@ -1,8 +1,8 @@
-"""`tools/bench scale`: a million chunks over a thousand snapshots: what the shell's verbs take, in time and in memory.
+"""`tools/bench scale`: the time and memory of the shell's verbs on a million chunks in a thousand snapshots.
 
 The records and manifests are real, and written as a save writes them: every snapshot has ten thousand chunks, a
-thousand of them new, and every chunk is used by ten snapshots. The packs have their sizes, headers and footers, and a
-hole for the blobs: no verb here needs one. Each verb runs in a process of its own, as an operator would run it.
+thousand of them new, and every chunk is used by ten snapshots. The packs have real sizes, headers and footers, and a
+hole in place of the blobs: no verb here needs a blob. Each verb runs in a process of its own, as an operator runs it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PROGRAM = str(Path(sys.executable).with_name("snapstore"))
 
 
 def seconds(function: Callable[[], Any], times: int = 3) -> float:
-    """The fastest of a few calls."""
+    """Return the seconds of the fastest of a few calls."""
     best = float("inf")
     for _ in range(times):
         began = time.perf_counter()
@@ -62,7 +62,7 @@ def seconds(function: Callable[[], Any], times: int = 3) -> float:
 
 
 def chunk_table(chunks: int, packs: int, seed: int = 0) -> ChunkTable:
-    """Random digests; every chunk is stored whole, one after the other in its pack."""
+    """Return a table of random digests; all chunks are full, and follow each other in their packs."""
     rng = np.random.default_rng(seed)
     digests = rng.integers(0, 256, (chunks, 16), np.uint8)
     numbers = np.sort(rng.integers(0, packs, chunks)).astype(np.uint32)
@@ -145,7 +145,7 @@ def thousand_snapshots(folder: Path, snapshots: int, shared: int) -> None:
 
 
 def shell(url: Path, *arguments: str) -> tuple[float, float, int, Any]:
-    """(seconds, seconds of CPU, peak memory of the process [bytes], its JSON) of a verb."""
+    """Run a verb; return (seconds, seconds of CPU, peak memory of the process [bytes], its JSON)."""
     with tempfile.TemporaryFile() as out:
         began = time.perf_counter()
         child = os.posix_spawn(
@@ -160,7 +160,7 @@ def shell(url: Path, *arguments: str) -> tuple[float, float, int, Any]:
 
 
 def surveyed(folder: Path, snapshots: int) -> list[Row]:
-    """Return what compact's survey takes.
+    """Return the time and memory of compact's survey.
 
     Call it in a process that has imported little: a child's peak of memory is never below what its parent had.
     """
@@ -177,7 +177,7 @@ def surveyed(folder: Path, snapshots: int) -> list[Row]:
 
 
 def figures(folder: Path, snapshots: int, shared: int) -> list[Row]:
-    """All rows."""
+    """Return all rows."""
     help_s = seconds(lambda: subprocess.run([PROGRAM, "--help"], check=True, capture_output=True))
     rows = [row("snapstore --help", help_s, "s", "< 0.3", help_s < 0.3)]
     thousand_snapshots(folder / "many", snapshots, shared)

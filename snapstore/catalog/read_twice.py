@@ -61,6 +61,7 @@ def tried(store: ObjectStore, read: Callable[[], T]) -> T | None:
     Raises:
         StorageError: the store does not answer at all.
     """
-    with suppress(*DAMAGE):
-        return read_twice(store, read)
+    for _ in range(2):  # one answer that it is damaged or missing proves nothing
+        with suppress(*DAMAGE):
+            return read_twice(store, read)
     return None

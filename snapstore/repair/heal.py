@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
@@ -22,7 +21,7 @@ from ..catalog.read_twice import tried
 from ..check.damaged_packs import DamagedPacks, lost_rows, unbuilt
 from ..chunks import limits
 from ..context import Context
-from ..errors import DAMAGE, CapabilityError, ConflictError, IntegrityError
+from ..errors import CapabilityError, ConflictError, IntegrityError
 from ..format import blob
 from ..format.chunk_table import MAX_CHAIN
 from ..format.delta_chain import Chain, Digests, Link, Place, chains_of, table_of
@@ -108,19 +107,19 @@ class Healer(Rewriting):
         """Look for chains of committed snapshots that give the chunks which some snapshots have lost."""
         wanted: set[bytes] = set()
         for snapshot in snapshots:
-            with suppress(*DAMAGE):  # revised meanwhile, and collected
-                for part in self._affected_parts(snapshot):
-                    table, lost = part.manifest.table, self._packs.lost(part.manifest)
-                    refs = table.refs_of(lost_rows(part.manifest, lost))
-                    wanted.update(digest.tobytes() for digest in table.ref_digests[refs])
-                    self._lost.update(digest.tobytes() for digest in table.ref_digests[lost])
+            # none: it was revised meanwhile, and collected
+            for part in tried(self.store, lambda: self._affected_parts(snapshot)) or ():  # noqa: B023 (called at once)
+                table, lost = part.manifest.table, self._packs.lost(part.manifest)
+                refs = table.refs_of(lost_rows(part.manifest, lost))
+                wanted.update(digest.tobytes() for digest in table.ref_digests[refs])
+                self._lost.update(digest.tobytes() for digest in table.ref_digests[lost])
         if not wanted:
             return
         digests = Digests(wanted)
         for snapshot in view.snapshots():
             for ref in tried(self.store, lambda: self.data_refs(snapshot)) or ():  # noqa: B023 (called at once)
-                with suppress(*DAMAGE):
-                    self._add_chains(self.sized_manifest(ref), digests)
+                if (m := tried(self.store, lambda: self.sized_manifest(ref))) is not None:  # noqa: B023
+                    self._add_chains(m, digests)
 
     def _add_chains(self, m: Manifest, wanted: Digests) -> None:
         """Remember the intact chains of one manifest that give wanted digests: for each, the rest of its chain."""

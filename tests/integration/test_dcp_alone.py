@@ -550,7 +550,7 @@ def test_process_mode_is_refused_with_the_reason(writer: Any, repository: Reposi
     for value in (writer, reader, writer.stage({"a": torch.ones(2)})):
         with pytest.raises(InvalidInputError, match=r"AsyncCheckpointerType\.THREAD"):
             pickle.dumps(value)
-    assert AsyncCheckpointerType.PROCESS  # the name in the error is torch's
+    assert "THREAD" in AsyncCheckpointerType.__members__  # the name in the error is torch's
 
 
 def test_without_collectives_is_refused_with_the_reason(writer: Any, store: MemoryStore) -> None:

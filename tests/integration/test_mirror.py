@@ -121,7 +121,7 @@ def created_like(store):
     return new
 
 
-def test_policies_leave_what_is_not_mirrored(caplog):
+def test_policies_leave_what_is_not_mirrored():
     """While the mirror fails, the first store keeps the oldest snapshots that it lacks; policies forget later ones."""
     fast = created()
     slow = created_like(fast)

@@ -730,7 +730,7 @@ def test_a_damaged_session_is_removed_once_it_was_silent(store):
     with opened(store) as found:
         assert found.gc().waiting_for == []  # gc has nothing to sweep, so it waits for nothing
         found.forget_snapshots(["a@0"])
-        assert len(found.gc().waiting_for) <= 1
+        assert len(found.gc().waiting_for) == 1
         report = found.repair(apply=True)
         assert "may be running" in report.open[0]
         later = store.clock() + 3601
@@ -994,7 +994,6 @@ def test_the_shell_says_what_stays_lost(shell, disk):
     code, out = shell("repair", "--apply")
     assert code == 20
     assert "lost: a@3" in out
-    assert "blobs copied out of damaged packs" not in out or "; it stays lost" in out
     code, out = shell("repair", "--apply", "--drop")
     assert code == 0
     assert "a@3: is forgotten" in out

@@ -264,7 +264,7 @@ def check_any_places(drawn, on_device):
     buffers = iter(saved.buffers)
     for targets in into.values():
         if not math.prod(targets[0].shape):
-            return  # empty arrays are not tied
+            continue  # empty arrays are not tied
         direct = [target for target in targets if on_device(target.device)]
         reached = [target for target in targets if target.device.type == "cpu" or on_device(target.device)]
         whole = [target for target in reached if target.is_contiguous()]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 from unittest import mock
 
@@ -44,13 +44,18 @@ def shown(repository: Repository) -> Any:
     return printed["snapshot"]["state"], printed["tensors"], len(printed["plain"]), repr(printed["plain"])
 
 
+def leaf(name: str) -> Any:
+    """Return the tensor of a@1 under a dotted name."""
+    return reduce(dict.__getitem__, name.split("."), state(1))
+
+
 #: a@0 is the base of the others. Once it is forgotten and collected, a compact rewrites a@1 and a@2.
 VERBS: dict[str, Callable[[Repository], Any]] = {
     "stats": lambda r: [(s.snapshots, s.logical_bytes, s.groups, s.chunks, s.depths) for s in [r.stats()]],
     "diff": lambda r: [(t.path, t.status, t.changed_share) for t in r.diff("a@1", "a@2").tensors],
     "first difference": lambda r: (found := r.first_difference("a@1", "a@2")) and (found.path, found.index),
     "restore": lambda r: same(r.restore("a@1"), state(1)),
-    "tensors": lambda r: [(name, same(value, value)) for name, value in r.named_tensors("a@1")],
+    "tensors": lambda r: [(name, same(value, leaf(name))) for name, value in r.named_tensors("a@1")],
     "check": lambda r: r.check("restore").problems,
     "show": shown,
 }

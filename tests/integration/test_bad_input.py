@@ -119,13 +119,15 @@ def test_ids_are_taken_as_they_are_printed(root):
         assert repository.unforget(first.id[:8]).id == first.id
 
 
-def test_an_ambiguous_id(repository):
-    ids = sorted(s.id for s in repository.snapshots())
-    shared = [i[0] for i in ids if sum(j[0] == i[0] for j in ids) > 1]
-    if shared:
+def test_an_ambiguous_id(root, monkeypatch):
+    new_id = records.new_id
+    monkeypatch.setattr(records, "new_id", lambda: f"abc{new_id()[3:]}")
+    with opened(root) as repository:
+        first, second = (save(repository, "b", step, 9).id for step in (1, 2))
+        assert first[:3] == second[:3] == "abc"
         with pytest.raises(InvalidInputError, match="ambiguous"):
-            repository.snapshot(f"id:{shared[0]}")
-    assert repository.snapshot(f"id:{ids[0].upper()}").id == ids[0]
+            repository.snapshot("id:abc")
+        assert repository.snapshot(f"id:{first.upper()}").id == first
 
 
 NAMES = ["a/b", "../a", ".hidden", "-rf", "", " ", "a b", "é", "日本", "a\n", "a\0", "x" * 129, "x" * 300, "a@b"]

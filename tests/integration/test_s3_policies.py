@@ -528,6 +528,7 @@ def test_object_lock_does_not_stop_gc(moto, monkeypatch):
         assert repository.gc().deleted_objects > 0
         assert [s.ref for s in check_restores(repository)] == ["a@1"]
     packs = [v for v in s3.list_object_versions(Bucket=bucket)["Versions"] if "/packs/" in v["Key"]]
+    assert packs
     for version in packs:
         with pytest.raises(ClientError, match="AccessDenied"):
             s3.delete_object(Bucket=bucket, Key=version["Key"], VersionId=version["VersionId"])

@@ -1,11 +1,11 @@
 """The protocol's rules are sufficient and necessary in its models."""
 
-import os
 import sys
 from pathlib import Path
 
 import pytest
 
+from kit.samples import THOROUGH
 from kit.tally import tally
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
@@ -16,8 +16,6 @@ import ranks
 import shared_manifests
 import wrong_answers
 from rewriting import RULES, explore
-
-THOROUGH = "SNAPSTORE_TEST_THOROUGH" in os.environ
 
 
 @pytest.mark.parametrize("saver", [False, pytest.param(True, marks=pytest.mark.skipif(not THOROUGH, reason="long"))])

@@ -22,5 +22,4 @@ def some(cases: Sequence[T], count: int) -> list[T]:
 
 def sampled(total: int, every: int) -> range:
     """Return each `every`-th number below `total`, with another start in each run; all of them if `THOROUGH`."""
-    assert total > 0, "a harness without cases"
-    return range(total) if THOROUGH else range(SEED % min(every, total), total, every)
+    return range(total) if THOROUGH or not total else range(SEED % min(every, total), total, every)

@@ -56,7 +56,7 @@ def read_twice(store: ObjectStore, read: Callable[[], T]) -> T:
 
 
 def tried(store: ObjectStore, read: Callable[[], T]) -> T | None:
-    """Return the result of reading one object; None if it is damaged or missing, or if two reads fail.
+    """Return the result of reading one object; None if two reads find it damaged or missing, or fail.
 
     Raises:
         StorageError: the store does not answer at all.

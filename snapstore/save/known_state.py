@@ -84,11 +84,9 @@ class Group:
         self.keys = [slot.key for slot in chosen]
         self.nbytes: Column = structure.nbytes[self.at]
         self.offsets: Column = np.zeros(len(chosen), np.int64)
-        self._spans: list[tuple[int, int] | None] = []
         if any(slot.box_of is not None for slot in chosen):
             self.nbytes = _column(slot.nbytes(n) for slot, n in zip(chosen, self.nbytes.tolist(), strict=True))
             self.offsets = _column(slot.offset(n) for slot, n in zip(chosen, self.nbytes.tolist(), strict=True))
-            self._spans = [slot.span for slot in chosen]
         self._specs = [structure.specs[slot.row] for slot in chosen]
         in_pieces = set(structure.in_pieces)
         self._in_pieces = [i for i, k in enumerate(at) if k in in_pieces] if in_pieces else []
@@ -102,17 +100,19 @@ class Group:
         """Return the tensors for `engine.cuda.staging`; the match keeps their memory."""
         from ..engine.cuda.sources import Sources
 
+        addresses = match.addresses[self.at] + self.offsets
         return Sources(
-            device,
-            self.keys,
-            match.tensors,
-            self.nbytes,
-            self.at,
-            match.addresses[self.at] + self.offsets,
-            self._in_pieces,
-            match,
-            self._spans,
+            device, self.keys, self.nbytes, partial(self._taken, match), addresses, self._in_pieces, keep=match
         )
+
+    def _taken(self, match: Match, i: int) -> Any:
+        """Return an alias of one of these.
+
+        Raises:
+            InvalidInputError: it has changed since the match.
+        """
+        whole, span = Held(match.tensors[self.at[i]], self._specs[i]).take(), self._slots[i].span
+        return whole if span is None else whole.narrow(0, *span)
 
 
 class SmallCopies:

@@ -249,7 +249,7 @@ class Staging:
             from ..engine.cuda.sources import Sources
 
             nbytes = np.array([held.spec.nbytes for _, held in chosen], np.int64)
-            sources = Sources(device, [one.name for one, _ in chosen], [held.take() for _, held in chosen], nbytes)
+            sources = Sources.of([one.name for one, _ in chosen], nbytes, [held.take() for _, held in chosen], device)
             found_at = self._start_digests(sources)
             for i, (one, held) in enumerate(chosen):
                 held.confirm()
@@ -275,11 +275,20 @@ class Staging:
         from ..engine.cuda.sources import Sources
 
         keys, nbytes = [tensor.key for tensor, _ in tensors], [tensor.spec.nbytes for tensor, _ in tensors]
-        sources = Sources(device, keys, [held.take() for _, held in tensors], np.array(nbytes, np.int64))
-        memories = self._on_devices().copy(sources, self._spare, self._base, self._delta_rejected, INLINE_BYTES)
+        sources = Sources.of(keys, np.array(nbytes, np.int64), [held.take() for _, held in tensors], device)
+        try:
+            memories = self._copy_of(sources)
+        except RuntimeError:  # torch found a storage that is now too short
+            for _, held in tensors:
+                held.confirm()
+            raise
         for (tensor, held), memory in zip(tensors, memories(), strict=True):
             held.confirm()
             tensor.copy, tensor.array = memory, None
+
+    def _copy_of(self, sources: Sources) -> Callable[[], Sequence[Memory]]:
+        """Begin to copy tensors of a device; return a function that returns the copies."""
+        return self._on_devices().copy(sources, self._spare, self._base, self._delta_rejected, INLINE_BYTES)
 
     def _on_devices(self) -> DeviceStaging:
         if self._devices is None:
@@ -293,17 +302,20 @@ class Staging:
 
         Raises:
             DifferentStructureError: its tensors have moved meanwhile; copies may have begun.
+            InvalidInputError: one has changed meanwhile.
         """
         copies: list[tuple[Sequence[int], Callable[[], Sequence[Memory]]]] = []
         digests: list[tuple[Sequence[int], Callable[[int], Bytes]]] = []  # of replicas: rows, and how to get the i-th
         with self._copying():
-            for device, group in known.copied.on_devices.items():
-                sources = group.sources(device, match)
-                memories = self._on_devices().copy(sources, self._spare, self._base, self._delta_rejected, INLINE_BYTES)
-                copies.append((group.rows, memories))
-            for device, group in known.hashed.on_devices.items():
-                if (found := self._start_digests(group.sources(device, match))) is not None:
-                    digests.append((group.rows, found))
+            try:
+                for device, group in known.copied.on_devices.items():
+                    copies.append((group.rows, self._copy_of(group.sources(device, match))))
+                for device, group in known.hashed.on_devices.items():
+                    if (found := self._start_digests(group.sources(device, match))) is not None:
+                        digests.append((group.rows, found))
+            except RuntimeError:  # torch found a storage that is now too short
+                match.confirm()
+                raise
             small, small_replica = known.small.copy(match)
             match.confirm()
             copies.append((known.copied.small.rows, small))
@@ -335,7 +347,7 @@ class Staging:
             from ..engine.cuda.sources import Sources
 
             nbytes = np.array([tensor.spec.nbytes for tensor, _ in tensors], np.int64)
-            sources = Sources(device, [tensor.key for tensor, _ in tensors], (), nbytes)
+            sources = Sources.of([tensor.key for tensor, _ in tensors], nbytes, (), device)
             self._on_devices().prepare(sources, self._spare, self._base, self._delta_rejected, INLINE_BYTES)
 
     def prepare_next(self) -> None:

@@ -22,7 +22,8 @@ NAMES = [
     "data: fewer", "data: more", "data: empty", "data: other dtype, as large", "data: half, of a parameter",
     "data: other shape, as large", "data: same form", "data: contiguous", "data: fewer, of a strided one",
     "data: conjugated", "data: swapped, and the old one overwritten", "resize_: fewer", "storage: freed",
-    "storage: cut", "set_: other", "transposed in place", "untied, and changed", "empty: more", "0-dim: other dtype",
+    "storage: cut", "set_: other", "transposed in place", "transposed in place, of a strided one",
+    "untied, and changed", "empty: more", "0-dim: other dtype",
 ]  # fmt: skip
 
 
@@ -48,6 +49,17 @@ def test_a_change_at_any_moment(mode):
             total = runs.moments(every[name], rows)
             for at in range(total) if THOROUGH else sampled(total, 1 + total // 3):
                 runs.run(every[name], rows, at)
+    assert runs.refused
+    assert runs.committed
+
+
+@pytest.mark.parametrize("mode", ["asynchronous, device", "asynchronous, host"])
+def test_another_form_at_the_same_address(mode):
+    """A strided tensor of a recognised state is copied in the form that was recognised, or not at all."""
+    change = changes.CHANGES["transposed in place, of a strided one"]
+    with changes.Runs(MODES[mode], "cuda", watched()) as runs:
+        for at in range(runs.moments(change, changes.SMALL)):
+            runs.run(change, changes.SMALL, at)
     assert runs.refused
     assert runs.committed
 

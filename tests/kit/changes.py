@@ -93,6 +93,10 @@ def _strided(n: int, device: str) -> State:
     return {"w": numbers(n, device=device).t()}
 
 
+def _oblong(n: int, device: str) -> State:
+    return {"w": numbers(n, device=device)[: n // 2].t()}
+
+
 def _complex(n: int, device: str) -> State:
     return {"w": torch.view_as_complex(numbers(n, device=device).reshape(n, -1, 2))} if n % 2 == 0 else _one(n, device)
 
@@ -223,6 +227,7 @@ CHANGES: dict[str, Change] = {
         _one, lambda s: s["w"].set_(s["w"].untyped_storage(), 4, (len(s["w"]) - 1, len(s["w"])), (len(s["w"]), 1))
     ),
     "transposed in place": Change(_one, lambda s: s["w"].t_()),
+    "transposed in place, of a strided one": Change(_oblong, lambda s: s["w"].t_()),
     "swapped by torch": Change(_one, lambda s: torch.utils.swap_tensors(s["w"], numbers(7))),
     "untied": Change(_tied, _untie),
     "untied, and changed": Change(_tied, _untie_and_change, writes=True),

@@ -5,7 +5,7 @@ In: tensors, or the addresses of their memory. Out: the same, by row; and digest
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,30 +23,26 @@ class Sources:
 
     Attributes:
         keys: (n,) of the tensors. The same list object means the same keys and sizes.
-        all_tensors: these tensors, and perhaps others.
         nbytes: (n,) their sizes.
-        at: (n,) their indices in `all_tensors`; None: `all_tensors` holds exactly these tensors.
+        tensor: returns the tensor of a row, as an alias whose form no other code can change. It takes longer than the
+            address.
         addresses: (n,) of their memory; None: `data_ptr` of each tensor is used.
         in_pieces: if there are addresses, the rows of tensors that must first be made contiguous.
-        keep: an object that keeps the memory at the addresses alive.
-        spans: (n,) the (first row, number of rows) of each in its tensor, or None for the whole tensor; (): all whole.
+        keep: an object that keeps the memory of all tensors alive.
     """
 
     device: torch.device
     keys: Sequence[TensorKey]
-    all_tensors: Sequence[torch.Tensor]
     nbytes: Column
-    at: Column | None = None
+    tensor: Callable[[int], torch.Tensor]
     addresses: Column | None = None
     in_pieces: Sequence[int] = ()
     keep: Any = None
-    spans: Sequence[tuple[int, int] | None] = ()
 
-    def tensor(self, row: int) -> torch.Tensor:
-        """Return one tensor. To list all tensors would take the caller of `save` longer."""
-        whole = self.all_tensors[row if self.at is None else int(self.at[row])]
-        span = self.spans[row] if self.spans else None
-        return whole if span is None else whole.narrow(0, *span)
+    @classmethod
+    def of(cls, keys: Sequence[TensorKey], nbytes: Column, tensors: Sequence[torch.Tensor], device: Any) -> Sources:
+        """Return the sources of tensors (n,)."""
+        return cls(device, keys, nbytes, tensors.__getitem__, keep=tensors)
 
     def all_of(self, rows: Column) -> Iterator[tuple[TensorKey, torch.Tensor, int]]:
         """Yield (key, tensor, size) of these rows."""

@@ -11,7 +11,7 @@ import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -121,7 +121,7 @@ class DeviceStaging:
                 rooms = self._without_memory(sources, layout, spare, base, delta_rejected)
                 small = [_copy_to_host(value, np.empty(n, np.uint8)) for _, value, n in sources.all_of(layout.small)]
                 hosted = partial(list, small)
-        self._sources[sources.device] = replace(sources, all_tensors=(), at=None, addresses=None, keep=None)
+        self._sources[sources.device] = Sources.of(sources.keys, sources.nbytes, (), sources.device)
         keys = sources.keys
 
         def memories() -> list[Memory]:
@@ -151,7 +151,7 @@ class DeviceStaging:
             return None
         with torch.cuda.device(device), torch.no_grad():
             training, stream = torch.cuda.current_stream(device), self._stream(device)
-            self._keep.append((sources.all_tensors, sources.keep))
+            self._keep.append(sources.keep)
             try:
                 with out_of_memory():
                     addresses = self._addresses(sources)
@@ -178,7 +178,7 @@ class DeviceStaging:
         """Enqueue all copies of a device on its copy stream; the training stream waits for them."""
         device = sources.device
         training, stream = torch.cuda.current_stream(device), self._stream(device)
-        self._keep.append((sources.all_tensors, sources.keep))  # their owner may free them now
+        self._keep.append(sources.keep)  # their owner may free them now
         if not rooms.on_device:  # an interrupt may come before another reference to the target memory exists
             self._keep.append(rooms)
         by_torch = not kernels.loaded(device.index)

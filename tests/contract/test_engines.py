@@ -458,10 +458,8 @@ def small_tiles(engine):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "apply_tile_bytes", lambda device: min(kernels.APPLY_SHARED_BYTES))
-        kernels._kernel.cache_clear()
         kernels._load(engine.device.index)
         yield
-    kernels._kernel.cache_clear()
     kernels._load(engine.device.index)
 
 

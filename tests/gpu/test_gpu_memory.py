@@ -316,31 +316,35 @@ def test_an_engine_has_its_kernels_from_the_beginning(monkeypatch):
 
     class Kernel:
         def __init__(self, code, name, **options):
-            self.kernel, self.name = real(code, name, **options), name
+            self.raw, self.name = real(code, name, **options), name
 
         def compile(self):
-            self.kernel.compile()
+            self.raw.compile()
 
         @property
         def num_regs(self):
             ready.add((self.name, threading.get_ident()))
-            return self.kernel.num_regs
+            return self.raw.num_regs
 
         @property
         def max_dynamic_shared_size_bytes(self):
-            return self.kernel.max_dynamic_shared_size_bytes
+            return self.raw.max_dynamic_shared_size_bytes
 
         @max_dynamic_shared_size_bytes.setter
         def max_dynamic_shared_size_bytes(self, nbytes):
             assert not launched
-            self.kernel.max_dynamic_shared_size_bytes = nbytes
+            self.raw.max_dynamic_shared_size_bytes = nbytes
 
-        def __call__(self, *args, **options):
-            launched.add(self.name)
-            self.kernel(*args, **options)
+        @property
+        def kernel(self):
+            def launch(*arguments):
+                launched.add(self.name)
+                function(*arguments)
+
+            function = self.raw.kernel
+            return launch
 
     monkeypatch.setattr(cupy, "RawKernel", Kernel)
-    kernels._kernel.cache_clear()
     kernels._loads.clear()
     try:
         with repository(chunk_bytes=65_536) as repo:
@@ -349,9 +353,9 @@ def test_an_engine_has_its_kernels_from_the_beginning(monkeypatch):
             assert len({thread for _, thread in ready} | {threading.get_ident()}) == 2, "one thread, not the caller's"
             assert not launched
             check_saves(repo)
+            assert launched
             assert launched <= {name for name, _ in ready}
     finally:
-        kernels._kernel.cache_clear()
         kernels._loads.clear()
 
 
@@ -725,6 +729,40 @@ def test_failed_saves_and_restores_keep_nothing(monkeypatch):
         assert settles(lambda: threading.active_count() <= threads), threading.enumerate()
         made.save(9, state).result(60)
         assert differing(facts(made.restore(9)), facts(state)) == []
+
+
+@pytest.mark.parametrize(
+    ("streams_full", "at_once", "share"), [(0.01, 1, 0.01), (0.5, 1, 0.5), (1.9, 1, 1), (2, 2, 1), (9, 3, 1)]
+)
+def test_little_memory_goes_to_one_large_batch(streams_full, at_once, share):
+    """Each batch costs the host milliseconds, so three small ones would cost it three times as much as a large one."""
+    with repository() as repo:
+        engine = repo.context.engines.on(torch.device("cuda", 0))
+        size, least = cuda_engine.BATCH_BYTES, cuda_engine.MIN_BATCH_BYTES
+        engine.limit("a save", int(streams_full * cuda_engine.WORK_PER_BATCH_BYTE * size))
+        assert (engine._pool.at_once, engine.batch_bytes) == (at_once, max(least, int(share * size) // least * least))
+        engine.limit("a save", None)
+        assert (engine._pool.at_once, engine.batch_bytes) == (cuda_engine.BATCHES_AT_ONCE, size)
+
+
+def test_batches_beyond_the_limit_wait_but_short_ones_do_not():
+    pool, running, seen = streams.StreamPool(torch.device("cuda", 0), 3), set(), []
+
+    def steps(work):
+        running.add(work)
+        seen.append(len(running))
+        for _ in range(9):
+            yield
+        running.remove(work)
+
+    for at_once in (1, 2, 3):
+        seen.clear()
+        pool.at_once = at_once
+        tasks = [pool.start(steps) for _ in range(5)]
+        pool.start(lambda work: iter(()), fast=True).result()
+        for task in tasks:
+            task.result()
+        assert max(seen) == at_once
 
 
 def test_a_restore_does_not_lift_the_bound_of_a_running_save(tmp_path):

@@ -418,8 +418,8 @@ class RawKernel:
 
     def compile(self) -> None: ...
 
-    def __call__(
-        self, grid: tuple[int, ...], block: tuple[int], arguments: tuple[np.uint64, ...], *, shared_mem: int = 0
+    def kernel(
+        self, grid: tuple[int, ...], block: tuple[int], arguments: tuple[np.uint64, ...], shared_mem: int, stream: Any
     ) -> None:
         assert all(isinstance(argument, np.uint64) for argument in arguments), "CuPy would guess at their types"
         assert shared_mem <= self.max_dynamic_shared_size_bytes, f"{self.name} has not asked for so much shared memory"

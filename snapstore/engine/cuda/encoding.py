@@ -48,7 +48,7 @@ class DeviceEncoded:
     def _copy(self, begin: int, out: Bytes) -> Callable[[], object]:
         self.blobs.record_stream(self.stream)  # torch must not reuse the memory before the copy is done
         copy_async(out.ctypes.data, self.blobs.data_ptr() + begin, out.size, self.stream)
-        done, device = torch.cuda.Event(), self.stream.device
+        done, device = torch.cuda.Event(blocking=True), self.stream.device  # else each thread that waits takes a core
         done.record(self.stream)
 
         def wait() -> None:  # it runs in the thread that puts the pack; it keeps no blobs, whose memory is reused

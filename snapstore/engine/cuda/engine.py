@@ -46,8 +46,8 @@ MIN_BATCH_BYTES = 8 * 1024 * 1024
 #: A compressed block gets memory for the largest possible result, 145 KiB with deflate, even if it is small. So a batch
 #: should have at most one chunk per this many of its plain bytes.
 MIN_BYTES_PER_CHUNK = 256 * 1024
-#: Device memory that a save needs per byte of a batch: planes, compressed blocks, blobs, and nvCOMP's memory.
-WORK_PER_BATCH_BYTE = 20
+#: Device memory that a stream needs per byte of a batch: planes, compressed blocks, blobs, and nvCOMP's memory.
+WORK_PER_BATCH_BYTE = 7
 #: Stored plus plain bytes of a batch to decode: each batch costs the host milliseconds, even if it is small.
 DECODE_BYTES = 512 * 1024 * 1024
 #: The sizes of read buffers are multiples of these, so that a buffer also fits the next batch [bytes].
@@ -71,14 +71,13 @@ class CudaEngine:
     """
 
     decode_bytes = DECODE_BYTES
-    depth = BATCHES_AT_ONCE - 1
     decode_depth = BATCHES_AT_ONCE - 1
     readers = READERS
 
     def __init__(self, device: int, codec: str, cpu: CpuEngine) -> None:
         self.device = torch.device("cuda", device)
         self.digest_seed = cpu.digest_seed
-        self.batch_bytes = BATCH_BYTES
+        self.batch_bytes, self.depth = BATCH_BYTES, BATCHES_AT_ONCE - 1
         self._limits: dict[object, int] = {}  # running save -> device memory [bytes]
         self._codec = codec
         self._with_zstd = self._warned = False
@@ -172,13 +171,19 @@ class CudaEngine:
         self._set_batches()
 
     def _set_batches(self) -> None:
-        """Set the batch size by the limits of running saves; this undoes `_shrink`."""
+        """Set the size of batches, and how many run at a time, by the limits of running saves; this undoes `_shrink`.
+
+        Little memory goes to one large batch rather than to three small ones: each batch costs the host milliseconds.
+        """
         least = min(list(self._limits.values()), default=None)
-        self._with_zstd = (
-            least is not None and least >= WORK_PER_BATCH_BYTE * BATCH_BYTES + BATCHES_AT_ONCE * ZSTD_BYTES
-        )
-        work_bytes = WORK_PER_BATCH_BYTE * BATCH_BYTES if least is None else least
-        fitting = work_bytes // WORK_PER_BATCH_BYTE // MIN_BATCH_BYTES * MIN_BATCH_BYTES  # equal from save to save
+        of_stream = WORK_PER_BATCH_BYTE * BATCH_BYTES
+        work_bytes = BATCHES_AT_ONCE * of_stream if least is None else least
+        self._with_zstd = least is not None and least >= BATCHES_AT_ONCE * (of_stream + ZSTD_BYTES)
+        self._pool.at_once = at_once = int(min(BATCHES_AT_ONCE, max(1, work_bytes // of_stream)))
+        self.depth = max(1, at_once - 1)
+        fitting = (
+            work_bytes // at_once // WORK_PER_BATCH_BYTE // MIN_BATCH_BYTES * MIN_BATCH_BYTES
+        )  # equal at all saves
         self.batch_bytes = int(min(BATCH_BYTES, max(MIN_BATCH_BYTES, fitting)))
 
     def _shrink(self, what: str) -> None:

@@ -34,9 +34,9 @@ log = logging.getLogger("snapstore")
 WORK_BYTES, HOST_WORK_BYTES = 1280 * 1024 * 1024, 480 * 1024 * 1024
 #: The most that copies and work memory may take together, as a multiple of the state. With the cache of torch's
 #: allocator it becomes 2.1.
-MAX_OF_STATE = 2.05
+MAX_OF_STATE = 2.07
 #: Device memory that streams take for any size of batch [bytes]: torch's allocator takes at least 20 MiB at a time.
-STREAMS_BYTES = 200 * 1024 * 1024
+STREAMS_BYTES = 100 * 1024 * 1024
 #: Tables of copies that are kept per device: for large and for small tensors, and for each of two target memories.
 TABLES = 4
 #: Bytes that one thread block copies.

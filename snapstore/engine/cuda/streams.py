@@ -188,12 +188,16 @@ class Task:
 class StreamPool:
     """A few streams of one device, and the batches that take turns on them.
 
+    Attributes:
+        at_once: how many batches may run at a time, besides the fast ones; at most as many as there are streams.
+
     Batches are generators that yield where the host must wait for the device. A thread that waits for one batch
     advances them all: with a thread per batch, each would wait for the interpreter's lock (docs/design/gpu-engine.md).
     """
 
     def __init__(self, device: torch.device, count: int) -> None:
         self._free = [WorkStream(device) for _ in range(count)]
+        self._count = self.at_once = count
         self._free_fast = [WorkStream(device)]  # for short batches, which wait for no long one
         self._device = device
         self._waiting: deque[Task] = deque()
@@ -233,7 +237,7 @@ class StreamPool:
             self._advance(task)
         begun = False
         for task in list(self._waiting):
-            if task.free:
+            if task.free and (task.free is not self._free or self._count - len(self._free) < self.at_once):
                 self._waiting.remove(task)
                 task.work = task.free.pop()
                 self._running.append(task)

@@ -102,6 +102,10 @@ class Pending(Generic[R]):
         """Wait up to `timeout_s` and return whether all results are there."""
         return self._done.wait(timeout_s)
 
+    def succeeded(self) -> bool:
+        """Return whether all results are there, and no item failed."""
+        return self._done.is_set() and self._error is None
+
 
 Work = SimpleQueue[tuple[Pending[Any], int] | None]  # None ends a thread
 

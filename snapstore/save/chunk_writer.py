@@ -35,8 +35,9 @@ from .known_chunks import AnySession, Bases, place_of
 log = logging.getLogger("snapstore")
 #: Packs put at once when an engine fills them faster than one core hashes them.
 PUTS_IN_FLIGHT_OF_DEVICES = 10
-#: `verify_writes="sample"` decodes one new blob in this many; each generation chooses other blobs. It takes this many
-#: neighbours, since a device needs as much of the host's time to decode one blob as for several.
+#: `verify_writes="sample"` decodes one new blob in this many; each generation chooses other blobs. After the first
+#: VERIFY_ONE_IN * VERIFIED_TOGETHER blobs it takes so many neighbours together: for a device, to decode several blobs
+#: costs the host as much time as to decode one.
 VERIFY_ONE_IN, VERIFIED_TOGETHER = 64, 4
 
 
@@ -434,7 +435,7 @@ class ChunkWriter:
         chosen = np.arange(count)
         if verify == "sample":
             number = self.new_chunks - count + chosen  # among this save's
-            group = number // VERIFIED_TOGETHER - self.bases.generation
-            chosen = np.flatnonzero((number == 0) | (group % VERIFY_ONE_IN == 0))
+            turn = np.where(number < VERIFY_ONE_IN * VERIFIED_TOGETHER, number, number // VERIFIED_TOGETHER)
+            chosen = np.flatnonzero((number == 0) | ((turn - self.bases.generation) % VERIFY_ONE_IN == 0))
         if verify != "off":
             self._verifier.start(encoding.engine, encoding.batch, encoded, first=first, chosen=chosen)

@@ -20,6 +20,7 @@ from ..arrays import Bytes, Column
 from ..format.chunking import INLINE_BYTES
 from ..state.arrays import Memory
 from ..state.held_array import Held
+from ..state.learner import DifferentStructureError
 from ..state.structure import Match, Structure
 from ..state.tensors import TensorSpec
 from .inputs import BoxOf, Key, PartInput, TensorInput
@@ -109,9 +110,13 @@ class Group:
         """Return an alias of one of these.
 
         Raises:
-            InvalidInputError: it has changed since the match.
+            InvalidInputError: it has another dtype or shape since the match.
+            DifferentStructureError: it has other strides since then: a part of it may have been copied already.
         """
-        whole, span = Held(match.tensors[self.at[i]], self._specs[i]).take(), self._slots[i].span
+        k, span = int(self.at[i]), self._slots[i].span
+        whole = Held(match.tensors[k], self._specs[i]).take()
+        if (whole.stride(), whole.is_conj(), whole.is_neg()) != match.structure.forms[k]:
+            raise DifferentStructureError
         return whole if span is None else whole.narrow(0, *span)
 
 

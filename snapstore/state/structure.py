@@ -162,6 +162,7 @@ class Structure:
         devices: of these tensors.
         in_pieces: positions in `rows` of tensors whose elements are not in order without gaps, or whose values are not
             those in memory (conjugated or negated views).
+        forms: of these tensors: strides, and whether each is conjugated, and negated.
 
     Raises:
         DifferentStructureError: the state has ties that cannot be recognised, or is no longer as its specs say.
@@ -218,6 +219,8 @@ class Structure:
         self.nbytes = np.array([prod(shapes[k]) * dtypes[k].itemsize for k in chosen], np.int64)
         is_odd = list(map(max, map(not_, in_one_piece), *views))  # a conjugated view has other values in its memory
         self.in_pieces = [i for i, k in enumerate(chosen) if is_odd[k]]
+        forms = list(zip(strides, *views, strict=True))
+        self.forms = [forms[k] for k in chosen]
         if any(self.devices[i].type == "cpu" for i in self.in_pieces):
             raise DifferentStructureError  # it has changed since
 

@@ -1,4 +1,4 @@
-"""The first saves of a process: kernels that are not loaded yet, or never, and memory that is taken ahead."""
+"""The first saves of a process are right while kernels load, and if they cannot load; memory is locked ahead."""
 
 import threading
 
@@ -16,7 +16,7 @@ if torch.cuda.is_available():  # it imports CuPy
 
 
 def mixed(seed):
-    """Large, small, strided, empty and host tensors."""
+    """Return a state of large, small, strided, empty and host tensors."""
     large = floats(300_000, seed, "cuda")
     return {
         "a": large, "b": typed("bfloat16", (90_001,), seed + 1, "cuda", "floats"), "small": large[:10].clone(),
@@ -27,7 +27,7 @@ def mixed(seed):
 
 @pytest.fixture
 def loading(monkeypatch):
-    """Kernels that are not loaded before the event is set; or never, if it has an error."""
+    """Delay the loading of kernels until the event is set. If the event has an error, loading raises it."""
     held, real = threading.Event(), kernels._load
     held.error = None
 
@@ -38,6 +38,7 @@ def loading(monkeypatch):
         real(device)
 
     monkeypatch.setattr(kernels, "_load", load)
+    monkeypatch.setattr(kernels, "_functions", {})
     kernels._loads.clear()
     yield held
     held.error = None
@@ -85,10 +86,15 @@ def test_kernels_that_cannot_be_loaded_are_an_error_if_the_gpu_was_asked_for(loa
             made.wait_until_finished()
 
 
-def test_without_kernels_the_cpu_saves_what_lies_on_the_device(loading, caplog):
+@pytest.mark.parametrize("before", [False, True])
+def test_without_kernels_the_cpu_saves_what_lies_on_the_device(loading, caplog, before):
+    """The loading may fail while the first save waits for it, or before that save."""
     loading.error = OSError("no NVRTC here")
     state, wanted = mixed(1), []
     with manager("auto") as made:
+        if before:
+            loading.set()
+            assert kernels.start_loading(0).ready(60)
         for step in range(3):
             wanted.append(facts(state))
             handle = made.save(step, state)
@@ -102,7 +108,7 @@ def test_without_kernels_the_cpu_saves_what_lies_on_the_device(loading, caplog):
 
 @pytest.fixture
 def locked(monkeypatch):
-    """The threads that page-lock memory for copies, one entry an allocation."""
+    """Record the threads that page-lock memory for copies: one entry for each allocation."""
     threads, real = [], pinned_memory.pinned
 
     def pinned(nbytes):

@@ -43,7 +43,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def state_of(device="cuda"):
-    """Six tensors that have segments of their own in torch's allocator."""
+    """Return six tensors, each in a segment of its own in torch's allocator."""
     return {str(i): floats(4 * MIB, i, device) for i in range(6)}
 
 
@@ -69,7 +69,7 @@ def test_copies_that_do_not_fit_go_to_the_host(caplog):
 
 
 def test_memory_that_runs_out_after_some_saves(caplog):
-    """The base on the device is given up; what is saved then is right all the same."""
+    """If a later save finds no memory, the manager drops the base on the device, and all snapshots are right."""
     state, wanted = state_of(), []
     with manager("device", chunk_bytes=MIB) as made:
         for step in range(4):
@@ -88,7 +88,7 @@ def test_memory_that_runs_out_after_some_saves(caplog):
 @pytest.mark.parametrize("mode", ["device", "host", "auto"])
 @pytest.mark.parametrize("kind", ["large", "small", "transposed", "all"])
 def test_no_device_memory_at_all(mode, kind):
-    """torch cannot get one byte more: `save` does not raise in the training loop, and the snapshot is right."""
+    """If torch cannot allocate any device memory, `save` does not raise, and the snapshot is right."""
     state = {}
     if kind in ("large", "all"):
         state |= {str(i): floats(MIB, i, "cuda") for i in range(3)}
@@ -119,7 +119,7 @@ def test_a_synchronous_save_without_device_memory():
 
 
 def test_a_restore_without_device_memory():
-    """Into tensors that are there."""
+    """A restore into existing tensors works if torch cannot allocate any device memory."""
     state = {"a": floats(2 * MIB, 1, "cuda"), "b": typed("bfloat16", (100_001,), 2, "cuda", "floats"),
              "s": floats(9, 3, "cuda")}  # fmt: skip
     wanted = facts(state)
@@ -138,7 +138,7 @@ def test_a_restore_without_device_memory():
 
 
 def beneath_torch(text="out of memory"):
-    """The error of torch for a call that is not its allocator's."""
+    """Return the error that torch raises if a CUDA call outside its allocator fails."""
     return getattr(torch, "AcceleratorError", RuntimeError)(f"CUDA error: {text}\nCUDA kernel errors might be reported")
 
 
@@ -157,7 +157,7 @@ ILL = {
 
 
 class Failing:
-    """Allocations that fail: the first few, or those above a size."""
+    """Makes allocations fail: the first few, or all above a size."""
 
     def __init__(self, first=0, above=None, error=FULL["allocator"]):
         self.first, self.above, self.error, self.failed = first, above, error, 0
@@ -193,7 +193,7 @@ def fail_lanes(monkeypatch):
 
 @pytest.fixture
 def fail_nvcomp(monkeypatch):
-    """The memory in which nvCOMP works."""
+    """Make allocations of nvCOMP's work memory fail."""
 
     def begin(**kind):
         failing, real = Failing(**kind), streams.WorkStream.room
@@ -263,7 +263,7 @@ def test_nvcomp_without_memory_saves(fail_nvcomp, kind):
 
 @NVCOMP_FAILINGS
 def test_nvcomp_without_memory_restores(fail_nvcomp, kind):
-    """Zstd is what it wants memory for, and what the CPU engine writes."""
+    """A restore works if nvCOMP gets no work memory. Its zstd decoder needs it, for blobs of the CPU engine."""
     state = small_state("cpu")
     with repository(chunk_bytes=65_536) as repo:
         repo.save(state, run="r", step=0)
@@ -274,6 +274,7 @@ def test_nvcomp_without_memory_restores(fail_nvcomp, kind):
 
 @pytest.mark.parametrize("says", FULL)
 def test_memory_that_runs_out_at_any_level(fail_lanes, caplog, says):
+    """A save survives an error of full memory from torch's allocator, from CUDA beneath torch, and from CuPy."""
     with repository(chunk_bytes=65_536) as repo:
         failing = fail_lanes(first=3, error=FULL[says])
         check_saves(repo)
@@ -311,7 +312,10 @@ def test_copies_when_memory_runs_out(monkeypatch, caplog, says, where):
 
 
 def test_an_engine_has_its_kernels_from_the_beginning(monkeypatch):
-    """CuPy compiles and the driver loads them when they are first used: in a save there may be no memory for it."""
+    """A new engine compiles and loads all kernels in one thread before it launches any.
+
+    At the first use of a kernel, in a save, there may be no memory for it.
+    """
     ready, launched, real = set(), set(), cupy.RawKernel
 
     class Kernel:
@@ -360,6 +364,7 @@ def test_an_engine_has_its_kernels_from_the_beginning(monkeypatch):
 
 
 def test_batches_are_whole_again_after_memory_ran_out(fail_lanes):
+    """After a save that ran out of device memory, batches have their full size again."""
     state = small_state()
     with repository(chunk_bytes=65_536) as repo:
         failing = fail_lanes(first=3)
@@ -369,7 +374,7 @@ def test_batches_are_whole_again_after_memory_ran_out(fail_lanes):
 
 
 def test_a_large_tensor_is_not_copied_to_the_host_for_every_chunk(fail_lanes, monkeypatch):
-    """The CPU engine's work for the device costs the bytes of the chunks, not those of their tensors."""
+    """If the CPU engine encodes chunks of a device tensor, it copies only the chunks, not the whole tensor for each."""
     copied = []
     real = torch.Tensor.cpu
 
@@ -382,12 +387,12 @@ def test_a_large_tensor_is_not_copied_to_the_host_for_every_chunk(fail_lanes, mo
         fail_lanes(above=8000)
         monkeypatch.setattr(torch.Tensor, "cpu", cpu)
         repo.save(state, run="r", step=0)
-    assert sum(copied) < 5 * 4 * MIB, f"{sum(copied) / (4 * MIB):.0f} times the state"
+    assert sum(copied) < 5 * 4 * MIB, f"copied {sum(copied) / (4 * MIB):.0f} times the state"
 
 
 @pytest.mark.parametrize("chunk_bytes", [256, 4096])
 def test_small_chunks_take_little_memory(chunk_bytes):
-    """As many compressed blocks as chunks: their rooms must not be those of whole blocks."""
+    """A save of small chunks has a memory limit, though each compressed block gets memory for a full one."""
     state = {"a": floats(2 * MIB, 1, "cuda")}
     with repository(chunk_bytes=chunk_bytes) as repo:
         gc.collect()
@@ -400,7 +405,10 @@ def test_small_chunks_take_little_memory(chunk_bytes):
 
 
 def test_memory_from_an_engine_may_be_used_at_once():
-    """With deterministic algorithms torch fills new memory: that must be over when another stream writes into it."""
+    """Any stream may write at once to memory that an engine returns.
+
+    With deterministic algorithms torch fills new memory, so the engine waits until that is done.
+    """
     with repository() as repo:
         repo.save({"a": floats(9000, 1, "cuda")}, run="r", step=0)
         engine = repo.context.engines.on(torch.device("cuda", 0))
@@ -418,7 +426,10 @@ def test_memory_from_an_engine_may_be_used_at_once():
 
 
 def test_a_copy_under_way_keeps_no_blobs():
-    """A pack holds the waits of its copies until it is full; the device may use the blobs' memory at once."""
+    """A running copy keeps no reference to its blobs, so the device may reuse their memory.
+
+    A pack keeps the wait functions of its copies until it is full.
+    """
     blobs, out = torch.arange(256, dtype=torch.uint8, device="cuda"), np.zeros(200, np.uint8)
     entries, stream = np.array([(16,)], [("offset", "<u8")]), streams.copy_stream(blobs.device)
     encoded = encoding.DeviceEncoded(entries, blobs, stream)
@@ -431,11 +442,11 @@ def test_a_copy_under_way_keeps_no_blobs():
 
 
 def test_buffers_belong_to_one_engine():
-    """Page-locked memory that one engine let go may come to another one at the same address: it is that one's alone."""
+    """A pool of page-locked buffers takes back only its own buffers, so two engines never use the same memory."""
     first, second = pinned_memory.PinnedBuffers(MIB), pinned_memory.PinnedBuffers(MIB)
     buffer = first.take(4096)
     if hasattr(second, "_addresses"):
-        second._addresses.add(buffer.ctypes.data)  # as after it has had a buffer there
+        second._addresses.add(buffer.ctypes.data)  # as if it had once had a buffer at this address
     for pool in (first, second):
         pool.give(buffer)
     assert not np.shares_memory(first.take(4096), second.take(4096))
@@ -446,7 +457,7 @@ def test_buffers_belong_to_one_engine():
 
 @pytest.fixture
 def arenas(monkeypatch):
-    """Page-locked memory that copies have asked for, as long as it lives."""
+    """Record weak references to the page-locked allocations that copies make."""
     asked, real = [], pinned_memory.pinned
 
     def pinned(nbytes):
@@ -459,14 +470,14 @@ def arenas(monkeypatch):
 
 
 class Saves:
-    """Copies of states as saves make them, and take them for bases; without the saves."""
+    """Copies states and keeps the copies as bases, as saves do, but writes no snapshots."""
 
     def __init__(self, mode="host"):
         self.engines = Engines(0, threads=1)
         self.staging = Staging(self.engines, mode=mode)
 
     def save(self, sizes, seed, rejected=()):
-        """Copy tensors of these sizes [bytes], by name, and check them; `rejected`: names whose deltas do not pay."""
+        """Copy tensors of these sizes [bytes], by name, and check the copies; the deltas of `rejected` are rejected."""
         whole = typed("uint8", (sum(sizes.values()),), seed, "cuda")
         state = dict(zip(sizes, whole.split(list(sizes.values())), strict=True))
         inputs = self.staging.copy(flatten(state))
@@ -485,17 +496,23 @@ def alive(arenas):
 
 
 def test_small_tensors_share_page_locked_memory(arenas):
-    """Two thousand of 4 KiB took 2 MiB each, and a call of the driver, for the base and for what is copied."""
+    """Small tensors share one allocation per copy of the state.
+
+    An allocation for each tensor of 4 KiB would take 2 MiB and a call of the driver.
+    """
     saves = Saves()
     sizes = {f"{i:04}": 4096 + 8 * (i % 90) for i in range(2000)}
     for step in range(4):
         nbytes = saves.save(sizes, step)
-        assert len(arenas) == min(step + 1, 2), "the third save has the memory of the first"
+        assert len(arenas) == min(step + 1, 2), "the third save reuses the memory of the first"
     assert alive(arenas) < 2.1 * nbytes
 
 
 def test_page_locked_memory_of_tensors_without_a_base(arenas):
-    """Tensors whose deltas do not pay have one copy, in the long run and on the way there."""
+    """Tensors whose deltas are rejected have one page-locked copy, others have two.
+
+    After 32 saves their deltas are tried again.
+    """
     saves = Saves()
     sizes = {f"{i:03}": 8192 for i in range(45)}
     rejected = [name for name in sizes if int(name) % 3 == 0]
@@ -503,11 +520,11 @@ def test_page_locked_memory_of_tensors_without_a_base(arenas):
         nbytes = saves.save(sizes, step, rejected if step == 1 else ())
     before = len(arenas)
     assert before <= 3
-    assert alive(arenas) < 1.75 * nbytes, "2 x 2/3 and 1/3 of the state"
+    assert alive(arenas) < 1.75 * nbytes, "two copies of 2/3 of the state, and one copy of 1/3"
     for step in range(6, 33):
         saves.save(sizes, step)
     assert len(arenas) == before
-    for step in range(33, 40):  # they are tried again, and keep bases now
+    for step in range(33, 40):  # deltas are tried again, and all tensors keep bases now
         saves.save(sizes, step)
     assert len(arenas) <= before + 2
     assert alive(arenas) < 2.1 * nbytes
@@ -523,7 +540,7 @@ def test_page_locked_memory_of_tensors_that_change_their_size(arenas, monkeypatc
             sizes[name] = int(rng.integers(4096, 9000))
         if step % 7 == 0:
             sizes.pop(next(iter(sizes)))
-            sizes[f"new {step}"] = 400_000  # larger than what others share
+            sizes[f"new {step}"] = 400_000  # larger than an allocation that others share
         before, nbytes = nbytes, saves.save(sizes, step)
         assert alive(arenas) < 1.3 * (before + nbytes), step
     for step in range(16, 20):
@@ -532,12 +549,12 @@ def test_page_locked_memory_of_tensors_that_change_their_size(arenas, monkeypatc
     assert len(arenas) == before
 
 
-# --- nothing is kept
+# --- no memory is kept
 
 
 @pytest.fixture
 def pinned_bytes(monkeypatch):
-    """How much page-locked memory is asked for."""
+    """Record the size of each page-locked allocation."""
     asked, real = [], pinned_memory.pinned
 
     def pinned(nbytes):
@@ -550,7 +567,7 @@ def pinned_bytes(monkeypatch):
 
 @pytest.mark.parametrize("mode", ["device", "host"])
 def test_many_saves_keep_nothing(mode, pinned_bytes):
-    """Device memory: the base alone. Threads and page-locked memory: as after the first saves."""
+    """Many saves leave only the base in device memory, no more threads, and few more page-locked allocations."""
     state = {
         "a": floats(MIB, 1, "cuda"),
         "b": typed("bfloat16", (MIB,), 2, "cuda", "floats"),
@@ -586,7 +603,10 @@ def test_many_saves_keep_nothing(mode, pinned_bytes):
 
 
 def test_the_cache_is_emptied_once_the_old_base_is_let_go(monkeypatch):
-    """Else the old base stays in torch's cache, and the next copy, of another size, leaves a piece of it unused."""
+    """After the first save, and after a change of layout, torch's cache is emptied once the old base is released.
+
+    Otherwise the next copy, of another size, would leave a part of the cached memory unused.
+    """
     noise = typed("uint8", (2 * MIB,), 1, "cuda")
     state = {"w": floats(MIB, 2, "cuda"), "noise": noise}
     nbytes = sum(t.nbytes for t in state.values())
@@ -605,12 +625,15 @@ def test_the_cache_is_emptied_once_the_old_base_is_let_go(monkeypatch):
             noise.copy_(typed("uint8", (2 * MIB,), 10 + step, "cuda"))  # its deltas are rejected
             drift({"w": state["w"]}, step)
             made.save(step, state).result(60)
-    assert len(held) == 3, "after the first save, and twice when copies lie elsewhere"
+    assert len(held) == 3, "after the first save, and after two saves with a new layout"
     assert max(held) < 1.1 * nbytes, held
 
 
-def test_memory_for_the_next_copies_is_taken_behind_the_caller(monkeypatch):
-    """The driver takes milliseconds for it. Torch's cache keeps it until the next save asks for the same sizes."""
+def test_memory_for_the_next_copies_is_allocated_in_the_background(monkeypatch):
+    """A background thread allocates memory for the next save, since the driver takes milliseconds for it.
+
+    torch's cache keeps the memory until the next save asks for the same sizes.
+    """
     noise = typed("uint8", (2 * MIB,), 1, "cuda")
     state, asked, real = {"w": floats(MIB, 2, "cuda"), "noise": noise}, [], staging.DeviceStaging._device_rooms
 
@@ -622,7 +645,7 @@ def test_memory_for_the_next_copies_is_taken_behind_the_caller(monkeypatch):
     monkeypatch.setattr(staging.DeviceStaging, "_device_rooms", rooms)
     with manager("device", chunk_bytes=65_536) as made:
         for step in range(4):
-            noise.copy_(typed("uint8", (2 * MIB,), 10 + step, "cuda"))  # its deltas are rejected: it lies apart then
+            noise.copy_(typed("uint8", (2 * MIB,), 10 + step, "cuda"))  # deltas are rejected: its copy will lie apart
             drift({"w": state["w"]}, step)
             made.save(step, state)
             made.wait_until_finished()
@@ -632,8 +655,8 @@ def test_memory_for_the_next_copies_is_taken_behind_the_caller(monkeypatch):
     assert copies[0][1] != copies[-1][1]
 
 
-def test_copies_that_lie_where_they_lay_need_no_new_table(monkeypatch):
-    """The table of a copy's pieces is made in the caller's time; another place of a tensor needs another one."""
+def test_copies_between_the_same_addresses_reuse_their_table(monkeypatch):
+    """The table of a copy's pieces, for which the caller waits, is made again only if a tensor has another address."""
     state, made_tables, real = {"w": floats(MIB, 1, "cuda"), "s": floats(9, 2, "cuda")}, [], staging._table_of
 
     def table_of(columns, device):
@@ -657,7 +680,7 @@ def test_copies_that_lie_where_they_lay_need_no_new_table(monkeypatch):
 
 
 def test_the_device_is_polled_less_often_while_nothing_is_done(monkeypatch):
-    """Each poll takes the interpreter's lock from the training."""
+    """While no batch can go on, the pauses between polls grow: each poll takes the interpreter's lock."""
     pool, pauses, left = streams.StreamPool(torch.device("cuda", 0), 1), [], [0]
 
     def poll():
@@ -701,7 +724,7 @@ def test_a_restore_gives_nvcomps_memory_back():
         )
 
 
-def test_failed_saves_and_restores_keep_nothing(monkeypatch):
+def test_failed_saves_keep_nothing(monkeypatch):
     from snapstore import StorageError
     from snapstore.storage.memory import MemoryStore
 
@@ -735,7 +758,7 @@ def test_failed_saves_and_restores_keep_nothing(monkeypatch):
     ("streams_full", "at_once", "share"), [(0.01, 1, 0.01), (0.5, 1, 0.5), (1.9, 1, 1), (2, 2, 1), (9, 3, 1)]
 )
 def test_little_memory_goes_to_one_large_batch(streams_full, at_once, share):
-    """Each batch costs the host milliseconds, so three small ones would cost it three times as much as a large one."""
+    """If memory is short, one large batch runs instead of three small ones: each batch costs the host milliseconds."""
     with repository() as repo:
         engine = repo.context.engines.on(torch.device("cuda", 0))
         size, least = cuda_engine.BATCH_BYTES, cuda_engine.MIN_BATCH_BYTES
@@ -763,16 +786,19 @@ def test_batches_beyond_the_limit_wait_but_short_ones_do_not():
         for task in tasks:
             task.result()
         assert max(seen) == at_once
+    pool.at_once = 1
+    pool._free.pop()  # an interrupt may lose a stream
+    pool.start(steps).result()
 
 
 def test_a_restore_does_not_lift_the_bound_of_a_running_save(tmp_path):
-    """As of an evaluation that restores an earlier step from the same repository."""
+    """A restore from the same repository, such as an evaluation's, does not lift the limit of a running save."""
     with Repository.create(tmp_path / "r") as repo, SnapshotManager(repo, run="r", staging="host") as snapshots:
         state = {"w": torch.randn(3_000_000, device="cuda")}
         snapshots.save(0, state).result()
         engine = repo.context.engines.on(state["w"].device)
         assert engine.batch_bytes == cuda_engine.BATCH_BYTES
-        engine.limit(snapshots, staging.HOST_WORK_BYTES)  # as a save that has begun
+        engine.limit(snapshots, staging.HOST_WORK_BYTES)  # as a save does when it begins
         bound = engine.batch_bytes
         assert bound < cuda_engine.BATCH_BYTES
         repo.restore_into("r@0", {"w": torch.empty_like(state["w"])})
@@ -780,11 +806,11 @@ def test_a_restore_does_not_lift_the_bound_of_a_running_save(tmp_path):
 
 
 def test_a_save_does_not_lift_the_bound_of_another_one(monkeypatch):
-    """Two managers of one repository: the work of each has to fit into the memory that is left, until it is over."""
+    """The memory limit of a save holds until it ends, also if other saves of the repository begin and end meanwhile."""
     reached, go, waits, real = threading.Event(), threading.Event(), [True], MemoryStore.lock
 
     def lock(self, key, data):
-        if waits:  # the first save, at its beginning
+        if waits:  # only the first save waits, when it begins
             waits.clear()
             reached.set()
             assert go.wait(60)

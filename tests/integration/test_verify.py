@@ -85,16 +85,18 @@ def test_a_sample_holds_the_first_new_chunk(spoil):
 
 
 def test_a_sample_is_another_one_in_every_generation(spoil):
-    """A save verifies 4 neighbours in 256 new chunks; which ones depends on the generation."""
+    """A save verifies one new chunk in 64, and after 256 chunks 4 neighbours; which ones depends on the generation."""
     assert (chunk_writer.VERIFY_ONE_IN, chunk_writer.VERIFIED_TOGETHER) == (64, 4)
     for generation, wrong, noticed in (
-        (0, 3, True),
-        (0, 4, False),
-        (0, 256, True),
-        (1, 4, True),
-        (1, 3, False),
-        (2, 11, True),
-        (2, 8 + 256, True),
+        (0, 64, True),
+        (0, 65, False),
+        (1, 65, True),
+        (1, 64, False),
+        (2, 2 + 128, True),
+        (0, 256 + 3, True),
+        (0, 256 + 4, False),
+        (1, 256 + 7, True),
+        (1, 256, False),
     ):
         with repository("sample") as repo:
             for step in range(generation):

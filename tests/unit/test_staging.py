@@ -1,4 +1,4 @@
-"""Staging holds bases between saves, and drops for a while the base of a tensor whose deltas do not pay."""
+"""Staging keeps bases between saves. If the deltas of a tensor do not pay, it drops their base for some saves."""
 
 import numpy as np
 import pytest
@@ -9,6 +9,7 @@ from snapstore.engine.registry import Engines
 from snapstore.save import staging
 from snapstore.save.staging import Staging
 from snapstore.state.flatten import flatten
+from snapstore.state.learner import DifferentStructureError
 from snapstore.storage.memory import MemoryStore
 
 OPTIONS = SaveOptions(threads=2)
@@ -42,7 +43,7 @@ def save(snapshots, step, state):
 
 
 def held(snapshots):
-    """Names of the tensors whose bytes are held as bases."""
+    """Return the names of the tensors whose bytes are held as bases."""
     return {key[1][-1] for key in snapshots._staging._base}
 
 
@@ -53,7 +54,7 @@ def test_a_tensor_whose_deltas_never_pay_keeps_no_base(snapshots, monkeypatch):
         save(snapshots, step, {"steady": steady(step), "noise": noise(step)})
         assert "steady" in held(snapshots)
         without.append("noise" not in held(snapshots))
-    # tried in save 1 and dropped; not tried in three saves, the last of which keeps it; tried again in the fifth
+    # save 1 tries deltas, and its base is dropped; saves 2 to 4 try none; save 4 keeps a base, so save 5 tries again
     assert without == [False, True, True, True, False, True, True, True, False, True, True, True]
 
 
@@ -61,11 +62,14 @@ def test_dropped_bases_are_used_again_as_room(snapshots):
     for step in range(4):
         save(snapshots, step, {"steady": steady(step), "noise": noise(step)})
     buffers = [*snapshots._staging._base.values(), *snapshots._staging._spare.values()]
-    assert len({b.ctypes.data for b in buffers}) == len(buffers) == 3, "two of the steady one, one of the noise"
+    assert len({b.ctypes.data for b in buffers}) == len(buffers) == 3, "two buffers of `steady`, one of `noise`"
 
 
 def test_a_tensor_whose_deltas_pay_again_has_deltas_again(snapshots, monkeypatch):
-    """Noise, then steps that are near: after the retry its chunks are deltas; then noise again, and again near."""
+    """After a retry, a tensor has deltas again as soon as they pay.
+
+    Its values are noise for six steps, then close to each other for six steps, then the same again.
+    """
     monkeypatch.setattr(staging, "RETRY_AFTER_SAVES", 2)
     depths, unpaid = [], []
     for step in range(24):
@@ -79,7 +83,7 @@ def test_a_tensor_whose_deltas_pay_again_has_deltas_again(snapshots, monkeypatch
     assert all(depths[21:24]), depths
     assert not any(unpaid[10:12])
     first = unpaid.index(True, 12)
-    assert first <= 13, "the chunk may be full in its turn, before a delta is tried"
+    assert first <= 13, "a delta counts as tried only if its base is a full chunk"
     assert unpaid[first : first + 3] == [True, True, False]
 
 
@@ -102,14 +106,14 @@ def test_without_deltas_nothing_is_tried_and_nothing_rejected():
 
 
 def used(made, state, name):
-    """Copy a state, and lend it the bytes of a snapshot."""
+    """Copy a state, lend it the bytes of a snapshot as bases, and return its tensors."""
     inputs = made.copy(flatten(state))
     made.use_base(inputs, name)
     return [tensor for part in inputs for tensor in part.tensors]
 
 
 def saved(made, state, name, *, rejected):
-    """Copy a state and take it for committed; the deltas of some tensors were rejected."""
+    """Copy a state and keep it as if committed, with the deltas of some tensors rejected; return its tensors."""
     inputs = made.copy(flatten(state))
     tensors = [tensor for part in inputs for tensor in part.tensors]
     for tensor in tensors:
@@ -130,13 +134,13 @@ def test_rejected_deltas_are_known_by_name():
     assert np.array_equal(x.base, noise(0).numpy().view(np.uint8))
     assert all(tensor.base is None for tensor in used(made, state, "1" * 32))
     (y,) = used(made, {"a": {"y": noise(1)}}, "0" * 32)
-    assert not y.may_delta, "by name, wherever it is now"
+    assert not y.may_delta, "a tensor is known by its name, at any position"
 
 
 def test_a_failed_save_keeps_the_base_and_the_rejected_deltas():
     made = Staging(Engines(0, threads=1))
     saved(made, {"x": noise(0), "y": noise(1)}, "0" * 32, rejected={"x"})
-    x, y = used(made, {"x": noise(3), "y": noise(4)}, "0" * 32)  # and no commit
+    x, y = used(made, {"x": noise(3), "y": noise(4)}, "0" * 32)  # this save does not commit
     x, y = used(made, {"x": noise(3), "y": noise(4)}, "0" * 32)
     assert not x.may_delta
     assert np.array_equal(y.base, noise(1).numpy().view(np.uint8))
@@ -146,7 +150,7 @@ def test_a_failed_save_keeps_the_base_and_the_rejected_deltas():
 
 
 @pytest.mark.parametrize("value", ["gpu", "", None, "Device"])
-def test_a_mode_that_is_none_is_named(value):
+def test_an_invalid_mode_is_refused(value):
     with pytest.raises(InvalidInputError, match="expected one of auto, device, host"):
         Staging(Engines(0, threads=1), mode=value)
     store = MemoryStore()
@@ -177,3 +181,17 @@ def test_a_save_stands_if_no_memory_can_be_taken_for_the_next_one(monkeypatch, c
         snapshots.wait_until_finished()
         assert snapshots.all_steps() == [0, 1]
     assert "no memory to lock" in caplog.text
+
+
+def test_a_tensor_with_other_strides_than_at_the_match_is_not_read():
+    """A copy in parts would mix two forms: another thread may transpose a square tensor at the same address."""
+    w = torch.arange(10_000.0).view(100, 100)
+    made = Staging(Engines(0, threads=1))
+    made.copy_state({"m": {"w": w}})()
+    known = made._known
+    group, match = known.copied.others, known.structure.match({"m": {"w": w}})
+    assert torch.equal(group._taken(match, 0), w)
+    w.t_()
+    match.confirm()
+    with pytest.raises(DifferentStructureError):
+        group._taken(match, 0)

@@ -1,8 +1,9 @@
 """CudaEngine: batches of chunks to blobs and back on one CUDA device, in the format of the CPU engine.
 
 encoding.py and decoding.py hold the stages of a batch. All work on chunks runs on the device; the host reads only
-columns. Each batch runs on a stream of its own, so that the device computes one batch while the host reads the sizes of
-another. A batch that does not fit into device memory is halved; one chunk that does not fit goes to the CPU engine.
+columns. Up to three batches run at a time, each on a stream of its own: the device computes one batch while the host
+reads the sizes of another. A batch that does not fit into device memory is halved; one chunk that does not fit goes to
+the CPU engine.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from .streams import (
 
 log = logging.getLogger("snapstore")
 
-#: How many batches run at a time, and their size [bytes]: codecs need a thousand blocks to fill the device.
+#: How many batches run at a time at most, and their size [bytes]: codecs need a thousand blocks to fill the device.
 BATCHES_AT_ONCE = 3
 BATCH_BYTES = 192 * 1024 * 1024
 MIN_BATCH_BYTES = 8 * 1024 * 1024
@@ -79,6 +80,7 @@ class CudaEngine:
         self.digest_seed = cpu.digest_seed
         self.batch_bytes, self.depth = BATCH_BYTES, BATCHES_AT_ONCE - 1
         self._limits: dict[object, int] = {}  # running save -> device memory [bytes]
+        self._limits_lock = threading.Lock()
         self._codec = codec
         self._with_zstd = self._warned = False
         self._cpu = cpu
@@ -142,7 +144,8 @@ class CudaEngine:
         self._pool.release_memory()
         if saved:
             self._warned = False
-            self._set_batches()
+            with self._limits_lock:
+                self._set_batches()
 
     def close(self) -> None:
         """Release threads and memory."""
@@ -164,14 +167,17 @@ class CudaEngine:
 
     def limit(self, saver: object, work_bytes: int | None) -> None:
         """Limit a save's device memory [bytes, about]; None removes it. The least limit of all saves counts."""
-        if work_bytes is None:
-            self._limits.pop(saver, None)
-        else:
-            self._limits[saver] = work_bytes
-        self._set_batches()
+        with self._limits_lock:
+            if work_bytes is None:
+                self._limits.pop(saver, None)
+            else:
+                self._limits[saver] = work_bytes
+            self._set_batches()
 
     def _set_batches(self) -> None:
         """Set the size of batches, and how many run at a time, by the limits of running saves; this undoes `_shrink`.
+
+        The caller holds the lock of the limits.
 
         Little memory goes to one large batch rather than to three small ones: each batch costs the host milliseconds.
         """
@@ -183,7 +189,7 @@ class CudaEngine:
         self.depth = max(1, at_once - 1)
         fitting = (
             work_bytes // at_once // WORK_PER_BATCH_BYTE // MIN_BATCH_BYTES * MIN_BATCH_BYTES
-        )  # equal at all saves
+        )  # equal from save to save
         self.batch_bytes = int(min(BATCH_BYTES, max(MIN_BATCH_BYTES, fitting)))
 
     def _shrink(self, what: str) -> None:

@@ -107,7 +107,8 @@ def start_loading(device: int) -> Pending[None]:
 
 def loaded(device: int) -> bool:
     """Return whether the kernels of a device can be launched without a wait."""
-    return device in _loads and _loads[device].ready(0)
+    load = _loads.get(device)
+    return load is not None and load.succeeded()
 
 
 def wait_loaded(device: int) -> None:

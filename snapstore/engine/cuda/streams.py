@@ -197,7 +197,7 @@ class StreamPool:
 
     def __init__(self, device: torch.device, count: int) -> None:
         self._free = [WorkStream(device) for _ in range(count)]
-        self._count = self.at_once = count
+        self.at_once = count
         self._free_fast = [WorkStream(device)]  # for short batches, which wait for no long one
         self._device = device
         self._waiting: deque[Task] = deque()
@@ -231,19 +231,22 @@ class StreamPool:
             return self._poll()
 
     def _poll(self) -> bool:
-        """Advance every batch whose event is done; begin waiting batches while streams are free."""
+        """Advance every batch whose event is done; begin waiting batches while streams are free, up to `at_once`."""
         ready = [task for task in self._running if task.event is not None and task.event.query()]
         for task in ready:
             self._advance(task)
         begun = False
         for task in list(self._waiting):
-            if task.free and (task.free is not self._free or self._count - len(self._free) < self.at_once):
+            if task.free and (task.free is not self._free or self._running_slow() < self.at_once):
                 self._waiting.remove(task)
                 task.work = task.free.pop()
                 self._running.append(task)
                 self._advance(task)
                 begun = True
         return bool(ready) or begun
+
+    def _running_slow(self) -> int:
+        return sum(task.free is self._free for task in self._running)
 
     def _advance(self, task: Task) -> None:
         task.advance()

@@ -143,7 +143,7 @@ def test_a_tree_just_below_the_recursion_limit():
         assert not repo.check("metadata").ok
 
 
-def test_a_mebibyte_of_one_key():
+def test_a_map_that_repeats_one_key():
     """A map whose keys repeat. Mitigation: counts must agree, and no key may occur twice."""
     world = World()
     world.commit(world.manifest(tree=["dict", ["a"] * 100_000, [None] * 100_000], tensors=[]))

@@ -1,7 +1,7 @@
-"""Prepares pytest for the GPU engine: warnings, a deterministic cuBLAS, warm kernels.
+"""Prepare pytest for the GPU engine: filter warnings, make cuBLAS deterministic, and load the kernels.
 
-CuPy and nvCOMP are imported here, with what they warn of at import, because pytest makes every warning an error. And
-cuBLAS must be told to be deterministic before its first use.
+pytest turns every warning into an error. CuPy and nvCOMP warn at import, so they are imported here, with warnings
+ignored. The variable that makes cuBLAS deterministic must be set before its first use.
 """
 
 import os
@@ -21,7 +21,7 @@ with warnings.catch_warnings():
             import cupy  # noqa: F401
             from nvidia import libnvcomp  # noqa: F401
         except ImportError:
-            pass  # the tests say so
+            pass  # test_the_packages_are_there fails then
 
 #: Warnings of libraries; a warning of our own code is still an error.
 QUIET = ["ignore:::cupy", "ignore:::nvidia", "ignore:ComplexHalf support is experimental"]
@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def warm():
-    """Kernels compiled, libraries loaded: the first save of a process takes seconds."""
+    """Compile the kernels and load the libraries before the tests: the first save of a process takes seconds."""
     if not torch.cuda.is_available():
         return
     from snapstore import Repository

@@ -1,4 +1,4 @@
-"""nvCOMP's ANS round-trips on a GPU; without one, a restore is refused with a hint to recode."""
+"""nvCOMP's ANS round-trips on a GPU; without a GPU, a restore is refused with a hint to recode."""
 
 import json
 import subprocess
@@ -43,13 +43,14 @@ def state_of(device="cuda"):
 
 @pytest.mark.parametrize("chunk_bytes", [1024, 4096, 1024 * 1024])
 def test_there_and_back(chunk_bytes):
+    """Each step that is saved in ANS restores to the bit, to device memory and to host memory."""
     state, store = state_of(), MemoryStore()
     with repository(chunk_bytes, store, codec="ans", verify_writes="full") as repo:
         for step in range(3):
             saved = repo.save(state, run="r", step=step)
             wanted = facts(state)
             assert differing(facts(repo.restore(f"r@{step}", device="cuda")), wanted) == []
-            assert differing(facts(repo.restore(f"r@{step}")), wanted) == [], "into host memory, by the GPU"
+            assert differing(facts(repo.restore(f"r@{step}")), wanted) == [], "restored to host memory by the GPU"
             drift(state, step)
         assert saved.depth == 2 or chunk_bytes == 1024
         assert repo.check("restore").ok
@@ -57,7 +58,7 @@ def test_there_and_back(chunk_bytes):
 
 
 def test_chains_of_both_codecs():
-    """A run that changes its codec, and saves from the host in between."""
+    """A run may change its codec at every step, and save one step from host memory: each step restores to the bit."""
     store, state, wanted = MemoryStore(), state_of(), []
     Repository.create(store, chunk_bytes=4096).close()
     for step in range(6):
@@ -85,7 +86,10 @@ def test_a_background_save():
 
 @pytest.mark.parametrize("source", ["cpu", "cuda"])
 def test_recode_there_and_back(source):
-    """Chains that either engine wrote, and ANS that a GPU wrote, from files; sparse deltas stay as they are."""
+    """A recode to ANS, and one back to portable codecs, keep every step to the bit. Sparse deltas stay sparse.
+
+    Either engine may have written the chains.
+    """
     state, store, wanted = state_of(source), MemoryStore(), []
     with repository(4096, store) as repo:
         for step in range(4):
@@ -128,6 +132,7 @@ main()
 
 
 def test_recode_by_the_shell(tmp_path):
+    """The command `snapstore recode --codec ans` recodes all snapshots, and they pass check."""
     path = tmp_path / "repo"
     said = subprocess.run(
         [sys.executable, "-c", SHELL_RECODE, str(path)], capture_output=True, text=True, timeout=110,
@@ -157,6 +162,7 @@ print(json.dumps([said, names, beside["plain"]]))
 
 
 def test_refused_where_there_is_no_gpu(tmp_path):
+    """Without a GPU, a restore of ANS blobs fails and names recode; other keys and the list of snapshots work."""
     with Repository.create(tmp_path / "repo", options=ANS) as repo:
         repo.save({"w": floats(300_000, 1, "cuda"), "plain": 5}, run="r", step=0)
     said, names, plain = python(REFUSED, tmp_path / "repo", gpu=False)
@@ -169,6 +175,7 @@ def test_refused_where_there_is_no_gpu(tmp_path):
 
 @pytest.mark.parametrize("device", ["cuda", None])
 def test_another_major_is_refused(device):
+    """A restore refuses ANS blobs of another major release of nvCOMP."""
     with repository(codec="ans") as repo:
         repo.save({"w": floats(30_000, 1, "cuda")}, run="r", step=0)
         for key in keys_of(repo.store, "packs/"):
@@ -185,7 +192,7 @@ def test_another_major_is_refused(device):
 
 @pytest.fixture
 def no_packages(monkeypatch):
-    """As where CuPy and nvCOMP are not installed."""
+    """Act as if CuPy and nvCOMP were not installed."""
 
     def require():
         raise CapabilityError("the GPU engine needs CuPy and nvCOMP 6: no module; pip install 'snapstore[cuda13]'")
@@ -194,6 +201,7 @@ def no_packages(monkeypatch):
 
 
 def test_without_packages_ans_is_refused_for_cuda_tensors_alone(no_packages):
+    """Without the packages, codec="ans" saves host tensors in portable codecs, and refuses CUDA tensors."""
     with repository(codec="ans") as repo:
         state = {"w": floats(30_000, 1), "s": floats(9, 2)}
         repo.save(state, run="r", step=0)
@@ -206,6 +214,7 @@ def test_without_packages_ans_is_refused_for_cuda_tensors_alone(no_packages):
 
 @pytest.mark.parametrize("mode", ["auto", "device"])
 def test_without_packages_portable_goes_through_host_memory(no_packages, caplog, mode):
+    """Without the packages, staging="auto" saves CUDA tensors through host memory, and "device" is refused."""
     state = {"w": floats(30_000, 1, "cuda"), "s": floats(9, 2, "cuda"), "t": floats(6000, 3, "cuda").view(60, 100).t()}
     with manager(mode) as made:
         if mode == "device":
@@ -225,7 +234,7 @@ def test_without_packages_portable_goes_through_host_memory(no_packages, caplog,
 
 
 def test_ans_blobs_without_packages(no_packages, monkeypatch):
-    """Refused with a way out, by restores and as a base."""
+    """Without the packages, a restore of ANS blobs names recode, and a save does not use them as bases."""
     with repository(codec="ans") as repo:
         with monkeypatch.context() as patch:
             patch.setattr("snapstore.engine.cuda.require", lambda: None)
@@ -236,12 +245,12 @@ def test_ans_blobs_without_packages(no_packages, monkeypatch):
             opened.restore("r@0")
         other = {"w": floats(30_000, 1)}
         drift(other, 1)
-        assert opened.save(other, run="r", step=1).depth == 0, "a base that cannot be read is none"
+        assert opened.save(other, run="r", step=1).depth == 0, "a base that cannot be read is not used"
         assert differing(facts(opened.restore("r@1")), facts(other)) == []
 
 
 def test_device_memory_that_runs_out_is_no_damage():
-    """In host memory's decoder: a full device says nothing of what is stored."""
+    """If device memory runs out while a restore to host memory decodes ANS, the error does not report damage."""
     state = {"w": floats(300_000, 1, "cuda")}
     with repository(chunk_bytes=65_536, codec="ans") as repo:
         repo.save(state, run="r", step=0)
@@ -253,13 +262,13 @@ def test_device_memory_that_runs_out_is_no_damage():
             except Exception as error:  # noqa: BLE001
                 failure = error
             del taken
-        assert not isinstance(failure, DAMAGE), f"called damage: {failure}"
+        assert not isinstance(failure, DAMAGE), f"reported as damage: {failure}"
         assert failure is None or "memory" in str(failure)
         assert differing(facts(repo.restore("r@0")), facts(state)) == []
 
 
 def test_the_packages_are_there():
-    """Or nothing of this folder tests the GPU engine."""
+    """CuPy and nvCOMP are installed. Without them, the tests of this folder would not test the GPU engine."""
     from snapstore.engine import cuda
 
     cuda.require()

@@ -1,4 +1,4 @@
-"""A change to a state on a device while it is saved never commits mixed values (tests/kit/changes.py)."""
+"""If a state on a device changes while it is saved, no mixed values are committed (see tests/kit/changes.py)."""
 
 import pytest
 import torch
@@ -66,17 +66,17 @@ def test_another_form_at_the_same_address(mode):
 
 @pytest.mark.parametrize("mode", ["asynchronous, device", "asynchronous, host"])
 def test_the_save_after_a_change(mode):
-    """A change while the state's structure is learnt: the next state, unchanged, is still stored as it is."""
+    """After a change while a save learns the structure of a state, the next save stores its unchanged state exactly."""
     change = changes.CHANGES["data: contiguous"]
     with changes.Runs(MODES[mode], "cuda", watched()) as runs:
-        for at in range(2 * runs.moments(change, changes.SMALL)):  # a save that learns has more of them
-            runs.run(changes.CHANGES["data: half"], changes.SMALL, changes.NEVER)  # of another form
+        for at in range(2 * runs.moments(change, changes.SMALL)):  # a save that learns the structure has more moments
+            runs.run(changes.CHANGES["data: half"], changes.SMALL, changes.NEVER)  # so the next save learns
             runs.run(change, changes.SMALL, at)
             runs.run(change, changes.SMALL, changes.NEVER)
 
 
 def test_a_device_is_waited_for_before_its_memory_is_copied():
-    """A synchronous save reads what the caller's stream has yet to write."""
+    """A synchronous save waits for the work that is still running on the caller's stream."""
     with changes.Runs(None, "cuda") as runs:
         for _ in range(3):
             w = torch.zeros(300, 300, device="cuda")
@@ -88,7 +88,10 @@ def test_a_device_is_waited_for_before_its_memory_is_copied():
 
 @pytest.mark.parametrize("back", [False, True])
 def test_values_that_change_during_a_synchronous_save(monkeypatch, back):
-    """Digested, changed, encoded, and perhaps changed back: no chunk is stored under another one's digest."""
+    """If values change between digest and encoding, no chunk is stored under the digest of other bytes.
+
+    The save fails. If the values change back before it ends, it commits them.
+    """
     w = changes.numbers(changes.MIDDLE, device="cuda")
     before, encode = w.clone(), engine.CudaEngine.start_encode
 
@@ -119,7 +122,7 @@ def test_values_that_change_during_a_synchronous_save(monkeypatch, back):
 
 @pytest.mark.parametrize("stage", ["start_digests", "start_encode"])
 def test_memory_that_is_freed_while_a_synchronous_save_reads_it(monkeypatch, stage):
-    """A kernel that read it would end all CUDA work of the process."""
+    """The save fails, and no kernel reads the freed memory: that would end all CUDA work of the process."""
     w = torch.arange(300_000.0, device="cuda")
     real = getattr(engine.CudaEngine, stage)
 

@@ -30,11 +30,11 @@ def state_of(device="cuda"):
     return {"a": floats(100_000, 1, device), "b": typed("int16", (30_001,), 2, device, "sparse")}
 
 
-# --- what was encoded
+# --- damage in encoded bytes
 
 
 def flip_in_blobs(monkeypatch):
-    """A bit flips in the payload of the first blob of every batch, after it was sealed."""
+    """Flip a bit in the payload of the first blob of every batch, after the blob was sealed."""
     real = encoding.Encoding._assemble
 
     def assemble(self, *args):
@@ -47,7 +47,7 @@ def flip_in_blobs(monkeypatch):
 
 
 def flip_in_planes(monkeypatch):
-    """A bit flips in a plane, before it is compressed and sealed: only the digest of the chunk tells."""
+    """Flip a bit in a plane before it is compressed and sealed, so only the digest of the chunk shows the damage."""
     real = encoding.Encoding._split
 
     def split(self, *args):
@@ -59,7 +59,7 @@ def flip_in_planes(monkeypatch):
 
 
 def flip_on_the_way(monkeypatch):
-    """A bit flips in every copy out of device memory."""
+    """Flip a bit in every copy of blobs to host memory."""
     real = encoding.DeviceEncoded.copy
 
     def copy(self, first, last, out):
@@ -80,7 +80,7 @@ FLIPS = pytest.mark.parametrize("flip", [flip_in_blobs, flip_in_planes, flip_on_
 @FLIPS
 @pytest.mark.parametrize("verify", ["full", "sample"])
 def test_a_bit_that_flips_while_saving_is_found_before_the_commit(monkeypatch, flip, verify):
-    """The sample takes the first blob of every save."""
+    """A save finds a damaged blob before the commit, and fails. "sample" verifies the first blob of every save."""
     state = state_of()
     with repository(chunk_bytes=65_536, verify_writes=verify) as repo:
         with monkeypatch.context() as patch:
@@ -137,6 +137,7 @@ def test_the_last_of_many_blobs_is_verified(monkeypatch):
 
 @FLIPS
 def test_a_chunk_that_was_not_verified_is_found_by_the_restore(monkeypatch, flip):
+    """If a save did not verify its chunks, a restore and a check find the damage."""
     state = state_of()
     with repository(chunk_bytes=65_536, verify_writes="off") as repo:
         with monkeypatch.context() as patch:
@@ -158,11 +159,11 @@ def test_every_way_to_verify_saves_the_same(verify):
             drift(state, step)
 
 
-# --- what was stored
+# --- damage in stored bytes
 
 
 def restored(repo, ref):
-    """(state, None), or (None, what the error says)."""
+    """Return (state, None), or (None, the text of the error)."""
     try:
         return repo.restore(ref, device="cuda"), None
     except DAMAGE as error:
@@ -170,7 +171,10 @@ def restored(repo, ref):
 
 
 def test_a_flipped_bit_anywhere_in_a_pack():
-    """Never wrong bytes; the error names the pack; the next restore works."""
+    """A restore from a pack with one flipped bit gives the right bytes, or an error that names the pack.
+
+    Once the bit is flipped back, a restore works.
+    """
     base, state = state_of(), state_of()
     drift(state, 1)
     with repository(chunk_bytes=65_536) as repo:
@@ -219,8 +223,8 @@ def test_packs_that_are_cut_short(cut):
         assert differing(facts(repo.restore("r@0", device="cuda")), facts(state)) == []
 
 
-def test_damage_in_a_base_is_saved_around():
-    """A save reads its base back from the store, and cannot: everything is stored in full."""
+def test_a_save_with_a_damaged_base_stores_full_chunks():
+    """A save that finds damage when it reads its base from the store stores everything in full."""
     state = state_of()
     with repository(chunk_bytes=65_536) as repo:
         repo.save(state, run="r", step=0)
@@ -237,7 +241,7 @@ def test_damage_in_a_base_is_saved_around():
 
 
 def test_blobs_in_each_others_places():
-    """Every checksum holds, and every blob is whole: it is another one's."""
+    """A restore refuses two blobs that have changed places: each is whole, and its checksum is right."""
     with repository(chunk_bytes=65_536) as repo:
         both = {key: typed("uint8", (65_536,), i, "cuda") for i, key in enumerate("ab")}
         repo.save({"m": both}, run="r", step=0)
@@ -286,10 +290,10 @@ with repository(chunk_bytes=65_536, codec=codec, verify_writes="off") as repo:
                     elif kind == 3:
                         for at in where.tolist():
                             edited[at] = int(rng.integers(256))
-                    elif kind == 4:  # heads of streams
+                    elif kind == 4:  # the first bytes of a stream
                         n = min(64, offset + length - start)
                         edited[start : start + n] = rng.integers(0, 256, n, np.uint8).tobytes()
-                    elif len(header.block_lengths) > 1:  # a byte less here, one more there
+                    elif len(header.block_lengths) > 1:  # the first block one byte shorter, the second one longer
                         words = np.frombuffer(edited, "<u4", len(header.block_lengths), offset + 80)
                         words[0] -= 1
                         words[1] += 1
@@ -313,17 +317,17 @@ print(json.dumps([refused, right]))
 
 
 def test_forged_streams_under_right_checksums():
-    """Streams that no encoder made go into nvCOMP's decoders: no wrong bytes, and the device works afterwards.
+    """A restore of forged streams with right checksums gives the right bytes or an error, and the device still works.
 
-    Not of ANS: nvCOMP's decoder trusts what it is given and faults (docs/concepts.md, "Codecs"). In a process of its
-    own, for what such a decoder would do to this one.
+    ANS is left out: nvCOMP's decoder does not check its input, and faults (docs/concepts.md, "Codecs"). The test runs
+    in a process of its own, since such a fault would end the CUDA work of this one.
     """
     refused, _ = python(FORGED, "portable", gpu=True)
     assert refused > 30
 
 
-def test_headers_that_ask_for_much():
-    """Block sizes and counts that no encoder writes, with right checksums; they cost no memory and no time."""
+def test_headers_that_no_encoder_writes():
+    """A restore of forged headers with right checksums gives the right bytes, or an error that names the pack."""
     state = {"a": floats(MIB // 4, 1, "cuda")}
     with repository(chunk_bytes=65_536) as repo:
         repo.save(state, run="r", step=0)

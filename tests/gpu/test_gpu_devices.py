@@ -74,7 +74,7 @@ def test_tensors_that_change_their_device():
             assert differing(facts(made.restore(step)), wanted) == []
             drift(state, step)
             state["w"] = state["w"].to(f"cuda:{(step + 1) % 2}")
-        assert saved.depth > 0, "the base is read back from the store"
+        assert saved.depth > 0, "a delta to a base that is read back from the store"
 
 
 def test_streams_of_both_devices():
@@ -82,7 +82,7 @@ def test_streams_of_both_devices():
     streams = [torch.cuda.Stream(i) for i in range(2)]
     with manager("device") as made:
         for step in range(4):
-            with torch.cuda.stream(streams[0]), torch.cuda.stream(streams[1]):  # each sets its own device's
+            with torch.cuda.stream(streams[0]), torch.cuda.stream(streams[1]):  # each sets the stream of its own device
                 with torch.cuda.device(0):
                     torch.cuda._sleep(50_000_000)
                     w[0].fill_(step)
@@ -137,5 +137,8 @@ print(json.dumps(torch._C._cuda_hasPrimaryContext(0)))
 
 @pytest.mark.parametrize("mode", ["device", "host"])
 def test_a_process_of_one_device_leaves_the_others_alone(tmp_path, mode):
-    """Eight ranks of a node must not each take half a GB of the first GPU, whose context threads make by default."""
+    """A process that uses only cuda:1 makes no context on cuda:0, though threads use device 0 by default.
+
+    A context takes half a GB, so those of eight ranks on a node would take 4 GB of the first GPU.
+    """
     assert python(OTHER_DEVICE, tmp_path / "repo", mode, gpu=True) is False

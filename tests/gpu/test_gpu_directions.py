@@ -55,7 +55,7 @@ def save_all(folder, device):
 
 
 def expected(name):
-    """Facts of both steps."""
+    """Return the facts of both steps."""
     state = state_of("cpu", name)
     first = facts(state)
     drift(state, 0)
@@ -83,7 +83,10 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def exchanged(tmp_path_factory):
-    """(folder saved from CUDA, what a process without a GPU restores of it, folder that this process has saved)."""
+    """Save in this process from CUDA, and in a process without a GPU, which also restores the first folder.
+
+    Return the first folder, the facts that the other process has restored, and the folder that it has saved.
+    """
     here, there = tmp_path_factory.mktemp("cuda"), tmp_path_factory.mktemp("cpu")
     save_all(here, "cuda")
     return here, python(ELSEWHERE, here, there, Path(__file__).parent, gpu=False), there
@@ -113,7 +116,7 @@ def test_restored_onto_the_gpu(exchanged, name, saved_on):
 @pytest.mark.parametrize("name", CHUNKS)
 @pytest.mark.parametrize("saved_on", ["cpu", "cuda"])
 def test_restored_into_tensors(exchanged, name, saved_on):
-    """On the GPU and on the host, where they lie."""
+    """A restore fills tensors on the GPU and on the host in place."""
     folder = exchanged[0] if saved_on == "cuda" else exchanged[2]
     wanted = expected(name)
     with Repository.open(folder / name) as opened:
@@ -149,7 +152,7 @@ def test_into_tensors_of_any_strides():
 
 
 def test_a_state_on_both():
-    """Tensors of the host and of the device side by side, and each may change its place between saves."""
+    """A state may have tensors on the host and on the device, and a tensor may move between them from save to save."""
     state = {
         "cpu": floats(30_000, 1), "cuda": floats(30_000, 2, "cuda"), "array": np.arange(5000.0),
         "twin": floats(30_000, 2), "list": [floats(9000, i, ("cpu", "cuda")[i % 2]) for i in range(6)],
@@ -157,7 +160,7 @@ def test_a_state_on_both():
     with repository() as repo:
         first = repo.save(state, run="r", step=0)
         wanted = facts(state)
-        assert first.new_chunks < first.chunks, "the twin on the host is the one on the device"
+        assert first.new_chunks < first.chunks, "the tensor on the device has a duplicate on the host"
         state["cpu"], state["cuda"] = state["cpu"].cuda(), state["cuda"].cpu()
         assert repo.save(state, run="r", step=1).new_chunks == 0
         drift(state, 3)
@@ -171,7 +174,7 @@ def test_a_state_on_both():
 
 
 def test_chunks_are_known_across_engines():
-    """Digests are the same wherever they are computed."""
+    """Both engines compute the same digests, so a save of the same bytes from another device adds no chunks."""
     with repository() as repo:
         state = {"a": floats(100_003, 1), "b": typed("int8", (70_001,), 2)}
         repo.save(state, run="r", step=0)
@@ -183,7 +186,7 @@ def test_chunks_are_known_across_engines():
 @pytest.mark.parametrize("chunk_bytes", [4096, 65_536])
 @pytest.mark.parametrize("staged", [True, False], ids=["manager", "repository"])
 def test_long_chains(chunk_bytes, staged):
-    """Every step stays what it was, restored by either engine, with links of either."""
+    """Each step of long chains, whose links both engines have written, restores to the bit with either engine."""
 
     def state_on(device):
         return {
@@ -220,6 +223,7 @@ def test_long_chains(chunk_bytes, staged):
 
 
 def test_a_full_snapshot_and_no_depth_at_all():
+    """`restore_cost=1.0` and `full=True` make a save store no deltas."""
     state = {"w": floats(200_000, 1, "cuda")}
     with repository(restore_cost=1.0) as repo:
         for step in range(3):
@@ -270,18 +274,20 @@ def test_keys_select_on_the_gpu():
 
 
 def test_large_chunks():
-    """One chunk far above any batch."""
+    """Both engines restore the same values from a chunk of 36 MiB."""
     state = {"a": typed("float32", (9 * MIB,), 1, "cuda", "floats"), "b": typed("bfloat16", (MIB + 5,), 2, "cuda")}
     with repository(chunk_bytes=64 * MIB) as repo:
         for step in range(2):
             repo.save(state, run="r", step=step)
+            saved = facts(state)
             drift(state, step)
-        assert differing(facts(repo.restore("r@latest")), facts(repo.restore("r@1", device="cuda"))) == []
+        assert differing(saved, facts(repo.restore("r@1"))) == []
+        assert differing(saved, facts(repo.restore("r@1", device="cuda"))) == []
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_tensors_one_by_one(device):
-    """An iterator of tensors on the device, all of them in one buffer; read onto the device and into host memory."""
+    """A save takes an iterator of tensors that share one buffer on the device; `named_tensors` yields them again."""
     buffer = torch.empty(3 * MIB // 4, device="cuda")
 
     def pairs(version):

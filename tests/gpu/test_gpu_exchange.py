@@ -1,4 +1,4 @@
-"""Restores in which two ranks, each on a GPU of its own, read each chunk once and exchange it by NCCL."""
+"""Two ranks, each on its own GPU, restore a state: they decode each chunk once per node and exchange it by NCCL."""
 
 from __future__ import annotations
 

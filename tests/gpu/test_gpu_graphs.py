@@ -20,7 +20,7 @@ MODES = pytest.mark.parametrize("mode", ["device", "host"])
 
 
 class Waiting(MemoryStore):
-    """Saves wait at their beginning, before they have touched a device, until they may go on."""
+    """A store in which each save waits, before its work in the background begins, until `go` is set."""
 
     def __init__(self):
         super().__init__()
@@ -34,12 +34,12 @@ class Waiting(MemoryStore):
 
 
 class Step:
-    """A step of a training that is captured and replayed."""
+    """A training step that is captured as a CUDA graph and replayed."""
 
     def __init__(self):
         self.x, self.y = torch.zeros(1000, device="cuda"), torch.zeros(1000, device="cuda")
         self.y.copy_(self.x.add_(1))  # torch loads their kernels
-        self.stream = torch.cuda.Stream(priority=-1)  # of a pool that no save takes any from
+        self.stream = torch.cuda.Stream(priority=-1)  # from a pool that saves do not use
 
     def capture(self, meanwhile=lambda: None):
         graph = torch.cuda.CUDAGraph()
@@ -68,7 +68,10 @@ def options():
 
 @MODES
 def test_a_whole_save_while_a_graph_is_captured(mode):
-    """From its first allocation to the one that gives memory back: CUDA forbids other threads all of these."""
+    """A background save may run while a graph is captured, from its first allocation to its last release of memory.
+
+    During a capture, CUDA forbids other threads such calls by default.
+    """
     state, store, step = state_of(), Waiting(), Step()
     with manager(mode, chunk_bytes=MIB, store=store, options=options()) as made:
         for number in range(3):
@@ -110,14 +113,15 @@ def test_graphs_are_captured_again_and_again_while_saves_run(mode):
             assert differing(facts(made.restore(number)), wanted[number]) == [], number
 
 
-def test_page_locked_memory_may_be_let_go_by_who_captures():
-    """As when Python collects garbage there."""
+def test_the_thread_that_captures_may_release_page_locked_memory():
+    """Python's garbage collector may release page-locked memory in the thread that captures a graph."""
     step, held = Step(), [pinned_memory.pinned(MIB)]
     graph = step.capture(held.clear)
     step.check(graph)
 
 
 def test_a_thread_has_its_own_mode_again():
+    """`beside_captures` relaxes the capture mode of a thread, and restores the former mode at its end."""
     former = graph_capture.exchange(1)
     assert former is not None, "the driver has no cuThreadExchangeStreamCaptureMode"
     try:

@@ -1,4 +1,4 @@
-"""A tensor with more elements than an int32 counts saves and restores to the bit."""
+"""A tensor with more elements than an int32 can count saves and restores to the bit."""
 
 import sys
 
@@ -9,7 +9,7 @@ from kit.gpu_states import MIB, OPTIONS, manager, typed
 from snapstore.format.chunking import DEFAULT_CHUNK_BYTES
 
 COUNT = 2**31 + 5 * MIB + 5
-#: Device memory: the tensor, its copy and its base, the restored tensor, and work.
+#: Device memory for the tensor, its copy, its base, the restored tensor, and the engine's work [bytes].
 NEEDED_BYTES = 20 * 10**9
 
 
@@ -30,7 +30,7 @@ def test_more_than_two_to_the_31_elements(mode):
     if free_bytes() < NEEDED_BYTES:
         pytest.skip("needs 20 GB of free device memory")
     x = torch.full((COUNT,), 7, dtype=torch.uint8, device="cuda")
-    for start in (0, 2**30 - 1, 2**31 - MIB // 2 - 1, COUNT - MIB):  # the third goes on beyond, the fourth to the end
+    for start in (0, 2**30 - 1, 2**31 - MIB // 2 - 1, COUNT - MIB):  # the third crosses 2**31, the fourth ends at COUNT
         x[start : start + MIB] = typed("uint8", (MIB,), start % 97, "cuda")
     with manager(mode, chunk_bytes=DEFAULT_CHUNK_BYTES, options=OPTIONS) as made:
         first = made.save(0, {"x": x}).result(60)
@@ -42,7 +42,7 @@ def test_more_than_two_to_the_31_elements(mode):
             x[place] ^= 255
         assert not torch.equal(got, x)
         second = made.save(1, {"x": x}).result(60)
-        assert second.depth == 1, "deltas"
+        assert second.depth == 1, "the second save stores deltas"
         assert second.new_chunks == len({place // DEFAULT_CHUNK_BYTES for place in changed})
         made.restore_into({"x": got}, 1)
         assert torch.equal(got, x)

@@ -1,4 +1,4 @@
-"""A process pays nothing for the GPU before its first CUDA tensor, and nothing on devices it does not use."""
+"""A process loads nothing for the GPU before its first CUDA tensor. It may fork, or exit while a save runs."""
 
 import pytest
 import torch
@@ -105,7 +105,7 @@ def test_no_cuda_before_a_cuda_tensor_is_seen(tmp_path):
 
 
 def test_a_process_of_its_own(tmp_path):
-    """Kernels, streams and libraries are found without what the tests have set up."""
+    """A new process saves and restores CUDA tensors without the preparation of these tests (conftest.py)."""
     assert python(FIRST_TENSOR, tmp_path / "repo", gpu=True)
 
 
@@ -120,12 +120,12 @@ def test_a_process_that_ends_during_a_save(tmp_path):
 
 
 def test_a_forked_child_lets_go_of_pinned_memory():
-    """It has none of these pages: what it maps instead, where they were, is its own."""
+    """A child has none of the pinned pages. If it drops their arrays, it keeps its own memory at these addresses."""
     assert python(FORKED, gpu=True) == 0
 
 
 @pytest.mark.parametrize("staging", ["device", "host"])
 @pytest.mark.parametrize("codec", ["portable", "ans"])
 def test_no_module_is_first_imported_in_the_background(tmp_path, codec, staging):
-    """A child forked meanwhile would have it locked for ever (threads.py)."""
+    """No thread is the first to import a module: a child forked meanwhile could never import it (threads.py)."""
     assert python(IMPORTS, tmp_path / "repo", codec, staging, gpu=True) == []

@@ -1,4 +1,4 @@
-"""Boxes of any sharding arrive in device memory to the bit: inside chunks, at their edges, by columns, and inline."""
+"""Boxes of any sharding restore to device memory to the bit: rows, columns, parts of chunks, and inline arrays."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ DTYPES = {"<f4": "float32", "<u2": "bfloat16", "|u1": "uint8", "<f8": "float64"}
 
 
 def of_tensors(contents):
-    """Return a manifest of arrays as one of tensors."""
+    """Return a manifest of arrays, changed into a manifest of tensors."""
     entries = [msgspec.structs.replace(e, kind="tensor", dtype=DTYPES[e.dtype]) for e in contents.tensors]
     return replace(contents, tensors=entries, tree=tensor_nodes(contents.tree))
 
@@ -42,7 +42,7 @@ def arrays():
 
 
 class Part:
-    """A box of a tensor on the device, as an object that torch.distributed.checkpoint knows; a mesh needs a group."""
+    """A box of a tensor on the device, with the methods that DCP calls; a DTensor would need a process group."""
 
     def __init__(self, whole, offsets, sizes):
         self.whole, self.offsets, self.dtype = whole, offsets, whole.dtype
@@ -63,7 +63,7 @@ class Part:
 
 
 def parts():
-    """Boxes of a third of each of the first two dimensions, and of both; they begin and end within chunks."""
+    """Yield boxes: a third of the rows, of the columns, and of both. They begin and end within chunks."""
     for name, whole in WHOLE.items():
         first, second = (max(1, size // 3) for size in whole.shape[:2])
         rest = tuple(whole.shape[2:])

@@ -27,7 +27,7 @@ if torch.cuda.is_available():  # they import CuPy
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 MODES = pytest.mark.parametrize("mode", ["device", "host", "auto"])
-SECOND = 2_000_000_000  # cycles, about
+SECOND = 2_000_000_000  # GPU cycles in about one second
 
 
 @pytest.fixture(params=["device", "host"])
@@ -56,6 +56,7 @@ def test_changes_right_after_save(mode, keep_base):
 
 @MODES
 def test_everything_odd_is_staged(mode):
+    """Views, conjugates, parameters and tied tensors are saved with their values at the call."""
     state = odd_ones("cuda")
     wanted = facts(state)
     with manager(mode) as made:
@@ -146,7 +147,10 @@ def test_a_tensor_that_is_freed_right_after(snapshots):
 
 
 def test_a_tensor_of_another_stream_that_is_freed_right_after(snapshots):
-    """Its memory is given to the next tensor of its own stream at once, which does not wait for the training's."""
+    """A snapshot holds the values of a tensor even if another one overwrites its freed memory.
+
+    torch gives the memory at once to the next tensor of its stream, which does not wait for the training's stream.
+    """
     side = torch.cuda.Stream()
     for step in range(3):
         with torch.cuda.stream(side):
@@ -168,7 +172,7 @@ def test_save_waits_for_nothing_on_the_device(mode):
         "t": floats(60_000, 3, "cuda").view(300, 200).t(),
     }
     with manager(mode, chunk_bytes=MIB) as made:
-        for step in range(4):  # buffers, kernels and streams are there from now on
+        for step in range(4):  # after these, buffers, kernels and streams exist
             made.save(step, state).result(60)
             drift(state, step)
         made.wait_until_finished()
@@ -223,7 +227,7 @@ def test_auto_decides_again_when_the_state_grows(monkeypatch, caplog):
 
 
 def test_bases_across_changes_of_mode(monkeypatch):
-    """Copies on the device, then in host memory, then on the device again: every delta is against the right bytes."""
+    """Copies may lie on the device, then in host memory, and on the device again: deltas use the right bases."""
     modes = ["device", "device", "host", "host", "device", "host", "device", "device"]
 
     def mode(self, sources, layout, spare, base):
@@ -234,10 +238,10 @@ def test_bases_across_changes_of_mode(monkeypatch):
     monkeypatch.setattr(staging.DeviceStaging, "_mode", mode)
     state, wanted = {"a": floats(200_000, 1, "cuda"), "b": typed("bfloat16", (90_001,), 2, "cuda", "floats")}, []
     with manager("auto") as made:
-        for step in range(len(modes)):  # `mode` reads it
+        for step in range(len(modes)):  # `mode` reads `step`
             wanted.append(facts(state))
             snapshot = made.save(step, state).result(60)
-            assert snapshot.depth == step or step > 5, "a delta to the one before"
+            assert snapshot.depth == step or step > 5, "a delta to the snapshot before"
             drift(state, step)
         for step in range(len(modes)):
             assert differing(facts(made.restore(step)), wanted[step]) == [], step
@@ -364,7 +368,7 @@ def test_restores_while_a_save_runs():
 
 
 def test_streams_are_not_used_up():
-    """torch lends streams of a pool of 32, round and round: who takes one for every save soon has the user's."""
+    """Later saves take no streams of torch's pool: it has 32 streams, and soon gives out those of the user again."""
     state = {"w": floats(300_000, 1, "cuda")}
     with manager("device", options=OPTIONS) as made:
         for step in range(3):
@@ -382,7 +386,10 @@ def test_streams_are_not_used_up():
 
 @MODES
 def test_metrics_on_the_device(mode):
-    """They are those of the call, whatever is enqueued before and after; a save does not wait for them."""
+    """A metric has the value of the work enqueued before the call; later work does not change it.
+
+    A metric must be one real number.
+    """
     w, loss = floats(MIB, 1, "cuda"), torch.zeros(1, device="cuda", requires_grad=True)
     with manager(mode) as made:
         for step, dtype in enumerate([torch.float32, torch.bfloat16, torch.float64, torch.int64]):

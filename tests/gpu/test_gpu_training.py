@@ -26,7 +26,7 @@ def deterministic():
 
 
 class Net(nn.Module):
-    """Tied weights, dropout, buffers."""
+    """A model with tied weights, dropout and buffers."""
 
     def __init__(self, width=64, words=50):
         super().__init__()
@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 
 class Run:
-    """A training run: everything that a snapshot must hold."""
+    """A training run, with everything that a snapshot must hold."""
 
     def __init__(self, seed, dtype=torch.float32, **options):
         torch.manual_seed(seed)
@@ -88,7 +88,7 @@ def test_a_restored_run_computes_the_very_same(mode, options):
         made.save(20, run.state())
     with manager(mode, store=store) as made:
         again = Run(99, **options)
-        again.train(3)  # whatever it holds is overwritten
+        again.train(3)  # the restore overwrites all of it
         made.restore_into(again.state(), 10)
         assert again.progress["step"] == 10
         again.train(10)
@@ -98,14 +98,17 @@ def test_a_restored_run_computes_the_very_same(mode, options):
         assert differing(fresh.facts(), run.facts()) == []
         assert fresh.model.head.weight is fresh.model.embed.weight
         fresh.train(5)
-        made.restore_into({"rng": RngState()}, 20, keys="rng.*")  # the generators are the process's
+        made.restore_into({"rng": RngState()}, 20, keys="rng.*")  # both runs use the generators of the process
         run.train(5)
         assert differing(fresh.facts(), run.facts()) == []
 
 
 @pytest.mark.parametrize("mode", ["device", "host"])
 def test_saves_change_nothing_of_the_training(mode):
-    """A save every step in the background, and none at all: the same losses; every snapshot is what the run was."""
+    """A run with a background save at every step computes the same as a run without saves.
+
+    Every snapshot holds the state of its step.
+    """
     alone = Run(3)
     alone.train(12)
     run, wanted = Run(3), []
@@ -145,6 +148,7 @@ def test_the_save_after_a_restore_is_a_delta():
 
 
 def test_a_restore_to_the_device_without_objects():
+    """A restore without targets returns state dicts, on the device, that objects can load."""
     run = Run(1)
     run.train(4)
     with manager() as made:
@@ -158,7 +162,7 @@ def test_a_restore_to_the_device_without_objects():
         RngState().load_state_dict(got["rng"])
         fresh.progress = got["progress"]
         run.train(3)
-        # the generators are the process's: set them back once more
+        # both runs use the generators of the process: restore them again
         RngState().load_state_dict(got["rng"])
         fresh.train(3)
         assert differing(fresh.facts(), run.facts()) == []
@@ -168,7 +172,7 @@ def test_a_restore_to_the_device_without_objects():
 
 
 class Captured:
-    """A training step as a CUDA graph; the state is what its memory holds."""
+    """A training step that is captured as a CUDA graph. Its state is the memory of the graph."""
 
     def __init__(self, seed):
         torch.manual_seed(seed)
@@ -194,7 +198,7 @@ class Captured:
         return loss.detach()
 
     def state(self):
-        """The very memory that the graph works on."""
+        """Return the tensors that the graph reads and writes."""
         parameters = list(self.model.parameters())
         return {
             "model": dict(self.model.named_parameters()),
@@ -227,7 +231,7 @@ def test_saves_between_replays(mode):
 
 
 def test_saves_of_replays_that_are_still_running():
-    """Replay after replay is enqueued; every save takes the state between two of them."""
+    """Replays and saves are enqueued without a wait: each snapshot holds the state between two replays."""
     captured, twin = Captured(1), Captured(1)
     assert differing(facts(captured.state()), facts(twin.state())) == []
     wanted = []
@@ -270,7 +274,7 @@ def test_a_compiled_model():
         compiled = torch.compile(model)
         try:
             train(compiled, optimizer, 1)
-        except Exception as error:  # noqa: BLE001  no compiler for its launchers, say
+        except Exception as error:  # noqa: BLE001  for example, no compiler for its launchers
             pytest.skip(f"torch.compile does not work here: {error!s:.200}")
         with manager() as made:
             train(compiled, optimizer, 2)

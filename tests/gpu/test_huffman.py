@@ -1,4 +1,4 @@
-"""zstd decodes the frames of huffman_encode; huffman_decode reads both encoders' frames and rejects hostile bytes."""
+"""zstd decodes the frames of huffman_encode; huffman_decode reads both encoders' frames, and stays in its memory."""
 
 import random
 
@@ -19,14 +19,14 @@ def machine(request):
 
 
 def plane(kind, n, rng):
-    """Bytes as planes have them, and worse."""
+    """Return bytes as planes have them, and harder cases."""
     if kind == "exponents":
         return np.abs(rng.normal(0, 0.02, n)).astype("<f4").view("<u4") >> 23 & 255
     if kind == "delta":
         return np.minimum(rng.geometric(0.3, n) - 1, 255)
     if kind == "wide":
         return np.clip(rng.normal(128, 40, n), 0, 255)
-    if kind == "high":  # symbols that no table of nibbles can say
+    if kind == "high":  # symbols too high for a table of 4-bit weights
         return 255 - np.minimum(rng.geometric(0.1, n) - 1, 255)
     if kind == "constant":
         return np.full(n, rng.integers(256))
@@ -53,7 +53,7 @@ def column(machine, values):
 
 
 def encode(machine, blocks, misaligned=0):
-    """The frame of every block."""
+    """Return the frame of every block."""
     placed = [machine.put(block, misaligned) for block in blocks]
     rooms = [machine.put(np.full((len(block) + ROOM + 3) // 4 * 4, 0xEE, np.uint8)) for block in blocks]
     sizes = machine.put(np.zeros(len(blocks), np.uint32))
@@ -66,7 +66,7 @@ def encode(machine, blocks, misaligned=0):
 
 
 def decode(machine, frames, lengths, misaligned=0):
-    """Decode every frame by the kernel, into buffers filled with 0xEE."""
+    """Decode every frame with the kernel, into buffers filled with 0xEE."""
     placed = [machine.put(np.frombuffer(frame, np.uint8), misaligned) for frame in frames]
     rooms = [machine.put(np.full(n, 0xEE, np.uint8), misaligned) for n in lengths]
     machine.launch(
@@ -78,7 +78,7 @@ def decode(machine, frames, lengths, misaligned=0):
 
 
 @pytest.mark.parametrize("misaligned", [0, 1, 6])
-def test_every_zstd_reads_the_frames(machine, misaligned):
+def test_zstd_reads_the_frames(machine, misaligned):
     blocks = planes_of(misaligned)
     for block, frame in zip(blocks, encode(machine, blocks, misaligned), strict=True):
         out = np.empty_like(block)
@@ -88,7 +88,7 @@ def test_every_zstd_reads_the_frames(machine, misaligned):
 
 
 def test_frames_are_as_small_as_zstds(machine):
-    """Frames of long blocks, where zstd finds no matches."""
+    """A frame of a long block, where zstd finds no matches, is at most 1 % and 64 bytes larger than zstd's."""
     rng = np.random.default_rng(5)
     for kind in ("exponents", "wide", "high", "noise"):
         block = np.asarray(plane(kind, 65_536, rng)).astype(np.uint8)
@@ -99,7 +99,7 @@ def test_frames_are_as_small_as_zstds(machine):
 
 @pytest.mark.parametrize("misaligned", [0, 1, 6])
 def test_both_encoders_frames_come_back(machine, misaligned):
-    """Return the frames that the host gives to the kernel: all of ours, and the ones of zstd that it recognizes."""
+    """The kernel decodes the frames that the host gives to it: all of ours, and the ones of zstd that it recognizes."""
     blocks = planes_of(10 + misaligned)
     ours = encode(machine, blocks)
     theirs = [zstd.encode_entropy(block, codecs.BLOCK_BYTES)[0] for block in blocks]
@@ -113,7 +113,7 @@ def test_both_encoders_frames_come_back(machine, misaligned):
 
 
 def known_to_host(frames, blocks):
-    """`zstd.is_literals` of frames that lie one after the other."""
+    """Return `zstd.is_literals` of frames, stored one after the other."""
     sizes = np.array([len(frame) for frame in frames])
     stored = np.frombuffer(b"".join(frames), np.uint8)
     return zstd.is_literals(stored, np.cumsum(sizes) - sizes, sizes, np.array([len(block) for block in blocks]))
@@ -121,7 +121,7 @@ def known_to_host(frames, blocks):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_hostile_frames_write_nothing_beyond_their_rooms(machine, seed):
-    """Flipped bits, cut ends, spliced frames: the guards stay whole, and the kernel ends."""
+    """On frames with flipped bits, cut ends or spliced parts, the kernel ends and writes nothing outside its output."""
     rng, dice = np.random.default_rng(seed), random.Random(seed)
     blocks = [np.asarray(plane(kind, n, rng)).astype(np.uint8) for kind in KINDS for n in (64, 300, 5_000)]
     frames = encode(machine, blocks)

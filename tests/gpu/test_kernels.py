@@ -1,6 +1,6 @@
 """Kernels match plain references at odd sizes, every element size and any alignment, and stay within bounds.
 
-They run on a CUDA device where there is one, and everywhere on an emulator of thread blocks."""
+Each test runs on an emulator of thread blocks, and on a CUDA device if there is one."""
 
 from itertools import pairwise
 
@@ -45,7 +45,7 @@ SEEDS = [0, 1, 2**63, 2**64 - 1, 0x0123456789ABCDEF, int(rng.integers(2**64, dty
     ids=[*(f"xxh3-128, {seed:#x}" for seed in SEEDS), "xxh3-64", "seal"],
 )  # fmt: skip
 def test_digest(machine, what, seed, misaligned):
-    data = [random_bytes(n + 8) for n in LENGTHS]  # eight bytes before, for the seal
+    data = [random_bytes(n + 8) for n in LENGTHS]  # eight bytes before each input, for the seal
     placed = [machine.put(d, misaligned) for d in data]
     inputs = machine.put(np.array([p.address + 8 for p in placed], np.uint64))
     out = machine.put(np.zeros((len(data), 2 if what == 0 else 1), np.uint64))
@@ -85,11 +85,11 @@ def chunk_of(elements, size, kind):
     return floats.view(np.uint8)[: elements * size].copy()
 
 
-DIFFERENCE = 2  # of the kinds of planes that `merge` takes; 0 and 1 are full chunks of that layout
+DIFFERENCE = 2  # a kind of planes for `merge`, beside the layouts 0 and 1 of full chunks
 
 
 def zigzag(chunk, base, size):
-    """The difference of two chunks, as the CPU engine's, worked out by itself."""
+    """Return the difference of two chunks as the CPU engine makes it, but computed independently."""
     bits = 8 * size
     differences = (chunk.view(f"u{size}") - base.view(f"u{size}")).view(f"i{size}")
     wide = [2 * d if d >= 0 else -2 * d - 1 for d in differences.tolist()]
@@ -104,7 +104,7 @@ ELEMENTS = [1, 2, 3, 7, 8, 15, 16, 17, 63, 100, 511, 512, 4095, 4096, 4097, 8191
 @pytest.mark.parametrize("with_base", [False, True])
 @pytest.mark.parametrize("misaligned", [0, 8, 3])
 def test_split_and_merge(machine, size, layout, with_base, misaligned):
-    """Both directions at once, chunks of many lengths in one launch."""
+    """`split` matches the reference, and `merge` restores the chunks; one launch takes chunks of many lengths."""
     layout = planes.BYTES if size == 1 else layout
     chunks = [chunk_of(n, size, ("noise", "floats", "zero")[i % 3]) for i, n in enumerate(ELEMENTS)]
     bases = [chunk_of(n, size, "floats") if with_base and i % 4 else None for i, n in enumerate(ELEMENTS)]
@@ -124,7 +124,7 @@ def test_split_and_merge(machine, size, layout, with_base, misaligned):
             source = planes.split(zigzag(chunks[i], bases[i], size), size)
         assert (out.get()[:, : ELEMENTS[i]] == source).all(), ELEMENTS[i]
 
-    # back: planes at odd addresses, as raw ones lie in a payload
+    # merge: planes lie at odd addresses, as raw planes do in a payload
     loose = [
         [machine.put(p.get()[k, :count], 5 * k + 1) for k in range(size)]
         for p, count in zip(split, ELEMENTS, strict=True)
@@ -145,7 +145,7 @@ def test_split_and_merge(machine, size, layout, with_base, misaligned):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", SIZES)
 def test_merge_of_chains(machine, size, layout):
-    """Chains of one to nine blobs: differences are added up, the oldest blob is full, or there is a base."""
+    """`merge` adds up the differences of chains of one to nine blobs. The oldest blob is full, or there is a base."""
     layout = planes.BYTES if size == 1 else layout
     depths = [1, 2, 3, 9, 1, 4]
     counts = [5, 4096, 100, 1023, 3, 7777]
@@ -178,7 +178,7 @@ def test_merge_of_chains(machine, size, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", SIZES)
 def test_histograms(machine, size, layout):
-    """The same sample and the same numbers as the CPU engine's."""
+    """The kernel takes the same sample as the CPU engine, and computes the same statistics."""
     layout = planes.BYTES if size == 1 else layout
     chunks = [chunk_of(n, size, ("noise", "floats", "zero")[i % 3]) for i, n in enumerate(ELEMENTS)]
     bases = [c ^ (random_bytes(c.size) & (rng.random(c.size) < 0.1)) if i % 3 else None for i, c in enumerate(chunks)]

@@ -1,4 +1,4 @@
-"""nvCOMP's codecs round-trip, also to and from the codecs of the CPU."""
+"""nvCOMP's codecs round-trip; the CPU's codecs read what nvCOMP writes, and nvCOMP reads what they write."""
 
 import dataclasses
 import zlib
@@ -30,7 +30,7 @@ def lane():
 
 
 def blocks_of(lengths, seed=0):
-    """Mostly one value; some blocks noise."""
+    """Return blocks of mostly one value; every fifth block is noise."""
     rng = np.random.default_rng(seed)
     made = []
     for i, length in enumerate(lengths):
@@ -40,7 +40,7 @@ def blocks_of(lengths, seed=0):
 
 
 def on_device(lane, blocks):
-    """Their memory and their addresses, aligned to 16 bytes."""
+    """Copy blocks to the device; return the memory, their addresses, aligned to 16 bytes, and their sizes."""
     sizes = np.array([len(block) for block in blocks], np.int64)
     starts = np.cumsum(-(-sizes // 16) * 16) - -(-sizes // 16) * 16
     memory = np.zeros(int(starts[-1] + sizes[-1]) + 16, np.uint8)
@@ -101,7 +101,7 @@ def test_there_and_back(lane, name, count):
 
 
 @pytest.mark.parametrize("name", ["DEFLATE_MATCHES", "ZSTD"])
-def test_the_cpu_reads_what_it_writes(lane, name):
+def test_the_cpu_reads_what_nvcomp_writes(lane, name):
     coder, lengths = getattr(nvcomp, name), LENGTHS * 3
     blocks = blocks_of(lengths, 1)
     for block, frame in zip(blocks, encoded(lane, coder, blocks), strict=True):
@@ -111,8 +111,8 @@ def test_the_cpu_reads_what_it_writes(lane, name):
 
 
 @pytest.mark.parametrize("decode_bytes", [None, 1 << 20])
-def test_it_reads_what_the_cpu_writes(lane, monkeypatch, decode_bytes):
-    """Also in several calls."""
+def test_nvcomp_reads_what_the_cpu_writes(lane, monkeypatch, decode_bytes):
+    """nvCOMP reads zstd and deflate of the CPU, in one call or in several."""
     if decode_bytes:
         monkeypatch.setattr(nvcomp, "DECODE_BYTES", decode_bytes)
     lengths = LENGTHS * 3
@@ -128,5 +128,6 @@ def test_it_reads_what_the_cpu_writes(lane, monkeypatch, decode_bytes):
 
 
 def test_a_call_that_cannot_be_made_says_so(lane):
+    """If a call of nvCOMP fails, the error names the function and its status."""
     with pytest.raises(RuntimeError, match=r"nvCOMP: DeflateCompressGetMaxOutputChunkSize failed with status \d+"):
         nvcomp.room_bytes(nvcomp.Coder(codecs.DEFLATE, "Deflate", b"\x63", 1 << 40, 16, 1))

@@ -129,7 +129,7 @@ def test_a_manager_saves_what_was_there(tmp_path, async_save):
             assert back["w"][0] == step
 
 
-def test_rewrites_and_repairs_keep_pages(repo):
+def test_rewrites_keep_pages(repo):
     state = {"rows": rows(), "w": torch.arange(100_000.0)}
     for step in range(3):
         append_to = state["rows"]

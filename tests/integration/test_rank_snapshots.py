@@ -136,7 +136,7 @@ def test_gc_reads_no_child():
         assert children.isdisjoint(read)
 
 
-def test_a_save_that_died_leaves_children_that_gc_may_delete_once_its_record_is_aborted():
+def test_gc_deletes_no_children_of_a_record_that_is_missing():
     store = created()
     writer = versions(store, 1)
     record = next(key for key in keys_of(store, "snapshots/"))
@@ -289,7 +289,7 @@ def test_diff_compares_whatever_the_boxes_are(cut):
         }
 
 
-def test_a_damaged_snapshot_names_the_newest_whole_one():
+def test_which_snapshots_are_whole():
     store = created()
     versions(store, 3, world=2)
     with opened(store) as repository:

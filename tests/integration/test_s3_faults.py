@@ -367,7 +367,7 @@ def test_gets_that_always_break_off(world, how):
     world.check([0, 1])
 
 
-def test_an_outage_under_eight_writers(proxy, monkeypatch):
+def test_an_outage_under_sixteen_writers(proxy, monkeypatch):
     """Every thread outlasts it: they do not share one budget of retries, as they would in botocore (35 for all)."""
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
     monkeypatch.setattr("snapstore.storage.s3.failures._LONGEST_PAUSE_S", 0.1)

@@ -134,6 +134,7 @@ def raises(kind: type[BaseException], text: str, rank: int | None = None) -> Any
         yield
     except kind as error:
         raised, ranks = f"{type(error).__name__}: {error}", list(getattr(error, "failures", ()))
+    assert raised, f"no {kind.__name__}"
     assert text in raised, (text, raised)
     assert rank is None or ranks == [rank], (rank, raised)
 

@@ -256,7 +256,7 @@ def _check_all(moments):
         check("verbs", moment, disk, power.nothing_unsynced, "no fsync of directories")
 
 
-def test_the_model_finds_a_put_without_fsync(monkeypatch):
+def test_a_store_that_does_not_sync_its_directories_is_caught(monkeypatch):
     """A store that does not sync its directories is caught; without this, the other tests would prove nothing."""
     monkeypatch.setattr("snapstore.storage.atomic_write.fsync_directory", lambda *_: None)
     history.cache_clear()

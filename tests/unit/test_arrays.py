@@ -1,4 +1,4 @@
-"""The bytes of an array of every dtype, layout and kind come back to the bit."""
+"""Arrays of every dtype, layout and kind come back bit by bit."""
 
 import random
 
@@ -141,7 +141,7 @@ def test_as_memory_without_a_device_is_as_bytes():
 
 
 def test_copy_box_takes_either_kind_of_memory():
-    data = np.frombuffer(b"\x01\xff\x00", np.uint8)  # read-only, as a manifest's inline bytes are
+    data = np.frombuffer(b"\x01\xff\x00", np.uint8)  # read-only, like the inline bytes of a manifest
     for memory in (np.zeros(3, np.uint8), torch.zeros(3, dtype=torch.uint8)):
         copy_box((memory, (3,), (0,)), (data, (3,), (0,)), (3,))
         assert memory.tolist() == [1, 255, 0]

@@ -1,4 +1,4 @@
-"""Where a disk cannot read bytes that nothing needs, the ranges around them are read by themselves."""
+"""If a disk cannot read bytes that nothing needs, the wanted ranges around them are read without these bytes."""
 
 import errno
 import os
@@ -12,7 +12,7 @@ from snapstore.chunks.bad_sectors import read_around
 from snapstore.errors import StorageError
 from snapstore.format import pack
 
-#: (pack, gap before it, length) of ranges; a gap below 0 overlaps the range before.
+#: Ranges, as (pack, gap before the range, length); with a negative gap, a range overlaps the one before it.
 RANGES = st.lists(
     st.tuples(st.integers(0, 2), st.sampled_from([-3000, -1, 0, 7, 4095, 4096, 20_000, 65_000]), st.integers(0, 9000)),
     min_size=1,
@@ -21,7 +21,7 @@ RANGES = st.lists(
 
 
 def planned(drawn):
-    """Reads, and the columns of the ranges that they join."""
+    """Return the planned reads, the columns of the ranges that they join, and the size of the buffer."""
     at, columns = [0, 0, 0], []
     for number, gap, length in drawn:
         at[number] = max(0, at[number] + gap)
@@ -55,7 +55,7 @@ def test_ranges_apart_cover_what_is_wanted_and_no_wide_gap(drawn):
 
 
 class Disk:
-    """Calls of `fill`, which fails where a read contains the bad byte."""
+    """Records the calls of `fill`, which fails if a read contains the bad byte."""
 
     def __init__(self, bad, number=errno.EIO):
         self.bad, self.number, self.calls = bad, number, []
@@ -94,7 +94,7 @@ def test_a_bad_sector_in_a_range_is_an_error_that_holds_no_other():
 
 @pytest.mark.parametrize(("drawn", "number"), [(THREE, errno.ETIMEDOUT), (THREE[1:], errno.EIO)])
 def test_other_errors_and_reads_without_gaps_are_not_repeated(drawn, number):
-    """A store that does not answer would be waited for twice."""
+    """Otherwise a read would wait twice for a store that does not answer."""
     reads, (_, *ranges), _ = planned(drawn)
     disk = Disk(20_500, number)
     with pytest.raises(StorageError, match="cannot read"):

@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks.md match the records beside it."""
+"""The tables of docs/benchmarks.md match the records in docs/benchmarks/."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ RECORDS = ROOT / "docs" / "benchmarks"
 
 @pytest.fixture
 def tools(monkeypatch):
-    """The benches' modules."""
+    """Return the modules of the benchmarks."""
     monkeypatch.syspath_prepend(ROOT / "tools")
     from benchmarks import gpu, gpu_page, page
 
@@ -22,7 +22,7 @@ def tools(monkeypatch):
 
 @pytest.fixture
 def copy(tools, monkeypatch, tmp_path):
-    """A copy of the GPU's records and of the page that may be written to."""
+    """Copy the page and the GPU's records to a folder that tests may change; return its path."""
     (tmp_path / "docs" / "benchmarks").mkdir(parents=True)
     for name in ("benchmarks.md", *(f"benchmarks/{name}.json" for name in tools.gpu_page.RECORDS)):
         (tmp_path / "docs" / name).write_bytes((ROOT / "docs" / name).read_bytes())
@@ -55,7 +55,7 @@ def test_page_writes_the_gpus_section_again_and_nothing_else(tools, copy, monkey
     page.write_text(whole.replace("<!-- end of gpu -->", ""))
     with pytest.raises(ValueError, match="two marks"):
         tools.page.place("gpu", "")
-    assert tools.page.placed("scale")  # the others have theirs
+    assert tools.page.placed("scale")  # other sections still have their marks
 
 
 @pytest.mark.parametrize("arguments", [["--tiny"], ["--tiny", "--only", "limits"], ["--out", "{}/other.json"]])
@@ -74,7 +74,7 @@ def test_the_whole_bench_writes_its_record_and_the_page(tools, copy, monkeypatch
 
 
 def whole_bench(tools, copy, monkeypatch, tmp_path, arguments):
-    """Return the page after a benchmark whose sections do nothing."""
+    """Run the GPU benchmark with sections that do nothing; return the page after it."""
     monkeypatch.setattr(sys, "argv", ["tools/bench gpu", *(a.format(tmp_path) for a in arguments)])
     monkeypatch.setattr(tools.gpu, "ROOT", copy.parent)
     monkeypatch.setattr(tools.gpu, "run", lambda *_: None)
@@ -85,7 +85,7 @@ def whole_bench(tools, copy, monkeypatch, tmp_path, arguments):
     return (copy / "benchmarks.md").read_bytes()
 
 
-def test_figures_that_a_record_is_too_old_for_are_made_of_its_sections(tools):
+def test_figures_that_an_old_record_lacks_are_computed_from_its_sections(tools):
     old = record("gpu-slower-host")
     found = tools.gpu_page.figures(old)
     assert found["to_host_ratio"] == (pytest.approx(49.9077 / 55.242, abs=1e-5), False)
@@ -102,7 +102,7 @@ def test_figures_that_a_record_is_too_old_for_are_made_of_its_sections(tools):
     assert "| that / a raw pinned copy | - x | >= 1.05 | **no** |" in tools.gpu_page.section({"old": old})
 
 
-def test_beside_ours_stands_the_recipe_that_stores_less(tools):
+def test_the_page_compares_with_the_recipe_that_stores_less(tools):
     def row(who, gap, stored, **kinds):
         return {"regime": "r", "gap": gap, "who": who, "stored_bytes": stored, "share": stored / 100, "kinds": kinds}
 
@@ -114,14 +114,17 @@ def test_beside_ours_stands_the_recipe_that_stores_less(tools):
 
 
 def test_the_sustained_step_waits_for_every_save(tools, monkeypatch):
-    """A step takes 1 s, a save 14 s, of which the loop waits 1: after 10 steps it is waited for, 3 s more."""
+    """The sustained ratio counts the whole wait for a save, until it is committed.
+
+    A step takes 1 s and a save 14 s. The loop waits for the first second of the save, and 10 steps later for 3 s more.
+    """
     now, figures = [0.0], {}
 
     def train(steps):
         now[0] += steps
 
     def save(number, state):
-        assert now[0] >= done[-1], "the save before is over"
+        assert now[0] >= done[-1], "the previous save has ended"
         now[0] += 1
         done.append(now[0] + 13)
         return SimpleNamespace(result=lambda: now.__setitem__(0, max(now[0], done[-1])))
@@ -136,7 +139,7 @@ def test_the_sustained_step_waits_for_every_save(tools, monkeypatch):
     found = tools.gpu.section_steps(bench)
     assert figures == {"train_step_ratio": pytest.approx(1.1), "train_step_sustained_ratio": pytest.approx(1.4)}
     assert found["outlasted_s"] == [3, 3, 3, 3]
-    assert now[0] == 2 * (14 + 5) + 4 * 10 + 4 * 14, "no more steps than the blocks have"
+    assert now[0] == 2 * (14 + 5) + 4 * 10 + 4 * 14, "the steps of the blocks and of the first saves, and no others"
 
 
 class Managed(SimpleNamespace):

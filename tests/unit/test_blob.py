@@ -1,4 +1,4 @@
-"""Blobs round-trip in chains of every shape, none grows, and every flipped byte is found."""
+"""Blobs round-trip in chains of every shape, no payload exceeds its chunk, and every flipped byte is found."""
 
 from functools import partial
 
@@ -64,7 +64,7 @@ def decode(blobs, chunk_digest, size):
     st.integers(0, 1000),
 )
 def test_chains_round_trip(versions, elements, seed):
-    """Up to eight deltas over one full blob, each with an element size and a layout of its own."""
+    """One full blob and up to eight deltas decode to the chunk; each has its own element size and layout."""
     size = 8 * elements
     chunk = content(versions[0][0], size, seed)
     blobs = [full(chunk, *versions[0][1:])]
@@ -98,7 +98,7 @@ def test_parse_gives_what_encode_was_told_and_nothing_grows(kind, element_size, 
 
 
 def test_each_kind_of_plane_gets_its_codec():
-    """Floats are judged by their skew, anything else by its repeats; noise stays raw."""
+    """For planes of floats the skew decides the codec. Other planes are coded by their repeats. Noise stays raw."""
     split = np.stack([content(kind, 65536) for kind in ("noise", "skewed", "sparse", "zero")])
     chunk = np.empty(4 * 65536, np.uint8)
     raw, zstd, deflate = codecs.RAW, codecs.ZSTD, codecs.DEFLATE
@@ -196,7 +196,7 @@ shapes = st.lists(
 
 
 def encode_all(drawn, scale=1):
-    """Blobs of (kind, element size, layout, elements, whether it is a delta)."""
+    """Return a blob for each (kind, element size, layout, elements, whether it is a delta)."""
     return [
         encode(content(kind, scale * n * e, i), e, bytes([i]) * 16, b"base" * 4 if delta else None, layout)
         for i, (kind, e, layout, n, delta) in enumerate(drawn)
@@ -204,7 +204,10 @@ def encode_all(drawn, scale=1):
 
 
 def check_headers(blobs):
-    """The header of each is what `encode` wrote, once its checksum is put in; and it is read back."""
+    """Check `headers` against the blobs that `encode` wrote, and `read_headers` against `parse`.
+
+    `headers` writes no checksums, so they are added before the comparison.
+    """
     entries = np.frombuffer(b"".join(blob.entry(memoryview(b), 8 * i) for i, b in enumerate(blobs)), blob.ENTRY)
     parsed = [blob.parse(memoryview(b), "here") for b in blobs]
     counts = np.array([len(h.block_lengths) for h in parsed], np.int64)
@@ -248,12 +251,12 @@ def test_headers_with_many_block_lengths():
     check_headers(blobs)
 
 
-#: Errors of `parse` that `read_headers` cannot see: it looks at 80 bytes and a length.
+#: The error of `parse` that `read_headers` cannot find: it looks only at 80 bytes and a length.
 UNSEEN = "checksum mismatch"
 
 
 def agree(data, length=None):
-    """`read_headers` and `parse` think the same of one blob, but for the checksum, which is corrected."""
+    """Correct the checksum of a blob; check that `read_headers` and `parse` agree; return whether it is valid."""
     stored = np.frombuffer(bytes(data), np.uint8)
     length = len(data) if length is None else length
     mended = bytearray(data)[:length]
@@ -300,7 +303,7 @@ def test_read_headers_of_what_is_too_short():
         assert not fine.any()
     _, fine = blob.read_headers(data, np.empty(0, np.int64), np.empty(0, np.int64))
     assert fine.shape == (0,)
-    # a short one at the end, whose 80 bytes would lie beyond the buffer
+    # a short blob at the end: 80 bytes from its start would reach beyond the buffer
     _, fine = blob.read_headers(data, np.array([0, data.size - 10]), np.array([data.size, 10]))
     assert fine.tolist() == [True, False]
 

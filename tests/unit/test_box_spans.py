@@ -1,4 +1,4 @@
-"""Spans of boxes against sets of elements that are numbered one by one."""
+"""Spans of boxes agree with a plain reference, which numbers all elements."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ def inner_boxes(shape):
 
 
 def numbers_in(shape, at, sizes):
-    """Return the numbers in C order of the elements of a box within a shape, ascending."""
+    """Return the numbers of a box's elements in C order of the shape around it, ascending."""
     place = tuple(slice(start, start + n) for start, n in zip(at, sizes, strict=True))
     return np.arange(math.prod(shape)).reshape(shape)[place].reshape(-1)
 

@@ -1,4 +1,4 @@
-"""The cache stays within its bound: it evicts the longest unused index, never one in use, and nothing else."""
+"""The cache stays within its limit: it removes the least recently used indexes, never one in use, and nothing else."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 def index_of(folder: Path, number: int, used_s: float | None = None, size_bytes: int = 64 * KiB) -> Path:
-    """A closed index of that size, last used then."""
+    """Make a closed index of `size_bytes`, last used at `used_s`."""
     path = folder / f"{number:032x}-{number:032x}"
     end_use(begin_use(path))
     (path / "data.mdb").write_bytes(os.urandom(size_bytes))
@@ -47,7 +47,7 @@ def test_the_longest_unused_goes_first(folder):
     assert names(folder) == {path.name for path in paths}
     shrink(2 * 64 * KiB + 32 * KiB)
     assert names(folder) == {path.name for path in by_use[-2:]}
-    end_use(begin_use(by_use[-2]))  # a use makes it young
+    end_use(begin_use(by_use[-2]))  # this use is the latest
     shrink(64 * KiB + 32 * KiB)
     assert names(folder) == {by_use[-2].name}
     shrink(0)
@@ -69,7 +69,7 @@ def test_a_folder_that_is_no_index_of_ours_is_left_alone(folder):
     for name in others:
         (folder / name).mkdir()
         (folder / name / "file").write_bytes(bytes(8 * KiB))
-    (folder / "evicted-0123456789abcdef").mkdir()  # a process was killed
+    (folder / "evicted-0123456789abcdef").mkdir()  # left by a process that was killed while it removed an index
     (folder / "evicted-0123456789abcdef" / "data.mdb").write_bytes(b"x")
     shrink(0)
     assert names(folder) == set(others)
@@ -106,12 +106,15 @@ def test_an_index_in_use_stays_however_old_it_is(folder):
 
 
 def test_users_beside_removers(folder):
-    """A folder in use is there and whole, however often others remove it; six threads, each with locks of its own."""
+    """A folder in use exists and is whole, although other threads try to remove it again and again.
+
+    Each of the six threads opens its own descriptors, so their locks exclude each other as those of processes do.
+    """
     path = folder / f"{'a' * 32}-{'b' * 32}"
     begun_s, failures, removed = time.monotonic(), [], []
 
     def goes_on() -> bool:
-        """For two seconds, and on a busy machine until something has been removed a few times."""
+        """Return True for two seconds, and on a busy machine until the folder was removed more than five times."""
         passed_s = time.monotonic() - begun_s
         return passed_s < 2 or (sum(removed) <= 5 and passed_s < 300)
 
@@ -125,7 +128,7 @@ def test_users_beside_removers(folder):
                 time.sleep(0.001)
                 assert mark.read_bytes() == data
                 end_use(fd)
-                time.sleep(0.001)  # lets those who remove have it
+                time.sleep(0.001)  # gives the other threads time to remove it
             except BaseException as error:
                 failures.append(error)
                 raise
@@ -143,7 +146,7 @@ def test_users_beside_removers(folder):
     for thread in threads:
         thread.join(600)
     assert failures == []
-    assert sum(removed) > 5, "nothing was ever removed: this test has shown nothing"
+    assert sum(removed) > 5, "the folder was removed too rarely: this test has shown nothing"
 
 
 @pytest.mark.parametrize("broken", ["iterdir", "rename"])
@@ -160,7 +163,7 @@ def test_a_cache_that_cannot_be_tidied(folder, monkeypatch, broken):
 
 
 def test_repositories_whose_indexes_are_removed(folder, tmp_path, monkeypatch):
-    """Opening one removes the others' that are closed; all work as before."""
+    """Opening a repository removes the indexes of closed repositories; then all repositories still work."""
     roots = [tmp_path / f"r{n}" for n in range(3)]
     for n, root in enumerate(roots):
         with Repository.create(root, chunk_bytes=1024, options=OPTIONS) as repository:
@@ -186,11 +189,11 @@ def test_the_bound_is_kept_by_opening(folder, tmp_path, monkeypatch):
     Repository.create(tmp_path / "r").close()
     assert not old[0].exists()
     Repository.open(tmp_path / "r").close()
-    assert sum(cache_dir._use_of(path)[1] for path in folder.iterdir()) <= 200 * KiB, "the open one is beside the bound"
+    assert sum(cache_dir._use_of(path)[1] for path in folder.iterdir()) <= 200 * KiB, "an index in use may exceed it"
 
 
 def test_a_folder_that_goes_while_it_is_made(tmp_path, monkeypatch):
-    """mkdir finds it; then another process removes it."""
+    """If mkdir finds the folder and another process then removes it, it is made again."""
     real, calls = os.mkdir, []
 
     def mkdir(path, *rest):

@@ -25,7 +25,7 @@ def floats(seed, count=5000):
 
 @pytest.fixture
 def store():
-    """Steps 0 and 1 of run a share the frozen part's pack; step 1's model is a delta on step 0's; run b is alone."""
+    """Steps 0 and 1 of run a share the frozen part's pack. Step 1's model is a delta to step 0's. Run b is alone."""
     store = MemoryStore()
     with Repository.create(store, chunk_bytes=8192, options=SaveOptions(threads=2)) as repo:
         a = floats(1)
@@ -46,7 +46,7 @@ def names(snapshots):
 
 
 def packs_of(store, ref):
-    """part -> key of the packs that this save wrote, by the save id in their headers."""
+    """Return {part: key of its pack} of the packs that a save wrote, found by the save id in their headers."""
     with Repository.open(store, options=SaveOptions(threads=1)) as repo:
         save_id = bytes.fromhex(repo.snapshot(ref).id)
     found = {}
@@ -78,7 +78,7 @@ def test_an_empty_repository_is_ok():
 
 
 def found(result, kind, key, lost):
-    """Every finding is of this kind and object, and exactly `lost` cannot be restored."""
+    """Check that each finding is of this kind and object or of kind "chunk", and that exactly `lost` is damaged."""
     assert not result.ok
     assert {p.kind for p in result.problems} <= {kind, "chunk"}
     assert key is None or {p.key for p in result.problems if p.kind == kind} == {key}
@@ -88,7 +88,7 @@ def found(result, kind, key, lost):
     assert suffering == {s.id for s in result.damaged}
 
 
-# Where in the pack, and who loses by it: all blobs of the pack lie one after the other from byte 64.
+# (Offset of the byte, whether snapshots are damaged by it). The first blob of a pack begins behind the pack header.
 PLACES = {
     "blob magic": (pack.HEADER.size + 1, True),
     "blob reserved": (pack.HEADER.size + 6, True),
@@ -115,15 +115,15 @@ def test_a_flipped_byte_in_a_pack(store, place, ref, part, users):
     key = packs_of(store, ref)[part]
     at, loses = PLACES[place]
     flip(store, key, at)
-    assert check(store, "metadata").ok, "nothing is read there but names and sizes"
+    assert check(store, "metadata").ok, "this level reads only names and sizes of packs"
     for level in ("data", "restore"):
         found(check(store, level), "pack", key, users if loses else [])
 
 
 def test_a_blob_that_only_one_snapshot_needs(store):
-    """A chunk that step 2 holds again: damage of the old one is no loss for step 2."""
+    """Damage of a blob that only step 0 needs does not affect step 1, which shares the other chunk."""
     old = np.concatenate([floats(1)[:2048], floats(9)[:2048]])
-    new = np.concatenate([floats(1)[:2048], floats(10)[:2048]])  # of the second chunk nothing is left
+    new = np.concatenate([floats(1)[:2048], floats(10)[:2048]])  # the second chunk is completely different
     with Repository.open(store, options=SaveOptions(threads=1)) as repo:
         first, second = (repo.save({"m": {"w": w}}, run="c", step=i) for i, w in enumerate((old, new)))
     key = packs_of(store, "c@0")["m"]
@@ -152,7 +152,7 @@ def test_a_missing_shared_pack(store, level):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_pack_cut_short(store, level):
-    """Only those who need a blob beyond the cut lose by it."""
+    """Only snapshots that need a blob behind the cut are damaged."""
     key = packs_of(store, "b@0")["other"]
     data = store.get(key)
     replace(store, key, data[:-10])
@@ -179,7 +179,7 @@ def test_a_damaged_manifest(store, level, how):
         store.delete([key])
     else:
         replace(store, key, {"truncate": data[:-1], "extend": data + b"x"}[how])
-    found(check(store, level), "manifest", key, ["a@0", "a@1"])  # they share it
+    found(check(store, level), "manifest", key, ["a@0", "a@1"])  # both snapshots share the manifest
 
 
 def record_key(store, ref):
@@ -220,7 +220,7 @@ def test_a_record_that_changes_under_an_open_index(store, monkeypatch):
         modified_s = store.stat(key).modified_s
         flip(store, key, 40)
         renewed = repo.check("metadata")
-        with monkeypatch.context() as patch:  # a bit that flips on the disk renews no time
+        with monkeypatch.context() as patch:  # a bit that flips on the disk does not change the file's time
             patch.setattr(store, "clock", lambda: modified_s)
             store.touch(key)
         result = repo.check("metadata")
@@ -256,7 +256,7 @@ def test_a_stray_object_is_named(store):
 
 
 def test_a_tree_that_does_not_fit_its_parts(store):
-    """A record without one of its manifests is well-formed; its state cannot be put together."""
+    """A record that lacks one of its manifests is well-formed, but no state can be built from it."""
     with Repository.open(store, options=SaveOptions(threads=1)) as repo:
         s = repo.snapshot("a@0")
     import msgspec
@@ -317,7 +317,7 @@ def test_a_bad_level(store):
 
 
 def test_intact_pages_that_hold_no_tree_of_own_values_are_damage(monkeypatch):
-    """The chunks of such pages prove right, so only their content tells. Other checks find unreadable pages."""
+    """The chunks of such pages have correct digests, so only the content shows the damage."""
     monkeypatch.setattr(damaged_packs, "pages_of", lambda m: [object()])
     monkeypatch.setattr(damaged_packs, "read_pages", lambda *_: b"\xc1")
     with pytest.raises(FormatError):

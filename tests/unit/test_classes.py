@@ -72,7 +72,7 @@ class Frozen:
 
 class Dict(dict):
     def __iter__(self):
-        raise AssertionError("its own methods are not asked")
+        raise AssertionError("a method of the subclass was called")
 
     keys = items = values = __iter__
 
@@ -149,7 +149,7 @@ def test_namespaces_come_back_as_they_are():
     assert type(back["args"]) is type(back["args"].nested) is argparse.Namespace
     assert (back["args"].lr, back["args"].path, back["args"].nested.w.sum()) == (0.1, pathlib.Path("x"), 3)
     assert back["simple"] == state["simple"]
-    assert again(state, keys="args.lr") == {"args": {"lr": 0.1}}  # a part of it has the plain form
+    assert again(state, keys="args.lr") == {"args": {"lr": 0.1}}  # a part of a namespace comes back in plain form
 
 
 PLAIN = [
@@ -210,7 +210,7 @@ def test_keys_and_members():
 
 def test_names_find_classes_of_other_modules_only_if_they_are_unique():
     node = ["object", "dataclass", "__main__", "Config", ["dict", ["lr"], [0.5]]]
-    assert type(decoded(node, [Config])) is dict  # it is made when the state is built
+    assert type(decoded(node, [Config])) is dict  # the object is made later, when the state is built
     state = {"a": Config(0.5)}
     other = dataclasses.make_dataclass("Config", ["lr", "mode", "tags"])
     other.__qualname__, other.__module__ = "Config", "elsewhere"
@@ -316,7 +316,7 @@ def test_cycles():
             flatten({"a": bad})
 
 
-def test_an_object_with_state_dict_stays_one():
+def test_a_dict_with_a_state_dict_method_is_stored_by_that_method():
     class Both(dict):
         def state_dict(self):
             return {"asked": 1}
@@ -437,7 +437,7 @@ def test_a_hostile_node_is_a_format_error(node):
             decoded(["list", [node]], classes)
 
 
-def test_a_chain_of_objects_ends():
+def test_objects_that_are_nested_too_deep_are_a_format_error():
     node = 1
     for _ in range(300):
         node = ["object", "subclass", "m", "List", ["list", [node]]]
@@ -446,7 +446,7 @@ def test_a_chain_of_objects_ends():
 
 
 def test_a_stored_name_is_never_imported(tmp_path):
-    """A module of that name lies where Python would find it."""
+    """Decoding does not import the module that a stored name refers to, even if Python could find it."""
     (tmp_path / "trap.py").write_text("raise SystemExit('imported')")
     program = """
 import sys

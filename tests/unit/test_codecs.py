@@ -89,7 +89,7 @@ def test_deflate_blocks_are_raw_streams(size):
 
 
 def test_foreign_encoders_are_read():
-    """Any RFC 8878 frame with a content size, any RFC 1951 stream."""
+    """Blocks of other encoders decode: any RFC 8878 frame with a content size, and any RFC 1951 stream."""
     data = b"the quick brown fox " * 100
     plain = np.frombuffer(data, np.uint8)
     for level in (1, 19):
@@ -138,7 +138,7 @@ def test_flipped_bytes_decode_to_the_length_or_not_at_all():
             bad = bytearray(block)
             bad[at] ^= 0x55
             try:
-                assert decode(codec, [bad], 3000).size == 3000  # wrong bytes are for the digest to find
+                assert decode(codec, [bad], 3000).size == 3000  # the digest finds wrong bytes
             except IntegrityError:
                 continue
 
@@ -158,7 +158,10 @@ def test_names():
 
 
 def test_frames_at_the_end_of_a_buffer_are_known_as_in_its_middle():
-    """`is_literals` reads the same bytes of each frame, the last of which has fewer behind it."""
+    """`is_literals` gives one answer for a frame, however many bytes follow it.
+
+    It reads the same number of bytes of each frame, and they can go beyond the end of the buffer.
+    """
     rng = np.random.default_rng(3)
     blocks = [(rng.standard_normal(n) * 8).astype(np.int8).view(np.uint8) for n in (40, 100, 255, 256, 300, 5000)]
     blocks += [np.zeros(n, np.uint8) for n in (1, 9, 300)] + [rng.integers(0, 256, 60).astype(np.uint8)]

@@ -1,4 +1,4 @@
-"""Columns of plain values: they come back to the type, refuse hostile columns, and never hide a cycle."""
+"""Plain values in columns keep their values and types. Hostile columns are refused, and every cycle is found."""
 
 import math
 
@@ -54,7 +54,7 @@ VALUES = st.recursive(
 
 @pytest.fixture(autouse=True, scope="module")
 def rows_of_two():
-    """Two containers of one form become rows, so that small examples have them."""
+    """Make rows of two or more containers of one form, so that small examples have rows."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(columns, "MIN_ROWS", 2)
         yield
@@ -94,13 +94,15 @@ def test_forms(value):
 
 
 def test_large_plain_values_of_a_state_have_columns_and_no_others():
+    """Large plain values of a state are stored in columns. Small values and metadata are not."""
+
     import torch
 
     small, large = list(range(100)), [(i, str(i)) for i in range(200)]
     tree = {part.name: part.tree for part in flatten({"m": {"w": torch.ones(2), "l": large}, "s": [small, small]})}
     assert tree["m"][2][1][0] == "columns"
     assert tree["s"] == ["list", [["list", small], ["list", small]]]
-    assert encode_plain(large)[0] == "list"  # metadata is small, and is read by people
+    assert encode_plain(large)[0] == "list"  # metadata is small, and people read it
 
 
 def test_the_state_may_change_once_it_is_flattened():
@@ -154,6 +156,7 @@ def test_cycles_are_found_and_named():
 
 
 def test_depth():
+    """A state may have MAX_DEPTH levels of containers, and no more."""
     value = list(range(400))
     for _ in range(MAX_DEPTH - 1):
         value = [value, "x"]
@@ -163,6 +166,7 @@ def test_depth():
 
 
 def test_a_value_without_a_form_is_named_among_many():
+    """If one of many values cannot be saved, the error names its place."""
     for bad in (object(), bytearray(5000)[:0].decode, len):
         with pytest.raises(UnsupportedLeafError, match=r"data.399.1"):
             flatten({"data": [[i, str(i)] for i in range(399)] + [[1, bad]]})
@@ -224,6 +228,7 @@ def test_a_hostile_column_is_a_format_error(what):
 
 
 def test_columns_of_columns_end():
+    """Columns that are nested too deep are refused."""
     for wrap in (
         lambda below: ["mixed", b"\x00", [below]],
         lambda below: ["lists", ["values", b"\x91\x01"], below],
@@ -269,7 +274,7 @@ def test_too_many_keys_of_one_hash_are_refused_before_the_dict_is_built():
 
 
 def test_memory_is_counted_before_it_is_taken():
-    """Rows of one small number take two hundred times its byte."""
+    """Memory is counted before it is allocated: a row of one small number takes 200 times its stored byte."""
     spent = []
     column = ["dict rows", ["values", b"\x91\xa1x"], b"\x00", [["values", b"\xdc\x10\x00" + bytes(4096)]]]
     whole = ["lists", ["values", msgspec.msgpack.encode([4096])], column]

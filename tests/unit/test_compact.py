@@ -1,4 +1,4 @@
-"""compact keeps every state bit for bit, never increases what gc leaves, and drops dead chunks."""
+"""compact keeps every state bit for bit, never increases the bytes that gc leaves, and drops dead chunks."""
 
 import dataclasses
 
@@ -53,7 +53,7 @@ def store(request, tmp_path):
 
 @pytest.fixture
 def repo(store):
-    """a@0 to a@9, of which the last three stay: their chains lead through what is forgotten."""
+    """Save a@0 to a@9 and keep only the last three. Their chains lead through chunks of the forgotten snapshots."""
     with opened(store) as repository:
         for step in range(10):
             save(repository, "a", step, step)
@@ -69,7 +69,7 @@ def needed(repository):
 
 
 def chains(repository, ref):
-    """(digest, [digest of every link]) of every chunk."""
+    """Yield (digest, [digest of every link]) for every chunk of a snapshot."""
     for part in repository.snapshot(ref).manifests:
         table = manifest.read(repository.store, part, None).table
         for row in range(len(table)):
@@ -78,12 +78,12 @@ def chains(repository, ref):
 
 
 def strays(repository):
-    """Chunks that chains lead through and no snapshot holds."""
+    """Return the digests of the chunks that chains lead through and no snapshot holds."""
     found = [chain for snapshot in repository.snapshots() for chain in chains(repository, snapshot.ref)]
     return {digest for _, links in found for digest in links} - {digest for digest, _ in found}
 
 
-def test_all_of_it(repo):
+def test_all_snapshots_are_compacted(repo):
     before, size = repo.snapshots(), needed(repo)
     assert strays(repo)
     old = {ref: [digest for digest, _ in chains(repo, ref)] for ref in ("a@7", "a@8", "a@9")}
@@ -152,7 +152,7 @@ def test_a_dry_run_changes_nothing_and_is_about_right(repo):
     assert dry.bytes_after == pytest.approx(real.bytes_after, rel=0.1)
 
 
-def test_only_what_is_named(repo):
+def test_only_the_named_snapshots_are_rewritten(repo):
     size = needed(repo)
     others = {s.ref: s for s in repo.snapshots() if s.ref != "a@7"}
     report = repo.compact(["a@7", "a@7"])
@@ -176,7 +176,7 @@ def test_no_more_is_written_than_allowed(repo, share):
     check_restores(repo)
     repo.gc()
     assert needed(repo) <= size
-    for _ in range(30):  # in small steps it comes to the same end
+    for _ in range(30):  # many limited runs come close to the size after one unlimited run
         if not repo.compact(max_repack_bytes=max(20_000, limit)).rewritten:
             break
         repo.gc()
@@ -185,7 +185,7 @@ def test_no_more_is_written_than_allowed(repo, share):
 
 
 def test_the_most_profitable_comes_first():
-    """Two packs may be left, and the bound allows for one: the one of which more is dead."""
+    """If the limit is enough for only one of two packs, compact empties the one with more dead bytes."""
     store = MemoryStore()
     rng = np.random.default_rng(1)
     with Repository.create(store, chunk_bytes=4096, options=SaveOptions(pack_bytes=2**20, threads=1)) as repository:
@@ -203,7 +203,10 @@ def test_the_most_profitable_comes_first():
 
 
 def test_full_chunks_become_deltas(store):
-    """Saved full, as a policy wanted it; kept beside each other, deltas are less. Chains stay within the bound."""
+    """Snapshots that were saved full become deltas to each other, and need fewer bytes.
+
+    The cost to restore their chains stays within the limit.
+    """
     rng = np.random.default_rng(2)
     state = {"w": rng.standard_normal(8192).astype(np.float32)}
     with opened(store) as repository:
@@ -222,8 +225,11 @@ def test_full_chunks_become_deltas(store):
         assert repository.compact().freed_bytes >= 0
 
 
-def test_a_nan_beside_tensors_is_as_good_as_any_value():
-    """It equals no other NaN, so what a new manifest says must not be compared value by value."""
+def test_a_nan_in_the_state_does_not_fail_compact():
+    """A state with a NaN is compacted.
+
+    A NaN does not equal itself, so the old and the new manifest must not be compared value by value.
+    """
     rng = np.random.default_rng(0)
     state = {"trainer": {"w": rng.standard_normal(8192).astype(np.float32), "best": float("nan"), "zero": -0.0}}
     store = created()
@@ -247,7 +253,10 @@ def test_saves_go_on_from_a_compacted_parent(repo):
 
 
 def test_a_manager_goes_on_over_a_compacted_parent(tmp_path):
-    """Its next save takes deltas to bytes that it holds, of a parent whose blobs were rewritten and collected."""
+    """After a compact and a gc, the manager still saves deltas to the bytes that it holds in memory.
+
+    They are the bytes of the parent, whose blobs were rewritten and collected.
+    """
     rng = np.random.default_rng(0)
     state = {"w": rng.standard_normal(100_000).astype(np.float32)}
     expected = {}
@@ -297,7 +306,7 @@ def test_bad_arguments(repo):
 
 
 def forked(count, scale=1, chunks=4):
-    """A base that is forgotten, and `count` runs that went on from it."""
+    """Return a store with `count` runs that continue from one forgotten base, and the runs' states by reference."""
     store = MemoryStore()
     Repository.create(store, chunk_bytes=16384, options=SaveOptions(pack_bytes=65536, threads=1)).close()
     rng = np.random.default_rng(3)
@@ -317,7 +326,7 @@ def forked(count, scale=1, chunks=4):
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_forks_of_a_base_that_is_gone(count):
-    """One of them becomes full, the others deltas to it."""
+    """The chunks of one run become full. Those of the other runs become deltas to them."""
     store, states = forked(count)
     with opened(store) as repository:
         size = needed(repository)
@@ -346,7 +355,10 @@ def test_manifests_are_read_as_often_however_many_chunks_there_are(monkeypatch):
 
 
 def test_a_base_that_is_cheaper_than_what_hangs_on_it_stays(monkeypatch):
-    """Zeros, and noise on them in two runs: full, the noise takes as much again, and the base is next to nothing."""
+    """A forgotten base of zeros needs few bytes, so compact keeps the noise as a delta to it.
+
+    As full chunks the noise would need as many bytes as the delta does. The repository does not grow.
+    """
     monkeypatch.setattr(sparse, "TRIED_BELOW_SHARE", -1.0)
     store = created(4096)
     rng = np.random.default_rng(5)
@@ -409,7 +421,7 @@ def test_damage_fails_the_snapshots_that_have_it_and_no_other(in_memory, harm):
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_survey_of_a_snapshot_with_a_damaged_part(in_memory, number):
-    """The part before the damaged one looks sound, and must be as little rewritten as the damaged one."""
+    """Compact may rewrite no part of a snapshot with a damaged part, not even a sound part before the damaged one."""
     chosen = {snapshot.id for snapshot in in_memory.snapshots()}
     assert check_survey(in_memory, chosen).edges
     flip_in_place(in_memory.store, in_memory.snapshot("a@7").manifests[number].key, 60)
@@ -455,7 +467,7 @@ def _fails(repo, snapshot):
 
 
 def _with_manifest(store, was, m, **changes):
-    """Another writer's manifest in place of a snapshot's only one: as `m`, with some other contents."""
+    """Replace the only manifest of a snapshot by one of another writer: `m` with some changes."""
     others = {"rank": 0, "sequence": 0, "part": "", "made_for": None}
     data = manifest.encode(dataclasses.replace(manifest.ManifestContents.of(m), **others | changes))
     ref = manifest.ref_of(data)
@@ -464,7 +476,7 @@ def _with_manifest(store, was, m, **changes):
     store.put(revision.key, records.encode(revision))
 
 
-def test_a_manifest_that_names_a_pack_twice_is_left(store):
+def test_a_manifest_that_names_a_pack_twice_is_not_rewritten(store):
     rng = np.random.default_rng(5)
     kept, other = rng.standard_normal((2, 4096)).astype(np.float32)
     with opened(store) as repo:
@@ -485,7 +497,7 @@ def test_a_manifest_that_names_a_pack_twice_is_left(store):
 
 
 def two_runs(repo, steps, **options):
-    """Some steps of runs a and b; the last state of b."""
+    """Save some steps of runs a and b; return the last state of b."""
     rng = np.random.default_rng(4)
     for run in "ab":
         state = {"w": rng.standard_normal(8192).astype(np.float32)}
@@ -497,7 +509,10 @@ def two_runs(repo, steps, **options):
 
 @pytest.mark.parametrize("what", ["dtype", "chunks"])
 def test_a_manifest_that_makes_no_sense_does_not_stop_the_others(what):
-    """A dtype of a later release; a tensor that has lost a chunk. Neither is damage that its SHA-256 tells."""
+    """A manifest with an unknown dtype, or with a tensor that lacks a chunk, does not stop the other snapshots.
+
+    Its SHA-256 is right, so the digest does not show that something is wrong.
+    """
     store = MemoryStore()
     with Repository.create(store, chunk_bytes=1024, options=OPTIONS) as repo:
         state = two_runs(repo, 3, full=True)
@@ -519,7 +534,10 @@ def test_a_manifest_that_makes_no_sense_does_not_stop_the_others(what):
 @pytest.mark.parametrize("verb", ["compact", "recode"])
 @pytest.mark.parametrize("what", ["pack", "manifest"])
 def test_an_unreadable_object_fails_only_the_snapshots_that_need_it(what, verb, monkeypatch):
-    """It is tagged, so that a repair cannot drop it; it must not stop everything for good."""
+    """An unreadable pack or manifest fails its own snapshot, and the other snapshots are rewritten.
+
+    The snapshot is tagged, so a repair cannot drop it. It must not prevent every later compact and recode.
+    """
     foreign.readable(monkeypatch)
     store = created()
     with opened(store) as repo, foreign.written():
@@ -559,7 +577,7 @@ def test_a_forged_pack_beyond_a_tib_does_not_stop_the_others():
         assert (repo.restore("b@5")["w"] == state["w"]).all()
 
 
-def test_an_encoder_that_lies_is_found_out(in_memory, monkeypatch):
+def test_a_wrong_result_of_the_encoder_is_not_published(in_memory, monkeypatch):
     repo, real = in_memory, blob.encode
 
     def encode(source, *rest):
@@ -596,7 +614,10 @@ def test_a_store_that_fails_ends_it(in_memory, monkeypatch):
 
 
 def test_blobs_that_only_a_gpu_decodes_move_unchanged(monkeypatch):
-    """nvCOMP's ANS without nvCOMP: chains stay, packs are left all the same."""
+    """Blobs in nvCOMP's ANS codec keep their chains on a machine without nvCOMP.
+
+    Compact may still empty their packs: it copies such blobs unchanged.
+    """
     store = created()
     with opened(store) as repo:
         with monkeypatch.context() as patch:
@@ -609,6 +630,7 @@ def test_blobs_that_only_a_gpu_decodes_move_unchanged(monkeypatch):
         size = needed(repo)
         report = repo.compact()
         assert (report.encoded, report.failed) == (0, [])
+        assert report.moved > 0
         repo.gc()
         assert needed(repo) <= size
         foreign.readable(monkeypatch)
@@ -621,9 +643,10 @@ def test_blobs_that_only_a_gpu_decodes_move_unchanged(monkeypatch):
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_any_history(data):
-    """Runs, forks, twin chunks, values that come back, any of it forgotten: nothing grows, all that stays restores.
+    """After any history, compact does not grow the repository, and all snapshots that stay restore.
 
-    So small gains are taken here that manifests, some hundred bytes each, may grow by more.
+    The history has runs, forks, duplicate chunks, values that return, and forgotten snapshots. PART_BYTES is small, so
+    compact also makes changes that gain little. A new manifest may be longer than the gain, by some hundred bytes.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compact_plan, "PART_BYTES", 8)
@@ -669,8 +692,8 @@ def _any_history(draw):
         assert report.bytes_before == size
         assert limit is None or report.bytes_written <= limit
         grown = 512 * len(report.rewritten)
-        if limit is not None:  # what costs more than was reckoned ends it before a pack is empty; the next one goes on
-            grown += 3 * report.bytes_written // 2  # blobs, and their share of a pack's own bytes
+        if limit is not None:  # if the cost exceeds the estimate, compact stops before a pack is empty
+            grown += 3 * report.bytes_written // 2  # blobs, and their share of the other bytes of a pack
         assert report.bytes_after <= size + grown
         repo.gc()
         assert needed(repo) == report.bytes_after
@@ -687,7 +710,10 @@ def _any_history(draw):
 
 @pytest.mark.parametrize("verb", ["recode", "compact, encoding", "compact, moving"])
 def test_a_blob_is_not_taken_for_its_duplicate_by_its_name(verb, monkeypatch):
-    """a@0 was damaged before it was encoded: its blob has the right label, the right checksum, and the wrong bytes."""
+    """A rewrite of b@1 does not use the blob of a@0, which has the right name and wrong bytes.
+
+    The chunk of a@0 was damaged before it was encoded, so its blob has the right digest and a valid checksum.
+    """
     foreign.readable(monkeypatch)
     rng, real = np.random.default_rng(0), blob.encode
     x, many = rng.standard_normal(1024, np.float32), rng.standard_normal((2, 30 * 1024), np.float32)
@@ -727,7 +753,10 @@ def test_a_blob_is_not_taken_for_its_duplicate_by_its_name(verb, monkeypatch):
 @pytest.mark.parametrize("stand", ["before", "behind the choice", "behind the copy"])
 @pytest.mark.parametrize("verb", ["recode", "compact"])
 def test_nothing_moves_out_of_quarantine(verb, stand, monkeypatch):
-    """a@1 needs a blob that was encoded wrongly, as a repair finds: a copy of it would be suspected by nobody."""
+    """A rewrite copies no blob out of a pack in quarantine, because nothing would mark the copy as suspect.
+
+    a@1 needs a blob that was encoded wrongly. A repair finds it before the rewrite, or while the rewrite runs.
+    """
     foreign.readable(monkeypatch)
     rng, real = np.random.default_rng(0), blob.encode
     x, y = rng.standard_normal(1024, np.float32), rng.standard_normal(30 * 1024, np.float32)
@@ -745,7 +774,7 @@ def test_nothing_moves_out_of_quarantine(verb, stand, monkeypatch):
             assert [s.ref for s, _ in other.repair(apply=True, level="restore").lost] == ["a@1"]
 
     with Repository.open(store, options=options) as repo:
-        if verb == "recode":  # a delta, whose digest nothing tells
+        if verb == "recode":  # a delta: recode does not rebuild its chunk, so no digest shows the error
             with foreign.written(), monkeypatch.context() as patch:
                 repo.save({"x": x}, run="a", step=0)
                 x *= np.float32(1 + 1e-6)
@@ -786,7 +815,7 @@ def test_nothing_moves_out_of_quarantine(verb, stand, monkeypatch):
 
 
 def test_an_unreadable_record_stops_it(repo):
-    """Everything that its snapshot needs would count as dead."""
+    """Without the record, everything that its snapshot needs would count as dead. So nothing is rewritten."""
     snapshot = repo.snapshot("a@8")
     flip(repo.store, snapshot.key, 40)
     before = {info.key for info in repo.store.list("")}
@@ -796,7 +825,11 @@ def test_an_unreadable_record_stops_it(repo):
 
 
 def test_a_chain_with_several_edges_stays_within_the_format():
-    """The new chain of the second edge fits by itself, but not with what is above the first, which has none."""
+    """A chain is not changed if it would get too many links.
+
+    The first edge has no new chain. The new chain of the second edge is short enough by itself, but too long together
+    with the links above the first edge.
+    """
 
     def links(first, count, dropped=None):
         places = [delta_chain.Place("p", 1000 * i, 10) for i in range(first, first + count)]

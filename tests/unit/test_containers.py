@@ -1,4 +1,4 @@
-"""Paths lead into containers of every kind, and copies of a container keep its kind."""
+"""Paths can name keys of every type, and a copy of a container keeps its kind."""
 
 import collections
 

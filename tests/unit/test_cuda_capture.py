@@ -10,7 +10,7 @@ from snapstore.engine.cuda import graph_capture
 
 @pytest.fixture
 def driver(monkeypatch):
-    """A function of the test loads the driver."""
+    """Return a function that sets how the driver is loaded."""
 
     def use(load):
         graph_capture.driver.cache_clear()
@@ -22,6 +22,7 @@ def driver(monkeypatch):
 
 
 def test_the_mode_is_exchanged_and_put_back(driver):
+    """The capture mode is relaxed inside the block and put back at its end, also after an error."""
     modes = [0]
 
     class Function:
@@ -42,7 +43,9 @@ def test_the_mode_is_exchanged_and_put_back(driver):
 
 
 @pytest.mark.parametrize("lacks", ["library", "symbol", "context"])
-def test_a_driver_that_cannot_fails_no_save(driver, lacks):
+def test_a_driver_that_cannot_exchange_the_mode_raises_no_error(driver, lacks):
+    """If the driver cannot exchange the mode, no error is raised."""
+
     def load(name):
         if lacks == "library":
             raise OSError(name)

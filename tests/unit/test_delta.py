@@ -25,7 +25,7 @@ def wide(digest):
 
 
 def a_manifest(digests, packs=(0,), part="model", entries=(), depth=0):
-    """One pack a chunk, in turn; every chunk has `depth` deltas."""
+    """Return a manifest whose chunks have `depth` deltas each; their blobs lie in the packs in turn."""
     n, per = len(digests), depth + 1
     table = ChunkTable(
         digests=np.array([wide(d) for d in digests], np.uint8).reshape(-1, 16),
@@ -56,13 +56,13 @@ def entry(path, first, chunks, dtype="float32", shape=(16,), boxes=1):
     return TensorEntry(list(path), "tensor", dtype, list(shape), False, None, [box] * boxes, None)
 
 
-# The first half of a digest is what is sorted; few values of it make equal halves common.
+# Bases sort digests by their first half. Here it has few values, so equal halves are common.
 digests = st.tuples(st.integers(0, 5), st.integers(0, 2)).map(lambda halves: halves[0] << 64 | halves[1])
 
 
 @given(st.lists(st.lists(st.integers(0, 2**128 - 1) | digests, max_size=30), max_size=4), st.data())
 def test_find_agrees_with_a_dict(tables, data):
-    """But for a digest whose first half belongs to another one as well: that may be taken for new, never for known."""
+    """The second of two digests with equal first halves may look unknown. No digest gets the row of another one."""
     bases = Bases([a_base(a_manifest(table)) for table in tables])
     flat = [d for table in tables for d in table]
     rows: dict[int, int] = {}
@@ -93,7 +93,7 @@ def test_packs_are_renumbered_into_one_list():
     assert bases.packs == [pack_name(7), pack_name(3), pack_name(9)]
     assert bases.pack_sizes == [1007, 1003, 1009]
     assert bases.table.ref_packs.tolist() == [0, 1, 1, 2]
-    assert bases.generation == 1, "one more than the first base's"
+    assert bases.generation == 1, "the generation of the first base, plus 1"
 
 
 def test_manifests_are_left_as_they_were():
@@ -135,7 +135,7 @@ def rows_at(bases, place, starts, lengths):
 
 
 def test_chunks_are_found_by_their_place_in_the_strip():
-    """Boxes of two ranks hold rows 0 to 2 and 2 to 5 of one strip, and another strip has the same rows."""
+    """A chunk is found by its strip, start and length. Two boxes lie in one strip, a third in another."""
 
     def boxes(*found):
         return TensorEntry(["w"], "tensor", "float32", [8, 32], False, None, [Box(*box) for box in found], None)
@@ -145,8 +145,8 @@ def test_chunks_are_found_by_their_place_in_the_strip():
     bases = Bases([a_base(first, second)])
     left = place_of(["w"], "float32", (8, 32), (4, 0), (1, 16))
     assert rows_at(bases, left, [64, 128], [64, 64]) == ([1, 2], True)
-    assert rows_at(bases, left, [256, 320], [64, 64]) == ([4, -1], True), "behind the last box"
-    assert rows_at(bases, left, [0, 32, 128], [32, 64, 64]) == ([-1, -1, 2], True), "other lengths, other places"
+    assert rows_at(bases, left, [256, 320], [64, 64]) == ([4, -1], True), "the second place is behind the last box"
+    assert rows_at(bases, left, [0, 32, 128], [32, 64, 64]) == ([-1, -1, 2], True), "no chunk has this start and length"
     assert rows_at(bases, left, [0, 64], [64, 64]) == ([0, 1], True)
     assert rows_at(bases, place_of(["w"], "float32", (8, 32), (0, 16), (1, 16)), [0], [64]) == ([5], True)
     assert rows_at(bases, place_of(["w"], "float32", (8, 32)), [0], [64]) == ([-1], False)
@@ -164,7 +164,10 @@ def test_the_first_base_goes_before_the_others():
 
 
 def run_of(restore_cost, delta_bytes, saves, chunks=72, full_bytes=800_000, plain_bytes=2**20):
-    """Per save, how many chunks are stored full, and what the dearest chain costs; deltas all take the same bytes."""
+    """Return, for each save, (number of full chunks, cost of the dearest chain / cost of its full blob, most links).
+
+    All deltas take the same number of bytes.
+    """
     chains = [[full_bytes] for _ in range(chunks)]
     found = []
     for generation in range(1, saves):
@@ -179,7 +182,7 @@ def run_of(restore_cost, delta_bytes, saves, chunks=72, full_bytes=800_000, plai
 
 
 def a_table(chains, plain_bytes):
-    """A table of these chains, given as stored lengths, newest first."""
+    """Return a table of chains, each given by the stored lengths of its blobs, newest first."""
     refs, counts = sum(map(len, chains)), np.array([len(c) for c in chains], np.uint16)
     kinds = np.ones(refs, np.uint8)
     kinds[np.cumsum(counts) - 1] = 0
@@ -207,9 +210,9 @@ def test_dense_chains_are_two_deltas_deep():
     found = run_of(3.0, 750_000, 20)
     assert max(depth for _, _, depth in found) == 2
     fulls = [full for full, _, _ in found]
-    assert fulls[0] == 0, "deltas are tried before anyone knows what they take"
+    assert fulls[0] == 0, "at first all chunks get deltas, because the size of a delta is unknown"
     assert max(fulls) <= 72 / 2
-    assert {sum(fulls[i : i + 3]) for i in range(4, 16)} == {72}, "each once in three saves"
+    assert {sum(fulls[i : i + 3]) for i in range(4, 16)} == {72}, "each chunk is full once in three saves"
 
 
 @pytest.mark.parametrize("delta_bytes", [100_000, 250_000, 400_000])
@@ -217,7 +220,7 @@ def test_chunks_that_were_full_together_do_not_become_full_together_again(delta_
     period = max(depth for _, _, depth in run_of(3.0, delta_bytes, 40)) + 1
     found = [full for full, _, _ in run_of(3.0, delta_bytes, 6 * period)]
     assert max(found) <= 72 / 2
-    assert sum(found[-3 * period :]) <= 3.2 * 72, "spread, but not oftener than the cost asks for"
+    assert sum(found[-3 * period :]) <= 3.2 * 72, "no more full chunks than the restore cost needs"
 
 
 def skips_of(*chains, plain_bytes=2**20, restore_cost=3.0):
@@ -232,15 +235,15 @@ def test_a_skip_leaves_out_the_links_since_the_last_one():
     assert skips_of([*[link] * 55, full]) == {0: 55}
     assert skips_of([*[link] * 55, skip, full]) == {0: 55}
     assert skips_of([link, skip, skip, full], [*[link] * 5, skip, skip, full]) == {}
-    assert skips_of([*[skip] * 14, full]) == {0: 14}, "many skips are joined too"
-    assert skips_of([*[300_000] * 3, full]) == {}, "three are not worth one"
+    assert skips_of([*[skip] * 14, full]) == {0: 14}, "many skips are joined as well"
+    assert skips_of([*[300_000] * 3, full]) == {}, "three links are too few for a skip"
     assert skips_of([*[link] * 5, full], restore_cost=1.2) == {0: 5}
     assert skips_of(*[[*[link] * n, full] for n in (1, 55, 3, 56)]) == {1: 55, 3: 56}
 
 
 @pytest.mark.parametrize("restore_cost", [3.0, 30.0])
-def test_links_of_next_to_no_bytes_are_skipped_before_there_are_too_many(restore_cost):
-    """A link costs something however small it is; a noisy chunk may have more of them than a chain."""
+def test_very_small_links_are_skipped_before_there_are_too_many(restore_cost):
+    """Each link has a cost, however few bytes it has. So at most SKIP_LINKS links follow each other without a skip."""
     full = 2**20 + 50
     last = next(n for n in range(1, 400) if skips_of([*[100] * n, full], restore_cost=restore_cost))
     assert last == delta_choice.SKIP_LINKS + 1
@@ -271,9 +274,9 @@ def test_older_chunks_of_chains_as_a_table():
     [
         (0, 100, 100, True),
         (96.875, 100, 100, True),
-        (96.9, 100, 100, False),  # saves less than 1/32
+        (96.9, 100, 100, False),  # the delta saves less than 1/32
         (50, 100, 50, True),
-        (51, 100, 50, False),  # a restore would pay too much
+        (51, 100, 50, False),  # a restore would cost too much
         (0, 0, 0, True),
         (1, 0, 0, False),
     ],
@@ -301,7 +304,7 @@ DIGESTS = st.builds(lambda first, second: first + second, st.sampled_from(HALVES
 
 @given(st.lists(st.lists(st.tuples(DIGESTS, st.integers(0, 255)))))
 def test_numbers_of_digests_whose_halves_are_often_equal(batches):
-    """A dict is the reference."""
+    """`Digests` gives the same numbers as a dict."""
     found, expected = Digests(), {}
     for batch in batches:
         digests = np.frombuffer(b"".join(digest for digest, _ in batch), np.uint8).reshape(-1, 16)

@@ -1,4 +1,4 @@
-"""The error for an `into` that does not fit: grouped by part, with the line of code that helps, which then works."""
+"""The error for an `into` that does not fit groups the differences by part. The code that it recommends works."""
 
 import re
 
@@ -11,7 +11,7 @@ from snapstore.errors import InvalidInputError
 from snapstore.state.differences import MAX_LINES
 from snapstore.state.fit import Fit
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch warns of itself
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch warns about its own code
 
 
 def refusal(state, into, **options):
@@ -94,7 +94,7 @@ def layers(numbers):
 @pytest.mark.parametrize("as_module", [True, False])
 @pytest.mark.parametrize("numbers", [(0, 10), (1, 11)])
 def test_a_stage_of_a_pipeline_gets_the_line_that_restores_all_of_it(numbers, as_module):
-    """The snapshot has the layers of all stages: the keys name the stage's own in each part, and leave no part out."""
+    """The snapshot has the layers of all stages. The keys in the error name all that the stage has, in every part."""
     model, stage = layers((0, 1, 10, 11)), layers(numbers)
     own = [f"layers.{number}" for number in numbers]
     optimizer = {"state": {f"layers.{number}": {"step": number, "seen": [1]} for number in (0, 1, 10, 11)}, "lr": 0.1}
@@ -124,7 +124,7 @@ def test_no_line_that_leaves_out_a_part_of_into_which_fits():
 
 
 class Inner(nn.Module):
-    """A module that may wrap another one inside."""
+    """A module whose `body` may have a wrapper."""
 
     def __init__(self, wrap=lambda module: module):
         super().__init__()
@@ -134,7 +134,7 @@ class Inner(nn.Module):
 WRAPS = {
     "plain": lambda module: module,
     "compile": torch.compile,
-    "parallel": nn.DataParallel,  # has the names of DDP, which needs a process group
+    "parallel": nn.DataParallel,  # gives the same names as DDP, and needs no process group
     "both": lambda module: torch.compile(nn.DataParallel(module)),
 }
 

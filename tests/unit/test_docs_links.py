@@ -1,4 +1,7 @@
-"""The pages for users are right: their code runs, their links lead somewhere, their picture needs no font."""
+"""The pages for users are right: their links exist, their Python code compiles, and the shell knows their commands.
+
+The code of the README and of the saving guide also runs.
+"""
 
 import re
 import shlex
@@ -19,12 +22,12 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 
 
 def without_code(text):
-    """The prose of a page: code may hold brackets that are no links."""
+    """Return the prose of a page, without its code: brackets in code are no links."""
     return re.sub(r"^( *)```.*?^\1```$|`[^`\n]*`", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
 def anchors(page):
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.S | re.M), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -41,7 +44,7 @@ def problem(page, link):
 
 
 def blocks(page):
-    """The Python code of a page."""
+    """Return the blocks of Python code of a page."""
     return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
@@ -60,7 +63,7 @@ def test_a_link_that_leads_nowhere_is_found():
     assert not problem(page, "docs/concepts.md#words")
 
 
-def test_python_blocks_can_be_read():
+def test_python_blocks_compile():
     found = [(page, block) for page in PAGES for block in blocks(page)]
     assert len(found) >= 8
     for page, block in found:
@@ -86,7 +89,7 @@ def test_the_readme_code_runs(tmp_path):
     names = {"model": model, "optimizer": optimizer, "train": train}
     exec(code, {**names, "total": 101})
     assert len(steps) == 101
-    exec(code, {**names, "total": 201})  # goes on behind step 100
+    exec(code, {**names, "total": 201})  # resumes after step 100
     assert len(steps) == 201
     with snapstore.Repository.open(tmp_path / "snapshots") as repository:
         assert [snapshot.step for snapshot in repository.snapshots("exp1")] == [0, 100, 200]
@@ -94,7 +97,7 @@ def test_the_readme_code_runs(tmp_path):
 
 
 def test_the_script_of_the_saving_guide_runs(tmp_path, monkeypatch, capsys):
-    """With shorter intervals, since 100 steps take a while on a busy machine."""
+    """The script runs and resumes; its intervals are shorter here, since 100 steps are slow on a busy machine."""
     page = blocks(ROOT / "docs" / "guides" / "saving.md")[0]
     script = page.replace("/data/snapshots", str(tmp_path / "snapshots")).replace(
         "interval_steps=100", "interval_steps=2"
@@ -106,7 +109,7 @@ def test_the_script_of_the_saving_guide_runs(tmp_path, monkeypatch, capsys):
 
 
 def test_the_demo_picture_has_no_blanks_at_the_edges_of_texts():
-    """Viewers drop them, and the text moves into what stands before it."""
+    """Viewers drop such blanks, so that a text moves and overlaps the one before it."""
     texts = re.findall(r"<text[^>]*>(.*?)</text>", (ROOT / "docs" / "demo.svg").read_text())
     assert "PASS" in texts
     assert not [text for text in texts if re.search(r"^(\s|&#160;)|(\s|&#160;)$|\s\s|&#160;", text)]
@@ -125,6 +128,6 @@ def test_the_shell_understands_the_commands_of_the_pages():
                 group.commands[name].make_context(name, arguments, allow_interspersed_args=True)
         except (click.UsageError, KeyError) as error:
             problems.append(f"{page.name}: {line}: {error}")
-        except click.exceptions.Exit:  # of --help
+        except click.exceptions.Exit:  # raised by --help
             pass
     assert not problems

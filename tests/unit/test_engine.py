@@ -1,4 +1,4 @@
-"""The CPU engine keeps the order of batches, deltas where they pay, raises errors, and survives a fork."""
+"""The CPU engine keeps the order of batches, stores deltas that pay, raises errors, and survives a fork."""
 
 import multiprocessing
 import os
@@ -37,7 +37,7 @@ def digests_of(chunks):
 
 
 def encode_batch(chunks, element_size):
-    """Chunks without bases."""
+    """Return a batch of chunks without bases."""
     n = len(chunks)
     none = Chunks([], np.full(n, -1), np.zeros(n, np.int64), np.zeros(n, np.int64))
     return EncodeBatch(
@@ -47,7 +47,7 @@ def encode_batch(chunks, element_size):
 
 
 def decode_batch(made, chunks, outs, where=str):
-    """One blob a chunk, read back from what an engine made."""
+    """Return a batch that decodes the blobs that an engine made, one for each chunk."""
     entries = np.concatenate([e.entries for e in made])
     rooms = [np.empty(int((e.entries["offset"] + e.entries["length"]).max() + 7) // 8 * 8, np.uint8) for e in made]
     for e, room in zip(made, rooms, strict=True):
@@ -73,7 +73,7 @@ def changed(values):
 
 @pytest.mark.parametrize("raw", [False, True])
 def test_rows_of_a_batch(raw):
-    """A device without memory for a batch encodes halves of it."""
+    """`take` returns rows of a batch; a device without memory for a whole batch encodes one half after the other."""
     whole = replace(encode_batch([noise(size) for size in (10, 20, 30)], 4), raw=raw)
     taken = whole.take(np.array([2, 0]))
     assert [len(chunk) for chunk in taken.chunks.views()] == [30, 10]
@@ -226,7 +226,7 @@ def test_start_does_not_wait():
 
 def _in_child(threads, queue):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the parent's pool is only forgotten here
+        warnings.simplefilter("ignore")  # the child drops the parent's pool without closing it
         queue.put((threads.start(lambda x: x + 1, [1, 2])(), os.getpid()))
         threads.close()
 
@@ -237,7 +237,7 @@ def test_threads_work_in_a_forked_child():
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork beside threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns about a fork while there are threads
         child = context.Process(target=_in_child, args=(threads, queue))
         child.start()
     try:

@@ -1,4 +1,4 @@
-"""Estimates of a run, and `codec="auto"`, which decides by the same rates."""
+"""Estimates follow from the run and the rates, and `codec="auto"` chooses a codec by the same rates."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_bits_between_the_measured_gaps(kind):
 
 
 def test_the_interval_that_loses_least():
-    """Daly's interval is where the loss of its own model is least, to a per mille."""
+    """By Daly's own model, his interval loses at most 0.1 % more time than the best interval."""
     for cost, failure in ((1.0, 3600.0), (60.0, 86400.0), (300.0, 7200.0)):
 
         def loss(interval, cost=cost, failure=failure):
@@ -99,7 +99,10 @@ def test_rates_of_this_machine():
 
 @pytest.mark.parametrize("is_fast", [True, False])
 def test_auto_stores_what_the_rates_call_for(is_fast, monkeypatch):
-    """Chunks as they are, and sparse deltas; and everything that codes them again still reads them."""
+    """If the store is faster than the encoder, `codec="auto"` stores chunks uncompressed, but still sparse deltas.
+
+    Recode and compact can read and rewrite such chunks.
+    """
     calls = []
     rates = replace(RATES, write=8e9) if is_fast else RATES
     monkeypatch.setattr(registry, "measure", lambda *_: calls.append(1) or rates)

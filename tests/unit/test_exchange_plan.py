@@ -1,4 +1,4 @@
-"""The plan of an exchange: one reader for each shared chunk, balanced, in bounded rounds, the same on all ranks."""
+"""All ranks compute the same plan of an exchange: one reader for each shared chunk, balanced reads, bounded rounds."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ LENGTH = 1000
 
 
 def needs(chunks, random):
-    """Return what a rank needs that wants so many bytes of each of some chunks, given by number."""
+    """Return the needs of a rank that wants a random number of bytes of each chunk; chunks are given by number."""
     count = len(chunks)
     return Needs(
         [Shape([count * LENGTH], [0], [count * LENGTH])] if count else [],

@@ -24,14 +24,14 @@ def section(title):
 
 
 def tables(title):
-    """Every table of a section, as (names of the columns, rows of cells)."""
+    """Return every table of a section, as (names of the columns, rows of cells)."""
     found = re.findall(r"((?:^\|.*\|\n?)+)", section(title), re.M)
     split = [[[c.strip() for c in line.strip().strip("|").split("|")] for line in t.splitlines()] for t in found]
     return [(rows[0], rows[2:]) for rows in split]
 
 
 def layout_table(title, number=0):
-    """(offset, size) of the rows with plain numbers, and of the others as they stand."""
+    """Return (offset, size) of the rows in which both are numbers, and all cells of the other rows."""
     columns, rows = tables(title)[number]
     assert columns == ["offset", "size", "field"]
     fixed = [(int(o), int(s)) for o, s, _ in rows if o.isdecimal() and s.isdecimal()]
@@ -39,7 +39,7 @@ def layout_table(title, number=0):
 
 
 def offsets(packed):
-    """(offset, size) of every field of a struct, padding as one field."""
+    """Return (offset, size) of every field of a struct; padding counts as one field."""
     codes = re.findall(r"(\d*[a-zA-Z])", packed.format.removeprefix("<"))
     ends = [struct.calcsize("<" + "".join(codes[: i + 1])) for i in range(len(codes))]
     return [

@@ -30,7 +30,7 @@ VALUES = [
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_a_longer_node_is_refused(value):
-    """No list of a tree may grow: what an old reader passed over would be lost."""
+    """A node of a tree may not get more fields: an old reader would ignore them, and so lose data."""
     node = encode_plain(value)
     assert type(node) is list
     assert node[0] in READERS
@@ -93,7 +93,7 @@ def test_a_tag_on_two_snapshots_means_the_newest():
 
 
 def test_fields_called_zero():
-    """The blob's one that its checksum does not cover must be zero; a reader ignores the others."""
+    """Bytes 6 and 7 of a blob, which its checksum does not cover, must be zero. A reader ignores other zero fields."""
     chunk = noise(1)
     for name, refused in {"zero": True, "zero2": False, "zero3": False}.items():
         world = World()

@@ -31,7 +31,7 @@ def no_gpu(monkeypatch):
 
 @pytest.fixture
 def a_gpu(monkeypatch):
-    """The answers where there is a GPU, as far as they can be asked without one."""
+    """Make torch say that there is a GPU, and that it is built for CUDA 13."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
 
@@ -54,27 +54,27 @@ def warnings_of(caplog):
 # --- the engine
 
 
-def test_one_warning_and_the_way_through_the_host(engines, caplog):
+def test_tensors_go_through_the_host_after_one_warning(engines, caplog):
     assert [engines.on_device(CUDA) for _ in range(3)] == [False] * 3
     (said,) = warnings_of(caplog)
     assert "no CUDA device" in said
 
 
-def test_the_cpu_is_no_such_device(engines, caplog):
+def test_the_cpu_needs_no_gpu_engine(engines, caplog):
     engines.required = True
     assert not engines.on_device(torch.device("cpu"))
     assert not warnings_of(caplog)
 
 
-def test_a_gpu_that_was_asked_for_is_an_error(engines):
+def test_a_required_gpu_that_is_missing_is_an_error(engines):
     engines.required = True
     for _ in range(2):
         with pytest.raises(CapabilityError, match="CUDA build of torch"):
             engines.on_device(CUDA)
 
 
-def test_a_gpu_that_is_asked_for_later_is_an_error_too(engines):
-    """A second manager of the repository demands it; the first one had been content without."""
+def test_a_missing_gpu_that_is_required_later_is_an_error_too(engines):
+    """A second manager of the repository may require the GPU, although the first one did not."""
     assert not engines.on_device(CUDA)
     engines.required = True
     with pytest.raises(CapabilityError):
@@ -117,7 +117,7 @@ def test_another_major_of_nvcomp(a_gpu, monkeypatch, version):
 
 @pytest.fixture
 def a_cupy(a_gpu, monkeypatch):
-    """Packages that are there; what is asked of their modules may fail."""
+    """Replace the modules that need the packages of the GPU; a test can make their functions fail."""
     monkeypatch.setattr(cuda, "require", lambda: None)
     modules = {
         name: ModuleType(f"snapstore.engine.cuda.{name}") for name in ("nvcomp_host", "kernels", "nvcomp", "engine")
@@ -132,7 +132,7 @@ def a_cupy(a_gpu, monkeypatch):
 
 
 class CompileError(Exception):
-    """As CuPy's."""
+    """Stands for the error of this name in CuPy."""
 
 
 @pytest.mark.parametrize(
@@ -146,13 +146,13 @@ class CompileError(Exception):
     ids=["NVRTC", "compiler", "nvCOMP", "engine"],
 )  # fmt: skip
 def test_an_engine_that_cannot_start(engines, a_cupy, monkeypatch, caplog, module, name, error):
-    """A missing GPU is like a missing package: a caller that did not ask for it goes on without, warned once."""
+    """If the engine cannot start, a caller that requires the GPU gets an error; others go on after one warning."""
 
     def fails(*args):
         raise error
 
     monkeypatch.setattr(a_cupy[module], name, fails)
-    if name == "wait_loaded":  # it is found out later, in the background
+    if name == "wait_loaded":  # found later, when the kernels have been loaded in the background
         assert engines.on_device(CUDA)
         with pytest.raises(CapabilityError, match="cuda:0: the GPU engine cannot start"):
             engines.on(CUDA)
@@ -179,7 +179,7 @@ def test_a_restore_onto_a_gpu_that_is_not_there(device):
         with pytest.raises(CapabilityError, match=r"^cuda.*: no CUDA device: .* CUDA build of torch"):
             repository.restore("r@0", device=device)
         assert torch.equal(repository.restore("r@0", device="cpu")["w"], floats(1))
-        assert (repository.restore("r@0", keys="a", device=device)["a"] == np.arange(5)).all(), "no tensors"
+        assert (repository.restore("r@0", keys="a", device=device)["a"] == np.arange(5)).all(), "no tensor"
 
 
 def test_a_restore_onto_one_gpu_too_many(a_gpu, monkeypatch):
@@ -225,7 +225,7 @@ def blobs(data):
 
 
 def with_codec(store, codec):
-    """All coded planes of a repository claim another codec."""
+    """Write another codec into the headers of all blobs of a repository, for their coded planes."""
 
     def edit(data):
         for offset, header in blobs(data):
@@ -247,7 +247,7 @@ def store():
     return made
 
 
-def test_the_decoder_says_where_it_can_be_read():
+def test_the_error_says_where_ans_can_be_decoded():
     with pytest.raises(CapabilityError, match=r"nvCOMP 6's ANS.*no CUDA device.*snapstore recode"):
         codecs.decoder(ANS, "here")([memoryview(b"abc")], np.empty(10, np.uint8), 64)
 
@@ -273,7 +273,7 @@ def test_other_codecs_are_named(store, codec, match):
 
 @pytest.mark.parametrize("codec", [ANS, 71])
 def test_a_base_that_cannot_be_read_here_is_none(store, codec):
-    """Saves go on, in full: the run was on a GPU before."""
+    """If a base cannot be decoded here, because the run was on a GPU before, a save stores full chunks."""
     with_codec(store, codec)
     changed = floats(1) * 1.0001
     with Repository.open(store, options=SaveOptions(threads=1)) as repository:
@@ -284,15 +284,15 @@ def test_a_base_that_cannot_be_read_here_is_none(store, codec):
 
 @pytest.mark.parametrize("codec", [ANS, 71, 9])
 def test_an_object_that_cannot_be_read_here_is_not_damaged(store, codec):
-    """A check goes on, and says that it could not tell; a repair drops nothing, and heals the others."""
-    with_codec(store, codec)  # the packs' names no longer fit, so a repair wants to move their blobs, which are intact
+    """A check goes on and says that it cannot judge the object; a repair drops nothing, and repairs other snapshots."""
+    with_codec(store, codec)  # the packs' names no longer match: a repair tries to move their blobs, which are intact
     before = set(keys_of(store, "packs/"))
     with Repository.open(store, options=SaveOptions(threads=1)) as repository:
         for step in range(2):
             repository.save({"w": floats(2)}, run="s", step=step)
         (pack,) = set(keys_of(store, "packs/")) - before
         data, info = store._objects[pack]
-        store._objects[pack] = data[:-1] + b"?", info  # its footer; all blobs are whole
+        store._objects[pack] = data[:-1] + b"?", info  # damages the footer; all blobs are whole
         found = repository.check("restore")
         assert not found.ok
         assert found.damaged == []
@@ -304,8 +304,8 @@ def test_an_object_that_cannot_be_read_here_is_not_damaged(store, codec):
         assert done.open[0].startswith("r@0: cannot be healed here: ")
         assert done.open[1:] == [said.message]
         assert [s.ref for s in repository.snapshots()] == ["r@0", "s@0", "s@1"]
-        assert all(pack_name(pack) not in needed(repository, ref) for ref in ("s@0", "s@1")), "they are healed"
-        assert pack_name(*before) in needed(repository, "r@0"), "as it was"
+        assert all(pack_name(pack) not in needed(repository, ref) for ref in ("s@0", "s@1")), "they are repaired"
+        assert pack_name(*before) in needed(repository, "r@0"), "it is unchanged"
 
 
 def pack_name(key):
@@ -316,7 +316,7 @@ def needed(repository, ref):
     return [name for m in repository.snapshot(ref).manifests for name in repository.context.index.header(m).pack_names]
 
 
-def test_options_that_are_none():
+def test_unknown_values_of_options_are_errors():
     from snapstore import InvalidInputError
 
     for options in ({"codec": "zip"}, {"verify_writes": "maybe"}, {"codec": None}):

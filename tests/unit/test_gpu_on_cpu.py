@@ -1,4 +1,4 @@
-"""The host code of the GPU engine passes its tests on a CPU that plays a GPU (tests/kit/fake_cuda.py)."""
+"""The host code of the GPU engine passes its tests on a CPU that imitates a GPU (tests/kit/fake_cuda.py)."""
 
 import shutil
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 from kit import processes
 from kit.samples import some
 
-#: A process each: together they take minutes on a busy machine.
+#: Each list runs in a process of its own, because all together take minutes on a busy machine.
 RUNS = [
     ["gpu/test_nvcomp.py", "gpu/test_gpu_ans.py", "gpu/test_gpu_damage.py", "attacks/test_collisions.py"],
     ["gpu/test_gpu_memory.py", "gpu/test_gpu_changes.py", "gpu/test_gpu_reshard.py"],
@@ -70,7 +70,7 @@ LEFT_OUT = {
     ],
 }
 
-#: Four seconds or more each, six of them in a run; a GPU runs all.
+#: Each of these takes four seconds or more, so a run takes only six of them. A run on a GPU takes all.
 SLOW = [
     *(f"gpu/test_gpu_memory.py::{name}" for name in (
         "test_many_saves_keep_nothing[device]",
@@ -133,7 +133,7 @@ def test_the_gpu_engine_on_a_cpu(tmp_path, names):
 
 
 def environment():
-    """Ours, without what belongs to this run of pytest, and to its coverage."""
+    """Return the environment of this process without the variables of its pytest run and of coverage."""
     dropped = ("PYTEST_", "COV_", "CUDA_VISIBLE_DEVICES")
     return {name: value for name, value in processes.environment().items() if not name.startswith(dropped)}
 

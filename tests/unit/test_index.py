@@ -1,4 +1,4 @@
-"""The index is only a cache: whatever happens to its folder costs time, and nothing else."""
+"""The index is only a cache: if its folder is lost or damaged, only time is lost."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def made(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def root(made, tmp_path) -> Path:
-    """A copy, with an index of its own."""
+    """Return a copy of the repository, which has its own index."""
     Repository.open(shutil.copytree(made, tmp_path / "r")).close()
     return tmp_path / "r"
 
@@ -71,7 +71,7 @@ def check_works(root: Path) -> None:
 
 def test_an_index_is_used_again(root, monkeypatch):
     with Repository.open(root) as repository:
-        repository.view()  # reads: the copy of a file is another one, by its tag
+        repository.view()  # reads the records, since the index of the copy is new
     with Repository.open(root) as repository:
         monkeypatch.setattr(type(repository.store), "get", lambda *_, **__: pytest.fail("read a record"))
         assert len(repository.snapshots()) == 4
@@ -143,7 +143,10 @@ print("flipped", len(places))
 
 @pytest.mark.parametrize("start", range(3))
 def test_any_flipped_byte(root, start):
-    """In every page, at its header and elsewhere; in a process of its own, since LMDB might take it down."""
+    """A flipped bit in the data file of an index changes no answer.
+
+    Each page gets one, often in its header, and random places get more. A child process does this: LMDB may kill it.
+    """
     Repository.open(root).view()
     script = FLIP.format(root=str(root), index=str(index_of(root)), start=SEED + start, count=150)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=600)
@@ -152,7 +155,7 @@ def test_any_flipped_byte(root, start):
 
 
 def test_a_write_that_was_not_sealed(root):
-    """A crash between LMDB's commit and the seal: the index is rebuilt."""
+    """After a crash between LMDB's commit and the seal, the repository works and uses its index."""
     environment = lmdb.open(str(index_of(root)), map_size=2**30, max_dbs=3)
     with environment.begin(write=True) as transaction:
         transaction.put(b"snapshots/x", b"not a record", db=environment.open_db(b"records", txn=transaction))
@@ -214,7 +217,10 @@ def test_an_index_that_cannot_be_opened(root, monkeypatch, error, caplog):
 
 
 def test_a_repository_keeps_no_index(root, tmp_path):
-    """One that lies there, from an archive say, is neither read nor changed; a copy of a repository has another one."""
+    """A folder `index` in a repository, such as from an archive, is neither read nor changed.
+
+    A copy of a repository has its own index, which is not in the repository either.
+    """
     shutil.copytree(index_of(root), root / "index")
     before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in (root / "index").iterdir()}
     check_works(root)
@@ -250,8 +256,8 @@ def test_the_index_lies_in_a_private_folder(root, cache):
 
 
 @pytest.mark.parametrize("harm", ["group", "others", "owner", "file", "network", "read-only"])
-def test_a_cache_that_is_not_for_us_alone_is_not_used(root, cache, harm, monkeypatch, caplog):
-    """The index is temporary then; nothing that lies there is read, and nothing is put there."""
+def test_a_cache_that_is_unsafe_or_unusable_is_not_used(root, cache, harm, monkeypatch, caplog):
+    """The index is then temporary, and nothing is written to the cache."""
     shutil.rmtree(cache)
     if harm == "file":
         cache.write_bytes(b"x")
@@ -260,7 +266,7 @@ def test_a_cache_that_is_not_for_us_alone_is_not_used(root, cache, harm, monkeyp
         cache.chmod({"group": 0o770, "others": 0o707}.get(harm, 0o700))
     if harm == "owner":
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    elif harm == "network":  # home folders often are; LMDB must not be there
+    elif harm == "network":  # home folders often are on one, and LMDB fails there
         monkeypatch.setattr(cache_module, "on_network", lambda _: True)
     elif harm == "read-only":
         real = Path.mkdir
@@ -294,14 +300,17 @@ def test_a_network_file_system_is_known(root, monkeypatch):
     assert not cache_module.on_network(Path("/usr"))
     mounts += "server:/y /mnt/my\\040disks nfs4 rw 0 0\n"
     assert cache_module.on_network(Path("/mnt/my disks/r"))
-    mounts += "server:/z /mnt/a\x0bb\x85c nfs4 rw 0 0\n"  # only blanks, tabs, line feeds and backslashes are escaped
+    mounts += "server:/z /mnt/a\x0bb\x85c nfs4 rw 0 0\n"  # only spaces, tabs, line feeds and backslashes are escaped
     assert cache_module.on_network(Path("/mnt/a\x0bb\x85c"))
     monkeypatch.undo()
     assert not cache_module.on_network(root)
 
 
 def test_a_new_repository_in_the_place_of_an_open_one(root):
-    """As when a notebook's cell removes it and runs again: the old one's records must not be looked for in the new."""
+    """The new repository does not miss records of the old one, and the old one, which is still open, refuses to save.
+
+    This happens when a cell of a notebook removes the repository, creates it, and runs again.
+    """
     with opened(root) as old:
         old.view()
         shutil.rmtree(root)
@@ -327,7 +336,7 @@ def test_a_link_that_leads_elsewhere_when_a_repository_is_closed(root, tmp_path)
         (tmp_path / "link").unlink()
         (tmp_path / "link").symlink_to("other")
         repository.close()
-        with (root / "config").open("rb") as file:  # likely of the number that the index had
+        with (root / "config").open("rb") as file:  # its descriptor likely has the number that the index's had
             check_works(root)
             os.fstat(file.fileno())
         with opened(tmp_path / "other") as again:
@@ -336,7 +345,10 @@ def test_a_link_that_leads_elsewhere_when_a_repository_is_closed(root, tmp_path)
 
 
 def test_an_index_that_a_stopped_process_keeps_locked(root, monkeypatch, caplog):
-    """The lock of a suspended job, say: saves wait for it a little, once, and do without the index from then on."""
+    """If a stopped process, such as a suspended job, holds the lock of the index, one save waits briefly.
+
+    Later saves do not wait, and do not use the index until the lock is free. Then they use it again.
+    """
     script = f"""
 import os, signal
 from pathlib import Path
@@ -366,7 +378,7 @@ with locked(Path({str(index_of(root) / "lock")!r}), 9):
         assert [s.step for s in repository.snapshots("a")] == [1, 2, 3, 4, 5, 6]
 
 
-# --- what the index knows and the store does not show ----------------------------------------------------------------
+# --- records that the index knows and the store does not show --------------------------------------------------------
 
 
 def record_of(root: Path, ref: str) -> Path:
@@ -389,7 +401,7 @@ def test_a_vanished_record_stops_gc_until_the_index_is_rebuilt(root):
         assert keys_of(LocalStore(root), "packs/") == packs
         with pytest.raises(IntegrityError, match="is gone"):
             repository.restore("a@2")
-        path.write_bytes(data)  # the listing was stale: it is back
+        path.write_bytes(data)  # as if the listing had been stale: the record is back
         assert repository.view().vanished == []
         repository.gc()
         path.unlink()
@@ -404,7 +416,7 @@ def test_a_vanished_record_stops_gc_until_the_index_is_rebuilt(root):
 
 @pytest.mark.parametrize("first", ["original", "copy"])
 def test_a_copy_by_hard_links_has_an_index_of_its_own(root, tmp_path, first):
-    """`cp -al`: the objects are the same files of both."""
+    """A copy made with `cp -al` has its own index, although the objects of both repositories are the same files."""
     with opened(root) as original:
         before = [s.ref for s in original.snapshots()]
         shutil.copytree(root, tmp_path / "copy", copy_function=os.link)
@@ -445,20 +457,23 @@ def test_a_damaged_record_is_reported_and_gc_refuses(root, how):
         assert len(check_restores(repository)) == 5
 
 
-def test_a_record_damaged_behind_the_index_is_found_by_check(root, monkeypatch):
+def test_a_record_damaged_after_it_was_cached_is_found_by_check(root, monkeypatch):
     path = record_of(root, "a@2")
     info = LocalStore(root).stat(str(path.relative_to(root)))
     flip_file(path, 80)
-    real = local._info  # a bit that flips on the disk renews no time and no tag
+    real = local._info  # a bit that flips on the disk changes neither time nor tag
     monkeypatch.setattr(local, "_info", lambda key, status: info if key == info.key else real(key, status))
     with opened(root) as repository:
-        repository.restore("a@2")  # from the cached record: nothing is wrong with its data
+        repository.restore("a@2")  # by the cached record; the data of the snapshot is whole
         (problem,) = repository.check().problems
         assert (problem.kind, problem.key) == ("record", str(path.relative_to(root)))
 
 
-def test_a_record_that_is_another_than_it_was_is_read_again(root):
-    """Damaged, then whole again: by its size or its time the listing says that it is not the one that is cached."""
+def test_a_record_that_has_changed_is_read_again(root):
+    """A record is read again if the listing shows another size or time than those in the cache.
+
+    Here the record is damaged, and then whole again.
+    """
     path = record_of(root, "a@2")
     data, status = path.read_bytes(), path.stat()
     with opened(root) as repository:
@@ -477,7 +492,10 @@ def test_a_record_that_is_another_than_it_was_is_read_again(root):
 
 @pytest.mark.parametrize("forgotten_by", ["here", "another host"])
 def test_a_bucket_restored_from_a_backup(tmp_path, monkeypatch, forgotten_by):
-    """The same URL and uuid, and under a known key, in as many bytes, another record: gc must not go by the old one."""
+    """After a backup is restored, gc does not use a cached record if the bucket holds another one under its key.
+
+    The URL, the uuid and the size of the record are the same as before.
+    """
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path))
     now = itertools.count(1000)
     store = MemoryStore()
@@ -513,14 +531,14 @@ def test_a_bucket_restored_from_a_backup(tmp_path, monkeypatch, forgotten_by):
 
 @contextmanager
 def within_one_second(kind, tmp_path, monkeypatch):
-    """A store of that kind; what is done inside gets one and the same `modified_s`."""
+    """Yield a store in which two objects can get the same `modified_s`."""
     if kind == "memory":
         store = MemoryStore()
         store.clock = lambda: 1000.0
         yield store
     elif kind == "local":
         yield LocalStore(tmp_path / "r", create=True)
-        # and the caller sets its times
+        # the caller sets the times of its files
     elif kind == "moto":
         with moto_bucket(monkeypatch) as url:
             yield S3Store(url)
@@ -530,13 +548,13 @@ def within_one_second(kind, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["memory", "local", "moto", pytest.param("server", marks=needs_server)])
 def test_another_record_of_the_same_second_and_size(kind, tmp_path, monkeypatch):
-    """Two caches have seen a record; in its place comes another, as large and as old: both see that one."""
+    """If another record takes the place of a cached one, with its size and time, every cache shows the new record."""
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cache"))
     with within_one_second(kind, tmp_path, monkeypatch) as store:
         first = Snapshot(id="0" * 32, run="a", step=0, seq=0, state="committed", write_id="1" * 32)
         second = msgspec.structs.replace(first, write_id="2" * 32)
         caches = [index_module.Index(store, "0" * 32, tmp_path / str(n)) for n in range(2)]
-        for _ in range(20):  # until both fall into one second
+        for _ in range(20):  # until both puts fall into one second
             store.put(first.key, encode(first))
             before = store.stat(first.key)
             assert [cache.refresh().get(first.id) for cache in caches] == [first, first]
@@ -562,7 +580,7 @@ def test_another_record_of_the_same_second_and_size(kind, tmp_path, monkeypatch)
 
 
 def test_a_record_made_here_is_dated_by_the_first_listing(root, monkeypatch):
-    """Committing asks the store for nothing more; from the listing on, another record in its place is seen."""
+    """The first listing after a commit shows the time and tag of the new record; from then on a change is noticed."""
     with opened(root) as repository:
         made = save(repository, "a", 4, 4)
         assert len(repository.snapshots()) == 5
@@ -579,7 +597,7 @@ def test_a_record_made_here_is_dated_by_the_first_listing(root, monkeypatch):
 
 
 def test_a_known_repository_reads_no_record(root, monkeypatch):
-    """Nor one that was committed or revised here: the cache knows what the listing will say."""
+    """A repository reads no record that this machine has read, committed or revised before."""
     read = []
     with opened(root) as repository:
         save(repository, "a", 4, 4)
@@ -595,7 +613,7 @@ def test_a_known_repository_reads_no_record(root, monkeypatch):
 
 
 def test_a_cached_header_of_another_manifest_is_not_believed(root):
-    """However it got there: a gc deletes by it."""
+    """A cached header that does not match its manifest is ignored, since a gc decides by headers what to delete."""
     with opened(root) as repository:
         index, (ref, other) = repository.context.index, [repository.snapshot(of).manifests[0] for of in ("a@1", "a@2")]
         right = index.header(ref)
@@ -614,7 +632,7 @@ def test_a_cache_of_the_schema_before_is_dropped(root):
         assert identity.startswith(b"5 ")
         transaction.put(b"identity", b"4" + identity[1:], db=meta)
         for key, data in list(transaction.cursor(db=held)):
-            transaction.put(key, data[8:], db=held)  # it had no checksums of its values
+            transaction.put(key, data[8:], db=held)  # schema 4 had no checksums of values
     environment.close()
     used = (index_of(root) / "data.mdb").stat().st_size
     digest = xxhash.xxh3_64_hexdigest((index_of(root) / "data.mdb").read_bytes()[:used])
@@ -626,13 +644,14 @@ def test_a_cache_of_the_schema_before_is_dropped(root):
 
 
 class CountingStore(MemoryStore):
-    """Counts how many reads of a kind are begun before the first ends, and refuses those after the n-th."""
+    """Records the reads, counts how many run at once, and refuses all after the first `refused_from`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.refused_from = 10**9
         self.read: list[str] = []
-        self.at_once = self.highest = self.wanted = 0  # reads of other threads than the main one wait until so many are
+        # A read in a thread other than the main one waits until `wanted` reads have run at once.
+        self.at_once = self.highest = self.wanted = 0
         self.counting = threading.Condition()
 
     def _count(self, key, read):
@@ -657,7 +676,7 @@ class CountingStore(MemoryStore):
 
 @pytest.fixture(scope="module")
 def many() -> MemoryStore:
-    """40 snapshots, of which one run is forgotten."""
+    """Return a store with 40 snapshots in two runs; 9 of run b are forgotten."""
     store = MemoryStore()
     with repository_of(store, create=True) as repository:
         for step in range(30):
@@ -679,7 +698,7 @@ def repository_of(store, *, create: bool = False) -> Repository:
 
 
 def test_a_cold_index_keeps_what_it_has_read(many, monkeypatch, tmp_path):
-    """Records are cached slice by slice: what was read before a failure is not read again."""
+    """Records are cached in groups: after a failure, records of complete groups are not read again."""
     monkeypatch.setattr(index_module, "RECORDS_IN_MEMORY", 8)
     store = counting(many)
     store.refused_from = 20
@@ -696,7 +715,7 @@ def test_a_cold_index_keeps_what_it_has_read(many, monkeypatch, tmp_path):
 
 
 def test_a_cold_gc_reads_headers_several_at_a_time(many, monkeypatch, tmp_path):
-    """Each once, those of forgotten snapshots as well; a second gc reads none."""
+    """A first gc reads each header once, also of forgotten snapshots, several at a time; a second gc reads none."""
     monkeypatch.setattr(index_module, "HEADERS_IN_MEMORY", 16)
     monkeypatch.setattr(index_module, "SLOW_S", 0.0)  # as if the store were far away
     store = counting(many)
@@ -728,7 +747,7 @@ def test_a_cold_gc_names_the_snapshot_whose_manifest_is_missing(many, tmp_path, 
     with pytest.raises(IntegrityError, match=expected):
         gc.collect(SimpleNamespace(store=store, index=index))
     assert before.items() <= store._objects.items()
-    store._objects[ref.key] = data, info  # repaired: nothing of the damage was cached
+    store._objects[ref.key] = data, info  # repaired; the damaged header was not cached
     assert gc.collect(SimpleNamespace(store=store, index=index)).deleted_objects > 0
     index.close()
 
@@ -768,7 +787,7 @@ def test_lineage(root):
 
 
 def test_an_index_that_does_not_fit_is_rebuilt(tmp_path, caplog):
-    """The current records are kept; a limit that is too small even for them costs time, and nothing else."""
+    """The rebuilt index keeps the ruling records. If even these do not fit, only time is lost."""
     store = MemoryStore()
     with Repository.create(store, chunk_bytes=1024, options=OPTIONS) as repository:
         for step in range(60):
@@ -798,7 +817,7 @@ def test_only_records_that_rule_are_read(tmp_path):
         repository.tag("a@0", "good")
         with store._mutex:
             data, info = store._objects[first.key]
-            store._objects[first.key] = b"rubbish" + data[7:], info  # history
+            store._objects[first.key] = b"rubbish" + data[7:], info  # an older revision
         index = index_module.Index(store, repository.config.uuid, tmp_path)
         view = index.refresh()
         assert [(s.step, s.tags) for s in view.snapshots()] == [(0, ["good"]), (1, [])]
@@ -811,7 +830,10 @@ def test_only_records_that_rule_are_read(tmp_path):
     [("s3://b/p", "cache"), ("gs://b", "cache"), ("memory://m", "temporary"), ("/wrapped", "temporary")],
 )
 def test_where_an_index_lies(monkeypatch, tmp_path, url, place):
-    """In the cache, apart from that of a copy elsewhere."""
+    """The index of a store that outlives the process lies in the cache, if that is usable; else it is temporary.
+
+    A copy of the store at another place has another index.
+    """
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cache"))
     store = SimpleNamespace(url=url, place=url)
     folder, temporary = index_module.folder_for(store, "0" * 32)
@@ -827,7 +849,7 @@ def test_where_an_index_lies(monkeypatch, tmp_path, url, place):
 
 
 def test_an_index_that_another_thread_closes_is_no_failure(root, monkeypatch):
-    """While a save or a restore is looking something up."""
+    """A save or a restore goes on without the index if another thread closes it in the middle of a lookup."""
     with opened(root) as repository:
         index, ref = repository.context.index, repository.snapshot("a@2").manifests[0]
         index.header(ref)
@@ -843,7 +865,10 @@ def test_an_index_that_another_thread_closes_is_no_failure(root, monkeypatch):
 
 
 def test_an_index_that_another_process_rebuilds_stays_usable(root, caplog):
-    """Its seal would else be none of the file that is there: every opener would throw that away."""
+    """A process that has the index open changes to the new file when another process rebuilds the index.
+
+    Otherwise it would write the seal of its old file. The new file would not match this seal, and would be deleted.
+    """
     script = f"""
 import sys
 from kit.repositories import OPTIONS, save
@@ -880,7 +905,7 @@ with Repository.open({str(root)!r}, options=OPTIONS) as repository:
 
 @pytest.mark.parametrize("how", ["a link", "writable by others"])
 def test_an_index_folder_that_is_not_ours_alone_is_not_used(root, tmp_path, how, caplog):
-    """In the cache, too: LMDB trusts its file."""
+    """A folder in the cache is not used if others can write to it or it is a link, since LMDB trusts its file."""
     Repository.open(root).close()
     folder, out = index_of(root), tmp_path / "elsewhere"
     shutil.rmtree(folder)

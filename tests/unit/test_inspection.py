@@ -131,7 +131,7 @@ def test_a_nan_that_keeps_its_bits_is_the_same(repo):
 
 
 def test_diffs_without_numbers(repo):
-    words = np.array(["abc", "hello"] * 1000)  # 20 bytes an element: chunks of 1 KiB cut through them
+    words = np.array(["abc", "hello"] * 1000)  # 20 bytes an element: chunks of 1 KiB end within one
     other = words.copy()
     other[:500] = "x"
     times = np.arange(2000).astype("M8[s]")
@@ -144,6 +144,7 @@ def test_diffs_without_numbers(repo):
 
 
 def test_bits_and_odd_float_dtypes(repo):
+    """Tensors of bits have no relative change; those of float8_e8m0fnu have one."""
     for dtype in (torch.bits8, torch.bits16, torch.float8_e8m0fnu):
         a, b = torch.zeros(8000, dtype=torch.uint8), torch.ones(8000, dtype=torch.uint8)
         (found,) = diff(repo, {"x": a.view(dtype)}, {"x": b.view(dtype)}).tensors
@@ -296,7 +297,7 @@ def test_stats_of_nothing(repo):
 
 
 def test_objects_and_results_print_as_one_line(repo):
-    """In a notebook or a debugger: no pages of snapshots, problems or tensors."""
+    """The repr of an object or result is short: a notebook or debugger shows no pages of snapshots or tensors."""
     for step in range(12):
         state = {str(i): torch.full((2000,), step + i) for i in range(12)} | {"plain": list(range(step, step + 50))}
         repo.save(state, run="r", step=step, metrics={f"m{i}": i for i in range(12)})

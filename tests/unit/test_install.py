@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 TABLE = ROOT / "docs" / "guides" / "install.md"
-#: (package, extra) of others that errors name -> the constraint under which the extra exists.
+#: (package, extra) of other projects that errors name -> the versions that have the extra.
 FOREIGN = {(f"cupy-cuda{major}x", "ctk"): ">=14" for major in CUDA_MAJORS}
 REQUIREMENT = re.compile(r"(?P<name>\.|[\w-]+)(?:\[(?P<extras>[\w,-]+)\])?(?P<version>[<>=!~][\w.,<>=]*)?")
 
@@ -31,13 +31,13 @@ PACKAGES = {package(line) for lines in (PROJECT["dependencies"], *EXTRAS.values(
 
 
 def commands(text):
-    """The arguments of each `pip install` in a text, as a shell would read them up to the end of line or code."""
+    """Yield the arguments of each `pip install` in a text, up to the end of the command."""
     for match in re.finditer(r"""pip install ((?:'[^'\n]*'|"[^"\n]*"|[^'"`\n;)])*)""", text):
         yield match[1].strip()
 
 
 def texts_of_code():
-    """(place, text) of every string in the package; a formatted one once per major of CUDA."""
+    """Yield (path, text) of every string in the package; a formatted string once for each major version of CUDA."""
     for path in sorted((ROOT / "snapstore").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -50,7 +50,7 @@ def texts_of_code():
 
 def lines_of_code():
     seen = {(str(path), text) for path, text in texts_of_code() if "pip install" in text}
-    # A formatted string has constants of its own, which end in the middle of a command.
+    # The constants in a formatted string are found too, and can end in the middle of a command.
     return sorted({(path, line) for path, text in seen for line in commands(text) if line.count("'") % 2 == 0 and line})
 
 
@@ -60,7 +60,7 @@ def lines_of_pages():
 
 
 def problems(line, *, page):
-    """Return why a command does not work as printed."""
+    """Yield each reason why a command does not work as printed."""
     if "#" in line:
         yield "zsh takes a comment for arguments"
     for raw in shlex.split(line, posix=False):
@@ -126,7 +126,7 @@ def test_the_table_has_all_extras_and_their_packages():
 
 
 def test_pip_finds_the_extras_of_an_installed_snapstore():
-    """Without an index: errors name them as `snapstore[extra]`, and snapstore is not on PyPI."""
+    """pip accepts `snapstore[extra]`, as errors print it, without an index: snapstore is not on PyPI."""
     try:
         known = importlib.metadata.distribution("snapstore").metadata.get_all("Provides-Extra")
     except importlib.metadata.PackageNotFoundError:
@@ -141,7 +141,7 @@ def test_pip_finds_the_extras_of_an_installed_snapstore():
 
 
 def test_the_readme_needs_no_more_than_it_says():
-    """A fresh Debian refuses pip outside of an environment, so README and the guide make one first."""
+    """A fresh Debian refuses pip outside a virtual environment, so README and the guide make one first."""
     for page in (ROOT / "README.md", TABLE):
         text = page.read_text()
         assert text.index("python3 -m venv") < text.index("bin/activate") < text.index("pip install")

@@ -57,7 +57,7 @@ def test_a_proxy_spoils_as_many_requests_as_it_is_told(server, monkeypatch, how)
     with Proxy(f"127.0.0.1:{server.port}") as proxy:
         store = store_at(proxy.url, monkeypatch)
         lost = proxy.fault(puts, lose_answer(how))
-        store.put("a", b"1" * 5000)  # done, and tried again
+        store.put("a", b"1" * 5000)  # stored, but the reply is lost: the client tries again
         cut = proxy.fault(gets, Fault(response_bytes=100, how=how))
         assert store.get("a") == b"1" * 5000
         assert (lost.fired, cut.fired) == (1, 1)

@@ -14,7 +14,7 @@ MEMINFO = "MemTotal: 16777216 kB\nMemFree: 1048576 kB\nMemAvailable: 8388608 kB\
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """A root with files of /proc and /sys; a function that makes them, and gives what is available [GiB]."""
+    """Return a function that writes files of /proc and /sys below a root and returns the available memory in GiB."""
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
     def available(files):
@@ -29,11 +29,12 @@ def machine(tmp_path, monkeypatch):
 
 
 def test_a_machine_gives_what_it_calls_available_and_its_swap(machine):
+    """The available memory is MemAvailable, the free swap, and the part of the ZFS cache that can be freed."""
     assert machine({}) == 10
     assert machine({"proc/spl/kstat/zfs/arcstats": f"13 1 0x01\nc_min 4 {GIB}\nsize 4 {4 * GIB}\n"}) == 13
 
 
-def test_no_machine_that_says(machine):
+def test_available_memory_is_none_if_the_machine_does_not_report_it(machine):
     assert machine({"proc/meminfo": ""}) is None
 
 
@@ -41,6 +42,7 @@ GROUP = {"proc/self/cgroup": "0::/a.slice/b.scope\n"}
 
 
 def test_a_control_group_and_its_parents(machine):
+    """The limits of a control group and of its parents count. File cache and free swap of a group are available."""
     at = "sys/fs/cgroup/a.slice/"
     own = {f"{at}b.scope/memory.max": "max\n", f"{at}b.scope/memory.current": GIB}
     assert machine(GROUP | own) == 10
@@ -55,6 +57,7 @@ def test_a_control_group_and_its_parents(machine):
 
 
 def test_a_container_whose_group_is_at_the_top(machine):
+    """In a container, the limit at the root of /sys/fs/cgroup counts."""
     own = {"sys/fs/cgroup/memory.max": 2 * GIB, "sys/fs/cgroup/memory.current": GIB, "sys/fs/cgroup/memory.swap.max": 0}
     assert machine({"proc/self/cgroup": "0::/../elsewhere\n", **own}) == 1
 
@@ -67,7 +70,7 @@ def test_control_groups_of_version_1(machine):
     limited = listed | {f"{at}memory.limit_in_bytes": 3 * GIB, f"{at}memory.usage_in_bytes": GIB}
     assert machine(limited) == 4
     stat = f"active_file 0\ninactive_file 0\ntotal_active_file 0\ntotal_inactive_file {GIB}\n"
-    assert machine(limited | {f"{at}memory.stat": stat}) == 5, "usage counts groups below, which alone have read files"
+    assert machine(limited | {f"{at}memory.stat": stat}) == 5, "usage includes the groups below, with their cache"
 
 
 def test_an_empty_variable_sets_no_limit(monkeypatch):
@@ -123,6 +126,7 @@ def test_no_sizes(text):
 
 
 def test_a_budget_counts_what_it_lets_pass(monkeypatch):
+    """A budget counts the work that it allows, and not the work that it refuses."""
     monkeypatch.setattr(limits, "MIN_DECODED_BYTES", 100)
     store = MemoryStore()
     store.put("packs/00/x", bytes(10))
@@ -138,6 +142,7 @@ def test_a_budget_counts_what_it_lets_pass(monkeypatch):
 
 
 def test_a_budget_lists_as_many_packs_as_explain_the_work(monkeypatch):
+    """A budget lists only as many packs as justify twice the work so far."""
     monkeypatch.setattr(limits, "MIN_DECODED_BYTES", 100)
     listed = []
 
@@ -152,7 +157,7 @@ def test_a_budget_lists_as_many_packs_as_explain_the_work(monkeypatch):
         store.put(f"packs/{number:04}", bytes(1))
     budget = limits.Budget(store)
     budget.spend(10 * limits.DECODED_RATIO, "a")
-    assert len(listed) == 20  # as much again may follow without another listing
+    assert len(listed) == 20  # the same amount may follow without another listing
     budget.spend(10 * limits.DECODED_RATIO, "b")
     assert len(listed) == 20
     for number in range(97):  # each listing lasts until the work has doubled

@@ -43,7 +43,10 @@ def store(root):
 
 @pytest.fixture
 def mount(tmp_path):
-    """mount(options) -> a fresh tmpfs; mount("remount,...", path) changes it; skips where that is not allowed."""
+    """Yield mount(options), which mounts a new tmpfs and returns its path; mount("remount,...", path) changes it.
+
+    The test is skipped where mounting is not allowed.
+    """
     mounted = []
 
     def do(options, path=None):
@@ -63,7 +66,7 @@ def mount(tmp_path):
 
 @pytest.fixture
 def no_leak():
-    """Every locked descriptor of the test is closed at its end."""
+    """Check that the test closes every locked descriptor that it opens."""
     before = set(locks._LOCKED_FDS)
     yield
     assert before == locks._LOCKED_FDS
@@ -75,9 +78,9 @@ def temps_of(store):
 
 
 def failing(monkeypatch, name, code, when=lambda *args: True, times=1):
-    """os.<name> raises OSError(code) the first `times` that `when` holds; returns the list of those calls.
+    """Let os.<name> raise OSError(code) in the first `times` calls for which `when` is true; return the list of them.
 
-    `when` sees a name in an open folder as its path.
+    A name in an open folder is passed to `when` as its path.
     """
     real, calls = getattr(os, name), []
 
@@ -97,7 +100,7 @@ def path_of(fd):
 
 
 def path_at(folder, name):
-    """The path of a name in an open folder; of "." that of the folder."""
+    """Return the path of a name in an open folder; for "." the path of the folder."""
     return (path_of(folder) if folder is not None else Path()) / name
 
 
@@ -114,7 +117,10 @@ def is_directory(fd, *_):
 
 @pytest.fixture
 def calls(monkeypatch, root):
-    """(call, path below the root) of every call that matters for durability."""
+    """Return the list of (call, path) of the calls that matter for durability.
+
+    Each path is relative to the parent of the root, or "TEMP" for a temporary file.
+    """
     record = []
 
     def spy(name, describe):
@@ -163,7 +169,7 @@ def test_order_of_a_put(calls, root, create):
 
 
 def test_levels_made_by_another_process_are_not_trusted(calls, store, root):
-    """It may have made them a moment ago and not have fsynced them yet."""
+    """A put fsyncs the folders above its object even if another process made them, which may not have fsynced them."""
     (root / "packs" / "7f").mkdir(parents=True)
     calls.clear()
     store.put("packs/7f/7fab", b"x")
@@ -180,7 +186,7 @@ def test_a_level_removed_by_hand_is_made_again(calls, store, root):
     assert calls[:2] == [("mkdir", "repo/a/b"), ("fsync", "repo/a")]
 
 
-def test_an_object_that_exists_is_durable_before_that_is_said(calls, store):
+def test_an_existing_object_is_durable_before_put_raises(calls, store):
     store.put("a/b", b"x")
     calls.clear()
     with pytest.raises(AlreadyExistsError):
@@ -188,7 +194,7 @@ def test_an_object_that_exists_is_durable_before_that_is_said(calls, store):
     assert calls[-1] == ("fsync", "repo/a")
 
 
-def test_settle_fsyncs_the_way_there_and_below(calls, store, root):
+def test_sync_fsyncs_the_folders_above_and_below_the_prefix(calls, store, root):
     (root / "snapshots" / "run").mkdir(parents=True)
     calls.clear()
     store.sync("snapshots/")
@@ -269,9 +275,11 @@ def test_short_reads_are_continued(store, monkeypatch):
 
 
 def test_fsync_fails_once(store, monkeypatch):
-    """The put ends, the descriptor is not tried again, and nothing is visible."""
+    """The put raises and does not fsync the same descriptor again. It leaves no object and no temporary file."""
     synced = []
-    failing(monkeypatch, "fsync", errno.EIO, lambda fd: is_file(fd) and not synced.append(os.fstat(fd).st_ino))
+    failing(monkeypatch, "fsync", errno.EIO, is_file)
+    fails = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (is_file(fd) and synced.append(os.fstat(fd).st_ino), fails(fd)))
     with pytest.raises(StorageError, match=r"^a in .*EIO") as caught:
         store.put("a", b"x")
     assert isinstance(caught.value.__cause__, OSError)
@@ -283,7 +291,7 @@ def test_fsync_fails_once(store, monkeypatch):
 @pytest.mark.parametrize("create", ["put", "lock"])
 @pytest.mark.usefixtures("no_leak")
 def test_fsync_of_the_directory_fails_after_the_link(store, monkeypatch, create):
-    """An unclear failure: the object may be there; it is not held, and `release` ends it."""
+    """A put or lock that fails after the link may leave its object: it is not locked, and `release` deletes it."""
     store.put("a/other", b"x")
     failing(monkeypatch, "fsync", errno.EIO, is_directory)
     with pytest.raises(StorageError, match=r"^a/b "):
@@ -300,9 +308,7 @@ def test_a_level_counts_as_durable_only_after_its_fsync(store, monkeypatch):
     failing(monkeypatch, "fsync", errno.EIO, is_directory)
     with pytest.raises(StorageError):
         store.put("a/b", b"x")
-    synced = []
-    failing(monkeypatch, "fsync", errno.EIO, lambda fd: synced.append(path_of(fd)), times=0)
-    real = os.fsync
+    synced, real = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(path_of(fd)), real(fd)))
     store.put("a/b", b"x")
     assert synced[0] == Path(store.url)
@@ -336,7 +342,7 @@ def test_no_fsync_of_directories(store, monkeypatch):
 
 
 def test_a_link_whose_reply_was_lost(store, monkeypatch):
-    """A network file system links, loses the answer, and its retry finds the name taken: by us."""
+    """A put succeeds if a network file system makes the link, loses the reply, and finds that link in its retry."""
     real = os.link
 
     def link(source, target, **options):
@@ -465,7 +471,7 @@ def test_entries_that_vanish_while_listed(store, root, monkeypatch):
     real = os.scandir
 
     class Vanishing:
-        """A scandir whose first entry is gone when it is looked at."""
+        """A scandir whose first entry is deleted before the caller examines it."""
 
         def __init__(self, folder):
             self.path = path_of(folder)
@@ -511,14 +517,14 @@ def bad_inodes(monkeypatch, code, *paths):
 
 @pytest.mark.parametrize("code", BAD_INODES)
 def test_a_bad_inode_hides_no_other_object(store, root, monkeypatch, code):
-    """Nothing in its folder could be listed. It is there as well, in a way that no object is, and fails when read."""
+    """A listing shows the other files of the folder. It also shows the bad file, with a size that no object has: 0."""
     for key in ("p/0/x", "p/0/y", "q/x"):
         store.put(key, b"x")
     bad_inodes(monkeypatch, code, root / "p/0/x")
     listed = {info.key: info for info in store.list("")}
     assert listed.keys() == {"p/0/x", "p/0/y", "q/x"}
     assert (listed["p/0/x"].size_bytes, listed["p/0/y"].size_bytes) == (0, 1)
-    assert store.now_s() - listed["p/0/x"].modified_s < 0, "looks as if nobody had touched it for long"
+    assert store.now_s() - listed["p/0/x"].modified_s < 0, "its time must not look old"
     store.sync("p/")
     found = store.stat("p/0/x")
     assert (found.size_bytes, found.tag) == (0, "")
@@ -538,7 +544,7 @@ def test_a_file_that_cannot_be_looked_at_for_another_reason_fails_the_listing(st
 
 @pytest.mark.parametrize("where", ["p", "p/0"])
 def test_a_directory_whose_inode_is_bad_fails_the_listing(store, root, monkeypatch, where):
-    """Who knows what is in it."""
+    """The entries of the folder are unknown, so a listing without them would be incomplete."""
     store.put("p/0/x", b"x")
     bad_inodes(monkeypatch, errno.EUCLEAN, root / where)
     with pytest.raises(StorageError, match=r"cannot list.*EUCLEAN"):
@@ -563,10 +569,10 @@ def test_a_disk_or_a_mount_that_fails_as_a_whole_fails_the_listing(store, root, 
     asked = failing(monkeypatch, "stat", errno.EIO, times=10**9)
     with pytest.raises(StorageError, match=r"cannot list.*EIO"):
         list(listing)
-    assert len(asked) == 2, "each takes a minute where a server is gone"
+    assert len(asked) == 2, "each call may take a minute if a server is gone"
 
 
-def test_a_deep_tree_is_no_attack(store, root):
+def test_1500_nested_folders_do_not_break_a_listing(store, root):
     depth = 1500
     level = os.open(root, os.O_RDONLY)
     for _ in range(depth):
@@ -578,12 +584,12 @@ def test_a_deep_tree_is_no_attack(store, root):
     subprocess.run(["rm", "-rf", str(root)], check=True)
 
 
-# --- file systems where case does not count ---
+# --- file systems that ignore case ---
 
 
 @pytest.fixture
 def caseless(monkeypatch, root):
-    """A new name is as it was given; afterwards it is found under any."""
+    """Let os.stat and os.open ignore the case of names below the root."""
 
     def fold(path, dir_fd):
         return path if dir_fd is None or not path_of(dir_fd).is_relative_to(root) else path.lower()
@@ -598,17 +604,17 @@ def caseless(monkeypatch, root):
 
 
 def test_a_new_repository_is_refused_where_case_does_not_count(store, root, caseless):
-    for _ in range(2):  # what a refusal leaves hides nothing from the next
+    for _ in range(2):  # files that the first refusal leaves do not hide the problem from the second
         with pytest.raises(CapabilityError, match=r"^.*repo: .*'tmp' and 'TMP' for one name"):
             store.prepare()
 
 
-# --- holds, processes, temporary files ---
+# --- locks, processes, temporary files ---
 
 
 @contextmanager
 def python(script, *args):
-    """A child that runs the script; it has the store as `store` and `say(x)` for a line on stdout."""
+    """Run a script in a child process. It can use `store`, and `say(x)`, which prints a line to stdout."""
     head = (
         "import os, sys, time\n"
         "from snapstore.storage import local, locks\n"
@@ -648,18 +654,18 @@ def test_a_forked_worker_does_not_keep_the_session_of_a_dead_trainer(store):
             assert store.is_locked("sessions/a") is True
             trainer.send_signal(signal.SIGKILL)
             trainer.wait()
-            os.kill(worker, 0)  # it lives
+            os.kill(worker, 0)  # the worker is alive
             assert store.is_locked("sessions/a") is False
         finally:
             os.kill(worker, signal.SIGKILL)
     assert keys_of(store) == ["from/worker", "sessions/a"]
 
 
-def test_a_fork_leaves_the_hold_with_the_parent(store):
+def test_a_fork_leaves_the_lock_with_the_parent(store):
     store.lock("sessions/a", b"x")
     child = os.fork()
     if child == 0:
-        # No assertion and no pytest in the child: its exit code is the answer.
+        # The child must not continue in pytest, so its exit code is the result.
         os._exit(0 if not locks._LOCKED_FDS and not locks._KEPT_FDS and store.is_locked("sessions/a") else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert store.is_locked("sessions/a") is True
@@ -680,7 +686,7 @@ def test_an_executed_program_does_not_keep_the_session(store):
             trainer.wait()
             until = time.monotonic() + 300
             while store.is_locked("sessions/a") and time.monotonic() < until:
-                time.sleep(0.01)  # the kernel closes a file behind the exec that gave it up
+                time.sleep(0.01)  # the kernel may close the file a moment after the exec
             assert store.is_locked("sessions/a") is False
         finally:
             os.kill(program, signal.SIGKILL)
@@ -688,7 +694,7 @@ def test_an_executed_program_does_not_keep_the_session(store):
 
 @pytest.mark.usefixtures("no_leak")
 def test_forks_beside_writing_threads(store):
-    """A fork at any moment: the children hold nothing, and no lock is left behind in them."""
+    """A child that is forked at any moment has no locked file, and can write: no lock of a thread stays taken in it."""
     stop = threading.Event()
 
     def write(me):
@@ -705,7 +711,7 @@ def test_forks_beside_writing_threads(store):
         for _ in range(20):
             child = os.fork()
             if child == 0:
-                signal.alarm(20)  # a lock left behind would hang
+                signal.alarm(20)  # if a lock stayed taken, the put would hang
                 try:
                     store.put(f"child/{os.getpid()}", b"x")
                 finally:
@@ -718,10 +724,10 @@ def test_forks_beside_writing_threads(store):
     assert len(keys_of(store, "child/")) == 20
 
 
-def test_probes_do_not_hold(store, root):
+def test_a_probe_does_not_look_like_a_lock(store, root):
     store.put("a", b"x")
     with (root / "a").open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_SH)  # another probe, at the same moment
+        fcntl.flock(file, fcntl.LOCK_SH)  # as another probe does at the same moment
         assert store.is_locked("a") is False
 
 
@@ -738,7 +744,7 @@ def test_a_file_system_without_locks(store, monkeypatch):
     assert store.is_locked("a") is False
 
 
-def test_clean_takes_the_files_of_the_dead_only(store):
+def test_clean_removes_only_files_of_dead_processes(store):
     script = (
         "real = os.fsync\n"
         "def fsync(fd):\n"
@@ -768,7 +774,7 @@ def test_clean_takes_the_files_of_the_dead_only(store):
 
 
 def test_killed_between_link_and_unlink(store, root):
-    """The temporary name goes, the object stays, and no byte was freed."""
+    """`clean` removes the temporary name of an object. The object stays, so `clean` reports no freed bytes."""
     store.put("a", b"x" * 100)
     os.link(root / "a", root / "tmp" / ("0" * 32))
     assert store.clean() == 0
@@ -961,11 +967,11 @@ def test_only_a_few_stay_open(store, monkeypatch):
         assert sorted(done) == list(range(6))
         assert open_files() <= before + 4
     assert open_files() == before
-    assert most[0] <= before + 4 + 6 * 5  # and those in use, the folders above them, and the listing
+    assert most[0] <= before + 4 + 6 * 5  # plus files in use, the folders above them, and the listing
 
 
 def test_files_are_opened_ahead_as_far_as_they_may_stay_open(store, monkeypatch):
-    """Else the next ones would close them before anyone reads them."""
+    """A call without ranges opens a file only if it may stay open. Else the next files would close it before a read."""
     keys, before = put_keys(store, 20), open_files()
     monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 64))
     with store.kept_open() as get_ranges:
@@ -1003,7 +1009,7 @@ def test_too_many_open_files_close_what_nobody_reads(store, monkeypatch):
 
 @pytest.mark.parametrize("again", [False, True])
 def test_a_file_that_another_host_has_deleted(store, monkeypatch, again):
-    """Its server says so at the next read of the open file; then the name says whether there is another one."""
+    """The next read of the open file fails with ESTALE. Then the key is opened again: it has another file, or none."""
     (key,), before, stale, real = put_keys(store, 1), open_files(), set(), os.preadv
 
     def preadv(fd, buffers, offset):
@@ -1055,7 +1061,7 @@ def test_a_file_that_fails_is_closed_at_the_end(store):
 
 
 def test_a_folder_that_another_process_makes_meanwhile(root, monkeypatch):
-    """It is not there when one looks first, and is there when one looks again."""
+    """`open_store` accepts a folder that does not exist at its first look but exists at the second."""
     real, looks = Path.is_dir, []
 
     def is_dir(self):

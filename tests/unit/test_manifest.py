@@ -1,4 +1,4 @@
-"""Manifests round-trip exactly, hold a million chunks in a second, and every damage is found."""
+"""Manifests round-trip exactly, a million chunks take less than a second each way, and reads find damage."""
 
 import hashlib
 import time
@@ -107,7 +107,7 @@ def test_concatenate_and_the_derived_columns(tables):
         at += len(c)
 
 
-def stored(data, logical_bytes=123):
+def stored(data):
     store = MemoryStore()
     return store, manifest.ref_of(data)
 
@@ -118,7 +118,7 @@ def tensor(name, shape, first, count, inline=None):
 
 
 def consistent(**changes):
-    """A manifest, as fields of `encode`, of two tensors in three chunks and one inline; 2053 bytes."""
+    """Return arguments of `encode`: two tensors in three chunks and one inline tensor, 2053 bytes in all."""
     table = a_table([1, 2, 3])
     table.lengths[:] = [1024, 512, 512]
     tensors = [tensor("a", 5, 0, 0, (0, 5)), tensor("b", 1536, 0, 2), tensor("c", 512, 2, 1)]
@@ -145,14 +145,14 @@ DISAGREE = {
 def test_sizes_that_disagree_are_refused_by_read(what):
     changes, message = DISAGREE[what]
     data = encode(**consistent(**changes))
-    store, ref = stored(data, manifest.decode_header(data, "x").logical_bytes)
+    store, ref = stored(data)
     store.put(ref.key, data)
     with pytest.raises(FormatError, match=message):
         manifest.read(store, ref, None)
 
 
 @pytest.mark.parametrize("name", ["tensors", "chunks", "refs"])
-def test_a_header_that_counts_otherwise_is_refused(name):
+def test_a_header_with_wrong_counts_is_refused(name):
     data = encode(**consistent())
     end = len(manifest.header_bytes(data))
     header = msgspec.msgpack.decode(data[layout.PREFIX.size : end])
@@ -163,7 +163,7 @@ def test_a_header_that_counts_otherwise_is_refused(name):
 
 def test_a_record_that_says_otherwise_than_the_manifest_is_refused():
     data = encode(**consistent())
-    store, ref = stored(data, 2053)
+    store, ref = stored(data)
     store.put(ref.key, data)
     assert manifest.read(store, ref, None).header.logical_bytes == 2053
     for changes in ({"logical_bytes": 1000}, {"part": "other"}, {"rank": 1}):
@@ -171,9 +171,9 @@ def test_a_record_that_says_otherwise_than_the_manifest_is_refused():
             manifest.read(store, msgspec.structs.replace(ref, **changes), None)
 
 
-def test_every_truncation_and_every_flip_is_found_by_read():
+def test_every_truncation_and_a_flip_in_every_byte_are_found_by_read():
     good = encode(**consistent())
-    store, ref = stored(good, 2053)
+    store, ref = stored(good)
     store.put(ref.key, good)
     assert manifest.read(store, ref, SEED).tree == "x"
     for bad in [good[:n] for n in range(len(good))] + [good + b"\0"]:
@@ -222,7 +222,10 @@ def test_the_header_alone_is_read_in_one_or_two_reads(monkeypatch):
 
 
 def test_a_header_is_proven_before_it_is_believed():
-    """Another manifest's, valid in itself, told a gc that a live pack was needed by nobody."""
+    """A header is used only if it is the one that the record names.
+
+    Otherwise the valid header of another manifest could tell a gc that no snapshot needs a live pack.
+    """
     data, other = encode(a_table([1, 2])), encode(a_table([3]))
     ref = manifest.ref_of(data)
     with pytest.raises(IntegrityError, match="is not the one that the record names"):
@@ -257,7 +260,7 @@ def test_inconsistent_tables_are_refused(message):
         manifest.decode(encode(table), "here")
 
 
-def test_a_middle_full_and_a_lone_delta_are_refused():
+def test_chains_with_blobs_of_wrong_kinds_are_refused():
     for kinds in ([0, 1, 0], [1, 0, 0], [1, 1, 2]):
         table = a_table([3])
         table.ref_kinds = np.array(kinds, np.uint8)
@@ -265,8 +268,8 @@ def test_a_middle_full_and_a_lone_delta_are_refused():
             manifest.decode(encode(table), "here")
 
 
-def test_a_plane_that_hardly_compresses_is_stored_raw(monkeypatch):
-    """A reader refuses small manifests that unpack to much; so a writer must not make any."""
+def test_a_section_that_would_unpack_to_too_many_bytes_is_stored_raw(monkeypatch):
+    """A reader refuses a small manifest that unpacks to many bytes, so a writer must not make one."""
     monkeypatch.setattr(layout, "MAX_INLINE_BYTES", 1000)
     monkeypatch.setattr(layout, "MAX_NODES_BYTES", 1000)
     data = encode(ChunkTable.empty(), inline=bytes(100_000), tree="x" * 5000)
@@ -277,7 +280,7 @@ def test_a_plane_that_hardly_compresses_is_stored_raw(monkeypatch):
 
 @pytest.mark.parametrize("tree", [["list", [None] * 10**6], ["list", [["list", []]] * 10**5], "x" * 10**6])
 def test_trees_of_one_value_are_stored_in_a_64th_or_as_they_are(tree):
-    """A section that compresses better is legitimate, and stored as it is."""
+    """A section that would compress more than 64-fold is valid, but it is stored uncompressed."""
     data = encode(ChunkTable.empty(), tree=tree)
     assert manifest.decode(data, "here").tree == tree
     assert len(data) > 10**5 * 7 / 64
@@ -314,7 +317,7 @@ def test_a_million_chunks_take_less_than_a_second_each_way():
         for i in range(1000)
     ]
     best = [9.0, 9.0]
-    for _ in range(3):  # the best of three: two cores are shared with other tests
+    for _ in range(3):  # the best of three, because other tests share the two cores
         started = time.process_time()
         data = encode(table, tensors)
         best[0] = min(best[0], time.process_time() - started)

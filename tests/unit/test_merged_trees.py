@@ -1,4 +1,4 @@
-"""Trees of ranks become one: unions of dicts, one error for all that differs, and no tensor under another's number."""
+"""The trees of ranks are merged: dicts are united, one error names the differences, tensors get their right numbers."""
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from snapstore.state.tree_encode import pack
 
 
 def trees(state, rank=0, size=2):
-    """The trees of one rank as rank 0 gets them."""
+    """Return the trees of one rank as rank 0 gets them."""
     inputs = inputs_of(flatten(state, of_rank=True), RankShares(rank, size, 1024))
     return decode_trees(encode_trees(trees_of(inputs)))
 
@@ -76,7 +76,10 @@ def test_stages_of_a_pipeline_become_one_state():
 
 @pytest.mark.parametrize("flat", [True, False])
 def test_an_optimizer_of_a_stage_must_be_flattened(flat):
-    """Its groups list the parameters of the stage: the error says what helps, and that helps."""
+    """The param_groups of an optimizer list the parameters of its stage, so those of two stages cannot be merged.
+
+    The error says how to flatten the state of the optimizer. Flattened states can be merged.
+    """
 
     def stage(*numbers):
         model = torch.nn.ModuleDict({f"layer{i}": torch.nn.Linear(3, 3) for i in numbers})
@@ -100,7 +103,10 @@ class Expert:
 
 @pytest.mark.parametrize("kind", [dict, OrderedDict, Counter, partial(defaultdict, dict), partial(Expert, calls=3)])
 def test_experts_in_any_container_become_one_state(kind):
-    """Tensors and plain values at paths that one rank has, in mappings and objects; sequences within them as well."""
+    """Tensors and plain values are merged from paths that only one rank has, in mappings and in objects.
+
+    The values at these paths may be sequences.
+    """
 
     def experts(*numbers):
         found = {f"expert{i}": layer(i) | {"at": deque([i, torch.ones(i + 2)], 9), "calls": i} for i in numbers}
@@ -168,15 +174,15 @@ def test_values_that_differ_are_named(second, told):
     assert len(caught.value.args) == 2
 
 
-def test_one_error_names_all_and_is_bounded():
+def test_one_error_names_twenty_differences_and_counts_the_rest():
     with pytest.raises(InvalidInputError) as caught:
         merge({f"k{i}": i for i in range(40)}, {f"k{i}": -i for i in range(40)})
     assert len(caught.value.args) == 22
     assert caught.value.args[-1] == "and 19 more"
 
 
-def test_a_tie_to_a_part_that_comes_later_is_turned_round():
-    """Rank 0 has the parts in another order than the stage that holds the tied tensors."""
+def test_a_tie_to_a_part_that_comes_later_is_reversed():
+    """Ties refer to the first tied tensor of the merged parts, also if a rank has its parts in another order."""
     shared = torch.ones(3)
     stage = {"embed": {"w": shared}, "x": {"b": torch.ones(1), "w": shared}, "y": {"w": shared}}
     _, y, x, embed = merge({"y": {}, "x": {"a": torch.ones(2)}, "embed": {}}, stage)
@@ -203,6 +209,9 @@ def test_many_ranks_are_named_shortly():
 
 
 def test_keys_that_look_alike_may_not_differ():
-    """Readers find the tensors of a path by their order, which the ranks may not have in common."""
+    """Ranks with different trees may not have two keys that look alike.
+
+    Readers find the tensors of one path by their order, which may differ between ranks.
+    """
     with pytest.raises(InvalidInputError, match="look alike"):
         merge({"m": {1.0: torch.ones(2), "1.0": torch.ones(3)}}, {"m": {"1.0": torch.ones(3)}})

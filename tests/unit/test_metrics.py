@@ -1,4 +1,4 @@
-"""Metrics are tensors of one element and whatever has `__float__`; they are read as they were, and keep no graph."""
+"""A metric is a tensor of one element or has `__float__`; a save takes its value at the call, and keeps no graph."""
 
 import decimal
 import fractions
@@ -61,7 +61,7 @@ class Broken:
     ],
 )
 def test_a_number_of_any_kind(value, number):
-    """Warnings are errors here."""
+    """Every kind of number is read as a float, without a warning: pytest makes warnings errors."""
     found = begin_read(value)()
     assert type(found) is float
     assert found == number

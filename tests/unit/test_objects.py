@@ -1,4 +1,4 @@
-"""Objects with state_dict and load_state_dict restore: torch's own, data loaders, and misbehaving ones."""
+"""Objects with state_dict and load_state_dict restore: objects of torch, data loaders, and objects with faults."""
 
 import collections
 import copy
@@ -20,6 +20,14 @@ OPTIMIZERS = [
     for _, kind in inspect.getmembers(torch.optim, inspect.isclass)
     if issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
 ]
+
+
+def filled(model):
+    """Fill the parameters with another value than those of `net()`."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(3)
+    return model
 
 
 def optimizer_of(kind, model, **options):
@@ -134,7 +142,7 @@ def test_every_scheduler(name, tensor_lr):
     assert run(other, 4) == rates
 
 
-def test_functions_are_dropped_of_nothing_but_schedulers_that_only_update():
+def test_functions_of_a_scheduler_with_its_own_load_state_dict_are_refused():
     class Loads(WithFunctions):
         def load_state_dict(self, state):
             super().load_state_dict(state)
@@ -150,7 +158,7 @@ def test_grad_scaler_and_averaged_model():
     average = swa_utils.AveragedModel(model)
     average.update_parameters(model)
     saved = Saved({"scaler": scaler, "average": average})
-    other = {"scaler": torch.amp.GradScaler("cpu"), "average": swa_utils.AveragedModel(net())}
+    other = {"scaler": torch.amp.GradScaler("cpu"), "average": swa_utils.AveragedModel(filled(net()))}
     saved.restore(into=other)
     same(other["scaler"].state_dict(), scaler.state_dict())
     same(other["average"].state_dict(), average.state_dict())
@@ -178,7 +186,7 @@ def test_a_module_goes_into_plain_dicts_and_back():
     model = net()
     into = {"m": {key: torch.zeros_like(value) for key, value in model.state_dict().items()}}
     again({"m": model}, into=into)
-    other = net()
+    other = filled(net())
     again(into, into={"m": other})
     same(other.state_dict(), model.state_dict())
 
@@ -251,7 +259,10 @@ def test_an_optimizer_that_casts_is_an_error():
 
 @pytest.mark.parametrize(("dtype", "fits"), [(torch.uint32, True), (torch.int32, False)])
 def test_an_object_may_turn_stored_tensors_into_arrays(dtype, fits):
-    """As RngState does with the state from a file for torch, which has no arrays."""
+    """A stored tensor restores into an object whose state has an array of the same dtype.
+
+    RngState needs this for a state from a file for torch, which holds tensors instead of arrays.
+    """
 
     class Words:
         def state_dict(self):
@@ -295,7 +306,7 @@ def test_part_of_an_object():
 
 
 class Metric:
-    """Hands out its own arrays, and replaces some of them when it loads."""
+    """A metric whose `state_dict` returns its own arrays, and whose `load_state_dict` keeps the state that it gets."""
 
     def __init__(self, fill):
         self.state = {
@@ -325,7 +336,7 @@ def test_an_objects_own_arrays_are_filled_in_place():
 
 
 def buffers(state):
-    """The paths of the tensors of a rank's state that may differ between ranks."""
+    """Return the paths of the tensors in a rank's state that may differ between ranks."""
     parts = flatten(state, of_rank=True)
     return {".".join(map(str, part.specs[number].path)) for part in parts for number in part.buffers}
 

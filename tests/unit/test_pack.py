@@ -41,12 +41,12 @@ def a_blob(size, element_size=2, seed=0, base=None):
 
 
 def encoded(blobs):
-    """As an engine would give them."""
+    """Return blobs in the form in which an engine returns them."""
     return HostEncoded([EncodedChunk(memoryview(b), False, np.empty(0, np.uint8)) for b in blobs])
 
 
 def append(writer, blobs, cuts=()):
-    """(offset, length) of every blob in the pack; in one go, or in several, cut at these places."""
+    """Add blobs in one call, or in several that `cuts` divide; return the (offset, length) of each in the pack."""
     made, offsets = encoded(blobs), []
     ends = sorted({*cuts, len(blobs)} - {0})
     for first, last in zip([0, *ends], ends, strict=False):
@@ -70,7 +70,7 @@ def listing(data):
 
 
 class Late:
-    """Encoded blobs whose bytes come only when they are waited for, as an engine of a device gives them."""
+    """Encoded blobs whose bytes are copied only when the caller waits, as with the engine of a device."""
 
     def __init__(self, blobs):
         self.inner, self.entries, self.waited = encoded(blobs), encoded(blobs).entries, 0
@@ -175,7 +175,7 @@ def test_other_objects_and_versions_are_named(at, message):
 
 
 def read(store, wanted):
-    """Views of (key, offset, length), read as a ChunkReader does."""
+    """Read each (key, offset, length) as a ChunkReader does; return views of the bytes."""
     keys = sorted({key for key, _, _ in wanted})
     columns = [
         np.array(c, np.int64)
@@ -189,7 +189,7 @@ def read(store, wanted):
         assert room.size == one.length
         filled[one.position : one.position + one.length] += 1
         store.get_range(keys[one.pack], one.offset, one.length, room.data)
-    assert (filled == 1).all(), "every byte of the buffer is read once"
+    assert (filled == 1).all(), "every byte of the buffer must be read once"
     return [buffer[at : at + n].data for at, n in zip(positions.tolist(), columns[2].tolist(), strict=True)]
 
 
@@ -207,7 +207,7 @@ def test_neighbours_are_read_together():
 
 
 def planned(wanted):
-    """(offset, length) of every read of one pack."""
+    """Return the (offset, length) of every read that is planned for these ranges of one pack."""
     reads, _, _ = pack.plan_reads(np.zeros(len(wanted), np.int64), *np.array(wanted, np.int64).T)
     return [(one.offset, one.length) for one in reads]
 
@@ -218,7 +218,7 @@ def test_a_wide_gap_splits_a_read_and_a_narrow_one_does_not():
 
 
 def test_a_few_wide_gaps_are_read_too():
-    """The narrowest first, until they are together a tenth of what is wanted."""
+    """Wide gaps are read, the narrowest first, while together they are at most a tenth of the wanted bytes."""
     size, narrow, wide = 1_500_000, 200_000, 450_000
     assert wide < pack.WIDE_GAP_BYTES
     starts = [0, size + wide, 2 * size + wide + narrow, 3 * size + 2 * wide + narrow]

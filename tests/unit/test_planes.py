@@ -17,7 +17,7 @@ def noise(count, seed=0):
 
 
 def unaligned(chunk, shift):
-    """The same bytes at an address that is `shift` beyond a multiple of 64."""
+    """Return the same bytes at an address that is `shift` bytes above a multiple of 64."""
     room = np.empty(chunk.size + 128, np.uint8)
     start = -room.ctypes.data % 64 + shift
     view = room[start : start + chunk.size]
@@ -32,7 +32,7 @@ def entropy(plane):
 
 
 def rotated(chunk, element_size):
-    """Every element rotated left by one bit, with Python's integers."""
+    """Return the bytes of every element rotated left by one bit, computed with Python's integers."""
     bits = 8 * element_size
     out = bytearray()
     for at in range(0, chunk.size, element_size):
@@ -57,7 +57,7 @@ def test_split_and_merge_agree_with_a_plain_reference(element_size, layout, elem
 
 @given(sizes, st.integers(0, 300), st.integers(0, 9), st.integers(0, 2**31), st.booleans())
 def test_differences_agree_with_a_plain_reference(element_size, elements, shift, seed, in_place):
-    """docs/format.md: modulo 2^8e, as signed, in zigzag form; and they are added again."""
+    """Differences are as docs/format.md says: modulo 2^8e, signed, in zigzag form. `add` is the inverse."""
     chunk, base = (unaligned(noise(elements * element_size, seed + i), shift) for i in (0, 1))
     chunk[: chunk.size // 2] = base[: chunk.size // 2]
     out = unaligned(np.zeros(chunk.size, np.uint8), shift)
@@ -74,8 +74,8 @@ def test_differences_agree_with_a_plain_reference(element_size, elements, shift,
 
 
 @pytest.mark.parametrize("dtype", ["f4", "f8"])
-def test_rotated_floats_have_their_exponent_in_planes_of_its_own(dtype):
-    """Values of one exponent and any sign: the highest plane (of 8 bytes, the highest too) is constant."""
+def test_rotation_moves_the_sign_out_of_the_highest_plane(dtype):
+    """If all values have the same exponent, the highest plane is constant. Without rotation it also has the signs."""
     values = (1 + np.random.default_rng(0).random(3000) * 2**-4) * np.resize([1.0, -1.0], 3000)
     split = planes.split(values.astype(dtype).view(np.uint8), np.dtype(dtype).itemsize, planes.ROTATED)
     assert len(np.unique(split[-1])) == 1
@@ -149,8 +149,8 @@ def test_a_sample_estimates_the_entropy_of_its_plane():
     np.testing.assert_allclose(sampled.bits, exact, atol=0.03)
 
 
-def test_the_bias_of_a_short_sample_is_taken_back():
-    """1,000 random bytes look like 7.81 bits a byte; they are 8."""
+def test_the_bias_of_a_short_sample_is_corrected():
+    """The counts of 1,000 random bytes give 7.81 bits per byte. The estimate is corrected to 8."""
     found = [planes.statistics(planes.histograms(noise(1000, seed).reshape(1, -1))).bits[0] for seed in range(40)]
     assert np.mean(found) == pytest.approx(8.0, abs=0.02)
 

@@ -22,7 +22,7 @@ from snapstore.distributed.preemption import Preemption
 
 @pytest.mark.parametrize("seed", range(5))
 def test_all_ranks_stop_at_one_step(seed, monkeypatch):
-    """Each rank runs at its own pace, up to a few steps ahead of the others; one of them is told."""
+    """All ranks stop at the same step, though each has its own speed and only one gets the signal."""
     monkeypatch.setattr(base, "CALL_S", 0.01)
     count, random_of = 4, random.Random(seed)
     ranks = LocalRanks(count)
@@ -35,7 +35,7 @@ def test_all_ranks_stop_at_one_step(seed, monkeypatch):
         heart.add(end.poll)
         try:
             for step in range(5000):
-                while step > min(reached) + 3:  # as a training that communicates now and then
+                while step > min(reached) + 3:  # as if the ranks communicated every few steps
                     time.sleep(0.0005)
                 if rank == told and step == at:
                     end.notice(signal.SIGTERM, None)
@@ -55,7 +55,7 @@ def test_all_ranks_stop_at_one_step(seed, monkeypatch):
 
 
 def test_ranks_in_a_collective_agree_all_the_same(monkeypatch):
-    """Rank 1 waits in a collective for rank 0, which asks `reached` while the ranks agree: neither waits for ever."""
+    """Ranks that wait for each other in a collective agree on one step: the threads in the background agree."""
     monkeypatch.setattr(base, "CALL_S", 0.01)
     ranks, barrier = LocalRanks(2), threading.Barrier(2)
 
@@ -132,7 +132,7 @@ def test_a_handler_that_is_set_twice_gives_the_first_one_back():
 
 
 def test_the_last_save_waits_for_the_running_one():
-    """`on_busy="skip"` would lose the steps since that one began."""
+    """The last save waits even with `on_busy="skip"`: skipping it would lose the steps since the running save."""
     inner, gate = created(), threading.Event()
 
     class Waiting(FaultStore):

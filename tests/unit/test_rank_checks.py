@@ -1,6 +1,6 @@
-"""The rank checks accept exactly the roots and children that are one whole: boxes, chunks, inline bytes, sums.
+"""The rank checks accept a root and its children if they fit together and are complete, and refuse all others.
 
-Boxes are compared with a count of every element; children are forged field by field, and every forgery is found.
+Boxes are compared with a count of every element. Roots and children are forged field by field; each forgery is found.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHAPES = st.lists(st.integers(0, 5), max_size=3)
 
 @st.composite
 def boxes_within(draw, shape):
-    """A box that lies within a shape and is not empty."""
+    """Draw a box that lies within a shape and is not empty."""
     ends = [sorted(draw(st.lists(st.integers(0, n), min_size=2, max_size=2, unique=True))) for n in shape]
     return [a for a, _ in ends], [b - a for a, b in ends]
 
@@ -49,7 +49,7 @@ def test_boxes_cover_a_tensor_if_every_element_is_in_one(data, shape):
 
 
 def split(draw, offsets, sizes, depth):
-    """Cut a box into two, again and again: a tiling that is no grid."""
+    """Cut a box into two repeatedly; the result is a tiling, but usually no grid."""
     cuttable = [d for d, n in enumerate(sizes) if n > 1]
     if not depth or not cuttable or draw(st.integers(0, 3)) == 0:
         return [(offsets, sizes)]
@@ -80,13 +80,13 @@ def test_any_tiling_of_any_size_covers_and_no_other_set_of_its_boxes_does(data, 
     assert wrong([*boxes, boxes[0]]) == [1]
     (offsets, sizes), *rest = boxes
     shifted = [offsets[0] + 1, *offsets[1:]]
-    assert wrong([(shifted, sizes), *rest]) == [1]  # as many elements, one row elsewhere
+    assert wrong([(shifted, sizes), *rest]) == [1]  # as many elements, but one box lies one row further
     if len(rest):
         assert wrong([rest[0], *rest]) == [1] or math.prod(sizes) == 0
 
 
 def table_of(lengths):
-    """A table of full chunks of these lengths."""
+    """Return a table of chunks of these lengths, each stored as one full blob."""
     n = len(lengths)
     return ChunkTable(
         digests=np.zeros((n, 16), np.uint8),
@@ -129,7 +129,7 @@ WRONG_BOXES = {
 
 
 @pytest.mark.parametrize("what", WRONG_BOXES)
-def test_boxes_that_are_not_their_bytes_are_found(what):
+def test_boxes_that_do_not_match_their_bytes_are_found(what):
     sums = ChunkSums(table_of([8, 8]))
     check_boxes(entry([5], [Box([0], [4], 0, 2)]), sums, "x")
     check_boxes(entry([5], [Box([0], [4], 0, 2), Box([4], [1], 2, 0)], (0, 4)), sums, "x")
@@ -137,7 +137,7 @@ def test_boxes_that_are_not_their_bytes_are_found(what):
         check_boxes(entry([5], WRONG_BOXES[what]), sums, "x")
 
 
-def test_a_tensor_in_several_boxes_is_another_release_of_one_process():
+def test_a_tensor_in_several_boxes_without_ranks_is_an_unknown_format():
     with pytest.raises(UnknownFormatError, match="2 shards"):
         check_whole(entry([4], [Box([0], [2], 0, 1), Box([2], [2], 1, 1)]), ChunkSums(table_of([8, 8])), "x")
 
@@ -248,7 +248,7 @@ def test_own_values_and_entries_that_only_count_pass():
 
 
 def with_page(c, pack=None, **changes):
-    """Add a page of the root's own, in a chunk of a pack of its last child, or of a pack that no child needs."""
+    """Add a page to a root; its chunk lies in the last pack of the root, or in `pack`, which no child needs."""
     packs = [*c.packs, pack] if pack else c.packs
     table = replace(table_of([512]), ref_packs=np.array([len(packs) - 1], np.uint32))
     page = entry([512], [Box([0], [512], 0, 1)], dtype="bytes", kind="page", path=("m",))
@@ -269,7 +269,7 @@ def test_a_root_holds_its_pages(pack):
 
 
 def test_a_page_is_no_entry_of_a_child():
-    """A root's page has the path of its part, and so may a value that is a rank's own."""
+    """A value that is a rank's own may have the path of the root's page, which is that of the part."""
     own = entry([0], [], dtype="<f4", kind="array", path=("m",))
     altered(
         change_root=lambda c: with_page(c) if c.children else c,
@@ -311,7 +311,7 @@ def test_a_wrong_root_is_found(what):
 
 
 def test_a_child_has_no_children():
-    """No chain of manifests is followed further than to the children of a root."""
+    """A child with children is an error: only a root may have children."""
     store = created()
     writer = RankWriter(store)
     snapshot = writer.save(state(), world=2)
@@ -340,7 +340,7 @@ def child_ref(rank: int, name: int | None = None) -> ManifestRef:
 
 @pytest.mark.slow
 def test_many_children_take_memory_and_time_by_their_bytes():
-    """A time limit of the suite judges a hang."""
+    """The memory to decode a header grows with its bytes; only the time limit of the suite bounds the time."""
     count = 200_000
     data = root_with([child_ref(rank) for rank in range(count)], count)
     tracemalloc.start()
@@ -375,7 +375,7 @@ def test_children_come_by_rank_each_once(children):
 @given(st.data())
 @settings(max_examples=100)
 def test_a_header_of_any_ranks_is_decoded_or_refused(data):
-    """Whatever fields say, nothing but FormatError leaves the decoder."""
+    """For any values of its fields, a header is decoded and is consistent, or FormatError is raised."""
     good = root_with([child_ref(0), child_ref(1)], 2)
     fields = msgspec.to_builtins(manifest.decode_header(good, "x"), builtin_types=(bytes,))
     number = st.integers(-3, 3) | st.sampled_from([2**32, 2**63, 2**64 - 1])
@@ -397,7 +397,7 @@ def test_a_header_of_any_ranks_is_decoded_or_refused(data):
 
 
 def test_lists_are_closed():
-    """A longer entry, box or section is of another release: no part of it may be dropped unread."""
+    """An entry or a box with more fields than this release knows is refused: no field may be ignored."""
     store = created()
     snapshot = RankWriter(store).save(state(), world=1)
     root = manifest.read(store, snapshot.manifests[1], None)

@@ -1,4 +1,4 @@
-"""Saves of several ranks without a channel: every byte of every tensor is stored once, whatever its sharding."""
+"""Several ranks that do not communicate store every byte of every tensor once, however the tensor is sharded."""
 
 import math
 
@@ -39,7 +39,7 @@ def check(repository, snapshot, wholes):
 
 
 def fsdp(count):
-    """States of ranks that hold Shard(0) DTensors and plain tensors."""
+    """Return the states of ranks that hold Shard(0) DTensors and plain tensors."""
 
     def make():
         model = {"a": sharded(A, [count], [Shard(0)]), "b": sharded(B, [count], [Shard(0)]), "c": C.clone()}
@@ -63,7 +63,7 @@ def test_every_byte_is_stored_once(repository, count):
 
 
 def test_a_job_of_many_packs_has_larger_ones(repository, monkeypatch):
-    """The bytes of all ranks count; packs of another size than the default keep it."""
+    """The bytes of all ranks together decide the size of a pack. A `pack_bytes` that is not the default is kept."""
     monkeypatch.setattr("snapstore.options.MANY_PACKS", 1)
     assert SaveOptions().pack_bytes_of(DEFAULT_PACK_BYTES) == DEFAULT_PACK_BYTES
     assert SaveOptions().pack_bytes_of(DEFAULT_PACK_BYTES + 1) == 4 * DEFAULT_PACK_BYTES
@@ -99,7 +99,7 @@ W = {
 
 
 def on_mesh(shape, placements):
-    """A state whose tensors of two dimensions or more lie on a mesh; smaller ones are plain."""
+    """Return a function that makes a state. Its tensors of two or more dimensions lie on a mesh; others are plain."""
 
     def make():
         model = {
@@ -133,9 +133,9 @@ def test_every_kind_of_sharding(repository, kind):
     check(repository, snapshot, wholes)
     (model,) = [root for root, _ in rank_saves.children_of(repository, snapshot) if root.header.part == "model"]
     tree = dict(zip(*model.tree[1:], strict=True))
-    assert tree["head"] == tree["embed"], "tied"
+    assert tree["head"] == tree["embed"], "the tensors are tied"
     held = [one.written.logical_bytes for one in ranks]
-    assert max(held) < 1.35 * sum(held) / 4, "balanced"
+    assert max(held) < 1.35 * sum(held) / 4, "the bytes must be balanced over the ranks"
     again, _ = rank_saves.save(repository, [on_mesh(shape, placements)] * 4, 2)
     assert again.new_chunks == 0
 
@@ -148,7 +148,7 @@ def test_a_part_that_a_rank_holds_nothing_of_has_no_child(repository):
 
 
 def test_own_values_lie_behind_the_boxes(repository):
-    """Arrays of own values are entries of the child, and the indices of its tree count in the child."""
+    """Arrays of a rank's own values are entries of its child manifest. The child's tree has indices into the child."""
 
     def rank(number):
         def make():
@@ -181,7 +181,7 @@ def test_own_values_lie_behind_the_boxes(repository):
 
 
 def test_entries_of_one_path_lie_on_several_ranks(repository):
-    """A rank that stores a later one has an entry without bytes for the earlier one, which only counts."""
+    """A rank that stores the second tensor of a path has an entry without bytes for the first, to keep its number."""
     keys = {1.0: torch.ones(3), "1.0": C, 2.0: torch.arange(3), "2.0": C[0]}
     snapshot, _ = rank_saves.save(repository, [lambda: {"m": dict(keys)}] * 3, 1)
     assert repository.check("data").ok
@@ -190,8 +190,8 @@ def test_entries_of_one_path_lie_on_several_ranks(repository):
     assert all(torch.equal(restored[key], value) for key, value in keys.items())
 
 
-def test_own_values_have_the_path_of_a_tensor_of_all(repository):
-    """A rank that does not store the tensor of all has an entry without bytes for it."""
+def test_own_values_may_have_the_same_path_as_a_common_tensor(repository):
+    """A rank that does not store the common tensor has an entry without bytes for it."""
 
     def rank(number):
         return lambda: {"m": {"1.0": torch.arange(3), 1.0: PerRank(torch.full((3,), number)), "own": PerRank(number)}}
@@ -207,7 +207,7 @@ def test_own_values_have_the_path_of_a_tensor_of_all(repository):
 
 
 def test_own_values_are_known_at_the_next_save(repository):
-    """Each rank reads its own child of a base, also of a part in which it stores no box."""
+    """Each rank reads its own child manifest of a base, also for a part of which it stores no box."""
 
     def states(version):
         def make(rank):
@@ -225,7 +225,7 @@ def test_own_values_are_known_at_the_next_save(repository):
 
 
 def llama(shape, placements):
-    """A little transformer with its moments: (rows, columns) of some ten matrices, norms, steps."""
+    """Return a function that makes the state of a small transformer and its optimizer, sharded on a mesh."""
     wholes = {f"l{i}.{name}": big(10 * i + j, *size) for i in range(3) for j, (name, size) in enumerate(SIZES.items())}
 
     def make():
@@ -280,7 +280,7 @@ def test_deltas_go_on_over_another_number_of_ranks(repository):
 
 
 def replicated(change=None):
-    """States of four ranks that hold replicas in pairs, and on all; rank 3 may hold another value."""
+    """Return the states of four ranks. A tensor has one, two or four replicas; `change` changes rank 3."""
 
     def rank(number):
         def make():
@@ -297,7 +297,7 @@ def replicated(change=None):
 
 
 def by_group(ranks, part="model"):
-    """Id of a group -> what its ranks say."""
+    """Return {id of a group: {rank: digest of its replicas}}."""
     found = {}
     for number, one in enumerate(ranks):
         for group, digest in group_digests(one.replicas(part)).items():
@@ -341,7 +341,7 @@ class Tied(torch.nn.Module):
 
 
 def trained(size):
-    """A model and its AdamW after one step; over `size` ranks by FSDP2, or whole if that is 0."""
+    """Return a model and its AdamW after one step: sharded over `size` ranks by FSDP2, or whole if `size` is 0."""
     torch.manual_seed(0)
     net = Tied()
     if size:
@@ -369,7 +369,7 @@ def test_fsdp2_and_adamw(repository, size):
 
 
 def test_stages_of_a_pipeline(repository):
-    """Two stages of two ranks each: DTensors on a stage's ranks, plain tensors that one stage has, or both."""
+    """Two stages of two ranks each store every tensor once: tensors of one stage, and tensors of both stages."""
 
     def rank(number):
         def make():
@@ -398,7 +398,7 @@ def test_stages_of_a_pipeline(repository):
 
 
 def unlike_dtensor(ranks, value, placements):
-    """A DTensor on a mesh of the given ranks, of which each rank holds its own values: `value` plus its number."""
+    """Return a DTensor on a mesh of the given ranks. Each rank holds different values: `value` plus its number."""
     mesh = DeviceMesh("cpu", torch.tensor(ranks))
     at = mesh.get_coordinate()
     local = value
@@ -409,8 +409,8 @@ def unlike_dtensor(ranks, value, placements):
 
 
 @pytest.mark.parametrize("ranks", [[[0, 1], [2, 3]], [[2, 3], [0, 1]], [[0, 3], [2, 1]], [[3, 2], [1, 0]]])
-def test_of_dtensors_the_replica_with_coordinate_0_is_stored(repository, ranks):
-    """All of it, though the others have values of their own: no shard is from another replica, whatever the mesh."""
+def test_the_replica_of_a_dtensor_at_coordinate_0_is_stored(repository, ranks):
+    """If replicas differ, every stored shard is from the replica at coordinate 0, whatever the order of the ranks."""
     wide, small = torch.arange(40_000.0).reshape(400, 100), torch.zeros(2, 3)
     pair = [Replicate(), Shard(0)]
     shapes = {"wide": (wide, pair), "small": (small, pair), "columns": (wide, [Shard(1), Replicate()])}
@@ -430,7 +430,7 @@ def test_of_dtensors_the_replica_with_coordinate_0_is_stored(repository, ranks):
 
 
 def test_replicas_of_a_smaller_mesh_are_those_at_coordinate_0_of_the_whole(repository):
-    """A tensor on mesh["b"] alone is the same along mesh["a"]: the first row of the mesh stores it."""
+    """A tensor on mesh["b"] alone is replicated along mesh["a"]: the first row of the mesh stores it."""
 
     def make():
         whole = DeviceMesh("cpu", torch.tensor([[3, 1], [2, 0]]), mesh_dim_names=("a", "b"))

@@ -1,4 +1,4 @@
-"""The jobs on paper of `tools/bench ranks` read what real restores read."""
+"""The planned jobs of `tools/bench ranks` read as many bytes and manifests as real restores read."""
 
 import math
 from pathlib import Path
@@ -59,8 +59,8 @@ def test_a_plan_counts_the_bytes_and_manifests_of_a_restore(plan, monkeypatch, c
             assert found.wanted_bytes == sum(math.prod(b[1]) * 4 for own in into.wanted(rank, "m") for b in own)
 
 
-def test_a_llama_on_paper(plan):
-    """An earlier study with other code found these figures."""
+def test_a_planned_job_of_a_llama(plan):
+    """The plan gives the figures that an earlier study with other code found."""
     found = plan.amplification(plan.Job("8B", 64), plan.Job("8B", 48))
     assert round(found["decoded_over_wanted"], 2) == 1.26
     assert round(found["worst_rank"], 2) == 1.41

@@ -1,4 +1,4 @@
-"""recode keeps every state bit for bit and rewrites each blob once, despite damage or a wrong encoder."""
+"""recode keeps every state bit for bit and rewrites each blob once, also with damaged blobs or a wrong encoder."""
 
 import re
 
@@ -34,7 +34,7 @@ def store():
 
 @pytest.fixture
 def repo(store):
-    """a@0 to a@3 and its fork b@0 in ANS, a@4 portable on them."""
+    """a@0 to a@3 and b@0, a fork of a@1, are in ANS; a@4, whose base is a@3, is portable."""
     with opened(store) as repository:
         with foreign.written():
             for step in range(4):
@@ -45,7 +45,7 @@ def repo(store):
 
 
 def blobs(repository, refs=None):
-    """(pack, offset) -> header of every blob that snapshots refer to."""
+    """Return the header of every blob that snapshots refer to, by (pack, offset)."""
     found = {}
     for snapshot in repository.snapshots() if refs is None else map(repository.snapshot, refs):
         for ref in snapshot.manifests:
@@ -68,7 +68,7 @@ def stale(headers, kept=(codecs.RAW, codecs.ZSTD, codecs.DEFLATE, codecs.SPARSE)
 
 
 def going(repository):
-    """Blobs that are stale, or whose pack mostly is."""
+    """Return the blobs that a recode replaces: stale ones, and those whose pack is mostly stale."""
     found = blobs(repository)
     packs = {name: pack_listing(repository, name) for name, _ in found}
     bad = stale(found)
@@ -84,7 +84,8 @@ def pack_listing(repository, name):
     return pack.read_listing(repository.store, key, repository.store.stat(key).size_bytes).entries
 
 
-def test_all_of_it(repo):
+def test_a_recode_of_all_snapshots(repo):
+    """A recode replaces stale blobs and those in mostly stale packs, keeps all other blobs, and counts correctly."""
     before, old = repo.snapshots(), blobs(repo)
     assert ANS in repo.stats().codecs
     wanted = going(repo)
@@ -176,6 +177,7 @@ def test_only_what_is_named(repo):
 
 
 def test_one_after_the_other_shares_as_all_at_once(repo):
+    """Recodes of one snapshot after the other write as few blobs as one recode of all snapshots."""
     wanted = going(repo)
     made = sum(repo.recode([s.ref]).blobs for s in reversed(repo.snapshots()))
     assert made == len(wanted)
@@ -228,7 +230,7 @@ def test_without_a_gpu(repo, monkeypatch):
 
 
 def test_there_and_back_again(repo, monkeypatch):
-    """The encoder of codec 70 is the CPU engine, made to write it."""
+    """Recodes to portable, to ANS and to portable again keep all states. A changed CPU engine writes the ANS blobs."""
     monkeypatch.setattr(Engines, "for_ans", lambda engines: type(engines.cpu)(engines.digest_seed, 1))
     portable = repo.recode(["a@2"])
     with foreign.written():
@@ -251,19 +253,20 @@ def test_there_and_back_again(repo, monkeypatch):
 
 
 def place_of(repository, ref):
-    """The key of a pack in ANS that a snapshot needs and a@0 does not, and a blob's offset in it."""
+    """Return the key of an ANS pack that a snapshot needs and a@0 does not, and the offset of a blob in it."""
     name, offset = min(stale(blobs(repository, [ref])).keys() - blobs(repository, ["a@0"]).keys())
     return pack_key(name), offset
 
 
 def users_of(repository, key, offset=None):
-    """References of the snapshots that need a pack, or a blob of it."""
+    """Return the references of the snapshots that need a pack, or one blob of it."""
     found = {s.ref: blobs(repository, [s.ref]) for s in repository.snapshots()}
     return {ref for ref, places in found.items() for name, at in places if key.endswith(name) and offset in (None, at)}
 
 
 @pytest.mark.parametrize("harm", ["missing", "blob", "footer"])
-def test_damage_fails_one_snapshot_and_the_others_go_on(repo, harm):
+def test_damage_fails_only_the_snapshots_that_need_it(repo, harm):
+    """Damage fails the recode of the snapshots that need the damaged pack or blob. All other snapshots are recoded."""
     key, offset = place_of(repo, "a@3")
     users = users_of(repo, key, offset if harm == "blob" else None)
     assert users < {s.ref for s in repo.snapshots()}
@@ -284,13 +287,16 @@ def test_damage_fails_one_snapshot_and_the_others_go_on(repo, harm):
 
 
 def as_it_was(now, before):
-    """The same record, or a copy of it: one that explains what a rewrite had put before it failed."""
+    """Return whether a record is unchanged or copied: a failed rewrite puts a copy that explains its new objects."""
     copy = msgspec.structs.replace(now, revision=before.revision, write_id=before.write_id)
     return records.encode(copy) == records.encode(before)
 
 
 def test_damage_at_any_blob_is_named(repo):
-    """Also behind packs that were put already: the copy of the record that explains them is no revision by others."""
+    """A recode names the pack of any damaged blob and changes no record.
+
+    If it had already put new packs, it puts a copy of the record, which explains them.
+    """
     places = sorted(stale(blobs(repo, ["a@3"])).keys() - blobs(repo, ["a@0"]).keys())
     copies = 0
     for name, offset in places:
@@ -310,6 +316,7 @@ def test_damage_at_any_blob_is_named(repo):
 
 
 def test_an_encoder_that_lies_is_found_out(repo, monkeypatch):
+    """If an encoder encodes wrong bytes, the recode fails and changes no record. A later recode succeeds."""
     real = blob.encode
 
     def encode(source, *rest):
@@ -332,7 +339,7 @@ def test_an_encoder_that_lies_is_found_out(repo, monkeypatch):
 
 
 def test_a_full_blob_whose_bytes_are_another_chunk_is_not_rewritten(repo):
-    """Its checksum holds, its digest does not: an earlier encoder was wrong."""
+    """The checksum of the blob is right and its digest is wrong, as after an error of an earlier encoder."""
     name, offset = next(place for place, h in stale(blobs(repo, ["a@0"])).items() if codecs.RAW in h.codecs[:2])
     key = pack_key(name)
     users = users_of(repo, key, offset)
@@ -364,7 +371,9 @@ def test_a_damaged_duplicate_is_not_used(repo):
         assert same(repo.restore(ref), values("a", int(ref[-1])))
 
 
-def test_a_store_that_fails_ends_it(repo, monkeypatch):
+def test_a_store_that_fails_ends_a_recode(repo, monkeypatch):
+    """An error of the store ends a recode. A later recode succeeds."""
+
     def put(key, data):
         raise StorageError("503")
 
@@ -378,8 +387,11 @@ def test_a_store_that_fails_ends_it(repo, monkeypatch):
     check_clean(repo.store)
 
 
-def test_a_revision_that_could_not_be_put_cannot_land_later(repo, monkeypatch):
-    """The PUT timed out four times: the copy of the revision before takes its key before the packs are given up."""
+def test_a_revision_that_could_not_be_put_cannot_appear_later(repo, monkeypatch):
+    """If the PUT of a revision times out four times, a copy of the previous revision takes its key.
+
+    Only then are the new packs given up. A PUT that arrives later finds that the key exists.
+    """
     late, real = [], repo.store.put
 
     def put(key, data):
@@ -400,8 +412,8 @@ def test_a_revision_that_could_not_be_put_cannot_land_later(repo, monkeypatch):
     check_clean(repo.store)
 
 
-def test_a_heartbeat_without_a_session_begins_again(repo, monkeypatch):
-    """Given up by a gc of another host in the midst: the work is done again under a new session."""
+def test_a_recode_whose_session_is_gone_begins_again(repo, monkeypatch):
+    """A recode whose session was deleted, as by a gc of another host, does its work again and succeeds."""
     monkeypatch.setattr("snapstore.protocol.commit.HEARTBEAT_S", 0.0)
     real, given_up = repo.store.touch, []
 
@@ -424,7 +436,10 @@ def test_a_heartbeat_without_a_session_begins_again(repo, monkeypatch):
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_any_history(data):
-    """Runs, forks, twin chunks, tensors that grow, saved in whichever codec and recoded in whichever order."""
+    """A recode keeps the states of any history, in any order of snapshots.
+
+    Histories have runs, forks, duplicate chunks, tensors that change their size, and both codecs.
+    """
     draw = data.draw
     store = created(256)
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -440,7 +455,7 @@ def test_any_history(data):
                 if value is None or draw(st.booleans()):
                     value = (rng.standard_normal(size) * 3).astype(kind)
                     if draw(st.booleans()):
-                        value[:] = np.tile(value[: size // 4], 4)  # duplicates
+                        value[:] = np.tile(value[: size // 4], 4)  # duplicate chunks
                 else:
                     value = value.copy()
                     value[:: draw(st.integers(1, 50))] += value.dtype.type(1)

@@ -1,4 +1,4 @@
-"""Small objects round-trip with their names, steps and keys; no damaged or forged object passes for one."""
+"""Small objects, their names, steps and keys round-trip. No damaged or forged object is accepted."""
 
 import hashlib
 import os
@@ -79,6 +79,7 @@ def sealed(kind, payload, version=1):
 
 
 def test_another_version_is_refused_by_name_whatever_it_holds():
+    """An object of another format version is refused before its payload is decoded, and the error names the version."""
     with pytest.raises(FormatError, match=r"config: format version 2, this snapstore \S+ reads version 1; use the"):
         records.unpack(sealed(1, b"\xc1", version=2), Config, "config")
 
@@ -233,7 +234,7 @@ def test_some_of_many_names():
 
 
 def test_a_record_whose_sizes_disagree_is_not_read():
-    """So `log` does not show a size that a restore does not have."""
+    """A record whose size is not the sum over its manifests is refused, so `log` never shows a wrong size."""
     snapshot = msgspec.structs.replace(OBJECTS[1], logical_bytes=1000)
     with pytest.raises(FormatError, match="1000 bytes, the sum over its manifests is 20"):
         records.decode(records.encode(snapshot), Snapshot, snapshot.key)

@@ -54,7 +54,7 @@ def timed(*created):
 
 
 def measured(*losses):
-    """One snapshot a loss; None stands for a snapshot without the metric."""
+    """Return one snapshot for each loss; None stands for a snapshot without the metric."""
     return [
         Snap(id=f"s{seq:03}", step=seq, seq=seq, metrics={} if loss is None else {"loss": loss})
         for seq, loss in enumerate(losses, start=1)
@@ -66,7 +66,7 @@ def utc(*when):
 
 
 def reasons(policies, snapshots, **options):
-    """{step: reasons}; `newest` stands on one snapshot of every answer, and is left out where it is not the point."""
+    """Return the reasons of each snapshot, by its step; in every answer one snapshot has the reason `newest`."""
     return {decision.snapshot.step: decision.reasons for decision in apply(policies, snapshots, **options)}
 
 
@@ -328,7 +328,7 @@ def test_one_policy_is_a_list_of_one():
     assert stays_without_neighbours(KeepEvery(3), 6, 1)
 
 
-# --- known at save, stored, described ---------------------------------------------------------------------------------
+# --- decisions at a save, stored forms, printed forms -----------------------------------------------------------------
 
 
 def test_stays_without_neighbours():
@@ -364,7 +364,7 @@ def test_a_policy_has_a_stored_form_and_a_name(policy, plain, text):
     assert from_dict(plain) == policy
     assert hash(from_dict(plain)) == hash(policy)
     assert describe([policy]) == text
-    assert eval(text) == policy  # what is printed can be typed
+    assert eval(text) == policy  # a user can type the printed form
 
 
 def test_describe():
@@ -415,7 +415,7 @@ tags = st.lists(st.sampled_from(["paper", "v1"]), max_size=2, unique=True).map(t
 
 @st.composite
 def runs(draw):
-    """A run with steps saved again and clocks that jump."""
+    """Return a run in which steps are saved again and clocks jump."""
     count = draw(st.integers(0, 12))
     return [
         Snap(f"s{seq:03}", draw(st.integers(0, 12)), seq, created=draw(times), tags=draw(tags), metrics=draw(metrics))
@@ -477,7 +477,8 @@ def test_more_keeps_more(kind, n, more, snapshots):
 
 @given(st.lists(policies), runs())
 def test_forgetting_again_forgets_nothing(policies, snapshots):
-    # Without tags: a tag may keep a superseded save alone of its step, which is then current and may beat another one.
+    # Without tags: a tag may keep a superseded save when the newer save of its step is forgotten. Then the superseded
+    # save is current, and a policy may prefer it to another snapshot.
     untagged = [replace(snapshot, tags=()) for snapshot in snapshots]
     left = [decision.snapshot for decision in apply(policies, untagged, force=True) if decision.kept]
     assert kept(policies, left, force=True) == {snapshot.id for snapshot in left}

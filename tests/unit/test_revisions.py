@@ -1,4 +1,4 @@
-"""A decision that loses a race for a revision is made again, and not for ever."""
+"""A decision that loses a race for a revision is made again, but only a limited number of times."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from snapstore.storage.memory import MemoryStore
 
 
 def losing(times, attempts):
-    """An attempt that loses so many races."""
+    """Return an attempt that loses its first `times` races."""
 
     def attempt():
         attempts.append(len(attempts))

@@ -1,4 +1,4 @@
-"""RngState restores the same draws, after everything else is loaded, and never with other CUDA devices."""
+"""RngState is loaded last and restores the same draws; another number of CUDA devices is an error."""
 
 import random
 

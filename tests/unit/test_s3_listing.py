@@ -1,4 +1,4 @@
-"""A page of a listing that contradicts itself or an earlier page is refused, whatever botocore makes of it."""
+"""A page of a listing that contradicts itself or an earlier page is refused, even if botocore accepts it."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_page_that_contradicts_itself(name):
 
 @given(st.data())
 def test_mutated_pages_are_pages_or_refused(data):
-    """Whatever comes out hangs together; nothing else is raised."""
+    """Reading a mutated page returns a consistent page or raises InvalidAnswerError."""
     body = bytearray(data.draw(st.sampled_from([PAGE, MORE])))
     for _ in range(data.draw(st.integers(1, 4))):
         start = data.draw(st.integers(0, len(body)))
@@ -114,7 +114,7 @@ def test_mutated_pages_are_pages_or_refused(data):
 
 
 def pages(names: list[str], size: int) -> list[bytes]:
-    """A listing in pages."""
+    """Return the pages of a listing of these names."""
     starts = range(0, len(names), size)
     return [
         page_of(dict.fromkeys(names[at : at + size], (b"x", 1.0)), "", following=f"t{at}" if at != starts[-1] else "")
@@ -129,7 +129,7 @@ def read(bodies: list[bytes]) -> list[str]:
 
 @pytest.mark.parametrize("ordered", [True, False])
 def test_any_order_is_taken(ordered):
-    """Directory buckets, and servers that walk a file system, list in another order than S3."""
+    """A listing may have any order: directory buckets, and servers on a file system, do not sort names as S3 does."""
     names = [f"{n:03}" for n in range(40)]
     if not ordered:
         random.Random(SEED).shuffle(names)
@@ -139,7 +139,7 @@ def test_any_order_is_taken(ordered):
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("again", [0, 1, 3])
 def test_an_object_that_comes_again(ordered, again):
-    """In a page that is repeated, or shifted: another page is missing then."""
+    """A listing that shows an object twice is refused: a page is repeated or shifted, so another may be missing."""
     names = [f"{n:03}" for n in range(40)]
     if not ordered:
         random.Random(SEED).shuffle(names)
@@ -150,7 +150,7 @@ def test_an_object_that_comes_again(ordered, again):
 
 
 def test_a_token_that_comes_again():
-    """Not only the last one: such listings go round for ever."""
+    """A listing that repeats any earlier token is refused: else it would never end."""
     whole = pages([f"{n:03}" for n in range(40)], 7)
     whole[3] = whole[3].replace(b"t21<", b"t0<")
     with pytest.raises(InvalidAnswerError, match="continues where"):
@@ -158,7 +158,7 @@ def test_a_token_that_comes_again():
 
 
 def test_a_page_that_is_refused_leaves_no_trace():
-    """The same page, asked for again, may be a better one."""
+    """A refused page does not change the listing, which then goes on with the next page."""
     whole = pages([f"{n:03}" for n in range(21)], 7)
     listing = Listing()
     keys = [info.key for info in listing.add(read_page(whole[0], ""))]

@@ -1,4 +1,4 @@
-"""S3Store handles URLs, ranges, bodies and errors without a real server; requests go to moto at most."""
+"""S3Store handles URLs, ranges, bodies and errors. No test needs a server: moto answers all requests."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_urls(url, bucket, prefix, storage_class):
         "s3://bucket/x?storage_class=standard ia", "s3://bucket/" + "x" * 600, "s3://[::1/x", "s3://bu cket/x",
     ],
 )  # fmt: skip
-def test_no_urls(url):
+def test_invalid_urls_are_refused(url):
     with pytest.raises(InvalidInputError, match=r"^(s3://|storage_class)"):
         open_store(url)
 
@@ -84,7 +84,7 @@ def test_a_profile_that_does_not_exist(monkeypatch):
 
 @given(st.one_of(st.integers(0, 9), st.integers(0, 9 * PIECE_BYTES)))
 def test_every_byte_of_a_range_has_a_piece(length):
-    """One piece each, in order, and none is much shorter than the others."""
+    """The pieces of a range cover it without gaps, in order, and there are as few as possible."""
     pieces, end = split_range(length), 0
     for start, size in pieces:
         assert start == end
@@ -156,7 +156,7 @@ def store(monkeypatch, tmp_path):
         yield S3Store(f"{url}/p")
 
 
-def test_the_storage_class_is_of_packs(store):
+def test_the_storage_class_applies_to_packs_only(store):
     wanted = S3Store(f"{store.url}?storage_class=STANDARD_IA")
     for key in ("packs/00/aa", "manifests/00/aa"):
         wanted.put(key, b"x")
@@ -188,7 +188,7 @@ def test_a_batch_that_is_partly_refused(store, monkeypatch):
     """A transient error is tried again; a refusal names the first object and counts the others."""
     answers = [
         {"Errors": [{"Key": "p/a", "Code": "SlowDown"}, {"Key": "p/b", "Code": "NoSuchKey"}]},
-        {},  # which botocore makes of an answer without a body as well
+        {},  # botocore also returns this for an answer without a body
         {"Deleted": [{"Key": "p/a"}]},
         {"Errors": [{"Key": "p/a", "Code": "AccessDenied"}, {"Key": "p/b", "Code": "InternalError"}]},
     ]
@@ -221,12 +221,15 @@ def test_a_long_range_is_read_in_pieces(store, monkeypatch):
 
 def test_one_retry_layer_with_time_outs(store):
     config = store._client.meta.config
-    assert config.retries == {"mode": "standard", "total_max_attempts": 1}  # ours are the only ones
+    assert config.retries == {"mode": "standard", "total_max_attempts": 1}  # so that botocore retries nothing
     assert (config.connect_timeout, config.read_timeout) == (10, 30)
 
 
 def test_a_named_body_is_not_hashed_again(store, monkeypatch):
-    """Packs are named by their SHA-256, which is what the signature of a request over plain HTTP wants to know."""
+    """The name of a pack is its SHA-256, so a put does not hash the pack again.
+
+    The signature of a request over plain HTTP contains this hash.
+    """
     data = os.urandom(200_000)
     name = hashlib.sha256(data).hexdigest()
     signed = []
@@ -242,11 +245,12 @@ def test_a_named_body_is_not_hashed_again(store, monkeypatch):
     assert hashed == []
     assert store.get(f"packs/{name[:2]}/{name}") == data
     store.put("other", data)
+    assert hashed == [1]
     assert [sha.decode() for sha in signed] == [name, name]
 
 
 def test_leftovers_of_a_sandbox_are_no_content(store):
-    """Where nobody may delete, or where an `init` was killed."""
+    """A prefix that holds only a sandbox counts as empty. A killed `init`, or one that may not delete, leaves it."""
     store._client.put_object(Bucket="moto", Key=f"p/.trial-{'0' * 16}/twice", Body=b"x")
     store.prepare()
     store._client.put_object(Bucket="moto", Key="p/.trials", Body=b"x")
@@ -255,7 +259,7 @@ def test_leftovers_of_a_sandbox_are_no_content(store):
 
 
 def test_another_endpoint_is_another_place(store, monkeypatch):
-    """A mirror has the url and the uuid of its original, and records of its own."""
+    """A mirror has the URL and the uuid of its original, but other records. So its index has another folder."""
     here = folder_for(store, "0" * 32)[0]
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
     mirror = S3Store(store.url)
@@ -264,7 +268,7 @@ def test_another_endpoint_is_another_place(store, monkeypatch):
 
 
 def test_sizes_of_objects_in_a_long_folder(store, monkeypatch):
-    """The listing stops being the shorter way."""
+    """If a listing is too long, `sizes` stops reading it, and asks for the other sizes one by one."""
     monkeypatch.setattr("snapstore.storage.s3.store.LISTED_FOR_SIZES", 3)
     for i in range(8):
         store.put(f"packs/{i}/x", bytes(i))
@@ -275,11 +279,11 @@ def test_sizes_of_objects_in_a_long_folder(store, monkeypatch):
         lambda page=store._requests._page, **options: pages.append(1) or page(**options),
     )
     assert store.sizes([f"packs/{i}/x" for i in (0, 1, 6, 7, 9)]) == {f"packs/{i}/x": i for i in (0, 1, 6, 7)}
-    assert len(pages) <= 2  # and one to be sure of the missing one
+    assert len(pages) <= 2  # the second page proves that the last object is missing
 
 
 def test_a_session_that_cannot_be_removed_is_not_locked_any_more(store, monkeypatch):
-    """A gc of another process on this machine sees that it has ended."""
+    """A gc of another process on this machine can then see that the session has ended."""
     store.lock("sessions/a", b"x")
     with monkeypatch.context() as patch:
         patch.setattr(store, "delete", lambda keys: 1 // 0)
@@ -291,7 +295,10 @@ def test_a_session_that_cannot_be_removed_is_not_locked_any_more(store, monkeypa
 
 
 def test_a_copy_of_the_cache_knows_nothing_of_the_locks(store, monkeypatch, tmp_path):
-    """A copied lock file is not locked: it must not prove that a live session is dead, nor a file that was put back."""
+    """A copied lock file proves nothing about a session: not in a copy of the cache, and not if it is moved back.
+
+    No process locks a copy, so a live session would look dead.
+    """
     store.lock("sessions/a", b"x")
     assert store.is_locked("sessions/a") is True
     cache, copy = cache_folder(), tmp_path / "copy"

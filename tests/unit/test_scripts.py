@@ -1,4 +1,7 @@
-"""The Python programs that tests keep as text fit snapstore's interface: some run only where a GPU is."""
+"""Python programs that tests keep as text use only names and arguments of snapstore that exist.
+
+Some of these programs run only on a machine with a GPU.
+"""
 
 import ast
 import importlib
@@ -13,13 +16,13 @@ TESTS = processes.ROOT / "tests"
 
 
 def scripts():
-    """(file and line, syntax tree) of each text in tests/ that is a program of several lines which uses snapstore."""
+    """Return (file and line, syntax tree) of each text in tests/ that is a program of several lines with snapstore."""
     found = []
     for path in sorted(TESTS.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             text = node.value if isinstance(node, ast.Constant) else None
             is_script = isinstance(text, str) and "snapstore" in text and "import " in text and "\n" in text
-            if is_script and "# error:" not in text:  # else it is wrong on purpose
+            if is_script and "# error:" not in text:  # such a text is wrong on purpose
                 try:
                     found.append((f"{path.relative_to(TESTS)}:{node.lineno}", ast.parse(text)))
                 except SyntaxError:
@@ -31,7 +34,7 @@ SCRIPTS = scripts()
 
 
 def keywords(name):
-    """The keyword arguments that the public methods of this name take, or None where there is no such method."""
+    """Return the arguments that the public methods of this name take; None if there is no such method."""
     methods = [getattr(of, name) for of in (Repository, SnapshotManager) if callable(getattr(of, name, None))]
     return {key for method in methods for key in inspect.signature(method).parameters} if methods else None
 
@@ -46,7 +49,7 @@ def test_a_script_imports_names_that_exist(where, tree):
     for node in ast.walk(tree):
         folder = (node.module or "").split(".")[0] if isinstance(node, ast.ImportFrom) else ""
         if folder.startswith("test_"):
-            assert "sys.path" in ast.unparse(tree), f"a new process does not look for {folder} where it is"
+            assert "sys.path" in ast.unparse(tree), f"a new process finds {folder} only if the script changes sys.path"
         if folder in ("snapstore", "kit"):
             try:
                 module = importlib.import_module(node.module)
@@ -56,7 +59,7 @@ def test_a_script_imports_names_that_exist(where, tree):
                 continue
             names = {alias.name for alias in node.names} - {"*"}
             missing = {name for name in names if not hasattr(module, name)}
-            for name in missing:  # a module of the folder
+            for name in missing:  # such a name must be a module of the folder
                 importlib.import_module(f"{node.module}.{name}")
 
 

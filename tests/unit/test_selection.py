@@ -1,4 +1,4 @@
-"""`keys` selects what its pattern says, with and without `into`, and reads only the parts it needs."""
+"""`keys` selects the leaves that it names or matches, with and without `into`, and needs only their parts."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -72,7 +72,7 @@ def test_a_name_with_wildcards_in_it_is_a_name_where_it_exists():
 
 
 class Work:
-    """Counts paths that are written out, and expressions that are tried."""
+    """Counts how often a path is made into text, and how often a pattern is tried."""
 
     def __init__(self, monkeypatch):
         self.paths = self.tries = 0
@@ -98,7 +98,7 @@ class Work:
         ("", 0),
         ("[0]", 0),
         (".*", 2000),
-        ("*", 10 * 1 + 90 * 2 + 900 * 3 + 1000 * 4),  # m.layer1234 begins as four of the patterns do
+        ("*", 10 * 1 + 90 * 2 + 900 * 3 + 1000 * 4),  # the path m.layer1234 begins with the text of four patterns
     ],
 )
 def test_two_thousand_keys_take_two_looks_at_every_leaf(monkeypatch, suffix, tries):

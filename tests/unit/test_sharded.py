@@ -1,8 +1,8 @@
 """Sharded tensors: the boxes of every rank are the elements that its local tensor holds.
 
-A fake process group plays one rank after the other in this process, so meshes of any size are tried. The whole tensor
-holds the number of each element, so a wrong place is a wrong value. Real ranks with gloo: tests/integration/
-test_sharded_ranks.py.
+A fake process group makes this process one rank after the other, so the tests can use meshes of any size. The value of
+each element of the whole tensor is its number, so an element at a wrong place has a wrong value.
+tests/integration/test_sharded_ranks.py has real ranks with gloo.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def played(rank: int, world: int) -> Iterator[None]:
 
 
 def shardings(shape: tuple[int, ...], mesh: tuple[int, ...], placements: list) -> list[Sharding]:
-    """Return every rank's sharding of a tensor that numbers its elements; each rank's local tensor is checked."""
+    """Return every rank's sharding of a tensor; check that each local tensor holds the elements of its boxes."""
     whole = torch.arange(math.prod(shape)).reshape(shape)
     found = []
     for rank in range(math.prod(mesh)):
@@ -74,7 +74,7 @@ def check(shape: tuple[int, ...], mesh: tuple[int, ...], placements: list) -> li
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("shape", [(12,), (10, 3), (2, 5), (1, 4), (0, 4), (5, 0)])
 def test_one_dimension(shape, world):
-    """Rows that the ranks divide, rows that they do not, and more ranks than rows: each element is on one rank."""
+    """Each element is on one rank, also if the rows cannot be divided evenly, or if there are more ranks than rows."""
     found = check(shape, (world,), [Shard(0)])
     empty = sum(not sharding.boxes for sharding in found)
     rows = shape[0] if math.prod(shape) else 0
@@ -89,7 +89,7 @@ def test_columns(world):
 
 
 def test_replicated():
-    """Every rank holds the whole tensor, also one without dimensions, and knows all others."""
+    """Every rank holds the whole tensor and knows the other ranks, also for a tensor without dimensions."""
     for shape in ((4, 2), ()):
         found = check(shape, (4,), [Replicate()])
         assert [(s.replica, s.replicas) for s in found] == [(i, 4) for i in range(4)]
@@ -107,21 +107,21 @@ def test_hsdp(rows):
 @pytest.mark.parametrize("mesh", [(2, 2), (2, 3), (3, 2), (4, 2)])
 @pytest.mark.parametrize("rows", [24, 23, 13, 7])
 def test_two_dimensions(mesh, rows):
-    """FSDP over columns of TP, TP over rows behind FSDP, and both over rows."""
+    """FSDP over rows and TP over columns, both over rows, FSDP on top of TP over rows: each element is on one rank."""
     check((rows, 6), mesh, [Shard(0), Shard(1)])
     check((rows, 6), mesh, [Shard(0), Shard(0)])
     check((rows, 6), mesh, [_StridedShard(0, split_factor=mesh[1]), Shard(0)])
 
 
 def test_several_boxes():
-    """A strided shard alone holds several runs of rows: a box of each, in the order of the local tensor's rows."""
+    """A strided shard holds several runs of rows. Each run is a box, in the order of the local tensor's rows."""
     found = check((10, 3), (2,), [_StridedShard(0, split_factor=3)])
     assert found[0].boxes == (((0, 0), (2, 3)), ((4, 0), (2, 3)), ((8, 0), (1, 3)))
     assert found[1].boxes == (((2, 0), (2, 3)), ((6, 0), (2, 3)), ((9, 0), (1, 3)))
 
 
 def test_several_runs_of_columns():
-    """Runs of columns are no list of boxes with rows of their own: refused."""
+    """A shard with several runs of columns is refused: its local tensor is not a list of boxes, row after row."""
     with pytest.raises(UnsupportedLeafError, match="several runs of dimension 1: redistribute it"):
         shardings((4, 10), (2,), [_StridedShard(1, split_factor=2)])
 
@@ -135,7 +135,7 @@ def test_partial():
 
 
 def test_other_local_shape():
-    """A local tensor that is not the placements' is refused."""
+    """A local tensor is refused if its shape is not the one that the placements give."""
     with played(0, 2):
         mesh = init_device_mesh("cpu", (2,))
         value = DTensor.from_local(torch.ones(3), mesh, [Shard(0)], run_check=False, shape=(9,), stride=(1,))
@@ -155,7 +155,7 @@ def test_outside_of_mesh():
 
 @pytest.mark.parametrize("names", [("dp", "tp"), ("pp", "tp"), ("pipeline_parallel", "tp"), ("Stage-mesh", "tp")])
 def test_part_of_a_mesh(names):
-    """A tensor on one dimension of a mesh is the same along the others, but for stages of a pipeline."""
+    """A tensor on one dimension of a mesh counts as replicated along the others, except along pipeline stages."""
     for rank in range(4):
         with played(rank, 4):
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
@@ -172,7 +172,7 @@ def test_part_of_a_mesh(names):
 
 
 def test_no_stale_rank():
-    """A process that becomes another rank gets that one's boxes: meshes of two ranks are equal to Python."""
+    """A process that becomes another rank gets the boxes of its new rank, although the meshes compare as equal."""
     whole = torch.arange(8)
     for rank in (0, 1, 0):
         with played(rank, 2):
@@ -181,7 +181,7 @@ def test_no_stale_rank():
 
 
 def test_parameter():
-    """A parameter's local tensor has no autograd and shares its memory."""
+    """The local tensor of a parameter requires no grad and shares the parameter's memory."""
     with played(1, 2):
         whole = torch.arange(6.0).requires_grad_()
         value = torch.nn.Parameter(
@@ -206,7 +206,7 @@ def megatron(**changes: object) -> types.SimpleNamespace:
 
 
 def test_megatron():
-    """Megatron's offset and shape are a box; replica 0, or a tuple of zeros, writes it."""
+    """Megatron's offset and shape are a box. The rank whose replica_id is 0, or only zeros, writes it."""
     assert sharding_of(megatron()) == Sharding((8, 3), (((4, 0), (4, 3)),), 0, 1, ())
     assert sharding_of(megatron(replica_id=(0, 0, 0))).replica == 0
     other = sharding_of(megatron(replica_id=(0, 1, 0)))
@@ -237,7 +237,7 @@ class Chunked:
 
 
 def test_chunk_list():
-    """DCP's own protocol: one chunk is a box, none is nothing, several have a local tensor each."""
+    """In DCP's own protocol each chunk is a box. Several chunks have a local tensor each; no chunk gives no box."""
     value = Chunked([((4, 0), (4, 3))])
     assert sharding_of(value) == Sharding((8, 3), (((4, 0), (4, 3)),), 0, 1, ())
     assert torch.equal(local_of(value), torch.full((4, 3), 4.0))

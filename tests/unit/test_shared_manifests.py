@@ -1,4 +1,7 @@
-"""A snapshot of an unchanged state takes a record and a list; its manifests belong to several, whichever goes."""
+"""A save of an unchanged state adds only a record and a manifest list.
+
+Several snapshots then name the same manifests, and any of these snapshots may be forgotten.
+"""
 
 import copy
 import dataclasses
@@ -57,7 +60,7 @@ def of(store, ref):
 
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_snapshot_of_an_unchanged_state_takes_two_small_objects(fresh):
-    """As in the process that saved before, so in a new one. The three parts are not written again."""
+    """Only a manifest list and a record are written, also by a repository that was opened again."""
     store = created()
     with opened(store) as repository:
         first = save(repository, "a", 0, 0)
@@ -91,7 +94,7 @@ def test_only_what_has_changed_is_written(store):
         repository.save(state, run="a", step=4, metadata=["a", 0])
         fourth = repository.snapshot("a@4")
         assert [a == b for a, b in zip(shas(third), shas(fourth), strict=True)] == [True, True, False]
-        state["model"]["bias"] += 1  # inline
+        state["model"]["bias"] += 1  # is stored inline in the manifest
         state["version"] = 8
         state["optimizer"]["noise"][1] ^= 1
         fifth = repository.save(state, run="a", step=5, metadata=["a", 0])
@@ -102,7 +105,7 @@ def test_only_what_has_changed_is_written(store):
 
 
 def test_the_order_of_keys_and_the_kind_of_values_count(store):
-    """The chunks are known; the tree says something else."""
+    """A part with another order of keys or kind of tensor gets a new manifest, although its chunks are stored."""
     with opened(store) as repository:
         names = set(shas(of(store, "a@0")))
         state = values("a", 0)
@@ -115,6 +118,7 @@ def test_the_order_of_keys_and_the_kind_of_values_count(store):
 
 
 def test_a_full_save_shares_full_chunks_alone():
+    """A full save names no manifest with deltas. It names the manifests of an equal full save."""
     store = created()
     with opened(store) as repository:
         state = {"m": {"x": torch.arange(2048.0)}}
@@ -127,10 +131,10 @@ def test_a_full_save_shares_full_chunks_alone():
 
 
 def test_a_manifest_that_is_damaged_or_gone_is_written_again(store):
-    """The process that saves has it in memory: it reads it once more before another snapshot depends on it."""
+    """A save reads a stored manifest again before a new snapshot depends on it, although the manifest is in memory."""
     with opened(store) as repository:
         last = repository.snapshot("a@2")
-        save(repository, "a", 3, 0)  # now they are in memory
+        save(repository, "a", 3, 0)  # now the manifests are in memory
         for step, part, damage in ((4, 1, lambda key: replace(store, key, b"\0" * 100)), (5, 2, store.delete)):
             key = manifest_key(last.manifests[part].sha256)
             damage(key) if step == 4 else damage([key])
@@ -182,7 +186,7 @@ def test_if_some_are_forgotten_the_others_restore(store, gone):
         repository.forget_snapshots(list(gone), force=True)
         repository.gc()
         states = {s.ref: s.state for s in repository.view().snapshots(states=None)}
-        # a@0 has nothing of its own that could go; the others have their lists
+        # a@0 has no object of its own that gc can delete; the others have manifest lists
         assert states == {
             f"a@{n}": ("swept" if n else "forgotten") if f"a@{n}" in gone else "committed" for n in range(3)
         }
@@ -203,7 +207,7 @@ def test_what_is_brought_back_restores(store):
 
 
 class Blind(MemoryStore):
-    """A store whose listings never show the records of a snapshot."""
+    """A store whose listings hide each key that contains a text."""
 
     def __init__(self, inner, name):
         super().__init__()
@@ -214,7 +218,7 @@ class Blind(MemoryStore):
 
 
 def require_no_deletion(store, hidden):
-    """A gc whose listings lack a record fails and deletes nothing; one that sees all leaves nothing amiss."""
+    """Require that a gc that does not see a record fails and deletes nothing, and that a gc that sees all succeeds."""
     before = keys_of(store, "manifests/") + keys_of(store, "packs/")
     with opened(Blind(store, hidden)) as repository, pytest.raises(IntegrityError, match="no record explains"):
         repository.gc()
@@ -225,7 +229,7 @@ def require_no_deletion(store, hidden):
 
 
 def test_a_gc_that_never_sees_a_record_deletes_nothing_that_it_needs(store):
-    """The snapshot has stored nothing but its list: that tells that there is more than the listings show."""
+    """If the listings hide the record of a snapshot, its manifest list shows that a record is missing."""
     hidden = of(store, "a@2").id
     with opened(store) as repository:
         repository.forget_snapshots(["a@0", "a@1"])
@@ -233,7 +237,10 @@ def test_a_gc_that_never_sees_a_record_deletes_nothing_that_it_needs(store):
 
 
 def test_a_gc_that_does_not_see_the_last_revision_deletes_nothing_that_it_needs(monkeypatch):
-    """A rewrite lets it name a manifest that was written for another snapshot: its new list tells."""
+    """If the listings hide a revision, its manifest list shows that a record is missing.
+
+    The revision comes from a rewrite, and names manifests that were written for another snapshot.
+    """
     store = _abroad(monkeypatch)
     with opened(store) as repository:
         repository.recode()
@@ -247,7 +254,7 @@ def test_a_gc_that_does_not_see_the_last_revision_deletes_nothing_that_it_needs(
 
 
 def _abroad(monkeypatch):
-    """Return a store in which a@0 to a@2 share manifests in codec 70."""
+    """Return a store in which a@0 to a@2 share manifests, with chunks in codec 70."""
     foreign.readable(monkeypatch)
     store = created()
     with opened(store) as repository, foreign.written():
@@ -266,7 +273,7 @@ def test_a_recode_writes_a_shared_manifest_once(monkeypatch):
         assert shas(after[0]) == shas(after[1]) == shas(after[2])
         changed = len(set(shas(after[0])) - set(shas(old)))
         assert changed
-        assert len(set(keys_of(store, "manifests/")) - before) == changed + 2, "and a list for each of the two others"
+        assert len(set(keys_of(store, "manifests/")) - before) == changed + 2, "the changed manifests and two lists"
         assert [bool(s.manifest_list) for s in after] == [False, True, True]
         repository.gc()
         assert set(keys_of(store, "manifests/")) == {key for s in after for key in s.named_keys}
@@ -300,13 +307,14 @@ def test_a_recode_shares_no_manifest_of_a_snapshot_that_was_forgotten_meanwhile(
         one, two, three = (repository.snapshot(f"a@{step}") for step in range(3))
         assert seen
         assert (one.state, one.revision) == ("forgotten", 2)
-        assert set(shas(one)) & set(shas(two)) != set(shas(one)), "it has new ones"
+        assert set(shas(one)) & set(shas(two)) != set(shas(one)), "a@1 has new manifests"
         assert shas(two) == shas(three)
         repository.gc()
     check_clean(store, level="restore")
 
 
 def test_a_compact_of_snapshots_that_share(monkeypatch):
+    """Equal snapshots name the same manifests also after a compact."""
     store = created()
     with opened(store) as repository:
         for step in range(8):
@@ -366,6 +374,7 @@ def test_a_lost_snapshot_without_its_list_stops_gc_until_it_is_dropped(store):
 
 @pytest.mark.parametrize("verb", ["recode", "repair"])
 def test_a_rewrite_looks_whether_its_list_is_there(monkeypatch, verb):
+    """A rewrite checks that its manifest list was stored before it puts the revision that names the list."""
     store = _abroad(monkeypatch)
     before = of(store, "a@1").manifest_list
     if verb == "repair":
@@ -375,7 +384,7 @@ def test_a_rewrite_looks_whether_its_list_is_there(monkeypatch, verb):
     def losing(key, data):
         try:
             records.decode(bytes(data), ManifestList, key)
-        except SnapstoreError:  # no list
+        except SnapstoreError:  # the object is not a manifest list
             real(key, data)
 
     monkeypatch.setattr(store, "put", losing)
@@ -388,7 +397,7 @@ def test_a_rewrite_looks_whether_its_list_is_there(monkeypatch, verb):
 
 
 def test_a_list_of_another_snapshot_is_found(store):
-    """By its content: its bytes are as its name says."""
+    """A check finds a manifest list of another snapshot by its content: its bytes match the hash in its name."""
     one, two = of(store, "a@1"), of(store, "a@2")
     forged = one.revised(manifest_list=two.manifest_list)
     store.put(forged.key, records.encode(forged))
@@ -400,6 +409,7 @@ def test_a_list_of_another_snapshot_is_found(store):
 
 
 def test_a_record_that_is_lost_comes_back_by_its_list(store):
+    """A repair reconstructs a damaged record from the manifest list of its snapshot."""
     last = of(store, "a@2")
     replace(store, last.key, b"damaged")
     with opened(store) as repository:
@@ -412,6 +422,7 @@ def test_a_record_that_is_lost_comes_back_by_its_list(store):
 
 
 def test_a_record_that_is_lost_comes_back_though_others_name_its_manifests(store):
+    """A repair reconstructs a damaged record from the manifests of its snapshot, although other snapshots name them."""
     first = of(store, "a@0")
     replace(store, first.key, b"damaged")
     with opened(store) as repository:
@@ -447,8 +458,8 @@ def test_bytes_are_counted_once(store):
         assert sum(s.stored_bytes for s in repository.snapshots()) == stats.stored_bytes
 
 
-def test_unknown_keys_keep_a_manifest_to_itself(store):
-    """A later release may have meant them for that one snapshot."""
+def test_a_manifest_with_unknown_keys_is_not_shared(store):
+    """A manifest with unknown keys equals no other one: a later release may have meant them for that snapshot only."""
     first = of(store, "a@0")
     m = manifest.read(store, first.manifests[0], None)
     later = manifest.read(store, first.manifests[0], None)
@@ -465,7 +476,10 @@ def test_unknown_keys_keep_a_manifest_to_itself(store):
 
 
 def test_no_root_is_shared_while_a_mark_names_one_of_its_children(monkeypatch):
-    """A gc has marked when the new child of r@0 was put, and its root was not; it sweeps before r@1 is published."""
+    """r@1 does not share the root of r@0 if a gc has marked a child of the root.
+
+    The gc marks after the child is put and before the root is put. It sweeps before r@1 is published.
+    """
     whole = torch.arange(64 * 40, dtype=torch.float32).reshape(64, 40)
     states = [lambda: {"model": {"w": sharded(whole, [2], [Shard(0)])}}] * 2
     foreign.readable(monkeypatch)
@@ -503,7 +517,10 @@ def test_no_root_is_shared_while_a_mark_names_one_of_its_children(monkeypatch):
 
 
 def test_a_list_may_have_keys_of_a_later_release(store):
-    """Its name covers them; it is whole, explains itself to a gc, and brings a lost record back."""
+    """A manifest list with unknown keys is valid: its name is the hash of all its bytes.
+
+    A check and a gc accept the list, and a repair reconstructs a lost record from it.
+    """
     last = of(store, "a@2")
     old = store.get(manifest_key(last.manifest_list))
     payload = msgspec.msgpack.encode(msgspec.msgpack.decode(old[records.ENVELOPE.size :]) | {"color": 1})
@@ -530,7 +547,7 @@ def test_a_list_may_have_keys_of_a_later_release(store):
 
 
 def test_a_rewrite_keeps_the_unknown_keys_of_each_reference(monkeypatch):
-    """Two snapshots name one manifest; a later release has given each of the two references a key."""
+    """Two snapshots name one manifest. A later release has added a key to both references, with different values."""
     store = _abroad(monkeypatch)
     for number in range(2):
         before = of(store, f"a@{number}")
@@ -546,8 +563,11 @@ def test_a_rewrite_keeps_the_unknown_keys_of_each_reference(monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["rewritten", "swept"])
-def test_a_check_beside_a_gc_misses_no_list_that_nothing_names_any_more(monkeypatch, how):
-    """The check has read the manifests when its snapshot is rewritten, or swept, and the list is deleted."""
+def test_a_check_beside_a_gc_does_not_report_a_list_that_nothing_names_any_more(monkeypatch, how):
+    """A check does not report a manifest list that a gc deleted while the check ran.
+
+    The snapshot is rewritten, or swept, just before the check reads the list.
+    """
     one_thread(monkeypatch, index=False)
     store = _abroad(monkeypatch)
     with opened(store) as repository:

@@ -1,4 +1,4 @@
-"""The shares of replicas: together each row once, cut on the grid where that is possible, and balanced."""
+"""The shares of replicas hold each row once, are cut on the grid where that is possible, and are balanced."""
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ def spec_of(shape, dtype="float32", kind="tensor"):
 
 
 def pieces_of_all(shape, ranks, name="w", boxes=None, dtype="float32"):
-    """The pieces of every rank that holds the same boxes."""
+    """Return the pieces of each rank, if all ranks hold the same boxes."""
     found = []
     for rank in range(ranks):
         sharding = None if boxes is None else Sharding(tuple(shape), boxes, rank, ranks, tuple(range(ranks)))
@@ -35,7 +35,7 @@ def pieces_of_all(shape, ranks, name="w", boxes=None, dtype="float32"):
     st.data(),
 )
 def test_each_row_is_stored_once(shape, ranks, dtype, data):
-    """Also of a box within the tensor, and of several boxes whose rows lie one after the other."""
+    """The ranks together store each row of a tensor once. The same holds for one box in it and for several."""
     boxes = None
     if shape and data.draw(st.booleans()):
         ends = sorted(data.draw(st.lists(st.integers(0, shape[0]), min_size=2, max_size=6)))
@@ -72,15 +72,15 @@ def test_cuts_lie_on_the_grid_where_rows_end_there(width, rows, ranks):
 
 
 def test_rows_that_rarely_end_on_the_grid_are_cut_anywhere():
-    """Rows of 1,020 bytes end there once in 256 rows. A share has many chunks, so two others cost little."""
+    """Only one row of 1,020 bytes in 256 ends on the grid. A share has many chunks: two off the grid cost little."""
     pieces = pieces_of_all((400, 255), 4)
     assert [sum(p.sizes[0] for p in of) for of in pieces] == [100] * 4
     small = pieces_of_all((8, 255), 4)
-    assert sorted(len(of) for of in small) == [0, 0, 0, 1], "fewer than MIN_CHUNKS_OFF_GRID chunks a share"
+    assert sorted(len(of) for of in small) == [0, 0, 0, 1], "each share would have fewer than MIN_CHUNKS_OFF_GRID"
     assert MIN_CHUNKS_OFF_GRID == 4
 
 
-def test_small_tensors_go_to_all_ranks():
+def test_small_tensors_are_spread_over_all_ranks():
     counts = np.zeros(8)
     for i in range(800):
         counts += [len(of) for of in pieces_of_all((3,), 8, name=f"layers.{i}.bias")]

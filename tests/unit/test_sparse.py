@@ -1,4 +1,4 @@
-"""Sparse deltas round-trip for every dtype, are read as docs/format.md says, and contradictions are refused."""
+"""Sparse deltas round-trip for every dtype and follow docs/format.md. Contradictory deltas are refused."""
 
 import struct
 from functools import partial
@@ -41,7 +41,7 @@ def applied(payload, frame_lengths, base, size, layout, block_bytes=BLOCK):
 
 
 def read_as_the_page_says(payload, frame_lengths, base, size, layout, block_bytes):
-    """docs/format.md, "Sparse deltas", element by element; it trusts the payload."""
+    """Decode element by element, as docs/format.md, "Sparse deltas", says; the payload must be valid."""
     bits, (count,) = 8 * size, struct.unpack_from("<I", payload)
     table = [struct.unpack_from("<BBBBII", payload, 4 + 12 * i) for i in range(count)]
     at, lengths = 4 + 12 * count, list(frame_lengths)
@@ -108,6 +108,7 @@ def read_as_the_page_says(payload, frame_lengths, base, size, layout, block_byte
     st.integers(0, 1000),
 )
 def test_round_trip_and_a_reader_by_the_page(size, layout, elements, share, most, block_bytes, seed):
+    """The decoder, and a reader that follows docs/format.md only, return the chunk that was encoded."""
     base, chunk = pair(size, layout, elements, share, seed, min(most, 2 ** (8 * size - 1) - 1))
     payload, lengths = payload_of(base, chunk, size, layout, block_bytes)
     np.testing.assert_array_equal(applied(payload, lengths, base, size, layout, block_bytes), chunk)
@@ -118,7 +119,7 @@ def test_round_trip_and_a_reader_by_the_page(size, layout, elements, share, most
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize("layout", [planes.BYTES, planes.ROTATED])
 def test_extreme_elements(size, layout):
-    """Zeros of both signs, infinities, NaNs, the least and greatest integers: every one to every other one."""
+    """Every extreme element may change to every other: zeros of both signs, NaNs, the smallest and largest integers."""
     top = 2 ** (8 * size - 1)
     ends = np.array([0, 1, 2, top - 1, top, top + 1, 2 * top - 1, 2 * top - 2, top // 2, top + top // 2], np.uint64)
     base, chunk = (np.ascontiguousarray(x).ravel().astype(f"u{size}").view(np.uint8) for x in np.meshgrid(ends, ends))
@@ -126,7 +127,7 @@ def test_extreme_elements(size, layout):
 
 
 def test_gaps_beyond_a_symbol():
-    """Runs of changes with nothing between them for long: the median gap is 0."""
+    """Gaps too large for one symbol round-trip: the median gap is 0, and two gaps are long."""
     base = np.zeros(300_000, np.uint8)
     chunk = base.copy()
     chunk[:200], chunk[150_000:150_200], chunk[-1] = 1, 2, 255
@@ -135,14 +136,14 @@ def test_gaps_beyond_a_symbol():
     assert len(payload) < 200
 
 
-# --- the order of the elements, which a chain keeps
+# --- the order of the elements by key, which is kept along a chain
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize("layout", [planes.BYTES, planes.ROTATED])
 @pytest.mark.parametrize("most_moves", [0, 10**6])
 def test_an_order_follows_its_chain(size, layout, most_moves, monkeypatch):
-    """After links that move no, few and all elements to other keys it is what a new one would be."""
+    """After links that move no, few or all elements to other keys, the order equals a new one."""
     monkeypatch.setattr(key_order, "MOST_MOVES", most_moves)
     rng = np.random.default_rng(size)
     version, _ = pair(size, layout, 3000, 0, 1)
@@ -170,7 +171,7 @@ def test_an_order_follows_its_chain(size, layout, most_moves, monkeypatch):
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize("most_symbols", [0, 2000, 10**6])
 def test_links_that_are_read_together(size, most_symbols, monkeypatch):
-    """Each chunk of a chain is there after its link; a bad link leaves the older ones, and names itself."""
+    """Links that are read together give each chunk of the chain in turn, also the chunks before a bad link."""
     monkeypatch.setattr(sparse_decode, "MOST_SYMBOLS", most_symbols)
     rng = np.random.default_rng(size)
     layout = planes.ROTATED
@@ -196,7 +197,7 @@ def test_links_that_are_read_together(size, most_symbols, monkeypatch):
 
 
 def test_groups_of_one_key_and_of_several():
-    """Keys with many elements are groups of their own, so that no reader sorts their members."""
+    """A key with many elements is a group of its own, so that no reader has to sort its members."""
     base, chunk = pair(4, planes.ROTATED, 300_000, 0.01, 3, 1)
     payload, lengths = payload_of(base, chunk, 4, planes.ROTATED)
     np.testing.assert_array_equal(applied(payload, lengths, base, 4, planes.ROTATED), chunk)
@@ -239,15 +240,18 @@ def test_a_chunk_is_sparse_if_few_elements_changed_and_it_is_smaller():
     rng = np.random.default_rng(1)
     base = rng.integers(0, 256, 200_000, np.uint8)
     assert not is_sparse(encoded(base ^ (rng.random(base.size) < 0.48), base, 1, 0)), (
-        "half of the elements and two values for them are no less than planes"
+        "if half of the elements change, by 1 or -1, a sparse delta is not smaller than planes"
     )
     base, chunk = pair(2, planes.ROTATED, 100_000, 0.01, 1)
     header = blob.parse(memoryview(encoded(chunk, base, delta_limit=100)), "here")
-    assert header.transform == blob.FULL, "a restore would pay too much"
+    assert header.transform == blob.FULL, "the delta is above its limit"
 
 
 def test_a_blob_grows_by_at_most_a_fifth_beyond_the_entropy():
-    """The elements that changed, given the exponents of the base: fp32 weights that move by 1e-6, kept as bf16."""
+    """A sparse delta takes at most 1.2 times the entropy of the changes, given the exponents of the base.
+
+    The elements are fp32 weights that change by 1e-6, stored as bf16.
+    """
     rng = np.random.default_rng(0)
     weights = rng.normal(0, 0.02, 400_000).astype(np.float32)
     later = weights + rng.normal(0, 1e-6, weights.size).astype(np.float32)
@@ -263,7 +267,10 @@ def test_a_blob_grows_by_at_most_a_fifth_beyond_the_entropy():
 
 
 def test_chains_of_planes_and_sparse_deltas():
-    """Every order of a full blob, deltas of planes and sparse ones, up to five; each link is also proven."""
+    """A chain of a full blob and four deltas decodes in every order of plane deltas and sparse ones.
+
+    Each delta also decodes alone, and `prove_chain` proves each blob.
+    """
     for order in range(16):
         version, _ = pair(4, planes.ROTATED, 5000, 0, order)
         chain, kinds = [encoded(version, size=4)], []
@@ -316,13 +323,14 @@ def test_contradictions_are_refused(what):
 
 
 def test_the_contradicted_payload_is_a_good_one():
+    """The payload that the hostile payloads are made from is valid, and changes two elements."""
     out = applied(*forged(*GOOD), np.zeros(100, np.uint8), 1, planes.BYTES)
     assert np.flatnonzero(out).tolist() == [10, 16]
     assert out[[10, 16]].tolist() == [255, 252]  # z = 1 and 7: -1 and -4
 
 
 def relabelled(data, **fields):
-    """A blob with other header fields and a checksum that holds."""
+    """Return a blob with other header fields and a correct checksum."""
     bad = bytearray(data)
     header = np.frombuffer(bad, blob.HEADER_COLUMNS, 1)
     for name, value in fields.items():
@@ -332,7 +340,10 @@ def relabelled(data, **fields):
 
 
 def test_chunks_of_many_elements_have_no_sparse_deltas(monkeypatch):
-    """To apply one takes memory for each element, and a few bytes can name 64 Mi of them."""
+    """A chunk of more than MAX_ELEMENTS elements has no sparse delta.
+
+    A few bytes can name 64 Mi elements, and applying a delta takes memory for each of them.
+    """
     base = np.zeros(sparse.MAX_ELEMENTS + 1, np.uint8)
     payload, lengths = forged([(255, 0, 0, 1, 0, 0)])
     with little_memory(), pytest.raises(IntegrityError, match="16777217 elements, expected at most 16777216"):
@@ -344,13 +355,14 @@ def test_chunks_of_many_elements_have_no_sparse_deltas(monkeypatch):
 
 
 def test_frames_that_no_group_needs_cost_no_time():
-    """256 groups copied four million lengths each: seconds for a blob of 16 MB."""
+    """Frames that no group needs are refused fast. Once, each of 256 groups copied all four million lengths."""
     payload, _ = forged([(key, 0, 0, 1, 0, 0) for key in range(256)])
     with little_time(0.5), pytest.raises(IntegrityError, match="4000000 frames more"):
         applied(payload, [0] * 4_000_000, np.zeros(100, np.uint8), 1, planes.BYTES)
 
 
 def test_sparse_blobs_where_none_may_be():
+    """A sparse blob is refused where the format allows none, and on a wrong layout or base."""
     base, chunk = pair(2, planes.ROTATED, 100_000, 0.01, 1, 1)
     data = encoded(chunk, base)
     assert is_sparse(data)

@@ -226,7 +226,10 @@ def test_cycles_depth_and_failing_state_dicts():
 
 
 def test_memory_that_is_used_again_is_no_tie():
-    """A later `state_dict()` swaps the memory of two tied tensors, and makes another tensor in the old one."""
+    """A tensor in reused memory is not tied to the tensor that was there before.
+
+    Here a later `state_dict()` gives two tied tensors other memory, and returns a new tensor in their old memory.
+    """
     memory = np.arange(2000, dtype=np.float32)
     w = torch.from_numpy(memory)
     v = w.detach()

@@ -1,4 +1,4 @@
-"""A recognised state is copied as `flatten` describes it, whatever changed since; else it is not recognised."""
+"""A state is recognised only if its structure is unchanged. Its copy is always what `flatten` describes."""
 
 import copy
 from collections import OrderedDict
@@ -19,7 +19,7 @@ from snapstore.storage.memory import MemoryStore
 
 
 def found(parts):
-    """Return, comparable, what a save would store of parts or inputs."""
+    """Return what a save would store of parts or inputs, in a form that can be compared."""
     out = []
     for part in parts:
         tensors = getattr(part, "tensors", None)
@@ -147,6 +147,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_seen(name):
+    """A state with new values is recognised, and a state with a new structure is not. Both are copied correctly."""
     change, is_same = CHANGES[name]
     state = base()
     twice = Twice(state)
@@ -158,13 +159,14 @@ def test_a_change_is_seen(name):
 
 @pytest.mark.parametrize("plain", [[1, 2], [], {"a": 1}, (1,), {1, 2}, None])
 def test_a_tensor_that_comes_into_a_plain_container(plain):
+    """A state is not recognised if a tensor appears where its containers had plain values only."""
     state = {"w": A.clone(), "x": {"p": plain, "w": B.clone()}}
     twice = Twice(state)
     state["x"]["p"] = [torch.ones(3)] if plain != [1, 2] else [torch.ones(3), 2]
     assert not twice.again(state)
 
 
-def test_tied_tensors_stay_tied_and_are_told_from_others():
+def test_tied_tensors_are_recognised_while_they_stay_tied():
     shared = A.clone()
     state = {"a": {"x": shared, "y": B.clone()}, "b": {"x": shared}, "c": [shared]}
     twice = Twice(state)
@@ -172,12 +174,13 @@ def test_tied_tensors_stay_tied_and_are_told_from_others():
     assert twice.again(state)
     other = shared.clone()
     state["a"]["x"] = state["b"]["x"] = state["c"][0] = other
-    assert twice.again(state), "all of them lie elsewhere"
+    assert twice.again(state), "all tied tensors moved to the same new memory"
     state["b"]["x"] = other.clone()
     assert not twice.again(state)
 
 
 def test_an_ordered_dict_that_was_put_into_another_order():
+    """The current order of an OrderedDict is part of the structure."""
     state = {"m": OrderedDict(w=A.clone(), v=B.clone())}
     state["m"].move_to_end("w")
     twice = Twice(state)
@@ -188,6 +191,7 @@ def test_an_ordered_dict_that_was_put_into_another_order():
 
 
 def test_a_tensor_that_moves_while_it_is_recognised():
+    """If a tensor gets other memory between `match` and `confirm`, `confirm` raises an error."""
     _, (structure, _) = flatten_and_learn({"w": A.clone(), "v": B.clone()})
     state = {"w": A.clone(), "v": B.clone()}
     match = structure.match(state)
@@ -213,7 +217,7 @@ def test_an_interrupt_leaves_no_structure(monkeypatch):
 
 
 class Once:
-    """A state of tensors, counted."""
+    """Returns a state of one tensor, and counts the calls."""
 
     def __init__(self, counting):
         self._counting = counting
@@ -226,7 +230,7 @@ class Once:
 
 
 class Counting:
-    """Another state at every call."""
+    """Returns another state at every call."""
 
     def __init__(self):
         self.n = 0
@@ -242,11 +246,11 @@ def test_a_first_save_asks_an_object_for_its_state_once():
     counting = Counting()
     twice = Twice({"w": A.clone(), "a": Once(counting)})
     assert recognised(twice.staging)
-    assert counting.n == 2, "once by the copy, and once by the comparison"
+    assert counting.n == 2, "once by the copy, and once by the comparison with flatten"
 
 
 def test_a_tensor_that_changes_before_the_first_copy(monkeypatch):
-    """Between the walk and the copy: it is compared with what the walk described."""
+    """A tensor that changes after `flatten` described it, and before its copy, is an error that names it."""
     state = {"w": A.clone(), "v": B.clone()}
     real = staging_module.flatten_and_learn
 
@@ -261,6 +265,7 @@ def test_a_tensor_that_changes_before_the_first_copy(monkeypatch):
 
 
 def test_an_object_that_is_in_the_state_twice():
+    """An object at two places of a state is restored at both, and each of its two states is consistent."""
     counting = Counting()
     with SnapshotManager(MemoryStore(), run="r") as snapshots:
         for step in range(3):

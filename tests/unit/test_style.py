@@ -1,7 +1,8 @@
-"""The tree keeps the habits of the project: plain words, small files and functions, one argument for each verb.
+"""The tree follows the rules of the project: plain words, small files and functions, one argument for each verb.
 
-Each rule counts what breaks it, file by file, against `style_allowed.json`: what broke it when the rule was written. A
-count must be exact, so it only falls. `python tests/unit/test_style.py --write` writes the counts of this tree.
+Each rule counts its breaches in each file. `style_allowed.json` lists the allowed counts: the breaches from before the
+rule was written. A count must be equal to the allowed one, so a breach that is removed cannot come back.
+`python tests/unit/test_style.py --write` writes the counts of this tree.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ALLOWED = Path(__file__).with_name("style_allowed.json")
 HERE = "tests/unit/test_style.py"
 
-#: The rule of commit subjects begins behind this commit, where there is no tag.
+#: If there is no tag, the rule of commit subjects applies to the commits after this one.
 SUBJECTS_SINCE = "12e896c6112aa6e4ce881808712bdaa17a43c2ca"
 SUBJECT_CHARACTERS = 72
 FILE_LINES, FUNCTION_LINES, PARAMETERS, ROOT_MODULES, DOC_CHARACTERS, SENTENCES = 500, 60, 7, 14, 110, 3
@@ -33,7 +34,7 @@ WORDS = re.compile(
     r"\b(anew|upon|heed(?:s|ed|ing)?|whoever|somebody|those that|mend(?:s|ed|ing)?|at hand|twins|unpaid|made up)\b",
     re.IGNORECASE,
 )
-#: At the start of a text, of a line of a list or table, or behind a sentence.
+#: At the start of a text, at the start of a line of a list or table, or after a sentence.
 OPENINGS = re.compile(r"(?:\A\s*|[.!?:;]\s+|\n\s*\n\s*|\n\s*[-*|]\s+)(What|Of)\s(?P<rest>[^.!?]*(?:\Z|[.!?]))")
 SUSPECT = re.compile(rf"{WORDS.pattern}|\b(?-i:What|Of)\s", re.IGNORECASE)
 
@@ -62,7 +63,7 @@ class Source:
 
     def __init__(self, path: str) -> None:
         self.path, self.source = path, (ROOT / path).read_text()
-        #: Whether the words of the file can break a rule at all: else it need not be parsed for them.
+        #: Whether the file has a word that may break a rule. If not, the rules of words need not parse it.
         self.suspect = path != HERE and bool(SUSPECT.search(self.source.replace("_", " ")))
 
     @cached_property
@@ -79,7 +80,7 @@ class Source:
 
     @cached_property
     def texts(self) -> list[Text]:
-        """Docstrings, comments (those of adjacent lines as one) and other strings."""
+        """Return the docstrings, the comments (adjacent lines as one) and the other strings."""
         docstrings = set()
         for node in self.nodes:
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -107,7 +108,7 @@ class Source:
             yield Text(begin, "comment", "\n".join(lines))
 
     def _each_comment(self) -> Iterator[tuple[int, int, str]]:
-        """(line, column, words) of each: `#` outside of the strings that the tree knows; a tokenizer takes seconds."""
+        """Yield (line, column, words) of each comment: a `#` outside the strings. A tokenizer would take seconds."""
         inside: dict[int, list[tuple[int, int]]] = {}
         for node in self.nodes:
             if isinstance(node, ast.JoinedStr) or (
@@ -125,11 +126,11 @@ class Source:
                 yield number, at, text[at:].decode().lstrip("#: ")
 
 
-# --- what there is ---------------------------------------------------------------------------------------------------
+# --- the files of the tree -------------------------------------------------------------------------------------------
 
 
 def below(folder: str, pattern: str) -> list[str]:
-    """Return the paths of a folder's files, sorted; caches and hidden folders are no part of the tree."""
+    """Return the sorted paths of a folder's files, without caches and hidden folders."""
     found = (path.relative_to(ROOT) for path in (ROOT / folder).rglob(pattern) if path.is_file())
     return sorted(str(path) for path in found if not any(part.startswith((".", "__pycache__")) for part in path.parts))
 
@@ -149,7 +150,7 @@ def pages() -> list[str]:
 
 
 def scripts() -> list[str]:
-    """The tools that are no Python."""
+    """Return the paths of the tools that are not Python."""
     shell = (path for path in below("tools", "*") if (ROOT / path).read_bytes()[:2] == b"#!")
     return [path for path in (*shell, "tools/setup.sh") if not path.endswith(".py")]
 
@@ -162,7 +163,7 @@ def prose(path: str) -> str:
     return text
 
 
-# --- rules: each yields what breaks it -------------------------------------------------------------------------------
+# --- rules: each yields its breaches ---------------------------------------------------------------------------------
 
 
 def forbidden_words() -> Iterator[Hit]:
@@ -335,7 +336,7 @@ def test_the_tree_keeps(name):
 def test_subjects_of_commits_are_short():
     subjects = _subjects()
     if subjects is None:
-        pytest.skip("no git, or no history behind the commit where this rule begins")
+        pytest.skip("no git, or no history since the commit where this rule begins")
     wrong = [line for line in subjects if len(line.partition(" ")[2]) > SUBJECT_CHARACTERS or line.endswith(".")]
     text = (
         f"The subject of a commit is imperative, has at most {SUBJECT_CHARACTERS} characters and no period at its end."
@@ -359,7 +360,7 @@ def _subjects() -> list[str] | None:
 
 
 def test_the_rules_find_what_breaks_them(tmp_path, monkeypatch):
-    """A tree that breaks each rule once."""
+    """In a tree that breaks every rule, each rule finds exactly the lines that break it."""
     folder = tmp_path / "snapstore" / "deep"
     folder.mkdir(parents=True)
     for name in ("docs", "tools/benchmarks", "tests/kit"):

@@ -55,6 +55,6 @@ def test_sizes_of_a_spec(kind, dtype, itemsize, element):
     assert (one.itemsize, one.element_size, one.nbytes) == (itemsize, element, 6 * itemsize)
 
 
-def test_numpy_dtype_refuses_names_that_are_none():
+def test_numpy_dtype_refuses_what_is_not_a_name():
     with pytest.raises(FormatError):
         numpy_dtype(3)

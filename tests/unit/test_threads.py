@@ -1,4 +1,4 @@
-"""Pools of threads need no semaphore, end with their owner, and say plainly when no thread can be started."""
+"""Pools of threads need no semaphore, keep no results or items, and raise a clear error if no thread can start."""
 
 import gc
 import importlib
@@ -97,7 +97,7 @@ def test_results_hold_no_items(threads, fails):
         caught.value.__traceback__ = None
         del caught
     del pending
-    assert item() is None, "without the garbage collector"
+    assert item() is None, "the item must be freed without the garbage collector"
 
 
 def test_a_pool_works_with_the_threads_that_it_has(threads, monkeypatch):
@@ -106,7 +106,7 @@ def test_a_pool_works_with_the_threads_that_it_has(threads, monkeypatch):
     assert threads.start(abs, [-1, -2, -3])() == [1, 2, 3]
 
 
-def test_no_thread_at_all_is_an_error_of_ours_and_the_next_save_works(monkeypatch):
+def test_a_save_without_threads_raises_a_capability_error_and_the_next_works(monkeypatch):
     with Repository.create(MemoryStore(), options=SaveOptions(threads=2)) as repository:
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", lambda self: (_ for _ in ()).throw(RuntimeError("can't start")))
@@ -176,7 +176,7 @@ print("all threads are done")
 
 
 def test_threads_that_decode_a_type_for_the_first_time_at_once():
-    """msgspec lets other threads run while it prepares a struct; decoding it then ends the process by SIGSEGV."""
+    """Threads may decode a type for the first time at the same moment: msgspec alone would crash with SIGSEGV."""
     command = [sys.executable, "-c", FIRST_USES]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
@@ -212,7 +212,7 @@ def test_a_module_that_another_thread_is_importing_is_not_imported_yet(tmp_path,
     del sys.modules["slowly_imported"]
 
 
-def test_modules_of_others_are_looked_up_when_their_import_has_ended():
+def test_modules_of_other_packages_are_looked_up_by_imported():
     folder = Path(snapstore.__file__).parent
     for file in (file for file in folder.rglob("*.py") if file != folder / "threads.py"):
         found = re.findall(r"sys\.modules\.get\(.torch|in sys\.modules", file.read_text())

@@ -10,7 +10,7 @@ from kit.processes import ROOT
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """The tools alone, where nothing has been set up."""
+    """Copy only the tools to a folder where nothing is set up."""
     folder = tmp_path_factory.mktemp("checkout")
     shutil.copytree(ROOT / "tools", folder / "tools", ignore=shutil.ignore_patterns("__pycache__"))
     return folder

@@ -214,7 +214,10 @@ def test_cycles_and_depth():
         encode_plain(cycle)
     deep = 1
     for _ in range(MAX_DEPTH):
-        deep = {"k": [deep]} if _ % 2 else (deep,)
+        deep = {"k": deep} if _ % 2 else (deep,)
+    assert packed(deep) == deep
+    with pytest.raises(InvalidInputError, match="levels deep"):
+        encode_plain((deep,))
     deep = None
     for _ in range(MAX_DEPTH):
         deep = [deep]

@@ -203,7 +203,7 @@ def errors() -> None:
         assert_type(error, NotFoundError | StorageError)
 """
 
-#: Every line with a mark has errors of just these kinds, and no other line has any.
+#: Every line with a mark has errors of exactly the kind in the mark. No other line has an error.
 WRONG = """
 from snapstore import KeepBest, KeepLast, Repository, SaveOptions, Snapshot, SnapshotManager
 from snapstore import NotFoundError, StorageError
@@ -249,7 +249,7 @@ def uses(snapshots: SnapshotManager, repository: Repository, snapshot: Snapshot)
 
 
 def mypy(folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, set[str]], str]:
-    """mypy --strict over a module of its own: (kinds of the errors by line, its report)."""
+    """Check a module with mypy --strict; return (kinds of the errors by line, the report)."""
     file = folder / "uses.py"
     file.write_text(source)
     monkeypatch.setenv("MYPYPATH", str(ROOT))
@@ -289,20 +289,20 @@ THEIRS = {
     "train": "train: typing.Callable[[torch.nn.Module, torch.optim.Optimizer], torch.Tensor]",
 }
 
-#: The same of a trainer's script.
+#: The same for the pages about trainers.
 OF_TRAINERS = THEIRS | {"model": "model: typing.Any", "train": "train: typing.Any"}
 TRAINERS = ("accelerate", "deepspeed", "lightning", "megatron", "torchtitan", "transformers")
-#: Scripts of users have functions without types; what they call of ours is checked.
+#: Users' functions may have no types. Their calls of snapstore are still checked.
 UNTYPED = "# mypy: " + ", ".join(
     f"{rule}=False" for rule in ("disallow_untyped_defs", "disallow_untyped_calls", "disallow_any_generics")
 )
 
-#: Code that runs, and that torch's types refuse.
+#: Correct code that torch's types refuse.
 TORCH_DOES_NOT_SAY = ("DataLoader(inputs", "average.module.weight", "state['gradients'].state_dict()")
 
 
 def code_of_pages() -> Iterator[str]:
-    """Each python block of README and docs as a module, with the reader's names before it."""
+    """Yield each Python block of README and docs as a module, which first defines the names of the reader's script."""
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
             nodes = list(ast.walk(ast.parse(block)))
@@ -352,7 +352,7 @@ def uses(snapshots: SnapshotManager, loss: torch.Tensor, row: dict[str, float], 
 """
 
 
-def test_metrics_are_all_that_float_takes(tmp_path, monkeypatch):
+def test_metrics_accept_every_type_that_supports_float(tmp_path, monkeypatch):
     marks = {n: {line.split("# error: ")[1]} for n, line in enumerate(METRICS.splitlines(), 1) if "# error: " in line}
     errors, report = mypy(tmp_path, METRICS, monkeypatch)
     assert errors == marks, report
@@ -362,7 +362,7 @@ def test_right_uses_have_the_documented_types(tmp_path, monkeypatch):
     assert mypy(tmp_path, RIGHT, monkeypatch) == ({}, "")
 
 
-def test_wrong_uses_are_errors_where_they_stand(tmp_path, monkeypatch):
+def test_wrong_uses_are_errors_on_their_lines(tmp_path, monkeypatch):
     marks = {n: {line.split("# error: ")[1]} for n, line in enumerate(WRONG.splitlines(), 1) if "# error: " in line}
     errors, report = mypy(tmp_path, WRONG, monkeypatch)
     assert errors == marks, report
@@ -400,11 +400,11 @@ def test_every_public_name_resolves_and_explains_itself(name):
     assert name in dir(snapstore)
     doc = value.__doc__
     assert doc
-    assert not doc.startswith(f"{name}("), "that is the docstring a dataclass makes itself"
+    assert not doc.startswith(f"{name}("), "this is the docstring that @dataclass writes"
 
 
 def functions_of(cls: type) -> Iterator[tuple[str, Any]]:
-    """Public methods and properties that a class defines, and its special methods."""
+    """Yield the public methods, the properties and the special methods that a class defines, with their names."""
     for name, value in vars(cls).items():
         if name.startswith("_") and not name.endswith("__"):
             continue
@@ -433,7 +433,7 @@ def test_every_public_method_is_annotated_and_explained():
 
 
 def named_in(annotation: Any) -> Iterator[str]:
-    """Names of the classes of this package in an annotation."""
+    """Yield the names of the classes of this package in an annotation."""
     if inspect.isclass(annotation) and annotation.__module__.startswith("snapstore"):
         yield annotation.__name__
     for part in get_args(annotation):
@@ -441,7 +441,7 @@ def named_in(annotation: Any) -> Iterator[str]:
 
 
 def test_every_type_in_a_public_signature_is_public():
-    """Parameters, results, and the fields of results: who annotates a variable imports its type from `snapstore`."""
+    """The types of parameters, of results and of their fields are public: users import them for annotations."""
     public = {name: getattr(snapstore, name) for name in snapstore.__all__}
     annotated = [*public_classes(), *(function for cls in public_classes() for _, function in functions_of(cls))]
     named = {

@@ -1,6 +1,6 @@
-"""Keys that a later release adds to records, headers and references survive every verb that writes these again.
+"""Every verb that writes records, headers or references again keeps the keys that a later release has added to them.
 
-Each test plants keys by hand, runs one verb, and reads the raw msgpack of whatever rules then.
+A test adds such keys by hand, runs one verb, and reads the raw msgpack of the record that rules after it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def raw_header(store: MemoryStore, ref: dict[str, object]) -> dict[str, object]:
 
 
 def planted(store: MemoryStore, key: str) -> None:
-    """Give a record, its references and the headers of its manifests keys of a later release."""
+    """Add keys of a later release to a record, its references and the headers of its manifests, and a section too."""
     fields = raw_map(store.get(key))
     fields["manifests"] = [planted_ref(store, ref) for ref in fields["manifests"]]
     payload = msgspec.msgpack.encode(fields | FUTURE)
@@ -64,7 +64,7 @@ def planted_ref(store: MemoryStore, ref: dict[str, object]) -> dict[str, object]
 
 
 def require_kept(store: MemoryStore, snapshot: Snapshot) -> None:
-    """The ruling record, its references, all headers and the odd section are still there."""
+    """Check that the ruling record, its references and headers have the added keys, and each manifest the section."""
     fields = raw_map(store.get(snapshot.key))
     assert {name: fields[name] for name in FUTURE} == FUTURE
     left = list(fields["manifests"])
@@ -141,7 +141,7 @@ def test_gc_keeps_them_when_it_sweeps(made):
 
 @pytest.mark.parametrize("made", [of_one_process, of_ranks])
 def test_repair_keeps_them_when_it_heals(made):
-    """Packs are copied: the same content lies in two, and one is damaged."""
+    """A repair uses another pack with the same chunks instead of a damaged one; the added keys stay."""
     store = created()
     key = made(store)
     planted(store, key)
@@ -171,7 +171,7 @@ def test_repair_keeps_them_when_it_heals(made):
 
 @pytest.mark.parametrize("made", [of_one_process, of_ranks])
 def test_repair_keeps_them_when_it_writes_a_record_again(made):
-    """A vanished record comes back from the index, and a damaged one from the revision before."""
+    """A repair writes a damaged record again, and puts back a record that vanished. Both keep the added keys."""
     store = created()
     key = made(store)
     planted(store, key)
@@ -250,7 +250,7 @@ REF = {"part": "p", "rank": 1, "sha256": "a" * 64, "header_sha256": "b" * 64, "s
 
 
 @given(EXTRA, st.lists(EXTRA, max_size=3))
-def test_any_keys_go_round(extra, of_refs):
+def test_any_keys_round_trip(extra, of_refs):
     refs = [{**REF, "rank": rank, **more} for rank, more in enumerate(of_refs)]
     known = {"id": "a" * 32, "run": "r", "step": 1, "seq": 0, "state": "committed", "write_id": "", "manifests": refs}
     packed = msgspec.msgpack.encode(known | extra)
@@ -266,7 +266,7 @@ def test_any_keys_go_round(extra, of_refs):
 
 
 @given(st.binary(max_size=200))
-def test_no_bytes_are_more_than_an_error(noise):
+def test_any_bytes_decode_or_raise_an_unknown_format_error(noise):
     data = records.encode(Snapshot(id="a" * 32, run="r", step=1, seq=0, state="committed", write_id=""))
     payload = data[ENVELOPE.size :][: len(noise) % 90] + noise
     head = ENVELOPE.pack(b"SNAP", 2, 1, 0, len(payload), 0)[:16]
@@ -275,7 +275,7 @@ def test_no_bytes_are_more_than_an_error(noise):
         records.unpack(whole, Snapshot, "snapshots/r/000000000001-" + "a" * 32 + ".0")
 
 
-def test_a_key_that_stands_twice_is_no_more_than_an_error():
+def test_a_key_that_occurs_twice_is_an_unknown_format_error():
     refs = msgspec.msgpack.encode({"manifests": [REF]})[1:] + msgspec.msgpack.encode({"manifests": [REF, REF]})[1:]
     base = msgspec.msgpack.encode({"id": "a" * 32, "run": "r", "step": 1, "seq": 0, "state": "x", "write_id": ""})
     payload = bytes([0x88]) + base[1:] + refs

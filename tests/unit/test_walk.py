@@ -18,7 +18,7 @@ MOST_FRAMES_OF_A_SAVE = 14
 
 
 def sections():
-    """Section title -> the functions of its table, in order."""
+    """Return section title -> the functions of its table, in order."""
     found = {}
     for section in WALK.read_text().split("\n## ")[1:]:
         title, _, text = section.partition("\n")
@@ -27,7 +27,7 @@ def sections():
 
 
 def stack():
-    """The functions of snapstore that are running in this thread, the outermost first."""
+    """Return the functions of snapstore on the call stack of this thread, the outermost first."""
     frame, names = sys._getframe(2), []
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
@@ -39,7 +39,7 @@ def stack():
 
 @pytest.fixture
 def stacks(monkeypatch, tmp_path):
-    """Function -> the stacks that it was called with, out of a save, a restore, a forget and a gc."""
+    """Run a save, a restore, a forget and a gc; return function -> the call stacks of its calls."""
     found = {}
 
     def watch(owner, name):
@@ -77,12 +77,12 @@ WRAPPERS = ("protocol.same_repository.pinned.<locals>.call", "threads._work", "t
 
 
 def steps(stacks):
-    """The steps that a reader of the code sees: no decorator, and nothing of the thread pool."""
+    """Return the stacks without decorators and without the thread pool: the steps that a reader of the code sees."""
     return [[name for name in names if name not in WRAPPERS] for names in stacks]
 
 
 def test_a_tensor_through_save(stacks):
-    """In the caller's thread, then the save's, then the uploader's."""
+    """The table has the frames of the caller's thread, then of the save's thread, then of the uploader's."""
     walk = sections()["A tensor through save"]
     assert len(walk) <= MOST_FRAMES_OF_A_SAVE
     assert [*stacks["begin"][0], "manager.SnapshotManager._begin"] == walk[:2]
@@ -109,7 +109,7 @@ def test_a_pack_through_gc(stacks):
 
 
 def test_other_names_exist():
-    """Names in the text beside the tables are of modules, classes or functions."""
+    """Every dotted name in the page is a module, a class or a function of snapstore."""
     import importlib
 
     for name in set(re.findall(r"`((?:[a-z_]+\.)+[\w.]+)`", WALK.read_text())):
@@ -120,7 +120,7 @@ def test_other_names_exist():
             except ModuleNotFoundError as error:
                 if (error.name or "").startswith("snapstore"):
                     continue
-                break  # of the GPU
+                break  # a package for the GPU is missing
             for part in parts[cut:]:
                 found = getattr(found, part)
             break

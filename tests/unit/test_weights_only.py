@@ -80,7 +80,7 @@ OTHERS = ["<U3", "S3", "<M8[ms]", "<m8[D]"]
 
 
 def loaded(state):
-    """The state in a file that is written for torch, and what changed its type."""
+    """Return the state that torch loads from a converted file, and the values that changed their type."""
     converted, changed = to_weights_only(state)
     file = io.BytesIO()
     torch.save(converted, file)
@@ -89,12 +89,12 @@ def loaded(state):
 
 
 def plain(array):
-    """The elements of a flat array of strings or times."""
+    """Return the elements of a flat array of strings or times as a list."""
     return array.tolist() if array.dtype.kind in "US" else [str(value) for value in array]
 
 
 def differing(before, after, path=()):
-    """Names of the values whose type or bits differ; a changed value must still be equal as a value."""
+    """Yield the path of each value whose type or bits differ. Check that a number or string is still equal."""
     if isinstance(before, torch.Tensor):
         same(before, after)
     elif isinstance(before, np.ndarray):
@@ -118,7 +118,7 @@ def differing(before, after, path=()):
             assert before == after
 
 
-@pytest.mark.parametrize("tag", sorted(READERS.keys() - {"rank"}))  # a restore resolves it: each rank has its own
+@pytest.mark.parametrize("tag", sorted(READERS.keys() - {"rank"}))  # a restore replaces it by a value of this rank
 def test_every_type_of_the_tree_is_read_by_torch(tag):
     value = SAMPLES[tag]
     assert any(tag in repr(part.tree) for part in flatten({"a": value}))
@@ -169,7 +169,7 @@ states = st.recursive(
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @given(states)
 def test_any_state_is_read_by_torch(state):
-    state = again(state)  # the text of a frozenset, in a path, has another order
+    state = again(state)  # a restored frozenset may have another order, and so another text
     try:
         found, changed = loaded(state)
     except UnsupportedLeafError as error:
@@ -205,7 +205,7 @@ def test_tied_arrays_stay_tied_and_memory_is_shared():
 
 
 def test_the_state_of_the_readme_restores_the_same_draws():
-    random.gauss(0, 1)  # leaves a second number behind
+    random.gauss(0, 1)  # keeps a second number for the next call
     found, changed = loaded(again({"rng": RngState()}))
     assert {change.path for change in changed} == {"rng.python.words", "rng.numpy.state.key"}
 
@@ -262,7 +262,7 @@ def test_bytes_longer_than_pickle_can_hold_become_a_tensor(monkeypatch):
         ({Color.RED}, {"Color.RED"}),
     ],
 )
-def test_types_that_no_node_has_take_the_nearest_plain_form(value, form):
+def test_types_that_the_tree_lacks_take_the_nearest_plain_form(value, form):
     found, changed = loaded({"a": value})
     assert bits(found["a"]) == bits(form)
     assert changed[-1].path == "a"

@@ -29,7 +29,7 @@ def claim_of(store):
 # --- an object that is there already ---------------------------------------------------------------------------------
 
 
-def test_an_object_that_is_there_already_is_this_very_one(monkeypatch):
+def test_an_object_that_exists_with_the_same_bytes_is_accepted(monkeypatch):
     monkeypatch.setattr(uploader, "COMPARED_BYTES", 1000)  # several pieces, the last one short
     store = MemoryStore()
     for data in (DATA, memoryview(DATA)):
@@ -73,7 +73,10 @@ def test_an_object_that_is_deleted_meanwhile_is_put_again(monkeypatch, times):
 
 
 def test_a_save_whose_pack_is_taken_commits_nothing(monkeypatch):
-    """As when the answer to a put is lost and what landed is half of it."""
+    """A save commits nothing if other bytes lie under the name of its pack.
+
+    This happens when only half of a pack is stored and the answer to its put is lost.
+    """
     store, put = MemoryStore(), MemoryStore.put
 
     def put_half(self, key, data):
@@ -106,7 +109,11 @@ def test_packs_in_flight_fit_their_bound_or_are_one(pack_mb, wanted, expected):
 @pytest.mark.parametrize(("bound_bytes", "most"), [(4 * 65536, 4), (2 * 65536, 2), (2 * 65536 - 1, 1), (1, 1)])
 @pytest.mark.parametrize("chunk_bytes", [1024, 4 * 2**20])
 def test_a_save_holds_no_more_packs_than_the_bound_allows(monkeypatch, bound_bytes, most, chunk_bytes):
-    """Those in flight, and as many buffers and one; blobs of 4 MiB, larger than any pack, need none that grows."""
+    """At most `most` packs are in flight, and there is at most one more buffer than that.
+
+    Blobs of 4 MiB are larger than a pack, and still fit into its buffer. A buffer that grows is not used again, so it
+    would show as one buffer more.
+    """
     monkeypatch.setattr(uploader, "PUT_BYTES_IN_FLIGHT", bound_bytes)
     lock, in_flight, highest, made = threading.Lock(), 0, 0, []
     put, buffer = MemoryStore.put, CpuEngine.buffer
@@ -141,7 +148,10 @@ def test_a_save_holds_no_more_packs_than_the_bound_allows(monkeypatch, bound_byt
 
 
 def test_a_small_tensor_that_is_cut_short_while_its_bytes_are_read(monkeypatch):
-    """From a device they are copied behind the look at it: torch's error is not what the caller should see."""
+    """The caller gets an error that names the tensor, instead of the error of torch.
+
+    This can happen to a tensor on a device, whose bytes are copied some time after its size was read.
+    """
     tensor = torch.zeros(8)
 
     def cut(_):

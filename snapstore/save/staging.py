@@ -249,7 +249,7 @@ class Staging:
             from ..engine.cuda.sources import Sources
 
             nbytes = np.array([held.spec.nbytes for _, held in chosen], np.int64)
-            sources = Sources.of([one.name for one, _ in chosen], nbytes, [held.take() for _, held in chosen], device)
+            sources = Sources.of(device, [one.name for one, _ in chosen], nbytes, [held.take() for _, held in chosen])
             found_at = self._start_digests(sources)
             for i, (one, held) in enumerate(chosen):
                 held.confirm()
@@ -275,7 +275,7 @@ class Staging:
         from ..engine.cuda.sources import Sources
 
         keys, nbytes = [tensor.key for tensor, _ in tensors], [tensor.spec.nbytes for tensor, _ in tensors]
-        sources = Sources.of(keys, np.array(nbytes, np.int64), [held.take() for _, held in tensors], device)
+        sources = Sources.of(device, keys, np.array(nbytes, np.int64), [held.take() for _, held in tensors])
         try:
             memories = self._copy_of(sources)
         except RuntimeError:  # torch found a storage that is now too short
@@ -347,7 +347,7 @@ class Staging:
             from ..engine.cuda.sources import Sources
 
             nbytes = np.array([tensor.spec.nbytes for tensor, _ in tensors], np.int64)
-            sources = Sources.of([tensor.key for tensor, _ in tensors], nbytes, (), device)
+            sources = Sources.of(device, [tensor.key for tensor, _ in tensors], nbytes, ())
             self._on_devices().prepare(sources, self._spare, self._base, self._delta_rejected, INLINE_BYTES)
 
     def prepare_next(self) -> None:

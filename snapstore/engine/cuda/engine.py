@@ -187,9 +187,8 @@ class CudaEngine:
         self._with_zstd = least is not None and least >= BATCHES_AT_ONCE * (of_stream + ZSTD_BYTES)
         self._pool.at_once = at_once = int(min(BATCHES_AT_ONCE, max(1, work_bytes // of_stream)))
         self.depth = max(1, at_once - 1)
-        fitting = (
-            work_bytes // at_once // WORK_PER_BATCH_BYTE // MIN_BATCH_BYTES * MIN_BATCH_BYTES
-        )  # equal from save to save
+        most = work_bytes // at_once // WORK_PER_BATCH_BYTE
+        fitting = most // MIN_BATCH_BYTES * MIN_BATCH_BYTES  # equal from save to save
         self.batch_bytes = int(min(BATCH_BYTES, max(MIN_BATCH_BYTES, fitting)))
 
     def _shrink(self, what: str) -> None:

@@ -40,7 +40,9 @@ class Sources:
     keep: Any = None
 
     @classmethod
-    def of(cls, keys: Sequence[TensorKey], nbytes: Column, tensors: Sequence[torch.Tensor], device: Any) -> Sources:
+    def of(
+        cls, device: torch.device, keys: Sequence[TensorKey], nbytes: Column, tensors: Sequence[torch.Tensor]
+    ) -> Sources:
         """Return the sources of tensors (n,)."""
         return cls(device, keys, nbytes, tensors.__getitem__, keep=tensors)
 

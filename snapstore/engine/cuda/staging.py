@@ -121,7 +121,7 @@ class DeviceStaging:
                 rooms = self._without_memory(sources, layout, spare, base, delta_rejected)
                 small = [_copy_to_host(value, np.empty(n, np.uint8)) for _, value, n in sources.all_of(layout.small)]
                 hosted = partial(list, small)
-        self._sources[sources.device] = Sources.of(sources.keys, sources.nbytes, (), sources.device)
+        self._sources[sources.device] = Sources.of(sources.device, sources.keys, sources.nbytes, ())
         keys = sources.keys
 
         def memories() -> list[Memory]:

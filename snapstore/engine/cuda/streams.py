@@ -188,11 +188,11 @@ class Task:
 class StreamPool:
     """A few streams of one device, and the batches that take turns on them.
 
-    Attributes:
-        at_once: how many batches may run at a time, besides the fast ones; at most as many as there are streams.
-
     Batches are generators that yield where the host must wait for the device. A thread that waits for one batch
     advances them all: with a thread per batch, each would wait for the interpreter's lock (docs/design/gpu-engine.md).
+
+    Attributes:
+        at_once: how many batches may run at a time, besides the fast ones; at most as many as there are streams.
     """
 
     def __init__(self, device: torch.device, count: int) -> None:
@@ -237,7 +237,7 @@ class StreamPool:
             self._advance(task)
         begun = False
         for task in list(self._waiting):
-            if task.free and (task.free is not self._free or self._running_slow() < self.at_once):
+            if self._may_begin(task):
                 self._waiting.remove(task)
                 task.work = task.free.pop()
                 self._running.append(task)
@@ -245,8 +245,11 @@ class StreamPool:
                 begun = True
         return bool(ready) or begun
 
-    def _running_slow(self) -> int:
-        return sum(task.free is self._free for task in self._running)
+    def _may_begin(self, task: Task) -> bool:
+        """Return whether a batch has a free stream and, unless it is a fast one, fewer than `at_once` others run."""
+        if task.free is self._free and sum(other.free is self._free for other in self._running) >= self.at_once:
+            return False
+        return bool(task.free)
 
     def _advance(self, task: Task) -> None:
         task.advance()

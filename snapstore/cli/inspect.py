@@ -198,7 +198,7 @@ def _tensors(m: Manifest) -> Iterator[dict[str, Any]]:
             "part": m.header.part,
             "kind": entry.kind,
             "dtype": entry.dtype,
-            "shape": entry.shape,
+            "shape": list(entry.shape),
             "bytes": spec_of(entry).nbytes,
             "chunks": None if m.header.world_size else sum(box.chunks for box in entry.boxes),  # None: in children
         }

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from ..arrays import Bytes, Column
@@ -93,8 +94,7 @@ class DecodeBatch:
     bases: Chunks | None = None  # (n,) plain bytes of the base of each last blob; None, or index -1: that blob is full
 
 
-@dataclass(frozen=True, slots=True)
-class EncodeJob:
+class EncodeJob(msgspec.Struct, frozen=True, eq=False, gc=False):
     """One chunk's share of an EncodeBatch."""
 
     chunk: Bytes
@@ -106,8 +106,7 @@ class EncodeJob:
     delta_limit: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeJob:
+class DecodeJob(msgspec.Struct, frozen=True, eq=False, gc=False):
     """One chunk's share of a DecodeBatch."""
 
     blobs: Sequence[memoryview]  # newest first

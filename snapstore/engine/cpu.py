@@ -10,8 +10,8 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from ..arrays import Bytes
@@ -35,8 +35,7 @@ FEW_CHANGED_SHARE, FEW_CHANGED_EXCESS = 0.2, 1.25
 MAX_FREE_BUFFERS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedChunk:
+class EncodedChunk(msgspec.Struct, frozen=True, eq=False, gc=False):
     """One new blob, in a buffer that `recycle` takes back."""
 
     data: memoryview

@@ -32,25 +32,25 @@ from .records import RANKS, Count, MadeFor, ManifestRef, Rank, Seed, require_kno
 HEADER_READ_BYTES = 64 * 1024
 
 
-class Box(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Box(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """A sub-array stored as consecutive chunks; without chunks, in its entry's inline bytes."""
 
-    offsets: list[int]
-    sizes: list[int]
+    offsets: tuple[int, ...]  # tuples and gc=False: such objects bring no full garbage collection nearer
+    sizes: tuple[int, ...]
     first_chunk: int
     chunks: int
 
 
-class TensorEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class TensorEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """One tensor, or the boxes of it that a rank has written (docs/format.md, "Tensor entry")."""
 
-    path: list[str | int]
+    path: tuple[str | int, ...]
     kind: str
     dtype: str
-    shape: list[int]
+    shape: tuple[int, ...]
     requires_grad: bool
     tie: tuple[str, int] | None
-    boxes: list[Box]
+    boxes: tuple[Box, ...]
     inline: tuple[int, int] | None
 
 
@@ -497,4 +497,4 @@ def _check_entry(entry: TensorEntry, chunks: int, inline: int, where: str) -> No
     if entry.inline and not 0 <= entry.inline[0] <= sum(entry.inline) <= inline:
         raise FormatError(f"{where}: {name}: inline bytes {entry.inline} of {inline}")
     if any(size < 0 for size in entry.shape):
-        raise FormatError(f"{where}: {name}: shape {entry.shape}")
+        raise FormatError(f"{where}: {name}: shape {list(entry.shape)}")

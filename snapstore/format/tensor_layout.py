@@ -20,7 +20,7 @@ from .manifest import Box, Manifest, TensorEntry
 
 def spec_of(entry: TensorEntry) -> TensorSpec:
     """Return the spec of an entry's whole tensor, even if only some boxes of it are stored."""
-    return TensorSpec(tuple(entry.path), entry.kind, entry.dtype, tuple(entry.shape), entry.requires_grad, entry.tie)
+    return TensorSpec(entry.path, entry.kind, entry.dtype, entry.shape, entry.requires_grad, entry.tie)
 
 
 def held_bytes(m: Manifest, entry: TensorEntry) -> int:
@@ -110,7 +110,8 @@ def check_boxes(entry: TensorEntry, sums: ChunkSums, where: str) -> None:
     for box in entry.boxes:
         if not is_within(box.offsets, box.sizes, entry.shape):
             raise FormatError(
-                f"{_name(entry, where)}: a box at {box.offsets} of {box.sizes} in a tensor of {entry.shape}"
+                f"{_name(entry, where)}: a box at {list(box.offsets)} of {list(box.sizes)} in a tensor of "
+                f"{list(entry.shape)}"
             )
         nbytes = math.prod(box.sizes) * spec.itemsize
         if not box.chunks:

@@ -76,7 +76,7 @@ def read_tensors(context: Context, snapshot: Snapshot) -> tuple[list[Manifest], 
                     continue
                 if not m.header.world_size:
                     own[-1].pieces.append((m, entry))
-                path = tuple(entry.path)
+                path = entry.path
                 found[path, seen[path]] = own[-1]
                 seen[path] += 1
             by_path = entries_by_path(m) if m.header.world_size else {}
@@ -114,7 +114,7 @@ def boxes_of(m: Manifest, entry: TensorEntry) -> Iterator[tuple[Box, bytes | Non
     """Yield the boxes of an entry, with their bytes if these lie inline; an entry without boxes is one box."""
     at = entry.inline[0] if entry.inline else 0
     if not entry.boxes and entry.inline:
-        yield Box([0] * len(entry.shape), entry.shape, 0, 0), m.inline[at : sum(entry.inline)]
+        yield Box((0,) * len(entry.shape), entry.shape, 0, 0), m.inline[at : sum(entry.inline)]
     for box in entry.boxes:
         if box.chunks:
             yield box, None

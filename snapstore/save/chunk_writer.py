@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from ..arrays import Bytes, Column
@@ -45,8 +46,7 @@ class BaseDamagedError(Exception):
     """A base cannot be read back: the save starts again without bases (never leaves snapstore)."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
+class _Run(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Consecutive chunks of one tensor, or of one box of it."""
 
     tensor: TensorInput

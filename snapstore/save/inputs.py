@@ -99,8 +99,7 @@ class SaveRequest:
         self.parent = view.resolve(self.parent).id if self.parent and view else lineage.parent(self.run)
 
 
-@dataclass(frozen=True, slots=True)
-class BoxOf:
+class BoxOf(msgspec.Struct, frozen=True, gc=False):
     """The whole tensor that a box belongs to.
 
     Attributes:
@@ -118,8 +117,7 @@ class BoxOf:
     same_path: Sequence[TensorSpec] = ()
 
 
-@dataclass(slots=True, eq=False)
-class TensorInput:
+class TensorInput(msgspec.Struct, eq=False, gc=False):
     """A tensor on its way to the store, or a box of one.
 
     Attributes:
@@ -278,7 +276,7 @@ def _cut(
                 replace(copy, array=copy.array[span]) if hasattr(copy, "array") else copy[span]
             )  # the copy is page-locked memory, or an array
         array = None if tensor.array is None else piece.held(tensor.array)
-        box_of = replace(of, piece=piece)
+        box_of = msgspec.structs.replace(of, piece=piece)
         yield TensorInput((*of.name, piece.offsets, piece.sizes), spec, array, copy, box_of=box_of)
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -49,8 +50,7 @@ def place_of(
     return display(path), dtype, tuple(shape), tuple(offsets[1:]), tuple((shape if sizes is None else sizes)[1:])
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Run:
+class _Run(msgspec.Struct, frozen=True, gc=False):
     """The chunks of a stored box."""
 
     start: int  # of the box in its strip [bytes]
@@ -100,7 +100,7 @@ class Bases:
         self.snapshot = bases[0].snapshot if bases else None
         self.manifests = [m for base in bases for m in base.manifests]
         self.generation = (self.snapshot.generation + 1) % MAX_COUNTED if self.snapshot else 0
-        self._places: dict[Place, list[_Run]] = {}
+        self._places: dict[Place, tuple[_Run, ...]] = {}
         known: dict[str, int] = {}
         tables: list[ChunkTable] = []
         rows, numbers = 0, [np.empty(0, np.int64)]
@@ -138,7 +138,8 @@ class Bases:
                 chunks = slice(box.first_chunk, box.first_chunk + box.chunks)
                 start = box.offsets[0] * (int(m.table.lengths[chunks].sum()) // max(box.sizes[0], 1))
             place = place_of(entry.path, entry.dtype, entry.shape, box.offsets, box.sizes)
-            self._places.setdefault(place, []).append(_Run(start, rows + box.first_chunk, box.chunks, in_first_base))
+            run = _Run(start, rows + box.first_chunk, box.chunks, in_first_base)
+            self._places[place] = (*self._places.get(place, ()), run)
 
     def _adopt(self, m: Manifest, known: dict[str, int]) -> ChunkTable:
         """Return the manifest's table, its packs renumbered into `self.packs`."""

@@ -20,7 +20,7 @@ import numpy as np
 from ..arrays import Column
 from ..context import Context
 from ..errors import DAMAGE, IntegrityError, SnapstoreError, StorageError
-from ..format import manifest, records
+from ..format import box_map, manifest, records
 from ..format.box_map import BoxMap
 from ..format.chunk_table import ChunkTable
 from ..format.chunking import INLINE_BYTES, PAGED_BYTES, page_ends
@@ -203,14 +203,14 @@ class Layout:
     logical_bytes: int = 0
     whole: Name | None = None  # the tensor of which the last entry has boxes
     wholes: int = 0  # in a job of ranks: how many tensors the tree counts
-    boxes: dict[int, list[tuple[Sequence[int], Sequence[int]]]] = field(default_factory=dict)  # by number of the tensor
+    boxes: dict[int, tuple[box_map.Box, ...]] = field(default_factory=dict)  # by number of the tensor
 
     def append(self, tensor: TensorInput, chunks: int, inline: bytes) -> None:
         """Add the entry of a tensor, or a box to its entry; it lies in `chunks` chunks, or inline."""
         spec = tensor.spec
         place = (len(self.inline), spec.nbytes) if inline else None
         if tensor.box_of is None:
-            boxes = [Box([0] * len(spec.shape), list(spec.shape), self.rows, chunks)] if chunks else []
+            boxes = [Box((0,) * len(spec.shape), spec.shape, self.rows, chunks)] if chunks else []
             self.entries.append(entry_of(spec, boxes, place))
         else:
             self._append_box(tensor, tensor.box_of, chunks, place)
@@ -220,16 +220,17 @@ class Layout:
 
     def _append_box(self, tensor: TensorInput, of: BoxOf, chunks: int, place: tuple[int, int] | None) -> None:
         if self.whole != of.name:
-            before = sum(tuple(entry.path) == of.spec.path for entry in self.entries) if of.name[2] else 0
+            before = sum(entry.path == of.spec.path for entry in self.entries) if of.name[2] else 0
             missing = of.same_path[before : of.name[2]]  # readers count the entries of a path
             self.entries += [entry_of(spec) for spec in (*missing, of.spec)]
             self.whole = of.name
         last = self.entries[-1]
-        self.boxes.setdefault(of.number, []).append((of.piece.offsets, tensor.spec.shape))
-        last.boxes.append(Box(list(of.piece.offsets), list(tensor.spec.shape), self.rows, chunks))
+        self.boxes[of.number] = (*self.boxes.get(of.number, ()), (of.piece.offsets, tensor.spec.shape))
+        boxes, inline = (*last.boxes, Box(of.piece.offsets, tensor.spec.shape, self.rows, chunks)), last.inline
         if place is not None:
-            start, size = last.inline or (place[0], 0)
-            self.entries[-1] = msgspec.structs.replace(last, inline=(start, size + place[1]))
+            start, size = inline or (place[0], 0)
+            inline = (start, size + place[1])
+        self.entries[-1] = msgspec.structs.replace(last, boxes=boxes, inline=inline)
 
     def append_alike(self, wholes: Sequence[TensorSpec], own: Iterable[TensorInput]) -> None:
         """Add entries without bytes for tensors that share a path with a rank's own value.
@@ -239,14 +240,13 @@ class Layout:
         paths = {spec.path for spec in wholes} & {tensor.spec.path for tensor in own}
         for path in sorted(paths, key=repr):
             alike = [msgspec.structs.replace(spec, tie=None) for spec in wholes if spec.path == path]
-            before = sum(tuple(entry.path) == path for entry in self.entries)
+            before = sum(entry.path == path for entry in self.entries)
             self.entries += [entry_of(spec) for spec in alike[before:]]
 
 
 def entry_of(spec: TensorSpec, boxes: Sequence[Box] = (), inline: tuple[int, int] | None = None) -> TensorEntry:
     """Return the entry of a tensor; `boxes` are the boxes of it that are stored."""
-    form = (list(spec.path), spec.kind, spec.dtype, list(spec.shape))
-    return TensorEntry(*form, spec.requires_grad, spec.tie, list(boxes), inline)
+    return TensorEntry(spec.path, spec.kind, spec.dtype, spec.shape, spec.requires_grad, spec.tie, tuple(boxes), inline)
 
 
 def add_tree(chunks: ChunkWriter, layout: Layout, tree: bytes) -> None:

@@ -65,7 +65,7 @@ class NearChildren:
         """
         there: dict[Form, list[int]] = {}
         for number, entry in enumerate(root.tensors):
-            there.setdefault((tuple(entry.path), entry.dtype, tuple(entry.shape)), []).append(number)
+            there.setdefault((entry.path, entry.dtype, entry.shape), []).append(number)
         wanted = {form: boxes for form, boxes in self._boxes[root.header.part].items() if form in there}
         missing = sum(math.prod(sizes) for boxes in wanted.values() for _, sizes in boxes)
         places = ((number, box) for form, boxes in wanted.items() for number in there[form] for box in boxes)
@@ -80,7 +80,7 @@ class NearChildren:
             needs_one = False
             child = read(ref)
             for entry in child.tensors:
-                for box in wanted.get((tuple(entry.path), entry.dtype, tuple(entry.shape)), ()):
+                for box in wanted.get((entry.path, entry.dtype, entry.shape), ()):
                     shared = (overlap(box, (stored.offsets, stored.sizes)) for stored in entry.boxes)
                     missing -= sum(math.prod(found[1]) for found in shared if found)
             yield ref, child

@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
+import msgspec
 import numpy as np
 
 from ..arrays import Bytes, Column
@@ -32,8 +32,7 @@ BUFFERS = "~"
 BATCH_BYTES = 256 * 1024 * 1024
 
 
-@dataclass(slots=True, eq=False)
-class Replica:
+class Replica(msgspec.Struct, eq=False, gc=False):
     """A tensor of which other ranks hold the same bytes.
 
     Attributes:

@@ -19,6 +19,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Literal
 
+import msgspec
 import xxhash
 
 from ..format.boxes import strip_start
@@ -45,8 +46,7 @@ def names_of(part: str, specs: Iterable[TensorSpec]) -> Iterator[Name]:
         yield part, spec.path, number
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """A box of a tensor that this rank stores.
 
     Attributes:

@@ -65,7 +65,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
         raise FormatError(f"NumPy dtype {name!r}: {error}") from error
 
 
-class TensorSpec(msgspec.Struct, frozen=True):
+class TensorSpec(msgspec.Struct, frozen=True, gc=False):
     """The description of one array in a manifest, without its values.
 
     A Struct, because a save makes one per tensor while the GPU waits: a frozen dataclass takes ten times as long.

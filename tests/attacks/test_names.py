@@ -298,8 +298,8 @@ def test_repositories_of_a_newer_release(changes, message):
 def test_sharded_tensors_are_refused():
     """Mitigation: version 1 reads one box a tensor, and says so."""
     world = World()
-    boxes = [Box([0], [A.size], 0, 1), Box([A.size], [A.size], 1, 1)]
-    entry = TensorEntry(["w"], "tensor", "uint8", [2 * A.size], False, None, boxes, None)
+    boxes = [Box((0,), (A.size,), 0, 1), Box((A.size,), (A.size,), 1, 1)]
+    entry = TensorEntry(("w",), "tensor", "uint8", (2 * A.size,), False, None, boxes, None)
     world.commit(world.manifest([(digest(A), world.pack(full(A)))] * 2, tensors=[entry]))
     with pytest.raises(FormatError, match="in 2 shards, expected one"):
         world.restore()

@@ -121,8 +121,8 @@ def test_huge_shapes(shape, boxes):
     """Mitigation: a tensor's bytes must be those of its chunks before room is made for it."""
     world = World()
     (a,) = world.pack(full(A))
-    box = [Box([0] * len(shape), shape, 0, 1)] * boxes
-    entry = TensorEntry(["w"], "tensor", "float64", shape, False, None, box, None)
+    box = [Box((0,) * len(shape), shape, 0, 1)] * boxes
+    entry = TensorEntry(("w",), "tensor", "float64", shape, False, None, box, None)
     world.commit(world.manifest([(digest(A), [a])], tensors=[entry]))
     refused(world, FormatError)
 
@@ -130,21 +130,21 @@ def test_huge_shapes(shape, boxes):
 @pytest.mark.parametrize(
     "box",
     [
-        Box([0], [SIZE], 0, 0),
-        Box([0], [SIZE], 1, 1),
-        Box([0], [SIZE], 0, 2**62),
-        Box([0], [SIZE], -1, 1),
-        Box([0], [SIZE], 2**63, 1),
-        Box([1], [SIZE], 0, 1),
-        Box([0], [SIZE - 1], 0, 1),
-        Box([], [], 0, 1),
-        Box([0, 0], [SIZE, 1], 0, 1),
+        Box((0,), (SIZE,), 0, 0),
+        Box((0,), (SIZE,), 1, 1),
+        Box((0,), (SIZE,), 0, 2**62),
+        Box((0,), (SIZE,), -1, 1),
+        Box((0,), (SIZE,), 2**63, 1),
+        Box((1,), (SIZE,), 0, 1),
+        Box((0,), (SIZE - 1,), 0, 1),
+        Box((), (), 0, 1),
+        Box((0, 0), (SIZE, 1), 0, 1),
     ],
 )
 def test_boxes_that_do_not_hold_the_tensor(box):
     """Mitigation: boxes must lie in the table and have exactly the tensor's shape."""
     world = World()
-    entry = TensorEntry(["w"], "tensor", "uint8", [SIZE], False, None, [box], None)
+    entry = TensorEntry(("w",), "tensor", "uint8", (SIZE,), False, None, (box,), None)
     world.commit(world.manifest([(digest(A), world.pack(full(A)))], tensors=[entry]))
     refused(world, FormatError)
 
@@ -152,7 +152,7 @@ def test_boxes_that_do_not_hold_the_tensor(box):
 def test_an_empty_tensor_with_a_box_of_no_chunks():
     """Mitigation: an empty tensor must have no box, so the length of a missing last chunk is never read."""
     world = World()
-    entry = TensorEntry(["w"], "tensor", "uint8", [0], False, None, [Box([0], [0], 0, 0)], None)
+    entry = TensorEntry(("w",), "tensor", "uint8", (0,), False, None, (Box((0,), (0,), 0, 0),), None)
     world.commit(world.manifest(tensors=[entry]))
     refused(world, FormatError)
 
@@ -161,7 +161,7 @@ def test_an_empty_tensor_with_a_box_of_no_chunks():
 def test_inline_bytes_outside(inline):
     """Mitigation: the range must lie in the section and be as long as the tensor."""
     world = World()
-    entry = TensorEntry(["w"], "tensor", "uint8", [4], False, None, [], inline)
+    entry = TensorEntry(("w",), "tensor", "uint8", (4,), False, None, (), inline)
     world.commit(world.manifest(tensors=[entry], inline=b"1234"))
     refused(world, FormatError)
 
@@ -312,7 +312,7 @@ def test_a_chain_over_chunks_of_different_lengths():
 def test_ties_to_nowhere(tie):
     """Mitigation: a tie names an entry of another part of the same kind, dtype and shape; it is followed once."""
     world = World()
-    entry = TensorEntry(["w"], "tensor", "uint8", [SIZE], False, tie, [Box([0], [SIZE], 0, 1)], None)
+    entry = TensorEntry(("w",), "tensor", "uint8", (SIZE,), False, tie, (Box((0,), (SIZE,), 0, 1),), None)
     world.commit(world.manifest([(digest(A), world.pack(full(A)))], tensors=[entry]))
     if tie[0] == "other":  # with `keys` a part may be left out, and then the tensor stands for itself
         np.testing.assert_array_equal(restored(world), A)
@@ -332,7 +332,7 @@ def test_dtypes_that_are_none(entry):
     """Mitigation: dtypes are looked up in a table of names and a pattern, never evaluated."""
     world = World()
     kind, dtype = entry
-    made = TensorEntry(["w"], kind, dtype, [SIZE], False, None, [Box([0], [SIZE], 0, 1)], None)
+    made = TensorEntry(("w",), kind, dtype, (SIZE,), False, None, (Box((0,), (SIZE,), 0, 1),), None)
     world.commit(world.manifest([(digest(A), world.pack(full(A)))], tensors=[made]))
     refused(world, FormatError)
 

@@ -162,7 +162,7 @@ def test_tensors_that_share_chunks():
     world, chunk = World(), noise(1)
     (place,) = world.pack(full(chunk))
     entries = [
-        TensorEntry([f"w{i}"], "tensor", "uint8", [world.size], False, None, [Box([0], [world.size], 0, 1)], None)
+        TensorEntry((f"w{i}",), "tensor", "uint8", (world.size,), False, None, (Box((0,), (world.size,), 0, 1),), None)
         for i in range(5000)
     ]
     tree = ["dict", [f"w{i}" for i in range(5000)], [["tensor", i, False] for i in range(5000)]]
@@ -361,7 +361,7 @@ def hostile(draw):
     if draw(st.booleans()):  # many rows of few blobs
         table = m.table.take(rows)
         n = len(table)
-        entry = msgspec.structs.replace(m.tensors[0], shape=[n * size], boxes=[Box([0], [n * size], 0, n)])
+        entry = msgspec.structs.replace(m.tensors[0], shape=(n * size,), boxes=(Box((0,), (n * size,), 0, n),))
         changes = {"table": table, "tensors": [entry], "logical_bytes": n * size}
     if draw(st.integers(0, 4)) == 0:  # many tensors of few rows
         changes["tensors"] = (changes.get("tensors") or m.tensors) * draw(st.integers(1, 300))

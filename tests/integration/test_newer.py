@@ -62,7 +62,7 @@ def of_record() -> World:
 
 
 SHARDS = TensorEntry(
-    ["w"], "tensor", "uint8", [2 * SIZE], False, None, [Box([0], [SIZE], 0, 1), Box([SIZE], [SIZE], 1, 1)], None
+    ("w",), "tensor", "uint8", (2 * SIZE,), False, None, (Box((0,), (SIZE,), 0, 1), Box((SIZE,), (SIZE,), 1, 1)), None
 )
 NEWER: dict[str, Callable[[], World]] = {
     "a blob's version": lambda: of_blob(version=2),

@@ -259,7 +259,7 @@ def test_cuts_of_data_that_has_none(size):
 
 def page_entry(first, count, chunk_bytes, kind="page"):
     size = [count * chunk_bytes]
-    return TensorEntry([], kind, "bytes", size, False, None, [Box([0], size, first, count)] if count else [], None)
+    return TensorEntry((), kind, "bytes", size, False, None, (Box((0,), size, first, count),) if count else (), None)
 
 
 HOSTILE = {

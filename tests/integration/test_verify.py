@@ -1,7 +1,6 @@
 """A save decodes all or a sample of its new chunks before it commits, and commits nothing if one of these is wrong."""
 
-import dataclasses
-
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -41,7 +40,7 @@ def spoil(monkeypatch):
             if job.chunk.tobytes() == wanted:
                 spoiled = np.array(job.chunk)
                 spoiled[CHUNK // 2] ^= 1
-                job = dataclasses.replace(job, chunk=spoiled)
+                job = msgspec.structs.replace(job, chunk=spoiled)
             return original(job, out)
 
         monkeypatch.setattr(cpu, "encode_chunk", wrong)

@@ -30,6 +30,7 @@ kit get it from `kit.processes.environment`.
 | `hosts` | a writer and a collector without torch, each a process | several hosts share one bucket |
 | `s3_stores` | moto, and the real server of `tools/s3-server` | a test needs S3 |
 | `socket_server` | a server over raw sockets, and the parts of an HTTP head | a test needs a server that speaks no proper HTTP |
+| `garbage` | a count of the new objects that Python's garbage collector finds alive | a test is about full collections, which stop all threads |
 | `tcp_proxy` | a proxy that cuts, stalls and damages the requests to a real S3 server | the network fails |
 | `lying_proxy` | a proxy that answers one request to a real S3 server wrongly | a server or its proxy lies to whole processes |
 | `hostile_s3` | an S3 server over raw sockets that answers by a table of lies | a single answer is malformed, slow or wrong |

@@ -188,7 +188,7 @@ class World:
         """Return a manifest of one uint8 tensor `w` over these chunks; `changes` replace any of its fields."""
         n = len(chunks)
         shape = [n * self.size]
-        entry = TensorEntry(["w"], "tensor", "uint8", shape, False, None, [Box([0], shape, 0, n)] if n else [], None)
+        entry = TensorEntry(("w",), "tensor", "uint8", shape, False, None, (Box((0,), shape, 0, n),) if n else (), None)
         fields = {
             "save_id": bytes(16), "rank": 0, "sequence": 0, "part": "", "chunk_bytes": self.size,
             "digest_seed": SEED, "tree": ["dict", ["w"], [["tensor", 0, False]]], "tensors": [entry], "inline": b"",

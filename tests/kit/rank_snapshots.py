@@ -175,11 +175,11 @@ class RankWriter:
                 if data.size < INLINE_BYTES:
                     at, size = place or (len(child.inline), 0)
                     place, child.inline = (at, size + data.size), child.inline + data.tobytes()
-                    held.append(Box(list(offsets), list(sizes), len(digests), 0))
+                    held.append(Box(tuple(offsets), tuple(sizes), len(digests), 0))
                     continue
                 start = boxes.strip_start(offsets, sizes, array.itemsize)
                 lengths = boxes.cut(start, data.size, self.chunk_bytes).tolist()
-                held.append(Box(list(offsets), list(sizes), len(digests), len(lengths)))
+                held.append(Box(tuple(offsets), tuple(sizes), len(digests), len(lengths)))
                 at = 0
                 for length in lengths:
                     strip = part, name, offsets[1:], sizes[1:], start + at
@@ -187,8 +187,8 @@ class RankWriter:
                     at += length
             if held:
                 path = [part, name] if part else [name]
-                form = (path, "array", array.dtype.str, list(array.shape), False, None)
-                child.entries.append(TensorEntry(*form, held, place))
+                form = (tuple(path), "array", array.dtype.str, array.shape, False, None)
+                child.entries.append(TensorEntry(*form, tuple(held), place))
         self._put_pack(save_id, rank, part, new)
         child.chains = [self._chains[digest] for digest in digests]
 
@@ -251,7 +251,7 @@ class RankWriter:
         names = list(state[part])
         nodes: list[Any] = [["array", number] for number in range(len(names))]
         entries = [
-            TensorEntry([part, name] if part else [name], "array", a.dtype.str, list(a.shape), False, None, [], None)
+            TensorEntry((part, name) if part else (name,), "array", a.dtype.str, tuple(a.shape), False, None, (), None)
             for name, a in state[part].items()
         ]
         if part in own:

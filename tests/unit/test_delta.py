@@ -52,8 +52,8 @@ def a_base(*manifests, generation=0):
 
 
 def entry(path, first, chunks, dtype="float32", shape=(16,), boxes=1):
-    box = Box([0], list(shape), first, chunks)
-    return TensorEntry(list(path), "tensor", dtype, list(shape), False, None, [box] * boxes, None)
+    box = Box((0,), tuple(shape), first, chunks)
+    return TensorEntry(tuple(path), "tensor", dtype, tuple(shape), False, None, (box,) * boxes, None)
 
 
 # Bases sort digests by their first half. Here it has few values, so equal halves are common.
@@ -138,7 +138,7 @@ def test_chunks_are_found_by_their_place_in_the_strip():
     """A chunk is found by its strip, start and length. Two boxes lie in one strip, a third in another."""
 
     def boxes(*found):
-        return TensorEntry(["w"], "tensor", "float32", [8, 32], False, None, [Box(*box) for box in found], None)
+        return TensorEntry(("w",), "tensor", "float32", (8, 32), False, None, tuple(Box(*box) for box in found), None)
 
     first = a_manifest([1, 2], entries=[boxes(([0, 0], [2, 16], 0, 2))])
     second = a_manifest([3, 4, 5, 6], entries=[boxes(([2, 0], [3, 16], 0, 3), ([0, 16], [1, 16], 3, 1))])

@@ -63,10 +63,12 @@ counts = st.lists(st.integers(1, 9), max_size=40)
 def test_round_trip(chain_lengths, seed, inline):
     table = a_table(chain_lengths, seed)
     tensors = [
-        TensorEntry(["model", 0, "w"], "tensor", "float32", [4, 2], True, None, [Box([0], [8], 0, len(table))], None),
-        TensorEntry(["x"], "array", "<f4", [3], False, ("", 2), [], (0, len(inline))),
+        TensorEntry(
+            ("model", 0, "w"), "tensor", "float32", (4, 2), True, None, (Box((0,), (8,), 0, len(table)),), None
+        ),
+        TensorEntry(("x",), "array", "<f4", (3,), False, ("", 2), (), (0, len(inline))),
     ]
-    tensors[0] = msgspec.structs.replace(tensors[0], boxes=[Box([0, 0], [4, 2], 0, len(table))])
+    tensors[0] = msgspec.structs.replace(tensors[0], boxes=(Box((0, 0), (4, 2), 0, len(table)),))
     tree = ["dict", ["a", 1], [None, ["tensor", 0, True]]]
     found = manifest.decode(encode(table, tensors, inline, tree), "here")
     assert same(found.table, table)
@@ -113,8 +115,8 @@ def stored(data):
 
 
 def tensor(name, shape, first, count, inline=None):
-    boxes = [Box([0], [shape], first, count)] if count else []
-    return TensorEntry([name], "tensor", "uint8", [shape], False, None, boxes, inline)
+    boxes = [Box((0,), (shape,), first, count)] if count else []
+    return TensorEntry((name,), "tensor", "uint8", (shape,), False, None, boxes, inline)
 
 
 def consistent(**changes):
@@ -313,7 +315,7 @@ def test_a_million_chunks_take_less_than_a_second_each_way():
     table = a_table(np.ones(1_000_000, np.uint16))
     table.lengths[:] = 1024
     tensors = [
-        TensorEntry([f"t{i}"], "tensor", "float32", [256], False, None, [Box([0], [256], i, 1)], None)
+        TensorEntry((f"t{i}",), "tensor", "float32", (256,), False, None, (Box((0,), (256,), i, 1),), None)
         for i in range(1000)
     ]
     best = [9.0, 9.0]

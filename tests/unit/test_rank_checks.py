@@ -101,45 +101,45 @@ def table_of(lengths):
 
 
 def entry(shape, boxes, inline=None, dtype="float32", path=("m", "w"), kind="tensor"):
-    return TensorEntry(list(path), kind, dtype, list(shape), False, None, boxes, inline)
+    return TensorEntry(tuple(path), kind, dtype, tuple(shape), False, None, boxes, inline)
 
 
 @given(st.lists(st.integers(1, 256), min_size=1, max_size=12))
 def test_chunks_of_any_lengths_are_a_box_if_they_are_its_bytes_in_whole_elements(lengths):
     total = sum(lengths)
     sums = ChunkSums(table_of(lengths))
-    whole = entry([-(-total // 4)], [Box([0], [-(-total // 4)], 0, len(lengths))])
+    whole = entry([-(-total // 4)], [Box((0,), (-(-total // 4),), 0, len(lengths))])
     if total % 4 == 0 and all(n % 4 == 0 for n in lengths):
         check_whole(whole, sums, "x")
     else:
         with pytest.raises(FormatError):
             check_whole(whole, sums, "x")
-    check_whole(entry([total], [Box([0], [total], 0, len(lengths))], dtype="uint8"), sums, "x")
+    check_whole(entry([total], [Box((0,), (total,), 0, len(lengths))], dtype="uint8"), sums, "x")
 
 
 WRONG_BOXES = {
     "none": [],
-    "beyond the end": [Box([2], [4], 0, 2)],
-    "before the start": [Box([-1], [2], 0, 2)],
-    "empty": [Box([0], [0], 0, 0)],
-    "fewer chunks": [Box([0], [4], 0, 1)],
-    "more bytes than its chunks": [Box([0], [3], 0, 2)],
-    "inline bytes that are not there": [Box([0], [2], 0, 0)],
+    "beyond the end": [Box((2,), (4,), 0, 2)],
+    "before the start": [Box((-1,), (2,), 0, 2)],
+    "empty": [Box((0,), (0,), 0, 0)],
+    "fewer chunks": [Box((0,), (4,), 0, 1)],
+    "more bytes than its chunks": [Box((0,), (3,), 0, 2)],
+    "inline bytes that are not there": [Box((0,), (2,), 0, 0)],
 }
 
 
 @pytest.mark.parametrize("what", WRONG_BOXES)
 def test_boxes_that_do_not_match_their_bytes_are_found(what):
     sums = ChunkSums(table_of([8, 8]))
-    check_boxes(entry([5], [Box([0], [4], 0, 2)]), sums, "x")
-    check_boxes(entry([5], [Box([0], [4], 0, 2), Box([4], [1], 2, 0)], (0, 4)), sums, "x")
+    check_boxes(entry([5], [Box((0,), (4,), 0, 2)]), sums, "x")
+    check_boxes(entry([5], [Box((0,), (4,), 0, 2), Box((4,), (1,), 2, 0)], (0, 4)), sums, "x")
     with pytest.raises(FormatError):
         check_boxes(entry([5], WRONG_BOXES[what]), sums, "x")
 
 
 def test_a_tensor_in_several_boxes_without_ranks_is_an_unknown_format():
     with pytest.raises(UnknownFormatError, match="2 shards"):
-        check_whole(entry([4], [Box([0], [2], 0, 1), Box([2], [2], 1, 1)]), ChunkSums(table_of([8, 8])), "x")
+        check_whole(entry([4], [Box((0,), (2,), 0, 1), Box((2,), (2,), 1, 1)]), ChunkSums(table_of([8, 8])), "x")
 
 
 # -- whole snapshots
@@ -204,7 +204,7 @@ def with_box(number, **changes):
     return change
 
 
-EMPTY = msgspec.structs.replace(entry([3], []), path=["m", "w"])
+EMPTY = msgspec.structs.replace(entry([3], []), path=("m", "w"))
 WRONG_CHILDREN = {
     "another world": lambda c: replace(c, world_size=4),
     "no world": lambda c: replace(c, world_size=0, features=[]),
@@ -243,7 +243,7 @@ def test_own_values_and_entries_that_only_count_pass():
     both = [entry([0, 3], [], dtype="<f4", kind="array", path=("m", "w"))]
     altered(
         change_root=lambda c: replace(c, tensors=[*both, *c.tensors]) if c.children else c,
-        change_child=lambda c: replace(c, tensors=[*both, *c.tensors]) if c.tensors[0].path == ["m", "w"] else c,
+        change_child=lambda c: replace(c, tensors=[*both, *c.tensors]) if c.tensors[0].path == ("m", "w") else c,
     )
 
 
@@ -251,7 +251,7 @@ def with_page(c, pack=None, **changes):
     """Add a page to a root; its chunk lies in the last pack of the root, or in `pack`, which no child needs."""
     packs = [*c.packs, pack] if pack else c.packs
     table = replace(table_of([512]), ref_packs=np.array([len(packs) - 1], np.uint32))
-    page = entry([512], [Box([0], [512], 0, 1)], dtype="bytes", kind="page", path=("m",))
+    page = entry([512], [Box((0,), (512,), 0, 1)], dtype="bytes", kind="page", path=("m",))
     return replace(
         c,
         tree=["pages", len(c.tensors), 1],
@@ -279,9 +279,9 @@ def test_a_page_is_no_entry_of_a_child():
 
 WRONG_ROOTS = {
     "a page before a tensor": lambda c: replace(with_page(c), tensors=[with_page(c).tensors[-1], *c.tensors]),
-    "a page of more bytes than its chunks": lambda c: with_page(c, shape=[513], boxes=[Box([0], [513], 0, 1)]),
-    "a page of half a chunk": lambda c: with_page(c, shape=[256], boxes=[Box([0], [256], 0, 1)]),
-    "a page in two boxes": lambda c: with_page(c, boxes=[Box([0], [512], 0, 1), Box([0], [512], 1, 0)]),
+    "a page of more bytes than its chunks": lambda c: with_page(c, shape=[513], boxes=[Box((0,), (513,), 0, 1)]),
+    "a page of half a chunk": lambda c: with_page(c, shape=[256], boxes=[Box((0,), (256,), 0, 1)]),
+    "a page in two boxes": lambda c: with_page(c, boxes=[Box((0,), (512,), 0, 1), Box((0,), (512,), 1, 0)]),
     "a page of a tensor": lambda c: with_page(c, kind="bytes"),
     "a page of another dtype": lambda c: with_page(c, dtype="float32"),
     "a page that lies inline": lambda c: replace(
@@ -295,7 +295,7 @@ WRONG_ROOTS = {
     "a pack of its own too many": lambda c: replace(with_page(c, "ab" * 32), table=with_page(c).table),
     "a pack of a child of another size": lambda c: replace(with_page(c), pack_sizes=[10**6, *c.pack_sizes[1:]]),
     "inline bytes": lambda c: replace(c, inline=b"x", logical_bytes=c.logical_bytes + 1),
-    "boxes": with_entry(0, boxes=[Box([0, 0], [64, 24], 0, 0)]),
+    "boxes": with_entry(0, boxes=[Box((0, 0), (64, 24), 0, 0)]),
     "another shape": with_entry(0, shape=[65, 24]),
     "a tensor more": lambda c: replace(c, tensors=[*c.tensors, entry([1], [], path=("m", "more"))]),
     "a tensor less": lambda c: replace(c, tensors=c.tensors[:-1]),

@@ -170,7 +170,7 @@ def test_own_values_lie_behind_the_boxes(repository):
         (tag, ((_, keys, (array, number)),)) = child.tree
         assert (tag, keys, number) == ("own", ["x", "n"], child.header.rank)
         entry = child.tensors[array[1]]
-        assert entry.path == ["m", "own", "x"]
+        assert entry.path == ("m", "own", "x")
         assert array[1] == len(child.tensors) - 1
         assert entry.inline is None or entry.inline[1] == 700 * 8
     root, children = roots["rng"]

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from benchmarks.gpu_peers import better_recipes
 from benchmarks.page import MET, ROOT, place, table
 
-RECORDS = ("gpu", "gpu-slower-host", "gpu-third-host", "gpu-32-cores", "gpu-llamas", "gpu-sparse")
+RECORDS = ("gpu", "gpu-slower-host", "gpu-third-host", "gpu-newest", "gpu-32-cores", "gpu-llamas", "gpu-sparse")
 Record = Mapping[str, Any]
 
 

@@ -61,15 +61,13 @@ def child_of(job: Job, rank: int, part: str, save_id: str, seed: int, pack_bytes
         found, place = [], None
         for offsets, sizes in held:
             lengths = job.lengths((offsets, sizes), spec.itemsize)
-            found.append(Box(list(offsets), list(sizes), row, len(lengths)))
+            found.append(Box(tuple(offsets), tuple(sizes), row, len(lengths)))
             row, nbytes = row + len(lengths), int(np.prod(sizes)) * spec.itemsize
             cuts.append(lengths)
             if not len(lengths):
                 place, inline = (inline, nbytes), inline + nbytes
         if held:
-            entries.append(
-                TensorEntry(list(spec.path), spec.kind, spec.dtype, list(spec.shape), False, None, found, place)
-            )
+            entries.append(TensorEntry(spec.path, spec.kind, spec.dtype, spec.shape, False, None, tuple(found), place))
     lengths = np.concatenate(cuts) if cuts else np.zeros(0, np.int64)
     total = int(lengths.sum())
     packs = -(-int(total * STORED) // pack_bytes)

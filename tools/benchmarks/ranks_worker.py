@@ -157,24 +157,33 @@ def copy_floor(nbytes: int, device: torch.device) -> float:
 
 
 def measure_saves(run: Run, folder: Path, mode: dict[str, Any]) -> dict[str, Any]:
-    """Stalls and durable times of snapstore, and of each rank's own share in a repository of its own."""
+    """Stalls and durable times of snapstore, and of each rank's own share in a repository of its own, in turn.
+
+    Both save the same values, since deltas get smaller while a model trains.
+    """
     rank, state = dist.get_rank(), run.state()
     nbytes, count = sum(t.nbytes for t in leaves(state) if t.device == run.device), sum(1 for _ in leaves(state))
     floor = copy_floor(nbytes, run.device)
     found: dict[str, Any] = {"bytes": all_of(nbytes), "tensors": count, "floor_s": max(all_of(floor))}
-    for name in ("together", "own_share"):
-        stalls, durable, alone = [], [], name == "own_share"
-        at = folder / (f"own-{rank}" if alone else "repository")
-        with SnapshotManager(at, run="bench", ranks=False if alone else None, **mode) as snapshots:
-            for step in range(SAVES):
-                run.train()
-                state = {"own": list(leaves(run.state()))} if alone else run.state()
+    places = {"together": folder / "repository", "own_share": folder / f"own-{rank}"}
+    with (
+        SnapshotManager(places["together"], run="bench", **mode) as job,
+        SnapshotManager(places["own_share"], run="bench", ranks=False, **mode) as alone,
+    ):
+        times: dict[str, Any] = {name: {"stalls_s": [], "durable_s": []} for name in places}
+        for step in range(SAVES):
+            run.train()
+            state = run.state()
+            local = {"own": list(leaves(state))}
+            for name, snapshots, saved in (("together", job, state), ("own_share", alone, local)):
                 began = time.perf_counter()
-                stalls.append(max(all_of(stalled(lambda s=state, n=step: snapshots.save(n, s))[0])))  # type: ignore[misc]
+                stall, _ = stalled(lambda to=snapshots, s=saved, n=step: to.save(n, s))  # type: ignore[misc]
+                times[name]["stalls_s"].append(max(all_of(stall)))
                 snapshots.wait_until_finished()
-                durable.append(max(all_of(time.perf_counter() - began)))
+                times[name]["durable_s"].append(max(all_of(time.perf_counter() - began)))
+    found |= times
+    for at in places.values():
         remove(at)
-        found[name] = {"stalls_s": stalls, "durable_s": durable}
     goal = 1.5 * found["floor_s"] + 0.002 + 1e-6 * count
     found["stall_over_goal"] = statistics.median(found["together"]["stalls_s"][WARM:]) / goal
     return found

@@ -79,8 +79,8 @@ def chunk_table(chunks: int, packs: int, seed: int = 0) -> ChunkTable:
 
 def encode(table: ChunkTable, packs: list[str], digest_seed: int, save_id: bytes = bytes(16)) -> bytes:
     """A manifest of one tensor over the whole table."""
-    shape = [len(table) * MiB]
-    entry = TensorEntry(["w"], "tensor", "uint8", shape, False, None, [Box([0], shape, 0, len(table))], None)
+    shape = (len(table) * MiB,)
+    entry = TensorEntry(("w",), "tensor", "uint8", shape, False, None, (Box((0,), shape, 0, len(table)),), None)
     contents = manifest.ManifestContents(
         save_id=save_id, rank=0, sequence=0, part="", chunk_bytes=MiB, digest_seed=digest_seed,
         tree=["dict", ["w"], [["tensor", 0, False]]], tensors=[entry], inline=b"", table=table, packs=packs,

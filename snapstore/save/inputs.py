@@ -287,4 +287,4 @@ def _boxes_of(name: Name, specs: Sequence[TensorSpec], number: int, pieces: Sequ
     if name[2] and pieces:
         alike = [msgspec.structs.replace(spec, tie=None) for spec in specs if spec.path == whole.path]
     for piece in pieces:
-        yield BoxOf(name, whole, number, piece, alike)
+        yield BoxOf(name, whole, number, piece, tuple(alike))

@@ -100,7 +100,7 @@ class Bases:
         self.snapshot = bases[0].snapshot if bases else None
         self.manifests = [m for base in bases for m in base.manifests]
         self.generation = (self.snapshot.generation + 1) % MAX_COUNTED if self.snapshot else 0
-        self._places: dict[Place, tuple[_Run, ...]] = {}
+        self._places: dict[Place, _Run | list[_Run]] = {}  # most tensors have one: no list for the garbage collector
         known: dict[str, int] = {}
         tables: list[ChunkTable] = []
         rows, numbers = 0, [np.empty(0, np.int64)]
@@ -139,7 +139,15 @@ class Bases:
                 start = box.offsets[0] * (int(m.table.lengths[chunks].sum()) // max(box.sizes[0], 1))
             place = place_of(entry.path, entry.dtype, entry.shape, box.offsets, box.sizes)
             run = _Run(start, rows + box.first_chunk, box.chunks, in_first_base)
-            self._places[place] = (*self._places.get(place, ()), run)
+            found = self._places.setdefault(place, run)
+            if isinstance(found, list):
+                found.append(run)
+            elif found is not run:
+                self._places[place] = [found, run]
+
+    def _runs_at(self, place: Place) -> Sequence[_Run]:
+        found = self._places.get(place, ())
+        return (found,) if isinstance(found, _Run) else found
 
     def _adopt(self, m: Manifest, known: dict[str, int]) -> ChunkTable:
         """Return the manifest's table, its packs renumbered into `self.packs`."""
@@ -171,7 +179,7 @@ class Bases:
 
         (-1, False): no base has it.
         """
-        first = next((run for run in self._places.get(place, ()) if run.start == 0), None)
+        first = next((run for run in self._runs_at(place) if run.start == 0), None)
         return (first.first_row, first.in_first_base) if first else (-1, False)
 
     def rows_at(self, place: Place | None, starts: Column, lengths: Column) -> tuple[Column, bool]:
@@ -181,7 +189,7 @@ class Bases:
             place: None: all rows are -1.
             starts, lengths: (n,) of each chunk in its strip [bytes].
         """
-        runs = self._places.get(place, ()) if place else ()
+        runs = self._runs_at(place) if place else ()
         rows = np.full(len(starts), -1, np.int64)
         for run in runs:
             if len(runs) == 1 and run.start == starts[0] and run.count == len(starts):

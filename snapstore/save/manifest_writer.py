@@ -21,7 +21,6 @@ from ..arrays import Column
 from ..context import Context
 from ..errors import DAMAGE, IntegrityError, SnapstoreError, StorageError
 from ..format import box_map, manifest, records
-from ..format.box_map import BoxMap
 from ..format.chunk_table import ChunkTable
 from ..format.chunking import INLINE_BYTES, PAGED_BYTES, page_ends
 from ..format.keys import pack_key
@@ -314,7 +313,7 @@ def _write_manifests(
             logical_bytes=layout.logical_bytes,
             features=[RANKS] if world_size else [],
             world_size=world_size,
-            box_map=BoxMap.of_rank(rank, layout.boxes, layout.wholes).encode(),
+            box_map=box_map.BoxMap.of_rank(rank, layout.boxes, layout.wholes).encode(),
         )
         puts += written.add(session, manifest.encode(contents), chunks.bases.manifests)
     if not world_size:

@@ -2,7 +2,8 @@
 
 A full collection holds the interpreter's lock, for 0.2 s in a process that has imported torch: all training waits. One
 comes when the objects that young collections found alive, since the last full one, are a quarter of all older objects.
-So each object of a save brings the next pause nearer, even if the save frees the object at its end.
+So each object of a save brings the next pause nearer, even if the save frees the object at its end. This holds for
+CPython 3.11 to 3.13, and so does the counter, which knows their generations.
 """
 
 import gc
@@ -22,11 +23,13 @@ def survivors() -> Iterator[list[int]]:
 
     def note(phase: str, info: dict[str, int]) -> None:
         nonlocal before
+        if info["generation"] != 1:
+            return
         old = len(gc.get_objects(2))
-        if info["generation"] == 1:
-            before = old if phase == "start" else before
-            if phase == "stop":
-                found.append(old - before)
+        if phase == "start":
+            before = old
+        else:
+            found.append(old - before)
 
     threshold = gc.get_threshold()
     gc.collect()

@@ -2,14 +2,28 @@
 
 import gc
 
+import pytest
 import torch
 
 from kit.garbage import survivors
 from kit.ranks import Managers, part_of
 from snapstore import Repository, SaveOptions, SnapshotManager
+from snapstore.engine.batches import DecodeJob, EncodeJob
+from snapstore.engine.cpu import EncodedChunk
+from snapstore.format.manifest import Box, TensorEntry
+from snapstore.save import chunk_writer, known_chunks
+from snapstore.save.inputs import BoxOf, TensorInput
+from snapstore.save.replicas import Replica
+from snapstore.save.shares import Piece
+from snapstore.state.tensors import TensorSpec
 from snapstore.storage.memory import MemoryStore
 
 TENSORS, SAVES = 1000, 6
+
+
+#: There is one of these for each tensor, box or chunk of a save.
+MANY = [Box, TensorEntry, TensorSpec, TensorInput, BoxOf, Piece, Replica, EncodeJob, DecodeJob, EncodedChunk]
+MANY += [chunk_writer._Run, known_chunks._Run]
 
 
 def tensors():
@@ -34,6 +48,11 @@ def test_the_counter_counts_what_lives():
     assert sum(counts) < 500
     assert kept
     assert gc.get_threshold()[2] < 1000
+
+
+@pytest.mark.parametrize("kind", MANY, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
+def test_the_collector_does_not_look_at(kind):
+    assert kind.__struct_config__.gc is False
 
 
 def test_a_save_by_a_manager():

@@ -122,6 +122,12 @@ class Bench:
                 self._states[name] = self.trainer.snapshots(name, self.say)
         return self._states[regime]
 
+    def release(self) -> None:
+        """Free the device memory of the model and the states; the next section that wants them trains again."""
+        self._states.clear()
+        vars(self).pop("trainer", None)
+        gpu_llama.release(self.device)
+
     def live(self) -> State:
         """The state that trains."""
         self.states("pretrain")
@@ -593,6 +599,7 @@ def section_cold(bench: Bench) -> dict[str, Any]:
     """The first saves: kernels that were never compiled, host memory that was never locked."""
     if bench.device.type != "cuda":
         raise SkippedError("no CUDA device")
+    bench.release()  # the new process needs room for its copies
     found: dict[str, Any] = gpu_llama.first_stall(gpu_llama.LLAMAS["12 GB, few tensors"])
     bench.figure("first_stall_ms", found["first_stall_ms"], "a process of its own with an empty cache of kernels")
     run = gpu_llama.Run(gpu_llama.LLAMAS["12 GB, few tensors"], bench.device)

@@ -14,7 +14,9 @@ from typing import Any, Literal, NamedTuple
 from benchmarks.gpu_peers import better_recipes
 from benchmarks.page import MET, ROOT, place, table
 
-RECORDS = ("gpu", "gpu-slower-host", "gpu-third-host", "gpu-newest", "gpu-32-cores", "gpu-llamas", "gpu-sparse")
+RECORDS = (
+    "gpu", "gpu-slower-host", "gpu-third-host", "gpu-newest", "gpu-h100", "gpu-32-cores", "gpu-llamas", "gpu-sparse",
+)  # fmt: skip
 Record = Mapping[str, Any]
 
 
@@ -95,10 +97,11 @@ def figures(record: Record) -> dict[str, tuple[float | None, bool | None]]:
 
 
 def section(records: Mapping[str, Record]) -> str:
-    """Machines and figures of all records; stored bytes and peers of the first."""
+    """Machines and figures of all records; stored bytes of the newest that has them; peers of the first."""
     first = next(iter(records.values()))
+    newest = max(records.values(), key=lambda record: ("sizes" in record["sections"], record["date"]))
     machines = [f"- {name}: {_machine(record)}\n" for name, record in records.items()]
-    return "\n".join(["", "".join(machines), _figures(records), _stored(first), _peers(first), ""])
+    return "\n".join(["", "".join(machines), _figures(records), _stored(newest), _peers(first), ""])
 
 
 def _machine(record: Record) -> str:

@@ -36,10 +36,10 @@ from .known_chunks import AnySession, Bases, place_of
 log = logging.getLogger("snapstore")
 #: Packs put at once when an engine fills them faster than one core hashes them.
 PUTS_IN_FLIGHT_OF_DEVICES = 10
-#: `verify_writes="sample"` decodes one new blob in this many; each generation chooses other blobs. After the first
-#: VERIFY_ONE_IN * VERIFIED_TOGETHER blobs it takes so many neighbours together: for a device, to decode several blobs
-#: costs the host as much time as to decode one.
-VERIFY_ONE_IN, VERIFIED_TOGETHER = 64, 4
+#: `verify_writes="sample"` decodes one new blob in VERIFY_ONE_IN; each generation chooses other blobs. After the first
+#: VERIFY_ONE_IN * k blobs of a save it takes k neighbours together, for each k of VERIFIED_TOGETHER: for a device, to
+#: decode several blobs costs the host as much time as to decode one.
+VERIFY_ONE_IN, VERIFIED_TOGETHER = 64, (4, 16)
 
 
 class BaseDamagedError(Exception):
@@ -239,8 +239,8 @@ class ChunkWriter:
         Raises:
             IntegrityError: a blob does not decode to its chunk.
         """
-        self.packs.finish()
         self._verifier.finish()
+        self.packs.finish()
 
     # -- one batch
 
@@ -434,8 +434,9 @@ class ChunkWriter:
         verify, count = self._context.options.verify_writes, len(encoded.entries)
         chosen = np.arange(count)
         if verify == "sample":
-            number = self.new_chunks - count + chosen  # among this save's
-            turn = np.where(number < VERIFY_ONE_IN * VERIFIED_TOGETHER, number, number // VERIFIED_TOGETHER)
+            turn = number = self.new_chunks - count + chosen  # among this save's
+            for together in VERIFIED_TOGETHER:
+                turn = np.where(number < VERIFY_ONE_IN * together, turn, number // together)
             chosen = np.flatnonzero((number == 0) | ((turn - self.bases.generation) % VERIFY_ONE_IN == 0))
         if verify != "off":
             self._verifier.start(encoding.engine, encoding.batch, encoded, first=first, chosen=chosen)

@@ -1,5 +1,7 @@
 """A save decodes all or a sample of its new chunks before it commits, and commits nothing if one of these is wrong."""
 
+from contextlib import nullcontext
+
 import msgspec
 import numpy as np
 import pytest
@@ -14,9 +16,9 @@ CHUNK = 4096
 CHUNKS = 270
 
 
-def values(step=0):
+def values(step=0, chunks=CHUNKS):
     """Return floats that change a little at every step."""
-    start = np.random.default_rng(0).standard_normal(CHUNK * CHUNKS // 4).astype(np.float32)
+    start = np.random.default_rng(0).standard_normal(CHUNK * chunks // 4).astype(np.float32)
     return torch.from_numpy(start * np.float32(1 + 1e-5 * step))
 
 
@@ -56,7 +58,10 @@ def undo(monkeypatch_of_spoil, state):
 
 @pytest.mark.parametrize("number", [0, 1, 77, CHUNKS - 1])
 @pytest.mark.parametrize("is_delta", [False, True])
-def test_full_finds_every_wrong_chunk(spoil, number, is_delta):
+@pytest.mark.parametrize("batch_chunks", [7, 1024])
+def test_full_finds_every_wrong_chunk(spoil, monkeypatch, number, is_delta, batch_chunks):
+    """A batch is decoded while the next two are encoded; the last ones have none after them."""
+    monkeypatch.setattr(cpu.CpuEngine, "batch_chunks", batch_chunks)
     with repository("full") as repo:
         if is_delta:
             repo.save({"w": values(0)}, run="a", step=0)
@@ -84,8 +89,9 @@ def test_a_sample_holds_the_first_new_chunk(spoil):
 
 
 def test_a_sample_is_another_one_in_every_generation(spoil):
-    """A save verifies one new chunk in 64, and after 256 chunks 4 neighbours; which ones depends on the generation."""
-    assert (chunk_writer.VERIFY_ONE_IN, chunk_writer.VERIFIED_TOGETHER) == (64, 4)
+    """A save verifies one new chunk in 64: 4 neighbours after 256 chunks, 16 after 1,024."""
+    assert (chunk_writer.VERIFY_ONE_IN, chunk_writer.VERIFIED_TOGETHER) == (64, (4, 16))
+    chunks = 1060
     for generation, wrong, noticed in (
         (0, 64, True),
         (0, 65, False),
@@ -96,16 +102,20 @@ def test_a_sample_is_another_one_in_every_generation(spoil):
         (0, 256 + 4, False),
         (1, 256 + 7, True),
         (1, 256, False),
+        (0, 1024 + 15, True),
+        (0, 1024 + 16, False),
+        (1, 1024 + 31, True),
+        (1, 1024, False),
     ):
         with repository("sample") as repo:
             for step in range(generation):
-                repo.save({"w": values(step)}, run="a", step=step)
-            spoil(values(generation), wrong)
+                repo.save({"w": values(step, chunks)}, run="a", step=step)
+            spoil(values(generation, chunks), wrong)
             if noticed:
                 with pytest.raises(IntegrityError, match="does not decode"):
-                    repo.save({"w": values(generation)}, run="a", step=generation)
+                    repo.save({"w": values(generation, chunks)}, run="a", step=generation)
             else:
-                repo.save({"w": values(generation)}, run="a", step=generation)
+                repo.save({"w": values(generation, chunks)}, run="a", step=generation)
                 with pytest.raises(IntegrityError, match="digest mismatch"):
                     repo.restore(f"a@{generation}")
             undo(spoil, values())
@@ -153,6 +163,50 @@ def test_right_chunks_are_never_refused(verify, monkeypatch):
             repo.save(state, run="a", step=step)
             assert torch.equal(repo.restore(f"a@{step}")["w"], values(step))
         assert repo.check("restore").ok
+
+
+def test_bases_are_not_overwritten_before_the_deltas_to_them_are_decoded(monkeypatch):
+    """A manager that keeps bases writes each batch over its bases, while verification is two batches behind."""
+    monkeypatch.setattr(cpu.CpuEngine, "batch_chunks", 7)
+    options = SaveOptions(threads=2, verify_writes="full")
+    store = MemoryStore()
+    Repository.create(store, chunk_bytes=CHUNK, options=options).close()
+    with SnapshotManager(store, run="a", async_save=False, keep_base=True, options=options) as snapshots:
+        for step in range(4):
+            snapshots.save(step, {"w": values(step)}).result()
+    with Repository.open(store, options=options) as repo:
+        assert repo.snapshot("a@3").depth >= 1
+        assert torch.equal(repo.restore("a@3")["w"], values(3))
+
+
+@pytest.mark.parametrize("verify", ["sample", "full"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_verification_gives_every_buffer_back(spoil, monkeypatch, verify, fails):
+    """Buffers are pinned memory on a GPU: a save that kept some would lock more memory each time."""
+    monkeypatch.setattr(cpu.CpuEngine, "batch_chunks", 7)
+    lent, counts, lend = [], [], cpu.CpuEngine.buffer
+
+    def buffer(engine, nbytes):
+        found = lend(engine, nbytes)
+        lent.extend([found] if nbytes < SaveOptions().pack_bytes else [])  # larger ones are those of packs
+        return found
+
+    def give_back(engine, buffer):
+        counts.append(len(lent))
+        lent[:] = [one for one in lent if one is not buffer]
+
+    monkeypatch.setattr(cpu.CpuEngine, "buffer", buffer)
+    monkeypatch.setattr(cpu.CpuEngine, "give_back", give_back)
+    with repository(verify) as repo:
+        repo.save({"w": values(0)}, run="a", step=0)
+        assert not lent
+        assert max(counts) == 2, "copies of two batches at most; the next save also borrows buffers to read bases"
+        if fails:
+            spoil(values(1), 1)
+            monkeypatch.setattr(chunk_writer, "VERIFY_ONE_IN", 1)
+        with pytest.raises(IntegrityError) if fails else nullcontext():
+            repo.save({"w": values(1)}, run="a", step=1)
+        assert not lent
 
 
 # --- options

@@ -27,6 +27,7 @@ from kit.gpu_states import (
     typed,
 )
 from snapstore import Repository, SnapshotManager
+from snapstore.engine.batches import Chunks
 from snapstore.engine.registry import Engines
 from snapstore.save.staging import Staging
 from snapstore.state.flatten import flatten
@@ -423,6 +424,30 @@ def test_memory_from_an_engine_may_be_used_at_once():
             assert (memory == 7).all()
         finally:
             torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.parametrize("place", ["device", "pinned", "host"])
+@pytest.mark.parametrize("is_full", [False, True])
+def test_copies_of_chunks_are_copies_on_a_full_device_too(monkeypatch, place, is_full):
+    """What is encoded has the digest that was taken, whatever the caller writes meanwhile."""
+    with repository() as repo:
+        engine = repo.context.engines.on(torch.device("cuda", 0))
+        plain = np.arange(256, dtype=np.uint8)
+        if place == "device":
+            given = writable = engine.upload(plain)
+        else:
+            writable = plain.copy()
+            given = writable if place == "host" else pinned_memory.Pinned(writable, engine.device, writable)
+
+        def full(*_):
+            raise torch.OutOfMemoryError("CUDA out of memory (on purpose)")
+
+        if is_full or place == "host":  # host memory comes to this engine only if the device is full
+            monkeypatch.setattr(engine, "_upload_chunks", full)
+        loaded = engine.load(Chunks.of([given]), copy=True)
+        writable[:] = 0
+        (found,) = loaded.views()
+        assert np.array_equal(found.cpu().numpy() if isinstance(found, torch.Tensor) else found, plain)
 
 
 def test_a_copy_under_way_keeps_no_blobs():

@@ -214,7 +214,7 @@ class CudaEngine:
         except torch.OutOfMemoryError:
             self._shrink("an upload")
             if copy:
-                return _all_on_host(chunks)
+                return self._cpu.load(_all_on_host(chunks), copy=True)
             memories = [memory.array if isinstance(memory, Pinned) else memory for memory in chunks.memories]
             return replace(chunks, memories=memories)
 

@@ -1,7 +1,8 @@
 """Verify: decode blobs right after an engine has encoded them, and compare the results with the chunks' digests.
 
 In: an encoded batch and its blobs. Out: nothing, or IntegrityError. Blobs are decoded as in a restore, from copies in
-host memory. While the caller encodes the next batch, they are copied; during the batch after that, they are decoded.
+host memory. The copies of a batch are made while the caller encodes the next batch; they are decoded during the batch
+after that.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import numpy as np
+import numpy.typing as npt
 
-from ..arrays import Column
+from ..arrays import Bytes, Column
 from ..engine.base import Engine
 from ..engine.batches import Chunks, DecodeBatch, EncodeBatch
 from ..errors import DAMAGE, IntegrityError
@@ -32,8 +34,8 @@ class Verifier:
 
     def __init__(self, source: str, advice: str) -> None:
         self._source, self._advice = source, advice
-        self._copying: _Copying | None = None
-        self._decoding: Callable[[], object] | None = None
+        self._copying: _Batch | None = None
+        self._decoding: _Batch | None = None
 
     def start(
         self, engine: Engine, batch: EncodeBatch, encoded: Encoded, *, first: int = 0, chosen: Column | None = None
@@ -50,25 +52,25 @@ class Verifier:
         """
         if chosen is None:
             chosen = np.arange(len(encoded.entries))
-        if not len(chosen):
-            return
         self._advance()
-        self._copying = _Copying(engine, batch, encoded, first, chosen)
+        if len(chosen):
+            self._copying = _Batch(engine, batch, encoded.entries[chosen], first + chosen)
+            self._copying.start_copy(encoded, chosen)
 
     def _advance(self) -> None:
         """Finish the batch that is being decoded; begin to decode the one that is being copied."""
-        decoding, self._decoding = self._decoding, None
-        if decoding is not None:
+        if self._decoding is not None:
             try:
-                decoding()
+                self._decoding.finish()
             except DAMAGE as error:
                 raise IntegrityError(
                     f"an encoded blob does not decode to {self._source} ({error}); {self._advice}, and test the memory "
                     "of this machine and its GPU"
                 ) from error
-        copying, self._copying = self._copying, None
-        if copying is not None:
-            self._decoding = copying.start_decode()
+            self._decoding = None  # frees its memory before the next batch takes some
+        if self._copying is not None:
+            self._copying.start_decode()
+            self._decoding, self._copying = self._copying, None
 
     def finish(self) -> None:
         """Decode all blobs that were begun; then nothing reads the bases any more.
@@ -81,74 +83,90 @@ class Verifier:
 
     def close(self) -> None:
         """Wait for what was begun, and ignore its result; then nothing uses its memory any more."""
-        copying, decoding = self._copying, self._decoding
+        for batch in (self._decoding, self._copying):
+            if batch is not None:
+                batch.close()
         self._copying = self._decoding = None
-        if decoding is not None:
-            with suppress(Exception):
-                decoding()
-        if copying is not None:
-            with suppress(Exception):
-                copying.close()
 
 
-class _Copying:
-    """Blobs of one batch on their way to host memory, which the engine lends."""
+class _Batch:
+    """Blobs of one batch, in host memory that the engine lends. After an interrupt, call `close`."""
 
-    def __init__(self, engine: Engine, batch: EncodeBatch, encoded: Encoded, first: int, chosen: Column) -> None:
-        self._engine, rows = engine, first + chosen
-        self._entries, self._digests = encoded.entries[chosen], batch.digests[rows]
-        self._sizes, self._bases = batch.chunks.lengths[rows], batch.bases.take(rows)
-        lengths = self._entries["length"].astype(np.int64)
-        ends = np.cumsum(lengths + -lengths % ALIGNMENT)
-        self._offsets = ends - lengths - -lengths % ALIGNMENT
-        self._buffer = engine.buffer(int(ends[-1]))
-        self._stored = self._buffer[: ends[-1]]
-        self._waits, begin = list[Callable[[], object]](), 0
+    def __init__(self, engine: Engine, batch: EncodeBatch, entries: npt.NDArray[np.void], rows: Column) -> None:
+        self._engine, self._digests, self._sizes = engine, batch.digests[rows], batch.chunks.lengths[rows]
+        self._bases = _used(batch.bases.take(rows), entries["transform"] == DIFFERENCE)
+        self._lengths = entries["length"].astype(np.int64)
+        self._ends = np.cumsum(self._lengths + -self._lengths % ALIGNMENT)
+        self._offsets = self._ends - self._lengths - -self._lengths % ALIGNMENT
+        self._buffer: Bytes | None = engine.buffer(int(self._ends[-1]))
+        self._stored = self._buffer[: self._ends[-1]]
+        self._waits: list[Callable[[], object]] = []
+
+    def start_copy(self, encoded: Encoded, chosen: Column) -> None:
+        """Begin to copy the blobs `chosen`."""
+        buffer, self._buffer = self._buffer, None  # if an interrupt comes now, nobody can wait: it is not lent again
+        begin = 0
         for run in np.split(chosen, np.flatnonzero(np.diff(chosen) != 1) + 1):
             end = begin + len(run)
-            out = self._stored[int(self._offsets[begin]) : int(ends[end - 1])]
+            out = self._stored[int(self._offsets[begin]) : int(self._ends[end - 1])]
             self._waits.append(encoded.copy(int(run[0]), int(run[-1]) + 1, out))
             begin = end
+        self._buffer = buffer
 
-    def start_decode(self) -> Callable[[], object]:
-        """Wait for the copies; begin to decode them. The returned call raises the first of DAMAGE."""
-        self._wait()
-        count, sizes, bases = len(self._sizes), self._sizes, self._bases
-        ends = np.cumsum(sizes + -sizes % _ROOM_ALIGNMENT)
-        outs = Chunks(
-            [self._engine.empty(int(ends[-1]))],
-            np.zeros(count, np.int64),
-            ends - sizes - -sizes % _ROOM_ALIGNMENT,
-            sizes,
-        )
-        is_delta = self._entries["transform"] == DIFFERENCE
-        bases = Chunks(bases.memories, np.where(is_delta, bases.which, -1), bases.starts, bases.lengths)
-        decoding = self._engine.start_decode(
-            DecodeBatch(
-                self._stored,
-                self._offsets,
-                self._entries["length"].astype(np.int64),
-                np.ones(count, np.int64),
-                self._digests,
-                outs,
-                lambda i: f"new blob {i} of {count}",
-                bases if is_delta.any() else None,
-            )
-        )
-
-        def finish() -> None:
-            try:
-                decoding()
-            finally:
-                self._engine.give_back(self._buffer)
-
-        return finish
-
-    def close(self) -> None:
-        """Wait for the copies, and decode nothing."""
-        self._wait()
-        self._engine.give_back(self._buffer)
-
-    def _wait(self) -> None:
+    def start_decode(self) -> None:
+        """Wait for the copies; begin to decode them."""
         for wait in self._waits:
             wait()
+        count, sizes = len(self._sizes), self._sizes
+        ends = np.cumsum(sizes + -sizes % _ROOM_ALIGNMENT)
+        starts = ends - sizes - -sizes % _ROOM_ALIGNMENT
+        decode = DecodeBatch(
+            self._stored,
+            self._offsets,
+            self._lengths,
+            np.ones(count, np.int64),
+            self._digests,
+            Chunks([self._engine.empty(int(ends[-1]))], np.zeros(count, np.int64), starts, sizes),
+            lambda i: f"new blob {i} of {count}",
+            self._bases,
+        )
+        buffer, self._buffer = self._buffer, None  # as in `start_copy`
+        self._waits = [self._engine.start_decode(decode)]
+        self._buffer = buffer
+
+    def finish(self) -> None:
+        """Wait for the decoding.
+
+        Raises:
+            IntegrityError, FormatError: a blob does not decode to its chunk.
+        """
+        try:
+            for wait in self._waits:
+                wait()
+        except Exception:
+            self._give_back()
+            raise
+        self._give_back()
+
+    def close(self) -> None:
+        """Wait for what was begun, and ignore its result."""
+        for wait in self._waits:
+            with suppress(Exception):
+                wait()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        self._waits = []
+        buffer, self._buffer = self._buffer, None  # an interrupt here loses it; else it would be given back twice
+        if buffer is not None:
+            self._engine.give_back(buffer)
+
+
+def _used(bases: Chunks, is_delta: Column) -> Chunks | None:
+    """Return the bases of deltas, (k,), with only the memories that they lie in; None if there are none."""
+    if not is_delta.any():
+        return None
+    used, which = np.unique(bases.which[is_delta], return_inverse=True)
+    found = np.full(len(is_delta), -1, np.int64)
+    found[is_delta] = which
+    return Chunks([bases.memories[i] for i in used.tolist()], found, bases.starts, bases.lengths)

@@ -38,8 +38,8 @@ log = logging.getLogger("snapstore")
 PUTS_IN_FLIGHT_OF_DEVICES = 10
 #: `verify_writes="sample"` decodes one new blob in VERIFY_ONE_IN; each generation chooses other blobs. After the first
 #: VERIFY_ONE_IN * k blobs of a save it takes k neighbours together, for each k of VERIFIED_TOGETHER: for a device, to
-#: decode several blobs costs the host as much time as to decode one.
-VERIFY_ONE_IN, VERIFIED_TOGETHER = 64, (4, 16)
+#: decode several blobs costs the host as much time as to decode one. They have at most VERIFIED_BYTES.
+VERIFY_ONE_IN, VERIFIED_TOGETHER, VERIFIED_BYTES = 64, (4, 16), 16 * 1024 * 1024
 
 
 class BaseDamagedError(Exception):
@@ -435,7 +435,7 @@ class ChunkWriter:
         chosen = np.arange(count)
         if verify == "sample":
             turn = number = self.new_chunks - count + chosen  # among this save's
-            for together in VERIFIED_TOGETHER:
+            for together in (k for k in VERIFIED_TOGETHER if k * self._chunk_bytes <= VERIFIED_BYTES):
                 turn = np.where(number < VERIFY_ONE_IN * together, turn, number // together)
             chosen = np.flatnonzero((number == 0) | ((turn - self.bases.generation) % VERIFY_ONE_IN == 0))
         if verify != "off":

@@ -429,7 +429,7 @@ def test_memory_from_an_engine_may_be_used_at_once():
 @pytest.mark.parametrize("place", ["device", "pinned", "host"])
 @pytest.mark.parametrize("is_full", [False, True])
 def test_copies_of_chunks_are_copies_on_a_full_device_too(monkeypatch, place, is_full):
-    """What is encoded has the digest that was taken, whatever the caller writes meanwhile."""
+    """The engine encodes the bytes that it hashed, whatever the caller writes meanwhile."""
     with repository() as repo:
         engine = repo.context.engines.on(torch.device("cuda", 0))
         plain = np.arange(256, dtype=np.uint8)

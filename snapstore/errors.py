@@ -66,6 +66,10 @@ class StorageFullError(StorageError):
     """The object store has no room left."""
 
 
+class OutputError(StorageError):
+    """A file or folder outside the repository cannot be written."""
+
+
 class FormatError(SnapstoreError):
     """Bytes are not of this format, or of an unknown version of it."""
 

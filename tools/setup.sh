@@ -2,7 +2,7 @@
 # by tools/demo and tools/test, or run by itself: bash tools/setup.sh. A moment's work where nothing has changed.
 #
 # Versions are those of tools/constraints.txt. A torch that the chosen Python has already (say, a CUDA build) is used as
-# it is; PYTHON=/path/to/python3 chooses another Python.
+# it is, but not that of another virtual environment; PYTHON=/path/to/python3 chooses another Python.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
@@ -29,6 +29,7 @@ snapstore_setup() {
     if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
         base=$(snapstore_base_python) || return 1
         torch=$(snapstore_torch_version "$base")
+        "$base" -c 'import sys; sys.exit(sys.prefix != sys.base_prefix)' || torch= # .venv would not see its packages
         echo "setup: making .venv with $("$base" --version)${torch:+, which has torch $torch}"
         "$base" -m venv --clear ${torch:+--system-site-packages} .venv || {
             echo "setup: $base could not make .venv; on Debian and Ubuntu: apt install python3-venv" >&2

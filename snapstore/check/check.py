@@ -17,10 +17,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..context import Context
-from ..errors import InvalidInputError
+from ..errors import InvalidInputError, StorageError
+from ..protocol.liveness import listed_sessions
+from ..protocol.unexplained_objects import DELETE_UNEXPLAINED, find_damaged, find_unexplained
+from ..text import counted, human_bytes, some
 from .recoverable import recover_record
-from .report import COPY, DROP, CheckResult, require_level
-from .scan_objects import scan_objects
+from .report import COPY, DROP, CheckResult, Problem, require_level
+from .scan_objects import ScanResult, scan_objects
 from .scan_records import scan_records
 
 
@@ -58,4 +61,25 @@ def check(
         replace(problem, command=DROP, help=instead) if problem.key in lost else problem
         for problem in scan.report.problems
     ]
-    return replace(scan.report, problems=problems)
+    return _with_unexplained(context, scan, replace(scan.report, problems=problems))
+
+
+def _with_unexplained(context: Context, scan: ScanResult, report: CheckResult) -> CheckResult:
+    """Return the report with a problem for the objects at which gc stops: their record may be lost."""
+    sessions = listed_sessions(context.store)  # after the objects, and before the records
+    sizes = {key: scan.records.sizes[key] for key in scan.unneeded}
+    try:
+        left = find_unexplained(context, context.index.refresh(), sizes, sessions)
+    except StorageError:  # a header cannot be read: gc would not go on
+        return replace(report, unneeded_bytes=0)
+    left -= find_damaged(context.store, {key: sizes[key] for key in left})
+    if not left:
+        return report
+    nbytes, first = sum(sizes[key] for key in left), min(left)
+    text = (
+        f"{counted(len(left), 'object')} ({human_bytes(nbytes)}) that no record explains: {some(sorted(left), 1)}; a "
+        "record may be lost: run 'snapstore repair' on a machine that has used this repository, since its index may "
+        f"know the record; if the snapshot is gone for good, '{DELETE_UNEXPLAINED}' deletes them"
+    )
+    lost = Problem("unexplained", first, text, (), "", "")
+    return replace(report, problems=[*report.problems, lost], unneeded_bytes=report.unneeded_bytes - nbytes)

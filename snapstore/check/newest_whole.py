@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from ..catalog.read_twice import answers
 from ..context import Context
-from ..errors import DAMAGE, CapabilityError, FormatError, IntegrityError, SnapstoreError, StorageError
+from ..errors import DAMAGE, CapabilityError, FormatError, IntegrityError, OutputError, SnapstoreError, StorageError
 from ..format.rank_checks import read_children
 from ..format.records import Snapshot
 from ..restore.manifests import read_manifests
@@ -36,7 +36,7 @@ def newest_whole_named(context: Context, ref: str, is_others: Callable[[], bool]
     try:
         yield
     except (IntegrityError, FormatError, StorageError) as error:
-        if isinstance(error, CapabilityError) or is_others():  # another release or machine can read it
+        if isinstance(error, CapabilityError | OutputError) or is_others():  # another release or machine can read it
             raise
         if isinstance(error, StorageError) and context.store.url.startswith("s3:"):  # the network, and no bad sector
             raise
@@ -70,7 +70,10 @@ def _advice(context: Context, ref: str, *, maybe_whole: bool) -> str:
     found = next((snapshot for snapshot in older if _is_whole(context, snapshot, packs, rebuilder)), None)
     if found is None:
         return f"; no older snapshot of run {damaged.run!r} is whole"
-    return f"; the newest whole snapshot of run {damaged.run!r} is {found.ref} (id:{found.id[:12]})"
+    return (
+        f"; the newest whole snapshot of run {damaged.run!r} is {found.ref} (id:{found.id[:12]}); to go on from it, "
+        "name it in the restore, or run 'snapstore repair --apply --drop', which forgets what stays damaged"
+    )
 
 
 def _is_whole(context: Context, snapshot: Snapshot, packs: DamagedPacks, rebuilder: ChunkRebuilder) -> bool:

@@ -30,7 +30,7 @@ class Problem:
     """A problem or a note.
 
     Attributes:
-        kind: "config", "record", "index", "manifest", "pack", "chunk", "policy", "session" or "gc".
+        kind: "config", "record", "index", "manifest", "pack", "chunk", "policy", "session", "gc" or "unexplained".
         key: key of the object that has the problem.
         message: describes the problem.
         snapshots: ids of the snapshots that cannot be restored because of it.

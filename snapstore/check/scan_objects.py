@@ -58,6 +58,7 @@ class ScanResult:
         without_list: ids of the snapshots whose list of manifests is missing or damaged.
         recovered: packs in quarantine that are whole, or gone and needed by no snapshot.
         found_again: ids of the snapshots that lack a manifest by a note, but that lack none now or are collected.
+        unneeded: keys of the packs and manifests that no committed snapshot needs; none if nothing can tell.
     """
 
     report: CheckResult
@@ -69,6 +70,7 @@ class ScanResult:
     without_list: frozenset[str]
     recovered: frozenset[str]
     found_again: frozenset[str]
+    unneeded: frozenset[str]
 
 
 def scan_objects(
@@ -129,7 +131,8 @@ class _ObjectScanner:
                 needed |= keys
         recovered = self._report_packs()
         found_again = self._report_found_again()
-        report = self._report([self._ruling[snapshot.id] for snapshot in snapshots], needed)
+        unneeded = frozenset[str]() if self._stops_gc(needed) else frozenset(self._sizes.keys() - needed)
+        report = self._report([self._ruling[snapshot.id] for snapshot in snapshots], unneeded)
         return ScanResult(
             report=replace(report, packs=packs, packs_read=packs_read),
             records=replace(self._records, ruling=self._ruling, sizes=self._sizes),
@@ -140,16 +143,16 @@ class _ObjectScanner:
             without_list=frozenset(self._without_list),
             recovered=frozenset(recovered),
             found_again=frozenset(found_again),
+            unneeded=unneeded,
         )
 
-    def _report(self, snapshots: Sequence[Snapshot], needed: set[str]) -> CheckResult:
+    def _report(self, snapshots: Sequence[Snapshot], unneeded: frozenset[str]) -> CheckResult:
         """Return the problems, and which snapshots are restorable, damaged or unknown."""
         bad = {name for problem in self._findings.problems for name in problem.snapshots}
         doubtful = bad | self._unknown
         kept = [snapshot for snapshot in snapshots if snapshot.state in _STATES]
         damaged, named = list(self._records.damaged), {s.id for s in self._records.damaged}
         unknown = [stand_in(key) for key in sorted(self._records.unknown)]
-        unneeded = () if self._stops_gc(needed) else self._sizes.keys() - needed
         return CheckResult(
             self._level,
             problems=self._findings.problems,

@@ -70,7 +70,7 @@ def _not_mirrored(snapshots: list[Snapshot], url: str) -> set[str]:
     return {s.id for s in snapshots if s.state == "committed" and s.id not in had}
 
 
-_DAMAGED = "needs a pack that a repair found damaged; run 'snapstore check --read-data' to see what is lost"
+_DAMAGED = "needs an object that is damaged or missing; run 'snapstore check --read-data' to see what is lost"
 _RECONSTRUCTED = "a repair reconstructed the lost record; its order, its date and its stored size are guesses"
 
 

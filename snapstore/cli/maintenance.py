@@ -172,10 +172,10 @@ def _print_repair(report: RepairResult) -> None:
         return
     for problem in report.found.problems:
         line(f"found, {problem.kind}: {problem.message}")
-    lost = {snapshot.id for snapshot, _ in report.lost}
     for action in report.actions:
-        # A lost snapshot is not healed, although the rewrite of its intact chunks is the same kind of action.
-        kind = "rewrite" if action.kind == "heal" and stand_in(action.key).id in lost else action.kind
+        # The rewrite of intact chunks is the same kind of action, for a lost snapshot and for one that lost nothing.
+        healing = action.kind == "heal" and any(stand_in(action.key).id == s.id for s in report.healed)
+        kind = action.kind if healing or action.kind != "heal" else "rewrite"
         line(f"{'done' if report.applied else 'would do'}, {kind}: {action.message}")
     for message in report.open:
         line(f"left open: {message}")

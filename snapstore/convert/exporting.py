@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ..check.newest_whole import newest_whole_named
-from ..errors import AlreadyExistsError, InvalidInputError, StorageError
+from ..errors import AlreadyExistsError, InvalidInputError, OutputError
 from ..repository import Repository
 from ..restore.sources import ALONE, SHARED_ONLY
 from ..restore.streaming import TensorReader
@@ -76,7 +76,7 @@ def export_snapshot(
         NotFoundError: the reference or the part names nothing.
         IntegrityError: the snapshot is damaged; nothing was written.
         CapabilityError: a library is not installed.
-        StorageError: the output cannot be written.
+        OutputError: the output cannot be written.
     """
     if to not in get_args(To):
         raise InvalidInputError(f"to {to!r}: expected one of {', '.join(get_args(To))}")
@@ -158,7 +158,7 @@ def publish_folder(path: Path, fill: Callable[[Path], None], *, force: bool) -> 
 
     Raises:
         AlreadyExistsError: the folder exists, and `force` is not set or it is no export.
-        StorageError: it cannot be written.
+        OutputError: it cannot be written.
     """
     temp = path.with_name(f".snapstore-{secrets.token_hex(8)}.tmp")
     old = temp.with_suffix(".old")
@@ -181,7 +181,7 @@ def publish_folder(path: Path, fill: Callable[[Path], None], *, force: bool) -> 
     except OSError as error:
         if old.exists() and not path.exists():
             old.rename(path)
-        raise StorageError(f"{path}: cannot be written: {error.strerror or error}; nothing was left behind") from error
+        raise OutputError(f"{path}: cannot be written: {error.strerror or error}; nothing was left behind") from error
     finally:
         shutil.rmtree(temp, ignore_errors=True)
 

@@ -27,7 +27,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from ..arrays import Bytes
-from ..errors import AlreadyExistsError, InvalidInputError, StorageError, UnsupportedLeafError
+from ..errors import AlreadyExistsError, InvalidInputError, OutputError, UnsupportedLeafError
 from ..format.records import Snapshot
 from ..restore.streaming import TensorReader
 from ..state.arrays import as_bytes, extent_of
@@ -239,7 +239,7 @@ def write_torch(path: Path, reader: TensorReader, *, force: bool) -> Exported:
     Raises:
         InvalidInputError: the format cannot hold the state.
         AlreadyExistsError: the file exists, and `force` is not set.
-        StorageError: the file cannot be written.
+        OutputError: the file cannot be written.
     """
     state, tensors = reader.unread()
     try:
@@ -265,7 +265,7 @@ def write_safetensors(path: Path, reader: TensorReader, *, force: bool, tensors_
     Raises:
         InvalidInputError: the format cannot hold the state.
         AlreadyExistsError: the file exists, and `force` is not set.
-        StorageError: the file cannot be written.
+        OutputError: the file cannot be written.
     """
     left_out = safetensors_file.check(path, reader, reader.specs, tensors_only=tensors_only)
     about = safetensors_metadata(reader.snapshot)
@@ -365,7 +365,7 @@ def publish(path: Path, fill: Callable[[Path], None], *, force: bool) -> None:
 
     Raises:
         AlreadyExistsError: the file exists, and `force` is not set.
-        StorageError: it cannot be written.
+        OutputError: it cannot be written.
     """
     temp = path.with_name(f".snapstore-{secrets.token_hex(8)}.tmp")
     try:
@@ -378,7 +378,7 @@ def publish(path: Path, fill: Callable[[Path], None], *, force: bool) -> None:
         else:
             _name_new(temp, path)
     except OSError as error:
-        raise StorageError(f"{path}: cannot be written: {error.strerror or error}; nothing was left behind") from error
+        raise OutputError(f"{path}: cannot be written: {error.strerror or error}; nothing was left behind") from error
     finally:
         with suppress(FileNotFoundError):
             temp.unlink()

@@ -44,8 +44,9 @@ def check_step(step: object) -> int:
             raise TypeError("a bool is no number")
         number = operator.index(step)  # type: ignore[arg-type]
     except TypeError as error:
-        text = f"step {step!r}: expected an integer from 0 to {MAX_STEP}, got {type(step).__name__}"
-        raise InvalidInputError(text) from error
+        given = "step" if isinstance(step, Mapping | Sequence) and not isinstance(step, str) else f"step {step!r}"
+        text = f"{given}: expected an integer from 0 to {MAX_STEP}, got {type(step).__name__}"
+        raise InvalidInputError(f"{text}; the step comes before the state" if given == "step" else text) from error
     if not 0 <= number <= MAX_STEP:
         raise InvalidInputError(f"step {number}: expected 0 to {MAX_STEP}")
     return number

@@ -26,6 +26,7 @@ from ..format.records import MAX_COUNTED, ManifestRef, Snapshot
 from ..protocol.session import Session, SharedSession
 from ..state.containers import display
 from ..storage.base import ObjectStore
+from ..text import counted
 from .near_children import NearChildren
 
 log = logging.getLogger("snapstore")
@@ -268,9 +269,9 @@ def _damaged_packs(store: ObjectStore, session: AnySession, bases: Sequence[Base
     }
     if damaged:
         log.warning(
-            "run=%s %d packs of the bases are damaged, their chunks are stored again; run 'snapstore repair': first %s",
+            "run=%s damaged bases: %s; their chunks are stored again; run 'snapstore repair': first %s",
             session.run,
-            len(damaged),
+            counted(len(damaged), "pack"),
             pack_key(min(damaged)),
         )
     return damaged

@@ -172,23 +172,25 @@ def mismatch(spec: TensorSpec, target: Any) -> str | None:
 def _mismatch(spec: TensorSpec, target: Any, sharding: Sharding | None) -> str | None:
     """Return why an array cannot be filled with a stored one, or a local tensor with its box; None if it can."""
     if not is_array(target):
-        return f"type: expected {type(target).__name__} as in `into`, got {spec.kind} {spec.dtype}{list(spec.shape)}"
+        return (
+            f"type: expected {type(target).__name__} as in the target, got {spec.kind} {spec.dtype}{list(spec.shape)}"
+        )
     try:
         kind, dtype, shape = describe(target)
     except UnsupportedLeafError as error:
         return f"type: {error}"
     if family(kind) != family(spec.kind):
-        return f"type: expected {kind} as in `into`, got {spec.kind}"
+        return f"type: expected {kind} as in the target, got {spec.kind}"
     whole = shape if sharding is None else sharding.global_shape
     if whole != spec.shape:
-        return f"shape: expected {whole} as in `into`, got {spec.shape}"
+        return f"shape: expected {whole} as in the target, got {spec.shape}"
     if dtype != spec.dtype:
-        return f"dtype: expected {dtype} as in `into`, got {spec.dtype}"
+        return f"dtype: expected {dtype} as in the target, got {spec.dtype}"
     strides = target.strides if kind == "array" else target.stride()
     if _overlaps_itself(shape, strides, target.itemsize if kind == "array" else 1):
-        return "elements share memory in `into` (an expanded view); give it memory of its own"
+        return "elements share memory in the target (an expanded view); give it memory of its own"
     if kind == "array" and not target.flags.writeable:
-        return "read-only in `into`; give it a writable copy"
+        return "read-only in the target; give it a writable copy"
     return None
 
 

@@ -22,7 +22,7 @@ MAX_KEYS = 30  # names that a line of code in it lists
 #: The attribute in which a wrapper holds its module, and so the prefix of its names.
 WRAPPERS = {"_orig_mod": "torch.compile", "module": "DDP"}
 
-IN_INTO, IN_SNAPSHOT = "missing in `into`", "missing in the snapshot"
+IN_INTO, IN_SNAPSHOT = "missing in the target", "missing in the snapshot"
 #: The words that a count uses for differences whose text begins with the key.
 _COUNTED = {IN_INTO: IN_INTO, IN_SNAPSHOT: IN_SNAPSHOT}
 _COUNTED |= {kind: f"of another {kind}" for kind in ("shape", "dtype", "type")}
@@ -62,12 +62,12 @@ class Differences:
             lines.append(f"... and {len(self._parts) - MAX_LINES} more parts")
         fitting = self._fitting(stored) if all_selected else []
         lacks = not self._renamed and all(text == IN_INTO for found in self._parts.values() for _, text in found)
-        what = "what `into` has" if lacks else "the parts that fit"
+        what = "what the target has" if lacks else "the parts that fit"
         only = f"only {what}: restore_into(..., keys={fitting})" if fitting else "with `keys` what fits"
         return [
-            "the snapshot does not fit `into`; nothing was changed:",
+            "the snapshot does not fit the target; nothing was changed:",
             *(f"  {line}" for line in lines),
-            f"restore without `into` to get all of it, or {only}",
+            f"restore without a target to get all of it, or {only}",
         ]
 
     def _lines(self, part: Path, stored: Collection[Any], into: Collection[Any], each: int) -> list[str]:
@@ -168,7 +168,7 @@ def advice(pairs: dict[str, str], path: Path, *, is_module: bool) -> str:
     else:
         name = f"name.removeprefix({now!r})" if now else "name"
         instead = f"{{{f'{before!r} + ' if before else ''}{name}: value for name, value in {here}.items()}}"
-    sides = [f"{_prefix(lead)} in {side}" for lead, side in ((before, "the snapshot"), (now, "`into`")) if lead]
+    sides = [f"{_prefix(lead)} in {side}" for lead, side in ((before, "the snapshot"), (now, "the target")) if lead]
     where = ", and ".join(sides) if len(sides) > 1 else f"{sides[0]} alone"
     rename = f", or rename={{{before!r}: {now!r}}}" if before else ""
     return f"the names have {where}; pass {instead} instead of {here}{rename}"
@@ -181,9 +181,10 @@ def _advice_inside(stored: list[str], into: list[str], here: str, is_module: boo
         cut = f"{{name.replace({prefix!r}, ''): value for name, value in "
         if [name.replace(prefix, "") for name in into] == stored:
             state = f"{here}.state_dict()" if is_module else here
-            return f"the names contain {_prefix(prefix)} in `into` alone; pass {cut}{state}.items()}} instead of {here}"
+            extra = f"the names contain {_prefix(prefix)} in the target alone"
+            return f"{extra}; pass {cut}{state}.items()}} instead of {here}"
         if [name.replace(prefix, "") for name in stored] == into:
-            instead = f"restore without `into`, and load {cut}state.items()}}"
+            instead = f"restore without a target, and load {cut}state.items()}}"
             return f"the names contain {_prefix(prefix)} in the snapshot alone; {instead}"
     tools = " and ".join(WRAPPERS.values())
     return f"the names differ by the prefixes of {tools} inside; wrap the modules as they were at the save"

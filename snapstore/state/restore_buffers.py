@@ -322,8 +322,8 @@ class RestoreBuffers:
         array = value if sharding_of(value) is None else local_of(value)
         if not np.array_equal(as_bytes(array), as_bytes(self.buffer(source.want))):
             raise InvalidInputError(
-                f"{shown(path)}: shares memory with another array in `into`, but the snapshot has different values "
-                "for the two; untie them in `into` and restore again"
+                f"{shown(path)}: shares memory with another array in the target, but the snapshot has different values "
+                "for the two; untie them in the target and restore again"
             )
 
     def build(self, tree: Any) -> Any:

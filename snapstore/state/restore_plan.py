@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 _EXACT = frozenset({type(None), bool, int, str, bytes})  # values of these are the same if they are equal
 _FILL_DTENSORS = (
-    "to fill DTensors, restore without `into` and call torch.distributed.checkpoint.state_dict.set_model_state_dict("
+    "to fill DTensors, restore without a target and call torch.distributed.checkpoint.state_dict.set_model_state_dict("
     "model, state, options=StateDictOptions(full_state_dict=True))"
 )
 
@@ -111,7 +111,7 @@ class RestorePlan:
     ) -> None:
         if into is not None and device is not None:
             raise InvalidInputError(
-                "device: has no effect with `into`, whose tensors stay where they are; pass only one"
+                "device: has no effect with a target, whose tensors stay where they are; pass only one"
             )
         self._into = into
         fit = Fit.of(keys)
@@ -150,13 +150,15 @@ class RestorePlan:
         some_arrays = len(self.buffers) > 0
         replaced = self._plan(self._stored, self._into, ())
         if replaced is not None:
-            self._differ((), "would have to be replaced: `into` must be a container or object that can change in place")
+            self._differ(
+                (), "would have to be replaced: the target must be a container or object that can change in place"
+            )
         if self._differences:
             raise InvalidInputError(
                 *self._differences.message(self._stored, self._into, all_selected=self._all_selected)
             )
         if some_arrays and not len(self.buffers):
-            raise InvalidInputError(f"nothing of the snapshot fits `into`, also with strict=False: {self.left_out}")
+            raise InvalidInputError(f"nothing of the snapshot fits the target, also with strict=False: {self.left_out}")
         self.buffers.find_overlaps()
 
     def _plan(self, stored: Any, target: Any, path: Path) -> Replace | None:
@@ -168,7 +170,7 @@ class RestorePlan:
             self._plan_missing(target, path)
             return None
         if len(path) >= MAX_DEPTH and type(target) in CONTAINERS:
-            raise InvalidInputError(f"{shown(path[:8])}...: `into` is more than {MAX_DEPTH} levels deep")
+            raise InvalidInputError(f"{shown(path[:8])}...: the target is more than {MAX_DEPTH} levels deep")
         if type(target) is PerRank and has_objects(target.value):
             self._plan_per_rank(stored, target, path)
             return None
@@ -202,7 +204,7 @@ class RestorePlan:
 
     def _plan_plain(self, stored: Any, target: Any, path: Path) -> Replace | None:
         if type(target) in CONTAINERS or is_array(target):
-            self._differ(path, f"type: expected {type(target).__name__} as in `into`, got {_stored_name(stored)}")
+            self._differ(path, f"type: expected {type(target).__name__} as in the target, got {_stored_name(stored)}")
             return None
         return None if _same(stored, target) else lambda: self.buffers.build(stored)
 
@@ -222,7 +224,7 @@ class RestorePlan:
     def _plan_value(self, stored: Any, target: Any, path: Path) -> Replace | None:
         """Plan a list, tuple or deque of plain values, whose length is part of its value."""
         if type(target) is not type(stored) or getattr(target, "maxlen", 0) != getattr(stored, "maxlen", 0):
-            self._differ(path, f"type: expected {type(target).__name__} as in `into`, got {type(stored).__name__}")
+            self._differ(path, f"type: expected {type(target).__name__} as in the target, got {type(stored).__name__}")
         elif type(target) is tuple:
             return None if _same(stored, target) else lambda: self.buffers.build(stored)
         else:
@@ -232,7 +234,7 @@ class RestorePlan:
     def _plan_container(self, stored: Any, target: Any, path: Path) -> Replace | None:
         alike = is_mapping(target) if is_mapping(stored) else type(target) is type(stored)
         if not alike:
-            self._differ(path, f"type: expected {type(target).__name__} as in `into`, got {_stored_name(stored)}")
+            self._differ(path, f"type: expected {type(target).__name__} as in the target, got {_stored_name(stored)}")
             return None
         present = {key: (element, child) for element, key, child in children(target)}
         replacements: dict[Any, Replace] = {}
@@ -338,7 +340,9 @@ class RestorePlan:
             return (lambda: present) if extent == "none" else (lambda: self.buffers.build(stored))
         sequences = not is_mapping(stored) and type(present) is type(stored) and len(present) == len(stored)
         if not (is_mapping(stored) and is_mapping(present)) and not sequences:
-            self._differ(path, "`keys` selects some of it, but `into` has a different structure here; select all of it")
+            self._differ(
+                path, "`keys` selects some of it, but the target has a different structure here; select all of it"
+            )
             return lambda: present
         items: dict[Any, Replace] = {key: _constant(child) for _, key, child in children(present)}
         for element, key, child in children(stored):

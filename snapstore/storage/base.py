@@ -278,6 +278,13 @@ def already_exists(key: str, url: str) -> AlreadyExistsError:
     return AlreadyExistsError(f"{key} in {url}: expected a free name, found an object; read it to see whose it is")
 
 
+def not_empty(url: str, keys: Iterable[str], advice: str) -> InvalidInputError:
+    """Return the error for a new repository in a place that has these keys."""
+    was_one = any(key.partition("/")[0] in ("packs", "manifests", "snapshots") for key in keys)
+    hint = "; if a repository was here, its config is lost: run 'snapstore repair'" if was_one else ""
+    return InvalidInputError(f"{url}: is not empty and not a repository; {advice}{hint}")
+
+
 def too_short(key: str, url: str, offset: int, length: int, size_bytes: int) -> IntegrityError:
     """Return the error for an object of `size_bytes` that ends before a range of it does."""
     return IntegrityError(

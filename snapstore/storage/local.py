@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..errors import CapabilityError, InvalidInputError, NotFoundError, SnapstoreError, StorageError
+from ..errors import CapabilityError, NotFoundError, SnapstoreError, StorageError
 from .atomic_write import AtomicWriter, fsync_directory, make_root, open_temps
 from .base import (
     GET_LIMIT_BYTES,
@@ -44,6 +44,7 @@ from .base import (
     check_limit,
     check_prefix,
     is_component,
+    not_empty,
     not_found,
     range_memory,
     too_short,
@@ -265,7 +266,7 @@ class LocalStore(ObjectStore):
                 with closing(open_folder(root, "tmp", "tmp")) as temps:
                     ours = all(map(_TEMP_NAME.fullmatch, _entries(temps)))
         if not ours:
-            raise InvalidInputError(f"{self.url}: is not empty and not a repository; choose an empty or a new place")
+            raise not_empty(self.url, there, "choose an empty or a new place")
         with self._failures("tmp", "write"), self._rooted() as root, open_temps(root), suppress(FileNotFoundError):
             os.stat("TMP", dir_fd=root, follow_symlinks=False)
             raise CapabilityError(

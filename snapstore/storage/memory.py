@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from ..errors import InvalidInputError
 from .base import (
     GET_LIMIT_BYTES,
     Buffer,
@@ -25,6 +24,7 @@ from .base import (
     check_key,
     check_limit,
     check_prefix,
+    not_empty,
     not_found,
     range_memory,
 )
@@ -117,7 +117,7 @@ class MemoryStore(ObjectStore):
     def prepare(self) -> None:
         """Require an empty store."""
         if self._objects:
-            raise InvalidInputError(f"{self.url}: is not empty and not a repository; choose another name")
+            raise not_empty(self.url, self._objects, "choose another name")
 
     @contextmanager
     def sandbox(self) -> Iterator[MemoryStore]:

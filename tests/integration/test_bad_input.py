@@ -636,3 +636,24 @@ def test_a_cache_folder_that_is_no_absolute_path(tmp_path, monkeypatch, folder):
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", folder)
     with pytest.raises(InvalidInputError, match="SNAPSTORE_CACHE_DIR"):
         Repository.create(tmp_path / "repo")
+
+
+def test_a_place_that_lost_its_config_is_not_called_a_stranger(root, tmp_path):
+    """A user who reads only 'choose an empty place' would start from zero elsewhere."""
+    (root / "config").unlink()
+    with pytest.raises(InvalidInputError, match=r"not empty.*its config is lost: run 'snapstore repair'$"):
+        SnapshotManager(root, run="a")
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(InvalidInputError, match=r"not empty and not a repository; choose an empty or a new place$"):
+        SnapshotManager(tmp_path, run="a")
+
+
+def test_swapped_arguments_of_save_do_not_print_the_state(root):
+    state = {"w": np.arange(5000.0)}
+    with SnapshotManager(root, run="a") as snapshots:
+        with pytest.raises(InvalidInputError) as caught:
+            snapshots.save(state, 5)
+        assert str(caught.value).endswith("got dict; the step comes before the state")
+        assert len(str(caught.value)) < 200
+        with pytest.raises(InvalidInputError, match=r"^step 'five': expected an integer"):
+            snapshots.save("five", state)

@@ -492,6 +492,8 @@ def test_a_full_disk_under_the_output(series, monkeypatch):
 
     out = series.folder / "out"
     out.mkdir()
+    looked_for = []
+    monkeypatch.setattr("snapstore.check.newest_whole._advice", lambda *_, **__: looked_for.append(True) or "")
     monkeypatch.setattr(torch, "save", failing(RuntimeError("unexpected pos 896 vs 790")))
     assert "cannot be written: unexpected pos" in series.fails("restore", "exp@1", "-o", out / "o.pt")
     monkeypatch.setattr(torch, "save", failing(OSError(28, "No space left on device")))
@@ -500,6 +502,7 @@ def test_a_full_disk_under_the_output(series, monkeypatch):
     tensors = ["--keys", "model.*"]
     assert "cannot be written: No space left" in series.fails("restore", "exp@1", "-o", out / "o.safetensors", *tensors)
     assert not list(out.iterdir())
+    assert not looked_for, "a full disk under the output is no reason to look for a whole snapshot"
 
 
 def test_files_that_cannot_be_read(sh, monkeypatch):

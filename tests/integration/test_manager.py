@@ -367,7 +367,7 @@ def test_the_error_of_a_damaged_newest_snapshot_names_the_one_to_go_on_from(stor
         snapshots.save(1, big(1)).result(30)
         pack = min(set(keys_of(store, "packs/")) - before)
         flip_in_place(store, pack, 200)
-        named = rf"a@1 \(id:.*; the newest whole snapshot of run 'a' is a@0 \(id:{whole.id[:12]}\)$"
+        named = rf"a@1 \(id:.*; the newest whole snapshot of run 'a' is a@0 \(id:{whole.id[:12]}\); to go on from it, "
         for restore in (snapshots.restore, lambda: snapshots.restore(1), lambda: snapshots.restore_into(big(9))):
             with pytest.raises(IntegrityError, match=named):
                 restore()

@@ -980,7 +980,7 @@ def test_the_shell_marks_what_needs_a_damaged_pack(shell, disk, monkeypatch):
     assert [s["step"] for s in document["snapshots"] if s["id"] == lost.id] == [3]
     marked = [line.split()[0] for line in shell("log", "--all")[1].splitlines() if "damaged" in line]
     assert marked == ["a@3"]
-    assert "damaged   needs a pack" in shell("show", "a@3")[1]
+    assert "damaged   needs an object" in shell("show", "a@3")[1]
     assert json.loads(shell("show", "a@3", "--json")[1])["damaged"] is True
     assert json.loads(shell("show", "a@1", "--json")[1])["damaged"] is False
     with opened(disk) as found, pytest.raises(IntegrityError, match=rf"^a@3 \(id:{lost.id[:12]}\): .*is missing"):

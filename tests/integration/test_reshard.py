@@ -128,7 +128,7 @@ def test_into_whole_tensors_and_arrays(repository):
     repository.restore_into(ref, into, keys="model")
     assert all(torch.equal(into["model"][key], whole) for key, whole in WHOLE.items())
     assert list(repository.restore(ref, keys="model.f*")["model"]) == ["few"]
-    with pytest.raises(InvalidInputError, match=r"shape: expected \(24, 15\) as in `into`, got \(24, 16\)"):
+    with pytest.raises(InvalidInputError, match=r"shape: expected \(24, 15\) as in the target, got \(24, 16\)"):
         repository.restore_into(ref, {"model": {"even": torch.zeros(24, 15)}}, keys="model.even")
 
 
@@ -137,8 +137,8 @@ def test_other_shape_or_dtype(repository):
     ref = save(repository, "fsdp 4").ref
     with as_rank(1, 2):
         for whole, message in (
-            (torch.zeros(26, 16), r"even: shape: expected \(26, 16\) as in `into`, got \(24, 16\)"),
-            (torch.zeros(24, 16, dtype=torch.float64), r"even: dtype: expected float64 as in `into`, got float32"),
+            (torch.zeros(26, 16), r"even: shape: expected \(26, 16\) as in the target, got \(24, 16\)"),
+            (torch.zeros(24, 16, dtype=torch.float64), r"even: dtype: expected float64 as in the target, got float32"),
         ):
             value = distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
             with pytest.raises(InvalidInputError, match=message):

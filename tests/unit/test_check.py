@@ -1,5 +1,6 @@
 """check finds each class of damage at the level that can see it, and names exactly the affected snapshots."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from kit.objects import flip, keys_of, replace
 from kit.packs import scan
 from snapstore.check import damaged_packs
-from snapstore.errors import FormatError, InvalidInputError
+from snapstore.errors import FormatError, IntegrityError, InvalidInputError, StorageError
 from snapstore.format import blob, pack, records
 from snapstore.format.keys import parse_record_key
 from snapstore.format.records import Snapshot
@@ -235,7 +236,48 @@ def test_a_record_that_vanishes_under_an_open_index(store):
         result = repo.check("metadata")
         assert [(p.kind, p.key) for p in result.problems] == [("index", key)]
         repo.rebuild_index()
-        assert repo.check("metadata").ok
+        assert [p.kind for p in repo.check("metadata").problems] == ["unexplained"], "its packs are still there"
+
+
+def test_a_lost_record_that_no_index_knows_leaves_objects_that_check_reports(store):
+    """gc stops at these objects; check must not say that gc frees them."""
+    store.delete([record_key(store, "b@0")])
+    for level in LEVELS:
+        result = check(store, level)
+        (problem,) = result.problems
+        assert (problem.kind, problem.snapshots, problem.command) == ("unexplained", (), "")
+        assert "4 objects (" in problem.message
+        assert "that no record explains" in problem.message
+        assert result.unneeded_bytes == 0
+        assert names(result.restorable) == ["a@0", "a@1"]
+    with Repository.open(store, options=SaveOptions(threads=1)) as repo:
+        with pytest.raises(IntegrityError, match="gc: 4 objects that no record explains"):
+            repo.gc()
+        repo.gc(unexplained=True)
+        assert repo.check().ok
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_running_save_explains_its_objects(fails):
+    """check runs beside a save whose packs and manifests are there and whose record is not; and after its failure."""
+    found = []
+
+    class Looking(MemoryStore):
+        def put(self, key, data):
+            if key.startswith("snapshots/"):
+                found.append(check(self, "metadata"))
+                if fails:
+                    raise StorageError("refused on purpose")
+            super().put(key, data)
+
+    store = Looking()
+    refused = pytest.raises(StorageError) if fails else nullcontext()
+    with Repository.create(store, chunk_bytes=8192, options=SaveOptions(threads=2)) as repo, refused:
+        repo.save({"w": floats(1)}, run="a", step=0)
+    assert found
+    assert all(result.ok for result in found), found[0].problems
+    assert found[0].unneeded_bytes > 0
+    assert check(store, "data").ok
 
 
 def test_a_record_moved_to_another_key(store):

@@ -363,7 +363,7 @@ def test_into_fills_members_in_place():
 
 def test_into_that_differs_is_refused_whole():
     held = {"a": Config(0.0), "b": argparse.Namespace(x=1)}
-    with pytest.raises(InvalidInputError, match=r"b\.y: missing in `into`"):
+    with pytest.raises(InvalidInputError, match=r"b\.y: missing in the target"):
         again({"a": Config(1.0), "b": argparse.Namespace(x=2, y=3)}, into=held, decoded=Decoded(types=Types(into=held)))
     assert held["a"] == Config(0.0)
 

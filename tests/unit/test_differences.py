@@ -1,4 +1,4 @@
-"""The error for an `into` that does not fit groups the differences by part. The code that it recommends works."""
+"""The error for an the target that does not fit groups the differences by part. The code that it recommends works."""
 
 import re
 
@@ -35,20 +35,20 @@ def test_differences_are_grouped_by_part():
     }
     into["m"]["extra"] = torch.ones(1)
     assert refusal(state, into) == (
-        "the snapshot does not fit `into`; nothing was changed:\n"
-        "  m: 1 of another shape, 1 of another dtype, 2 of another type, 1 missing in `into`, "
+        "the snapshot does not fit the target; nothing was changed:\n"
+        "  m: 1 of another shape, 1 of another dtype, 2 of another type, 1 missing in the target, "
         "1 missing in the snapshot\n"
-        "    m.a: shape: expected (3, 2) as in `into`, got (2, 3)\n"
-        "    m.b: dtype: expected float64 as in `into`, got float32\n"
-        "    m.c: type: expected Tensor as in `into`, got int\n"
-        "    m.d: type: expected tuple as in `into`, got list\n"
-        "    m.gone: missing in `into`\n"
+        "    m.a: shape: expected (3, 2) as in the target, got (2, 3)\n"
+        "    m.b: dtype: expected float64 as in the target, got float32\n"
+        "    m.c: type: expected Tensor as in the target, got int\n"
+        "    m.d: type: expected tuple as in the target, got list\n"
+        "    m.gone: missing in the target\n"
         "    m.extra: missing in the snapshot\n"
-        "  opt: missing in `into` (5 names)\n"
-        "  step: missing in `into`\n"
+        "  opt: missing in the target (5 names)\n"
+        "  step: missing in the target\n"
         "  new: missing in the snapshot (2 names)\n"
         "  scheduler: missing in the snapshot\n"
-        "restore without `into` to get all of it, or only the parts that fit: restore_into(..., keys=['same'])"
+        "restore without a target to get all of it, or only the parts that fit: restore_into(..., keys=['same'])"
     )
     assert into["same"] == 2
 
@@ -58,8 +58,8 @@ def test_every_part_shows_some_differences():
     text = refusal(state, {name: {"0": torch.ones(2)} for name in state})
     lines = text.splitlines()
     for part in state:
-        assert f"  {part}: 1 of another shape, 59 missing in `into`" in lines
-        assert f"    {part}.0: shape: expected (2,) as in `into`, got (1,)" in lines
+        assert f"  {part}: 1 of another shape, 59 missing in the target" in lines
+        assert f"    {part}.0: shape: expected (2,) as in the target, got (1,)" in lines
     assert lines.count("    ... and 56 more") == 20
     assert "keys=" not in text
     many = refusal({str(i): [torch.ones(1)] * 2 for i in range(60)}, {str(i): [] for i in range(60)})
@@ -73,7 +73,7 @@ def test_an_into_with_some_parts_gets_the_line_that_restores_just_these():
     with torch.no_grad():
         model[0].weight += 1
     text = refusal(state, into)
-    assert "  optimizer: missing in `into` (" in text
+    assert "  optimizer: missing in the target (" in text
     keys = eval(re.search(r"restore_into\(\.\.\., keys=(\[.*\])\)", text)[1])
     assert keys == ["model", "a[0]"]
     again(state, into=into, keys=keys)
@@ -105,7 +105,7 @@ def test_a_stage_of_a_pipeline_gets_the_line_that_restores_all_of_it(numbers, as
     }
     state = {"model": model if as_module else model.state_dict(), "optimizer": optimizer, "rng": 7}
     text = refusal(state, into)
-    keys = eval(re.search(r"only what `into` has: restore_into\(\.\.\., keys=(\[.*\])\)", text)[1])
+    keys = eval(re.search(r"only what the target has: restore_into\(\.\.\., keys=(\[.*\])\)", text)[1])
     expected = {f"{part}.{name}" for name in own for part in ("model", "optimizer.state")}
     assert set(keys) == expected | {"optimizer.lr", "rng"}
     again(state, into=into, keys=keys)
@@ -116,7 +116,7 @@ def test_a_stage_of_a_pipeline_gets_the_line_that_restores_all_of_it(numbers, as
 
 
 def test_no_line_that_leaves_out_a_part_of_into_which_fits():
-    """No short list of keys selects the names of `m` that `into` has; so `same` alone is not recommended."""
+    """No short list of keys selects the names of `m` that the target has; so `same` alone is not recommended."""
     state = {"m": {"a": 1, "a.b": 2}, "same": 1}
     assert "with `keys` what fits" in refusal(state, {"m": {"a": 0}, "same": 0})
     many = {"m": {f"{i}.{name}": i for i in range(99) for name in "ab"}, "same": 1}
@@ -141,17 +141,17 @@ WRAPS = {
 
 COMPILE, DDP = "the prefix '_orig_mod.' of torch.compile", "the prefix 'module.' of DDP"
 BOTH = "the prefix '_orig_mod.module.' of torch.compile and DDP"
-PREFIXES = {("compile", "parallel"): f"{COMPILE} in the snapshot, and {DDP} in `into`"}
-PREFIXES["parallel", "compile"] = f"{DDP} in the snapshot, and {COMPILE} in `into`"
+PREFIXES = {("compile", "parallel"): f"{COMPILE} in the snapshot, and {DDP} in the target"}
+PREFIXES["parallel", "compile"] = f"{DDP} in the snapshot, and {COMPILE} in the target"
 for name, other, prefix in (
     ("compile", "plain", COMPILE),
     ("parallel", "plain", DDP),
     ("both", "plain", BOTH),
     ("both", "parallel", COMPILE),
 ):
-    PREFIXES |= {(name, other): f"{prefix} in the snapshot alone", (other, name): f"{prefix} in `into` alone"}
-PREFIXES["both", "compile"] = f"{BOTH} in the snapshot, and {COMPILE} in `into`"
-PREFIXES["compile", "both"] = f"{COMPILE} in the snapshot, and {BOTH} in `into`"
+    PREFIXES |= {(name, other): f"{prefix} in the snapshot alone", (other, name): f"{prefix} in the target alone"}
+PREFIXES["both", "compile"] = f"{BOTH} in the snapshot, and {COMPILE} in the target"
+PREFIXES["compile", "both"] = f"{COMPILE} in the snapshot, and {BOTH} in the target"
 
 
 @pytest.mark.parametrize("into", WRAPS)
@@ -169,7 +169,7 @@ def test_the_prefix_of_a_wrapper_is_named_and_the_line_works(saved, into, as_mod
         assert "missing" not in text
         line, place, rename = re.search(r"; pass (.*) instead of (.*?)(?:, or rename=(.*))?\n", text).groups()
         assert place == "into['nets']['m']"
-        assert bool(rename) != PREFIXES[saved, into].endswith("in `into` alone")
+        assert bool(rename) != PREFIXES[saved, into].endswith("in the target alone")
         if rename:
             again(state, into=target, keys=Fit(rename=eval(rename)))
             same(other.state_dict(), module.state_dict())
@@ -192,7 +192,7 @@ def test_a_wrapper_inside_a_module(wrap, as_module):
     same(list(other.state_dict().values()), list(module.state_dict().values()))
 
     text = refusal({"m": other}, {"m": module})
-    line = re.search(r"; restore without `into`, and load (.*)\n", text)[1]
+    line = re.search(r"; restore without a target, and load (.*)\n", text)[1]
     restored = eval(line, {"state": again({"m": other})["m"]})
     module.load_state_dict(restored)
     mixed = refusal({"m": Inner(lambda module: torch.compile(nn.DataParallel(module)))}, {"m": module})
@@ -203,8 +203,8 @@ def test_other_differences_stay_listed_beside_a_prefix():
     module, other = Inner(), torch.compile(nn.Module())
     other._orig_mod.head, other._orig_mod.tail = nn.Linear(2, 2), nn.Linear(2, 2)
     text = refusal({"m": module}, {"m": other})
-    assert "m: 2 names with another prefix, 2 missing in `into`, 2 missing in the snapshot\n" in text
-    assert "    m.body.weight: missing in `into`\n" in text
+    assert "m: 2 names with another prefix, 2 missing in the target, 2 missing in the snapshot\n" in text
+    assert "    m.body.weight: missing in the target\n" in text
     assert "    m._orig_mod.tail.bias: missing in the snapshot\n" in text
     assert "pass into['m']._orig_mod instead of into['m']\n" in text
 
@@ -220,9 +220,9 @@ def test_keys_that_select_one_side_of_a_prefix():
 def test_a_model_may_have_a_module_of_a_wrapper_s_name():
     module, other = nn.ModuleDict({"module": Inner()}), nn.ModuleDict({"module": Inner()})
     text = refusal({"m": module}, {"m": torch.compile(other)})
-    assert "the prefix '_orig_mod.' of torch.compile in `into` alone; pass into['m']._orig_mod instead" in text
+    assert "the prefix '_orig_mod.' of torch.compile in the target alone; pass into['m']._orig_mod instead" in text
     refused = refusal({"module": [1, torch.ones(1)]}, {"_orig_mod": [1, torch.ones(1)]})
-    assert "  module: missing in `into` (2 names)\n  _orig_mod: missing in the snapshot (2 names)\n" in refused
+    assert "  module: missing in the target (2 names)\n  _orig_mod: missing in the snapshot (2 names)\n" in refused
 
 
 def test_a_wrapped_root():

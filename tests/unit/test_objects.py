@@ -200,7 +200,7 @@ def test_names_shapes_and_dtypes_of_a_module_are_listed_before_anything_changes(
     for line in (
         "m.0.weight: shape: expected (4, 2)",
         "m.1.weight: dtype: expected float64",
-        "m.1.bias: missing in `into`",
+        "m.1.bias: missing in the target",
         "m.2.bias: missing in the snapshot",
     ):
         assert line in str(caught.value)
@@ -298,7 +298,7 @@ def test_part_of_an_object():
     another = torch.optim.AdamW(net().parameters())
     saved.restore(into={"optimizer": another}, keys="optimizer.state.0.*")
     same(another.state_dict()["state"], {0: optimizer.state_dict()["state"][0]})
-    with pytest.raises(InvalidInputError, match="missing in `into`"):
+    with pytest.raises(InvalidInputError, match="missing in the target"):
         saved.restore(into={"model": nn.Sequential(nn.Linear(4, 8))}, keys="model.3.*")
     two = torch.optim.SGD([{"params": [p]} for p in net().parameters()])
     with pytest.raises(InvalidInputError, match=r"optimizer\.param_groups: `keys` selects some of it"):

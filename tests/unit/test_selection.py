@@ -1,4 +1,4 @@
-"""`keys` selects the leaves that it names or matches, with and without `into`, and needs only their parts."""
+"""`keys` selects the leaves that it names or matches, with and without the target, and needs only their parts."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -161,7 +161,7 @@ def test_keys_with_into_leave_the_rest_alone():
     assert into["model"]["layers"][1]["w"].item() == 0
     assert into["model"]["layers"][1]["b"] == 2
     assert into["other"] == 1
-    with pytest.raises(InvalidInputError, match="step: missing in `into`"):
+    with pytest.raises(InvalidInputError, match="step: missing in the target"):
         saved.restore(into=into, keys="st*")
     with pytest.raises(InvalidInputError, match="other: missing in the snapshot"):
         saved.restore(into=into, keys="[om]*")

@@ -1,4 +1,4 @@
-"""A state restores from its parts, `into` is filled in place, and every difference is named before any write."""
+"""A state restores from its parts, the target is filled in place, and every difference is named before any write."""
 
 import collections
 
@@ -167,14 +167,14 @@ def test_every_difference_is_listed_and_nothing_changes():
     with pytest.raises(InvalidInputError) as caught:
         again(state, into=into)
     for line in (
-        "m.a: shape: expected (3, 2) as in `into`, got (2, 3)",
-        "m.b: dtype: expected bfloat16 as in `into`, got float32",
-        "m.gone.0: missing in `into`",
-        "m.gone.1: missing in `into`",
+        "m.a: shape: expected (3, 2) as in the target, got (2, 3)",
+        "m.b: dtype: expected bfloat16 as in the target, got float32",
+        "m.gone.0: missing in the target",
+        "m.gone.1: missing in the target",
         "m.new.w: missing in the snapshot",
-        "n: type: expected tensor as in `into`, got array",
-        "x: type: expected Tensor as in `into`, got int",
-        "l.1: missing in `into`",
+        "n: type: expected tensor as in the target, got array",
+        "x: type: expected Tensor as in the target, got int",
+        "l.1: missing in the target",
     ):
         assert line in str(caught.value)
     assert not into["m"]["c"].any()

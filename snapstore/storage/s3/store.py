@@ -38,7 +38,6 @@ from ...errors import (
     AlreadyExistsError,
     CapabilityError,
     FormatError,
-    InvalidInputError,
     NotFoundError,
     SnapstoreError,
     StorageError,
@@ -53,6 +52,7 @@ from ..base import (
     check_key,
     check_prefix,
     is_key,
+    not_empty,
 )
 from .client import Body, parse_url
 from .failures import Failure, guarded, pause, refused, safe_code, status_of
@@ -279,8 +279,8 @@ class S3Store(Reader, ObjectStore):
 
     def prepare(self) -> None:
         """Require an empty prefix, and a server that refuses a second put of a key."""
-        if not all(_SANDBOX.match(info.key) for info in self._requests.listed("")):
-            raise InvalidInputError(f"{self.url}: is not empty and not a repository; choose an empty or a new prefix")
+        if others := [info.key for info in self._requests.listed("") if not _SANDBOX.match(info.key)]:
+            raise not_empty(self.url, others, "choose an empty or a new prefix")
         with self.sandbox() as sandbox:
             sandbox.put("twice", b"first")
             try:

@@ -156,10 +156,7 @@ class SnapshotManager(Steps):
         mirror_keep: Sequence[retention.Policy],
     ) -> Repository:
         """Return the repository, with the policies and the parent of the run."""
-        if isinstance(url, Repository):
-            repository = url
-        else:
-            repository = open_like(url, mirror, options, read_only=self.read_only)
+        repository = url if isinstance(url, Repository) else open_like(url, mirror, options, read_only=self.read_only)
         if self._job is None or self._job.leads:
             if self.keep and not self.read_only:
                 repository.set_policies(self.run, self.keep)
@@ -177,7 +174,7 @@ class SnapshotManager(Steps):
         A read-only manager returns False.
         """
         on_interval = check_step(step) % self.save_interval_steps == 0
-        return not self.read_only and (on_interval or self._ends_at(step))
+        return not self.read_only and (on_interval or self._ending_at(step) is not None)
 
     def save(
         self,
@@ -200,8 +197,7 @@ class SnapshotManager(Steps):
         Raises:
             InvalidInputError: the state or an argument cannot be saved, or an array was changed meanwhile. With several
                 ranks, an asynchronous save raises it at the next call, as on the other ranks.
-            SnapstoreError: an earlier save failed in the background, on this rank or another one, which the error
-                names; this save was not begun.
+            SnapstoreError: an earlier save failed in the background, on the rank that it names; this one did not begin.
         """
         self._check_open()
         if self.read_only:
@@ -213,12 +209,15 @@ class SnapshotManager(Steps):
         if not (force or self.should_save(step)):
             return SaveHandle(skipped=True)
         started = time.monotonic()
-        if self._skip_busy and not force and not self._ends_at(step) and self._skips(step):
+        if self._skip_busy and not force and not self._ending_at(step) and self._skips(step):
             log.info("run=%s step=%d skipped: the last save is still running", self.run, step)
             return SaveHandle(skipped=True)
         self._background.check_inside()
         if not threading.current_thread().is_alive():  # an exit handler calls: the interpreter waits for no new thread
             self._async = False
+        if (ending := self._ending_at(step)) and not self._background.join(ending.left_s()):
+            log.error("run=%s step=%d is not saved: the save before it still runs", self.run, step)
+            self._end()
         full = retention.stays_without_neighbours(self.keep, step, self.save_interval_steps)
         from .save.inputs import SaveRequest
 
@@ -234,7 +233,7 @@ class SnapshotManager(Steps):
                 self._begin_together(handle, make, state, slot)
         if not slot.handed_over and (self._job is None or not self._async):
             handle.result()
-        if self._ending is not None and self._ends_at(step):
+        if self._ending_at(step):
             self._end()
         return handle
 
@@ -462,14 +461,15 @@ class SnapshotManager(Steps):
             raise InvalidInputError("reached_preemption: call handle_preemption() once before the training loop")
         return self._preemption.reached(check_step(step))
 
-    def _ends_at(self, step: int) -> bool:
-        return self._ending is not None and self._ending.ends and self.reached_preemption(step)
+    def _ending_at(self, step: int) -> SignalHandler | None:
+        ending = self._ending
+        return ending if ending is not None and ending.ends and self.reached_preemption(step) else None
 
     def _end(self) -> None:
         """Wait for the last save, and end the process."""
         assert self._ending is not None
         log.warning("run=%s the last save: this process was told to end", self.run)
-        self.close(self._ending.timeout)
+        self.close(self._ending.left_s())
         raise SystemExit(128 + signal.SIGTERM)
 
     def __enter__(self) -> SnapshotManager:

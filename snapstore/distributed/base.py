@@ -9,6 +9,7 @@ Invariant: every message belongs to one attempt of the job: a restarted job has 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -98,8 +99,8 @@ class Ranks(Protocol):
         """Return for each of some ranks the time since its last heartbeat, in few requests [s]."""
         ...
 
-    def close(self) -> None:
-        """End the channel; other ranks may still read what was posted for a few seconds. It may be called twice."""
+    def close(self, limit_s: float = LINGER_S) -> None:
+        """End the channel; other ranks may still read what was posted for `limit_s`. It may be called twice."""
         ...
 
 
@@ -160,6 +161,7 @@ class Watch:
         limit_s: of the whole wait [s].
         ends: the prefix under which ranks say that they have ended (`say_ended`); None: they do not.
         also: called at every look; it may raise.
+        warn_s: after this time, warn once that living ranks have not come; None: never.
     """
 
     def __init__(
@@ -170,11 +172,13 @@ class Watch:
         limit_s: float,
         ends: str | None = None,
         also: Callable[[], object] = lambda: None,
+        warn_s: float | None = None,
     ) -> None:
         self._also = also
         self._ranks, self._what, self._who = ranks, what, who
         self._limit_s, self._began, self._next = limit_s, time.monotonic(), 0.0
         self._ends, self._next_ends, self._has_ended = ends, self._began + LOOK_ENDED_S, False
+        self._warn_at = math.inf if warn_s is None else self._began + warn_s
 
     def __call__(self) -> None:
         """Look whether all are alive, and twice a second whether one has ended.
@@ -189,6 +193,15 @@ class Watch:
         if self._ends is not None and now >= self._next_ends:
             self._next_ends = now + LOOK_ENDED_S
             self._look_for_ends(self._ends)
+        if now >= self._warn_at and self._who():
+            self._warn_at = math.inf
+            log.warning(
+                "rank %d has waited %.0f s for %s; still missing: %s; all ranks must make the same calls",
+                self._ranks.rank,
+                now - self._began,
+                self._what,
+                named(self._who()),
+            )
         if now < self._next and now - self._began <= self._limit_s:
             return
         self._next = now + min(self._ranks.silent_s, self._limit_s) / BEATS

@@ -55,7 +55,7 @@ class LocalRank:
         now = time.monotonic()
         return [now - self._beaten[rank] for rank in ranks]
 
-    def close(self) -> None:
+    def close(self, limit_s: float = 0) -> None:
         """Do nothing: a dict needs no closing."""
 
 

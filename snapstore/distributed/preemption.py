@@ -8,6 +8,7 @@ compares numbers. While they agree, `reached` waits, for about AGREE_S at most.
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import threading
 import time
@@ -92,18 +93,22 @@ class SignalHandler:
 
     Attributes:
         ends: whether the save of the last step ends the process.
-        timeout: of that save [s].
 
     Raises:
         InvalidInputError: this is not the main thread.
     """
 
     def __init__(self, preemption: Preemption, *, end: bool, timeout: float) -> None:
-        self.ends, self.timeout = end, timeout
+        self.ends, self._timeout, self._end_s = end, timeout, math.inf
         try:
             self._before = signal.signal(signal.SIGTERM, preemption.notice)
         except ValueError as error:
             raise InvalidInputError("handle_preemption sets a signal handler: call it in the main thread") from error
+
+    def left_s(self) -> float:
+        """Return the time that is left to end the process; it begins with the first call [s]."""
+        self._end_s = min(self._end_s, time.monotonic() + self._timeout)
+        return max(0.0, self._end_s - time.monotonic())
 
     def close(self) -> None:
         """Restore the previous handler, if this is the main thread."""

@@ -231,15 +231,15 @@ class TorchRanks:
                 f"({str(error).splitlines()[0][:200]})"
             ) from error
 
-    def close(self) -> None:
-        """End the channel. Rank 0 waits a few seconds for the others: its server ends with it."""
+    def close(self, limit_s: float = LINGER_S) -> None:
+        """End the channel. Rank 0 waits up to `limit_s` for the others: its server ends with it."""
         if self._closed or os.getpid() != self._pid:
             return
         with suppress(SnapstoreError):
             self.post(f"closed/{self.rank}", b"1")
             if self.rank == 0:
                 keys = [f"closed/{rank}" for rank in range(self.count)]
-                _polled(lambda: self.look_all(keys), min(LINGER_S, self.silent_s))
+                _polled(lambda: self.look_all(keys), min(limit_s, self.silent_s))
         self._closed = True
         self._messages.close()
         self._beats.close()

@@ -33,6 +33,7 @@ class Session(Claim):
 
     Args:
         also: ids of further snapshots that may become bases.
+        last: id of this process's last save of the run; None: there is none, or it has restored the run since.
 
     Attributes:
         id: of the snapshot to commit.
@@ -40,9 +41,18 @@ class Session(Claim):
         usable_bases: the snapshots that this save may reference, best first.
     """
 
-    def __init__(self, context: Context, run: str, step: int, *, parent: str | None, also: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        context: Context,
+        run: str,
+        step: int,
+        *,
+        parent: str | None,
+        also: Sequence[str] = (),
+        last: str | None = None,
+    ) -> None:
         super().__init__(context, record_key(run, step, records.new_id(), 0), "save", self._aborted)
-        self._index, self._also, self.parent = context.index, also, parent
+        self._index, self._also, self.parent, self._last = context.index, also, parent, last
         self.usable_bases: list[Snapshot] = []
         self.seq = 0
 
@@ -50,10 +60,24 @@ class Session(Claim):
         """Choose lineage, bases and sequence number."""
         marked = self.marked()
         view = self._index.refresh()
+        self._warn_of_others(view)
         self._choose(view, marked)
         self.seq = view.next_seq(self.run)
         if not self.usable_bases:
             self._compare_seed(view)
+
+    def _warn_of_others(self, view: View) -> None:
+        """Warn if another process has saved the run since this process's last save."""
+        last, newest = view.get(self._last) if self._last else None, view.newest(self.run)
+        if last is not None and newest is not None and newest.seq > last.seq:
+            log.warning(
+                "run=%s another process has saved %s (id:%s) since this one saved %s: two jobs on one run replace each "
+                "other's steps; stop one of them, or give it another run",
+                self.run,
+                newest.ref,
+                newest.id[:12],
+                last.ref,
+            )
 
     def _compare_seed(self, view: View) -> None:
         """Compare the digest seed with that of the oldest snapshot. If there are bases, the save compares theirs.

@@ -31,6 +31,8 @@ from .rank_state import PartTree, decode_trees, encode_trees
 from .shares import Name
 
 T = TypeVar("T")
+#: After this time, a rank that waits for the others to begin a save warns once [s].
+WARN_S = 30.0
 Holders = Mapping[Name, tuple[int, ...]]
 
 
@@ -158,7 +160,7 @@ class Exchange:
                 raise messages.raised(failed, ranks.rank) if failed else RanksError("rank 0 has ended this save")
 
         everyone = who if callable(who) else lambda: who
-        return wait_for(look, Watch(ranks, what, everyone, ranks.total_s, self._prefix, look_for_the_end))
+        return wait_for(look, Watch(ranks, what, everyone, ranks.total_s, self._prefix, look_for_the_end, WARN_S))
 
 
 def require_kept(kept: Iterable[Name], old: Holders, new: Holders) -> None:

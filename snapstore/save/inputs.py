@@ -43,6 +43,7 @@ class SaveRequest:
         stall_s: how long the caller waited; None: until the commit.
         unwanted: why this save must end without a commit; "": it need not. Any thread may set it while the save runs.
         number: of this save among those of the job's ranks.
+        last: id of this process's last save of the run, if it has not restored the run since.
 
     Raises:
         InvalidInputError: an argument cannot be saved.
@@ -60,6 +61,7 @@ class SaveRequest:
     stall_s: float | None = None
     unwanted: str = ""
     number: int = 0
+    last: str | None = None
     metadata_node: msgspec.Raw = field(init=False)
     _metrics: dict[str, Read] = field(init=False)
 
@@ -94,6 +96,7 @@ class SaveRequest:
             NotFoundError, InvalidInputError: a reference names nothing, or several snapshots.
         """
         context.index.check_process()
+        self.last = lineage.saved(self.run)
         view = context.index.refresh() if self.parent or self.bases else None
         self.bases = [view.resolve(ref).id for ref in self.bases] if view else []
         self.parent = view.resolve(self.parent).id if self.parent and view else lineage.parent(self.run)

@@ -23,6 +23,7 @@ class Lineage:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._last: dict[str, str] = {}  # run -> id of the parent of its next save
+        self._saved: dict[str, str] = {}  # run -> id of the last save, until a restore
         self._manifests: dict[str, dict[str, Manifest]] = {}  # run -> manifests of its last save, by SHA-256
         self._named: dict[str, list[ManifestRef]] = {}  # run -> the manifests that the record of that save names
 
@@ -30,6 +31,11 @@ class Lineage:
         """Return the id of the parent of a run's next save; None if nothing was noted."""
         with self._lock:
             return self._last.get(run)
+
+    def saved(self, run: str) -> str | None:
+        """Return the id of a run's last save, unless the run has been restored since."""
+        with self._lock:
+            return self._saved.get(run)
 
     def cached_manifests(self) -> Mapping[str, Manifest]:
         """Return the manifests of every run's last save, by SHA-256."""
@@ -46,9 +52,11 @@ class Lineage:
         """Make this snapshot the parent of the run's next save."""
         with self._lock:
             self._last[run] = snapshot.id
+            self._saved.pop(run, None)
 
     def note_saved(self, snapshot: Snapshot, manifests: dict[str, Manifest]) -> None:
         """Make this snapshot, with these manifests by SHA-256, the parent of the run's next save."""
         self.go_on_from(snapshot.run, snapshot)
         with self._lock:
             self._manifests[snapshot.run], self._named[snapshot.run] = manifests, snapshot.manifests
+            self._saved[snapshot.run] = snapshot.id

@@ -49,7 +49,9 @@ def save(
         with staging.saving(inputs) if staging else nullcontext():
             with (
                 out_of_memory("save", advice),
-                Session(context, request.run, request.step, parent=request.parent, also=request.bases) as session,
+                Session(
+                    context, request.run, request.step, parent=request.parent, also=request.bases, last=request.last
+                ) as session,
             ):
                 session.watch = request.require_wanted
                 bases = load_bases(context, session, lineage.cached_manifests())

@@ -7,6 +7,7 @@ agreement on when the job ends. Two managers of one process use one channel at t
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -210,10 +211,11 @@ class RankJob:
             limit_s: the longest wait [s]; None: see above.
         """
         say_ended(self.ranks, self.prefix, error)
+        longest_s = min(self.ranks.silent_s, LINGER_S if error or self._has_failed else CLOSE_S)
+        end = time.monotonic() + (longest_s if limit_s is None else min(longest_s, limit_s))
         if self.ranks.is_hosted:
-            longest_s = min(self.ranks.silent_s, LINGER_S if error or self._has_failed else CLOSE_S)
-            wait_for_ends(self.ranks, self.prefix, longest_s if limit_s is None else min(longest_s, limit_s))
+            wait_for_ends(self.ranks, self.prefix, end - time.monotonic())
         self.heart.close()
         if ends_channel:
             with suppress(RanksError):
-                self.ranks.close()
+                self.ranks.close(min(LINGER_S, max(0.0, end - time.monotonic())))

@@ -133,7 +133,8 @@ class _Save:
         request, session = self._request, None
         outcome = Outcome(FAILED, Failed("RanksError", "rank 0 has ended", 0))
         try:
-            session = Session(self._context, request.run, request.step, parent=request.parent, also=request.bases)
+            run, step, also = request.run, request.step, request.bases
+            session = Session(self._context, run, step, parent=request.parent, also=also, last=request.last)
             with session:
                 snapshot = self._lead(session)
                 data = records.encode(snapshot)

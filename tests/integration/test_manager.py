@@ -1232,3 +1232,32 @@ def test_nothing_is_written_into_the_target_after_a_restore_has_failed(tmp_path)
             value[:] = 0
         threading.Event().wait(0.3)
         assert not any(value.any() for value in target.values())
+
+
+@pytest.mark.parametrize("restores", [False, True])
+def test_two_jobs_on_one_run_are_warned(store, caplog, restores):
+    """Each would restore what the other saved. A job that has restored the run is not warned."""
+    with manager(store) as one, manager(store) as two:
+        one.save(0, big(0)).result(30)
+        one.save(1, big(1)).result(30)
+        assert not caplog.records
+        two.save(2, big(2)).result(30)  # it has saved nothing before: it may have been started again
+        assert not caplog.records
+        if restores:
+            one.restore_into(big(9))
+        one.save(3, big(3)).result(30)
+        told = [r.getMessage() for r in caplog.records if "two jobs on one run" in r.getMessage()]
+        assert len(told) == (0 if restores else 1), caplog.text
+        if not restores:
+            assert "another process has saved a@2 (id:" in told[0]
+            assert "since this one saved a@1" in told[0]
+
+
+def test_one_job_that_forgets_and_goes_back_is_not_warned(store, caplog):
+    with manager(store, keep=[KeepLast(1)]) as one:
+        for step in (0, 1, 2, 1, 0, 5):
+            one.save(step, big(step), force=True).result(30)
+        one.wait_until_finished()
+        one.restore_into(big(9), 5)
+        one.save(6, big(6)).result(30)
+    assert "two jobs" not in caplog.text

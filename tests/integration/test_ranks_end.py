@@ -216,3 +216,40 @@ def test_unlike_managers_are_an_error_when_they_are_made(options, said):
         made.set()
 
     assert together([lambda: make(ranks[0]), second]) == [None, None]
+
+
+def test_an_unequal_call_is_told_before_the_limit(monkeypatch, caplog):
+    """`if rank == 0: manager.save(...)`: the other rank lives and trains, so the limit is an hour."""
+    monkeypatch.setattr("snapstore.save.holders.WARN_S", 0.2)
+    managers = managers_of(2)
+
+    def act(manager, rank):
+        if rank == 0:
+            return manager.save(0, STATE).result()
+        end = time.monotonic() + SOON_S
+        while "still missing: rank 1" not in caplog.text and time.monotonic() < end:
+            time.sleep(0.02)
+        return manager.save(0, STATE).result()
+
+    found = managers.all(act)
+    assert [one.step for one in found] == [0, 0]
+    told = [r.getMessage() for r in caplog.records if "still missing" in r.getMessage()]
+    assert len(told) == 1, told
+    assert "rank 0 has waited" in told[0]
+    assert "for all ranks to call save; still missing: rank 1; all ranks must make the same calls" in told[0]
+
+
+@pytest.mark.parametrize("others_close", [False, True])
+def test_the_waits_of_a_closing_rank_share_one_limit(others_close, monkeypatch):
+    """After an error rank 0 waits for the ends of the others, and then the channel waits for the time that is left."""
+    monkeypatch.setattr("snapstore.save.rank_job.LINGER_S", 0.5)
+    managers, left = managers_of(2), []
+    managers.ranks[0].is_hosted = managers[0]._made_ranks = True
+    monkeypatch.setattr(managers.ranks[0], "close", left.append, raising=False)
+    if others_close:
+        managers[1].close()
+    with pytest.raises(ValueError, match="boom"):
+        leave(managers[0], ValueError("boom"))
+    assert len(left) == 1
+    assert (0.0 < left[0] <= 0.5) if others_close else left[0] == 0.0
+    managers[1].close()

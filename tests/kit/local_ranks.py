@@ -116,7 +116,7 @@ class LocalRank:
         with self._board.lock:
             return [now - self._board.beaten[rank] for rank in ranks]
 
-    def close(self) -> None:
+    def close(self, limit_s: float = 0) -> None:
         """Do nothing: the dict is no thread and no socket."""
 
     def _require_life(self) -> None:

@@ -15,7 +15,7 @@ from kit.faults import FaultStore
 from kit.local_ranks import LocalRanks
 from kit.ranks import together
 from kit.repositories import OPTIONS, created, opened
-from snapstore import InvalidInputError, SnapshotManager
+from snapstore import InvalidInputError, SnapshotManager, SnapstoreError
 from snapstore.distributed import base, preemption
 from snapstore.distributed.preemption import Preemption
 
@@ -151,6 +151,39 @@ def test_the_last_save_waits_for_the_running_one():
         manager.save(3, {"w": 3 * torch.ones(5000)})
     with opened(inner) as repository:
         assert [s.step for s in repository.snapshots()] == [1, 3]
+
+
+@pytest.mark.parametrize("held_s", [1.0, 60.0])
+def test_the_timeout_bounds_the_wait_for_the_running_save_too(monkeypatch, caplog, held_s):
+    """A scheduler kills the process some time after SIGTERM, whatever still runs."""
+    monkeypatch.setattr("snapstore.manager.GIVE_UP_S", 0.5)
+    inner, gate = created(), threading.Event()
+
+    class Waiting(FaultStore):
+        def _act(self, name, key, effect):
+            if name == "put" and key.startswith("packs/"):
+                gate.wait(held_s)
+            return super()._act(name, key, effect)
+
+    manager = SnapshotManager(Waiting(inner), run="a", options=OPTIONS)
+    manager.handle_preemption(timeout=0.2)
+    before = signal.getsignal(signal.SIGTERM)
+    first = manager.save(1, {"w": torch.ones(5000)})
+    os.kill(os.getpid(), signal.SIGTERM)
+    began = time.monotonic()
+    try:
+        with pytest.raises((TimeoutError, SnapstoreError, SystemExit)):
+            manager.save(2, {"w": 2 * torch.ones(5000)})
+        assert time.monotonic() - began < 30, "it waited for the save before"
+        assert "a step=2 is not saved: the save before it still runs" in caplog.text
+    finally:
+        gate.set()
+        if signal.getsignal(signal.SIGTERM) is before:
+            manager._ending.close()
+    with pytest.raises(SnapstoreError, match="has given it up; nothing was committed"):
+        first.result(60)
+    with opened(inner) as repository:
+        assert repository.snapshots() == []
 
 
 def test_handlers_belong_to_the_main_thread():

@@ -25,12 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
 from . import retention
 from .distributed.base import Ranks
 from .distributed.preemption import Preemption, SignalHandler
-from .errors import (
-    CapabilityError,
-    IntegrityError,
-    InvalidInputError,
-    SnapstoreError,
-)
+from .errors import CapabilityError, IntegrityError, InvalidInputError, SnapstoreError
 from .format.argument_checks import check_choice, check_name, check_step
 from .options import SaveOptions
 from .ranks import check as check_ranks
@@ -46,8 +41,9 @@ if TYPE_CHECKING:
     from .save.rank_job import RankJob
 
 log = logging.getLogger("snapstore")
-#: After `close(timeout=)` has given a save up, it ends within this time, unless its store does not answer [s].
-GIVE_UP_S = 2.0
+#: After `close(timeout=)` has given a save up, it ends within the first time, unless its store does not answer. A save
+#: that waits for the one before looks in the second time whether the process is to end [s].
+GIVE_UP_S, LOOK_S = 2.0, 0.2
 
 
 class SnapshotManager(Steps):
@@ -215,9 +211,8 @@ class SnapshotManager(Steps):
         self._background.check_inside()
         if not threading.current_thread().is_alive():  # an exit handler calls: the interpreter waits for no new thread
             self._async = False
-        if (ending := self._ending_at(step)) and not self._background.join(ending.left_s()):
-            log.error("run=%s step=%d is not saved: the save before it still runs", self.run, step)
-            self._end()
+        if self._ending is not None:
+            self._await_running(step)
         full = retention.stays_without_neighbours(self.keep, step, self.save_interval_steps)
         from .save.inputs import SaveRequest
 
@@ -348,10 +343,12 @@ class SnapshotManager(Steps):
             handle._finish(None, error)
             return
         handle._finish(snapshot, None)
+        self._running = None
         del inputs
         if self._mirror is not None:
             self._mirror.note(snapshot)
-        if self.keep and (self._job is None or self._job.leads):
+        is_ending = self._preemption is not None and self._preemption.noticed  # then no gc delays the last save
+        if self.keep and not is_ending and (self._job is None or self._job.leads):
             try:
                 self._retain()
             except Exception as error:  # noqa: BLE001  raised at the caller's next call, but not by `save`
@@ -413,12 +410,12 @@ class SnapshotManager(Steps):
         if self._mirror is not None:
             self._mirror.close(None if end is None else max(0.0, end - time.monotonic()))
         self._closed = True
-        if self._ending is not None:
-            self._ending.close()
-        if self._exchange is not None:
-            self._exchange.close()
+        for one in (self._ending, self._exchange):
+            if one is not None:
+                one.close()
         if self._job is not None:
-            self._job.close(error, ends_channel=self._made_ranks, limit_s=timeout)
+            limit_s = None if end is None else max(GIVE_UP_S, end - time.monotonic())
+            self._job.close(error, ends_channel=self._made_ranks, limit_s=limit_s)
         if not ended:
             raise TimeoutError(f"run {self.run!r}: the running save has not ended {timeout:.6g} s after close")
         self._staging.clear()
@@ -464,6 +461,13 @@ class SnapshotManager(Steps):
     def _ending_at(self, step: int) -> SignalHandler | None:
         ending = self._ending
         return ending if ending is not None and ending.ends and self.reached_preemption(step) else None
+
+    def _await_running(self, step: int) -> None:
+        """Wait for what runs; once the process is to end, for a save only as long as the timeout allows."""
+        while not self._background.join(LOOK_S):
+            if (ending := self._ending_at(step)) and self._running is not None and not ending.left_s():
+                log.error("run=%s step=%d is not saved: the save before it still runs", self.run, step)
+                self._end()
 
     def _end(self) -> None:
         """Wait for the last save, and end the process."""

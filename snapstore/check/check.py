@@ -66,13 +66,15 @@ def check(
 
 def _with_unexplained(context: Context, scan: ScanResult, report: CheckResult) -> CheckResult:
     """Return the report with a problem for the objects at which gc stops: their record may be lost."""
-    sessions = listed_sessions(context.store)  # after the objects, and before the records
     sizes = {key: scan.records.sizes[key] for key in scan.unneeded}
     try:
-        left = find_unexplained(context, context.index.refresh(), sizes, sessions)
-    except StorageError:  # a header cannot be read: gc would not go on
-        return replace(report, unneeded_bytes=0)
-    left -= find_damaged(context.store, {key: sizes[key] for key in left})
+        sessions = listed_sessions(context.store)  # after the objects, and before the records
+        left = find_unexplained(context, context.index.refresh(list_twice=True), sizes, sessions)
+        left -= find_damaged(context.store, {key: sizes[key] for key in left})
+    except StorageError as error:  # hours of reading are not lost by it
+        text = f"whether records explain the objects that no snapshot needs is not known: {error}"
+        note = Problem("unexplained", "packs/", text)
+        return replace(report, notes=[*report.notes, note], unneeded_bytes=0)
     if not left:
         return report
     nbytes, first = sum(sizes[key] for key in left), min(left)

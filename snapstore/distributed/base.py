@@ -33,6 +33,8 @@ LOOK_ENDED_S = 0.5
 LINGER_S = 5.0
 #: After a normal end, a closing rank waits at most so long for ranks that are alive and have not closed [s].
 CLOSE_S = 60.0
+#: After this time, a rank that waits for the others to call `save` warns once [s].
+WARN_S = 30.0
 #: The text of why a rank has ended is cut to this many characters.
 MAX_TEXT = 400
 RESTART = "start the job again: it resumes from the newest committed snapshot"
@@ -193,14 +195,14 @@ class Watch:
         if self._ends is not None and now >= self._next_ends:
             self._next_ends = now + LOOK_ENDED_S
             self._look_for_ends(self._ends)
-        if now >= self._warn_at and self._who():
+        if now >= self._warn_at and (late := self._who()):
             self._warn_at = math.inf
             log.warning(
                 "rank %d has waited %.0f s for %s; still missing: %s; all ranks must make the same calls",
                 self._ranks.rank,
                 now - self._began,
                 self._what,
-                named(self._who()),
+                named(late),
             )
         if now < self._next and now - self._began <= self._limit_s:
             return

@@ -31,14 +31,14 @@ class Preemption:
 
     def __init__(self, ranks: Ranks | None, prefix: str) -> None:
         self._ranks, self._prefix = ranks, prefix
-        self._noticed = False
+        self.noticed = False
         self._last_step = -1
         self._agreed: int | None = None
         self._lock = threading.Lock()
 
     def notice(self, *_: object) -> None:
         """Note that the job must end. A signal handler may call this: it only sets a flag."""
-        self._noticed = True
+        self.noticed = True
 
     def reached(self, step: int) -> bool:
         """Return whether the job must end, and this is the agreed step, or a later one.
@@ -46,7 +46,7 @@ class Preemption:
         One process needs no agreement: after `notice` it returns True at any step.
         """
         if self._ranks is None:
-            return self._noticed
+            return self.noticed
         with self._lock:
             self._last_step = step
             return self._agreed is not None and step >= self._agreed
@@ -61,7 +61,7 @@ class Preemption:
         if ranks is None or self._agreed is not None:
             return
         told = f"{self._prefix}preempt"
-        if not self._noticed and ranks.look(told) is None:
+        if not self.noticed and ranks.look(told) is None:
             return
         with self._lock:
             ranks.post(told, b"1")

@@ -8,6 +8,7 @@ reference.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -26,6 +27,8 @@ from .liveness import aborted
 from .same_repository import confirmed
 
 log = logging.getLogger("snapstore")
+#: Ids of the last saves that this process has begun.
+_begun: deque[str] = deque(maxlen=256)
 
 
 class Session(Claim):
@@ -41,6 +44,8 @@ class Session(Claim):
         usable_bases: the snapshots that this save may reference, best first.
     """
 
+    _last: str | None = None
+
     def __init__(
         self,
         context: Context,
@@ -53,6 +58,7 @@ class Session(Claim):
     ) -> None:
         super().__init__(context, record_key(run, step, records.new_id(), 0), "save", self._aborted)
         self._index, self._also, self.parent, self._last = context.index, also, parent, last
+        _begun.append(self.id)
         self.usable_bases: list[Snapshot] = []
         self.seq = 0
 
@@ -69,10 +75,10 @@ class Session(Claim):
     def _warn_of_others(self, view: View) -> None:
         """Warn if another process has saved the run since this process's last save."""
         last, newest = view.get(self._last) if self._last else None, view.newest(self.run)
-        if last is not None and newest is not None and newest.seq > last.seq:
+        if last is not None and newest is not None and newest.seq > last.seq and newest.id not in _begun:
             log.warning(
-                "run=%s another process has saved %s (id:%s) since this one saved %s: two jobs on one run replace each "
-                "other's steps; stop one of them, or give it another run",
+                "run=%s another process has put %s (id:%s) since this one saved %s; if it is another job: two jobs on "
+                "one run replace each other's steps, so stop one of them, or give it another run",
                 self.run,
                 newest.ref,
                 newest.id[:12],

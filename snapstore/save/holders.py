@@ -19,7 +19,7 @@ from typing import TypeVar
 import msgspec
 import xxhash
 
-from ..distributed import messages
+from ..distributed import base, messages
 from ..distributed.base import Ranks, Watch, wait_for
 from ..distributed.messages import Ask, Failed, Outcome, decode, encode
 from ..errors import RanksError
@@ -31,8 +31,8 @@ from .rank_state import PartTree, decode_trees, encode_trees
 from .shares import Name
 
 T = TypeVar("T")
-#: After this time, a rank that waits for the others to begin a save warns once [s].
-WARN_S = 30.0
+#: Waits that end once other ranks have called `save`; in the others, ranks may have much to write.
+_CALLS = _BEGINS, _COMES = "rank 0 to begin a save", "all ranks to call save"
 Holders = Mapping[Name, tuple[int, ...]]
 
 
@@ -63,7 +63,7 @@ class Exchange:
                 return True
             return None if ranks.look(self._key("begin")) is None else False
 
-        return self._wait("rank 0 to begin a save", said, [0])
+        return self._wait(_BEGINS, said, [0])
 
     def holders(self, trees: Sequence[PartTree]) -> Holders:
         """Return the holders of the plain tensors that not all ranks hold."""
@@ -137,7 +137,7 @@ class Exchange:
         def missing() -> list[int]:
             return [rank for rank, name in enumerate(keys) if ranks.look(name) is None]
 
-        digests = self._wait("all ranks to call save", lambda: ranks.look_all(keys), missing)
+        digests = self._wait(_COMES, lambda: ranks.look_all(keys), missing)
         alike: dict[bytes, list[int]] = {}
         for rank, digest in enumerate(digests):
             alike.setdefault(digest, []).append(rank)
@@ -160,7 +160,8 @@ class Exchange:
                 raise messages.raised(failed, ranks.rank) if failed else RanksError("rank 0 has ended this save")
 
         everyone = who if callable(who) else lambda: who
-        return wait_for(look, Watch(ranks, what, everyone, ranks.total_s, self._prefix, look_for_the_end, WARN_S))
+        warn_s = base.WARN_S if what in _CALLS else None
+        return wait_for(look, Watch(ranks, what, everyone, ranks.total_s, self._prefix, look_for_the_end, warn_s))
 
 
 def require_kept(kept: Iterable[Name], old: Holders, new: Holders) -> None:

@@ -220,7 +220,7 @@ def test_unlike_managers_are_an_error_when_they_are_made(options, said):
 
 def test_an_unequal_call_is_told_before_the_limit(monkeypatch, caplog):
     """`if rank == 0: manager.save(...)`: the other rank lives and trains, so the limit is an hour."""
-    monkeypatch.setattr("snapstore.save.holders.WARN_S", 0.2)
+    monkeypatch.setattr("snapstore.distributed.base.WARN_S", 0.2)
     managers = managers_of(2)
 
     def act(manager, rank):

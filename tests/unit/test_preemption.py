@@ -15,7 +15,7 @@ from kit.faults import FaultStore
 from kit.local_ranks import LocalRanks
 from kit.ranks import together
 from kit.repositories import OPTIONS, created, opened
-from snapstore import InvalidInputError, SnapshotManager, SnapstoreError
+from snapstore import InvalidInputError, KeepLast, SnapshotManager, SnapstoreError
 from snapstore.distributed import base, preemption
 from snapstore.distributed.preemption import Preemption
 
@@ -184,6 +184,59 @@ def test_the_timeout_bounds_the_wait_for_the_running_save_too(monkeypatch, caplo
         first.result(60)
     with opened(inner) as repository:
         assert repository.snapshots() == []
+
+
+@pytest.mark.parametrize("what", ["gc", "prepare"])
+def test_other_work_in_the_background_costs_no_last_save(monkeypatch, what):
+    """The timeout bounds saves. A gc or a preparation that runs at the signal is waited for."""
+    inner, begun = created(), threading.Event()
+
+    def slow(*_, **__):
+        begun.set()
+        time.sleep(1.5)
+
+    manager = SnapshotManager(inner, run="a", keep=[KeepLast(1)], options=OPTIONS)
+    manager.handle_preemption(timeout=0.3)
+    state = {"w": torch.ones(5000)}
+    if what == "gc":
+        monkeypatch.setattr(manager, "_retain", slow)
+        manager.save(1, state).result(60)
+    else:
+        monkeypatch.setattr(manager, "_take_memory", slow)
+        manager.prepare(state)
+    assert begun.wait(60)
+    os.kill(os.getpid(), signal.SIGTERM)
+    close = manager.close
+    monkeypatch.setattr(manager, "close", lambda _: close(60))  # the wait before is judged, not the last save's own
+    with pytest.raises(SystemExit):
+        manager.save(2, state)
+    with opened(inner) as repository:
+        assert [s.step for s in repository.snapshots()][-1] == 2
+
+
+def test_a_signal_that_comes_while_a_save_waits_counts_too(monkeypatch, caplog):
+    """Saves take longer than the interval, so the main thread is nearly always inside `save`."""
+    monkeypatch.setattr("snapstore.manager.GIVE_UP_S", 0.5)
+    inner, gate = created(), threading.Event()
+
+    class Waiting(FaultStore):
+        def _act(self, name, key, effect):
+            if name == "put" and key.startswith("packs/"):
+                gate.wait(60)
+            return super()._act(name, key, effect)
+
+    manager = SnapshotManager(Waiting(inner), run="a", options=OPTIONS)
+    manager.handle_preemption(timeout=0.2)
+    manager.save(1, {"w": torch.ones(5000)})
+    threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
+    began = time.monotonic()
+    try:
+        with pytest.raises((TimeoutError, SnapstoreError, SystemExit)):
+            manager.save(2, {"w": 2 * torch.ones(5000)})
+        assert time.monotonic() - began < 30
+        assert "a step=2 is not saved" in caplog.text
+    finally:
+        gate.set()
 
 
 def test_handlers_belong_to_the_main_thread():

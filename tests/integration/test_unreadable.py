@@ -83,7 +83,9 @@ def test_the_command_for_damaged_policies_helps(tmp_path, monkeypatch, at):
     assert "snapstore forget --run a --keep-..." in out
     assert shell("show", "a@0")[0] == 0, "show needs no policy to show a snapshot"
     assert shell("forget", "--run", "a", "--keep-last", "5")[0] == 0
-    assert shell("check")[0] == 0
+    code, out = shell("check")
+    assert not any(line.startswith("policy:") for line in out.splitlines())
+    assert ("unexplained: " in out) == (code == 20), "only what the sessions left out above had written"
 
 
 def test_repair_that_leaves_a_problem_says_so(tmp_path, monkeypatch):

@@ -20,6 +20,19 @@ from snapstore.distributed import base, preemption
 from snapstore.distributed.preemption import Preemption
 
 
+class Held(FaultStore):
+    """A store whose puts of packs wait for an event."""
+
+    def __init__(self, inner, gate):
+        super().__init__(inner)
+        self.gate = gate
+
+    def _act(self, name, key, effect):
+        if name == "put" and key.startswith("packs/"):
+            self.gate.wait(60)
+        return super()._act(name, key, effect)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_all_ranks_stop_at_one_step(seed, monkeypatch):
     """All ranks stop at the same step, though each has its own speed and only one gets the signal."""
@@ -135,13 +148,7 @@ def test_the_last_save_waits_for_the_running_one():
     """The last save waits even with `on_busy="skip"`: skipping it would lose the steps since the running save."""
     inner, gate = created(), threading.Event()
 
-    class Waiting(FaultStore):
-        def _act(self, name, key, effect):
-            if name == "put" and key.startswith("packs/"):
-                gate.wait(60)
-            return super()._act(name, key, effect)
-
-    manager = SnapshotManager(Waiting(inner), run="a", on_busy="skip", options=OPTIONS)
+    manager = SnapshotManager(Held(inner, gate), run="a", on_busy="skip", options=OPTIONS)
     manager.handle_preemption()
     manager.save(1, {"w": torch.ones(5000)})
     assert manager.save(2, {"w": torch.ones(5000)}).skipped
@@ -153,19 +160,12 @@ def test_the_last_save_waits_for_the_running_one():
         assert [s.step for s in repository.snapshots()] == [1, 3]
 
 
-@pytest.mark.parametrize("held_s", [1.0, 60.0])
-def test_the_timeout_bounds_the_wait_for_the_running_save_too(monkeypatch, caplog, held_s):
+def test_the_timeout_bounds_the_wait_for_the_running_save_too(monkeypatch, caplog):
     """A scheduler kills the process some time after SIGTERM, whatever still runs."""
     monkeypatch.setattr("snapstore.manager.GIVE_UP_S", 0.5)
     inner, gate = created(), threading.Event()
 
-    class Waiting(FaultStore):
-        def _act(self, name, key, effect):
-            if name == "put" and key.startswith("packs/"):
-                gate.wait(held_s)
-            return super()._act(name, key, effect)
-
-    manager = SnapshotManager(Waiting(inner), run="a", options=OPTIONS)
+    manager = SnapshotManager(Held(inner, gate), run="a", options=OPTIONS)
     manager.handle_preemption(timeout=0.2)
     before = signal.getsignal(signal.SIGTERM)
     first = manager.save(1, {"w": torch.ones(5000)})
@@ -219,13 +219,7 @@ def test_a_signal_that_comes_while_a_save_waits_counts_too(monkeypatch, caplog):
     monkeypatch.setattr("snapstore.manager.GIVE_UP_S", 0.5)
     inner, gate = created(), threading.Event()
 
-    class Waiting(FaultStore):
-        def _act(self, name, key, effect):
-            if name == "put" and key.startswith("packs/"):
-                gate.wait(60)
-            return super()._act(name, key, effect)
-
-    manager = SnapshotManager(Waiting(inner), run="a", options=OPTIONS)
+    manager = SnapshotManager(Held(inner, gate), run="a", options=OPTIONS)
     manager.handle_preemption(timeout=0.2)
     manager.save(1, {"w": torch.ones(5000)})
     threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()

@@ -36,7 +36,7 @@ def newest_whole_named(context: Context, ref: str, is_others: Callable[[], bool]
     try:
         yield
     except (IntegrityError, FormatError, StorageError) as error:
-        if isinstance(error, CapabilityError | OutputError) or is_others():  # another release or machine can read it
+        if isinstance(error, CapabilityError | OutputError) or is_others():  # it can be read, here or elsewhere
             raise
         if isinstance(error, StorageError) and context.store.url.startswith("s3:"):  # the network, and no bad sector
             raise

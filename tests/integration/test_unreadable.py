@@ -85,7 +85,9 @@ def test_the_command_for_damaged_policies_helps(tmp_path, monkeypatch, at):
     assert shell("forget", "--run", "a", "--keep-last", "5")[0] == 0
     code, out = shell("check")
     assert not any(line.startswith("policy:") for line in out.splitlines())
-    assert ("unexplained: " in out) == (code == 20), "only what the sessions left out above had written"
+    assert code == 20
+    assert "unexplained: " in out, "what the sessions left out above had written"
+    assert out.splitlines().count("1 problem") == 1, "and nothing else"
 
 
 def test_repair_that_leaves_a_problem_says_so(tmp_path, monkeypatch):

@@ -80,6 +80,7 @@ def place(made, tmp_path_factory):
 @example(["compact", "--max-repack-size", "1e309"])
 @example(["gc", "--fence-after", "nan"])
 @example(["tag", "r@0", "r@0", "-v"])
+@example(["estimate", "--params", "7e9"])
 def test_any_line(made, place, args):
     """Mitigation: every value is checked where it is read; any other error ends as a message and an exit code."""
     tally("fuzz inputs")

@@ -9,12 +9,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kit.forge import little_memory
 from kit.repositories import same
 from snapstore import InvalidInputError, Repository, SaveOptions
 from snapstore.cli import commands
 from snapstore.engine import registry
-from snapstore.engine.rates import Rates, codec_for, measure
+from snapstore.engine.rates import OBJECT_BYTES, OBJECTS, Rates, codec_for, measure
 from snapstore.inspect.estimate import BITS, FAILURE_GPU_HOURS, Run, bits_at, daly, estimate
+from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 
 RATES = Rates(write=1e9, read=2e9, encode=4e9, decode=8e9, copy=16e9)
@@ -95,6 +97,12 @@ def test_rates_of_this_machine():
     assert all(0 < rate < math.inf for rate in (found.write, found.read, found.encode, found.decode, found.copy))
     assert list(store.list("")) == []
     assert registry.measure is measure
+
+
+def test_a_measurement_takes_little_memory(tmp_path):
+    store = LocalStore(tmp_path)
+    with little_memory(2 * OBJECTS * OBJECT_BYTES):
+        measure(store, threads=2)
 
 
 @pytest.mark.parametrize("is_fast", [True, False])

@@ -26,9 +26,11 @@ NO_OUTCOME = "heard no outcome"
 
 
 def in_save(ref: str, error: RanksError, outcome: str) -> RanksError:
-    """Return an error that also names the save, as run@step, and then has its outcome and the advice."""
+    """Return an error that also names the save, as run@step, and has its outcome and the advice; each of them once."""
     why, advice = (error.why, f"; {RESTART}") if isinstance(error, ChannelError) else (str(error), "")
-    return RanksError(f"save {ref}: {why}; {outcome}{advice}", ranks=error.ranks)
+    named = why if f"save {ref}: " in why else f"save {ref}: {why}"
+    ended = "" if outcome in why else f"; {outcome}"
+    return RanksError(f"{named}{ended}{advice}", ranks=error.ranks)
 
 
 def settle(context: Context, request: SaveRequest, save_id: str, rank: int, lost: RanksError) -> Snapshot:

@@ -16,15 +16,7 @@ from itertools import count
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
-from ..distributed.base import (
-    CLOSE_S,
-    LINGER_S,
-    ChannelError,
-    Heart,
-    Ranks,
-    say_ended,
-    wait_for_ends,
-)
+from ..distributed.base import CLOSE_S, LINGER_S, Heart, Ranks, say_ended, wait_for_ends
 from ..distributed.preemption import Preemption
 from ..distributed.questions import Questions
 from ..errors import InvalidInputError, RanksError, out_of_memory
@@ -157,7 +149,7 @@ class RankJob:
                 found = exchange.holders(trees_of(inputs))
             elif own != self._own:
                 found = exchange.ask(own)
-        except ChannelError as error:
+        except RanksError as error:
             raise in_save(request.ref, error, "nothing was committed") from error
         if found is None:
             raise RanksError("the ranks have not told each other which tensors they hold; save again")

@@ -143,7 +143,12 @@ class _Save:
         except BaseException as error:
             if outcome.state != COMMITTED:
                 unclear = session is not None and (session.is_unclear or not isinstance(error, Exception))
-                outcome = Outcome(UNCLEAR if unclear else FAILED, Failed.of(error, 0))
+                told = error
+                if isinstance(error, RanksError) and not unclear:
+                    told = in_save(request.ref, error, "nothing was committed")
+                outcome = Outcome(UNCLEAR if unclear else FAILED, Failed.of(told, 0))
+                if told is not error:
+                    raise told from error
             if isinstance(error, RelayedError):
                 raise messages.raised(error.failed, 0) from None
             raise

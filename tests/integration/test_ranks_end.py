@@ -62,6 +62,9 @@ def test_the_others_hear_at_once_that_a_rank_has_ended(rank, error, call):
                 assert isinstance(said, RanksError), said
                 assert f"rank {rank} of 3 {reason}" in str(said), said
                 assert said.ranks == (rank,)
+                if call != "latest_step":
+                    assert str(said).count("save a@1: ") == 1, said
+                    assert str(said).count("nothing was committed") == 1, said
     managers.end()
     assert time.monotonic() - began < SOON_S
 

@@ -28,9 +28,11 @@ SHORT_PERIOD = 8
 #: A skip is due when the links since the last skip cost more than this share of the cost that all links may have, or
 #: are more than this many. Each chunk has its own limits, from one half of these to all, by its number.
 SKIP_SHARE, SKIP_LINKS = 0.7, 40
-#: A skip leaves out at least this many links. A link with this many times the mean bytes of the newer links counts as
-#: a skip.
-MIN_SKIPPED, SKIP_RATIO = 4, 2
+#: A skip leaves out at least this many links.
+MIN_SKIPPED = 4
+#: A link counts as a skip if it has at least SKIP_RATIO times the mean bytes of the newer links, and at least
+#: SKIP_GROWTH times the square root of n times, where the chunk's limits allow n links without a skip.
+SKIP_RATIO, SKIP_GROWTH = 2, 2 / 3
 SKIP_ROWS = 65536  # chains that one step examines
 GOLDEN = (5**0.5 - 1) / 2
 
@@ -112,7 +114,9 @@ class ChainCosts:
         newer = np.arange(len(lengths)) - np.repeat(begins, counts)  # how many links of the chain are newer
         newer_bytes = np.cumsum(lengths) - lengths
         newer_bytes -= np.repeat(newer_bytes[begins], counts)
-        is_base = (lengths * newer >= SKIP_RATIO * newer_bytes) & (newer > 0)
+        most = np.minimum(most_links[rows], limits[rows] / self.newest[rows])
+        ratios = np.repeat(np.maximum(SKIP_RATIO, SKIP_GROWTH * np.sqrt(most)), counts)
+        is_base = (lengths * newer >= ratios * newer_bytes) & (newer > 0)
         is_base[begins + counts - 1] = True
         at = np.flatnonzero(is_base)
         at = at[np.searchsorted(at, begins)]  # the newest base of each chain

@@ -250,6 +250,14 @@ def test_very_small_links_are_skipped_before_there_are_too_many(restore_cost):
     assert skips_of([*[100] * last, 9000, full], restore_cost=restore_cost) == {0: last}
 
 
+@pytest.mark.parametrize("times", [1, 2, 2.5, 3])
+def test_a_link_that_happens_to_be_large_is_no_skip(times):
+    """The links after it do not count as a new chain; a skip over so many links has at least six times their bytes."""
+    link, full = 10_000, 700_000
+    assert skips_of([*[link] * 30, round(times * link), *[link] * 25, full]) == {0: 56}
+    assert skips_of([*[link] * 30, 6 * link, *[link] * 25, full]) == {}
+
+
 def test_skips_are_spread_over_saves():
     table = a_table([[10_000] * 30 + [700_000]] * 1000, 2**20)
     share = len(ChainCosts(table).skips(3.0, np.arange(1000))[0]) / 1000

@@ -145,6 +145,7 @@ def test_gaps_beyond_a_symbol():
 def test_an_order_follows_its_chain(size, layout, most_moves, monkeypatch):
     """After links that move no, few or all elements to other keys, the order equals a new one."""
     monkeypatch.setattr(key_order, "MOST_MOVES", most_moves)
+    monkeypatch.setattr(key_order, "SORTED_TOGETHER", 700)
     rng = np.random.default_rng(size)
     version, _ = pair(size, layout, 3000, 0, 1)
     out = version.copy()
@@ -166,6 +167,15 @@ def test_an_order_follows_its_chain(size, layout, most_moves, monkeypatch):
     new = key_order.KeyOrder(version.view(f"u{size}"), layout)
     np.testing.assert_array_equal(order.starts, new.starts)
     np.testing.assert_array_equal(found, new.positions(every))
+
+
+@pytest.mark.parametrize("count", [1, 32_767, 32_768, 32_769, 100_000])
+@pytest.mark.parametrize("keys", [1, 3, 256])
+def test_an_order_is_by_key_then_by_position(count, keys):
+    elements = np.random.default_rng(count).integers(0, keys, count).astype(np.uint16) << np.uint16(7)
+    order = key_order.KeyOrder(elements, planes.ROTATED)
+    np.testing.assert_array_equal(order.positions(np.arange(count)), np.argsort(elements, kind="stable"))
+    np.testing.assert_array_equal(np.diff(order.starts), np.bincount(elements >> 7, minlength=256))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])

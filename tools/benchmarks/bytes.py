@@ -330,10 +330,12 @@ def report(args: argparse.Namespace) -> None:
     from benchmarks import bytes_runs, gpu
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    scale = bytes_runs.QUICK if args.quick else bytes_runs.GPU if device.type == "cuda" else bytes_runs.CPU
+    scale = bytes_runs.GPU if device.type == "cuda" else bytes_runs.WIDE if args.wide else bytes_runs.CPU
+    scale = replace(bytes_runs.QUICK if args.quick else scale, chunk_bytes=args.chunk_bytes)
     if args.only:
         scale = replace(scale, models={args.only: scale.models.get(args.only, scale.models["gpt"])})
-    out = args.out or (None if args.quick or args.only else ROOT / "docs" / "benchmarks" / "bytes.json")
+    is_record = not (args.quick or args.only or args.wide or args.chunk_bytes != DEFAULT_CHUNK_BYTES)
+    out = args.out or (None if not is_record else ROOT / "docs" / "benchmarks" / "bytes.json")
     command = shlex.join(["tools/bench", "bytes", *sys.argv[1:]])
     sections: dict[str, Any] = {}
 
@@ -356,6 +358,16 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="little models, few steps; writes no record")
     parser.add_argument("--only", choices=(*MODELS, "moe"), help="this model alone; writes no record without --out")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON here")
+    parser.add_argument(
+        "--wide", action="store_true", help="on a CPU: only a GPT of 67 M parameters; no record without --out"
+    )
+    parser.add_argument(
+        "--chunk-bytes",
+        type=int,
+        default=DEFAULT_CHUNK_BYTES,
+        metavar="N",
+        help="of the repositories, instead of 1 MiB",
+    )
     parser.add_argument("--folder", type=Path, help="where repositories lie, by default the folder for temporary files")
     parser.add_argument("--codings", action="store_true", help="tables of codings of single steps, on the CPU")
     args = parser.parse_args()

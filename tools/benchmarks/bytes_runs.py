@@ -50,6 +50,7 @@ class Scale:
         snapshots, gap: of the pretraining run; and snapshots of an RL run.
         rl_s, pretrain_s: time limits of one run [s].
         limit_s: no run begins after this time [s].
+        chunk_bytes: of the repositories.
     """
 
     models: dict[str, Size]
@@ -60,6 +61,7 @@ class Scale:
     rl_s: float
     pretrain_s: float
     limit_s: float
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES
 
 
 #: 168 M parameters as a GPT, 0.4 G as a Llama, 0.2 G as a mixture of 8 experts; the pretrained GPT has 29 M.
@@ -72,6 +74,11 @@ GPU = Scale(
     Size(width=512, layers=8, heads=8, vocabulary=8192, context=256, batch=8), 200, (100, 100), 50, 60, 75, 240,
 )  # fmt: skip
 CPU = Scale({"gpt": codings.SIZE, "llama": codings.SIZE}, codings.SIZE, 60, (10, 50), 5, 60, 60, 200)
+#: A GPT of 67 M parameters on a CPU: ten minutes.
+WIDE = Scale(
+    {"gpt": Size(width=1024, layers=4, heads=16, vocabulary=16384, context=128, batch=4)},
+    codings.SIZE, 120, (10, 100), 5, 3600, 60, 1,
+)  # fmt: skip
 QUICK = Scale({"gpt": gpu_train.TINY, "moe": gpu_train.TINY}, gpu_train.TINY, 4, (4, 6), 1, 20, 20, 300)
 
 
@@ -122,13 +129,10 @@ class Run:
         return sum(info.size_bytes for info in self.repository.store.list(""))
 
 
-def run_of(
-    folder: Path, states: Callable[[int], State | None], device: torch.device, *, staging: str = "device"
-) -> Run:
+def run_of(folder: Path, states: Callable[[int], State | None], device: torch.device, chunk_bytes: int) -> Run:
     """Save `states(0)`, `states(1)` and so on, until one is None."""
-    options = SaveOptions()
-    wanted: Any = {"staging": staging} if device.type == "cuda" else {}
-    run = Run(Repository.create(folder, options=options), [], [], [], [])
+    wanted: Any = {"staging": "device"} if device.type == "cuda" else {}
+    run = Run(Repository.create(folder, chunk_bytes=chunk_bytes, options=SaveOptions()), [], [], [], [])
     with SnapshotManager(run.repository, run="bench", **wanted) as snapshots:
         while (state := states(len(run.saved))) is not None:
             synchronize(device)
@@ -193,7 +197,7 @@ def rl_run(model: str, scale: Scale, folder: Path, device: torch.device, say: Ca
         before = state
         return state
 
-    run = run_of(folder, state_of, device)
+    run = run_of(folder, state_of, device, scale.chunk_bytes)
     restored = restore_figures(run, before, device)
     plain, full = gpu_train.nbytes(before), run.saved[0].stored_bytes
     steps = len(run.saved) - 1
@@ -202,7 +206,8 @@ def rl_run(model: str, scale: Scale, folder: Path, device: torch.device, say: Ca
     shares = {name: statistics.mean(p[name] for p in measured) for name in measured[0]}
     of_peers = {name: full + steps * share * plain for name, share in shares.items()}
     found = {
-        "plain_bytes": plain, "snapshots": len(run.saved), "stored_bytes": run.stored_bytes, "full_bytes": full,
+        "plain_bytes": plain, "snapshots": len(run.saved), "chunk_bytes": scale.chunk_bytes,
+        "stored_bytes": run.stored_bytes, "full_bytes": full,
         "entropy_bytes_of_steps": sum(entropies), "over_entropy": run.stored_bytes / floor,
         "manifest_bytes": sum(ref.size_bytes for s in run.saved for ref in s.manifests),
         "peer_bytes": of_peers, "over_best_peer": run.stored_bytes / min(of_peers.values()), "restore": restored,
@@ -249,7 +254,7 @@ def pretrain_run(scale: Scale, folder: Path, device: torch.device, say: Callable
         before.add(last)
         return last
 
-    run = run_of(folder, state_of, device)
+    run = run_of(folder, state_of, device, scale.chunk_bytes)
     plain = gpu_train.nbytes(last)
     share = run.stored_bytes / plain / len(run.saved)
     restored = restore_figures(run, last, device)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ..errors import ConflictError, FormatError, IntegrityError, NotFoundError, SnapstoreError
+from ..errors import ConflictError, FormatError, IntegrityError, InvalidInputError, NotFoundError, SnapstoreError
 from ..text import printable
 from .output import note, print_json
 
@@ -141,6 +141,20 @@ class Shell:
         if url := given or self.url:
             return url
         raise UsageError("no repository named; pass --repo URL or set SNAPSTORE_REPO")
+
+
+def size_of(text: str, option: str) -> int:
+    """Parse a size such as `10G` into bytes; K, M, G, T and P are powers of 1024.
+
+    Raises:
+        UsageError: it is not a size; the error names the option.
+    """
+    from ..chunks.limits import parse_size
+
+    try:
+        return parse_size(text)
+    except InvalidInputError as error:
+        raise UsageError(f"{option} {error}") from error
 
 
 def _version(wanted: bool) -> None:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from ..errors import CapabilityError, InvalidInputError
+from ..errors import CapabilityError
 from ..text import counted, human_bytes, some
-from .app import CORRUPT, ERROR, PARTIAL, DryRun, Place, Shell, UsageError, verb
+from .app import CORRUPT, ERROR, PARTIAL, DryRun, Place, Shell, UsageError, size_of, verb
 from .output import fields_json, line, note, note_unknown, print_json, spinner
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def compact(
     The next gc frees the old bytes.
     Safe beside running saves. Exit code 3: some snapshots could not be rewritten, and stay as they were.
     """
-    limit = None if max_repack_size is None else size_of(max_repack_size)
+    limit = None if max_repack_size is None else size_of(max_repack_size, "--max-repack-size")
     with shell.repository() as repository, spinner("compacting"):
         report = repository.compact(refs or None, max_repack_bytes=limit, dry_run=dry_run)
     if shell.as_json:
@@ -219,20 +219,6 @@ def compact(
     else:
         _print_compact(report)
     return PARTIAL if report.failed else None
-
-
-def size_of(text: str, option: str = "--max-repack-size") -> int:
-    """Parse a size such as `10G` into bytes; K, M, G, T and P are powers of 1024.
-
-    Raises:
-        UsageError: it is not a size; the error names the option.
-    """
-    from ..chunks.limits import parse_size
-
-    try:
-        return parse_size(text)
-    except InvalidInputError as error:
-        raise UsageError(f"{option} {error}") from error
 
 
 def _print_compact(report: CompactResult) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..text import counted, human_bytes
-from .app import Place, Ref, Shell, UsageError, verb
+from .app import Place, Ref, Shell, UsageError, size_of, verb
 from .output import fields_json, line, note_changes, print_json, snapshot_json, spinner
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def init(
     shell: Shell,
     place: Place = None,
     chunk_bytes: Annotated[
-        int | None, typer.Option("--chunk-bytes", metavar="N", help="The unit of dedup; 1 MiB by default.")
+        str | None, typer.Option("--chunk-bytes", metavar="SIZE", help="The unit of dedup, such as 4M; default: 1M.")
     ] = None,
     like: Annotated[
         str | None,
@@ -36,7 +36,7 @@ def init(
 
     if like is not None and chunk_bytes is not None:
         raise UsageError("pass --chunk-bytes or --like, not both")
-    size = DEFAULT_CHUNK_BYTES if chunk_bytes is None else chunk_bytes
+    size = DEFAULT_CHUNK_BYTES if chunk_bytes is None else size_of(chunk_bytes, "--chunk-bytes")
     with (
         nullcontext() if like is None else Repository.open(like) as other,
         Repository.create(shell.need_url(place), chunk_bytes=size, like=other) as repository,

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..text import counted, human_bytes, some
-from .app import Ref, Shell, verb
-from .maintenance import size_of
+from .app import Ref, Shell, size_of, verb
 from .output import NAMED, fields_json, line, note, note_changes, print_json, snapshot_json, spinner
 
 if TYPE_CHECKING:

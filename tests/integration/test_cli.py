@@ -22,7 +22,7 @@ from kit.objects import flip_file
 from kit.repositories import index_of
 from kit.shell import invoke
 from snapstore import KeepLast, NotFoundError, Repository, RngState, cli
-from snapstore.cli import inspect, maintenance, output
+from snapstore.cli import app, inspect, maintenance, output
 from snapstore.cli.app import VERBS
 from snapstore.cli.doctor import doctor
 from snapstore.convert import files, safetensors_file
@@ -1137,7 +1137,13 @@ def test_compact(sh):
     ("text", "expected"), [("0", 0), ("17", 17), ("3k", 3072), ("10G", 10 * 2**30), ("2MiB", 2**21)]
 )
 def test_sizes(text, expected):
-    assert maintenance.size_of(text) == expected
+    assert app.size_of(text, "--size") == expected
+
+
+def test_init_takes_sizes(sh, tmp_path):
+    assert sh.json("init", tmp_path / "c", "--chunk-bytes", "4M")["chunk_bytes"] == 4 << 20
+    assert "--chunk-bytes 4X" in sh.fails("init", tmp_path / "d", "--chunk-bytes", "4X", code=2)
+    assert not (tmp_path / "d").exists()
 
 
 def test_compact_usage(series):

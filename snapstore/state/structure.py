@@ -10,24 +10,22 @@ are encoded again at every match.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from math import prod
-from operator import attrgetter, eq, methodcaller, mul, not_
+from operator import mul, not_
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from ..arrays import Column
 from ..errors import InvalidInputError, UnsupportedLeafError
-from ..threads import imported
 from .arrays import Array, address_of, describe
 from .containers import Path
 from .held_array import Held
-from .known_shards import KnownShards
+from .known_tensors import BLOCK_ARRAYS, Block, addresses_of, lie_at, storages_of
 from .learner import MAPPINGS, Container, DifferentStructureError, Learner, bytes_of, is_own_key
 from .stateful import is_stateful, state_of
 from .tensors import Node, TensorSpec
@@ -35,15 +33,6 @@ from .tree_encode import Encoder
 
 if TYPE_CHECKING:
     from .flatten import Part
-
-#: Properties of a tensor that must be as they were, beside its type, its device and its address.
-_PROPERTIES: list[Any] = [
-    *(attrgetter(name) for name in ("dtype", "shape", "requires_grad")),
-    *(methodcaller(name) for name in ("stride", "is_conj", "is_neg")),
-]
-_address: Any = methodcaller("data_ptr")
-#: Arrays that are looked at together.
-BLOCK_ARRAYS = 512
 
 
 @dataclass(slots=True, eq=False)
@@ -69,82 +58,15 @@ class Match:
     _storages: list[Any]
 
     def confirm(self) -> None:
-        """Check that the tensors have not moved since the match; call this after their bytes were read.
+        """Check that the tensors have not moved since the match; call this after their bytes were read, or will be.
+
+        It also checks the sizes of storages on devices: the copies run meanwhile, so nobody waits for it.
 
         Raises:
-            DifferentStructureError: one has moved.
+            DifferentStructureError: one has moved, or its storage has another size.
         """
-        if not _lie_at(self._all, self._places, self.structure.positions):
+        if not lie_at(self._all, self._places, self.structure.positions) or not self.structure.are_whole(self._all):
             raise DifferentStructureError
-
-
-class _Block:
-    """Arrays of a known state that are compared together: they are so few that torch's data stay in a core's cache.
-
-    Args:
-        arrays: of the state.
-        start: the position of the first one of the block.
-
-    Attributes:
-        batched: positions of the arrays that a match gives as columns, with the local tensors of DTensors.
-        properties: of these.
-        places: their addresses at the last match; None before.
-
-    Raises:
-        DifferentStructureError: see `KnownShards`; or an array changed meanwhile.
-    """
-
-    def __init__(self, arrays: list[Any], start: int) -> None:
-        self._of = slice(start, start + BLOCK_ARRAYS)
-        self._shards = KnownShards(arrays[self._of])
-        local = self.localize(arrays)
-        self._count = len(local)
-        self.batched = [i for i, array in enumerate(local) if _is_batched(array)]
-        tensors = self.tensors_of(local)
-        self._positions = list(range(len(tensors)))
-        self._on_host = [k for k in self._positions if tensors[k].device.type == "cpu"]
-        self.properties = [list(map(take, tensors)) for take in _PROPERTIES]
-        _, shapes, _, strides, *_ = self.properties
-        self._guards = _guards(tensors, shapes, strides)
-        if not self._has_properties(tensors):  # the caller has changed one: the guards may be those of before
-            raise DifferentStructureError
-        self.places: Sequence[int] | None = None
-
-    def localize(self, arrays: list[Any]) -> list[Any]:
-        """Return a state's arrays that are in this block, with the local tensors of DTensors.
-
-        Raises:
-            DifferentStructureError: one is sharded in another way.
-        """
-        return self._shards.localize(arrays[self._of])
-
-    def tensors_of(self, arrays: list[Any]) -> list[Any]:
-        """Return the batched ones among the block's arrays."""
-        return arrays if len(self.batched) == self._count else [arrays[i] for i in self.batched]
-
-    def storages(self, tensors: Sequence[Any]) -> list[Any] | None:
-        """Return the storages in host memory; None if a tensor has moved since the last match.
-
-        Raises:
-            DifferentStructureError: no tensor has moved, but one has another form.
-        """
-        if self.places is None:
-            return None
-        storages = _storages([tensors[k] for k in self._on_host])  # taken before the addresses are read
-        if not _lie_at(tensors, self.places, self._positions):
-            return None
-        if not self.has_form(tensors):
-            raise DifferentStructureError
-        return storages
-
-    def has_form(self, tensors: Sequence[Any]) -> bool:
-        """Return whether tensors have the known properties."""
-        return (self._guards is not None and self._guards.check(*tensors)) or self._has_properties(tensors)
-
-    def _has_properties(self, tensors: Sequence[Any]) -> bool:
-        return all(
-            all(map(eq, map(take, tensors), old)) for take, old in zip(_PROPERTIES, self.properties, strict=True)
-        )
 
 
 class Structure:
@@ -180,7 +102,7 @@ class Structure:
         self._root, self._own_counts, self.rows_of, self.specs = root, own_counts, rows_of, specs
         starts = range(0, len(arrays), BLOCK_ARRAYS)
         try:
-            self._blocks = [_Block(arrays, start) for start in starts]
+            self._blocks = [Block(arrays, start) for start in starts]
         except ValueError as error:
             raise DifferentStructureError from error
         self._batched = [start + i for start, block in zip(starts, self._blocks, strict=True) for i in block.batched]
@@ -212,6 +134,8 @@ class Structure:
         if shapes != [spec.shape for spec in specs] or [names[dtype] for dtype in dtypes] != [s.dtype for s in specs]:
             raise DifferentStructureError  # it has changed since
         self._devices = [tensor.device for tensor in tensors]
+        self._on_devices = [k for k, device in enumerate(self._devices) if device.type != "cpu"]
+        self._device_sizes: list[int] = []  # of their storages, when their addresses were noted
         in_one_piece = list(map(_is_in_one_piece, shapes, strides))  # as noted: a tensor may have changed since
         self._extents = np.array(list(map(_extent, shapes, strides, dtypes)), np.int64)
         chosen = list(first.values())
@@ -273,11 +197,12 @@ class Structure:
         Raises:
             DifferentStructureError: one does not, or is tied otherwise, or has another form.
         """
-        storages = _storages(tensors)
-        places = _addresses(tensors)
+        storages = storages_of(tensors)
+        places = addresses_of(tensors)
         devices = [tensor.device for tensor in tensors]
-        starts = np.array(list(map(_address, storages)), np.int64)
-        ends = starts + np.array([storage.nbytes() for storage in storages], np.int64)
+        starts = np.array([storage.data_ptr() for storage in storages], np.int64)
+        sizes = list(map(len, storages))
+        ends = starts + np.array(sizes, np.int64)
         at = np.array(places, np.int64)
         lies_within = (at > 0) & (starts <= at) & (at + self._extents <= ends)
         if devices != self._devices or not lies_within.all() or _first_places(places) != self._tied_to:
@@ -287,9 +212,15 @@ class Structure:
         if not all(block.has_form(tensors[of]) for block, of in zip(self._blocks, of_blocks, strict=True)):
             raise DifferentStructureError
         for block, of in zip(self._blocks, of_blocks, strict=True):
-            block.places = places[of]
+            block.note(places[of], sizes[of])
         self._places, self._addresses = places, at
+        self._device_sizes = [sizes[k] for k in self._on_devices]
         return storages
+
+    def are_whole(self, tensors: Sequence[Any]) -> bool:
+        """Return whether the storages of tensors on devices have the sizes that they had at the last `_locate`."""
+        on_devices = tensors if len(self._on_devices) == len(tensors) else [tensors[k] for k in self._on_devices]
+        return list(map(len, storages_of(on_devices))) == self._device_sizes
 
     def _match(
         self, known: Container, value: Any, arrays: list[Array], trees: dict[str, Node], outer: list[Any]
@@ -407,29 +338,6 @@ def _arrays_of_table(table: tuple[list[int], list[str], list[type]], values: Seq
     return arrays
 
 
-def _lie_at(tensors: Sequence[Any], places: Sequence[int], at: Sequence[int]) -> bool:
-    """Return whether the tensors at positions `at` begin at these addresses."""
-    at_once = getattr(sys.modules["torch"]._C, "_tensors_data_ptrs_at_indices_equal", None) if at else None
-    if at_once is None:
-        return _addresses([tensors[k] for k in at]) == [places[k] for k in at]
-    return bool(at_once(tensors, places, at))
-
-
-def _storages(tensors: Sequence[Any]) -> list[Any]:
-    return list(map(sys.modules["torch"].Tensor.untyped_storage, tensors)) if tensors else []
-
-
-def _addresses(tensors: Sequence[Any]) -> list[int]:
-    return list(map(sys.modules["torch"].Tensor.data_ptr, tensors)) if tensors else []
-
-
-def _is_batched(array: Array) -> bool:
-    torch = imported("torch")
-    if torch is None or not isinstance(array, torch.Tensor) or not array.numel():
-        return False
-    return array.device.type != "cpu" or (array.is_contiguous() and not array.is_conj() and not array.is_neg())
-
-
 def _is_in_one_piece(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Return whether elements lie in their order, without gaps."""
     contiguous = accumulate(shape[::-1], mul, initial=1)
@@ -440,20 +348,6 @@ def _extent(shape: Sequence[int], strides: Sequence[int], dtype: Any) -> int:
     """Return how many bytes there are from the first element of a tensor to the end of its last."""
     last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     return int((1 + last) * dtype.itemsize)
-
-
-def _guards(tensors: Sequence[Any], shapes: Sequence[Any], strides: Sequence[Any]) -> Any:
-    """Return torch's own check of the form of many tensors at once, which torch.compile uses on its inputs; or None.
-
-    It is not public. If it is missing, or says no, each property is compared.
-    """
-    try:
-        kind = sys.modules["torch"]._C._dynamo.guards.TensorGuards
-        dims = {"dynamic_dims_sizes": list(map(list, shapes)), "dynamic_dims_strides": list(map(list, strides))}
-        guards = kind(*tensors, **dims)
-        return guards if guards.check(*tensors) else None
-    except Exception:  # noqa: BLE001  whatever another release of torch raises
-        return None
 
 
 def _first_places(keys: Sequence[int]) -> list[int]:

@@ -27,7 +27,7 @@ from snapstore.engine.cpu import CpuEngine
 from snapstore.engine.registry import Engines
 from snapstore.save import known_state
 from snapstore.save import staging as host_staging
-from snapstore.state import arrays, held_array, structure
+from snapstore.state import arrays, held_array, known_tensors, structure
 from snapstore.state import flatten as flattening
 from snapstore.storage.memory import MemoryStore
 
@@ -182,6 +182,12 @@ def _assign(name: str, value: Callable[[np.ndarray], Any]) -> Callable[[State], 
     return do
 
 
+def _cut_twice(state: State) -> None:
+    storage, nbytes = state["w"].untyped_storage(), state["w"].nbytes
+    storage.resize_(nbytes - nbytes // 4)
+    storage.resize_(nbytes // 2)
+
+
 CHANGES: dict[str, Change] = {
     "nothing": Change(_one, lambda state: None),
     "data: fewer": Change(_one, _data(lambda w: _other(w)[: len(w) // 2])),
@@ -217,6 +223,7 @@ CHANGES: dict[str, Change] = {
     "resize_: empty and back": Change(_one, lambda s: s["w"].resize_(0).resize_(len(s["w"]), 5)),
     "storage: freed": Change(_one, lambda s: s["w"].untyped_storage().resize_(0)),
     "storage: cut": Change(_one, lambda s: s["w"].untyped_storage().resize_(s["w"].nbytes // 2)),
+    "storage: cut twice": Change(_one, _cut_twice),  # on a device the second one has the address of the first
     "storage: larger": Change(_one, lambda s: s["w"].untyped_storage().resize_(1000 * s["w"].nbytes)),
     "storage: freed, of a strided one": Change(_strided, lambda s: s["w"].untyped_storage().resize_(0)),
     "storage: shared": Change(_one, lambda s: s["w"].share_memory_()),
@@ -315,9 +322,10 @@ def watched(*more: tuple[Any, str]) -> list[tuple[Any, str]]:
     for module in (flattening, held_array, host_staging):
         found += [(module, name) for name in names if name in vars(module)]
     found += [(structure.Structure, name) for name in ("_locate", "_hold_others")]
-    found += [(structure._Block, name) for name in ("localize", "storages", "has_form")]
+    found += [(known_tensors.Block, name) for name in ("localize", "storages", "has_form")]
     found += [
-        (structure, "_lie_at"),
+        (structure, "lie_at"),
+        (known_tensors, "lie_at"),
         (structure.Match, "confirm"),
         (known_state.SmallCopies, "copy"),
         (known_state, "copy_addresses"),

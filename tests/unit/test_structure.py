@@ -2,6 +2,7 @@
 
 import copy
 from collections import OrderedDict
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from snapstore import InvalidInputError, SnapshotManager
 from snapstore.engine.registry import Engines
 from snapstore.save import staging as staging_module
 from snapstore.save.staging import Staging
+from snapstore.state import known_tensors, structure
 from snapstore.state.flatten import flatten, flatten_and_learn
 from snapstore.state.learner import DifferentStructureError
 from snapstore.storage.memory import MemoryStore
@@ -198,6 +200,24 @@ def test_a_tensor_that_moves_while_it_is_recognised():
     state["w"].data = B.clone()
     with pytest.raises(DifferentStructureError):
         match.confirm()
+
+
+@pytest.mark.parametrize("when", ["before the match", "before it is confirmed"])
+def test_a_storage_that_is_cut_while_its_address_stays(when, monkeypatch):
+    """torch may give a shorter storage the address of the old one; nothing beyond its end may be copied."""
+    state = {"w": A.clone(), "v": B.clone()}
+    _, (known, arrays) = flatten_and_learn(state)
+    known.match_of(arrays, {}).confirm()
+    if when == "before it is confirmed":  # for tensors on a device
+        monkeypatch.setattr(known, "_on_devices", [0, 1])
+        monkeypatch.setattr(known, "_device_sizes", [A.nbytes, B.nbytes])
+    match = known.match(state)
+    match.confirm()
+    real = structure.storages_of
+    for module in (structure, known_tensors):
+        monkeypatch.setattr(module, "storages_of", lambda tensors: [real(tensors)[0], torch.UntypedStorage(8)])
+    with pytest.raises(DifferentStructureError):
+        (match.confirm if when == "before it is confirmed" else partial(known.match, state))()
 
 
 def test_an_interrupt_leaves_no_structure(monkeypatch):

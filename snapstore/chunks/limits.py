@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CapabilityError, InvalidInputError
+from ..format.delta_choice import MAX_LINKS
 from ..storage.base import ObjectStore
 from ..text import human_bytes
 
@@ -28,9 +29,9 @@ MIN_DECODED_BYTES = 1024**3
 #: and this many bytes more per stored byte. 64 KiB of zeros take 24 bytes, or 15 bytes if forged by hand. So no blob
 #: decodes to more than 4,400 times its size. All links of a chain count.
 DECODED_RATIO = 8192
-#: A restore may always decode each of its bytes this many times. With the default SaveOptions.restore_cost, only chunks
-#: with large full blobs have longer chains, and these stay below DECODED_RATIO.
-MAX_DEPTH_UNASKED = 16
+#: A restore may always decode each of its bytes this many times: no save makes a longer chain, and compact makes a
+#: chain no longer than that. Equal chunks may share a long chain, and then few stored bytes explain much work.
+MAX_DEPTH_UNASKED = MAX_LINKS + 1
 
 _SIZE = re.compile(r"([0-9]{1,15})([KMGTP]?)")
 _UNLIMITED = 2**64  # above every value that means "no limit" in cgroups of version 1

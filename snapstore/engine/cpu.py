@@ -230,15 +230,16 @@ def encode_chunk(job: EncodeJob, out: Bytes) -> EncodedChunk:
     """Encode one chunk into `out` (see `blob.bound`): full, as a delta in planes, or as a sparse delta.
 
     The sizes of planes are estimated from sampled histograms. A sparse delta is tried if few enough elements changed,
-    and stored if it is smaller than the planes. A delta is stored only within `job.delta_limit`.
+    and stored if it is smaller than the planes. No delta is stored that takes more than `job.delta_limit`.
     """
-    source, base, chosen = job.chunk, None, _statistics(job.chunk, job.element_size, job.layout)
+    of_chunk = _statistics(job.chunk, job.element_size, job.layout)
+    source, base, chosen = job.chunk, None, of_chunk
     if job.base is not None:
         difference = planes.scratch.room("difference", job.chunk.size)
         planes.difference(job.chunk, job.base, job.element_size, difference)
         of_difference = _statistics(difference, job.element_size, planes.BYTES)
         plane_bytes = job.chunk.size // job.element_size
-        full_bytes = estimate_bytes(chosen.bits.tolist(), plane_bytes)
+        full_bytes = estimate_bytes(of_chunk.bits.tolist(), plane_bytes)
         delta_bytes = estimate_bytes(of_difference.bits.tolist(), plane_bytes)
         changed = int(np.count_nonzero(difference.view(f"u{job.element_size}")))
         if sparse.worth_trying(changed, plane_bytes):
@@ -251,6 +252,8 @@ def encode_chunk(job: EncodeJob, out: Bytes) -> EncodedChunk:
         if delta_choice.pays(delta_bytes, full_bytes, job.delta_limit):
             source, base, chosen = difference, job.base_digest, of_difference
     data = blob.encode(source, job.element_size, job.layout, chosen, job.digest, base, out)
+    if base is not None and len(data) > job.delta_limit:  # the estimate was too low
+        data, base = blob.encode(job.chunk, job.element_size, job.layout, of_chunk, job.digest, None, out), None
     return EncodedChunk(data, base is not None, out)
 
 

@@ -19,10 +19,9 @@ from ..arrays import Bytes
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 #: Layouts: plane k holds byte k of each element, or of each element rotated left by one bit.
 BYTES, ROTATED = 0, 1
-#: A sampled histogram counts at least this many runs of this many elements, spread evenly. 4,096 elements give the
-#: entropy of a plane to 0.01 bits; to count more would cost as much as to split the chunk.
-SAMPLE_RUNS = 8
-SAMPLE_RUN = 512
+#: A sampled histogram counts this many runs of this many elements: 4,096 give the entropy of a plane to 0.01 bits, and
+#: to count more would cost as much as to split the chunk.
+SAMPLE_RUNS, SAMPLE_RUN = 128, 32
 
 
 class Scratch(threading.local):
@@ -131,12 +130,34 @@ def add(planes: Sequence[Bytes], base: Bytes, out: Bytes) -> None:
 
 
 def sample(chunk: Bytes, element_size: int, layout: int = BYTES) -> Bytes:
-    """Return 8 to 12 runs of a chunk's elements, as planes (e, m) uint8; all elements of a short chunk."""
+    """Return runs of a chunk's elements, as planes (e, m) uint8; all elements of a short chunk."""
     elements = chunk.view(_UNSIGNED[element_size])
     runs = elements.size // SAMPLE_RUN
     if runs >= 2 * SAMPLE_RUNS:
-        elements = elements[: runs * SAMPLE_RUN].reshape(runs, SAMPLE_RUN)[:: runs // SAMPLE_RUNS].ravel()
+        elements = elements[: runs * SAMPLE_RUN].reshape(runs, SAMPLE_RUN)[sampled_runs(runs)].ravel()
     return split(elements.view(np.uint8), element_size, layout)
+
+
+def sampled_runs(runs: int) -> npt.NDArray[np.int64]:
+    """Return which of the runs of a chunk are sampled, (SAMPLE_RUNS,), ascending.
+
+    One at a pseudo-random place in each of SAMPLE_RUNS equal parts of the chunk. Runs at equal distances would all lie
+    in the same columns of many matrices.
+    """
+    return (_SAMPLED_AT * np.uint64(runs) >> np.uint64(32 + SAMPLE_RUNS.bit_length() - 1)).astype(np.int64)
+
+
+def _sampled_at() -> npt.NDArray[np.uint64]:
+    """Return where each sampled run begins, in units of 2^-32 of a part; mixed as by MurmurHash3's finalizer."""
+    part = np.arange(SAMPLE_RUNS, dtype=np.uint32)
+    mixed = (part + np.uint32(1)) * np.uint32(2654435769)
+    for shift, factor in ((15, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        mixed = (mixed ^ mixed >> np.uint32(shift)) * np.uint32(factor)
+    mixed ^= mixed >> np.uint32(16)
+    return part.astype(np.uint64) << np.uint64(32) | mixed
+
+
+_SAMPLED_AT = _sampled_at()
 
 
 @dataclass(frozen=True, slots=True)

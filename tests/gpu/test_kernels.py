@@ -96,7 +96,7 @@ def zigzag(chunk, base, size):
     return np.array([z % 2**bits for z in wide], f"u{size}").view(np.uint8)
 
 
-ELEMENTS = [1, 2, 3, 7, 8, 15, 16, 17, 63, 100, 511, 512, 4095, 4096, 4097, 8191, 8192, 20_001, 65_536]
+ELEMENTS = [1, 2, 3, 7, 8, 15, 16, 17, 63, 100, 511, 512, 4095, 4096, 4097, 8191, 8192, 20_001, 65_536, 262_177]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -109,15 +109,30 @@ def test_a_short_chunk_is_sampled_whole(element_size, layout, elements):
 
 
 @pytest.mark.parametrize("element_size", ELEMENT_SIZES)
-@pytest.mark.parametrize("runs", [16, 17, 31, 32, 100, 513])
+@pytest.mark.parametrize("runs", [256, 257, 600, 16384])
 def test_a_sample_is_runs_spread_evenly(element_size, runs):
     chunk = noise((runs * planes.SAMPLE_RUN + 5) * element_size)
     whole = planes.split(chunk, element_size)
-    picked = [
-        whole[:, i * planes.SAMPLE_RUN : (i + 1) * planes.SAMPLE_RUN]
-        for i in range(0, runs, runs // planes.SAMPLE_RUNS)
-    ]
+    chosen = planes.sampled_runs(runs).tolist()
+    picked = [whole[:, i * planes.SAMPLE_RUN : (i + 1) * planes.SAMPLE_RUN] for i in chosen]
     np.testing.assert_array_equal(planes.sample(chunk, element_size), np.concatenate(picked, axis=1))
+
+
+@given(st.integers(2 * planes.SAMPLE_RUNS, 2**24))
+def test_each_part_of_a_chunk_has_one_sampled_run(runs):
+    chosen = planes.sampled_runs(runs)
+    begins = np.arange(planes.SAMPLE_RUNS) * runs // planes.SAMPLE_RUNS
+    assert (chosen >= begins).all()
+    assert (chosen <= begins + runs // planes.SAMPLE_RUNS + 1).all()
+    assert chosen[-1] < runs
+
+
+@pytest.mark.parametrize("width", [*(2**n for n in range(7, 15)), *(3 * 2**n for n in range(6, 13)), 1792, 11008])
+def test_a_sample_sees_all_columns_of_a_matrix(width):
+    """A quarter of the columns is special: about a quarter of the sample is, too."""
+    is_special = np.zeros((512 * 1024 // width, width), np.uint16)
+    is_special[:, : width // 4] = 1
+    assert 0.12 < planes.sample(is_special.view(np.uint8).ravel(), 2)[0].mean() < 0.4
 
 
 @given(sizes, st.binary(max_size=600))

@@ -240,7 +240,19 @@ def is_sparse(data):
     return blob.parse(memoryview(data), "here").codecs[0] == codecs.SPARSE
 
 
-def test_a_chunk_is_sparse_if_few_elements_changed_and_it_is_smaller():
+def test_no_delta_exceeds_its_limit_even_if_the_sample_saw_no_change():
+    base = np.random.default_rng(0).standard_normal(262_144).astype(np.float32)
+    unseen = np.ones(base.size // planes.SAMPLE_RUN, bool)
+    unseen[planes.sampled_runs(len(unseen))] = False
+    chunk = np.where(np.repeat(unseen, planes.SAMPLE_RUN), base[::-1], base).view(np.uint8)
+    base = base.view(np.uint8)
+    data = encoded(chunk, base, size=4, delta_limit=100_000)
+    assert blob.parse(memoryview(data), "here").transform == blob.FULL
+    np.testing.assert_array_equal(rebuilt([data], chunk), chunk)
+    assert blob.parse(memoryview(encoded(chunk, base, size=4)), "here").transform != blob.FULL
+
+
+def test_a_chunk_is_sparse_if_few_elements_changed_and_it_is_smaller(monkeypatch):
     for share, most, expected in ((0, 1, True), (0.01, 1, True), (0.4, 2**14, True), (0.9, 1, False)):
         base, chunk = pair(2, planes.ROTATED, 100_000, share, 1, most)
         data = encoded(chunk, base)
@@ -249,12 +261,15 @@ def test_a_chunk_is_sparse_if_few_elements_changed_and_it_is_smaller():
         assert not is_sparse(encoded(chunk))
     rng = np.random.default_rng(1)
     base = rng.integers(0, 256, 200_000, np.uint8)
-    assert not is_sparse(encoded(base ^ (rng.random(base.size) < 0.48), base, 1, 0)), (
-        "if half of the elements change, by 1 or -1, a sparse delta is not smaller than planes"
-    )
-    base, chunk = pair(2, planes.ROTATED, 100_000, 0.01, 1)
-    header = blob.parse(memoryview(encoded(chunk, base, delta_limit=100)), "here")
+    half_changed = base ^ (rng.random(base.size) < 0.48)
+    chosen = encoded(half_changed, base, 1, 0)
+    base_16, chunk = pair(2, planes.ROTATED, 100_000, 0.01, 1)
+    header = blob.parse(memoryview(encoded(chunk, base_16, delta_limit=100)), "here")
     assert header.transform == blob.FULL, "the delta is above its limit"
+    monkeypatch.setattr(sparse, "worth_trying", lambda changed, elements: False)
+    assert len(chosen) <= 1.01 * len(encoded(half_changed, base, 1, 0)), (
+        "if half of the elements change, by 1 or -1, both forms have about the same size"
+    )
 
 
 def test_a_blob_grows_by_at_most_a_fifth_beyond_the_entropy():

@@ -4,8 +4,8 @@
 // One thread block per chunk: grid (n), block (THREADS). A base address of 0 means no base.
 
 #define THREADS 256
-#define RUNS 8
-#define RUN 512
+#define RUNS 128
+#define RUN 32
 
 __device__ __forceinline__ u64 rotated(u64 value, int bits) {  // rotate `bits` bits left by one
     u64 mask = bits == 64 ? ~0ull : (1ull << bits) - 1;
@@ -20,6 +20,14 @@ __device__ __forceinline__ void count_element(u32 (*counts)[256], u64 value, int
     for (int k = 0; k < size; k++) atomicAdd(&counts[k][(value >> (8 * k)) & 255], 1u);
 }
 
+// Where sampled run k begins, in units of 2^-32 of a part: as planes._sampled_at.
+__device__ __forceinline__ u64 sampled_at(u32 k) {
+    u32 mixed = (k + 1) * 2654435769u;
+    mixed = (mixed ^ mixed >> 15) * 0x85EBCA6Bu;
+    mixed = (mixed ^ mixed >> 13) * 0xC2B2AE35u;
+    return (u64)k << 32 | (mixed ^ mixed >> 16);
+}
+
 // out: (n, 2, 8, 2) double. The axes: chunk; itself or its difference; plane; bits per byte or share of the most
 // frequent byte.
 extern "C" __global__ void histograms(const u64* chunks, const u64* bases, const u64* lengths, const u8* element_sizes,
@@ -32,13 +40,10 @@ extern "C" __global__ void histograms(const u64* chunks, const u64* bases, const
     __syncthreads();
 
     const u64 elements = lengths[blockIdx.x] / size, runs = elements / RUN;
-    u64 total = elements, stride = 1;  // a short chunk: all its elements as one run
-    if (runs >= 2 * RUNS) {
-        stride = runs / RUNS;
-        total = (runs + stride - 1) / stride * RUN;
-    }
+    const bool all = runs < 2 * RUNS;  // of a short chunk
+    const u64 total = all ? elements : RUNS * RUN;
     for (u64 i = threadIdx.x; i < total; i += THREADS) {
-        u64 at = stride == 1 ? i : i / RUN * stride * RUN + i % RUN;
+        const u64 at = all ? i : (sampled_at((u32)(i / RUN)) * runs >> 39) * RUN + i % RUN;
         u64 value = load_element(chunk + at * size, size);
         count_element(counts, layout ? rotated(value, 8 * size) : value, size);
         if (base) count_element(counts + 8, zigzag(value - load_element(base + at * size, size), 8 * size), size);

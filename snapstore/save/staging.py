@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", TensorInput, Replica)
 Mode = Literal["auto", "device", "host"]
-#: A tensor whose deltas were rejected keeps no base for this many saves; then deltas are tried again.
+#: A tensor whose deltas never paid keeps no base for this many saves; then deltas are tried again. If they paid before,
+#: they are tried again in the next save, then after 1, 2, 4, ... saves.
 RETRY_AFTER_SAVES = 32
 #: If plain tensors have more bytes than this, they are not copied whole: a rank learns their holders before the copy.
 MAX_WHOLE_BYTES = 1024 * 1024 * 1024
@@ -100,6 +101,7 @@ class Staging:
         self._spare = Buffers()
         self._base_id: str | None = None
         self._delta_rejected: dict[Key, int] = {}  # tensor -> saves until its deltas are tried again
+        self._next_wait: dict[Key, int] = {}  # tensor -> how many these will be after the next rejection
         self._devices: DeviceStaging | None = None
         self._known: KnownState | None = None  # the structure of the last state
 
@@ -401,8 +403,14 @@ class Staging:
     def keep_as_base(self, inputs: Sequence[PartInput], snapshot_id: str) -> None:
         """Keep the bytes of a committed save as the next base, except for tensors whose deltas were rejected."""
         self._delta_rejected = {key: left - 1 for key, left in self._delta_rejected.items() if left > 1}
-        rejected = [tensor.key for tensor in _tensors(inputs) if tensor.bases_tried and not tensor.deltas_stored]
-        self._delta_rejected.update(dict.fromkeys(rejected, RETRY_AFTER_SAVES))
+        for tensor in _tensors(inputs):
+            if tensor.deltas_stored:
+                self._next_wait[tensor.key] = 0
+            elif tensor.bases_tried:
+                wait = self._next_wait.get(tensor.key, RETRY_AFTER_SAVES)
+                self._next_wait[tensor.key] = min(max(1, 2 * wait), RETRY_AFTER_SAVES)
+                if wait:
+                    self._delta_rejected[tensor.key] = wait
         if self._devices is not None and self._delta_rejected:
             nbytes: dict[Any, dict[Key, int]] = defaultdict(dict)
             for tensor in _tensors(inputs):

@@ -83,8 +83,16 @@ def test_a_tensor_whose_deltas_pay_again_has_deltas_again(snapshots, monkeypatch
     assert all(depths[21:24]), depths
     assert not any(unpaid[10:12])
     first = unpaid.index(True, 12)
-    assert first <= 13, "a delta counts as tried only if its base is a full chunk"
-    assert unpaid[first : first + 3] == [True, True, False]
+    assert first <= 14, "a delta counts as tried only if its base is a full chunk"
+    assert unpaid[first : first + 4] == [True, False, True, True], "it waits for one save, then for two"
+
+
+def test_one_complete_change_costs_one_full_save(snapshots):
+    """Weights that change a little in each save are replaced once, and go on to change a little."""
+    states = [steady(step) if step < 4 else noise(0) * (1 + 1e-5 * step) for step in range(8)]
+    stored = [save(snapshots, step, {"w": state}).stored_bytes for step, state in enumerate(states)]
+    assert stored[4] > 0.9 * stored[0]
+    assert max(stored[5:]) < 0.8 * stored[0], stored
 
 
 def test_an_unchanged_tensor_is_no_rejected_delta(snapshots):

@@ -362,7 +362,7 @@ class SnapshotManager(Steps):
         try:
             self._retention_error = None
             keep = self.keep if self._mirror is None else self._mirror.holding(self.keep)
-            if self.repository.forget(keep, run=self.run, force=True).forgotten:
+            if self.repository.forget(keep, run=self.run).forgotten:
                 self.repository.gc()
         except IntegrityError:
             raise

@@ -22,8 +22,8 @@ class SaveOptions:
 
     Attributes:
         restore_cost: the most that a restore of a chunk may cost, in bytes read and decoding time, as a multiple of
-            what it costs if the chunk is stored full: 1.0 to 100.0. With larger values fewer bytes are stored, and
-            restores are slower. 1.0: no deltas.
+            what it costs if the chunk is stored full: 1.0 to 100.0. Up to about 10, larger values store fewer bytes;
+            restores are slower. 1.0: no new deltas. A chunk that does not change keeps its chain (`full=True` ends it).
         pack_bytes: a pack is closed at this size, 4 KiB to 1 GiB [bytes]. The default is for states of up to 512 GiB:
             see `pack_bytes_of`.
         threads: the number of threads of the CPU engine, 1 to 1024; None: SNAPSTORE_THREADS, else every core.

@@ -6,8 +6,9 @@ ranks, rank 0 chooses the snapshot, so all ranks restore the same one.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from .save.rank_job import RankJob
     from .state.fit import FitOptions, NameOptions
 
-
+log = logging.getLogger("snapstore")
 #: Where a repository lies.
 Url = str | Path | ObjectStore
 
@@ -59,6 +60,11 @@ def open_like(url: Url, mirror: Url | None, options: SaveOptions | None, *, read
         text = f"{url}: no repository here, and the mirror that a new one is made like cannot be read: {error}"
         raise StorageError(text) from error
     if like is not None and read_only:
+        with suppress(NotFoundError):  # a store may answer wrongly once
+            repository = Repository.open(url, options=options)
+            like.close()
+            return repository
+        log.warning("%s: no repository here; reading its mirror at %s, which may be older", url, like.url)
         return like
     try:
         return Repository.open_or_create(url, like=like, options=options)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import time
 from contextlib import suppress
 
@@ -26,6 +27,7 @@ from .this_process import boot_id, host_name
 
 log = logging.getLogger("snapstore")
 PREFIX = "sessions/"
+_ID = re.compile("[0-9a-f]{32}")
 #: If a session is dated further in the future than this [s], the store's clock was set back after its last heartbeat,
 #: or another program has set the date.
 FUTURE_S = 60.0
@@ -35,8 +37,8 @@ orphaned_sessions: set[str] = set()
 
 
 def listed_sessions(store: ObjectStore) -> list[str]:
-    """Return the ids of the sessions that either of two listings shows, sorted."""
-    return sorted(key.removeprefix(PREFIX) for key in listed(store, PREFIX))
+    """Return the ids of the sessions that either of two listings shows, sorted; files of other programs are none."""
+    return sorted(id_ for key in listed(store, PREFIX) if _ID.fullmatch(id_ := key.removeprefix(PREFIX)))
 
 
 def is_in_future(info: ObjectInfo, now_s: float) -> bool:

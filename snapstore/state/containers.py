@@ -27,6 +27,14 @@ _SEQUENCES = frozenset({list, tuple, deque})
 CONTAINERS = _MAPPINGS | _SEQUENCES
 
 
+def has(value: Any, *names: str) -> bool:
+    """Return whether a value has all these attributes; one whose look-up raises any error is missing."""
+    try:
+        return all(hasattr(value, name) for name in names)
+    except Exception:  # noqa: BLE001  a __getattr__ of the caller's class, such as one that looks into a dict
+        return False
+
+
 def display(path: Iterable[str | int]) -> str:
     """Return a path joined with dots. It is ambiguous: with dots in keys, two paths may give one text."""
     return ".".join(map(str, path))

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UnsupportedLeafError
 from ..threads import imported
+from .containers import has
 
 if TYPE_CHECKING:
     import torch
@@ -85,9 +86,9 @@ def sharding_of(value: Any) -> Sharding | None:
         return _of_dtensor(value)
     if _is_megatron(value):
         return _of_megatron(value)
-    if hasattr(value, "local_shards") and hasattr(value, "metadata"):
+    if has(value, "local_shards", "metadata"):
         return _of_sharded_tensor(value)
-    if hasattr(value, "__create_chunk_list__"):
+    if has(value, "__create_chunk_list__"):
         return _alone(tuple(value.size()), _chunk_boxes(value))
     return None
 
@@ -129,7 +130,7 @@ def _is_dtensor(value: Any) -> bool:
 
 
 def _is_megatron(value: Any) -> bool:
-    return all(hasattr(value, name) for name in ("key", "data", "global_shape", "global_offset", "replica_id"))
+    return has(value, "key", "data", "global_shape", "global_offset", "replica_id")
 
 
 # --- DTensor ---

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import InvalidInputError
 from ..threads import imported
-from .containers import CONTAINERS, Path, shown
+from .containers import CONTAINERS, Path, has, shown
 from .tensors import TensorSpec, is_array
 
 #: The buffers of torch's BatchNorm and InstanceNorm. Each rank computes them from its own batches.
@@ -24,7 +24,8 @@ def is_stateful(value: Any) -> bool:
     """Return whether `value` is an object that is stored as its state."""
     if isinstance(value, type) or type(value) in CONTAINERS or is_array(value):
         return False
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    methods = ("state_dict", "load_state_dict")
+    return has(value, *methods) and all(callable(getattr(value, name)) for name in methods)
 
 
 def state_of(value: Any, path: Path) -> Any:

@@ -958,6 +958,15 @@ def test_a_dry_gc_waits_where_a_gc_would(series):
     assert session.exists()
 
 
+def test_files_of_other_programs_are_no_sessions(series):
+    series("forget", "exp@0")
+    for name in ("desktop.ini", "notes.txt", f"{'2' * 32}.sync-conflict"):
+        Path(series.url, "sessions", name).write_text("x")
+    done = series.json("gc")
+    assert done["waiting_for"] == []
+    assert done["deleted_objects"] > 0
+
+
 def test_gc_waits_for_living_saves_and_gives_up_dead_ones(series):
     series("forget", "exp@0")
     with Repository.open(series.url) as repository:

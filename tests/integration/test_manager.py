@@ -541,6 +541,16 @@ def test_snapshots_that_stay_without_neighbours_are_written_full(store):
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("policy", [KeepBest("acc", mode="max"), KeepEvery(100), KeepSteps([7])])
+def test_policies_that_would_keep_nothing_forget_nothing(store, policy, caplog):
+    """A misspelt metric does not delete a run; a warning names the policy."""
+    with SnapshotManager(store, run="a", keep=policy, options=OPTIONS, async_save=False) as snapshots:
+        for step in range(1, 4):
+            snapshots.save(step, {"w": torch.ones(3)}, metrics={"val_acc": 1.0})
+        assert snapshots.all_steps() == [1, 2, 3]
+        assert type(policy).__name__ in caplog.text
+
+
 def test_tags_and_dense_policies_leave_deltas_on(store):
     """A tag may move, and every snapshot may have one. If every second save stays, deltas take less than full ones."""
     with manager(store, keep=KeepEvery(1)) as snapshots:

@@ -13,9 +13,19 @@ import torch
 from kit.faults import FaultStore
 from kit.ranks import Managers
 from kit.repositories import OPTIONS, check_clean, created, opened, same, save, values
-from snapstore import InvalidInputError, KeepBest, KeepEvery, KeepLast, Repository, SnapshotManager, StorageError
+from snapstore import (
+    InvalidInputError,
+    KeepBest,
+    KeepEvery,
+    KeepLast,
+    NotFoundError,
+    Repository,
+    SnapshotManager,
+    StorageError,
+)
 from snapstore.copy import mirror as mirrors
 from snapstore.copy.copy import Copier
+from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 
 
@@ -173,6 +183,30 @@ def test_read_only(tmp_path):
     with manager(tmp_path / "fast", tmp_path / "slow", read_only=True) as snapshots:
         assert same(snapshots.restore(), values("a", 2))
     assert not (tmp_path / "fast").exists()
+
+
+def test_one_wrong_answer_does_not_put_the_mirror_in_the_place_of_the_first_store(tmp_path, monkeypatch, caplog):
+    with manager(tmp_path / "fast", tmp_path / "slow") as snapshots:
+        saved(snapshots, [0])
+        snapshots.wait_until_mirrored()
+    with SnapshotManager(tmp_path / "fast", run="a", options=OPTIONS) as snapshots:
+        saved(snapshots, [1])
+    real, lies = LocalStore.get, ["config"]
+
+    def get(self, key, **options):
+        if key in lies and self.url.endswith("fast"):
+            lies.remove(key)
+            raise NotFoundError("config: no such object")
+        return real(self, key, **options)
+
+    monkeypatch.setattr(LocalStore, "get", get)
+    with manager(tmp_path / "fast", tmp_path / "slow", read_only=True) as snapshots:
+        assert not lies
+        assert snapshots.latest_step() == 1
+    lies += ["config", "config"]
+    with manager(tmp_path / "fast", tmp_path / "slow", read_only=True) as snapshots:
+        assert snapshots.latest_step() == 0
+    assert "reading its mirror" in caplog.text
 
 
 def test_stores_that_do_not_belong_together():

@@ -554,3 +554,23 @@ def test_a_subclass_of_ordereddict_keeps_its_order():
         repository.save({"v": value}, run="r", step=0)
         assert list(repository.restore("r@0", types=[Ordered])["v"]) == ["b", "c", "a"]
         assert list(repository.restore("r@0")["v"]) == ["b", "c", "a"]
+
+
+class Attributes(dict):
+    """A dict whose keys are attributes; a missing one raises KeyError."""
+
+    def __getattr__(self, name):
+        return self[name]
+
+
+class Unready:
+    def __getattr__(self, name):
+        raise RuntimeError("not initialised")
+
+
+def test_values_whose_attributes_cannot_be_looked_up():
+    state = {"config": Attributes(rate=0.5), "list": [Attributes(a=1), Attributes(a=2)], "w": torch.ones(3)}
+    found = again(state)
+    assert (dict(found["config"]), [dict(one) for one in found["list"]]) == ({"rate": 0.5}, [{"a": 1}, {"a": 2}])
+    with pytest.raises(UnsupportedLeafError, match=r"m: .*Unready has no stored form"):
+        again({"m": Unready()})

@@ -17,7 +17,6 @@ import logging
 import os
 import shutil
 import struct
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,10 +34,10 @@ from ..format.keys import name_of_record, parse_record_key, record_key
 from ..format.manifest import ManifestHeader
 from ..format.records import Config, ManifestRef, Snapshot
 from ..storage.base import ObjectInfo, ObjectStore
-from ..storage.cache_dir import cache_folder, refusal, shrink
-from ..storage.local import LocalStore
+from ..storage.cache_dir import shrink
 from ..threads import Threads
 from .history import View
+from .index_folder import folder_for, temporary_folder
 from .lmdb_file import Environment
 from .repeated_ids import repeated_ids
 
@@ -111,12 +110,19 @@ class Index:
     """The cache of one repository. Safe to use from several threads, not across a fork.
 
     Args:
+        folder: None: what is cached stays in memory.
         limit_bytes: size of the LMDB map.
         temporary: `close` removes the folder.
     """
 
     def __init__(
-        self, store: ObjectStore, uuid: str, folder: Path, *, limit_bytes: int = MAP_BYTES, temporary: bool = False
+        self,
+        store: ObjectStore,
+        uuid: str,
+        folder: Path | None,
+        *,
+        limit_bytes: int = MAP_BYTES,
+        temporary: bool = False,
     ) -> None:
         self._store, self.uuid, self.folder, self._limit_bytes = store, uuid, folder, limit_bytes
         self._pid, self.temporary = os.getpid(), temporary
@@ -125,6 +131,8 @@ class Index:
         self._pauses: dict[str, _Pause] = {}
         self._environment: Environment | None = None
         self._is_new = True  # no listing yet
+        if folder is None:
+            return
         try:
             self._environment = Environment.open(folder, uuid, limit_bytes)
             self._load()
@@ -382,9 +390,10 @@ class Index:
             before, self._records = self._records, {}
             self._pauses.clear()
             try:
-                if self._environment is None:
+                if self._environment is None and self.folder is not None:
                     self._environment = Environment.open(self.folder, self.uuid, self._limit_bytes)
-                self._environment.wipe()
+                if self._environment is not None:
+                    self._environment.wipe()
             except (lmdb.Error, OSError) as error:
                 log.warning("index %s cannot be rebuilt: %s", self.folder, error)
             view = self.refresh()
@@ -429,7 +438,7 @@ class Index:
             if self._environment is not None:
                 self._environment.release()
             self._environment = None
-            if self.temporary:
+            if self.temporary and self.folder is not None:
                 shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -463,30 +472,9 @@ def open_index(store: ObjectStore, config: Config, *, reconstructed: bool) -> In
         InvalidInputError: SNAPSTORE_CACHE_DIR is not an absolute path.
     """
     folder, temporary = folder_for(store, config.uuid)
-    if reconstructed and not temporary:
-        folder, temporary = _temporary_folder(), True
+    if reconstructed and folder is not None and not temporary:
+        folder, temporary = temporary_folder(store)
     index = Index(store, config.uuid, folder, limit_bytes=MAP_BYTES, temporary=temporary)
     if not temporary:
         shrink()
     return index
-
-
-def folder_for(store: ObjectStore, uuid: str) -> tuple[Path, bool]:
-    """Return (the folder of the index, whether it is temporary): in the user's own cache, if that can be used.
-
-    Raises:
-        InvalidInputError: SNAPSTORE_CACHE_DIR is not an absolute path.
-    """
-    lasts = isinstance(store, LocalStore) or ("://" in store.url and not store.url.startswith("memory://"))
-    cache = cache_folder()  # a wrong setting is an error for every store
-    why = refusal(cache) if lasts else "is not used for stores that end with this process"
-    if not why:
-        # A copy of a repository has its uuid, and records of its own: one index must not serve both.
-        return cache / f"{uuid}-{_shortened(store.place).hex()}", False
-    if lasts:
-        log.warning("the cache %s %s; %s has a temporary index until it is closed", cache, why, store.url)
-    return _temporary_folder(), True
-
-
-def _temporary_folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="snapstore-index-"))

@@ -40,13 +40,33 @@ def cache_folder() -> Path:
 
     Raises:
         InvalidInputError: The variable is not an absolute path.
+        FileNotFoundError: The variable is not set, and the user's home folder is not known.
     """
     import platformdirs
 
     chosen = os.environ.get("SNAPSTORE_CACHE_DIR")
     if chosen is not None and not Path(chosen := os.path.expanduser(chosen)).is_absolute():  # noqa: PTH111
         raise InvalidInputError(f"SNAPSTORE_CACHE_DIR={chosen!r}: expected an absolute path")
-    return Path(chosen or platformdirs.user_cache_dir("snapstore"))
+    if chosen is not None:
+        return Path(chosen)
+    with suppress(RuntimeError):  # some versions of platformdirs raise it, others return a relative path
+        if (cache := Path(platformdirs.user_cache_dir("snapstore"))).is_absolute():
+            return cache
+    raise FileNotFoundError(errno.ENOENT, "the home folder of this user is not known (set SNAPSTORE_CACHE_DIR)")
+
+
+def usable_cache() -> tuple[Path | None, str]:
+    """Return (the cache folder, ""), or (None, why it cannot be used); make the folder if it is missing.
+
+    Raises:
+        InvalidInputError: SNAPSTORE_CACHE_DIR is not an absolute path.
+    """
+    try:
+        cache = cache_folder()
+    except FileNotFoundError as error:
+        return None, f"the cache cannot be found: {error.strerror}"
+    why = refusal(cache)
+    return (None, f"the cache {cache} {why}") if why else (cache, "")
 
 
 def refusal(cache: Path) -> str:

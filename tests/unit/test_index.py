@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from types import SimpleNamespace
 
 import lmdb
 import msgspec
+import platformdirs
 import pytest
 import xxhash
 
@@ -34,6 +36,7 @@ from snapstore.storage import cache_dir as cache_module
 from snapstore.storage import local
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
+from snapstore.storage.s3.lock_files import LivenessLocks
 from snapstore.storage.s3.store import S3Store
 
 
@@ -285,6 +288,62 @@ def test_a_cache_that_is_unsafe_or_unusable_is_not_used(root, cache, harm, monke
         save(repository, "a", 4, 4)
     assert not repository.context.index.folder.exists()
     assert harm == "file" or list(cache.iterdir()) == []
+
+
+@pytest.fixture
+def nobody(monkeypatch):
+    """Run as a user who has no HOME and no entry in passwd, as in many containers."""
+    monkeypatch.delenv("SNAPSTORE_CACHE_DIR")
+    monkeypatch.setattr(platformdirs, "user_cache_dir", lambda _: _fail(RuntimeError("no home directory")))
+
+
+def _fail(error: Exception) -> str:
+    raise error
+
+
+@pytest.mark.parametrize("found", ["an error", "a relative path"])
+def test_a_user_without_a_home_folder_gets_a_temporary_index(root, nobody, found, monkeypatch, caplog):
+    if found == "a relative path":
+        monkeypatch.setattr(platformdirs, "user_cache_dir", lambda _: "~/.cache/snapstore")
+    with opened(root) as repository:
+        assert repository.context.index.temporary
+        save(repository, "a", 4, 4)
+        check_restores(repository)
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "home folder of this user is not known (set SNAPSTORE_CACHE_DIR)" in warning
+    assert "has a temporary index" in warning
+    locks = LivenessLocks("s3://bucket")
+    assert not locks.begin("sessions/x")
+    assert locks.is_alive("sessions/x") is None
+    with repository_of(MemoryStore(), create=True) as repository:
+        save(repository, "a", 0, 0)
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("kind", ["local", "memory", "config lost"])
+def test_without_a_cache_and_a_temporary_folder_there_is_no_index(root, nobody, kind, monkeypatch, caplog):
+    """Then all verbs work, with one warning and no LMDB file."""
+    no_place = FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+    if kind == "config lost":
+        (root / "config").unlink()
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda **_: _fail(no_place))
+    monkeypatch.setattr(index_module.Environment, "open", lambda *_: pytest.fail("opened an index"))
+    of_memory = repository_of(MemoryStore(), create=True) if kind == "memory" else None
+    with of_memory or opened(root, damaged=kind == "config lost") as repository:
+        if kind == "config lost":
+            assert len(repository.snapshots()) == 4
+        else:
+            save(repository, "a", 4, 4)
+            repository.forget([KeepLast(1)], run="a")
+            repository.gc()
+            repository.rebuild_index()
+            assert repository.snapshot("a@latest").step == 4
+            check_restores(repository)
+        assert repository.context.index.folder is None
+    (warning,) = [record.getMessage() for record in caplog.records if "index" in record.getMessage()]
+    assert "No usable temporary directory" in warning
+    assert ("home folder" in warning) is (kind != "memory")
+    assert "has no index: every start reads all records" in warning
 
 
 def test_a_bad_setting_is_an_error(root, monkeypatch):
@@ -842,7 +901,7 @@ def test_where_an_index_lies(monkeypatch, tmp_path, url, place):
     if not temporary:
         assert folder.name.startswith("0" * 32)
         assert index_module.folder_for(SimpleNamespace(url=url, place=url + " mirror"), "0" * 32)[0] != folder
-        monkeypatch.setattr(index_module, "refusal", lambda _: "lies elsewhere")
+        monkeypatch.setattr(cache_module, "refusal", lambda _: "lies elsewhere")
         assert index_module.folder_for(store, "0" * 32)[1]
     else:
         folder.rmdir()

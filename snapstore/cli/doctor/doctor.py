@@ -19,7 +19,7 @@ from ...errors import InvalidInputError, NotFoundError, SnapstoreError
 from ...format import records
 from ...repository import Repository
 from ...storage.base import ObjectStore
-from ...storage.cache_dir import cache_folder, mount_of, on_network, refusal
+from ...storage.cache_dir import mount_of, on_network, usable_cache
 from ...storage.local import LocalStore
 from ...storage.urls import expand_home, open_store
 from ...text import counted, human_bytes
@@ -113,12 +113,12 @@ def _probe(store: ObjectStore) -> list[Finding]:
 def _cache() -> Finding:
     """Return a finding about the cache folder, where indexes lie."""
     try:
-        cache = cache_folder()
+        cache, why = usable_cache()
     except SnapstoreError as error:
         return Finding("index", False, str(error))
-    if why := refusal(cache):
+    if cache is None:
         cost = "every start reads all records; set SNAPSTORE_CACHE_DIR to a folder that you own on a local disk"
-        return Finding("index", False, f"{cache} {why}: {cost}")
+        return Finding("index", False, f"{why}: {cost}")
     return Finding("index", True, f"in {cache}, {mount_of(cache)[1] or 'an unknown file system'}")
 
 
@@ -135,7 +135,8 @@ def _repository(store: ObjectStore) -> Finding:
             count = counted(len(repository.snapshots()), "snapshot")
             about = f"{store.url}: a repository of {count}, format version {repository.config.version}"
             index = repository.context.index  # a temporary one goes when the repository is closed
-            return Finding("repository", True, f"{about}; index: {'temporary' if index.temporary else index.folder}")
+            where = "temporary" if index.temporary else index.folder or "none"
+            return Finding("repository", True, f"{about}; index: {where}")
     except NotFoundError:
         return Finding("repository", None, f"{store.url}: no repository here; 'snapstore init' creates one")
     except SnapstoreError as error:

@@ -16,7 +16,7 @@ import hashlib
 import os
 from contextlib import suppress
 
-from ..cache_dir import cache_folder, refusal
+from ..cache_dir import usable_cache
 from ..folders import closing, identity, open_root
 from ..locks import drop_temp, is_locked, keep_locked, open_temp, unlock
 
@@ -29,9 +29,9 @@ class LivenessLocks:
     """
 
     def __init__(self, place: str) -> None:
-        cache = cache_folder()
+        cache, _ = usable_cache()
         self._place = place
-        self._folder = None if refusal(cache) else cache / "held"
+        self._folder = cache and cache / "held"
 
     def begin(self, key: str) -> bool:
         """Take the lock of a key; return False if it is taken already, or the cache cannot be used."""

@@ -33,8 +33,8 @@ log = logging.getLogger("snapstore")
 SCHEMA = b"5"
 #: The file is read in small pieces: for each thread, C's allocator keeps the memory that the thread took once.
 DIGEST_PIECE_BYTES = 128 * 1024
-#: A process holds the lock for milliseconds, but a stopped one (SIGSTOP) for as long as it is stopped. If the lock is
-#: not free after this time [s], the index is not used.
+#: A process holds the lock, or that of the folder, for milliseconds, but a stopped one (SIGSTOP) for as long as it is
+#: stopped. If the lock is not free after this time [s], the index is not used.
 PATIENCE_S = 10.0
 
 
@@ -58,7 +58,7 @@ class Environment:
         self._name = self._name_of(folder)
         self._patience_s = PATIENCE_S
         self._lock = threading.RLock()  # `wipe` replaces the environment that other threads use
-        self._use = begin_use(folder)
+        self._use = begin_use(folder, PATIENCE_S)
         try:
             with self._locked():
                 self._open_lmdb()

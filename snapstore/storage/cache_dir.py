@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import InvalidInputError
+from .locks import wait_for_lock
 
 _NETWORK_FILE_SYSTEMS = re.compile(
     r"nfs|cifs|smb|lustre|gpfs|beegfs|ceph|9p|afs|glusterfs|fuse\.|wekafs|panfs|pvfs2|ocfs2|gfs2|virtiofs"
@@ -103,8 +104,11 @@ def on_network(folder: Path) -> bool:
     return _NETWORK_FILE_SYSTEMS.match(mount_of(folder)[1]) is not None
 
 
-def begin_use(folder: Path) -> int:
+def begin_use(folder: Path, timeout_s: float) -> int:
     """Make a folder and protect it from removal.
+
+    Args:
+        timeout_s: how long to wait while another process removes the folder. A stopped process (SIGSTOP) may take days.
 
     Returns:
         A descriptor for `end_use`. The use also ends when this process and the children that it forked are dead.
@@ -112,6 +116,7 @@ def begin_use(folder: Path) -> int:
     Raises:
         FileExistsError: The name of the folder, or of one above it, is that of a file, or of a link that leads nowhere.
         PermissionError: The folder is not ours alone.
+        TimeoutError: Another process was about to remove the folder, and did not end in time.
         OSError: The folder cannot be made or locked.
     """
     while True:
@@ -125,7 +130,7 @@ def begin_use(folder: Path) -> int:
             _require_private(folder)
             fd = os.open(folder / _IN_USE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
-                fcntl.flock(fd, fcntl.LOCK_SH)
+                wait_for_lock(fd, folder / _IN_USE, timeout_s, fcntl.LOCK_SH)
                 if is_used(fd, folder):
                     os.utime(fd)
                     return fd

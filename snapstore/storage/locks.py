@@ -158,7 +158,7 @@ def locked(path: Path, timeout_s: float) -> Iterator[None]:
     """
     fd = _open_tracked(path)
     try:
-        _wait_for(fd, path, timeout_s)
+        wait_for_lock(fd, path, timeout_s)
         yield
     finally:
         _close(fd)
@@ -179,8 +179,12 @@ def _close(fd: int) -> None:
             os.close(fd)
 
 
-def _wait_for(fd: int, path: Path, timeout_s: float) -> None:
+def wait_for_lock(fd: int, path: Path, timeout_s: float, kind: int = fcntl.LOCK_EX) -> None:
     """Take a lock as soon as it is free.
+
+    Args:
+        path: The file's name in errors.
+        kind: fcntl.LOCK_EX or LOCK_SH.
 
     Raises:
         TimeoutError: It was not free in time.
@@ -188,7 +192,7 @@ def _wait_for(fd: int, path: Path, timeout_s: float) -> None:
     until_s, pause_s = time.monotonic() + timeout_s, 0.0005
     while True:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
             return
         except BlockingIOError:
             if time.monotonic() >= until_s:

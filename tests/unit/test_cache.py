@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -29,7 +30,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 def index_of(folder: Path, number: int, used_s: float | None = None, size_bytes: int = 64 * KiB) -> Path:
     """Make a closed index of `size_bytes`, last used at `used_s`."""
     path = folder / f"{number:032x}-{number:032x}"
-    end_use(begin_use(path))
+    end_use(begin_use(path, 60))
     (path / "data.mdb").write_bytes(os.urandom(size_bytes))
     if used_s is not None:
         os.utime(path / "used", (used_s, used_s))
@@ -47,7 +48,7 @@ def test_the_longest_unused_goes_first(folder):
     assert names(folder) == {path.name for path in paths}
     shrink(2 * 64 * KiB + 32 * KiB)
     assert names(folder) == {path.name for path in by_use[-2:]}
-    end_use(begin_use(by_use[-2]))  # this use is the latest
+    end_use(begin_use(by_use[-2], 60))  # this use is the latest
     shrink(64 * KiB + 32 * KiB)
     assert names(folder) == {by_use[-2].name}
     shrink(0)
@@ -80,7 +81,7 @@ USER = """
 import sys
 from pathlib import Path
 from snapstore.storage.cache_dir import begin_use
-begin_use(Path(sys.argv[1]))
+begin_use(Path(sys.argv[1]), 60)
 print("in use", flush=True)
 sys.stdin.read()
 """
@@ -88,7 +89,7 @@ sys.stdin.read()
 
 def test_an_index_in_use_stays_however_old_it_is(folder):
     mine, theirs, nobodys = (index_of(folder, n, used_s=1000 + n) for n in range(3))
-    use = begin_use(mine)
+    use = begin_use(mine, 60)
     os.utime(mine / "used", (1, 1))
     with subprocess.Popen([sys.executable, "-c", USER, theirs], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as user:
         assert user.stdout.readline() == b"in use\n"
@@ -103,6 +104,45 @@ def test_an_index_in_use_stays_however_old_it_is(folder):
     end_use(use)
     shrink(0)
     assert names(folder) == set()
+
+
+EVICTOR = """
+import os, signal
+from pathlib import Path
+from snapstore.storage.cache_dir import shrink
+rename = Path.rename
+def stopped(*names):
+    print("stopped", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return rename(*names)
+Path.rename = stopped
+shrink(0)
+"""
+
+
+def test_a_process_that_is_stopped_while_it_removes_an_index(folder, tmp_path, monkeypatch, caplog):
+    """Another process waits briefly, and opens its repository without the index; later opens use the index again."""
+    monkeypatch.setattr("snapstore.catalog.lmdb_file.PATIENCE_S", 0.5)
+    with Repository.create(tmp_path / "r", chunk_bytes=1024, options=OPTIONS) as repository:
+        save(repository, "a", 0, 0)
+        path = repository.context.index.folder
+    with subprocess.Popen([sys.executable, "-c", EVICTOR], stdout=subprocess.PIPE) as evictor:
+        try:
+            assert evictor.stdout.readline() == b"stopped\n"
+            began = time.monotonic()
+            with opened(tmp_path / "r") as repository:
+                assert time.monotonic() - began >= 0.5
+                assert repository.context.index._environment is None
+                save(repository, "a", 1, 1)
+                assert len(check_restores(repository)) == 2
+            assert "another process keeps it locked" in caplog.text
+        finally:
+            evictor.send_signal(signal.SIGCONT)
+        assert evictor.wait(60) == 0
+    assert not path.exists()
+    with opened(tmp_path / "r") as repository:
+        assert repository.context.index._environment is not None
+        assert len(check_restores(repository)) == 2
 
 
 def test_users_beside_removers(folder):
@@ -121,7 +161,7 @@ def test_users_beside_removers(folder):
     def use(me: int) -> None:
         while goes_on():
             try:
-                fd = begin_use(path)
+                fd = begin_use(path, 60)
                 mark = path / f"mark{me}"
                 mark.write_bytes(os.urandom(10))
                 data = mark.read_bytes()
@@ -203,7 +243,7 @@ def test_a_folder_that_goes_while_it_is_made(tmp_path, monkeypatch):
         real(path, *rest)
 
     monkeypatch.setattr(os, "mkdir", mkdir)
-    end_use(begin_use(tmp_path / "folder"))
+    end_use(begin_use(tmp_path / "folder", 60))
     assert len(calls) == 2
 
 
@@ -223,7 +263,7 @@ def a_link_that_leads_nowhere(path):
 def test_another_thing_in_the_place_of_a_folder(tmp_path, made):
     made(tmp_path / "folder")
     with pytest.raises(FileExistsError):
-        begin_use(tmp_path / "folder")
+        begin_use(tmp_path / "folder", 60)
 
 
 @pytest.mark.parametrize("made", [a_file, a_pipe, a_link_that_leads_nowhere])

@@ -5,9 +5,10 @@ change, so they are cached by key: every `refresh` lists the store, reads only r
 answers from memory. A bucket that was restored from a backup, or another one by the same name, may show another record
 under a known key. So each record is cached with the size, time and tag of the listing, and read again when they differ.
 
-An index that is missing, foreign, damaged, full or unwritable costs time, nothing else. It lies in the user's own
-cache, where its size is bounded. It never lies in the repository: snapstore trusts its content, and anyone could have
-written an index that came with an archive.
+An index that is missing, foreign, damaged, full or unwritable costs time, nothing else, with one exception: another
+program that writes into the open file at the wrong moment may end the process (lmdb_file.py). The index lies in the
+user's own cache, where its size is bounded. It never lies in the repository: snapstore trusts its content, and anyone
+could have written an index that came with an archive.
 """
 
 from __future__ import annotations

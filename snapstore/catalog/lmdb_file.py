@@ -8,7 +8,10 @@ processes in different containers had the same pid and shared a cache, the secon
 
 LMDB trusts its file, and a flipped bit in a page can kill the process. So after every write the XXH3-64 of the file's
 used pages goes into the file `verified`, the seal, under the folder's lock. A data file that does not match its seal is
-deleted before LMDB opens it. Each value is stored with a checksum over its key and data, so that no value is taken for
+deleted before LMDB opens it. Every transaction first compares the file's size and times with those after the last one:
+if another program has written to the open file, or cut it, and it does not match its seal, it is closed, deleted and
+built again. Nothing protects from a program that writes during a transaction, or without a change of size and times:
+LMDB may then end the process. Each value is stored with a checksum over its key and data, so that no value is taken for
 that of another key. The folder counts as in use (storage/cache_dir.py) while the environment is open.
 """
 
@@ -54,6 +57,8 @@ class Environment:
 
     def __init__(self, folder: Path, uuid: str, limit_bytes: int) -> None:
         self._folder, self._uuid, self._limit_bytes = folder, uuid, limit_bytes
+        self._data = folder / "data.mdb"
+        self._file: tuple[int, ...] | None = None  # as the last transaction left it (`_file_now`)
         self._users = 0
         self._name = self._name_of(folder)
         self._patience_s = PATIENCE_S
@@ -117,19 +122,33 @@ class Environment:
                 for database in self._databases.values():
                     transaction.drop(database, delete=False)
                 transaction.put(b"identity", identity, db=self._databases[b"meta"])
-        self._file = self._file_now()
         self._seal()
 
-    def _file_now(self) -> tuple[int, int]:
-        """Return the identity (device, inode) of the file that has the name now."""
-        status = (self._folder / "data.mdb").stat()
-        return status.st_dev, status.st_ino
+    def _file_now(self) -> tuple[int, ...] | None:
+        """Return (device, inode, size, times of the last changes) of the file that has the name now; None: no file."""
+        try:
+            status = self._data.stat()
+        except FileNotFoundError:
+            return None
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
     def _follow(self) -> None:
-        """Open the new file if another process has replaced ours: a seal of our file would not match the new one."""
-        if self._users and self._file_now() != self._file:  # without users this process may have another environment
-            self._env.close()
-            self._open_lmdb()
+        """Open the file again if another process has replaced it, or if another program has damaged it.
+
+        A seal of a replaced file would not match the new one. LMDB would end this process (SIGBUS) at a page that was
+        cut off, so the map is not touched before the file is known to match its seal.
+        """
+        now = self._file_now()
+        if now == self._file or not self._users:  # without users this process may have another environment
+            return
+        is_ours = now is not None and self._file is not None and now[:2] == self._file[:2]
+        if is_ours and self._seal_holds():
+            self._file = now  # another process has put something
+            return
+        self._env.close()
+        if is_ours:
+            self._remove()
+        self._open_lmdb()
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -150,7 +169,7 @@ class Environment:
     def _digest(self, used_bytes: int) -> str:
         """Return the length and the XXH3-64 of the first bytes of the data file, as text."""
         state, room, left = xxhash.xxh3_64(), memoryview(bytearray(DIGEST_PIECE_BYTES)), used_bytes
-        with (self._folder / "data.mdb").open("rb", buffering=0) as file:
+        with self._data.open("rb", buffering=0) as file:
             while left > 0 and (count := file.readinto(room[:left])):
                 state.update(room[:count])
                 left -= count
@@ -158,6 +177,7 @@ class Environment:
 
     def _seal(self) -> None:
         """Write the digest of the used pages into `verified`."""
+        self._file = self._file_now()  # before the digest: what is written meanwhile is noticed
         used_bytes = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
         seal, file = self._digest(used_bytes), self._folder / "verified"
         if file.exists() and file.read_text(errors="replace") == seal:
@@ -166,12 +186,11 @@ class Environment:
 
     def _seal_holds(self) -> bool:
         """Return whether the data file matches its seal."""
-        data = self._folder / "data.mdb"
-        if not data.exists():
+        if not self._data.exists():
             return False
         try:
             seal = (self._folder / "verified").read_text()
-            used_bytes, status = int(seal.split()[0]), data.stat()
+            used_bytes, status = int(seal.split()[0]), self._data.stat()
             holds = status.st_size >= used_bytes and self._digest(used_bytes) == seal
         except (OSError, ValueError, IndexError):
             holds = False
@@ -202,14 +221,18 @@ class Environment:
 
     def get(self, database: bytes, key: str) -> bytes | None:
         """Return one item; None if there is none, or its checksum is wrong."""
-        with self._locked(), self._env.begin() as transaction:
-            value: bytes | None = transaction.get(key.encode(), db=self._databases[database])
+        with self._locked():
+            self._follow()
+            with self._env.begin() as transaction:
+                value: bytes | None = transaction.get(key.encode(), db=self._databases[database])
         return None if value is None else self._checked(database, key.encode(), value)
 
     def items(self, database: bytes) -> list[tuple[bytes, bytes]]:
         """Return all items, copied so that no reader stays open."""
-        with self._locked(), self._env.begin() as transaction:
-            values = list(transaction.cursor(db=self._databases[database]))
+        with self._locked():
+            self._follow()
+            with self._env.begin() as transaction:
+                values = list(transaction.cursor(db=self._databases[database]))
         checked = ((key, self._checked(database, key, value)) for key, value in values)
         return [(key, data) for key, data in checked if data is not None]
 

@@ -928,6 +928,26 @@ def test_an_index_that_another_process_rebuilds_stays_usable(root, caplog):
 
     Otherwise it would write the seal of its old file. The new file would not match this seal, and would be deleted.
     """
+    with another_process(root) as saves:
+        for step in range(2):
+            with opened(root) as repository:
+                repository.rebuild_index()
+            for number in range(2):
+                with opened(root) as repository:
+                    assert len(repository.snapshots("other")) == 2 * step + number
+                saves(2 * step + number)
+    with opened(root) as repository:
+        assert len(repository.snapshots("other")) == 4
+    assert "damaged or unfinished" not in caplog.text
+
+
+@contextmanager
+def another_process(root: Path, log: Path | None = None):
+    """Open the repository in another process; yield a function that saves a step there and reads its header again.
+
+    Args:
+        log: file for the warnings of that process.
+    """
     script = f"""
 import sys
 from kit.repositories import OPTIONS, save
@@ -936,30 +956,90 @@ with Repository.open({str(root)!r}, options=OPTIONS) as repository:
     repository.view()
     print("opened", flush=True)
     for line in sys.stdin:
-        save(repository, "other", int(line), 0)
-        print("saved", flush=True)
+        what, step = line.split()
+        if what == "save":
+            save(repository, "other", int(step), 0)
+        repository.context.index.header(repository.snapshot("a@2").manifests[0])
+        print("done", flush=True)
 """
-    with subprocess.Popen(
-        [sys.executable, "-c", script],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        bufsize=1,
-        env=environment(),
-    ) as other:
+    with (
+        (log or Path(os.devnull)).open("w") as errors,
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            bufsize=1,
+            env=environment(),
+        ) as other,
+    ):
         assert other.stdout.readline() == "opened\n"
-        for step in range(2):
-            with opened(root) as repository:
-                repository.rebuild_index()
-            for number in range(2):
-                with opened(root) as repository:
-                    assert len(repository.snapshots("other")) == 2 * step + number
-                other.stdin.write(f"{2 * step + number}\n")
-                assert other.stdout.readline() == "saved\n"
+
+        def call(step: int, what: str = "save") -> None:
+            other.stdin.write(f"{what} {step}\n")
+            assert other.stdout.readline() == "done\n", f"it ended with {other.wait(60)}"
+
+        yield call
         other.stdin.close()
-    with opened(root) as repository:
-        assert len(repository.snapshots("other")) == 4
-    assert "damaged or unfinished" not in caplog.text
+        assert other.wait(60) == 0
+
+
+def cut_off(data: Path) -> None:
+    os.truncate(data, 0)
+
+
+def cut_short(data: Path) -> None:
+    os.truncate(data, 8192)
+
+
+def overwrite(data: Path) -> None:
+    with data.open("r+b") as file:
+        file.write(b"\xa5" * data.stat().st_size)
+
+
+def flip_a_byte(data: Path) -> None:
+    status = data.stat()
+    flip_file(data, 2 * 4096 + 20)
+    os.utime(data, ns=(status.st_atime_ns, status.st_mtime_ns))  # as rsync --times does
+
+
+def remove(data: Path) -> None:
+    data.unlink()
+
+
+@pytest.mark.parametrize("use", ["save", "read"])
+@pytest.mark.parametrize("harm", [cut_off, cut_short, overwrite, flip_a_byte, remove])
+def test_an_index_that_is_damaged_while_it_is_open(root, tmp_path, harm, use):
+    """If another program cuts, overwrites or removes the open file, LMDB does not read it: it would end the process."""
+    log = tmp_path / "log"
+    with another_process(root, log) as call:
+        call(0)
+        harm(index_of(root) / "data.mdb")
+        call(1, use)
+        warned = "damaged or unfinished" in log.read_text()
+        assert warned is (harm is not remove)
+        call(2)
+        with opened(root) as repository:
+            assert [s.step for s in repository.snapshots("other")] == ([0, 1, 2] if use == "save" else [0, 2])
+            check_restores(repository)
+        call(3)
+    assert log.read_text().count("damaged or unfinished") == warned
+
+
+def test_processes_that_use_one_index_in_turns_keep_its_file(root, tmp_path):
+    """A change of the file by another process is not taken for damage."""
+    log, data = tmp_path / "log", index_of(root) / "data.mdb"
+    file = data.stat().st_ino
+    with opened(root) as repository, another_process(root, log) as call:
+        for step in range(4):
+            call(step)
+            save(repository, "here", step, 0)
+            call(step, "read")
+            repository.context.index.header(repository.snapshot("a@2").manifests[0])
+        assert len(repository.context.index._environment.items(b"records")) >= 4 + 2 * 4
+    assert data.stat().st_ino == file
+    assert log.read_text() == ""
 
 
 @pytest.mark.parametrize("how", ["a link", "writable by others"])

@@ -310,7 +310,8 @@ class Claim(Putter):
             self.store.put(snapshot.key, data)
         except (StorageError, AlreadyExistsError) as error:
             failure = error
-            self.store.sync(f"snapshots/{self.run}/")  # a record that is there but not durable must not count
+            # A record that is there but not durable must not count: this fails if the put could not fsync its folder.
+            self.store.sync(f"snapshots/{self.run}/")
         try:
             got = self.store.get(snapshot.key, limit_bytes=MAX_OBJECT_BYTES)
             found = snapshot if got == data else records.decode(got, Snapshot, snapshot.key)

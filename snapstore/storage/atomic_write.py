@@ -11,7 +11,9 @@ Invariants, and what is lost without them:
   durable only once *this* writer has fsynced its parent: another process may have made the folder and not fsynced it
   yet. A power loss would then remove that folder, and our file with it.
 - `AlreadyExistsError` is raised only after the folder was fsynced, so the existing file is durable too.
-- A failed fsync ends the write. Linux reports a write-back error once: a second fsync would wrongly succeed.
+- A failed fsync ends the write. Linux reports a write-back error once: a second fsync would wrongly succeed. The bytes
+  are written again into another file. But a name cannot be made again, so if its folder could not be fsynced, the name
+  stays in doubt: as long as this writer lives, a put of the key and a `sync` of it fail. Other processes do not know.
 - A temporary file is locked (flock) while it is written. So `clean` recognizes the files of dead writers without a
   clock. A crash between create and link leaves an unlocked file under `tmp/`. A crash between link and unlink leaves a
   second name there for a complete object.
@@ -41,7 +43,7 @@ from .folders import (
     stat_entry,
 )
 from .locks import drop_temp, keep_locked, open_temp
-from .os_errors import error_name
+from .os_errors import error_name, is_full
 
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV}
 _NO_DIRECTORY_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
@@ -57,6 +59,7 @@ class AtomicWriter:
     def __init__(self, url: str) -> None:
         self._url = url
         self._durable: dict[str, Identity] = {}  # folders whose own entry this writer has fsynced
+        self._in_doubt: set[str] = set()  # keys, and folders with a slash at the end, whose folder's fsync has failed
 
     def create(self, root: int, key: str, view: memoryview, lock_name: str | None) -> None:
         """Write a new file below `root`, durable on return.
@@ -81,7 +84,8 @@ class AtomicWriter:
                 _write_all(fd, view)
                 os.fsync(fd)
                 self._link(key, fd, (temps, temp), (folder, name))
-                fsync_directory(folder, key)
+                self._in_doubt.discard(key)  # the name is new
+                self.fsync_name(folder, key)
                 if lock_name is not None:
                     keep_locked(fd, lock_name)
                     kept = True
@@ -109,18 +113,50 @@ class AtomicWriter:
                     if not make:
                         raise
                     self._durable.pop(shown, None)  # a new folder may get the inode number of a deleted one
+                    self._in_doubt.discard(f"{shown}/")
                     make_folder(folder, name, root)
                     inner = open_folder(folder, name, shown)
                 try:
                     found = identity(os.fstat(inner))
                     if self._durable.get(shown) != found:
-                        fsync_directory(folder, shown)
+                        self.fsync_name(folder, f"{shown}/")
                         self._durable[shown] = found
                 except BaseException:
                     os.close(inner)
                     raise
             folder = inner
         return folder
+
+    def fsync_name(self, folder: int, name: str) -> None:
+        """Make a name in a folder durable.
+
+        Args:
+            name: The key of a file; or the path of a folder with a slash at its end, "" for the root: all that is below
+                it must not be in doubt.
+
+        Raises:
+            StorageError: An earlier fsync has failed.
+            CapabilityError: The file system cannot fsync a directory.
+            OSError: The fsync failed. The name is in doubt from now on, unless the disk is full.
+        """
+        is_folder = name == "" or name.endswith("/")
+        for other in self._in_doubt.copy():
+            if other == name or (is_folder and other.startswith(name)):
+                raise StorageError(
+                    f"{other or '/'} in {self._url}: an fsync of its folder has failed, and a second fsync would prove "
+                    "nothing: it is not known whether it survives a power loss; check the disk ('dmesg'), then open "
+                    "the repository again"
+                )
+        try:
+            fsync_directory(folder, name.rstrip("/"))
+        except OSError as error:
+            if not is_full(error):  # the change waits in memory for free space
+                self._in_doubt.add(name)
+            raise
+
+    def end_doubt(self, key: str) -> None:
+        """Note that a file was deleted."""
+        self._in_doubt.discard(key)
 
     def _link(self, key: str, fd: int, temp: tuple[int, str], target: tuple[int, str]) -> None:
         """Link the finished temporary file to its name; `temp` and `target` are (folder, name)."""
@@ -137,7 +173,7 @@ class AtomicWriter:
                         f"{key} in {self._url}: expected a free name, found something that is not a file, which "
                         "snapstore never makes; remove it, then try again"
                     ) from error
-            fsync_directory(folder, key)
+            self.fsync_name(folder, key)
             raise already_exists(key, self._url) from error
         except OSError as error:
             if error.errno in _NO_HARD_LINKS:

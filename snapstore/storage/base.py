@@ -155,7 +155,10 @@ class ObjectStore(Protocol):
         ...
 
     def sync(self, prefix: str) -> None:
-        """Make durable what `list(prefix)` shows, so that it is safe to act on it (local: fsync the directories)."""
+        """Make durable what `list(prefix)` shows, so that it is safe to act on it (local: fsync the directories).
+
+        It fails if it is not known whether an object that this store has put is durable.
+        """
         check_prefix(prefix)
 
     def lock(self, key: str, data: Buffer) -> None:

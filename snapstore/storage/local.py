@@ -30,7 +30,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import CapabilityError, NotFoundError, SnapstoreError, StorageError
-from .atomic_write import AtomicWriter, fsync_directory, make_root, open_temps
+from .atomic_write import AtomicWriter, make_root, open_temps
 from .base import (
     GET_LIMIT_BYTES,
     MAX_LEVELS,
@@ -189,6 +189,7 @@ class LocalStore(ObjectStore):
         for key in keys:
             with suppress(NotFoundError), self._at(key, "delete") as (folder, name), suppress(IsADirectoryError):
                 os.unlink(name, dir_fd=folder)
+                self._writer.end_doubt(key)
             unlock(self._lock_name(key))  # after the unlink: nothing sees a live session without its lock
 
     def now_s(self) -> float:
@@ -208,7 +209,11 @@ class LocalStore(ObjectStore):
             return time.time()
 
     def sync(self, prefix: str) -> None:
-        """Fsync every folder from the root to `prefix` and below it; do nothing if it is missing."""
+        """Fsync every folder from the root to `prefix` and below it; do nothing if it is missing.
+
+        Raises:
+            StorageError: An fsync failed, now or earlier, so what the listing shows may not be durable.
+        """
         check_prefix(prefix)
         with self._failures(prefix or "/", "fsync"), self._rooted() as root:
             try:
@@ -216,11 +221,11 @@ class LocalStore(ObjectStore):
             except _GONE:
                 return
             with closing(folder):
-                fsync_directory(folder, prefix)
+                self._writer.fsync_name(folder, prefix[: prefix.rfind("/") + 1])
             for key, status, above in self._walk(root, prefix):
                 if status is not None and stat.S_ISDIR(status.st_mode):
                     with suppress(*_GONE), closing(open_folder(above, key.rpartition("/")[2], key)) as below:
-                        fsync_directory(below, key)
+                        self._writer.fsync_name(below, f"{key}/")
 
     def touch(self, key: str) -> None:
         """Set `modified_s` to the file system's present time; see `ObjectStore.touch`."""

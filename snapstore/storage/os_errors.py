@@ -16,6 +16,11 @@ _TOO_MANY_FILES = {errno.EMFILE, errno.ENFILE}
 _UNREADABLE = {errno.EIO, errno.EBADMSG, errno.ENODATA, getattr(errno, "EUCLEAN", errno.EIO)}
 
 
+def is_full(error: OSError) -> bool:
+    """Return whether an error says that there is no space or quota left."""
+    return error.errno in _FULL
+
+
 def error_name(error: OSError) -> str:
     """Return the symbol of an error, such as `ENOSPC`."""
     return errno.errorcode.get(error.errno or 0, "unknown error")
@@ -39,7 +44,7 @@ def is_unreadable(error: BaseException | None) -> bool:
 def translate(what: str, error: OSError) -> SnapstoreError:
     """Return the error to raise for an OSError; `what` says which thing and which action failed."""
     name = error_name(error)
-    if error.errno in _FULL:
+    if is_full(error):
         return StorageFullError(f"{what}: no space or quota left ({name}); free some, or run 'snapstore gc'")
     if error.errno in _REFUSED:
         return StorageError(f"{what}: read-only or no permission ({name}); check the mount and who owns the directory")

@@ -16,7 +16,7 @@ import pytest
 from kit.damage import packs_of, refs, repository, three, twin, wound
 from kit.faults import FaultStore, Unreadable, one_thread
 from kit.objects import clone, flip, keys_of
-from kit.repositories import created, opened, same, save, values
+from kit.repositories import OPTIONS, check_restores, created, opened, same, save, values
 from kit.samples import sampled
 from kit.shell import invoke
 from snapstore import IntegrityError, KeepLast, Repository, SaveOptions, SnapshotManager
@@ -464,6 +464,33 @@ def _unless_failed(store, prefix):
     if store.times < 10**9:
         raise StorageError("nothing can be listed (injected)")
     return store.inner.list(prefix)
+
+
+def test_a_commit_whose_folder_could_not_be_fsynced_is_not_reported_as_committed(tmp_path, monkeypatch):
+    """Linux reports a write-back error once, so a second fsync proves nothing. The next save commits, gc waits."""
+    with Repository.create(tmp_path / "r", chunk_bytes=1024, options=OPTIONS) as repository:
+        save(repository, "a", 0, 0)
+        real, failed = os.fsync, []
+
+        def fsync(fd):
+            if not failed and str(Path(f"/proc/self/fd/{fd}").readlink()).endswith("snapshots/a"):
+                failed.append(fd)
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            real(fd)
+
+        monkeypatch.setattr(os, "fsync", fsync)
+        with pytest.raises(StorageError, match=r"could not be taken back.*not known whether it survives a power loss"):
+            save(repository, "a", 1, 1)
+        assert failed
+        save(repository, "a", 2, 2)
+        for verb in (lambda: repository.forget([KeepLast(1)], run="a"), repository.gc):
+            with pytest.raises(StorageError, match="an fsync of its folder has failed"):
+                verb()
+    with opened(tmp_path / "r") as repository:
+        assert len(check_restores(repository)) == 3
+        repository.forget([KeepLast(1)], run="a")
+        repository.gc()
+        assert len(check_restores(repository)) == 1
 
 
 # --- 6: the record of a snapshot that was recoded --------------------------------------------------------------------

@@ -291,27 +291,63 @@ def test_fsync_fails_once(store, monkeypatch):
 @pytest.mark.parametrize("create", ["put", "lock"])
 @pytest.mark.usefixtures("no_leak")
 def test_fsync_of_the_directory_fails_after_the_link(store, monkeypatch, create):
-    """A put or lock that fails after the link may leave its object: it is not locked, and `release` deletes it."""
+    """A put or lock that fails after the link may leave its object: it is not locked, and `release` deletes it.
+
+    Linux reports the error once, so neither a second put nor a sync may count the object as durable.
+    """
     store.put("a/other", b"x")
     failing(monkeypatch, "fsync", errno.EIO, is_directory)
     with pytest.raises(StorageError, match=r"^a/b "):
         getattr(store, create)("a/b", b"x")
     assert temps_of(store) == []
     assert store.is_locked("a/b") is False
+    for call in (lambda: store.put("a/b", b"x"), lambda: store.sync("a/"), lambda: store.sync("")):
+        with pytest.raises(StorageError, match=r"^a/b in .*an fsync of its folder has failed.*open the repository ag"):
+            call()
+    store.put("a/b.1", b"x")
+    store.sync("other/")
     with pytest.raises(AlreadyExistsError):
-        store.put("a/b", b"x")
+        LocalStore(store.root).put("a/b", b"x")
     store.release("a/b")
-    assert keys_of(store) == ["a/other"]
+    assert keys_of(store) == ["a/b.1", "a/other"]
+    store.sync("a/")
+    store.put("a/b", b"x")
+
+
+def test_another_process_deletes_a_file_in_doubt(store, monkeypatch):
+    store.put("a/other", b"x")
+    failing(monkeypatch, "fsync", errno.EIO, is_directory)
+    with pytest.raises(StorageError):
+        store.put("a/b", b"x")
+    LocalStore(store.root).delete(["a/b"])
+    store.put("a/b", b"x")
+    store.sync("a/")
+
+
+def test_a_failed_sync_is_not_forgotten(store, monkeypatch):
+    store.put("a/b/c", b"x")
+    failing(monkeypatch, "fsync", errno.EIO, lambda fd: path_of(fd).name == "b")
+    with pytest.raises(StorageError, match="EIO"):
+        store.sync("a/")
+    with pytest.raises(StorageError, match=r"^a/b/ in .*an fsync of its folder has failed"):
+        store.sync("a/")
+    store.put("a/b/d", b"x")
+    LocalStore(store.root).sync("a/")
 
 
 def test_a_level_counts_as_durable_only_after_its_fsync(store, monkeypatch):
     failing(monkeypatch, "fsync", errno.EIO, is_directory)
     with pytest.raises(StorageError):
         store.put("a/b", b"x")
+    with pytest.raises(StorageError, match=r"^a/ in .*an fsync of its folder has failed"):
+        store.put("a/b", b"x")
     synced, real = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(path_of(fd)), real(fd)))
-    store.put("a/b", b"x")
+    LocalStore(store.root).put("a/b", b"x")
     assert synced[0] == Path(store.url)
+    (store.root / "a" / "b").unlink()
+    (store.root / "a").rmdir()
+    store.put("a/b", b"x")  # a new folder is not in doubt
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EPERM])

@@ -143,27 +143,27 @@ def _require_state(parts: Sequence[StoredPart]) -> None:
 
 
 def unbuilt(
-    context: Context, m: Manifest, rows: Sequence[int], proven: dict[int, list[bytes]] | None = None
+    context: Context, m: Manifest, rows: Sequence[int], proven: dict[int, int] | None = None
 ) -> dict[int, SnapstoreError]:
-    """Rebuild chunks and return row -> error of the chunks that fail.
+    """Rebuild chunks, compare the headers of their blobs with the manifest; return row -> error of each that fails.
 
     A CapabilityError means that this machine cannot rebuild the row, or one that was tried with it. It is no damage,
     although UnknownFormatError is in DAMAGE as well. A row with any other error has also failed alone.
 
     Args:
-        proven: receives, for each row that does not fail, the digests that the blobs of its chain give
+        proven: receives, for each row that does not fail, how many blobs of its chain give their chunks
             (`chain_decode.prove_chain`).
 
     Raises:
         StorageError: the store does not answer at all.
     """
-    engine = None if proven is None else ProvingEngine(context.engines.cpu)
+    packs, lengths = m.header.pack_names, m.table.lengths
+    engine = ProvingEngine(context.engines.cpu, m.table.ref_digests[m.table.refs_of(np.array(rows, np.int64))])
     try:
-        packs, lengths = m.header.pack_names, m.table.lengths
         rebuilt = (whole(m.table, packs, row, np.empty(int(lengths[row]), np.uint8)) for row in rows)
         for _ in ChunkReader(context, engine).rebuild(rebuilt):
             pass
-        if proven is not None and engine is not None:
+        if proven is not None:
             proven.update(zip(rows, engine.proven, strict=True))
         return {}
     except CapabilityError as error:

@@ -28,6 +28,7 @@ from ..errors import (
     UnknownFormatError,
 )
 from ..format import manifest
+from ..format.chain_decode import ReferenceMismatchError
 from ..format.keys import manifest_key, pack_key, quarantined_names, record_key
 from ..format.manifest import Manifest, manifest_name
 from ..format.rank_checks import RankCheck, check_roots
@@ -280,6 +281,7 @@ class _ObjectScanner:
             lost = self._packs.lost(m)
             for number in np.unique(m.table.ref_packs[lost]).tolist():
                 self._damages.setdefault(keys[number], set()).add(snapshot.id)
+            self._report_depth(snapshot, ref, m)
             self._report_chunks(snapshot, m, failed.pop(ref.sha256, {}))
             for key in (key for key in keys if key in self._packs):
                 self._need.setdefault(key, set()).add(snapshot.id)
@@ -434,6 +436,14 @@ class _ObjectScanner:
         else:
             self._findings.problem("manifest", key, why, [snapshot.id], command=GC)
 
+    def _report_depth(self, snapshot: Snapshot, ref: ManifestRef, m: Manifest) -> None:
+        """Report a depth that is not the manifest's own; RankCheck compares that of a root with its children."""
+        depth, own = m.header.depth, int(m.table.depths.max(initial=0))
+        if depth != own and not m.header.children:
+            text = f"{snapshot.ref}: {ref.key}: depth {depth}, expected {own}, as in its longest chain"
+            text += "; snapstore restores it, but another reader may refuse it"
+            self._findings.problem("manifest", ref.key, text, command="")
+
     def _report_found_again(self) -> set[str]:
         """Note the snapshots that a note wrongly says lack a manifest; return their ids."""
         found = self._ruling.keys() & self._records.noted_lost - self._without_manifest.keys()
@@ -446,7 +456,7 @@ class _ObjectScanner:
     # -- chunks
 
     def _report_chunks(self, snapshot: Snapshot, m: Manifest, failed: Mapping[int, SnapstoreError]) -> None:
-        """Report chunks that cannot be rebuilt, and condemn the newest blob of each."""
+        """Report chunks that cannot be rebuilt, and condemn the newest blob of each, unless its reference is wrong."""
         part = m.header.part
         lacks = {row: error for row, error in failed.items() if isinstance(error, CapabilityError)}
         if lacks:  # this is no damage of a snapshot, but nothing proves that it is whole
@@ -456,13 +466,17 @@ class _ObjectScanner:
             self._findings.problem("chunk", part, message, command="")
         damaged = [(row, error) for row, error in failed.items() if row not in lacks]
         of_rank = f"rank {m.header.rank}: " if m.header.world_size else ""
-        messages = [f"{of_rank}{tensor_of(m, row)}: {error}" for row, error in damaged[:CHUNKS_NAMED]]
+        messages = [(f"{of_rank}{tensor_of(m, row)}: {error}", error) for row, error in damaged[:CHUNKS_NAMED]]
         if len(damaged) > CHUNKS_NAMED:
-            messages.append(f"more chunks that are lost: {len(damaged) - CHUNKS_NAMED}")
-        for message in messages:
-            text = f"{snapshot.ref}: {message}"
-            self._findings.problem("chunk", part, text, [snapshot.id], command=REPAIR_CHUNKS)
+            messages.append((f"more chunks that are lost: {len(damaged) - CHUNKS_NAMED}", damaged[-1][1]))
+        for message, error in messages:
+            text, command = f"{snapshot.ref}: {message}", REPAIR_CHUNKS
+            if isinstance(error, ReferenceMismatchError):
+                text, command = f"{strip_hint(text)}; no repair helps: forget the snapshot", ""
+            self._findings.problem("chunk", part, text, [snapshot.id], command=command)
         for row, error in damaged:
+            if isinstance(error, ReferenceMismatchError):
+                continue  # the manifest is wrong, and other snapshots may need the blob
             ref = int(m.table.starts[row])
             key = pack_key(m.header.pack_names[m.table.ref_packs[ref]])
             if isinstance(error, StorageError):  # the blob may be readable tomorrow: the pack is damaged, not the blob

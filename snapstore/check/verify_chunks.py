@@ -47,24 +47,21 @@ class ChunkRebuilder:
             row -> error, of the chunks that cannot be rebuilt. A CapabilityError means that this machine cannot, which
             is no damage.
         """
-        links = _links(m)
-        names, starts = _chain_names(m, links), m.table.starts.tolist()
+        names, starts = _chain_names(m, _links(m)), m.table.starts.tolist()
         lost = set(lost_rows(m, packs.lost(m)).tolist())
         first = {names[starts[row]]: row for row in reversed(range(len(m.table))) if row not in lost}
         rows = sorted(row for name, row in first.items() if name not in self._good)
         decoded = int((m.table.lengths[rows].astype(np.int64) * m.table.ref_counts[rows]).sum())
         log.info("%s: %s to decode for level 'restore'", ref, human_bytes(decoded))
-        proven: dict[int, list[bytes]] | None = {} if prove else None
+        proven: dict[int, int] | None = {} if prove else None
         try:
             self.budget.spend(decoded, f"{ref}, and the snapshots checked before it")
             failed = unbuilt(self._context, m, rows, proven) if rows else {}
         except CapabilityError as error:
             failed = dict.fromkeys(rows, error)
         self._good.update(names[starts[row]] for row in rows if row not in failed)
-        for row, digests in (proven or {}).items():
-            refs = range(starts[row], starts[row] + len(digests))
-            pairs = zip(refs, digests, strict=True)
-            self._good.update(names[link] for link, digest in pairs if links[link].endswith(digest))
+        for row, count in (proven or {}).items():
+            self._good.update(names[starts[row] : starts[row] + count])
         bad = {name: failed[row] for name, row in first.items() if row in failed}
         return {row: bad[name] for row in range(len(m.table)) if (name := names[starts[row]]) in bad}
 
@@ -79,12 +76,14 @@ def tensor_of(m: Manifest, row: int) -> str:
 
 
 def _links(m: Manifest) -> list[bytes]:
-    """Return the pack, the offset and the digest of each reference, (k,); the digest is that of the decoded chunk."""
+    """Return all that a manifest says of each blob, (k,): its place and length, digest and length of its chunk."""
     table = m.table
-    links = np.zeros(len(table.ref_packs), [("pack", "V32"), ("offset", "<u8"), ("digest", "V16")])
+    fields = [("pack", "V32"), ("offset", "<u8"), ("length", "<u4"), ("plain", "<u4"), ("digest", "V16")]
+    links = np.zeros(len(table.ref_packs), fields)
     if len(links):
         links["pack"] = np.frombuffer(m.header.packs, "V32")[table.ref_packs]
-        links["offset"] = table.ref_offsets
+        links["offset"], links["length"] = table.ref_offsets, table.ref_lengths
+        links["plain"] = np.repeat(table.lengths, table.ref_counts)
         links["digest"] = np.ascontiguousarray(table.ref_digests).view("V16").reshape(-1)
         links["digest"][table.starts[:-1]] = np.ascontiguousarray(table.digests).view("V16").reshape(-1)
     data = links.tobytes()

@@ -163,21 +163,27 @@ class CpuEngine:
 class ProvingEngine(CpuEngine):
     """Rebuilds and verifies all chunks of each chain, on the threads of another CPU engine.
 
+    Args:
+        digests: (m, 16) of the chunk of each blob that will be decoded, in order, by the manifest.
+
     Attributes:
-        proven: the result of `chain_decode.prove_chain` for each chunk so far, in order: a list of digests.
+        proven: the result of `chain_decode.prove_chain` for each chunk so far, in order: a number of blobs.
     """
 
-    def __init__(self, engine: CpuEngine) -> None:
+    def __init__(self, engine: CpuEngine, digests: Bytes) -> None:
         self._threads, self._free, self.digest_seed = engine._threads, engine._free, engine.digest_seed
-        self.proven: list[list[bytes]] = []
+        self._digests = iter(digests)
+        self.proven: list[int] = []
 
     def start_decode(self, batch: DecodeBatch) -> Callable[[], object]:
         """Begin to rebuild a batch whose last blobs are all full."""
-        wait = self._threads.start(self._prove_chunk, _decode_jobs(batch))
+        jobs = [(job, [next(self._digests).tobytes() for _ in job.blobs]) for job in _decode_jobs(batch)]
+        wait = self._threads.start(self._prove_chunk, jobs)
         return lambda: self.proven.extend(wait())
 
-    def _prove_chunk(self, job: DecodeJob) -> list[bytes]:
-        return chain_decode.prove_chain(job.blobs, job.wheres, job.digest, job.out, seed=self.digest_seed)
+    def _prove_chunk(self, job_and_digests: tuple[DecodeJob, list[bytes]]) -> int:
+        job, digests = job_and_digests
+        return chain_decode.prove_chain(job.blobs, job.wheres, digests, job.out, seed=self.digest_seed)
 
 
 def default_threads() -> int:

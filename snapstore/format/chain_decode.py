@@ -12,35 +12,43 @@ from collections.abc import Iterator, Sequence
 from ..arrays import Bytes
 from ..errors import FormatError, IntegrityError
 from . import codecs, planes
-from .blob import FULL, NO_BASE, Header, decode_planes, parse
+from .blob import FULL, NO_BASE, Header, decode_planes, length_of, parse
 from .codecs import sparse_decode
 from .hashing import digest
 
 
+class ReferenceMismatchError(IntegrityError):
+    """A manifest's reference contradicts the header of its blob, which may be whole."""
+
+
 def prove_chain(
-    blobs: Sequence[memoryview], wheres: Sequence[str], chunk_digest: bytes, out: Bytes, *, seed: int
-) -> list[bytes]:
+    blobs: Sequence[memoryview], wheres: Sequence[str], digests: Sequence[bytes], out: Bytes, *, seed: int
+) -> int:
     """Rebuild one chunk as `decode_chain` does; verify all chunks of its chain.
 
+    Args:
+        digests: of each blob's chunk by the manifest, newest first.
+
     Returns:
-        The digest of each blob's chunk, newest first. Only the first digest, if an older blob does not decode to its
-        chunk.
+        How many blobs, from the newest on, decode to their chunks: all of them, or 1 if an older one does not.
 
     Raises:
+        ReferenceMismatchError: a blob is of another chunk than the manifest says.
         FormatError, IntegrityError: the requested chunk cannot be rebuilt.
     """
-    digests = [
-        chunk_digest,
-        *(bytes(blob[64:80]) for blob in blobs[:-1]),
-    ]  # of each blob's chunk
+    headers = _parsed(blobs, wheres, digests[0], None, out)
+    for header, expected, where in zip(headers, digests, wheres, strict=True):
+        if header.digest != expected:
+            raise ReferenceMismatchError(
+                f"{where}: blob of chunk {header.digest.hex()}, but the manifest says {expected.hex()}"
+            )
     try:
-        headers = _parsed(blobs, wheres, chunk_digest, None, out)
         for i in _apply_links(blobs, headers, wheres, None, out):
             _compare(out, digests[i], wheres[i], seed)
     except (FormatError, IntegrityError):
-        decode_chain(blobs, wheres, chunk_digest, out, seed=seed)
-        return digests[:1]
-    return digests
+        decode_chain(blobs, wheres, digests[0], out, seed=seed)
+        return 1
+    return len(blobs)
 
 
 def decode_chain(
@@ -63,6 +71,7 @@ def decode_chain(
         seed: the repository's digest seed.
 
     Raises:
+        ReferenceMismatchError: a blob has another length than the manifest says.
         FormatError, IntegrityError: a blob is damaged or does not continue the chain; `out` then holds garbage.
     """
     headers = _parsed(blobs, wheres, chunk_digest, base, out)
@@ -82,6 +91,10 @@ def _parsed(
     headers = []
     for blob, where in zip(blobs, wheres, strict=True):
         header = parse(blob, where)
+        if length_of(header) != len(blob):
+            raise ReferenceMismatchError(
+                f"{where}: blob of {length_of(header)} bytes, but the manifest says {len(blob)}; run 'snapstore check'"
+            )
         if header.digest != expected or header.raw_bytes != out.size:
             raise IntegrityError(
                 f"{where}: blob of chunk {header.digest.hex()} ({header.raw_bytes} bytes), "

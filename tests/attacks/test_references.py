@@ -305,6 +305,69 @@ def test_a_chain_over_chunks_of_different_lengths():
     assert header_of(world.manifest()).chunk_bytes == CHUNK_BYTES
 
 
+def three_in_a_chain():
+    """Return a world, and the chunks of a good manifest: A, and C as a delta to B, which is a delta to A."""
+    world = World()
+    (a,) = world.pack(full(A))
+    b, c = world.pack(delta(B, A), delta(C, B))
+    return world, [(digest(A), [a]), (digest(C), [c, b, a])]
+
+
+def checked(world):
+    """Return the problems of a check of all levels, and the snapshots that it calls restorable and damaged."""
+    with world.open() as repo:
+        found = repo.check("restore")
+        report = repo.repair(level="restore", apply=True)
+    assert not [action for action in report.actions if action.kind == "quarantine"], "the blobs are whole"
+    return found.problems, *([s.ref for s in snapshots] for snapshots in (found.restorable, found.damaged))
+
+
+@pytest.mark.parametrize("ref", [1, 2, 3])
+def test_wrong_digests_of_references(ref):
+    """Mitigation: a check compares the header of each blob with the manifest; a restore hashes the chunk itself."""
+    world, chunks = three_in_a_chain()
+    table = world.table(chunks)
+    assert table.ref_counts.tolist() == [1, 3]
+    table.ref_digests[ref, 5] ^= 1
+    world.commit(world.manifest(chunks))
+    world.commit(world.manifest(chunks, table=table), id="b" * 32, step=1, seq=1)
+    if ref == 1:  # the first reference of a chunk has no digest of its own
+        assert checked(world) == ([], ["r@0", "r@1"], [])
+        return
+    (problem,), restorable, damaged = checked(world)
+    assert (restorable, damaged, problem.command) == (["r@0"], ["r@1"], "")
+    assert "w, chunk 1: pack " in problem.message
+    assert "but the manifest says " in problem.message
+    with world.open() as repo:
+        np.testing.assert_array_equal(repo.restore("r@1")["w"].numpy(), np.concatenate([A, C]))
+
+
+@pytest.mark.parametrize("ref", [0, 1, 2])
+def test_wrong_lengths_of_references(ref):
+    """Mitigation: a blob has exactly the length that its reference says."""
+    world, chunks = three_in_a_chain()
+    table = world.table(chunks)
+    table.ref_lengths[ref] += 4
+    world.commit(world.manifest(chunks))
+    world.commit(world.manifest(chunks, table=table), id="b" * 32, step=1, seq=1)
+    (problem,), restorable, damaged = checked(world)
+    assert (restorable, damaged) == (["r@0"], ["r@1"])
+    assert f"but the manifest says {table.ref_lengths[ref]}" in problem.message
+    with world.open() as repo, pytest.raises(IntegrityError, match="but the manifest says"):
+        repo.restore("r@1")
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_a_wrong_depth(depth):
+    """Mitigation: a check compares the depth with the longest chain; no restore needs it."""
+    world, chunks = three_in_a_chain()
+    world.commit(reheader(world.manifest(chunks), depth=depth))
+    (problem,), restorable, _ = checked(world)
+    assert f"depth {depth}, expected 2" in problem.message
+    assert restorable == ["r@0"]
+    np.testing.assert_array_equal(restored(world), np.concatenate([A, C]))
+
+
 # --- trees and ties -------------------------------------------------------------------------------------------------
 
 

@@ -581,6 +581,17 @@ def test_sparse_deltas_that_contradict_themselves(engine, what):
             decode(engine, [[sparse_blob(payload, lengths, chunk, base, 1, 0)]], [chunk], [base])
 
 
+@pytest.mark.parametrize("link", [0, 1])
+def test_blobs_of_another_length_than_their_reference_says(engine, link):
+    base, meant = np.zeros(4096, np.uint8), np.zeros(4096, np.uint8)
+    meant[[10, 16]] = 255, 252
+    chain = [sparse_blob(*forged(*GOOD), meant, base, 1, 0), encode(engine, [base])[1][0]]
+    np.testing.assert_array_equal(decode(engine, [chain], [meant])[0], meant)
+    chain[link] += bytes(8)
+    with pytest.raises(IntegrityError, match=f"blob {link}: .* but the manifest says {len(chain[link])}"):
+        decode(engine, [chain], [meant])
+
+
 def test_sparse_deltas_of_too_many_elements(engine, monkeypatch):
     """Such a delta is refused, though nothing else is wrong with it."""
     base, meant = np.zeros(100, np.uint8), np.zeros(100, np.uint8)

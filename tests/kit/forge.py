@@ -139,6 +139,7 @@ class World:
         )  # fmt: skip
         self.store.put("config", records.encode(config))
         self.packs = []
+        self._digests = {}  # (number, offset) -> digest in the header of the blob there
 
     @property
     def stored_bytes(self):
@@ -150,6 +151,7 @@ class World:
         places, pieces, at = [], [writer.buffer[: pack.HEADER.size].tobytes()], pack.HEADER.size
         for data in blobs:
             places.append((len(self.packs), at, len(data)))
+            self._digests[len(self.packs), at] = data[48:64].ljust(16, b"\0")
             pieces += [data, bytes(-len(data) % 8)]
             at += len(data) + -len(data) % 8
         data = b"".join(pieces) + b"footer" + len(self.packs).to_bytes(4, "little")
@@ -167,6 +169,8 @@ class World:
         name = hashlib.sha256(data).hexdigest()
         self.store.put(pack_key(name), data)
         self.packs.append((name, len(data)))
+        number = len(self.packs) - 1
+        self._digests |= {(number, at): b[48:64] for at, b in zip(offsets, blobs, strict=True)}
         return [(len(self.packs) - 1, offset, len(b)) for offset, b in zip(offsets, blobs, strict=True)]
 
     def table(self, chunks):
@@ -180,7 +184,7 @@ class World:
             ref_packs=np.array([r[0] for r in refs], np.uint32),
             ref_offsets=np.array([r[1] for r in refs], np.uint64),
             ref_lengths=np.array([r[2] for r in refs], np.uint32),
-            ref_digests=np.array([list(d) for d, chain in chunks for _ in chain], np.uint8).reshape(-1, 16),
+            ref_digests=np.array([list(self._digests.get(r[:2], bytes(16))) for r in refs], np.uint8).reshape(-1, 16),
             lengths=np.full(len(chunks), self.size, np.uint32),
         )
 

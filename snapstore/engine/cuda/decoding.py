@@ -109,6 +109,7 @@ class Decoding:
         expected[:, self.first] = np.ascontiguousarray(batch.digests).view("<u8").T
         fine: Column = (found.digest == expected).all(axis=0)
         fine &= found.raw_bytes == batch.outs.lengths[chunk_of]
+        fine &= found.payload_start + found.payload_bytes == batch.lengths
         fine &= found.element_size == found.element_size[self.first][chunk_of]
         is_full = np.zeros(len(chunk_of), bool)
         is_full[last] = batch.bases is None or batch.bases.which < 0

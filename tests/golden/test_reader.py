@@ -18,8 +18,10 @@ import pytest
 import torch
 import xxhash
 
+from kit import forge
 from kit.processes import ROOT
 from snapstore import Repository, SaveOptions
+from snapstore.errors import IntegrityError
 from snapstore.format import blob as stored_blob
 from snapstore.format import chain_decode, hashing, planes
 
@@ -235,6 +237,72 @@ def blob(at, value):
     body = bytearray(FULL)
     body[at - 16] = value
     return b"SNBL\1\0\0\0" + xxhash.xxh3_64_digest(body)[::-1] + bytes(body)
+
+
+def in_pack(stored, **changes):
+    """Return a blob as a reader finds it in a pack, whose footer has some other fields."""
+    entry = np.frombuffer(bytearray(stored_blob.entry(memoryview(stored), 64)), stored_blob.ENTRY)
+    for name, (at, value) in changes.items():
+        entry[name][0, at] = value
+    footer = entry.tobytes()
+    data = b"SNAPPACK\1\0".ljust(64, b"\0") + stored + bytes(-len(stored) % 8)
+    data += footer + reader.struct.pack("<QII", len(data), 1, 0) + xxhash.xxh3_64_digest(footer)[::-1] + b"SNAPFOOT"
+    return reader.Pack(data).blob(64, len(stored))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_codecs_beyond_the_element_size_are_ignored(size):
+    """The page calls them zero; the library ignores them too. The header and the footer of a pack have them."""
+    chunk = np.arange(4096, dtype=np.uint8)
+    chunk[::2] = 7
+    statistics = planes.statistics(planes.histograms(planes.sample(chunk, size, planes.BYTES)))
+    out, digest = np.empty(stored_blob.bound(chunk.size, size), np.uint8), hashing.digest(chunk, 0)
+    plain = bytes(stored_blob.encode(chunk, size, planes.BYTES, statistics, digest, None, out))
+    codecs = plain[32 : 32 + size].ljust(8, b"\x46")
+    stored = forge.rewrite(plain, codecs=codecs)
+    assert reader.Blob(stored).decoded.tobytes() == chunk.tobytes()
+    chain_decode.decode_chain([memoryview(stored)], ["the blob"], digest, decoded := np.empty_like(chunk), seed=0)
+    np.testing.assert_array_equal(decoded, chunk)
+    for data in (plain, stored):
+        for changes in (
+            {},
+            {"codecs": (7, 1)},
+            {"plane_bytes": (7, 1)},
+            {"codecs": (size, 3), "plane_bytes": (size, 9)},
+        ):
+            assert in_pack(data, **changes).decoded.tobytes() == chunk.tobytes()
+    for name in ("codecs", "plane_bytes"):
+        with pytest.raises(reader.DamagedError, match="contradicts the footer"):
+            in_pack(stored, **{name: (size - 1, 9)})
+
+
+@pytest.mark.parametrize("plane", range(1, 8))
+@pytest.mark.parametrize("size", [1, 4])
+def test_codecs_of_the_other_planes_of_a_sparse_delta_are_refused(size, plane):
+    base = np.random.default_rng(0).integers(0, 256, 4096, np.uint8)
+    chunk = base.copy()
+    chunk[[8, 800]] += 1
+    difference, out = np.empty_like(chunk), np.empty(8192, np.uint8)
+    planes.difference(chunk, base, size, difference)
+    digests = hashing.digest(chunk, 0), hashing.digest(base, 0)
+    stored = bytes(stored_blob.encode_sparse(difference, base, size, planes.BYTES, digests, 8192, out))
+    assert in_pack(stored).on(base).tobytes() == chunk.tobytes()
+    assert in_pack(stored, plane_bytes=(plane, 1)).on(base).tobytes() == chunk.tobytes()
+    wrong = forge.rewrite(stored, codecs=b"\3".ljust(plane, b"\0").ljust(plane + 1, b"\1").ljust(8, b"\0"))
+    with pytest.raises(reader.DamagedError, match="sparse"):
+        reader.Blob(wrong)
+    with pytest.raises(IntegrityError, match="sparse, but codecs"):
+        chain_decode.decode_chain([memoryview(wrong)], ["the blob"], digests[0], chunk.copy(), base, seed=0)
+
+
+@pytest.mark.parametrize("name", [None, 5, "0" * 63])
+def test_a_record_without_the_manifest_list_that_it_needs(name):
+    repository = reader.Repository(GOLDEN[0])
+    (record,) = (r for r in repository.records() if (r["run"], r["step"]) == ("values", 1))
+    reader.Snapshot(repository, record)
+    del record["manifest_list"]
+    with pytest.raises(reader.DamagedError, match="manifest list"):
+        reader.Snapshot(repository, record | ({} if name is None else {"manifest_list": name}))
 
 
 def test_what_is_unknown_is_refused():

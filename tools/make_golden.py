@@ -1,13 +1,15 @@
 """Writes the golden repository of the current format version: tests/golden/v<version>/ and its expected.json.
 
     .venv/bin/python tools/make_golden.py
+    .venv/bin/python tools/make_golden.py --deltas   # tests/golden/v<version>-deltas/, with every kind of delta
 
-Run it when a format version is made, and never again for that version: later releases must read the committed copy. The
-states are the same in every run. Ids and times are not, and neither are the names of objects.
+Run both when a format version is made, and never again for that version: later releases must read the committed copies.
+The states are the same in every run. Ids and times are not, and neither are the names of objects.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import math
@@ -18,7 +20,7 @@ from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime, time, timedelta, timezone
 from enum import Enum, IntFlag
 from functools import partial
@@ -36,6 +38,8 @@ from snapstore.state.tensors import TORCH_DTYPES
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests" / "golden" / f"v{FORMAT_VERSION}"
 MAX_BYTES = 448 * 1024
+DELTAS = FOLDER.with_name(f"{FOLDER.name}-deltas")
+MAX_DELTA_BYTES = 300 * 1000
 OPTIONS = SaveOptions(restore_cost=4.0, threads=2)
 #: Step of the run "job" -> how many ranks save it.
 JOB = {0: 3, 1: 3, 2: 2}
@@ -43,6 +47,10 @@ JOB = {0: 3, 1: 3, 2: 2}
 MANY_LEAVES = 25
 #: Snapshots of the run "few".
 FEW_STEPS = 4
+#: Snapshots of the run "kinds": how each changes the elements of the one before.
+KINDS = ("first", "few", "most", "far", "few", "near")
+#: Snapshots of the run "long".
+LONG_STEPS = 20
 
 
 def describe(value: Any) -> dict[str, list[Any]]:
@@ -159,6 +167,66 @@ def few_changes(step: int) -> dict[str, Any]:
         part[name] = torch.from_numpy(rng.normal(0, 0.02, count)).to(dtype)
         for _ in range(step):
             part[name].view(bits)[torch.from_numpy(rng.integers(0, count, count // 60))] += 1
+    return {"model": part}
+
+
+def delta_kinds(step: int) -> dict[str, Any]:
+    """Return arrays of each element size and layout; see `KINDS` for the deltas of a step."""
+    part: dict[str, Any] = {}
+    names = ("bool", "int8", "float8_e4m3fn", "int16", "bfloat16", "int32", "float32", "complex64", "int64", "float64")
+    for number, name in enumerate(names):
+        rng = np.random.default_rng(number)
+        dtype = getattr(torch, name)
+        size = min(8, dtype.itemsize) // (2 if dtype.is_complex else 1)
+        values = torch.from_numpy(rng.normal(0, 40, 8192 // size))
+        if dtype.is_complex:
+            values = torch.view_as_complex(values.reshape(-1, 2))
+        values = (values > 0) if name == "bool" else values.to(dtype)
+        bits = values.view(torch.uint8).numpy().view(f"i{size}")
+        flat = torch.view_as_real(values) if dtype.is_complex else values
+        small = np.flatnonzero((flat.reshape(-1).double().abs() < 8).numpy())
+        for kind in KINDS[1 : step + 1]:
+            change_elements(bits, kind, rng, small, is_bool=name == "bool")
+        part[name] = values
+    part["big_endian"] = part["int32"].numpy().astype(">i4")
+    return {"model": part}
+
+
+def change_elements(
+    bits: np.ndarray[Any, Any], kind: str, rng: np.random.Generator, small: np.ndarray[Any, Any], *, is_bool: bool
+) -> None:
+    """Change elements in place: most or few by one unit, few by far more, or few and all `small` ones by some more."""
+    count, signs = len(bits), np.array([-1, 1], bits.dtype)
+    if kind == "most" and not is_bool:
+        bits[rng.random(count) < 0.8] += rng.choice(signs)
+        return
+    first = int(count * 0.6)  # nearly all changes lie before it, so the gap behind them is far longer than the others
+    at = np.append(np.sort(rng.choice(first, first // 6, replace=False)), count - 2)
+    if is_bool:
+        bits[at] ^= 1
+    elif kind == "near":
+        at = np.union1d(at, small)
+        sizes = rng.integers(2, 60, len(at))
+        sizes[::60] = 100 if bits.itemsize == 1 else 1000
+        bits[at] += sizes.astype(bits.dtype)
+    elif kind == "far":
+        most = 1 << (8 * bits.itemsize - 2)
+        sizes = rng.integers(4, min(most, 60_000), len(at))
+        sizes[::9] = rng.integers(1, most, len(sizes[::9]))
+        bits[at] += sizes.astype(bits.dtype)
+    else:
+        bits[at] += rng.choice(signs, len(at))
+
+
+def long_chain(step: int) -> dict[str, Any]:
+    """Return weights in which some elements change often: long chains, in which a delta may replace several ones."""
+    part = {}
+    for name, dtype, bits in (("h", torch.bfloat16, torch.int16), ("n", torch.int32, torch.int32)):
+        rng = np.random.default_rng(9)
+        part[name] = torch.from_numpy(rng.normal(0, 1000, 8192 // dtype.itemsize)).to(dtype)
+        often = rng.choice(part[name].numel(), 120, replace=False)
+        for _ in range(step):
+            part[name].view(bits)[torch.from_numpy(rng.choice(often, 90, replace=False))] += 1
     return {"model": part}
 
 
@@ -335,6 +403,20 @@ def write(folder: Path) -> None:
     save_job(folder, 2, 1, JOB[2])
 
 
+def write_deltas(folder: Path) -> None:
+    """Write a repository with the kinds of deltas and chains that `write` does not make."""
+    with Repository.create(folder, chunk_bytes=8192, options=replace(OPTIONS, restore_cost=100.0)) as repo:
+        for step in range(len(KINDS)):
+            repo.save(delta_kinds(step), run="kinds", step=step)
+    with Repository.open(folder, options=replace(OPTIONS, restore_cost=2.0)) as repo:  # so skips are due early
+        for step in range(LONG_STEPS):
+            repo.save(long_chain(step), run="long", step=step)
+
+
+#: Run -> the state of a step.
+STATES = {"main": state, "fork": state, "few": few_changes, "kinds": delta_kinds, "long": long_chain}
+
+
 def expectations(folder: Path) -> dict[str, Any]:
     """Describe what a reader must find."""
     snapshots = []
@@ -349,10 +431,8 @@ def expectations(folder: Path) -> dict[str, Any]:
             if s.run == "job":
                 found["ranks"] = [summary(describe(restored_job(repo, s.step, rank))) for rank in range(JOB[s.step])]
                 require_job(repo, s.step)
-            elif readable and s.run in ("main", "fork"):
-                assert found["leaves"] == summary(describe(state(s.step))), s.ref
-            elif s.run == "few":
-                assert found["leaves"] == summary(describe(few_changes(s.step))), s.ref
+            elif readable and s.run in STATES:
+                assert found["leaves"] == summary(describe(STATES[s.run](s.step))), s.ref
             snapshots.append(found)
         assert 3 in {s["depth"] for s in snapshots}
         assert repo.check("restore").ok
@@ -369,17 +449,21 @@ def require_job(repo: Repository, step: int) -> None:
 
 
 def main() -> int:
-    """Make the golden repository of a new version."""
-    if FOLDER.exists():
-        print(f"{FOLDER} is there: the golden repository of a frozen version never changes", file=sys.stderr)
+    """Make a golden repository of a new version."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--deltas", action="store_true", help="make the one with every kind of delta")
+    of_deltas = parser.parse_args().deltas
+    folder, make, most = (DELTAS, write_deltas, MAX_DELTA_BYTES) if of_deltas else (FOLDER, write, MAX_BYTES)
+    if folder.exists():
+        print(f"{folder} is there: the golden repository of a frozen version never changes", file=sys.stderr)
         return 2
-    write(FOLDER)
-    expected = expectations(FOLDER)
-    shutil.rmtree(FOLDER / "tmp", ignore_errors=True)
-    (FOLDER / "expected.json").write_text(json.dumps(expected, indent=0) + "\n")
-    size = sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file())
-    print(f"{FOLDER}: {size} bytes, {len(expected['snapshots'])} snapshots")
-    return 0 if size < MAX_BYTES else 1
+    make(folder)
+    expected = expectations(folder)
+    shutil.rmtree(folder / "tmp", ignore_errors=True)
+    (folder / "expected.json").write_text(json.dumps(expected, indent=0) + "\n")
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    print(f"{folder}: {size} bytes, {len(expected['snapshots'])} snapshots")
+    return 0 if size < most else 1
 
 
 if __name__ == "__main__":

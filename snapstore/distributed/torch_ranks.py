@@ -29,6 +29,7 @@ from ..errors import InvalidInputError, RanksError, SnapstoreError
 from ..format.records import new_id
 from ..threads import Threads, msgpack_decoder
 from .base import LINGER_S, ChannelError, named
+from .split_values import SplitValues
 
 log = logging.getLogger("snapstore")
 T = TypeVar("T")
@@ -96,6 +97,7 @@ class TorchRanks:
         self.attempt = place.attempt
         self._messages = _Client(self._connect(place), self.silent_s)
         self._beats = _Client(self._connect(place), self.silent_s)
+        self._values = SplitValues(lambda call: self._call(self._messages, call))
         self._beat_count = 0
         self.beat()
 
@@ -178,22 +180,25 @@ class TorchRanks:
 
     def post(self, key: str, value: bytes) -> None:
         """Set a key, unless it is set; see `Ranks`."""
-        self._call(self._messages, lambda store: store.compare_set(key, "", value))
+        self._values.post(key, value)
 
     def look(self, key: str) -> bytes | None:
         """Return the value of a key, or None; see `Ranks`."""
-        return self._call(self._messages, lambda store: _looked(store, key))
+        return self._values.whole(self._call(self._messages, lambda store: _looked(store, key)))
 
     def look_all(self, keys: Sequence[str]) -> list[bytes] | None:
         """Return the values of many keys, or None; see `Ranks`."""
         if not keys:
             return []
         names = list(keys)
-        return self._call(self._messages, lambda store: store.multi_get(names) if store.check(names) else None)
+        found = self._call(self._messages, lambda store: store.multi_get(names) if store.check(names) else None)
+        values = [whole for value in found or () if (whole := self._values.whole(value)) is not None]
+        return values if len(values) == len(names) else None
 
     def remove(self, keys: Sequence[str]) -> None:
         """Forget keys; see `Ranks`."""
-        self._call(self._messages, lambda store: [store.delete_key(key) for key in keys])
+        names = self._values.all_keys(keys)
+        self._call(self._messages, lambda store: [store.delete_key(name) for name in names])
 
     def beat(self) -> None:
         """Send a heartbeat: tell the other ranks that this one is alive."""

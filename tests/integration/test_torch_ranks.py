@@ -77,6 +77,49 @@ def test_messages_between_processes(tmp_path):
 
 
 @pytest.mark.slow
+def test_messages_that_the_server_of_a_tcp_store_does_not_accept(tmp_path):
+    """torch's server drops the connection of a client that sends more than 8 MiB at once."""
+    program = """
+        from snapstore.distributed import split_values
+
+        ranks = TorchRanks(silent_s=60.0)
+        large = {r: bytes([r]) * (9 << 20) + b"end" for r in range(2)}
+        ranks.post(f"trees/{rank}", large[rank])
+        ranks.post(f"trees/{rank}", large[1 - rank])
+        ranks.post(f"small/{rank}", b"x")
+        ranks.post(f"odd/{rank}", split_values.MARK)
+        keys = ["trees/0", "small/1", "trees/1", "odd/0", "odd/1"]
+        while (found := ranks.look_all(keys)) is None:
+            time.sleep(0.01)
+        assert found == [large[0], b"x", large[1], split_values.MARK, split_values.MARK]
+        assert ranks.look(f"trees/{1 - rank}") == large[1 - rank]
+        ranks.post("both", large[rank])  # the first one counts, also if both come at once
+        assert (both := ranks.look("both")) in large.values()
+        dist.barrier()
+        assert ranks.look("both") == both
+        split_values.MAX_BYTES = 9 << 20
+        try:
+            ranks.post("too large", large[rank])
+        except RanksError as error:
+            assert "'too large'" in str(error) and "expected at most 9" in str(error), error
+        else:
+            raise AssertionError("no error")
+        dist.barrier()
+        ranks.remove([f"trees/{rank}", f"odd/{rank}", "both"])
+        dist.barrier()
+        assert ranks.look_all(["small/0", "trees/0"]) is None and ranks.look("trees/1") is None
+        count = ranks._messages.call(lambda store: store.num_keys())
+        assert count < 10, count  # no piece is left
+        dist.barrier()
+        ranks.close()
+        dist.destroy_process_group()
+        print("done", rank)
+    """
+    said, codes = run(program, 2, tmp_path)
+    assert codes == [0, 0], "\n".join(said)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("absent", [0, 1])
 def test_ranks_that_do_not_come_are_named(tmp_path, absent):
     program = f"""

@@ -44,9 +44,9 @@ class ChannelError(RanksError):
     """The messages of the ranks cannot be reached any more: rank 0, which keeps them, has ended or is stopped."""
 
     @classmethod
-    def of(cls, why: str) -> ChannelError:
+    def of(cls, why: str, ranks: Sequence[int] = (0,)) -> ChannelError:
         """Return the error that says `why`, and what to do."""
-        return cls(f"{why}; {RESTART}", ranks=[0])
+        return cls(f"{why}; {RESTART}", ranks=ranks)
 
     @property
     def why(self) -> str:

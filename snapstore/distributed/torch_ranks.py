@@ -5,8 +5,8 @@ need not name the attempt. The ranks meet by polling the job's own store. No col
 rank that does not come causes an error, not a hang.
 
 `check`, `get` and `set` of a TCPStore never time out while its server's process is stopped (torch 2.13). So each client
-has a thread that makes its calls, and each call is waited for at most `silent_s`. A blocking call on the job's store
-would delay the training's calls on it, so only calls that do not block are made there, by the constructing thread.
+has a thread that makes its calls, and each call is waited for at most `silent_s`, or ANSWER_S while the ranks meet. A
+blocking call on the job's store would delay the training's calls on it, so only calls that do not block are made there.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -38,6 +39,8 @@ COME_S = 60.0
 #: Rank 0 names the ranks that are missing; the others wait so much longer for its message [s].
 WORD_S = 15.0
 CONNECT_S = 10.0
+#: The longest wait for a server's answer while the ranks meet and connect [s].
+ANSWER_S = 60.0
 POLL_S = 0.02
 #: The number that stands for the call of a rank that has given up.
 GIVEN_UP = b"-1"
@@ -95,9 +98,8 @@ class TorchRanks:
         self._heard_lock = threading.Lock()
         place = self._meet(group)
         self.attempt = place.attempt
-        self._messages = _Client(self._connect(place), self.silent_s)
-        self._beats = _Client(self._connect(place), self.silent_s)
-        self._values = SplitValues(lambda call: self._call(self._messages, call))
+        self._messages, self._beats = self._client(place), self._client(place)
+        self._values = SplitValues(lambda call: self._open(self._messages).call(call))
         self._beat_count = 0
         self.beat()
 
@@ -114,9 +116,13 @@ class TorchRanks:
         """
         store, prefix = _store_of(group)
         came, where = [f"{prefix}/came/{rank}" for rank in range(self.count)], f"{prefix}/place"
-        call = store.add(f"{prefix}/count/{self.rank}", 1)
-        store.set(came[self.rank], str(call).encode())
-        place = self._gather(store, came, where, group) if self.rank == 0 else self._find(store, came, where, call)
+        with closing(_Client(partial(_cloned, store), ANSWER_S, *_host_of_store(group), self.rank)) as client:
+            call = client.call(lambda store: store.add(f"{prefix}/count/{self.rank}", 1))
+            client.set(came[self.rank], str(call).encode())
+            if self.rank == 0:
+                place = self._gather(client, came, where, group)
+            else:
+                place = self._find(client, came, where, call)
         if place.missing:
             raise RanksError(
                 f"{named(place.missing)} of {self.count}: did not come within {COME_S:.0f} s; make the SnapshotManager "
@@ -125,33 +131,33 @@ class TorchRanks:
             )
         return place
 
-    def _gather(self, store: Any, came: Sequence[str], where: str, group: Any) -> _Place:
+    def _gather(self, client: _Client, came: Sequence[str], where: str, group: Any) -> _Place:
         """Tell the others where rank 0's server is, once all have come, or which ranks have not; return the same."""
-        last = _Place.decoded(_looked(store, where), self.count).calls
+        last = _Place.decoded(client.look(where), self.count).calls
 
         def calls() -> list[int] | None:
-            found = [int(data) for data in store.multi_get(came)] if store.check(came) else [0] * self.count
+            found = [int(data) for data in client.look_all(came) or [b"0"] * self.count]
             return None if _absent(found, last) else found
 
         place, found = self._start_server(group), _polled(calls, COME_S)
         if found is None:
-            found = [int(_looked(store, key) or 0) for key in came]
+            found = [int(client.look(key) or 0) for key in came]
         place = msgspec.structs.replace(place, missing=_absent(found, last), calls=found)
-        store.set(where, msgspec.msgpack.encode(place))
+        client.set(where, msgspec.msgpack.encode(place))
         return place
 
-    def _find(self, store: Any, came: Sequence[str], where: str, call: int) -> _Place:
+    def _find(self, client: _Client, came: Sequence[str], where: str, call: int) -> _Place:
         """Return rank 0's answer to this call; if there is none, a place with the missing ranks."""
 
         def look() -> _Place | None:
-            place = _Place.decoded(_looked(store, where), self.count)
+            place = _Place.decoded(client.look(where), self.count)
             return place if place.calls[self.rank] == call else None
 
         if (place := _polled(look, COME_S + WORD_S)) is not None:
             return place
-        store.set(came[self.rank], GIVEN_UP)
-        last = _Place.decoded(_looked(store, where), self.count).calls
-        absent = [rank for rank, key in enumerate(came) if _looked(store, key) in (None, str(last[rank]).encode())]
+        client.set(came[self.rank], GIVEN_UP)
+        last = _Place.decoded(client.look(where), self.count).calls
+        absent = [rank for rank, key in enumerate(came) if client.look(key) in (None, str(last[rank]).encode())]
         return _Place(missing=absent or [0])
 
     def _start_server(self, group: Any) -> _Place:
@@ -161,8 +167,12 @@ class TorchRanks:
         is_first = torch.distributed.get_rank() == 0
         return _Place(_own_hosts(is_first), self._server.port, attempt)
 
+    def _client(self, place: _Place) -> _Client:
+        limit_s = self.silent_s
+        return _Client(partial(self._connect, place), limit_s, f"rank 0 of {self.count}", [0], self.rank)
+
     def _connect(self, place: _Place) -> TCPStore:
-        """Return a client of rank 0's server, by the first of its host names that works."""
+        """Return a connection to rank 0's server, by the first of its host names that works."""
         failures = []
         for host in ["localhost"] if self.rank == 0 else place.hosts:
             try:
@@ -184,27 +194,25 @@ class TorchRanks:
 
     def look(self, key: str) -> bytes | None:
         """Return the value of a key, or None; see `Ranks`."""
-        return self._values.whole(self._call(self._messages, lambda store: _looked(store, key)))
+        return self._values.whole(self._open(self._messages).look(key))
 
     def look_all(self, keys: Sequence[str]) -> list[bytes] | None:
         """Return the values of many keys, or None; see `Ranks`."""
         if not keys:
             return []
-        names = list(keys)
-        found = self._call(self._messages, lambda store: store.multi_get(names) if store.check(names) else None)
+        found = self._open(self._messages).look_all(keys)
         values = [whole for value in found or () if (whole := self._values.whole(value)) is not None]
-        return values if len(values) == len(names) else None
+        return values if len(values) == len(keys) else None
 
     def remove(self, keys: Sequence[str]) -> None:
         """Forget keys; see `Ranks`."""
         names = self._values.all_keys(keys)
-        self._call(self._messages, lambda store: [store.delete_key(name) for name in names])
+        self._open(self._messages).call(lambda store: [store.delete_key(name) for name in names])
 
     def beat(self) -> None:
         """Send a heartbeat: tell the other ranks that this one is alive."""
         self._beat_count += 1
-        beats = str(self._beat_count)
-        self._call(self._beats, lambda store: store.set(f"beats/{self.rank}", beats))
+        self._open(self._beats).set(f"beats/{self.rank}", str(self._beat_count).encode())
 
     def silences(self, ranks: Collection[int]) -> list[float]:
         """Return for each of some ranks the time since its last heartbeat [s]; see `Ranks`.
@@ -221,20 +229,12 @@ class TorchRanks:
                     self._heard[rank] = beats, now
             return [now - self._heard[rank][1] for rank in ranks]
 
-    def _call(self, client: _Client, call: Callable[[Any], T]) -> T:
+    def _open(self, client: _Client) -> _Client:
         if os.getpid() != self._pid:
             raise InvalidInputError("these ranks were made before a fork; a child process is not a rank of the job")
         if self._closed:
             raise InvalidInputError("these ranks are closed")
-        try:
-            return client.call(call)
-        except RanksError:
-            raise
-        except Exception as error:  # torch raises RuntimeError and others
-            raise ChannelError.of(
-                f"rank 0 of {self.count}: has ended, or rank {self.rank} cannot reach it any more "
-                f"({str(error).splitlines()[0][:200]})"
-            ) from error
+        return client
 
     def close(self, limit_s: float = LINGER_S) -> None:
         """End the channel. Rank 0 waits up to `limit_s` for the others: its server ends with it."""
@@ -252,25 +252,66 @@ class TorchRanks:
 
 
 class _Client:
-    """A connection to the server, and the thread that calls it."""
+    """A connection to a server, and the thread that calls it.
 
-    def __init__(self, store: TCPStore, limit_s: float) -> None:
-        self._store: TCPStore | None = store
-        self._limit_s, self._threads, self._is_stuck = limit_s, Threads(1), False
+    Args:
+        connect: makes the connection, in the thread.
+        limit_s: the longest wait for an answer [s].
+        server, ranks: who keeps the values: for errors, and as `RanksError.ranks`.
+        rank: of this process, in errors.
+
+    All methods but `close` raise:
+        ChannelError: the server does not answer; then it is not asked again. Or it has ended.
+        RanksError: `connect` has raised it.
+        CapabilityError: the thread cannot be started.
+    """
+
+    def __init__(
+        self, connect: Callable[[], Any], limit_s: float, server: str, ranks: Sequence[int], rank: int
+    ) -> None:
+        self._server, self._ranks, self._rank = server, ranks, rank
+        self._limit_s, self._threads, self._is_stuck = min(limit_s, ANSWER_S), Threads(1), False
+        self._store: Any = None
+        try:
+            self._store = self.call(lambda _: connect())
+        except BaseException:
+            self.close()
+            raise
+        self._limit_s = limit_s
 
     def call(self, call: Callable[[Any], T]) -> T:
-        """Return the result of `call`.
-
-        Raises:
-            ChannelError: the server does not answer; it is not asked again.
-        """
+        """Return the result of `call`, which gets the connection."""
         if self._is_stuck:
-            raise ChannelError.of("rank 0: does not answer any more")
+            raise ChannelError.of(f"{self._server}: does not answer any more", self._ranks)
         pending = self._threads.start(call, [self._store])
-        if not pending.ready(self._limit_s):
-            self._is_stuck = True
-            raise ChannelError.of(f"rank 0: has not answered for {self._limit_s:.6g} s, its process or host is stopped")
-        return pending()[0]
+        try:
+            if pending.ready(self._limit_s):
+                return pending()[0]
+        except RanksError:
+            raise
+        except Exception as error:  # torch raises RuntimeError and others
+            raise ChannelError.of(
+                f"{self._server}: has ended, or rank {self._rank} cannot reach it any more "
+                f"({str(error).partition(chr(10))[0][:200]})",
+                self._ranks,
+            ) from error
+        self._is_stuck = True
+        raise ChannelError.of(
+            f"{self._server}: has not answered for {self._limit_s:.6g} s, its process or host is stopped", self._ranks
+        )
+
+    def set(self, key: str, value: bytes) -> None:
+        """Set a key, also if it has a value."""
+        self.call(lambda store: store.set(key, value))
+
+    def look(self, key: str) -> bytes | None:
+        """Return the value of a key; None if it has none."""
+        return self.call(lambda store: store.get(key) if store.check([key]) else None)
+
+    def look_all(self, keys: Sequence[str]) -> list[bytes] | None:
+        """Return the values of many keys; None unless all have one."""
+        names = list(keys)
+        return self.call(lambda store: store.multi_get(names) if store.check(names) else None)
 
     def close(self) -> None:
         """End the thread, unless a call in it never returns."""
@@ -304,15 +345,24 @@ def _store_of(group: Any) -> tuple[Any, str]:
     from torch.distributed import distributed_c10d
 
     store: Any = distributed_c10d._get_default_store()
-    with suppress(Exception):  # a separate client, if the store can make one: a call of the training may block this one
-        store = store.clone()
     ranks = torch.distributed.get_process_group_ranks(group)
     name = "all" if group is None else "-".join(map(str, ranks)) if len(ranks) < 32 else f"{ranks[0]}-{ranks[-1]}"
     return store, f"snapstore/{name}"
 
 
-def _looked(store: Any, key: str) -> bytes | None:
-    return store.get(key) if store.check([key]) else None
+def _cloned(store: Any) -> Any:
+    """Return a separate client of a store, if it can make one: a call of the training may block the store itself."""
+    with suppress(Exception):
+        return store.clone()
+    return store
+
+
+def _host_of_store(group: Any) -> tuple[str, list[int]]:
+    """Return who keeps the job's store, for errors, and the ranks of a group among these."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return "the job's store, which torchrun keeps on the first node", []
+    ranks = torch.distributed.get_process_group_ranks(group)
+    return "rank 0 of the job, which keeps its store", [ranks.index(0)] if 0 in ranks else []
 
 
 def _polled(look: Callable[[], T | None], limit_s: float) -> T | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import textwrap
 
 import pytest
@@ -24,11 +25,11 @@ BEGIN = """
 """
 
 
-def run(program, count, folder, *, stopped=()):
+def run(program, count, folder, *, stopped=(), place=None):
     """Run a program on so many ranks; return their outputs. The stopped ones are killed when the others have ended."""
     program = textwrap.dedent(BEGIN) + textwrap.dedent(program)
     env = environment(GLOO_SOCKET_IFNAME="lo", SNAPSTORE_THREADS="1")
-    place = f"file://{folder}/rendezvous"
+    place = place or f"file://{folder}/rendezvous"
     processes = [
         Forked("-c", program, place, str(rank), str(count), log=folder / f"log.{rank}", env=env)
         for rank in range(count)
@@ -204,6 +205,42 @@ def test_a_rank_0_that_does_not_answer_is_an_error_in_bounded_time(tmp_path, sen
     """
     said, codes = run(program, 2, tmp_path, stopped=[0])
     assert codes[1] == 0, said[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", ["SIGSTOP", "SIGKILL"])
+@pytest.mark.parametrize("when", ["before its call", "after its answer"])
+def test_a_rank_0_that_does_not_answer_while_the_ranks_meet(tmp_path, sent, when):
+    """Rank 0 keeps the job's store too. The error names it, in bounded time."""
+    program = f"""
+        def strike(*_):
+            os.kill(os.getpid(), signal.{sent})
+            time.sleep(600)
+
+        torch_ranks.ANSWER_S = 3.0
+        dist.barrier()
+        began = time.monotonic()
+        if rank == 0:
+            if {when == "before its call"}:
+                strike()
+            TorchRanks._connect = strike
+        else:
+            time.sleep(0.5)
+        try:
+            TorchRanks()
+        except RanksError as error:
+            assert str(error).startswith("rank "), error
+            assert "rank 0" in str(error) and error.ranks == (0,), (error, error.ranks)
+            assert time.monotonic() - began < 80
+            print("named")
+        os._exit(0)
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    said, codes = run(program, 2, tmp_path, stopped=[0], place=place)
+    assert codes[1] == 0, said[1]
+    assert "named" in said[1], said[1]
 
 
 @pytest.mark.slow

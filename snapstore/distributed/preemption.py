@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import signal
 import threading
 import time
+from typing import Any
 
 from ..errors import InvalidInputError, RanksError
 from .base import Ranks, wait_for
@@ -88,8 +90,48 @@ class Preemption:
             return self._last_step + 1
 
 
+class _Signal:
+    """SIGTERM of this process: one handler for all managers that handle preemption, and the handler before it."""
+
+    def __init__(self) -> None:
+        self._told: list[Preemption] = []
+        self._before: Any = signal.SIG_DFL
+        self._pid = -1
+
+    def add(self, preemption: Preemption) -> None:
+        """Tell a Preemption from now on; raises ValueError outside the main thread."""
+        before = signal.signal(signal.SIGTERM, self._handle)
+        if before != self._handle:  # bound methods are equal, not identical
+            self._before = before if before is not None else signal.SIG_DFL
+        if self._pid != os.getpid():
+            self._told, self._pid = [], os.getpid()
+        self._told.append(preemption)
+
+    def remove(self, preemption: Preemption) -> None:
+        """Tell it no more. After the last one, restore the handler before, unless the program has set another one."""
+        if preemption in self._told:
+            self._told.remove(preemption)
+        is_main = threading.current_thread() is threading.main_thread()
+        if not self._told and is_main and signal.getsignal(signal.SIGTERM) == self._handle:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        """Tell all; if there is nobody to tell, or this is a child process, do what happened before."""
+        if self._told and self._pid == os.getpid():
+            for preemption in tuple(self._told):
+                preemption.notice()
+        elif callable(self._before):
+            self._before(number, frame)
+        elif self._before == signal.SIG_DFL:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+_signal = _Signal()
+
+
 class SignalHandler:
-    """The handler of SIGTERM while a manager handles preemption; made in the main thread.
+    """Makes SIGTERM tell a manager's Preemption, until it is closed; made in the main thread.
 
     Attributes:
         ends: whether the save of the last step ends the process.
@@ -100,8 +142,9 @@ class SignalHandler:
 
     def __init__(self, preemption: Preemption, *, end: bool, timeout: float) -> None:
         self.ends, self._timeout, self._end_s = end, timeout, math.inf
+        self._preemption = preemption
         try:
-            self._before = signal.signal(signal.SIGTERM, preemption.notice)
+            _signal.add(preemption)
         except ValueError as error:
             raise InvalidInputError("handle_preemption sets a signal handler: call it in the main thread") from error
 
@@ -111,6 +154,5 @@ class SignalHandler:
         return max(0.0, self._end_s - time.monotonic())
 
     def close(self) -> None:
-        """Restore the previous handler, if this is the main thread."""
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._before if self._before is not None else signal.SIG_DFL)
+        """Tell the Preemption no more; the last one restores the previous handler, if this is the main thread."""
+        _signal.remove(self._preemption)

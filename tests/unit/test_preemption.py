@@ -144,6 +144,50 @@ def test_a_handler_that_is_set_twice_gives_the_first_one_back():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_all_managers_of_a_process_hear_the_signal(is_reversed):
+    """The handler from before returns when the last manager is closed, in any order."""
+    before = signal.getsignal(signal.SIGTERM)
+    managers = [SnapshotManager(created(), run="a", options=OPTIONS) for _ in range(3)]
+    for manager in managers:
+        manager.handle_preemption(end=False)
+    managers.pop(1).close()
+    assert signal.getsignal(signal.SIGTERM) is not before
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert [manager.reached_preemption(1) for manager in managers] == [True, True]
+    for manager in reversed(managers) if is_reversed else managers:
+        manager.close()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_handler_of_the_program_is_kept_and_ours_swallows_no_signal():
+    """The program sets its own handler after ours, and later restores ours, which nobody listens to any more."""
+    heard, before = [], signal.signal(signal.SIGTERM, lambda *_: heard.append("before"))
+    try:
+        with SnapshotManager(created(), run="a", options=OPTIONS) as manager:
+            manager.handle_preemption(end=False)
+            ours = signal.signal(signal.SIGTERM, lambda *_: heard.append("after"))
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == ["after"]
+        signal.signal(signal.SIGTERM, ours)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == ["after", "before"]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_child_process_that_is_forked_while_a_manager_handles_preemption_ends_at_the_signal():
+    with SnapshotManager(created(), run="a", options=OPTIONS) as manager:
+        manager.handle_preemption(end=False)
+        child = os.fork()
+        if not child:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(30)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        assert not manager.reached_preemption(1)
+
+
 def test_the_last_save_waits_for_the_running_one():
     """The last save waits even with `on_busy="skip"`: skipping it would lose the steps since the running save."""
     inner, gate = created(), threading.Event()

@@ -2,7 +2,7 @@
 
 In: a signal, on any rank. Out: the first step that no rank has begun, agreed on by all ranks. Their main threads may be
 in a collective of the training, each waiting for the others; so threads in the background agree, and `reached` only
-compares numbers. While they agree, `reached` waits, for about AGREE_S at most.
+compares numbers. While they agree, `reached` waits: for about AGREE_S, or LATE_S where rank 0 is late.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from ..errors import InvalidInputError, RanksError
-from .base import Ranks, wait_for
+from .base import ChannelError, Ranks, named, wait_for
 
 log = logging.getLogger("snapstore")
-#: The longest time in which the ranks must agree; after that each rank acts by itself [s].
+#: Rank 0 waits so long for the steps of the other ranks; then it decides from the steps it knows [s].
 AGREE_S = 10.0
+#: The other ranks wait so long for rank 0's step; after that each rank acts by itself [s].
+LATE_S = 20.0
 
 
 class Preemption:
@@ -72,22 +75,39 @@ class Preemption:
         log.warning("the job is to end: rank %d of %d saves at step %d", ranks.rank, ranks.count, self._agreed)
 
     def _agree(self, ranks: Ranks, told: str) -> int:
-        """Return the step after the last one that any rank has begun; if the ranks do not agree, that this one has."""
-        deadline = time.monotonic() + AGREE_S
-
-        def watch() -> None:
-            if time.monotonic() > deadline:
-                raise RanksError("the ranks have not agreed when to end")
-
+        """Return the step after the last one that any rank has begun; if rank 0 tells none, that this one has."""
         try:
             if ranks.rank == 0:
-                keys = [f"{told}/last/{rank}" for rank in range(ranks.count)]
-                last = wait_for(lambda: ranks.look_all(keys), watch)
-                ranks.post(f"{told}/step", str(max(map(int, last)) + 1).encode())
-            return int(wait_for(lambda: ranks.look(f"{told}/step"), watch))
+                ranks.post(f"{told}/step", str(self._decide(ranks, told)).encode())
+            return int(wait_for(lambda: ranks.look(f"{told}/step"), _until(time.monotonic() + LATE_S)))
         except RanksError as error:
             log.warning("rank %d ends by itself: %s", ranks.rank, error)
             return self._last_step + 1
+
+    def _decide(self, ranks: Ranks, told: str) -> int:
+        """Return the step to save at, on rank 0. A late rank learns it once its background thread runs again."""
+        keys = [f"{told}/last/{rank}" for rank in range(ranks.count)]
+        found: list[bytes | None] = []
+        try:
+            found += wait_for(lambda: ranks.look_all(keys), _until(time.monotonic() + AGREE_S))
+        except ChannelError:
+            raise
+        except RanksError:
+            found += [ranks.look(key) for key in keys]
+            late = [rank for rank, last in enumerate(found) if last is None]
+            if late:
+                log.warning("%s of %d: no step within %.6g s of SIGTERM", named(late), ranks.count, AGREE_S)
+        return max([self._last_step, *(int(last) for last in found if last is not None)]) + 1
+
+
+def _until(deadline: float) -> Callable[[], None]:
+    """Return a function that raises RanksError after a time [s, time.monotonic]."""
+
+    def watch() -> None:
+        if time.monotonic() > deadline:
+            raise RanksError("the ranks have not agreed when to end")
+
+    return watch
 
 
 class _Signal:

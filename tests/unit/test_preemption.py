@@ -101,6 +101,26 @@ def test_a_rank_that_does_not_agree_keeps_the_others_for_some_seconds_at_most(mo
     assert end.reached(5)
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_is_late_saves_at_the_step_of_the_others(monkeypatch, late, caplog):
+    """Python of one rank does not run for longer than AGREE_S, for example in a C extension that holds the GIL."""
+    monkeypatch.setattr(preemption, "AGREE_S", 0.2)
+    ranks = LocalRanks(3)
+    ends = [Preemption(one, "p/") for one in ranks]
+    for rank, end in enumerate(ends):
+        assert not end.reached(3 if rank == late else 10 + rank)
+        end.notice()
+
+    def poll(rank):
+        time.sleep(1.0 if rank == late else 0.0)
+        ends[rank].poll()
+
+    assert together([lambda r=r: poll(r) for r in range(3)]) == [None] * 3
+    assert [[end.reached(step) for step in (12, 13)] for end in ends] == [[False, True]] * 3
+    assert ("rank 1 of 3: no step within 0.2 s" in caplog.text) == (late == 1)
+    assert "by itself" not in caplog.text
+
+
 def test_one_process_saves_once_more_and_ends():
     store = created()
     before = signal.getsignal(signal.SIGTERM)

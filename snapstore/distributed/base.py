@@ -68,6 +68,7 @@ class Ranks(Protocol):
         silent_s: a rank without a heartbeat for so long counts as dead [s].
         total_s: the longest wait for messages of living ranks, such as their reports of a save [s].
         is_hosted: whether this process keeps the messages, so that they are lost when it ends.
+        job_ranks: by rank, its number in torch.distributed's job, which meshes use; None: the same numbers.
     """
 
     rank: int
@@ -76,6 +77,7 @@ class Ranks(Protocol):
     silent_s: float
     total_s: float
     is_hosted: bool
+    job_ranks: Sequence[int] | None
 
     def post(self, key: str, value: bytes) -> None:
         """Set a key for all ranks. Only the first value of a key counts; a second one is ignored."""

@@ -22,6 +22,7 @@ class LocalRank:
     """
 
     is_hosted = False
+    job_ranks: Sequence[int] | None = None
     silent_s, total_s = 600.0, 3600.0
 
     def __init__(self, values: dict[str, bytes], beaten: dict[int, float], rank: int, attempt: str) -> None:

@@ -92,6 +92,8 @@ class TorchRanks:
             raise InvalidInputError("TorchRanks: this rank is not in the given group; make one only on its ranks")
         self.silent_s, self.total_s = float(silent_s), float(total_s)
         self.is_hosted = self.rank == 0
+        ranks = torch.distributed.get_process_group_ranks(group)
+        self.job_ranks: Sequence[int] | None = None if group is None else tuple(ranks)
         self._pid, self._closed, self._broken = os.getpid(), False, ""
         self._server: TCPStore | None = None
         self._heard: dict[int, tuple[bytes, float]] = {}  # each rank's count of heartbeats, and when it changed [s]

@@ -102,7 +102,8 @@ class RankJob:
     def shares(self) -> RankShares:
         """Return the shares of this rank, for the time before it knows the holders of plain tensors."""
         chunk_bytes = self._job.context.config.chunk_bytes
-        return RankShares(self.ranks.rank, self.ranks.count, chunk_bytes, None, self._replicas)
+        job_ranks = self.ranks.job_ranks
+        return RankShares(self.ranks.rank, self.ranks.count, chunk_bytes, None, self._replicas, job_ranks=job_ranks)
 
     def preemption(self) -> Preemption:
         """Return the Preemption of the job; from now on the ranks agree on its end in the background."""

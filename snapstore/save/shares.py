@@ -77,12 +77,13 @@ class RankShares:
     """The shares of one rank.
 
     Args:
-        rank, world_size: of the job.
+        rank, world_size: among the ranks that save together.
         chunk_bytes: the size of a chunk [bytes].
         holders: the ranks, sorted, that hold a plain tensor which not all ranks hold (pipeline stages). None: not
             known yet, so each whole plain tensor counts as this rank's share.
         replicas: "check": replicas are equal, so each stores a share. "rank0": they may differ.
         known: the plain tensors that `holders` covers; any other one is new to this rank. None: it covers all.
+        job_ranks: by rank, its number in the job, which meshes use; None: the same numbers.
     """
 
     rank: int
@@ -91,15 +92,19 @@ class RankShares:
     holders: Mapping[Name, tuple[int, ...]] | None = field(default_factory=dict)
     replicas: Replicas = "check"
     known: Container[Name] | None = None
+    job_ranks: Sequence[int] | None = None
 
     def knows(self, name: Name) -> bool:
         """Return whether this rank knows which ranks hold a plain tensor."""
         return self.holders is not None and (self.known is None or name in self.known)
 
     def group(self, name: Name, sharding: Sharding | None) -> tuple[int, ...]:
-        """Return the ranks that hold the same bytes of a tensor as this one, sorted; () if they are unknown."""
+        """Return the ranks that hold the same bytes of a tensor as this one, sorted; () if they are unknown.
+
+        A rank of the job that does not save has a number from `world_size` on.
+        """
         if sharding is not None:
-            return sharding.group
+            return _saving(sharding.group, self.job_ranks) if self.job_ranks is not None else sharding.group
         return (self.holders or {}).get(name) or tuple(range(self.world_size))
 
     def pieces(
@@ -136,6 +141,12 @@ class RankShares:
                     found.append(Piece((), (), 0))
             row += sizes[0] if sizes and not is_apart else 0
         return found
+
+
+def _saving(group: tuple[int, ...], job_ranks: Sequence[int]) -> tuple[int, ...]:
+    """Return ranks of the job as numbers among the ranks that save together, sorted."""
+    numbers = {rank: number for number, rank in enumerate(job_ranks)}
+    return tuple(sorted(numbers.get(rank, len(numbers) + rank) for rank in group))
 
 
 def _turn(name: Name, replicas: int) -> int:

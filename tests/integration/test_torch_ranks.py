@@ -297,3 +297,39 @@ def test_ddp_with_batch_norm(tmp_path):
     assert all("named" in text for text in said), "\n".join(said)
     assert [text.count("buffers on rank 1 differ from those on rank 0") for text in said] == [1, 0], "\n".join(said)
     assert "model.module.1.running_mean, model.module.1.running_var;" in said[0]
+
+
+@pytest.mark.slow
+def test_meshes_of_a_job_whose_ranks_save_in_a_group(tmp_path):
+    """Meshes have the numbers of the job's ranks. Plain tensors, and messages, have those of the group."""
+    program = f"""
+        from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
+
+        group = dist.new_group([1, 2, 3])
+        meshes = DeviceMesh("cpu", [1, 2, 3], _init_backend=False), DeviceMesh("cpu", [1, 2], _init_backend=False)
+        whole = torch.arange(36, dtype=torch.float32).reshape(6, 6)
+
+        def of_mesh(mesh, local, placement):
+            form = dict(shape=torch.Size((6, 6)), stride=(6, 1))
+            return DTensor.from_local(local, mesh, [placement], run_check=False, **form)
+
+        if rank:
+            channel = TorchRanks(group)
+            with SnapshotManager({str(tmp_path / "repository")!r}, run="a", ranks=channel) as snapshots:
+                state = {{"rows": of_mesh(meshes[0], whole.chunk(3)[rank - 1], Shard(0)), "plain": whole + 1}}
+                state["copy"] = of_mesh(meshes[0], whole, Replicate())
+                snapshots.save(1, state)
+                snapshots.wait_until_finished()
+                # copies on the job's ranks 1 and 2, and a plain tensor on ranks 1 and 2 of the group
+                state = {{"copy": of_mesh(meshes[1], whole + 2, Replicate())}} if rank in (1, 2) else {{}}
+                state |= {{"other": whole + 3}} if rank in (2, 3) else {{}}
+                snapshots.save(2, state)
+                snapshots.wait_until_finished()
+                first, second = snapshots.restore(1), snapshots.restore(2)
+                assert all(torch.equal(first[name], whole + (name == "plain")) for name in ("rows", "copy", "plain"))
+                assert torch.equal(second["copy"], whole + 2) and torch.equal(second["other"], whole + 3)
+            channel.close()
+        dist.barrier()
+    """
+    said, codes = run(program, 4, tmp_path)
+    assert codes == [0] * 4, "\n".join(said)

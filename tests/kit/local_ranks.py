@@ -59,6 +59,7 @@ class LocalRank:
         self._board, self.rank, self.count, self.attempt = board, rank, count, attempt
         self.silent_s, self.total_s = silent_s, total_s
         self.is_hosted = False
+        self.job_ranks: Sequence[int] | None = None
         self.posted: list[str] = []
         self.dead = False
 

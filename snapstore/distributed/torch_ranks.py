@@ -11,6 +11,7 @@ blocking call on the job's store would delay the training's calls on it, so only
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import socket
@@ -348,8 +349,13 @@ def _store_of(group: Any) -> tuple[Any, str]:
 
     store: Any = distributed_c10d._get_default_store()
     ranks = torch.distributed.get_process_group_ranks(group)
-    name = "all" if group is None else "-".join(map(str, ranks)) if len(ranks) < 32 else f"{ranks[0]}-{ranks[-1]}"
-    return store, f"snapstore/{name}"
+    return store, f"snapstore/{'all' if group is None else _name_of(ranks)}"
+
+
+def _name_of(ranks: Sequence[int]) -> str:
+    """Return a short name of some ranks of the job; no other ranks have the same one."""
+    name = "-".join(map(str, ranks))
+    return name if len(name) <= 64 else f"{ranks[0]}-to-{ranks[-1]}-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
 
 
 def _cloned(store: Any) -> Any:

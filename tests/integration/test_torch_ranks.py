@@ -9,6 +9,7 @@ import pytest
 
 from kit.forked import Forked, wait_all
 from kit.processes import environment
+from snapstore.distributed import torch_ranks
 
 BEGIN = """
     import os, pathlib, signal, sys, time
@@ -118,6 +119,14 @@ def test_messages_that_the_server_of_a_tcp_store_does_not_accept(tmp_path):
     """
     said, codes = run(program, 2, tmp_path)
     assert codes == [0, 0], "\n".join(said)
+
+
+def test_groups_of_many_ranks_have_names_of_their_own():
+    """Ranks of groups with one name would take the messages of each other while they meet."""
+    groups = [range(64), [0, 63], [0, *range(31, 64)], [0, *range(32, 64)], range(4096), [*range(4094), 4095]]
+    names = [torch_ranks._name_of(list(ranks)) for ranks in groups]
+    assert len(set(names)) == len(groups)
+    assert max(map(len, names)) < 80
 
 
 @pytest.mark.slow

@@ -17,6 +17,8 @@ from ..format.hashing import checksum
 from ..format.manifest import Manifest
 from ..format.records import RANKS, Snapshot
 from ..protocol.session import Session
+from ..state.tensors import Node
+from ..threads import msgpack_decoder
 from .inputs import PartInput, SaveRequest
 from .known_chunks import AnySession, Bases, load_bases
 from .lineage import Lineage
@@ -144,6 +146,19 @@ class RankWriter:
 
 def request_digests(request: SaveRequest) -> bytes:
     """Return the digests of the fields that must be equal on all ranks; waits for metrics on devices."""
-    metrics, metadata = sorted(request.read_metrics().items()), bytes(request.metadata_node)
+    metrics = sorted(request.read_metrics().items())
+    metadata = _without_order(msgpack_decoder(object).decode(request.metadata_node))
     fields = (request.run, request.step, metrics, metadata, list(request.tags))  # in the order of REQUEST_FIELDS
     return b"".join(checksum(encode(value)).to_bytes(DIGEST_BYTES, "little") for value in fields)
+
+
+def _without_order(node: Node) -> Node:
+    """Return a node (see state/tree.py) whose dicts are sorted by their keys, to compare it."""
+    tag = node[0] if isinstance(node, list) else None
+    if tag in ("list", "tuple", "deque"):
+        return [*node[:-1], [_without_order(child) for child in node[-1]]]
+    if tag in ("dict", "counter", "defaultdict"):
+        *head, keys, children = node
+        pairs = zip(map(encode, keys), map(_without_order, children), strict=True)
+        return [*head, sorted(pairs, key=lambda pair: pair[0])]
+    return node

@@ -1,6 +1,7 @@
 """Several ranks that do not communicate store every byte of every tensor once, however the tensor is sharded."""
 
 import math
+from collections import Counter, OrderedDict
 
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ from kit import rank_saves
 from kit.rank_saves import opaque, sharded
 from snapstore import PerRank, Repository, RngState, SaveOptions, SnapshotManager
 from snapstore.format.pack import DEFAULT_PACK_BYTES
+from snapstore.save.inputs import SaveRequest
 from snapstore.save.rank_state import digests_by_path, held_bytes
+from snapstore.save.rank_writer import request_digests
 from snapstore.save.replicas import group_digests
 
 CHUNK = 1024
@@ -440,3 +443,22 @@ def test_replicas_of_a_smaller_mesh_are_those_at_coordinate_0_of_the_whole(repos
     snapshot, _ = rank_saves.save(repository, [make] * 4, 1, replicas="rank0")
     expected = torch.cat([torch.zeros(3000, 2) + 3, torch.zeros(3000, 2) + 1])
     check(repository, snapshot, {"model: model.w": expected})
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_equal"),
+    [
+        ({"a": 1, "b": [{"c": 2, 3: 4}]}, {"b": [{3: 4, "c": 2}], "a": 1}, True),
+        (Counter(a=1, b=2), Counter(b=2, a=1), True),
+        ({"a": 1, "b": 2}, {"a": 2, "b": 1}, False),
+        ({"a": 1, "b": 2}, OrderedDict(a=1, b=2), False),
+        (OrderedDict(a=1, b=2), OrderedDict(b=2, a=1), False),
+        ([1, 2], [2, 1], False),
+        (["dict", "ab", "cd"], ["dict", "ba", "dc"], False),
+        ({1: "x"}, {"1": "x"}, False),
+        (None, {}, False),
+    ],
+)
+def test_metadata_is_compared_without_the_order_of_keys(first, second, is_equal):
+    found = [request_digests(SaveRequest("a", 1, metadata=metadata)) for metadata in (first, second)]
+    assert (found[0] == found[1]) == is_equal

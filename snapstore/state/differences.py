@@ -60,15 +60,26 @@ class Differences:
             lines += self._lines(part, _names(stored), _names(into), each)
         if len(self._parts) > MAX_LINES:
             lines.append(f"... and {len(self._parts) - MAX_LINES} more parts")
-        fitting = self._fitting(stored) if all_selected else []
-        lacks = not self._renamed and all(text == IN_INTO for found in self._parts.values() for _, text in found)
-        what = "what the target has" if lacks else "the parts that fit"
-        only = f"only {what}: restore_into(..., keys={fitting})" if fitting else "with `keys` what fits"
         return [
             "the snapshot does not fit the target; nothing was changed:",
             *(f"  {line}" for line in lines),
-            f"restore without a target to get all of it, or {only}",
+            f"restore without a target to get all of it, or {self._advice(stored, into, all_selected=all_selected)}",
         ]
+
+    def _advice(self, stored: Any, into: Any, *, all_selected: bool) -> str:
+        """Return what to restore instead.
+
+        `keys` can select the parts without a difference. But they would leave out a whole part, such as the optimizer,
+        if only some of its names are missing in the snapshot.
+        """
+        kinds = {text for found in self._parts.values() for _, text in found}
+        both = _names(stored).keys() & _names(into).keys()
+        partly = any(IN_SNAPSHOT in dict(found).values() for part, found in self._parts.items() if {*part} & both)
+        if partly and not self._renamed and kinds <= {IN_INTO, IN_SNAPSHOT}:
+            return "only the names that both have: restore_into(..., strict=False); the others keep their values"
+        fitting = self._fitting(stored) if all_selected else []
+        what = "what the target has" if not self._renamed and kinds == {IN_INTO} else "the parts that fit"
+        return f"only {what}: restore_into(..., keys={fitting})" if fitting else "with `keys` what fits"
 
     def _lines(self, part: Path, stored: Collection[Any], into: Collection[Any], each: int) -> list[str]:
         """Return the lines of one part: its counts, some of its differences, and advice."""

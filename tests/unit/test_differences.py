@@ -115,6 +115,20 @@ def test_a_stage_of_a_pipeline_gets_the_line_that_restores_all_of_it(numbers, as
     assert into["rng"] == 7
 
 
+def test_a_part_that_lacks_some_names_in_the_snapshot_is_not_left_out():
+    """An optimizer has no state of a parameter that never got a gradient; `get_state_dict` makes one in the target."""
+    state = {"model": {"a": 1, "b": 2}, "optimizer": {"state.a.step": 3}}
+    into = {"model": {"a": 0, "b": 0}, "optimizer": {"state.a.step": 0, "state.b.step": 7}}
+    text = refusal(state, into)
+    assert "optimizer.state.b.step: missing in the snapshot" in text
+    assert "only the names that both have: restore_into(..., strict=False)" in text
+    assert "keys=" not in text
+    assert "strict=False" in refusal(state | {"more": 1}, into)
+    again(state, into=into, keys=Fit(strict=False))
+    assert into == {"model": {"a": 1, "b": 2}, "optimizer": {"state.a.step": 3, "state.b.step": 7}}
+    assert "keys=['model']" in refusal(state, into | {"optimizer": {"state.a.step": torch.ones(2)}})
+
+
 def test_no_line_that_leaves_out_a_part_of_into_which_fits():
     """No short list of keys selects the names of `m` that the target has; so `same` alone is not recommended."""
     state = {"m": {"a": 1, "a.b": 2}, "same": 1}

@@ -42,7 +42,7 @@ from ..format.delta_chain import Chain, Key, Link, Place, table_of
 from ..format.keys import pack_key, quarantined_names, record_key
 from ..format.manifest import Manifest
 from ..format.pack import ENTRY
-from ..format.records import RANKS, ManifestRef, Snapshot
+from ..format.records import ManifestRef, Snapshot
 from ..protocol.commit import Claim
 from ..protocol.revisions import is_ruling, retry_conflicts, same_content
 from .roots import Written, new_roots
@@ -339,12 +339,9 @@ class Rewriting(ABC):
         grown = sum(after - before for before, after in work.lengths().values())
         grown += sum(ref.size_bytes - before[old] for old, (ref, data) in written.items() if data)
         depths = [manifest.decode_header(headers[sha256], "manifest").depth for sha256 in headers]
-        depths += [self.index.header(ref).depth for ref, data in written.values() if not data]
         depths += [part.manifest.header.depth for part in parts if part.ref.sha256 not in written]
-        if RANKS in ruling.features:
-            depths += [self._depth(ref, ruling) for ref in refs if ref.sha256 not in headers]
-        elif len(parts) < len(refs):  # the depths of the other manifests are not known one by one
-            depths.append(ruling.depth)
+        known = {*headers, *(part.ref.sha256 for part in parts)}
+        depths += [self._depth(ref, ruling) for ref in refs if ref.sha256 not in known]
         name: str | msgspec.UnsetType = msgspec.UNSET
         if ruling.manifest_list or len(headers) < len(written):
             name = put_list(self.context, work.claim, refs, written)
@@ -352,7 +349,7 @@ class Rewriting(ABC):
         return ruling.revised(manifests=refs, manifest_list=name, stored_bytes=stored_bytes, depth=max(depths))
 
     def _depth(self, ref: ManifestRef, ruling: Snapshot) -> int:
-        """Return the depth of a root manifest; if it is lost, that of the snapshot."""
+        """Return the depth of a manifest; if it is lost, that of the snapshot."""
         header = tried(self.store, lambda: self.index.header(ref))
         return header.depth if header else ruling.depth
 

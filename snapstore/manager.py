@@ -296,7 +296,7 @@ class SnapshotManager(Steps):
         from .save.streaming import is_stream
 
         assert self._job is not None
-        number = next(self._job.numbers)
+        number = self._job.take_number()
         try:
             if is_stream(state) and self._job.ranks.count > 1:
                 raise InvalidInputError("state: an iterator is saved by one process alone; pass a dict of the tensors")

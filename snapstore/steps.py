@@ -247,7 +247,7 @@ class Steps:
         check_choice("read", read, ("own", "exchange"))
         self._wait_idle()
         exchange = self._exchange_of(read)
-        with exchange.call(self._job.questions.prefix) if exchange and self._job else nullcontext():
+        with exchange.call(self._job.questions.next_prefix()) if exchange and self._job else nullcontext():
             (context, ref), as_rank = self._place_of(step, read), self._as_rank(per_rank)
             is_others = partial(getattr, exchange, "has_heard", False)
             named = ref if isinstance(ref, str) else f"id:{ref.id}"

@@ -10,6 +10,7 @@
     holders   rank 0 to all       the ranks that hold plain tensors, after an exchange (save/holders.py)
     outcome   rank 0 to all       committed, failed, or unclear
     answer    rank 0 to all       the answer to a question that all ranks ask, such as whether a save is skipped
+    asks      rank 0 to all       it waits until all ranks have asked this question, and so begins no save
     word      any rank to some    it has reached a place of a call that all make together
     ready     any rank to 0       its node, before chunks are exchanged
 
@@ -33,7 +34,7 @@ MAX_TEXT = 900
 #: More manifests than this travel in a message of their own, so a report stays below 2 KiB.
 MAX_REPORTED_MANIFESTS = 8
 #: The names of the keys, which come after the number of the save.
-POSTED_BY_0 = ("begin", "ask", "outcome", "ask-replicas", "ask-trees", "holders", "digest/0")
+POSTED_BY_0 = ("begin", "ask", "asks", "outcome", "ask-replicas", "ask-trees", "holders", "digest/0")
 POSTED_BY_OTHERS = (
     *("report/{rank}", "manifests/{rank}", "tree/{rank}", "replicas/{rank}", "failed"),
     *("digest/{rank}", "trees/{rank}", "changed/{rank}", "changed"),
@@ -167,11 +168,15 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         question: the question that rank 0 was asked.
         value: the answer, a plain value; None if `failed` is set, or if the answer is None.
+        saves: the lowest and the highest number of saves that rank 0 may have begun; see `Questions`.
+        meets: whether rank 0 waits until all ranks have the answer.
     """
 
     question: str
     value: Any = None
     failed: Failed | None = None
+    saves: tuple[int, int] = (0, 0)
+    meets: bool = False
 
 
 class Word(msgspec.Struct, frozen=True, array_like=True):

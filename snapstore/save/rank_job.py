@@ -50,22 +50,26 @@ class RankJob:
         ranks: the channel.
         prefix: of all keys of this manager.
         questions: the questions that rank 0 answers.
-        numbers: gives the number of each next save.
     """
 
     def __init__(self, ranks: Ranks, replicas: Replicas = "check") -> None:
         self.ranks, self._replicas = ranks, replicas
         with _users_lock:
             self.prefix = f"{next(_users.setdefault(ranks, count()))}/"
-        self.questions = Questions(ranks, self.prefix)
+        self._next = 0  # the number of the next save
+        self.questions = Questions(ranks, self.prefix, lambda: (self._next, self._next))
         self.heart = Heart(ranks)
-        self.numbers = count()
         self._holders: Holders | None = None  # as of the last exchange
         self._holders_are_sure = False  # whether no save has failed here since
         self._own: frozenset[Name] = frozenset()  # the plain tensors of this rank at that time
         self._learnt_in = self._answered_in = -1  # the numbers of saves
         self._exchange: Exchange | None = None  # of the save that runs
         self._has_failed = False  # whether the last save has failed
+
+    def take_number(self) -> int:
+        """Return the number of the save that begins here."""
+        number, self._next = self._next, self._next + 1
+        return number
 
     @property
     def leads(self) -> bool:
@@ -96,7 +100,7 @@ class RankJob:
                 f"rank {self.ranks.rank}: the repository at {repository.context.store.url} is not the one of rank 0 "
                 f"(uuid: expected {expected}, got {uuid}); pass one repository on all ranks, in a place that all share"
             )
-        self._job = Job(repository.context, self.ranks, self.prefix, self._answer)
+        self._job = Job(repository.context, self.ranks, self.prefix, self._answer, self.questions.asked_unheard)
         return repository
 
     def shares(self) -> RankShares:
@@ -122,7 +126,7 @@ class RankJob:
             InvalidInputError: rank 0 makes another call.
         """
         try:
-            return self.questions.ask("a save, or to skip it", is_busy)
+            return self.questions.ask(f"save {ref}, or to skip it", is_busy)
         except RanksError as error:
             raise in_save(ref, error, "this save was not begun") from error
 
@@ -143,7 +147,12 @@ class RankJob:
         """
         if self._learnt_in == request.number:
             return inputs  # learnt before the copy
-        exchange = Exchange(self.ranks, partial(self._job.key, request.number), request.require_wanted, self.prefix)
+
+        def check() -> None:
+            request.require_wanted()
+            self._job.require_begun(request.number, request)
+
+        exchange = Exchange(self.ranks, partial(self._job.key, request.number), check, self.prefix)
         own, found, self._exchange = plain_names(inputs), self._holders, exchange
         try:
             if exchange.is_wanted(here=not self._holders_are_sure or own != self._own):

@@ -70,6 +70,7 @@ class Job:
     Attributes:
         prefix: of all keys of these saves.
         answer: called with a save's number while rank 0 waits for reports: answers ranks that cannot report before it.
+        unheard: returns the question that rank 0 waits for this rank to ask, from rank 0's message; "": there is none.
         known_trees: the trees of the last save's ranks by digest, so that rank 0 asks for each once (only on rank 0).
         old_keys: posted by this rank in earlier saves: no rank looks them up again once all take part in the next one.
         warned: the buffers that were warned of: see `compare_replicas` (only on rank 0).
@@ -79,9 +80,11 @@ class Job:
     ranks: Ranks
     prefix: str = ""
     answer: Callable[[int], object] = lambda _: None
+    unheard: Callable[[bytes], str] = lambda _: ""
     known_trees: dict[bytes, bytes] = field(default_factory=dict)
     old_keys: set[str] = field(default_factory=set)
     warned: set[frozenset[str]] = field(default_factory=set)
+    _next_look: float = 0.0
 
     def save(self, number: int, request: SaveRequest, data: RankWriter) -> Snapshot:
         """Save on this rank; every rank calls it with the same number, and gets the same snapshot or an error.
@@ -105,6 +108,16 @@ class Job:
                 self.ranks.post(self.key(number, "outcome"), encode(Outcome(FAILED, failed)))
             else:
                 self.ranks.post(self.key(number, "failed"), encode(failed))
+
+    def require_begun(self, number: int, request: SaveRequest) -> None:
+        """Raise InvalidInputError if rank 0 waits for a question instead of the save; it looks twice a second."""
+        if self.ranks.rank and time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + LOOK_S
+            if (data := self.ranks.look(self.key(number, "asks"))) is not None and (question := self.unheard(data)):
+                raise InvalidInputError(
+                    f"save {request.ref}: rank {self.ranks.rank} saves, and rank 0 waits until all ranks ask for "
+                    f"{question}: call it on all ranks, or use a snapstore.Repository on one; nothing was committed"
+                )
 
     def _note_keys(self, number: int) -> None:
         names = messages.POSTED_BY_0 if self.ranks.rank == 0 else messages.POSTED_BY_OTHERS
@@ -308,7 +321,11 @@ class _Save:
         """
         ranks, request = self._ranks, self._request
         what = f"rank 0 to begin the save of step {request.step}"
-        also = partial(self._watch_outcome, now=True)
+
+        def also() -> None:
+            self._watch_outcome(now=True)
+            self._job.require_begun(self._number, request)
+
         watch = Watch(ranks, what, lambda: [0], ranks.total_s, self._job.prefix, also)
         begin = decode(wait_for(lambda: ranks.look(self._key("begin")), watch), Begin)
         if begin.step != request.step:

@@ -1,0 +1,131 @@
+"""A rank that asks or restores alone: no rank takes an answer to another call, and no two ranks restore other steps."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from kit.ranks import Managers
+from kit.repositories import created, opened
+from snapstore import InvalidInputError, RanksError
+
+
+@pytest.fixture
+def store():
+    return created()
+
+
+def saved(managers, *steps):
+    for step in steps:
+        managers.all(lambda m, rank, s=step: m.save(s, {"w": torch.full((4,), float(s)), "step": s}))
+    managers.all(lambda m, _: m.wait_until_finished())
+
+
+def restored(managers, **options):
+    return managers.all(lambda m, _: m.restore(**options)["step"])
+
+
+@pytest.mark.parametrize("alone", [lambda m: m.restore(), lambda m: m.latest_step()], ids=["restore", "latest_step"])
+def test_an_answer_that_rank_0_got_alone_is_for_no_later_call(store, alone, caplog):
+    managers = Managers(store)
+    saved(managers, 1)
+    alone(managers[0])
+    alone(managers[0])
+    saved(managers, 2, 3)
+    assert restored(managers) == [3] * 3
+    assert "rank 0 alone has asked for" in caplog.text
+    assert managers.all(lambda m, _: m.latest_step()) == [3] * 3
+    saved(managers, 4)
+    assert restored(managers) == [4] * 3
+    managers.end()
+
+
+def test_the_same_question_between_two_saves_whose_answer_has_changed(store):
+    """All ranks ask twice, and another process saves between: all get the second answer."""
+    managers = Managers(store)
+    saved(managers, 1)
+    assert restored(managers) == [1] * 3
+    with opened(store) as repository:
+        repository.save({"step": 50}, run="a", step=50)
+    assert restored(managers) == [50] * 3
+    managers.end()
+
+
+def test_ranks_that_take_an_older_answer_to_the_same_question_are_noticed(store):
+    """Rank 0 restored alone, and another process saved: the others would restore what rank 0 restored then."""
+    managers = Managers(store)
+    saved(managers, 1)
+    managers[0].restore()
+    with opened(store) as repository:
+        repository.save({"step": 50}, run="a", step=50)
+
+    def work(manager, rank):
+        manager.restore()
+        return manager.save(60, {"step": 60}).result()
+
+    began = time.monotonic()
+    for error in managers.all(work):
+        assert isinstance(error, InvalidInputError), error
+        assert "waits until all ranks ask for restore None" in str(error)
+        assert "use a snapstore.Repository" in str(error)
+    assert time.monotonic() - began < 20
+    managers.all(lambda m, _: m.check_for_errors())
+    managers.end()
+
+
+def test_another_rank_that_asks_alone_hears_that_rank_0_goes_on(store):
+    managers = Managers(store)
+    saved(managers, 1)
+    handles = [None] * 3
+
+    def work(manager, rank):
+        if rank == 1:
+            return manager.latest_step()
+        handles[rank] = manager.save(2, {"step": 2})
+        return None
+
+    error = managers.all(work)[1]
+    assert isinstance(error, RanksError)
+    assert "rank 1 asks for latest_step, and rank 0 has begun the next save without it" in str(error)
+    handles[1] = managers[1].save(2, {"step": 2})
+    assert [handle.result().step for handle in handles] == [2] * 3
+    assert restored(managers) == [2] * 3
+    managers.end()
+
+
+def test_a_rank_that_has_missed_a_save_is_told(store):
+    managers = Managers(store)
+    saved(managers, 1)
+
+    def work(manager, rank):
+        if rank < 2:
+            manager.save(2, {"step": 2})
+        return manager.latest_step()
+
+    error = managers.all(work)[2]
+    assert isinstance(error, InvalidInputError)
+    assert "rank 2 asks for latest_step after 1 saves, and rank 0 has asked for latest_step after 2 saves" in str(error)
+    managers.all(lambda m, _: m.close(timeout=0.1))
+
+
+def test_a_skipped_save_is_answered_for_its_step(store):
+    """Rank 0 skips a step that the others do not save: they must not skip another step."""
+    managers = Managers(store, on_busy="skip")
+    gate = threading.Event()
+    saved(managers, 1)
+
+    def work(manager, rank):
+        if rank:
+            assert gate.wait(60)
+        try:
+            return manager.save(2 if rank == 0 else 3, {"step": 2})
+        finally:
+            gate.set()
+
+    for error in managers.all(work)[1:]:
+        assert isinstance(error, InvalidInputError)
+        assert "asks for save a@3, or to skip it, and rank 0 has asked for save a@2, or to skip it" in str(error)
+    managers.all(lambda m, _: m.close(timeout=0.1))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -212,6 +213,7 @@ class _Merger:
         for view in views:
             for key, node in zip(view.node[at], view.node[at + 1], strict=True):
                 found.setdefault(pack(key), (key, []))[1].append(view.child(node))
+        self._refuse_equal_keys([*found.values()], path)
         nodes = []
         for key, below in found.values():
             child = (*path, key if type(key) in (str, int) else str(key))
@@ -221,6 +223,20 @@ class _Merger:
         extra = [view.child(view.node[at + 2]) for view in views if len(view.node) > at + 2]
         metadata = [self._merged(extra, (*path, "_metadata"))] if extra else []
         return [[key for key, _ in found.values()], nodes, *metadata]
+
+    def _refuse_equal_keys(self, found: Sequence[tuple[Node, list[_View]]], path: Path) -> None:
+        """Note a problem for each two keys that are equal in Python, such as 7 and 7.0: a dict has only one of them."""
+        kinds = {type(key) for key, _ in found}
+        if len(kinds) == 1 and kinds <= {str, int}:
+            return
+        seen: dict[Any, tuple[Any, list[_View]]] = {}
+        for node, views in found:
+            key = _plain_key(node)
+            other, others = seen.setdefault(key, (key, views))
+            if others is not views:
+                told = {id(view): other for view in others} | {id(view): key for view in views}
+                both = [others[0], views[0], *others[1:], *views[1:]]
+                self._problem((*path, str(other)), both, partial(_key_text, told))
 
     def _tensor(self, views: Sequence[_View], path: Path) -> Node:
         first = views[0]
@@ -235,6 +251,18 @@ class _Merger:
             tie = None if origin[0] == first.part else origin
             self._specs.append(msgspec.structs.replace(spec, tie=tie))
         return [first.tag, self._places[name], *first.node[2:]]
+
+
+def _key_text(keys: Mapping[int, Any], view: _View) -> str:
+    return f"the key {keys[id(view)]!r}, which equals another rank's in Python,"
+
+
+def _plain_key(node: Node) -> Any:
+    """Return the key that a node of a mapping stands for; if it is of a class of the program, its packed node."""
+    try:
+        return decode_plain(unpack_nodes(pack(node)))
+    except (FormatError, InvalidInputError):
+        return pack(node)
 
 
 def _has_own(node: Node) -> bool:
@@ -278,4 +306,6 @@ def _union(values: Sequence[Any]) -> Any:
             raise ValueError
         return first
     keys = dict.fromkeys(key for value in values for key in value)
+    if len({pack(encode_plain(key)) for value in values for key in value}) > len(keys):
+        raise ValueError  # 7 and 7.0, for example
     return type(first)((key, _union([value[key] for value in values if key in value])) for key in keys)

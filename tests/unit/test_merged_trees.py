@@ -4,6 +4,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
@@ -215,3 +216,28 @@ def test_keys_that_look_alike_may_not_differ():
     """
     with pytest.raises(InvalidInputError, match="look alike"):
         merge({"m": {1.0: torch.ones(2), "1.0": torch.ones(3)}}, {"m": {"1.0": torch.ones(3)}})
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(7, 7.0), (1, True), (0, False), (0.0, -0.0), (np.int64(3), 3), (np.float64(3), 3), ((1, "a"), (1.0, "a"))],
+    ids=repr,
+)
+@pytest.mark.parametrize("value", [torch.ones(3), 5], ids=["tensor", "plain"])
+def test_keys_that_are_equal_in_python_may_not_differ(first, second, value):
+    """A dict has only one of them, so no reader could restore both."""
+    equal = "which equals another rank's in Python, on rank"
+    with pytest.raises(InvalidInputError) as caught:
+        merge({"m": {"x": value, first: value}}, {"m": {second: value, "x": value}})
+    assert f"m.{first}: the key {first!r}, {equal} 0, the key {second!r}, {equal} 1" in str(caught.value)
+
+
+def test_keys_that_are_equal_in_python_may_not_differ_in_columns():
+    many = {str(i): i / 7 for i in range(5000)}
+    with pytest.raises(InvalidInputError, match=r"m.*: .* on rank 0, .* on rank 1"):
+        merge({"m": {"n": many, "k": {7: 1}}}, {"m": {"n": many, "k": {7.0: 1}}})
+
+
+def test_keys_of_several_types_become_one_state():
+    merged = merge({"m": {7: torch.ones(3), "7.0": 2, (1, 2): 3}}, {"m": {8.0: torch.ones(3), None: 4}})
+    same_as(merged, {"m": {7: torch.ones(3), "7.0": 2, (1, 2): 3, 8.0: torch.ones(3), None: 4}})

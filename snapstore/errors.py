@@ -29,7 +29,12 @@ class SnapstoreError(Exception):
     Args:
         lines: the lines of the message; most messages have one. Control characters are escaped, so a name in a line
             cannot add a line.
+
+    Attributes:
+        not_begun: whether another rank has raised this error to its caller at once, and so has not begun this save.
     """
+
+    not_begun = False
 
     def __init__(self, *lines: object) -> None:
         super().__init__(*(printable(str(line)) for line in lines))

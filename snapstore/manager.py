@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -33,7 +34,7 @@ from .ranks import choose
 from .repository import Repository
 from .save.background import Background
 from .save.handle import SaveHandle, Slot
-from .steps import Steps, open_like
+from .steps import Steps
 from .storage.base import ObjectStore
 
 if TYPE_CHECKING:
@@ -143,25 +144,6 @@ class SnapshotManager(Steps):
     def __repr__(self) -> str:
         return f"SnapshotManager({self.repository.url!r}, run={self.run!r})"
 
-    def _opened(
-        self,
-        url: str | Path | ObjectStore | Repository,
-        options: SaveOptions | None,
-        parent: str | None,
-        mirror: str | Path | ObjectStore | None,
-        mirror_keep: Sequence[retention.Policy],
-    ) -> Repository:
-        """Return the repository, with the policies and the parent of the run."""
-        repository = url if isinstance(url, Repository) else open_like(url, mirror, options, read_only=self.read_only)
-        if self._job is None or self._job.leads:
-            if self.keep and not self.read_only:
-                repository.set_policies(self.run, self.keep)
-            if parent is not None and (view := repository.view()).newest(self.run) is None:
-                repository.lineage.go_on_from(self.run, view.resolve(parent))
-            if mirror is not None:
-                self._start_mirror(repository, mirror, mirror_keep, read_only=self.read_only)
-        return repository
-
     # -- save
 
     def should_save(self, step: int) -> bool:
@@ -193,26 +175,24 @@ class SnapshotManager(Steps):
         Raises:
             InvalidInputError: the state or an argument cannot be saved, or an array was changed meanwhile. With several
                 ranks, an asynchronous save raises it at the next call, as on the other ranks.
-            SnapstoreError: an earlier save failed in the background, on the rank that it names; this one did not begin.
+            SnapstoreError: an earlier save failed, and no call has raised its error yet; this save did not begin.
         """
         self._check_open()
         if self.read_only:
             raise InvalidInputError("this SnapshotManager is read-only; make one with read_only=False to save")
         if self._job is None:
             check_ranks(self.run, False if self._alone else None, has_manager=True)
-            self._background.raise_errors()
-        step = check_step(step)
+            self._background.raise_errors(f"{self.run}@{step}")
+        try:
+            step = check_step(step)
+        except InvalidInputError as error:
+            if self._job is not None:
+                self._job.refuse(error)
+            raise
         if not (force or self.should_save(step)):
             return SaveHandle(skipped=True)
         started = time.monotonic()
-        if self._skip_busy and not force and not self._ending_at(step) and self._skips(step):
-            log.info("run=%s step=%d skipped: the last save is still running", self.run, step)
-            return SaveHandle(skipped=True)
         self._background.check_inside()
-        if not threading.current_thread().is_alive():  # an exit handler calls: the interpreter waits for no new thread
-            self._async = False
-        if self._ending is not None:
-            self._await_running(step)
         full = retention.stays_without_neighbours(self.keep, step, self.save_interval_steps)
         from .save.inputs import SaveRequest
 
@@ -220,17 +200,33 @@ class SnapshotManager(Steps):
             SaveRequest, self.run, step, metrics=metrics, metadata=metadata, tags=tags, full=full, started=started
         )
         handle = SaveHandle()
+        with nullcontext(0) if self._job is None else self._job.numbered() as number:
+            is_handed_over = self._save(handle, make, state, step, force=force, number=number)
+        if not is_handed_over and (self._job is None or not self._async):
+            handle.result()
+        if not handle.skipped and self._ending_at(step):
+            self._end()
+        return handle
+
+    def _save(
+        self, handle: SaveHandle, make: Callable[[], SaveRequest], state: Any, step: int, *, force: bool, number: int
+    ) -> bool:
+        """Save, or skip, or hand the rest over to a thread; return whether a thread goes on."""
+        if self._skip_busy and not force and not self._ending_at(step) and self._skips(step):
+            log.info("run=%s step=%d skipped: the last save is still running", self.run, step)
+            handle._skip()
+            return False
+        if not threading.current_thread().is_alive():  # an exit handler calls: the interpreter waits for no new thread
+            self._async = False
+        if self._ending is not None:
+            self._await_running(step)
         begin = partial(self._begin, handle, make(), state) if self._job is None else None
-        with self._background.holding_slot() as slot:
+        with self._background.holding_slot(f"{self.run}@{step}") as slot:
             if begin is not None:
                 begin(slot)
             else:
-                self._begin_together(handle, make, state, slot)
-        if not slot.handed_over and (self._job is None or not self._async):
-            handle.result()
-        if self._ending_at(step):
-            self._end()
-        return handle
+                self._begin_together(handle, make, state, slot, number)
+        return slot.handed_over
 
     def _skips(self, step: int) -> bool:
         """Return whether to skip a save because the last one still runs; rank 0 decides for all ranks."""
@@ -255,7 +251,7 @@ class SnapshotManager(Steps):
             return
         from .state.flatten import flatten
 
-        with self._background.holding_slot() as slot:
+        with self._background.holding_slot("") as slot:
             parts = flatten(state, of_rank=self._job is not None)
             self.repository.context.engines.start_loading()
             self._background.start(partial(self._take_memory, partial(self._staging.prepare, parts)), slot)
@@ -291,17 +287,19 @@ class SnapshotManager(Steps):
             work.append(partial(self._staging.inputs, flatten(state, of_rank=self._job is not None), learn))
         self._run(handle, request, work, in_background=False)
 
-    def _begin_together(self, handle: SaveHandle, make: Callable[[], SaveRequest], state: Any, slot: Slot) -> None:
+    def _begin_together(
+        self, handle: SaveHandle, make: Callable[[], SaveRequest], state: Any, slot: Slot, number: int
+    ) -> None:
         """Begin a save with all ranks. An error ends the save on all ranks, and each raises it at the same call."""
         from .save.streaming import is_stream
 
         assert self._job is not None
-        number = self._job.take_number()
+        ref = ""
         try:
             if is_stream(state) and self._job.ranks.count > 1:
                 raise InvalidInputError("state: an iterator is saved by one process alone; pass a dict of the tensors")
             request = make()
-            request.number = number
+            request.number, ref = number, request.ref
             self._begin(handle, request, state, slot)
         except BaseException as error:
             if not slot.handed_over:
@@ -310,7 +308,7 @@ class SnapshotManager(Steps):
                 raise
             handle._finish(None, error)
             if self._async:
-                self._background.errors.append(error)
+                self._background.note(handle, ref, error)
 
     def _run(
         self,
@@ -338,7 +336,7 @@ class SnapshotManager(Steps):
             del inputs  # else the frames of the error would hold them, gigabytes, until it is raised
             traceback.clear_frames(error.__traceback__)
             if in_background:
-                self._background.errors.append(error)
+                self._background.note(handle, request.ref, error)
                 log.error("run=%s step=%d save failed: %s", self.run, request.step, str(error))
             handle._finish(None, error)
             return

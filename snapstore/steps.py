@@ -80,17 +80,38 @@ class Steps:
         run: the name of the run.
         repository: where the run is saved.
         keep: the retention policies of the run.
+        read_only: whether nothing is written.
     """
 
     run: str
     repository: Repository
     keep: Sequence[retention.Policy]
+    read_only: bool
     if TYPE_CHECKING:
         _job: RankJob | None
         _exchange: Exchange | None
         _mirror: Mirror | None
     else:
         _mirror = None  # rank 0 may have one
+
+    def _opened(
+        self,
+        url: Url | Repository,
+        options: SaveOptions | None,
+        parent: str | None,
+        mirror: Url | None,
+        mirror_keep: Sequence[retention.Policy],
+    ) -> Repository:
+        """Return the repository, with the policies and the parent of the run."""
+        repository = url if isinstance(url, Repository) else open_like(url, mirror, options, read_only=self.read_only)
+        if self._job is None or self._job.leads:
+            if self.keep and not self.read_only:
+                repository.set_policies(self.run, self.keep)
+            if parent is not None and (view := repository.view()).newest(self.run) is None:
+                repository.lineage.go_on_from(self.run, view.resolve(parent))
+            if mirror is not None:
+                self._start_mirror(repository, mirror, mirror_keep, read_only=self.read_only)
+        return repository
 
     def _wait_idle(self) -> None:
         """Wait until no save runs; raise an error if this object is closed."""

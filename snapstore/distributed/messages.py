@@ -125,12 +125,14 @@ class Failed(msgspec.Struct, frozen=True, array_like=True):
         text: its message, at most MAX_TEXT characters.
         rank: the rank that raised it.
         ranks: the ranks that it is about, at most 16.
+        not_begun: see SnapstoreError.
     """
 
     kind: str
     text: str
     rank: int
     ranks: list[int] = []
+    not_begun: bool = False
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Failed:
@@ -140,7 +142,9 @@ class Failed(msgspec.Struct, frozen=True, array_like=True):
         kind = next((c.__name__ for c in type(error).__mro__ if getattr(errors, c.__name__, None) is c), "")
         text = str(error) if kind else f"{type(error).__name__}: {error}"
         text = text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - len(CUT)]}{CUT}"
-        return cls(kind or "RanksError", text, rank, list(getattr(error, "ranks", ()))[:16])
+        return cls(
+            kind or "RanksError", text, rank, list(getattr(error, "ranks", ()))[:16], getattr(error, "not_begun", False)
+        )
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True):
@@ -243,6 +247,7 @@ def raised(failed: Failed, own_rank: int) -> SnapstoreError:
         kind = RanksError
     text = failed.text if failed.rank == own_rank else f"rank {failed.rank}: {failed.text}"
     error = kind(*text.split("\n"))
+    error.not_begun = failed.not_begun
     if isinstance(error, RanksError):
         error.ranks = tuple(failed.ranks) or (failed.rank,)
     return error

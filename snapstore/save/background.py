@@ -6,6 +6,7 @@ between any two steps of Python code (handle.py, `Slot`).
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import time
@@ -13,9 +14,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ..engine.registry import Engines
-from ..errors import InvalidInputError
+from ..errors import InvalidInputError, SnapstoreError
 from ..threads import no_threads
-from .handle import Slot
+from .handle import SaveHandle, Slot
 
 #: The thread of a save first sleeps so long, so that its caller goes on at once; else Python lets it wait for 5 ms [s].
 YIELD_S = 0.001
@@ -26,25 +27,44 @@ class Background:
 
     Attributes:
         saving: locked while a save runs; see `Slot`.
-        errors: the errors of saves that the caller has not seen yet.
     """
 
     def __init__(self, name: str, engines: Engines) -> None:
         self._name, self._engines = name, engines
         self.saving = threading.Lock()
-        self.errors: list[BaseException] = []
+        self._failed: list[tuple[SaveHandle, str, BaseException]] = []  # saves whose errors the caller has not seen yet
         self._inside: set[int] = set()  # threads that are inside save
         self._pid = os.getpid()
 
-    def raise_errors(self) -> None:
-        """Raise the first error of the saves that failed since the last call; drop the others."""
-        if self.errors:
-            error, self.errors = self.errors[0], []
-            raise error
+    def note(self, handle: SaveHandle, ref: str, error: BaseException) -> None:
+        """Note the error of a save; the caller's next call raises it.
+
+        Args:
+            ref: run@step of the save; "" if it has none.
+        """
+        self._failed.append((handle, ref, error))
+
+    def raise_errors(self, begins: str | None = None) -> None:
+        """Raise the first error of the saves that failed since the last call; drop the others.
+
+        A save does not raise an error that its handle has raised, or that another rank has raised instead of beginning
+        the save (`RankJob.numbered`).
+
+        Args:
+            begins: run@step of the save that calls this and now does not begin; "": of a preparation; None: no save.
+        """
+        failed, self._failed = self._failed, []
+        for handle, ref, error in failed:
+            if begins and (handle._has_raised or getattr(error, "not_begun", False)):
+                continue
+            raise _as_raised_by(begins, ref, error) if begins else error
 
     @contextmanager
-    def holding_slot(self) -> Iterator[Slot]:
+    def holding_slot(self, begins: str) -> Iterator[Slot]:
         """Wait for the running save, and hold the slot until a thread in the background takes it over.
+
+        Args:
+            begins: see `raise_errors`.
 
         Raises:
             The error of an earlier save; see `raise_errors`.
@@ -53,7 +73,7 @@ class Background:
         try:
             self._inside.add(thread)
             slot.acquire()
-            self.raise_errors()
+            self.raise_errors(begins)
             yield slot
         finally:
             try:
@@ -106,3 +126,15 @@ class Background:
                 "SnapshotManager was called while this thread is inside save (from a signal handler?); "
                 "set a flag in the handler, and save or close from the training loop"
             )
+
+
+def _as_raised_by(begins: str, ref: str, error: BaseException) -> BaseException:
+    """Return the error of an earlier save as the next save raises it: it names both saves."""
+    why = f"save {begins} was not begun: {f'the save of {ref}' if ref else 'the save before it'} has failed"
+    if not isinstance(error, SnapstoreError):
+        error.add_note(f"{why}; the next save tries again")
+        return error
+    told = copy.copy(error)
+    told.args = (f"{why}: {error.args[0] if error.args else ''}", *error.args[1:])
+    told.__cause__ = error
+    return told

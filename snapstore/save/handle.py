@@ -25,6 +25,7 @@ class SaveHandle:
         self._finished = threading.Event()
         self._snapshot: Snapshot | None = None
         self._error: BaseException | None = None
+        self._has_raised = False  # whether `result` has raised the error
         if skipped:
             self._finished.set()
 
@@ -41,13 +42,18 @@ class SaveHandle:
 
         Raises:
             TimeoutError: not finished by then.
-            SnapstoreError: the save failed.
+            SnapstoreError: the save failed. The next `save` does not raise this error again.
         """
         if not self._finished.wait(timeout):
             raise TimeoutError(f"the save has not finished within {timeout} s")
         if self._error is not None:
+            self._has_raised = True
             raise self._error
         return self._snapshot
+
+    def _skip(self) -> None:
+        self.skipped = True
+        self._finished.set()
 
     def _finish(self, snapshot: Snapshot | None, error: BaseException | None) -> None:
         self._snapshot, self._error = snapshot, error

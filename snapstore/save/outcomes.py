@@ -30,7 +30,9 @@ def in_save(ref: str, error: RanksError, outcome: str) -> RanksError:
     why, advice = (error.why, f"; {RESTART}") if isinstance(error, ChannelError) else (str(error), "")
     named = why if f"save {ref}: " in why else f"save {ref}: {why}"
     ended = "" if outcome in why else f"; {outcome}"
-    return RanksError(f"{named}{ended}{advice}", ranks=error.ranks)
+    told = RanksError(f"{named}{ended}{advice}", ranks=error.ranks)
+    told.not_begun = error.not_begun
+    return told
 
 
 def settle(context: Context, request: SaveRequest, save_id: str, rank: int, lost: RanksError) -> Snapshot:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -57,7 +57,8 @@ class RankJob:
         with _users_lock:
             self.prefix = f"{next(_users.setdefault(ranks, count()))}/"
         self._next = 0  # the number of the next save
-        self.questions = Questions(ranks, self.prefix, lambda: (self._next, self._next))
+        self._sure = 0  # the same, without the last saves if this rank gave them up before they began
+        self.questions = Questions(ranks, self.prefix, self._saves, self._agree)
         self.heart = Heart(ranks)
         self._holders: Holders | None = None  # as of the last exchange
         self._holders_are_sure = False  # whether no save has failed here since
@@ -66,10 +67,34 @@ class RankJob:
         self._exchange: Exchange | None = None  # of the save that runs
         self._has_failed = False  # whether the last save has failed
 
-    def take_number(self) -> int:
-        """Return the number of the save that begins here."""
-        number, self._next = self._next, self._next + 1
-        return number
+    @contextmanager
+    def numbered(self) -> Iterator[int]:
+        """Yield the number of a save that is due; an error inside ends the save on all ranks before it begins here.
+
+        So ranks that raise an older error at different calls save with the same numbers again. The error that the
+        others get says `not_begun`: their next save does not raise it, else that save would not begin on these ranks,
+        and so on for ever.
+        """
+        number, before = self._next, self._sure
+        self._next = self._sure = number + 1
+        try:
+            yield number
+        except BaseException as error:
+            self._sure = before
+            self.give_up(number, error, not_begun=True)
+            raise
+
+    def refuse(self, error: BaseException) -> None:
+        """Tell the other ranks that this one does not begin a save, because of an argument."""
+        with suppress(type(error)), self.numbered():
+            raise error
+
+    def _saves(self) -> tuple[int, int]:
+        return self._sure, self._next
+
+    def _agree(self, number: int) -> None:
+        """Go on with rank 0's number of saves: only saves that one of the two gave up may not be counted alike."""
+        self._next = self._sure = number
 
     @property
     def leads(self) -> bool:
@@ -177,10 +202,14 @@ class RankJob:
             if found is not None:
                 self._holders, self._answered_in = found, number
 
-    def give_up(self, number: int, error: BaseException) -> None:
-        """Tell the other ranks that this one does not take part in a save."""
+    def give_up(self, number: int, error: BaseException, *, not_begun: bool = False) -> None:
+        """Tell the other ranks that this one does not take part in a save.
+
+        Args:
+            not_begun: see `numbered`.
+        """
         self._holders_are_sure, self._has_failed = False, True
-        self._job.give_up(number, error)
+        self._job.give_up(number, error, not_begun=not_begun)
 
     def save(self, lineage: Lineage, request: SaveRequest, inputs: Sequence[PartInput], staging: Staging) -> Snapshot:
         """Store this rank's share, and return the snapshot of all ranks once it is committed.

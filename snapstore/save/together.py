@@ -72,7 +72,8 @@ class Job:
         answer: called with a save's number while rank 0 waits for reports: answers ranks that cannot report before it.
         unheard: returns the question that rank 0 waits for this rank to ask, from rank 0's message; "": there is none.
         known_trees: the trees of the last save's ranks by digest, so that rank 0 asks for each once (only on rank 0).
-        old_keys: posted by this rank in earlier saves: no rank looks them up again once all take part in the next one.
+        old_keys: posted by this rank, with the numbers of their saves: no rank looks them up again once all take part
+            in a later save.
         warned: the buffers that were warned of: see `compare_replicas` (only on rank 0).
     """
 
@@ -82,7 +83,7 @@ class Job:
     answer: Callable[[int], object] = lambda _: None
     unheard: Callable[[bytes], str] = lambda _: ""
     known_trees: dict[bytes, bytes] = field(default_factory=dict)
-    old_keys: set[str] = field(default_factory=set)
+    old_keys: dict[str, int] = field(default_factory=dict)
     warned: set[frozenset[str]] = field(default_factory=set)
     _next_look: float = 0.0
 
@@ -99,9 +100,10 @@ class Job:
         finally:
             self._note_keys(number)
 
-    def give_up(self, number: int, error: BaseException) -> None:
+    def give_up(self, number: int, error: BaseException, *, not_begun: bool = False) -> None:
         """Tell the other ranks that this one cannot take part in a save, before it has begun here."""
         failed = Failed.of(error, self.ranks.rank)
+        failed = msgspec.structs.replace(failed, not_begun=not_begun or failed.not_begun)
         self._note_keys(number)
         with suppress(RanksError):
             if self.ranks.rank == 0:
@@ -121,7 +123,7 @@ class Job:
 
     def _note_keys(self, number: int) -> None:
         names = messages.POSTED_BY_0 if self.ranks.rank == 0 else messages.POSTED_BY_OTHERS
-        self.old_keys.update(self.key(number, name.format(rank=self.ranks.rank)) for name in names)
+        self.old_keys.update((self.key(number, name.format(rank=self.ranks.rank)), number) for name in names)
 
     def key(self, number: int, name: str) -> str:
         """Return the key of a message of a save."""
@@ -388,8 +390,10 @@ class _Save:
     # -- all ranks
 
     def _remove_old_keys(self) -> None:
-        self._ranks.remove(list(self._job.old_keys))
-        self._job.old_keys.clear()
+        old = [key for key, number in self._job.old_keys.copy().items() if number < self._number]
+        self._ranks.remove(old)  # not of the next save: the caller's thread may have given it up already
+        for key in old:
+            self._job.old_keys.pop(key, None)
 
 
 def report_of(begin: Begin, written: Written, **told: Any) -> Report:

@@ -68,6 +68,13 @@ _ALONE = (
     "use_collectives=False: each rank would commit a snapshot of its own part, which no restore could put together; "
     "leave it out: what the ranks exchange does not grow with the state"
 )
+_NO_DIST = (
+    "no_dist=True, or a process_group of one rank: this is rank {} of {}, and each could commit its own part "
+    "as a snapshot of one step; leave no_dist out and save on all ranks, or pass the process_group of async_save to "
+    "SnapstoreWriter too; if this rank alone saves the full state, or each a run of its own, make the writer with "
+    "process_group=False"
+)
+_NOT_ALONE = "process_group=False: {} ranks save together; pass no_dist=True to save, or leave process_group=False out"
 
 
 class SnapstoreWriter(Target, StorageWriter, AsyncStager):
@@ -77,6 +84,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         repository: a URL, path or store, where a repository is made if there is none; or an open Repository.
         run: the name of the run.
         process_group: the ranks that save together, the same group as for `async_save`; None: all ranks of the job.
+            False: this process saves alone, with `no_dist=True`; no two ranks may save the same run so.
         staging, keep_base, replicas, options: see `SnapshotManager`.
 
     A checkpoint id is a step, or a path or text that ends with a step.
@@ -90,7 +98,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         repository: Url | Repository,
         *,
         run: str,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | Literal[False] | None = None,
         staging: Literal["auto", "device", "host"] = "auto",
         keep_base: bool = True,
         replicas: Literal["check", "rank0"] = "check",
@@ -100,9 +108,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         super().__init__(repository, run, partial(Repository.open_or_create, options=options))
         self.snapshot: Snapshot | None = None
         self._group = process_group
-        self._saver = Saver(
-            self.repository, place_in(process_group), staging=staging, keep_base=keep_base, replicas=replicas
-        )
+        self._saver = Saver(self.repository, self._place(), staging=staging, keep_base=keep_base, replicas=replicas)
         self._writing = threading.Lock()
         self._stages = 0  # how often a state was staged
         self._staged: Staged | None = None  # the last one, until it is written
@@ -115,6 +121,9 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         self._request: SaveRequest | None = None
         self._share: Share | None = None  # of rank 0
         self._warned: set[frozenset[str]] = set()  # the buffers that were warned of
+
+    def _place(self) -> Place:
+        return (0, 0) if self._group is False else place_in(self._group)
 
     # -- AsyncStager, in the thread that calls async_save
 
@@ -132,7 +141,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         started = time.monotonic()
         with self._writing:  # do not change the copies of a save that is being written
             self._stages += 1
-            self._saver.take(place_in(self._group))
+            self._saver.take(self._place())
             give = self._saver.stage(opened(state_dict))
         self._staged = Staged(self._stages, give, started, time.monotonic() - started)
         return {STAGED: self._staged}
@@ -189,8 +198,14 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         """Open the session, and return the answer for each rank, with the data that it needs. Only rank 0 calls it.
 
         Raises:
-            InvalidInputError, StorageError, RanksError: the save cannot begin.
+            InvalidInputError: DCP calls only this rank, which is not the only one of the job or of `process_group`.
+            StorageError, RanksError: the save cannot begin.
         """
+        rank, count = self._place()
+        if len(plans) == 1 and count > 1:
+            raise InvalidInputError(_NO_DIST.format(rank, count))
+        if len(plans) > 1 and self._group is False:
+            raise InvalidInputError(_NOT_ALONE.format(len(plans)))
         planned = [decode(plan.storage_data, Planned) for plan in plans]
         holders = self._key_holders.answers(planned)
         repository, step = self.repository, step_of(self.checkpoint_id)
@@ -248,7 +263,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
                 f"rank {answer.rank} saves with replicas={saver.replicas!r}, rank 0 with {answer.replicas!r}; pass the "
                 "same on all ranks"
             )
-        is_alone = answer.world_size == 1 and place_in(self._group)[1] != 1  # no_dist, or no torch.distributed
+        is_alone = answer.world_size == 1 and self._place()[1] != 1  # process_group=False, or no torch.distributed
         inputs = self._inputs(planner, (0, 0) if is_alone else (answer.rank, answer.world_size), answer)
         if self._session is not None:  # of the coordinator
             share = self._share = saver.write(self._session, inputs)

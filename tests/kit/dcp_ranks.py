@@ -1146,6 +1146,36 @@ def case_modes_that_are_refused(world: World) -> None:
     writer.close()
 
 
+def case_save_with_no_dist(world: World) -> None:
+    """Each rank would commit its own part as the same step; a rank that is to save alone says so."""
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    from snapstore import Repository
+
+    writer, run = world.writer("no-dist"), f"no-dist-{world.size}"
+    with raises(BaseException, f"this is rank {world.rank} of {world.size}"):
+        dcp.save({"a": whole((2, 2))}, storage_writer=writer, checkpoint_id=1, no_dist=True)
+    dist.barrier()
+    with Repository.open(world.url) as repository:
+        assert repository.snapshots(run) == []
+    dcp.save({"a": whole((2, 2))}, storage_writer=writer, checkpoint_id=2)
+    writer.close()
+    dist.barrier()
+    if world.rank == 0:
+        alone = world.writer("no-dist", process_group=False)
+        dcp.save({"a": whole((2, 2))}, storage_writer=alone, checkpoint_id=3, no_dist=True)
+        alone.close()
+        with Repository.open(world.url) as repository:
+            assert [snapshot.step for snapshot in repository.snapshots(run)] == [2, 3]
+            assert (repository.restore(f"{run}@3")["a"] == whole((2, 2))).all()
+    dist.barrier()
+    alone = world.writer(f"no-dist-of-{world.rank}", process_group=False)
+    with raises(BaseException, f"process_group=False: {world.size} ranks save together"):
+        dcp.save({"a": whole((2, 2))}, storage_writer=alone, checkpoint_id=4)
+    alone.close()
+
+
 def case_process_mode(world: World) -> None:
     """PROCESS mode is refused before a byte is sent to the process."""
     import torch.distributed.checkpoint as dcp

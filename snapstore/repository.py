@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
 
@@ -93,10 +94,8 @@ class Repository(Snapshots):
             like.config.chunk_bytes if like else chunk_bytes, like.config.digest_seed if like else new_seed()
         )
         try:
-            store.stat("config")
-        except NotFoundError:
-            store.prepare()
-        try:
+            if not _has_config(store):
+                _prepare(store)
             store.put("config", records.encode(config))
         except AlreadyExistsError as error:
             raise AlreadyExistsError(f"{store.url}: is a snapstore repository already; open it instead") from error
@@ -471,3 +470,20 @@ class Repository(Snapshots):
             )
         view = self.context.index.rebuild(keep_unreadable=not forget_missing)
         return len(view.snapshots(states=None)) + len(view.damaged) + len(view.unread)
+
+
+def _has_config(store: ObjectStore) -> bool:
+    with suppress(NotFoundError):
+        store.stat("config")
+        return True
+    return False
+
+
+def _prepare(store: ObjectStore) -> None:
+    """Prepare an empty place; raise AlreadyExistsError if another process makes a repository there meanwhile."""
+    try:
+        store.prepare()
+    except InvalidInputError as error:
+        if _has_config(store):
+            raise AlreadyExistsError("config") from error
+        raise

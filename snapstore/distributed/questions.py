@@ -6,7 +6,7 @@ In: a question that every rank asks at the same place of the program, such as wh
 Rank 0 does not wait for the others, so its program may ask alone (to log a step, for example), and another rank must
 not take that answer for one of its own questions. So an answer repeats the question, and says how many saves rank 0 has
 begun: after the next save no rank takes it any more. If the answer to the same question changes between two saves, rank
-0 waits until all ranks have the new one. See "Questions" in docs/design/ranks.md.
+0 waits until all ranks have the new one, for MEET_S at most. See "Questions" in docs/design/ranks.md.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from .base import LOOK_ENDED_S, WARN_S, Ranks, Watch, wait_for
 from .messages import Answer, Failed, Word, decode, encode
 
 log = logging.getLogger("snapstore")
+#: The longest time that rank 0 waits for ranks to ask again: they may be in a collective that waits for rank 0 [s].
+MEET_S = 60.0
 V = TypeVar("V", bound=str | int | None)
 _ADVICE = (
     "call the methods of a SnapshotManager in the same order on all ranks, also latest_step, best_step and restore; "
@@ -159,8 +161,8 @@ class Questions:
                 if found.failed is None:
                     raise
         if found.meets:
-            self._meet(question, prefix, f"{self._prefix}{saves[1]}/")
             self._told[1][question] = value
+            self._meet(question, prefix, f"{self._prefix}{saves[1]}/")
         return value
 
     def _meet(self, question: str, prefix: str, save: str) -> None:
@@ -181,5 +183,6 @@ class Questions:
 
         what = f"all ranks to ask for {question}, whose answer has changed since rank 0 asked before"
         missing = lambda: [rank for rank, key in keys.items() if self._ranks.look(key) is None]  # noqa: E731
-        watch = Watch(self._ranks, what, missing, self._ranks.total_s, self._prefix, look_for_error, WARN_S)
+        limit_s = min(self._ranks.total_s, MEET_S)
+        watch = Watch(self._ranks, what, missing, limit_s, self._prefix, look_for_error, WARN_S)
         wait_for(lambda: self._ranks.look_all([*keys.values()]), watch)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from kit.objects import keys_of
+from snapstore import Repository
 from snapstore.errors import (
     AlreadyExistsError,
     CapabilityError,
@@ -1111,3 +1112,16 @@ def test_a_folder_that_another_process_makes_meanwhile(root, monkeypatch):
     monkeypatch.setattr(Path, "is_dir", is_dir)
     assert open_store(str(root)).url == str(root)
     assert len(looks) > 1
+
+
+def test_two_processes_make_a_repository_at_once(tmp_path):
+    """The other process is first: its config appears after this process has looked for one."""
+
+    class Late(LocalStore):
+        def prepare(self):
+            Repository.create(tmp_path / "repo").close()
+            super().prepare()
+
+    (tmp_path / "repo").mkdir()
+    with Repository.open_or_create(Late(tmp_path / "repo")) as repository:
+        assert repository.save({"a": 1}, run="r", step=0).state == "committed"

@@ -106,7 +106,12 @@ class Steps:
         repository = url if isinstance(url, Repository) else open_like(url, mirror, options, read_only=self.read_only)
         if self._job is None or self._job.leads:
             if self.keep and not self.read_only:
-                repository.set_policies(self.run, self.keep)
+                try:
+                    repository.set_policies(self.run, self.keep)
+                except StorageError as error:  # a full or read-only disk must not prevent a restore
+                    log.warning(
+                        "run=%s its policies cannot be stored, so only this manager has them: %s", self.run, error
+                    )
             if parent is not None and (view := repository.view()).newest(self.run) is None:
                 repository.lineage.go_on_from(self.run, view.resolve(parent))
             if mirror is not None:

@@ -37,6 +37,7 @@ from snapstore import (
     SaveOptions,
     SnapshotManager,
     StorageError,
+    StorageFullError,
 )
 from snapstore.catalog.lmdb_file import Environment
 from snapstore.engine.cpu import CpuEngine
@@ -636,6 +637,25 @@ def test_damaged_policies_do_not_stop_training(store):
     manager(store, keep=[KeepLast(1)]).close()
     with opened(store) as repository:
         assert repository.policies("a") == [KeepLast(1)]
+
+
+def test_a_disk_that_takes_no_policies_does_not_prevent_a_restore(store, monkeypatch, caplog):
+    with manager(store, keep=[KeepLast(1)]) as snapshots:
+        snapshots.save(0, big(0)).result(30)
+    put = store.put
+
+    def refuse(key, *args):
+        if key.startswith("policies/"):
+            raise StorageFullError(f"{key}: no space or quota left")
+        return put(key, *args)
+
+    monkeypatch.setattr(store, "put", refuse)
+    with manager(store, keep=[KeepLast(2)]) as snapshots:
+        assert same(snapshots.restore(), big(0))
+        snapshots.save(1, big(1)).result(30)
+        snapshots.wait_until_finished()
+        assert snapshots.all_steps() == [0, 1]
+    assert "policies cannot be stored" in caplog.text
 
 
 def test_policies_stored_by_two_at_once(store):

@@ -200,33 +200,32 @@ class SnapshotManager(Steps):
             SaveRequest, self.run, step, metrics=metrics, metadata=metadata, tags=tags, full=full, started=started
         )
         handle = SaveHandle()
+        slot: Slot | None = None
         with nullcontext(0) if self._job is None else self._job.numbered() as number:
-            is_handed_over = self._save(handle, make, state, step, force=force, number=number)
-        if not is_handed_over and (self._job is None or not self._async):
+            if not self._leaves_out(handle, step, force=force):
+                request = make() if self._job is None else None
+                with self._background.holding_slot(f"{self.run}@{step}") as slot:
+                    if request is not None:
+                        self._begin(handle, request, state, slot)
+                    else:
+                        self._begin_together(handle, make, state, slot, number)
+        if (slot is None or not slot.handed_over) and (self._job is None or not self._async):
             handle.result()
         if not handle.skipped and self._ending_at(step):
             self._end()
         return handle
 
-    def _save(
-        self, handle: SaveHandle, make: Callable[[], SaveRequest], state: Any, step: int, *, force: bool, number: int
-    ) -> bool:
-        """Save, or skip, or hand the rest over to a thread; return whether a thread goes on."""
+    def _leaves_out(self, handle: SaveHandle, step: int, *, force: bool) -> bool:
+        """Return whether this save is skipped; wait for the running one if this is the last save of a job."""
         if self._skip_busy and not force and not self._ending_at(step) and self._skips(step):
             log.info("run=%s step=%d skipped: the last save is still running", self.run, step)
             handle._skip()
-            return False
+            return True
         if not threading.current_thread().is_alive():  # an exit handler calls: the interpreter waits for no new thread
             self._async = False
         if self._ending is not None:
             self._await_running(step)
-        begin = partial(self._begin, handle, make(), state) if self._job is None else None
-        with self._background.holding_slot(f"{self.run}@{step}") as slot:
-            if begin is not None:
-                begin(slot)
-            else:
-                self._begin_together(handle, make, state, slot, number)
-        return slot.handed_over
+        return False
 
     def _skips(self, step: int) -> bool:
         """Return whether to skip a save because the last one still runs; rank 0 decides for all ranks."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,11 +45,12 @@ def open_like(url: Url, mirror: Url | None, options: SaveOptions | None, *, read
         StorageError: a store failed; or there is no repository, and the mirror, whose seed a new one takes, cannot be
             read.
     """
-    try:
-        return Repository.open(url, options=options)
-    except NotFoundError:
-        if mirror is None and read_only:
-            raise
+    for _ in range(2 if mirror is not None and read_only else 1):  # a store may answer wrongly once
+        try:
+            return Repository.open(url, options=options)
+        except NotFoundError:
+            if mirror is None and read_only:
+                raise
     like = None
     try:
         like = None if mirror is None else Repository.open(mirror, options=options)
@@ -60,10 +61,6 @@ def open_like(url: Url, mirror: Url | None, options: SaveOptions | None, *, read
         text = f"{url}: no repository here, and the mirror that a new one is made like cannot be read: {error}"
         raise StorageError(text) from error
     if like is not None and read_only:
-        with suppress(NotFoundError):  # a store may answer wrongly once
-            repository = Repository.open(url, options=options)
-            like.close()
-            return repository
         log.warning("%s: no repository here; reading its mirror at %s, which may be older", url, like.url)
         return like
     try:

@@ -13,7 +13,6 @@ could have written an index that came with an archive.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import shutil
@@ -38,7 +37,7 @@ from ..storage.base import ObjectInfo, ObjectStore
 from ..storage.cache_dir import shrink
 from ..threads import Threads
 from .history import View
-from .index_folder import folder_for, temporary_folder
+from .index_folder import folder_for, shortened, temporary_folder
 from .lmdb_file import Environment
 from .repeated_ids import repeated_ids
 
@@ -78,19 +77,15 @@ class _Record:
 
     @staticmethod
     def from_listing(snapshot: Snapshot, info: ObjectInfo) -> _Record:
-        return _Record(snapshot, info.size_bytes, info.modified_s, _shortened(info.tag))
+        return _Record(snapshot, info.size_bytes, info.modified_s, shortened(info.tag))
 
     def is_listed_as(self, info: ObjectInfo) -> bool:
         if self.modified_s == JUST_MADE:
             return self.size_bytes == info.size_bytes
-        return (self.size_bytes, self.modified_s, self.tag) == (info.size_bytes, info.modified_s, _shortened(info.tag))
+        return (self.size_bytes, self.modified_s, self.tag) == (info.size_bytes, info.modified_s, shortened(info.tag))
 
     def pack(self, data: bytes) -> bytes:
         return _LISTED.pack(self.size_bytes, self.modified_s, self.tag) + data
-
-
-def _shortened(text: str) -> bytes:
-    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()[:16]  # a path need not be UTF-8
 
 
 def _packed(known: Mapping[str, _Record]) -> dict[str, bytes]:

@@ -36,8 +36,7 @@ def folder_for(store: ObjectStore, uuid: str) -> tuple[Path | None, bool]:
     if cache is None:
         return temporary_folder(store, why)
     # A copy of a repository has its uuid, and records of its own: one index must not serve both.
-    place = hashlib.sha256(store.place.encode("utf-8", "surrogateescape")).hexdigest()[:32]
-    return cache / f"{uuid}-{place}", False
+    return cache / f"{uuid}-{shortened(store.place).hex()}", False
 
 
 def temporary_folder(store: ObjectStore, why: str = "") -> tuple[Path | None, bool]:
@@ -55,3 +54,8 @@ def temporary_folder(store: ObjectStore, why: str = "") -> tuple[Path | None, bo
     if why:
         log.warning("%s; %s has a temporary index until it is closed", why, store.url)
     return folder, True
+
+
+def shortened(text: str) -> bytes:
+    """Return 16 bytes that stand for a text."""
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()[:16]  # a path need not be UTF-8

@@ -181,8 +181,10 @@ class Questions:
                     if failed is not None:
                         raise messages.raised(failed, 0)
 
+        def missing() -> list[int]:
+            return [rank for rank, key in keys.items() if self._ranks.look(key) is None]
+
         what = f"all ranks to ask for {question}, whose answer has changed since rank 0 asked before"
-        missing = lambda: [rank for rank, key in keys.items() if self._ranks.look(key) is None]  # noqa: E731
         limit_s = min(self._ranks.total_s, MEET_S)
         watch = Watch(self._ranks, what, missing, limit_s, self._prefix, look_for_error, WARN_S)
         wait_for(lambda: self._ranks.look_all([*keys.values()]), watch)

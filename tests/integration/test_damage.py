@@ -176,7 +176,8 @@ class Operator:
 
     def run(self, command):
         """Run a command; return (exit code, output)."""
-        if command == "snapstore gc":  # it deletes snapshots that are only forgotten: restore them before
+        # It deletes snapshots that are only forgotten: restore them before.
+        if command in ("snapstore gc", "snapstore gc --unexplained"):
             self.all_but_the_lost_restore()
             self.wanted = {ref: s for ref, s in self.wanted.items() if s.state == "committed"}
         command = command.replace("--keep-...", "--keep-last 7")
@@ -205,6 +206,9 @@ class Operator:
                 code, _ = self.run("snapstore gc --dry-run")
                 assert code == 0, self.log
             advice = re.findall(r"^To fix, run: (snapstore [^(\n]*)(?:\((.*)\))?$", text, re.MULTILINE)
+            # The record is gone and there is no other machine: the operator gives its snapshot up, after the rest.
+            given_up = re.findall(r"gone for good, '([^']*)' deletes them$", text, re.MULTILINE)
+            advice += [(command, "") for command in given_up]
             assert advice, self.log
             for command, instead in advice:
                 self.follow(command.strip(), instead)
@@ -239,7 +243,7 @@ def test_the_commands_that_check_prints_lead_to_the_end(name, monkeypatch):
     """Follow the advice of check for some rounds: it ends, and no snapshot is lost that was not reported as lost."""
     choices = CHOICES if name.startswith(("manifest", "pack")) else CHOICES[:1]  # none is offered elsewhere
     cases = list(itertools.product([how for of, how in damage.cases() if of == name], choices))
-    for i in sampled(len(cases), len(cases)):
+    for i in sampled(len(cases), len(cases) if len(choices) > 1 else 1):
         with monkeypatch.context() as patch:
             operator = Operator(patch, name, *cases[i])
             operator.until_all_is_well()

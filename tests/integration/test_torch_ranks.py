@@ -192,12 +192,13 @@ def test_a_rank_0_that_does_not_answer_is_an_error_in_bounded_time(tmp_path, sen
             time.sleep(600)
         time.sleep(0.3)
         os.kill(int(pids[0]), signal.{sent})
-        def stands(task):  # a thread may answer one more request before it notices the signal
+        def stands(pid):  # a thread may answer one more request before it notices the signal
             try:
-                return (task / "stat").read_text().rpartition(")")[2].split()[0] in "TZX"
-            except OSError:
-                return True
-        while not all(map(stands, pathlib.Path("/proc", pids[0].decode(), "task").glob("*"))):
+                tasks = list(pathlib.Path("/proc", pid, "task").iterdir())
+                return all((t / "stat").read_text().rpartition(")")[2].split()[0] in "TZX" for t in tasks)
+            except OSError:  # a thread has ended, or the process has
+                return not pathlib.Path("/proc", pid).exists()
+        while not stands(pids[0].decode()):
             time.sleep(0.01)
         began = time.monotonic()
         for call in (lambda: ranks.look("x"), lambda: ranks.post("x", b""), lambda: ranks.silences([0])):

@@ -60,12 +60,17 @@ class Emulator:
         function(*grid, block, *(a.address if isinstance(a, Placed) else int(a) for a in args))
 
 
+def source_of(kernel):
+    """Return the source of a kernel, without the header for memory."""
+    shared = {"zstd.cuh": kernel in ("huffman_decode", "sparse_tables"), "sparse.cuh": kernel.startswith("sparse_")}
+    files = [*(file for file, used in shared.items() if used), f"{kernel}.cu"]
+    return "".join((FOLDER / file).read_text() for file in files)
+
+
 @cache
 def emulated(kernel, *definitions):
     """Return a kernel built for this CPU. `definitions`: -D options of the compiler."""
-    shared = {"zstd.cuh": kernel in ("huffman_decode", "sparse_tables"), "sparse.cuh": kernel.startswith("sparse_")}
-    files = [*(file for file, used in shared.items() if used), f"{kernel}.cu"]
-    source = "".join((FOLDER / file).read_text() for file in files)
+    source = source_of(kernel)
     (parameters,) = re.findall(
         rf'extern "C" __global__ void (?:__launch_bounds__\(.*?\) )?{kernel}\((.*?)\)', source, re.DOTALL
     )

@@ -73,13 +73,21 @@ class Saver:
 
     Attributes:
         place: (rank, number of ranks) of this process in the group that saves; (0, 0): it saves as one process.
-        replicas: see `RankShares`.
+        replicas, job_ranks: see `RankShares`.
     """
 
     def __init__(
-        self, repository: Repository, place: Place, *, staging: Mode, keep_base: bool, replicas: Replicas
+        self,
+        repository: Repository,
+        place: Place,
+        *,
+        staging: Mode,
+        keep_base: bool,
+        replicas: Replicas,
+        job_ranks: Sequence[int] | None,
     ) -> None:
-        self._repository, self._context, self.replicas = repository, repository.context, replicas
+        self._repository, self._context = repository, repository.context
+        self.replicas, self.job_ranks = replicas, job_ranks
         self._new_staging = partial(Staging, self._context.engines, keep_base=keep_base, mode=staging)
         self._manifests: dict[str, Manifest] = {}  # of the last write, by SHA-256
         self._keys: bytes | None = None  # hashes of the keys of the save that is planned: see `plan`
@@ -100,7 +108,7 @@ class Saver:
         """Count each whole plain tensor as this rank's share, until its holders are known."""
         if self.place[1]:
             chunk_bytes = self._context.config.chunk_bytes
-            self._use_shares(RankShares(*self.place, chunk_bytes, None, replicas=self.replicas))
+            self._use_shares(RankShares(*self.place, chunk_bytes, None, self.replicas, job_ranks=self.job_ranks))
 
     def _use_shares(self, shares: RankShares) -> None:
         self._shares = shares

@@ -6,9 +6,9 @@ In: a repository or its URL, and a run. Out: the open repository, and the checkp
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch.distributed as dist
 
@@ -40,6 +40,13 @@ def place_in(group: dist.ProcessGroup | None) -> Place:
     if rank < 0:
         raise InvalidInputError("process_group: this rank is not in it; make writers and readers only on its ranks")
     return rank, dist.get_world_size(group)
+
+
+def job_ranks_of(group: dist.ProcessGroup | Literal[False] | None) -> Sequence[int] | None:
+    """Return by rank of a group its number in the job; None: the same numbers."""
+    if not group or place_in(group) == (0, 0):
+        return None
+    return tuple(dist.get_process_group_ranks(group))
 
 
 class Target:

@@ -60,7 +60,7 @@ from .exchange import (
 from .names import step_of
 from .planner import STAGED, Staged, opened, staged_of, state_of
 from .saving import Saver, Share
-from .target import Place, Target, Url, place_in
+from .target import Place, Target, Url, job_ranks_of, place_in
 
 log = logging.getLogger("snapstore")
 
@@ -108,7 +108,14 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         super().__init__(repository, run, partial(Repository.open_or_create, options=options))
         self.snapshot: Snapshot | None = None
         self._group = process_group
-        self._saver = Saver(self.repository, self._place(), staging=staging, keep_base=keep_base, replicas=replicas)
+        self._saver = Saver(
+            self.repository,
+            self._place(),
+            staging=staging,
+            keep_base=keep_base,
+            replicas=replicas,
+            job_ranks=job_ranks_of(process_group),
+        )
         self._writing = threading.Lock()
         self._stages = 0  # how often a state was staged
         self._staged: Staged | None = None  # the last one, until it is written

@@ -1206,9 +1206,8 @@ def case_groups(world: World) -> None:
     from snapstore.dcp import async_save, load, save
 
     ranks = list(range(world.size // 2))
-    group = dist.new_group(ranks, backend="gloo")
+    group, mesh = dist.new_group(ranks, backend="gloo"), DeviceMesh("cpu", ranks)
     if world.rank in ranks:
-        mesh = DeviceMesh("cpu", ranks)
         state = {"a": sharded(whole((9, 5)), mesh, [Shard(0)]), "b": whole((4, 4))}
         writer = world.writer("group", process_group=group)
         save(state, writer, 1, process_group=group)
@@ -1223,6 +1222,33 @@ def case_groups(world: World) -> None:
             with raises(dcp.CheckpointException, "process_group of async_save"):
                 async_save({"b": whole((4, 4))}, other, 1, process_group=group).result()
         other.close()
+    dist.barrier()
+    if world.size > 3:
+        _save_by_all_but_one(world)
+
+
+def _save_by_all_but_one(world: World) -> None:
+    """A mesh names ranks of the job, a group numbers its own: two sets of ranks are not one for their names."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate
+
+    from snapstore.dcp import load, save
+
+    ranks = list(range(1, world.size))
+    group, mesh = dist.new_group(ranks, backend="gloo"), DeviceMesh("cpu", ranks[:2])
+    if world.rank in ranks:
+        held = {}
+        if world.rank in ranks[:2]:
+            held["a"] = sharded(whole((9, 5)), mesh, [Replicate()])
+        if world.rank in ranks[1:3]:
+            held["b"] = whole((4, 4))
+        writer = world.writer("all-but-one", process_group=group)
+        save(held, writer, 1, process_group=group)
+        writer.close()
+        target = {"a": whole((9, 5), 8), "b": whole((4, 4), 8)}
+        load(target, world.reader("all-but-one", process_group=group), 1)
+        expect_same(target, {"a": whole((9, 5)), "b": whole((4, 4))})
     dist.barrier()
 
 

@@ -480,6 +480,53 @@ def test_buffers_belong_to_one_engine():
 # --- page-locked memory
 
 
+def is_mapped(address):
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    spans = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
+    return any(start <= address < end for start, end in spans)
+
+
+@pytest.fixture
+def unlocked(monkeypatch):
+    """Record the page-locked memory that is unlocked: its address, and whether it is still mapped then."""
+    seen, real = [], cupy.cuda.runtime.hostUnregister
+
+    def unregister(address):
+        seen.append((address, is_mapped(address)))
+        real(address)
+
+    monkeypatch.setattr(cupy.cuda.runtime, "hostUnregister", unregister)
+    return seen
+
+
+def test_memory_is_unlocked_before_it_is_unmapped(unlocked):
+    """Else other memory could get its addresses first, and the device would copy the old pages in place of it."""
+    whole = pinned_memory.pinned(MIB)
+    part, address = torch.from_numpy(whole[4096:]), whole.ctypes.data
+    del whole
+    gc.collect()
+    assert unlocked == []
+    del part
+    gc.collect()
+    assert unlocked == [(address, True)]
+
+
+def test_memory_is_unlocked_if_an_interrupt_comes_when_it_is_locked(monkeypatch, unlocked):
+    locked, real = [], cupy.cuda.runtime.hostRegister
+
+    def register(address, nbytes, flags):
+        real(address, nbytes, flags)
+        locked.append((address, True))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cupy.cuda.runtime, "hostRegister", register)
+    with pytest.raises(KeyboardInterrupt):
+        pinned_memory.pinned(MIB)
+    gc.collect()
+    assert len(locked) == 1
+    assert unlocked == locked
+
+
 @pytest.fixture
 def arenas(monkeypatch):
     """Record weak references to the page-locked allocations that copies make."""

@@ -112,8 +112,10 @@ def _locked(nbytes: int) -> Bytes:
     with Threads(min(len(pieces), TOUCH_THREADS)) as threads:  # the kernel zeroes pages at 8 GB/s per thread
         threads.start(_touch, pieces)()
     address = array.ctypes.data
+    # of the array, not of `memory`: an mmap object unmaps its pages before its finalizers run. It is made first, as an
+    # interrupt may come as soon as the pages are locked.
+    weakref.finalize(whole, _unlock, address, torch.cuda.current_device(), os.getpid()).atexit = False
     cupy.cuda.runtime.hostRegister(address, nbytes, 0)
-    weakref.finalize(memory, _unlock, address, torch.cuda.current_device()).atexit = False
     return array
 
 
@@ -133,8 +135,11 @@ def _touch(piece: Bytes) -> None:
     piece[:: mmap.PAGESIZE] = 0
 
 
-def _unlock(address: int, device: int) -> None:
-    # errors: the device has failed, or this is a forked child; the thread that collects garbage may capture a graph
+def _unlock(address: int, device: int, pid: int) -> None:
+    """Unlock pages that are still mapped. Else CUDA would take other memory at their addresses for these pages."""
+    if os.getpid() != pid:  # CUDA does not survive a fork
+        return
+    # errors: the device has failed, or did not lock them; the thread that collects garbage may capture a graph
     with suppress(Exception), beside_captures(), torch.cuda.device(device):
         cupy.cuda.runtime.hostUnregister(address)
 

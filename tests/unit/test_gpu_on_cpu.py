@@ -14,7 +14,7 @@ from kit.samples import some
 #: Each list runs in a process of its own, because all together take minutes on a busy machine.
 RUNS = [
     ["gpu/test_nvcomp.py", "gpu/test_gpu_ans.py", "gpu/test_gpu_damage.py", "attacks/test_collisions.py"],
-    ["gpu/test_gpu_memory.py", "gpu/test_gpu_changes.py", "gpu/test_gpu_reshard.py"],
+    ["gpu/test_gpu_memory.py", "gpu/test_gpu_changes.py", "gpu/test_gpu_reshard.py", "gpu/test_gpu_interrupts.py"],
     [
         "gpu/test_gpu_staging.py", "gpu/test_gpu_first_save.py", "gpu/test_gpu_directions.py", "gpu/test_gpu_graphs.py",
         "gpu/test_gpu_ranks.py",

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -141,15 +141,19 @@ class WorkStream:
 
 
 class Task:
-    """One batch: it waits for a stream, then runs on it."""
+    """One batch: it waits for a stream, then runs on it.
 
-    def __init__(self, pool: StreamPool, steps: Steps, free: list[WorkStream]) -> None:
+    An interrupt (Ctrl-C) strikes the thread that polls, which may wait for another batch. It is raised there, and the
+    batch that was advanced begins again at the next poll.
+    """
+
+    def __init__(self, pool: StreamPool, steps: Steps, streams: Sequence[WorkStream]) -> None:
         self._pool = pool
-        self.free = free  # the list from which its stream comes, and to which it goes back
+        self.streams = streams  # it runs on one of these
         self.steps: Steps | None = steps
-        self.work: WorkStream | None = None
+        self.work: WorkStream | None = None  # None: it waits
         self.run: Generator[None, None, Any] | None = None
-        self.event: torch.cuda.Event | None = None  # done when the device has reached the last yield
+        self.event: torch.cuda.Event | None = None  # done when the device has reached the last yield; None: begin
         self.done = False
         self.value: Any = None
         self.error: BaseException | None = None
@@ -166,23 +170,28 @@ class Task:
         assert self.work is not None
         try:
             with self.work.current():
-                if self.run is None:
+                if self.event is None:
                     assert self.steps is not None
                     self.run = self.steps(self.work)
+                assert self.run is not None
                 next(self.run)
-                self.event = torch.cuda.Event()
-                self.event.record(self.work.stream)
+                event = torch.cuda.Event()
+                event.record(self.work.stream)
+            self.event = event
             return
         except StopIteration as stop:
-            self.value = stop.value
-            self.work.release_tables()
-        except BaseException as error:  # noqa: BLE001  raised in `result`
-            # a new exception has no frames that hold device memory
-            self.error = torch.OutOfMemoryError(str(error)) if is_out_of_memory(error) else error
-            self.run = self.steps = None
+            self.value, self.done = stop.value, True
+        except BaseException as error:
+            self.event = None
             with suppress(Exception):  # a failed device raises the same error at every call
                 self.work.sync()
-        self.done, self.run, self.steps = True, None, None
+            if not isinstance(error, Exception):
+                raise
+            # raised in `result`; a new exception has no frames that hold device memory
+            found = torch.OutOfMemoryError(str(error)) if is_out_of_memory(error) else error
+            self.error, self.done = found, True
+        self.run = self.steps = None
+        self.work.release_tables()
 
 
 class StreamPool:
@@ -191,14 +200,16 @@ class StreamPool:
     Batches are generators that yield where the host must wait for the device. A thread that waits for one batch
     advances them all: with a thread per batch, each would wait for the interpreter's lock (docs/design/gpu-engine.md).
 
+    An interrupt between any two steps of Python code loses no batch and no stream.
+
     Attributes:
         at_once: how many batches may run at a time, besides the fast ones; at most as many as there are streams.
     """
 
     def __init__(self, device: torch.device, count: int) -> None:
-        self._free = [WorkStream(device) for _ in range(count)]
+        self._streams = [WorkStream(device) for _ in range(count)]
         self.at_once = count
-        self._free_fast = [WorkStream(device)]  # for short batches, which wait for no long one
+        self._fast_streams = [WorkStream(device)]  # for short batches, which wait for no long one
         self._device = device
         self._waiting: deque[Task] = deque()
         self._running: list[Task] = []
@@ -206,10 +217,16 @@ class StreamPool:
 
     def start(self, steps: Steps, *, fast: bool = False) -> Task:
         """Begin a batch as soon as a stream is free."""
-        task = Task(self, steps, self._free_fast if fast else self._free)
-        with self._lock:
-            self._waiting.append(task)
-            self.poll()
+        task = Task(self, steps, self._fast_streams if fast else self._streams)
+        try:
+            with self._lock:
+                self._waiting.append(task)
+                self.poll()
+        except BaseException:  # nobody will wait for it, and its memory may be used for other things
+            with self._lock, suppress(ValueError):
+                self._waiting.remove(task)
+            self.poll_until(lambda: task not in self._running)
+            raise
         return task
 
     def poll_until(self, condition: Callable[[], bool]) -> None:
@@ -232,36 +249,40 @@ class StreamPool:
 
     def _poll(self) -> bool:
         """Advance every batch whose event is done; begin waiting batches while streams are free, up to `at_once`."""
-        ready = [task for task in self._running if task.event is not None and task.event.query()]
+        ready = [task for task in self._running if task.done or task.event is None or task.event.query()]
         for task in ready:
             self._advance(task)
         begun = False
         for task in list(self._waiting):
-            if self._may_begin(task):
+            if task.work is not None:  # an interrupt came when it had just begun
                 self._waiting.remove(task)
-                task.work = task.free.pop()
+            elif (work := self._stream_for(task)) is not None:
+                task.work = work
                 self._running.append(task)
+                self._waiting.remove(task)
                 self._advance(task)
                 begun = True
         return bool(ready) or begun
 
-    def _may_begin(self, task: Task) -> bool:
-        """Return whether a batch has a free stream and, unless it is a fast one, fewer than `at_once` others run."""
-        if task.free is self._free and sum(other.free is self._free for other in self._running) >= self.at_once:
-            return False
-        return bool(task.free)
+    def _stream_for(self, task: Task) -> WorkStream | None:
+        """Return a free stream for a batch; None if there is none, or it is not fast and `at_once` others run."""
+        if task.streams is self._streams and sum(t.streams is self._streams for t in self._running) >= self.at_once:
+            return None
+        return next(filter(self._is_free, task.streams), None)
+
+    def _is_free(self, work: WorkStream) -> bool:
+        return all(task.work is not work for task in self._running)
 
     def _advance(self, task: Task) -> None:
-        task.advance()
-        if task.done and task.work is not None:
+        if not task.done:
+            task.advance()
+        if task.done:
             self._running.remove(task)
-            task.free.append(task.work)
-            task.work = None
 
     def release_memory(self) -> None:
         """Release the device memory of the free streams."""
         with self._lock:
-            for work in (*self._free, *self._free_fast):
+            for work in filter(self._is_free, (*self._streams, *self._fast_streams)):
                 work.release_memory()
 
 

@@ -450,6 +450,18 @@ def test_copies_of_chunks_are_copies_on_a_full_device_too(monkeypatch, place, is
         assert np.array_equal(found.cpu().numpy() if isinstance(found, torch.Tensor) else found, plain)
 
 
+def test_an_upload_to_a_full_device_stays_in_host_memory():
+    """`recode` uploads what it has decoded; on a full device the CPU engine encodes it."""
+    plain = typed("uint8", (64 * MIB,), 1).numpy()
+    with repository() as repo:
+        engine = repo.context.engines.on(torch.device("cuda", 0))
+        with headroom(MIB):
+            uploaded = engine.upload(plain)
+        assert isinstance(uploaded, np.ndarray)
+        assert not np.shares_memory(uploaded, plain)
+        assert np.array_equal(uploaded, plain)
+
+
 def test_a_copy_under_way_keeps_no_blobs():
     """A running copy keeps no reference to its blobs, so the device may reuse their memory.
 

@@ -102,8 +102,11 @@ class CudaEngine:
         torch.cuda.current_stream(self.device).synchronize()
 
     def upload(self, plain: Bytes) -> Memory:
-        """Return a copy of host bytes on this device."""
+        """Return a copy of host bytes on this device, or in host memory if the device is full."""
         memory = self.empty(plain.size)
+        if isinstance(memory, np.ndarray):
+            memory[:] = plain
+            return memory
         memory.copy_(torch.from_numpy(plain))
         self.sync()
         return memory

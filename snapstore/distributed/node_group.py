@@ -98,6 +98,8 @@ class NodeGroup:
             sizes, sizes_back: how many bytes go to each rank, and come from it.
         """
         there = (torch.from_numpy(sent) if isinstance(sent, np.ndarray) else sent).to(self.device)
+        if there.is_cuda:  # another stream's memory: the allocator would reuse it as soon as nothing refers to it
+            there.record_stream(torch.cuda.current_stream(there.device))
         back = torch.empty(sum(sizes_back), dtype=torch.uint8, device=self.device)
 
         def call() -> Memory:

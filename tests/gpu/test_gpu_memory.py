@@ -3,6 +3,7 @@
 import gc
 import logging
 import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -485,6 +486,30 @@ def test_an_upload_to_a_full_device_stays_in_host_memory():
         assert isinstance(uploaded, np.ndarray)
         assert not np.shares_memory(uploaded, plain)
         assert np.array_equal(uploaded, plain)
+
+
+def test_a_stream_has_one_object_of_cupy(monkeypatch):
+    """CuPy 14 destroys a stream of torch with any object for it, so threads that use it first at once share one."""
+    made, found, start = [], [], threading.Barrier(4)
+
+    def slow(pointer, device):
+        made.append(pointer)
+        time.sleep(0.1)
+        return object()
+
+    def use():
+        start.wait()
+        found.append(kernels._stream(4096, 0))
+
+    monkeypatch.setattr(kernels, "_stream_of", slow)
+    monkeypatch.setattr(kernels, "_streams", {})
+    threads = [threading.Thread(target=use) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made == [4096]
+    assert len(set(map(id, found))) == 1
 
 
 def test_a_copy_under_way_keeps_no_blobs():

@@ -475,11 +475,19 @@ class Runtime:
         ctypes.memmove(destination, source, nbytes)
 
 
+def from_external(stream: Any) -> contextlib.AbstractContextManager[None]:
+    """As cupy.cuda.Stream.from_external; torch's streams have the protocol from torch 2.10 on, ours have not."""
+    version, address = stream.__cuda_stream__()
+    assert version == 0
+    assert isinstance(address, int)
+    return contextlib.nullcontext()
+
+
 def cupy() -> types.ModuleType:
     module: Any = types.ModuleType("cupy")
     module.RawKernel = RawKernel
     driver = types.SimpleNamespace(CUDADriverError=CUDADriverError)
-    stream = types.SimpleNamespace(null=contextlib.nullcontext(), from_external=entered)
+    stream = types.SimpleNamespace(null=contextlib.nullcontext(), from_external=from_external)
     module.cuda = types.SimpleNamespace(runtime=Runtime(), driver=driver, Stream=stream, Device=CupyDevice)
     return module
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -74,14 +75,35 @@ def _kernel(name: str, device: int) -> Any:
     return cupy.RawKernel(code, name, options=("-std=c++17", *own))
 
 
-@cache
+@dataclass(frozen=True, slots=True)
+class _Pointer:
+    """A stream by CUDA's stream protocol. torch's own streams follow it from torch 2.10 on."""
+
+    address: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.address
+
+
 def _stream(pointer: int, device: int) -> Any:
-    """Return CuPy's object for a stream of torch; torch never destroys the streams of its pool."""
-    if not pointer:  # torch would regard an ExternalStream of address 0 as another stream
+    """Return CuPy's object for a stream of torch, on the current device; torch never destroys those of its pool.
+
+    There is one object for each stream, and it is kept: CuPy 14 destroys a stream with any object for it.
+    """
+    if not pointer:
         return cupy.cuda.Stream.null
-    stream = torch.cuda.ExternalStream(pointer, torch.device("cuda", device))
+    found = _streams.get((pointer, device))
+    if found is None:
+        with _lock:
+            found = _streams.get((pointer, device))
+            if found is None:
+                found = _streams[pointer, device] = _stream_of(pointer, device)
+    return found
+
+
+def _stream_of(pointer: int, device: int) -> Any:
     if hasattr(cupy.cuda.Stream, "from_external"):  # CuPy 14
-        return cupy.cuda.Stream.from_external(stream)
+        return cupy.cuda.Stream.from_external(_Pointer(pointer))
     return cupy.cuda.ExternalStream(pointer, device)
 
 
@@ -130,6 +152,7 @@ def wait_loaded(device: int) -> None:
 _loads: dict[int, Pending[None]] = {}  # device -> the loading of its kernels
 #: (kernel, device) -> its function, which costs the host less time to call than a RawKernel; its shared memory [bytes].
 _functions: dict[tuple[str, int], tuple[Any, int]] = {}
+_streams: dict[tuple[int, int], Any] = {}  # (address, device) -> CuPy's object
 _lock = threading.Lock()
 
 

@@ -40,6 +40,8 @@ _SHARDED, _REFUSED = ("FSDPStrategy", "ModelParallelStrategy"), ("DeepSpeedStrat
 #: The parts of a checkpoint that all ranks hold together; each rank keeps its own of the others.
 _TENSORS = ("state_dict", "optimizer_states")
 _OWN = "snapstore"
+#: In the state of torchdata's StatefulDataLoader: whether its iterator has ended.
+_ENDED = "_iterator_finished"
 
 
 def _import() -> list[Any]:
@@ -274,7 +276,7 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         step = manager.latest_step() if self._resume == "latest" else self._resume
         if step is not None and not _is_sharded(trainer.strategy):
             self._restored = manager.restore(step, device="cpu", per_rank=self._per_rank)
-            _connector(trainer)._loaded_checkpoint = {k: v for k, v in self._restored.items() if k != _OWN}
+            _connector(trainer)._loaded_checkpoint = _checkpoint_of(self._restored)
         elif step is not None:
             self._restored = {"step": step}
 
@@ -286,7 +288,7 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
             return
         if _is_sharded(trainer.strategy):
             self._restored = self._load_sharded(trainer, self._restored["step"])
-            _connector(trainer)._loaded_checkpoint = {k: v for k, v in self._restored.items() if k != _OWN}
+            _connector(trainer)._loaded_checkpoint = _checkpoint_of(self._restored)
         self._set_generators()
         log.info("run=%s resuming at step %d", self._opened().run, self._restored["global_step"])
 
@@ -365,6 +367,21 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         for optimizer, state in zip(optimizers, target["optimizer_states"], strict=True):
             distributed.set_optimizer_state_dict(model, optimizer, state)
         return {key: value.value if isinstance(value, PerRank) else value for key, value in target.items()}
+
+
+def _checkpoint_of(restored: dict[str, Any]) -> dict[str, Any]:
+    """Return the checkpoint of Lightning that a snapshot holds.
+
+    At the end of an epoch Lightning loads the position of a loader, and takes its first iterator for the next epoch.
+    The iterator of a StatefulDataLoader would be at its end there, so the whole epoch would be skipped. If its state
+    says that it has ended, the loader makes a new one.
+    """
+    checkpoint = {key: value for key, value in restored.items() if key != _OWN}
+    if restored[_OWN]["begins_epoch"]:
+        for position in checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", ()):
+            if isinstance(position, dict) and _ENDED in position:
+                position[_ENDED] = True
+    return checkpoint
 
 
 def _connector(trainer: Any) -> Any:

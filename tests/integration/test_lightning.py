@@ -126,7 +126,7 @@ def test_trainings_resume_bit_exact(tmp_path):
         worker.log.close()
 
 
-def fit(epochs, *callbacks, **more):
+def fit(epochs, *callbacks, loader=DataLoader, **more):
     """Train a net with dropout on shuffled data, and validate it after each epoch; return the weights."""
     import lightning.pytorch
 
@@ -150,7 +150,7 @@ def fit(epochs, *callbacks, **more):
     options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False}
     options |= {"enable_model_summary": False, "enable_checkpointing": bool(callbacks)} | more
     trainer = lightning.pytorch.Trainer(max_epochs=epochs, callbacks=list(callbacks), **options)
-    trainer.fit(net, DataLoader(data, 4, shuffle=True), DataLoader(data, 4))
+    trainer.fit(net, loader(data, 4, shuffle=True), DataLoader(data, 4))
     return net.state_dict()
 
 
@@ -169,6 +169,28 @@ def test_the_next_epoch_draws_as_if_nothing_had_happened(adapter, tmp_path, when
         # After a batch the metrics are those of the last validation in this process.
         assert [bool(one) for one in metrics] == ([True] * 3 if when == "validation" else [False, True, False])
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning warns about the number of workers
+def test_a_stateful_loader_skips_no_epoch(adapter, tmp_path):
+    """A resume at the end of an epoch goes on with the batches of the next epoch."""
+    import lightning.pytorch
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    class Watch(lightning.pytorch.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, index):
+            seen.append((trainer.current_epoch, index, batch[0][:, 0].tolist()))
+
+    seen = []
+    fit(4, Watch(), loader=StatefulDataLoader, enable_checkpointing=False)
+    expected = list(seen)
+    assert [epoch for epoch, *_ in expected] == [0] * 6 + [1] * 6 + [2] * 6 + [3] * 6
+    with SnapshotManager(tmp_path, run="r", save_interval_steps=6) as manager:
+        fit(2, adapter.SnapshotCallback(manager), loader=StatefulDataLoader)
+        seen.clear()
+        fit(4, adapter.SnapshotCallback(manager), Watch(), loader=StatefulDataLoader)
+        assert seen == expected[12:]
+        assert manager.all_steps() == [6, 12, 18, 24]
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning warns about the number of workers

@@ -173,6 +173,13 @@ class _Loader:
     def __init__(self, loader: Any) -> None:
         self.loader = loader
 
+    def _epoch(self) -> int:
+        """Return the epoch of the next batch; at the last batch of an epoch, the loader still names that epoch."""
+        epoch: int = getattr(self.loader, "iteration", 0)
+        if not getattr(self.loader, "end_of_dataloader", False):
+            return epoch
+        return epoch + any(one is self.loader for one in self.loader.gradient_state.dataloader_references)
+
     def _sampler(self) -> Any:
         sampler = self.loader.get_sampler() if hasattr(self.loader, "get_sampler") else None
         if isinstance(sampler, SeedableRandomSampler):
@@ -183,7 +190,7 @@ class _Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: plain values, and the tensors of a StatefulDataLoader's own state."""
-        state: dict[str, Any] = {"iteration": getattr(self.loader, "iteration", 0)}
+        state: dict[str, Any] = {"iteration": self._epoch()}
         if (sampler := self._sampler()) is not None:
             state["sampler"] = {"initial_seed": sampler.initial_seed, "epoch": sampler.epoch}
         if getattr(self.loader, "use_stateful_dataloader", False):

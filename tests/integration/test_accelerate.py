@@ -101,9 +101,33 @@ def test_a_training_resumes_to_the_bit(ours, tmp_path, stateful):
             assert ours.load_state(again.accelerator, manager, step).step == step
             assert again.accelerator.project_configuration.iteration == step // 2
             assert again.accelerator.step == step % 6
-            assert again.prepared[3].iteration == (step - 1) // 6
+            assert again.prepared[3].iteration == step // 6
             again.run(step, STEPS, manager)
             assert same(again.end(), expected)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_resume_at_the_end_of_an_epoch_goes_on_with_the_next(ours, tmp_path, stateful, inside):
+    """The loop leaves the epochs to the loader, and saves at the last batch, or after it."""
+
+    def run(training, epochs, save=lambda: None):
+        seen = []
+        for _ in range(epochs):
+            for batch in training.prepared[3]:
+                seen.append(batch[:, 0].tolist())
+                if inside and len(seen) == 6:
+                    save()
+            if not inside and len(seen) == 6:
+                save()
+        return seen
+
+    first, again = (Training(use_stateful_dataloader=stateful) for _ in range(2))
+    with SnapshotManager(tmp_path, run="a") as manager:
+        expected = run(first, 3, lambda: ours.save_state(first.accelerator, manager, 6))
+        ours.load_state(again.accelerator, manager)
+        assert run(again, 2) == expected[6:]
 
 
 def test_parts_skipped_steps_and_gradients(ours, tmp_path, caplog):

@@ -26,12 +26,13 @@ from ..catalog.index import Index
 from ..catalog.needed_keys import all_needed_keys
 from ..catalog.read_twice import read_twice, tried
 from ..context import Context
-from ..errors import DAMAGE, IntegrityError, NotFoundError, SnapstoreError
+from ..errors import DAMAGE, IntegrityError, NotFoundError, SnapstoreError, StorageError
 from ..format import pack
 from ..format.keys import pack_key
 from ..format.manifest import ManifestHeader
 from ..format.records import FORGOTTEN, MadeFor
 from ..storage.base import ObjectStore
+from ..storage.os_errors import is_refused
 from ..text import counted, some
 from ..threads import Threads
 
@@ -152,6 +153,19 @@ def _read_origin(store: ObjectStore, key: str, size_bytes: int) -> Origin | None
 
 
 def _is_damaged(store: ObjectStore, key: str, size_bytes: int) -> bool:
-    """Return whether the bytes of an object do not match its name."""
-    data = tried(store, partial(store.get, key, limit_bytes=size_bytes))
+    """Return whether the bytes of an object do not match its name.
+
+    Raises:
+        StorageError: this user may not read it, or the store cannot be read.
+    """
+    read = partial(store.get, key, limit_bytes=size_bytes)
+    data = tried(store, read)
+    if data is None:
+        try:
+            read()
+        except StorageError as error:
+            if is_refused(error):
+                raise
+        except DAMAGE:
+            pass
     return data is None or hashlib.sha256(data).hexdigest() != key[-64:]

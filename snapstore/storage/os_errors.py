@@ -31,6 +31,17 @@ def is_too_many_files(error: BaseException | None) -> bool:
     return isinstance(error, OSError) and error.errno in _TOO_MANY_FILES
 
 
+def is_refused(error: BaseException | None) -> bool:
+    """Return whether the cause of an error is that this user, or these credentials, may not read an object."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM):
+            return True
+        if getattr(error, "is_refusal", False):  # of S3
+            return True
+        error = error.__cause__
+    return False
+
+
 def is_stale(error: BaseException | None) -> bool:
     """Return whether an error says that the server has deleted an open file (NFS)."""
     return isinstance(error, OSError) and error.errno == errno.ESTALE

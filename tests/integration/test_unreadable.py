@@ -24,6 +24,7 @@ from snapstore.errors import NotFoundError, SnapstoreError, StorageError
 from snapstore.format import blob, records
 from snapstore.format.keys import record_key
 from snapstore.storage.local import LocalStore
+from snapstore.storage.s3.failures import Failure
 
 
 @pytest.fixture(autouse=True)
@@ -926,3 +927,67 @@ def test_bytes_that_no_rewrite_needs_may_be_unreadable(tmp_path, bad_sector):
         assert failed, "the blobs that stay are read together"
         got = repo.restore(kept.ref)
         assert all((got[name] == state[name]).all() for name in "ac")
+
+
+# --- 11: an object that this user may not read is not damaged ---------------------------------------------------------
+
+
+class Refused(FaultStore):
+    """An object that this user may not read."""
+
+    def __init__(self, inner, key, cause):
+        super().__init__(inner)
+        self.key, self.cause = key, cause
+
+    def _act(self, name, key, effect):
+        if key == self.key and name in ("get", "get_range"):
+            raise StorageError(f"{key}: no permission (injected)") from self.cause
+        return super()._act(name, key, effect)
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        PermissionError(errno.EACCES, "denied"),
+        Failure("ClientError", "", status=403, code="AccessDenied"),
+        Failure("ClientError", "", status=400, code="InvalidObjectState"),
+    ],
+    ids=["EACCES", "403", "archived"],
+)
+@pytest.mark.parametrize("kind", ["config", "packs/", "manifests/", "snapshots/", "policies/"])
+def test_an_object_that_this_user_may_not_read_is_not_damaged(store, kind, cause):
+    with opened(store) as found:
+        found.set_policies("a", [KeepLast(5)])
+    before = {key: store.get(key) for key in keys_of(store)}
+    key = next(key for key in sorted(before) if key.startswith(kind))
+    for level in ("data", "restore"):
+        with (
+            pytest.raises(StorageError, match="no permission"),
+            opened(Refused(store, key, cause), damaged=True) as found,
+        ):
+            found.check(level)
+        with (
+            pytest.raises(StorageError, match="no permission"),
+            opened(Refused(store, key, cause), damaged=True) as found,
+        ):
+            found.repair(apply=True, level=level, drop=True)
+    assert {key: store.get(key) for key in keys_of(store)} == before
+
+
+def test_gc_deletes_no_object_that_it_may_not_read(store):
+    """Its record is not listed, and only reading it would prove that it is damaged."""
+    with opened(store) as found:
+        record = found.snapshot("a@2").key
+    before = set(keys_of(store))
+    with opened(store) as found:
+        save(found, "b", 7, 7)
+        record = found.snapshot("b@7").key
+    added = set(keys_of(store)) - before
+    pack = next(key for key in sorted(added) if key.startswith("packs/"))
+    for key in added:
+        if key != pack:
+            store.delete([key])
+    assert record in added
+    with opened(Refused(store, pack, PermissionError(errno.EACCES, "denied"))) as found, suppress(SnapstoreError):
+        found.gc()
+    assert pack in keys_of(store)

@@ -55,6 +55,11 @@ class Failure(Exception):  # noqa: N818 - never raised to users: it is the cause
         super().__init__(name, advice)
         self.name, self.advice, self.status, self.code, self.retryable = name, advice, status, code, retryable
 
+    @property
+    def is_refusal(self) -> bool:
+        """Return whether the server has the object, or may have it, and does not give it out."""
+        return self.status in (401, 403) or self.code == "InvalidObjectState"
+
     def __str__(self) -> str:
         return f"{self.name}, HTTP status {self.status}: {self.code}" if self.status else self.name
 

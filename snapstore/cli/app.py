@@ -138,7 +138,7 @@ class Shell:
         Raises:
             UsageError: none is named.
         """
-        if url := given or self.url:
+        if url := self.url if given is None else given:
             return url
         raise UsageError("no repository named; pass --repo URL or set SNAPSTORE_REPO")
 
@@ -192,7 +192,7 @@ def verb(**settings: Any) -> Callable[[Callable[..., int | None]], Callable[...,
         @functools.wraps(function)
         def run(ctx: typer.Context, repo: str | None, as_json: bool, verbose: bool, **arguments: Any) -> None:
             before: Shell = ctx.obj
-            shell = Shell(repo or before.url, as_json or before.as_json, verbose or before.verbose)
+            shell = Shell(before.url if repo is None else repo, as_json or before.as_json, verbose or before.verbose)
             code = _run(functools.partial(function, shell, **arguments), shell)
             if code:
                 raise typer.Exit(code)

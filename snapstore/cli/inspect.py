@@ -46,7 +46,7 @@ def log(
             snapshots = _newest(snapshots, limit)
         marks = {"superseded": view.superseded(), "damaged": _damaged(repository, snapshots)}
     marks["made_up"] = {s.id for s in snapshots if s.is_reconstructed}
-    if mirror:
+    if mirror is not None:
         marks["not_mirrored"] = _not_mirrored(snapshots, mirror)
     if shell.as_json:
         marked = {mark: [s.id for s in snapshots if s.id in ids] for mark, ids in marks.items()}

@@ -52,7 +52,7 @@ def init(
 def save(
     shell: Shell,
     file: Annotated[
-        Path, typer.Argument(metavar="FILE|DIR", help="A .pt, .pth, .bin, .ckpt or .safetensors file, or a folder.")
+        str, typer.Argument(metavar="FILE|DIR", help="A .pt, .pth, .bin, .ckpt or .safetensors file, or a folder.")
     ],
     run: Annotated[str, typer.Option("--run", metavar="R", help="The run of the snapshot.")],
     step: Annotated[int, typer.Option("--step", metavar="N", help="The step of the snapshot.")],
@@ -79,14 +79,16 @@ def save(
     """
     from ..storage.urls import expand_home
 
-    metrics, file = _metrics(metric or []), Path(expand_home(file))
+    if not file:  # an unset variable of a script; as a path it would be the current folder
+        raise UsageError("no file named; pass FILE or DIR")
+    metrics, path = _metrics(metric or []), Path(expand_home(file))
     with shell.repository() as repository:
         from ..convert import files
         from ..state.folder import pack_folder
 
-        with spinner(f"saving {file}"):
-            is_folder = file.is_dir()
-            state, about = (pack_folder(file, follow_links=follow_links), {}) if is_folder else files.read(file)
+        with spinner(f"saving {path}"):
+            is_folder = path.is_dir()
+            state, about = (pack_folder(path, follow_links=follow_links), {}) if is_folder else files.read(path)
             snapshot = repository.save(
                 state,
                 run=run,

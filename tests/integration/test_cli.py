@@ -1576,3 +1576,22 @@ def test_log_of_a_thousand_snapshots_reads_none_of_them_twice(sh, monkeypatch):
 
 def test_not_found_error_is_plain(sh):
     assert str(NotFoundError("x")) == "x"
+
+
+@pytest.mark.parametrize(
+    ("verb", "code"),
+    [
+        (["save", "", "--run", "a", "--step", "1"], 2),
+        (["--repo", "", "forget", "--run", "exp", "--keep-last", "1"], 2),
+        (["forget", "--run", "exp", "--keep-last", "1", "--repo", ""], 2),
+        (["init", ""], 2),
+        (["log", "--mirror", ""], 1),
+        (["doctor", ""], 1),
+    ],
+)
+def test_an_empty_name_is_no_default(series, monkeypatch, tmp_path, verb, code):
+    """A script passes it for a variable that is not set."""
+    monkeypatch.chdir(tmp_path)
+    before = series.json("log", "--all")
+    series.fails(*verb, code=code) if verb[0] != "doctor" else series(*verb, code=code)
+    assert series.json("log", "--all") == before

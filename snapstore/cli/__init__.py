@@ -10,6 +10,7 @@ A fast start is a feature: a verb imports what it needs when it runs. `--help` i
 from __future__ import annotations
 
 import io
+import os
 import signal
 import sys
 
@@ -28,6 +29,9 @@ __all__ = ["commands", "inspect", "main", "maintenance", "planning", "retention"
 
 def main() -> None:
     """Run the command line, and end the process with the verb's exit code."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed: a file that we write must not get its number
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115, PTH123 - until the end
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a name that the locale lacks is no error
     # SIGTERM would end the process between writing a file and naming it; as an exception it lets `finally` clean up.

@@ -12,16 +12,24 @@ import logging
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from ..errors import ConflictError, FormatError, IntegrityError, InvalidInputError, NotFoundError, SnapstoreError
+from ..errors import (
+    ConflictError,
+    FormatError,
+    IntegrityError,
+    InvalidInputError,
+    NotFoundError,
+    OutputError,
+    SnapstoreError,
+)
 from ..text import printable
-from .output import note, print_json
+from .output import note, print_json, writing
 
 if TYPE_CHECKING:
     from ..repository import Repository
@@ -239,7 +247,8 @@ def _run(function: Callable[[], int | None], shell: Shell) -> int:
     try:
         with _logging(shell.verbose):
             code = function()
-            sys.stdout.flush()
+            with writing():
+                sys.stdout.flush()
             return code or OK
     except KeyboardInterrupt:
         note("snapstore: interrupted")
@@ -252,7 +261,8 @@ def _run(function: Callable[[], int | None], shell: Shell) -> int:
         code, kind, message = _explain(error)
         note(*f"snapstore: error: {message}".split("\n"))
         if shell.as_json:
-            print_json({"error": {"kind": kind, "message": message}})
+            with suppress(OutputError):  # it may be this error
+                print_json({"error": {"kind": kind, "message": message}})
         return code
 
 

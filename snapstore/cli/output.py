@@ -12,10 +12,11 @@ import math
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..errors import OutputError
 from ..state.containers import step
 from ..text import counted, printable, some
 
@@ -60,9 +61,26 @@ def plain(value: Any) -> Any:
         return f"<{type(value).__name__}>"
 
 
+@contextmanager
+def writing() -> Iterator[None]:
+    """Name stdout in the errors of the block that prints; typer handles a closed pipe.
+
+    Raises:
+        OutputError: stdout cannot be written.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        text = f"stdout: cannot be written: {error.strerror}; what the verb has done stays done"
+        raise OutputError(text) from error
+
+
 def print_json(document: dict[str, Any]) -> None:
     """Print one document, on one line."""
-    print(json.dumps(plain(document), allow_nan=False))
+    with writing():
+        print(json.dumps(plain(document), allow_nan=False))
 
 
 def iso(created: float) -> str:
@@ -110,13 +128,15 @@ def snapshot_json(snapshot: Snapshot) -> dict[str, Any]:
 
 def line(text: str = "") -> None:
     """Print a line on stdout."""
-    print(printable(text))
+    with writing():
+        print(printable(text))
 
 
 def note(*lines: str) -> None:
-    """Print lines on stderr."""
-    for text in lines:
-        print(printable(text), file=sys.stderr)
+    """Print lines on stderr; if it cannot be written, a verb goes on without them."""
+    with suppress(OSError):
+        for text in lines:
+            print(printable(text), file=sys.stderr)
 
 
 def note_unknown(view: View) -> bool:
@@ -155,7 +175,8 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     for row in [names, *cells]:
         cell_widths = zip(row, widths, right, strict=True)
         padded = (cell.rjust(width) if flush else cell.ljust(width) for cell, width, flush in cell_widths)
-        print("  ".join(padded).rstrip())
+        with writing():
+            print("  ".join(padded).rstrip())
 
 
 def _rich_table(names: Sequence[str], right: Sequence[bool], cells: Sequence[Sequence[str]]) -> None:

@@ -1595,3 +1595,30 @@ def test_an_empty_name_is_no_default(series, monkeypatch, tmp_path, verb, code):
     before = series.json("log", "--all")
     series.fails(*verb, code=code) if verb[0] != "doctor" else series(*verb, code=code)
     assert series.json("log", "--all") == before
+
+
+def run_with(series, arguments, **streams):
+    command = [sys.executable, "-m", "snapstore", *arguments]
+    return subprocess.run(command, env={**os.environ, **series.env}, text=True, check=False, **streams)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize("json_", [[], ["--json"]])
+def test_an_output_that_is_full_hides_no_outcome(series, json_):
+    with Path("/dev/full").open("w") as full:
+        done = run_with(series, [*json_, "tag", "exp@1", "good"], stdout=full, stderr=subprocess.PIPE)
+        assert done.returncode == 1
+        assert done.stderr.endswith("what the verb has done stays done\n")
+        assert done.stderr.count("\n") == 1
+        assert series.json("show", "exp@1")["snapshot"]["tags"] == ["good"]
+        done = run_with(series, [*json_, "forget", "exp@0"], stdout=subprocess.PIPE, stderr=full)
+        assert done.returncode == 0
+        assert done.stdout
+
+
+def test_a_stream_that_is_closed_is_no_error(series):
+    command = [sys.executable, "-m", "snapstore", "gc"]
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command], env={**os.environ, **series.env}, check=False
+    )
+    assert done.returncode == 0

@@ -19,7 +19,7 @@ from ..format.hashing import new_seed
 from ..format.manifest import ManifestHeader
 from ..format.records import Config, ManifestList
 from ..storage.base import ObjectStore
-from ..storage.os_errors import is_refused
+from ..storage.os_errors import is_withheld
 from ..text import strip_hint
 from .read_twice import tried
 
@@ -93,7 +93,7 @@ def read_or_reconstruct_config(store: ObjectStore) -> tuple[Config, str]:
     try:
         config = read_config(store)
     except (NotFoundError, IntegrityError, StorageError) as error:
-        if is_refused(error):  # it may be whole
+        if is_withheld(error):  # it may be whole
             raise
         reconstructed = _reconstruct(store)
         if reconstructed is None:

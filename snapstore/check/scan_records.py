@@ -24,7 +24,7 @@ from ..format.records import COMMITTED, FORGOTTEN, Done, Lost, Mark, Quarantine,
 from ..protocol.gc import OBJECT_NAME
 from ..protocol.marks import MARK_LIMIT_BYTES
 from ..storage.base import ObjectInfo, ObjectStore
-from ..storage.os_errors import is_refused
+from ..storage.os_errors import is_withheld
 from ..text import strip_hint
 from .report import ACCEPT, COPY, REBUILD, REPAIR, REPAIR_CHUNKS, Findings, Problem, stand_in
 
@@ -94,7 +94,7 @@ def read_failure(store: ObjectStore, key: str, error: StorageError) -> Integrity
     Raises:
         StorageError: the store does not answer at all, or this user may not read the object, which is no damage.
     """
-    if is_refused(error):
+    if is_withheld(error):
         raise error
     answers(store)
     return IntegrityError(f"{key}: cannot be read: {error}")

@@ -32,7 +32,7 @@ from ..format.keys import pack_key
 from ..format.manifest import ManifestHeader
 from ..format.records import FORGOTTEN, MadeFor
 from ..storage.base import ObjectStore
-from ..storage.os_errors import is_refused
+from ..storage.os_errors import is_withheld
 from ..text import counted, some
 from ..threads import Threads
 
@@ -164,7 +164,7 @@ def _is_damaged(store: ObjectStore, key: str, size_bytes: int) -> bool:
         try:
             read()
         except StorageError as error:
-            if is_refused(error):
+            if is_withheld(error):
                 raise
         except DAMAGE:
             pass

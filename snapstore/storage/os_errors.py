@@ -31,12 +31,15 @@ def is_too_many_files(error: BaseException | None) -> bool:
     return isinstance(error, OSError) and error.errno in _TOO_MANY_FILES
 
 
-def is_refused(error: BaseException | None) -> bool:
-    """Return whether the cause of an error is that this user, or these credentials, may not read an object."""
+def is_withheld(error: BaseException | None) -> bool:
+    """Return whether an object that cannot be read may be whole, by the cause of the error.
+
+    This user or these credentials may not read it, S3 has archived it, or its server is too slow.
+    """
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM):
             return True
-        if getattr(error, "is_refusal", False):  # of S3
+        if getattr(error, "is_withheld", False):  # of S3
             return True
         error = error.__cause__
     return False

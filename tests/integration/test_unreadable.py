@@ -933,7 +933,7 @@ def test_bytes_that_no_rewrite_needs_may_be_unreadable(tmp_path, bad_sector):
 
 
 class Refused(FaultStore):
-    """An object that this user may not read."""
+    """An object that this user may not read, or that its server does not give out."""
 
     def __init__(self, inner, key, cause):
         super().__init__(inner)
@@ -951,11 +951,12 @@ class Refused(FaultStore):
         PermissionError(errno.EACCES, "denied"),
         Failure("ClientError", "", status=403, code="AccessDenied"),
         Failure("ClientError", "", status=400, code="InvalidObjectState"),
+        Failure("ReadTimeoutError", ""),
     ],
-    ids=["EACCES", "403", "archived"],
+    ids=["EACCES", "403", "archived", "late"],
 )
 @pytest.mark.parametrize("kind", ["config", "packs/", "manifests/", "snapshots/", "policies/"])
-def test_an_object_that_this_user_may_not_read_is_not_damaged(store, kind, cause):
+def test_an_object_that_may_be_whole_is_not_damaged(store, kind, cause):
     with opened(store) as found:
         found.set_policies("a", [KeepLast(5)])
     before = {key: store.get(key) for key in keys_of(store)}

@@ -37,6 +37,9 @@ _RETRYABLE_CODES = {
     "OperationAborted",
 }
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 20.0
+#: The name of a failure: the server did not answer in time, as botocore says it.
+LATE = "ReadTimeoutError"
+_WITHHELD = {"InvalidObjectState", "SlowDown", "RequestTimeout"}
 _CODE = re.compile(r"[A-Za-z]{1,50}|[0-9]{3}")
 
 
@@ -56,9 +59,9 @@ class Failure(Exception):  # noqa: N818 - never raised to users: it is the cause
         self.name, self.advice, self.status, self.code, self.retryable = name, advice, status, code, retryable
 
     @property
-    def is_refusal(self) -> bool:
-        """Return whether the server has the object, or may have it, and does not give it out."""
-        return self.status in (401, 403) or self.code == "InvalidObjectState"
+    def is_withheld(self) -> bool:
+        """Return whether the server refuses an object, has archived it, or is too slow; the object may be whole."""
+        return self.status in (401, 403, 429) or self.code in _WITHHELD or self.name in (LATE, "ConnectTimeoutError")
 
     def __str__(self) -> str:
         return f"{self.name}, HTTP status {self.status}: {self.code}" if self.status else self.name

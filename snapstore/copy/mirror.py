@@ -11,8 +11,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from bisect import bisect
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import accumulate
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -33,6 +36,7 @@ from ..errors import (
 from ..format.records import ABORTED, COMMITTED, FORGOTTEN, SWEPT, Snapshot
 from ..protocol import gc
 from ..protocol.forget import forget
+from ..protocol.quarantine import in_need_of_quarantined
 from ..protocol.same_repository import confirmed
 from ..text import some
 from .copy import COPY_BEGUN, Copier, require_same_seed
@@ -286,15 +290,25 @@ class Mirror:
         tagged = [s for s, known in committed if known and known.state == COMMITTED and not {*s.tags} <= {*known.tags}]
         found = [s for s, known in committed if known is None or known.state not in MIRRORED]
         if self._keep and found:
-            kept = there.snapshots(self.run)
-            first = 1 + max((s.seq for s in kept), default=-1)
-            new = [msgspec.structs.replace(s, seq=first + number) for number, s in enumerate(found)]
-            chosen = {d.snapshot.id for d in retention.apply(self._keep, [*kept, *new], force=True) if d.reasons}
-            found = [s for s in found if s.id in chosen]
+            found = self._wanted(target, here, there, found)
         due = {s.id for s in found}
         with self._changed:  # a commit may have been noted since
             self._pending = found + [s for s in self._pending if s.id not in due | noted.keys()]
         return tagged + found
+
+    def _wanted(self, target: Context, here: View, there: View, found: Sequence[Snapshot]) -> list[Snapshot]:
+        """Return those of `found` that the policies of the mirror would keep, in the place that a copy would take."""
+        kept = there.snapshots(self.run)
+        damaged = in_need_of_quarantined(target, kept)  # no policy counts them
+        kept = [s for s in kept if s.id not in damaged]
+        order = {s.id: number for number, s in enumerate(here.snapshots(self.run, states=None))}
+        highest = list(accumulate((order.get(s.id, -1) for s in kept), max))
+        places = [(i, 1, s) for i, s in enumerate(kept)]
+        places += [(bisect(highest, order[s.id]), 0, s) for s in found]  # before the first that was saved later
+        places.sort(key=itemgetter(0, 1))
+        in_order = [msgspec.structs.replace(s, seq=number) for number, (*_, s) in enumerate(places)]
+        chosen = {d.snapshot.id for d in retention.apply(self._keep, in_order, force=True) if d.reasons}
+        return [s for s in found if s.id in chosen]
 
     # -- what only the mirror has
 

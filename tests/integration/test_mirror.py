@@ -74,6 +74,21 @@ def test_it_follows_with_policies_of_its_own(tmp_path):
         check_clean(repository.store, level="restore")
 
 
+def test_a_mirror_that_falls_behind_copies_only_what_its_policies_keep():
+    """A snapshot that it has left out stays left out, and does not count as newer than a copy."""
+    fast, slow = created(), MemoryStore()
+    with opened(fast) as repository:
+        for step in range(6):
+            save(repository, "a", step, step)
+    for _ in range(3):
+        with manager(fast, slow, mirror_keep=[KeepLast(1), KeepEvery(4)]) as snapshots:
+            assert snapshots.wait_until_mirrored() == []
+            assert snapshots.wait_until_mirrored() == []
+        with opened(slow) as repository:
+            known = repository.view().snapshots("a", states=None)
+        assert [(s.step, s.state) for s in known] == [(0, "committed"), (4, "committed"), (5, "committed")]
+
+
 def test_the_first_store_is_lost(tmp_path, caplog):
     with manager(tmp_path / "fast", tmp_path / "slow", keep=KeepLast(2), mirror_keep=()) as snapshots:
         saved(snapshots, range(4))

@@ -22,7 +22,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -268,7 +268,8 @@ def _metrics(state: Any) -> dict[str, float]:
             continue
         for name, value in entry.items():
             if name != "step" and "_runtime" not in name and "_per_sec" not in name and isinstance(value, int | float):
-                found.setdefault(name, float(value))
+                with suppress(OverflowError):  # an int that no float can hold
+                    found.setdefault(name, float(value))
     return found
 
 

@@ -279,3 +279,11 @@ def test_kinds_of_training_that_are_refused_and_a_missing_package(hf, tmp_path, 
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(CapabilityError, match=r"install it with 'pip install \"snapstore\[transformers\]\"'"):
         importlib.import_module("snapstore.integrations.transformers")
+
+
+def test_a_logged_number_that_no_float_can_hold_is_left_out():
+    """It would end the training with an OverflowError."""
+    from snapstore.integrations.transformers import _metrics
+
+    logged = [{"step": 2, "loss": 2.0}, {"step": 3, "loss": 1.0, "tokens": 10**400}]
+    assert _metrics(SimpleNamespace(global_step=3, log_history=logged)) == {"loss": 1.0}

@@ -30,7 +30,7 @@ def steps_of(values, name, yields=2):
 
 def ends(pool, *tasks):
     """Return the results of batches; fail if one does not end."""
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     pool.poll_until(lambda: all(task.done for task in tasks) or time.monotonic() > until)
     assert all(task.done for task in tasks), "a batch never ends"
     return [task.result() for task in tasks]

@@ -72,7 +72,7 @@ def test_late(verb, others, monkeypatch):
     prepare = VERBS[verb][0]
     before = committed(clone(prepare()))
     total = operations(verb)
-    for k in sampled(total, 6):
+    for k in sampled(total, 10):
         inner = clone(prepare())
         store, repository, outcome = run_until_fault(verb, inner, k, "late")
         about = f"{verb}, late at {k} of {total}: {store.log[k - 1]}, {outcome}"

@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import numpy.ma  # noqa: F401  # np.unique and np.isin import it
 
-from .errors import CapabilityError
+from .errors import CapabilityError, InvalidInputError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -30,9 +30,31 @@ R = TypeVar("R")
 #: Items are handed to the threads in runs of consecutive items: about so many runs, never twice as many.
 MAX_RUNS = 64
 
+
+def after_fork_in_child(hook: Callable[[], object]) -> None:
+    """Call `hook` in every forked child, before its own code.
+
+    A signal may come at any moment. If its handler raises, Python ends the hook, prints the exception and goes on. So
+    the hook is called twice, and must bear that.
+    """
+    for _ in range(2):
+        os.register_at_fork(after_in_child=hook)
+
+
+def hold_in_forks(lock: Any) -> None:
+    """Let every fork wait for an RLock, so that a child never begins while another thread is under it.
+
+    The lock's own functions are the hooks: they are written in C, so no signal handler ends them before they are done.
+    It can end the wait for the lock: then the fork goes on without it, and the child renews it. A fork in a signal
+    handler may interrupt the thread that has the lock, so it must be an RLock.
+    """
+    os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
+    after_fork_in_child(lambda: lock._is_owned() or lock._at_fork_reinit())
+
+
 _decoders: dict[Any, Any] = {}
-_preparing = threading.Lock()
-os.register_at_fork(before=_preparing.acquire, after_in_parent=_preparing.release, after_in_child=_preparing.release)
+_preparing = threading.RLock()
+hold_in_forks(_preparing)
 
 
 def msgpack_decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
@@ -40,9 +62,17 @@ def msgpack_decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
 
     msgspec prepares a struct at its first use, and lets other threads run meanwhile. If one of them decodes the same
     struct, msgspec reads memory that is not filled yet, and the process ends (SIGSEGV, msgspec 0.22).
+
+    Raises:
+        InvalidInputError: a signal handler calls this while its thread makes a decoder.
     """
     found: msgspec.msgpack.Decoder[T] | None = _decoders.get(kind)
     if found is None:
+        if _preparing._is_owned():  # type: ignore[attr-defined]
+            raise InvalidInputError(
+                "snapstore was called by a signal handler in the middle of another call; set a flag in the handler, "
+                "and save from the training loop"
+            )
         with _preparing:
             found = _decoders[kind] = msgspec.msgpack.Decoder(kind)
     return found

@@ -31,6 +31,7 @@ import xxhash
 
 from ..storage.cache_dir import begin_use, end_use, is_used
 from ..storage.locks import locked
+from ..threads import after_fork_in_child
 
 log = logging.getLogger("snapstore")
 SCHEMA = b"5"
@@ -250,4 +251,4 @@ def _renew_lock() -> None:
     Environment._open_lock = threading.Lock()  # a thread that the child lacks may hold the parent's
 
 
-os.register_at_fork(after_in_child=_renew_lock)
+after_fork_in_child(_renew_lock)

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ..threads import after_fork_in_child, hold_in_forks
 from .folders import open_file
 
 _TEMP_TRIES = 16  # a cleaner can unlink a new file only between two of our system calls
@@ -36,10 +37,10 @@ def _forget_in_child() -> None:
             os.close(fd)  # close, never LOCK_UN: that would unlock the parent's file
     _LOCKED_FDS.clear()
     _KEPT_FDS.clear()
-    _FORK_LOCK.release()
 
 
-os.register_at_fork(before=_FORK_LOCK.acquire, after_in_parent=_FORK_LOCK.release, after_in_child=_forget_in_child)
+hold_in_forks(_FORK_LOCK)
+after_fork_in_child(_forget_in_child)
 
 
 def open_temp(folder: int) -> tuple[int, str]:

@@ -10,14 +10,15 @@ import types
 import weakref
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 import snapstore
 from kit.processes import environment
-from snapstore import CapabilityError, Repository, SaveOptions
+from snapstore import CapabilityError, InvalidInputError, Repository, SaveOptions
 from snapstore.storage.memory import MemoryStore
-from snapstore.threads import MAX_RUNS, Threads, imported
+from snapstore.threads import MAX_RUNS, Threads, imported, msgpack_decoder
 
 
 @pytest.fixture
@@ -217,3 +218,149 @@ def test_modules_of_other_packages_are_looked_up_by_imported():
     for file in (file for file in folder.rglob("*.py") if file != folder / "threads.py"):
         found = re.findall(r"sys\.modules\.get\(.torch|in sys\.modules", file.read_text())
         assert not found, f"{file}: {found}: take threads.imported: another thread may be importing it"
+
+
+FORKS = """
+import _thread, os, signal, sys, threading
+at, hooks, register = int(sys.argv[1]), 0, os.register_at_fork
+
+def counted(**given):
+    global hooks
+    if "after_in_child" in given:
+        if hooks == at:
+            register(after_in_child=_thread.interrupt_main)  # written in C: the signal strikes the hook after it
+        hooks += 1
+    register(**given)
+
+os.register_at_fork = counted
+from snapstore import threads
+from snapstore.catalog.lmdb_file import Environment
+from snapstore.storage import locks
+from snapstore.storage.s3 import deadline
+
+os.register_at_fork = register
+signal.alarm(60)  # the script must not hang
+held, forked = threading.Event(), threading.Event()
+
+def hold():
+    with Environment._open_lock:
+        held.set()
+        forked.wait()
+
+threading.Thread(target=hold, daemon=True).start()
+held.wait()
+fd, watchdog = locks._open_tracked(sys.argv[2]), deadline._watchdog
+sys.unraisablehook = lambda error: None
+try:
+    child = os.fork()
+except KeyboardInterrupt:  # no hook was in Python
+    child = 0
+if child:
+    forked.set()
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+problems = []
+try:
+    os.fstat(fd)
+    problems.append("a locked file is open")
+except OSError:
+    pass
+if deadline._watchdog is watchdog:
+    problems.append("deadlines have no thread")
+
+def take():
+    for lock in locks._FORK_LOCK, Environment._open_lock, threads._preparing:
+        if not lock.acquire(timeout=1):
+            problems.append("a lock is held")
+
+thread = threading.Thread(target=take)
+thread.start()
+thread.join()
+os.write(1, f"{hooks} hooks {problems}".encode())
+os._exit(0)
+"""
+
+
+def test_a_signal_that_strikes_a_child_as_it_begins_leaves_it_no_lock(tmp_path):
+    """The signal comes before each hook in turn, and its handler raises; Python then goes on without that hook."""
+    count = at = 0
+    while at <= count:
+        command = [sys.executable, "-c", FORKS, str(at), str(tmp_path / "lock")]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600, check=False)
+        found, _, problems = done.stdout.partition(" hooks ")
+        assert (done.returncode, problems) == (0, "[]"), (at, done.stdout, done.stderr)
+        count, at = int(found), at + 1
+    assert count > 3
+
+
+def test_a_signal_that_ends_the_wait_for_a_fork_harms_no_thread(tmp_path):
+    """The fork goes on without the lock; the thread that has it keeps it, and the child gets a new one."""
+    script = """
+import os, signal, sys, threading, time
+from snapstore import threads
+from snapstore.storage import locks
+signal.alarm(60)
+lock = {"decoders": threads._preparing, "files": locks._FORK_LOCK}[sys.argv[1]]
+held, forked, errors = threading.Event(), threading.Event(), []
+
+def hold():
+    try:
+        with lock:
+            held.set()
+            forked.wait()
+    except RuntimeError as error:
+        errors.append(error)
+
+def strike(*_):
+    raise KeyboardInterrupt
+
+thread = threading.Thread(target=hold)
+thread.start()
+held.wait()
+sys.unraisablehook = lambda error: None
+signal.signal(signal.SIGALRM, strike)
+signal.setitimer(signal.ITIMER_REAL, 0.2)
+child = os.fork()
+if child == 0:
+    got = []
+    thread = threading.Thread(target=lambda: got.append(lock.acquire(timeout=1)))
+    thread.start()
+    thread.join()
+    os._exit(0 if got == [True] else 1)
+status = os.waitpid(child, 0)[1]
+forked.set()
+thread.join()
+print(os.waitstatus_to_exitcode(status), errors)
+"""
+    for lock in "decoders", "files":
+        command = [sys.executable, "-c", script, lock]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600, check=False)
+        assert (done.returncode, done.stdout) == (0, "0 []\n"), (lock, done.stdout, done.stderr)
+
+
+def test_a_fork_in_a_signal_handler_waits_for_no_lock_of_its_own_thread():
+    script = """
+import os, signal
+from snapstore import threads
+from snapstore.storage import locks
+signal.alarm(20)  # the script must not hang
+for lock in threads._preparing, locks._FORK_LOCK:
+    with lock:
+        child = os.fork()
+    if child == 0:  # it has left the code that the signal interrupted
+        os._exit(lock._is_owned())
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n0\n", "")
+
+
+def test_a_signal_handler_that_decodes_while_its_thread_makes_a_decoder(monkeypatch):
+    """It gets an error: waiting would be for ever, and msgspec alone would crash."""
+
+    class Kind:
+        pass
+
+    monkeypatch.setattr(msgspec.msgpack, "Decoder", lambda kind: msgpack_decoder(kind))
+    with pytest.raises(InvalidInputError, match="signal handler"):
+        msgpack_decoder(Kind)

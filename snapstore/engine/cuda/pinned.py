@@ -24,7 +24,7 @@ import torch
 
 from ...arrays import Bytes, Column
 from ...state.arrays import Memory
-from ...threads import Threads
+from ...threads import Threads, after_fork_in_child
 from .graph_capture import beside_captures
 
 log = logging.getLogger("snapstore")
@@ -128,7 +128,7 @@ def _never_unmap() -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
 
 
-os.register_at_fork(after_in_child=_never_unmap)
+after_fork_in_child(_never_unmap)
 
 
 def _touch(piece: Bytes) -> None:

@@ -12,7 +12,6 @@ Host lookup and connecting have no socket yet: they run in a thread that is aban
 from __future__ import annotations
 
 import encodings.idna  # noqa: F401  # socket.getaddrinfo imports it; see threads.py
-import os
 import socket
 import threading
 import time
@@ -20,6 +19,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import TypeVar
+
+from ...threads import after_fork_in_child
 
 T = TypeVar("T")
 
@@ -121,7 +122,7 @@ def _restart_in_child() -> None:
     _watchdog = _Watchdog()
 
 
-os.register_at_fork(after_in_child=_restart_in_child)
+after_fork_in_child(_restart_in_child)
 
 
 def run_with_timeout(work: Callable[[], T], seconds: float, discard: Callable[[T], object] = lambda result: None) -> T:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import errno
 
-from ..errors import SnapstoreError, StorageError, StorageFullError
+from ..errors import NotFoundError, SnapstoreError, StorageError, StorageFullError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _REFUSED = {errno.EROFS, errno.EACCES, errno.EPERM}
 _TOO_MANY_FILES = {errno.EMFILE, errno.ENFILE}
 #: The disk cannot read some bytes or an inode. Not every system has all of these.
 _UNREADABLE = {errno.EIO, errno.EBADMSG, errno.ENODATA, getattr(errno, "EUCLEAN", errno.EIO)}
+#: Something else has the name of a file: a folder, a link, a socket.
+_NO_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO}
 
 
 def is_full(error: OSError) -> bool:
@@ -34,10 +36,12 @@ def is_too_many_files(error: BaseException | None) -> bool:
 def is_withheld(error: BaseException | None) -> bool:
     """Return whether an object that cannot be read may be whole, by the cause of the error.
 
-    This user or these credentials may not read it, S3 has archived it, or its server is too slow.
+    Only a disk that cannot read its bytes, or something else in its place, is damage. If this user may not read it, its
+    server is busy or slow, a connection broke off, or this process has no memory or files left, it may be whole. So it
+    may be after every failure of S3: a server that has lost an object says that there is none.
     """
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM):
+    while error is not None and not isinstance(error, NotFoundError):
+        if isinstance(error, OSError) and error.errno not in _UNREADABLE | _NO_FILE:
             return True
         if getattr(error, "is_withheld", False):  # of S3
             return True

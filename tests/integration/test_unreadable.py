@@ -952,9 +952,20 @@ class Refused(FaultStore):
         Failure("ClientError", "", status=403, code="AccessDenied"),
         Failure("ClientError", "", status=400, code="InvalidObjectState"),
         Failure("ReadTimeoutError", ""),
+        Failure("ClientError", "", status=503, code="ServiceUnavailable"),
+        Failure("ClientError", "", status=500, code="InternalError"),
+        Failure("ConnectionClosedError", ""),
+        Failure("ShortBody", ""),
+        Failure("CredentialRetrievalError", ""),
+        OSError(errno.ETIMEDOUT, "of NFS"),
+        OSError(errno.ESTALE, "of NFS"),
+        OSError(errno.ENOTCONN, "of FUSE"),
+        OSError(errno.EMFILE, "too many files"),
+        OSError(errno.ENOMEM, "no memory"),
     ],
-    ids=["EACCES", "403", "archived", "late"],
-)
+    ids=["EACCES", "403", "archived", "late", "503", "500", "reset", "short", "credentials", "ETIMEDOUT", "ESTALE",
+         "ENOTCONN", "EMFILE", "ENOMEM"],
+)  # fmt: skip
 @pytest.mark.parametrize("kind", ["config", "packs/", "manifests/", "snapshots/", "policies/"])
 def test_an_object_that_may_be_whole_is_not_damaged(store, kind, cause):
     with opened(store) as found:

@@ -37,9 +37,6 @@ _RETRYABLE_CODES = {
     "OperationAborted",
 }
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 20.0
-#: The name of a failure: the server did not answer in time, as botocore says it.
-LATE = "ReadTimeoutError"
-_WITHHELD = {"InvalidObjectState", "SlowDown", "RequestTimeout"}
 _CODE = re.compile(r"[A-Za-z]{1,50}|[0-9]{3}")
 
 
@@ -60,8 +57,8 @@ class Failure(Exception):  # noqa: N818 - never raised to users: it is the cause
 
     @property
     def is_withheld(self) -> bool:
-        """Return whether the server refuses an object, has archived it, or is too slow; the object may be whole."""
-        return self.status in (401, 403, 429) or self.code in _WITHHELD or self.name in (LATE, "ConnectTimeoutError")
+        """Return whether the object may be whole; not if it is too short for the range that was asked for."""
+        return self.status != 416
 
     def __str__(self) -> str:
         return f"{self.name}, HTTP status {self.status}: {self.code}" if self.status else self.name

@@ -17,7 +17,7 @@ from ...errors import SnapstoreError, StorageError
 from ...threads import Threads
 from ..base import GET_LIMIT_BYTES, check_key, check_limit, range_memory, too_short
 from .deadline import SLOWEST_BYTES_PER_S
-from .failures import LATE, Failure, guarded, pause, status_of
+from .failures import Failure, guarded, pause, status_of
 from .requests import Answer, Requests
 from .transport import InvalidAnswerError
 
@@ -154,7 +154,7 @@ class Reader:
                     raise StorageError(
                         f"{key} in {self._requests.url} at {offset}+{len(view)}: only {done} bytes came within "
                         "the time limit; check the network and the server, then try again"
-                    ) from Failure(LATE, "")
+                    ) from Failure("LateBody", "")
                 pause(failures)
             finally:
                 answer["Body"].close()

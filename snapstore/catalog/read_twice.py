@@ -6,12 +6,13 @@ answer that an object is missing proves nothing, so listings are made twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
-from ..errors import DAMAGE, IntegrityError, NotFoundError, StorageError
+from ..errors import DAMAGE, IntegrityError, NotFoundError, SnapstoreError, StorageError
 from ..storage.base import ObjectInfo, ObjectStore
+from ..storage.os_errors import is_withheld
 
 T = TypeVar("T")
 
@@ -59,9 +60,30 @@ def tried(store: ObjectStore, read: Callable[[], T]) -> T | None:
     """Return the result of reading one object; None if two reads find it damaged or missing, or fail.
 
     Raises:
-        StorageError: the store does not answer at all.
+        StorageError: the store does not answer at all, or withholds the object (`is_withheld`): it may be whole.
     """
+    failure: SnapstoreError | None = None
     for _ in range(2):  # one answer that it is damaged or missing proves nothing
-        with suppress(*DAMAGE):
+        try:
             return read_twice(store, read)
+        except DAMAGE as error:
+            failure = error
+    if is_withheld(failure):
+        raise StorageError(str(failure)) from failure
     return None
+
+
+@contextmanager
+def expecting_damage() -> Iterator[None]:
+    """Suppress the error of an object that is damaged or missing, or that the disk will not read.
+
+    Raises:
+        StorageError: the store withholds the object (`is_withheld`): it may be whole.
+    """
+    try:
+        yield
+    except DAMAGE:
+        pass
+    except StorageError as error:
+        if is_withheld(error):
+            raise

@@ -23,6 +23,7 @@ from ..restore.manifests import decoding_of, pages_of, part_of, read_pages
 from ..state.tensors import StoredPart
 from ..state.tree_decode import decode, unpack_nodes
 from ..storage.base import ObjectStore
+from ..storage.os_errors import is_withheld
 
 
 class DamagedPacks:
@@ -155,7 +156,7 @@ def unbuilt(
             (`chain_decode.prove_chain`).
 
     Raises:
-        StorageError: the store does not answer at all.
+        StorageError: the store does not answer at all, or withholds a pack, which may be whole.
     """
     packs, lengths = m.header.pack_names, m.table.lengths
     engine = ProvingEngine(context.engines.cpu, m.table.ref_digests[m.table.refs_of(np.array(rows, np.int64))])
@@ -169,6 +170,8 @@ def unbuilt(
     except CapabilityError as error:
         return dict.fromkeys(rows, _without_traceback(error))
     except (*DAMAGE, StorageError) as error:
+        if is_withheld(error):
+            raise
         _without_traceback(error)
         if isinstance(error, StorageError):
             answers(context.store)

@@ -34,7 +34,6 @@ from ..format.manifest import Manifest, manifest_name
 from ..format.rank_checks import RankCheck, check_roots
 from ..format.records import COMMITTED, FORGOTTEN, MAX_OBJECT_BYTES, Lost, ManifestList, ManifestRef, Snapshot, decode
 from ..format.tensor_layout import check_layouts
-from ..storage.os_errors import is_withheld
 from ..text import some, strip_hint
 from .damaged_packs import DamagedPacks, check_tree
 from .report import COPY, DROP, GC, REPAIR, REPAIR_CHUNKS, CheckResult, Findings, stand_in
@@ -480,8 +479,6 @@ class _ObjectScanner:
                 continue  # the manifest is wrong, and other snapshots may need the blob
             ref = int(m.table.starts[row])
             key = pack_key(m.header.pack_names[m.table.ref_packs[ref]])
-            if isinstance(error, StorageError) and is_withheld(error):
-                raise error
             if isinstance(error, StorageError):  # the blob may be readable tomorrow: the pack is damaged, not the blob
                 self._packs.why.setdefault(key, f"{key}: a blob cannot be read: {strip_hint(error)}")
             else:

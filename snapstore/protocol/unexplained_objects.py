@@ -26,13 +26,12 @@ from ..catalog.index import Index
 from ..catalog.needed_keys import all_needed_keys
 from ..catalog.read_twice import read_twice, tried
 from ..context import Context
-from ..errors import DAMAGE, IntegrityError, NotFoundError, SnapstoreError, StorageError
+from ..errors import DAMAGE, IntegrityError, NotFoundError, SnapstoreError
 from ..format import pack
 from ..format.keys import pack_key
 from ..format.manifest import ManifestHeader
 from ..format.records import FORGOTTEN, MadeFor
 from ..storage.base import ObjectStore
-from ..storage.os_errors import is_withheld
 from ..text import counted, some
 from ..threads import Threads
 
@@ -158,14 +157,5 @@ def _is_damaged(store: ObjectStore, key: str, size_bytes: int) -> bool:
     Raises:
         StorageError: this user may not read it, or the store cannot be read.
     """
-    read = partial(store.get, key, limit_bytes=size_bytes)
-    data = tried(store, read)
-    if data is None:
-        try:
-            read()
-        except StorageError as error:
-            if is_withheld(error):
-                raise
-        except DAMAGE:
-            pass
+    data = tried(store, partial(store.get, key, limit_bytes=size_bytes))
     return data is None or hashlib.sha256(data).hexdigest() != key[-64:]

@@ -331,6 +331,7 @@ class Healer(Rewriting):
 
         Raises:
             CapabilityError: this machine cannot rebuild one.
+            StorageError: the store withholds a pack, which may be whole.
         """
         numbers: dict[str, int] = {}
         table = table_of(list(chains.values()), numbers)

@@ -34,7 +34,7 @@ import msgspec
 from ..catalog.config import is_foreign
 from ..catalog.history import View
 from ..catalog.needed_keys import all_needed_keys
-from ..catalog.read_twice import listed, tried
+from ..catalog.read_twice import expecting_damage, listed, tried
 from ..check.recoverable import recover_record
 from ..check.report import (
     ACCEPT,
@@ -183,7 +183,7 @@ class _Repair:
             ConflictError: it can be read now: another repair was first, or a read had failed for a moment.
         """
         found: Config | None = None
-        with suppress(*DAMAGE, StorageError):
+        with expecting_damage():
             found = records.decode(self._store.get("config"), Config, "config")
         if found is not None and not is_foreign(self._store, found):
             raise ConflictError("config: can be read")
@@ -232,7 +232,7 @@ class _Repair:
 
     def _reads_by_now(self, key: str) -> bool:
         """Return whether a damaged record can be read now: then no guess replaces it."""
-        with suppress(*DAMAGE, StorageError):
+        with expecting_damage():
             found = records.decode(self._store.get(key), Snapshot, key)
             self._know([found])
             self._report.open.append(f"{key}: could not be read at first and can be read now; check the disk")
@@ -357,7 +357,7 @@ class _Repair:
         self._put_note(note)
         for old in self._records.quarantine_notes:
             if quarantined_names([old]) == {key}:
-                with suppress(*DAMAGE, StorageError):  # a damaged one says nothing
+                with expecting_damage():  # a damaged one says nothing
                     if not set(records.decode(self._store.get(old), Quarantine, old).blobs) <= set(note.blobs):
                         continue  # another repair has found more
                 self._store.delete([old])

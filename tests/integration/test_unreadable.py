@@ -933,14 +933,14 @@ def test_bytes_that_no_rewrite_needs_may_be_unreadable(tmp_path, bad_sector):
 
 
 class Refused(FaultStore):
-    """An object that this user may not read, or that its server does not give out."""
+    """An object that this user may not read, or that its server does not give out, from the `begin`-th request on."""
 
-    def __init__(self, inner, key, cause):
+    def __init__(self, inner, key, cause, begin=0):
         super().__init__(inner)
-        self.key, self.cause = key, cause
+        self.key, self.cause, self.begin = key, cause, begin
 
     def _act(self, name, key, effect):
-        if key == self.key and name in ("get", "get_range"):
+        if key == self.key and name in ("get", "get_range") and len(self.log) >= self.begin:
             raise StorageError(f"{key}: no permission (injected)") from self.cause
         return super()._act(name, key, effect)
 
@@ -1003,3 +1003,32 @@ def test_gc_deletes_no_object_that_it_may_not_read(store):
     with opened(Refused(store, pack, PermissionError(errno.EACCES, "denied"))) as found, suppress(SnapstoreError):
         found.gc()
     assert pack in keys_of(store)
+
+
+@pytest.mark.parametrize("kind", ["packs/", "manifests/"])
+def test_an_object_that_is_withheld_from_some_moment_of_a_repair_on_drops_no_snapshot(monkeypatch, kind):
+    """A pack is damaged, and a repair can heal its snapshots; the store gives out the other objects only at first."""
+    one_thread(monkeypatch, index=False)
+    base = created()
+    with opened(base) as found:
+        save(found, "b", 0, 10)
+        save(found, "b", 1, 11)
+    keys = [key for key in keys_of(base) if key.startswith(kind)]
+    busy = Failure("ClientError", "", status=503, code="ServiceUnavailable")
+    stopped = set()
+    for bad in [key for key in keys_of(base) if key.startswith("packs/")]:
+        damaged = clone(base)
+        flip(damaged, bad, -5)
+        with opened(clone(damaged), damaged=True) as found:
+            dropped = {s.ref for s in found.repair(apply=True, level="data", drop=True).dropped}
+        for key in set(keys) - {bad}:
+            for begin in range(20, 100, 8):
+                store = Refused(clone(damaged), key, busy, begin)
+                try:
+                    with opened(store, damaged=True) as found:
+                        result = found.repair(apply=True, level="data", drop=True)
+                except StorageError:
+                    stopped.add(begin)
+                else:
+                    assert {s.ref for s in result.dropped} <= dropped, (bad, key, begin)
+    assert len(stopped) > 3

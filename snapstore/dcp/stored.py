@@ -70,7 +70,8 @@ class StoredState:
         opened(self._context, ref, self._open)
         gone = [key for key, leaf in self.leaves.items() if leaf.value is ELSEWHERE]
         if gone:
-            log.warning("%s: leaving out %d keys: %s", self.snapshot.ref, len(gone), self._sources.elsewhere)
+            why = self._sources.elsewhere or "each rank's own (PerRank, RngState), as per_rank='drop' asks"
+            log.warning("%s: leaving out %d keys: %s", self.snapshot.ref, len(gone), why)
         self.leaves = {key: leaf for key, leaf in self.leaves.items() if leaf.value is not ELSEWHERE}
 
     def _open(self, snapshot: Snapshot) -> None:

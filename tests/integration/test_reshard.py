@@ -357,6 +357,18 @@ def test_own_values_dropped(own):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_own_values_that_dcp_drops(own, caplog):
+    """The log of a load through DCP says which values it leaves out, and why."""
+    from snapstore.dcp import SnapstoreReader
+
+    context, ref, _ = own
+    run, _, step = ref.partition("@")
+    reader = SnapstoreReader(Repository.open(context.store), run=run, per_rank="drop")
+    reader.reset(step)
+    assert "shared.epoch" in reader.read_metadata().state_dict_metadata
+    assert "keys: each rank's own (PerRank, RngState), as per_rank='drop' asks" in caplog.text
+
+
 def test_own_values_one_by_one(own):
     """named_tensors leaves them out unless a rank is chosen; a key that selects only them is an error."""
     context, ref, _ = own

@@ -76,6 +76,11 @@ class AsRank:
         """Return the text of the error if each rank's own values would be left out; None: that is wanted."""
         if self.per_rank == "drop":
             return None
+        if (owner := self.owner(saved)) is not None:
+            return (
+                f"each rank's own (PerRank, RngState): rank {owner} saved none here, other ranks did; leave "
+                "it out with keys=[...], which selects the rest"
+            )
         return (
             f"each rank's own (PerRank, RngState): {counted(saved, 'rank')} saved, and {self.world_size} restore, so "
             f"none is this rank; pass per_rank=<rank> (0 to {saved - 1}) for that rank's values, or per_rank='drop' "

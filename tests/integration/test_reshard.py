@@ -330,6 +330,21 @@ def test_own_values_of_other_ranks(own, as_other):
         read(context, ref, keys=["shared", "loader"], as_rank=as_other)
 
 
+def test_own_values_that_only_some_ranks_have(repository):
+    """A rank that has saved none gets an error that says so; `keys` restore the rest, and the others get their own."""
+
+    def make(rank):
+        return {"epoch": 5} | ({} if rank == 1 else {"loader": PerRank({"position": 100 + rank})})
+
+    context = repository.context
+    ref = rank_saves.save(repository, [lambda r=rank: make(r) for rank in range(3)], 1)[0].ref
+    for one in (AsRank("same", 1, 3), AsRank(1, 0, 4)):
+        with pytest.raises(InvalidInputError, match=r"^loader: .*rank 1 saved none here, other ranks did; .*keys="):
+            read(context, ref, into={"epoch": 0}, as_rank=one)
+        assert read(context, ref, keys="epoch", as_rank=one)[1] == {"epoch": 5}
+    assert read(context, ref, as_rank=AsRank("same", 2, 3))[1] == {"epoch": 5, "loader": {"position": 102}}
+
+
 def test_own_values_of_a_chosen_rank(own):
     """per_rank=<rank> gives that rank's values to any reader; an unknown rank is an error."""
     context, ref, _ = own

@@ -287,5 +287,6 @@ def _require_whole(parts: Sequence[PartTree], held: Sequence[Mapping[str, int]])
         if got != expected:
             raise InvalidInputError(
                 f"part {part.name!r}: its tensors have {expected} bytes, and the ranks have stored {got}: DTensors are "
-                "on a mesh of other ranks than save, or shards leave some of a tensor out; nothing was committed"
+                "on a mesh of other ranks than save, or several pipeline stages hold one under the same name (tied "
+                "weights), or shards leave some of a tensor out; nothing was committed"
             )

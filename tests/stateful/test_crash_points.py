@@ -369,9 +369,9 @@ def points(verb: str, mode: str, total: int) -> range:
     """Return the operations to try."""
     sparse = verb in ALIKE or (mode == "full" and verb != "gc")
     if verb.endswith(", ranks"):
-        return sampled(total, 14)
+        return sampled(total, 20)
     # a recode has sixty operations, each of which some other verb has too
-    return sampled(total, 8 if verb.startswith(("recode", "compact", "copy")) else 4 if sparse else 2)
+    return sampled(total, 12 if verb.startswith(("recode", "compact", "copy")) else 6 if sparse else 3)
 
 
 @untraced

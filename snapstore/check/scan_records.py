@@ -92,7 +92,7 @@ def read_failure(store: ObjectStore, key: str, error: StorageError) -> Integrity
     """Return the damage that a failed read of one object means.
 
     Raises:
-        StorageError: the store does not answer at all, or this user may not read the object, which is no damage.
+        StorageError: the store does not answer at all, or withholds the object (`is_withheld`), which is no damage.
     """
     if is_withheld(error):
         raise error

@@ -140,13 +140,17 @@ class Shell:
         with opened as repository:
             yield repository
 
+    def chosen(self, given: str | None) -> str | None:
+        """Return the URL that a verb was given, or else the one of the shell; None: neither names one."""
+        return self.url if given is None else given
+
     def need_url(self, given: str | None = None) -> str:
         """Return the URL of the repository.
 
         Raises:
             UsageError: none is named.
         """
-        if url := self.url if given is None else given:
+        if url := self.chosen(given):
             return url
         raise UsageError("no repository named; pass --repo URL or set SNAPSTORE_REPO")
 
@@ -200,7 +204,7 @@ def verb(**settings: Any) -> Callable[[Callable[..., int | None]], Callable[...,
         @functools.wraps(function)
         def run(ctx: typer.Context, repo: str | None, as_json: bool, verbose: bool, **arguments: Any) -> None:
             before: Shell = ctx.obj
-            shell = Shell(before.url if repo is None else repo, as_json or before.as_json, verbose or before.verbose)
+            shell = Shell(before.chosen(repo), as_json or before.as_json, verbose or before.verbose)
             code = _run(functools.partial(function, shell, **arguments), shell)
             if code:
                 raise typer.Exit(code)

@@ -359,9 +359,8 @@ def doctor(
     from .doctor import doctor as probes
 
     with spinner("testing"):
-        findings = probes.machine() + (
-            probes.place(url) if (url := shell.url if place is None else place) is not None else []
-        )
+        url = shell.chosen(place)
+        findings = probes.machine() + ([] if url is None else probes.place(url))
     ok = all(finding.ok is not False for finding in findings)
     if shell.as_json:
         print_json({"ok": ok, "findings": [asdict(finding) for finding in findings]})

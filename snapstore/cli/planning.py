@@ -64,7 +64,7 @@ def estimate(
         codec=codec,
     )
     with spinner("measuring"):
-        found = _measured(given, shell.url if place is None else place)
+        found = _measured(given, shell.chosen(place))
     result = planning.estimate(run, found, storage_price=storage_price, put_price=put_price)
     if shell.as_json:
         print_json({"run": asdict(run), "rates": asdict(found), "given": sorted(given), "estimate": asdict(result)})

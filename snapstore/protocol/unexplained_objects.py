@@ -155,7 +155,7 @@ def _is_damaged(store: ObjectStore, key: str, size_bytes: int) -> bool:
     """Return whether the bytes of an object do not match its name.
 
     Raises:
-        StorageError: this user may not read it, or the store cannot be read.
+        StorageError: the store does not answer at all, or withholds the object (`is_withheld`).
     """
     data = tried(store, partial(store.get, key, limit_bytes=size_bytes))
     return data is None or hashlib.sha256(data).hexdigest() != key[-64:]

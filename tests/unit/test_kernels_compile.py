@@ -11,7 +11,7 @@ from kit.samples import some
 
 KERNELS = sorted(file.stem for file in FOLDER.glob("*.cu"))
 #: Compute capability -> the bytes of a chunk that `sparse_apply` takes at a time there (kernels.py).
-DEVICES = {75: 16 * 1024, 80: 32 * 1024, 90: 32 * 1024}
+DEVICES = {75: 16 * 1024, 80: 16 * 1024, 90: 32 * 1024}
 
 
 @pytest.fixture(scope="module")

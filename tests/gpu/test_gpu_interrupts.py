@@ -79,21 +79,29 @@ def test_ctrl_c_at_any_place_loses_no_batch_and_no_stream():
     counter.call(case.act)
     case.check()
     assert len(counter.passed) > 50
+    struck = 0
     for at in range(len(counter.passed)):
-        case = Interrupted()
-        with pytest.raises(KeyboardInterrupt):
-            Interrupter("engine/cuda/streams.py", at=at).call(case.act)
+        case, interrupter = Interrupted(), Interrupter("engine/cuda/streams.py", at=at)
+        try:
+            interrupter.call(case.act)
+        except KeyboardInterrupt:
+            struck += 1
+        else:  # the device was faster than the first time, so the call passed fewer places
+            assert len(interrupter.passed) <= at
         before = len(case.begun)
         case.check()
         assert case.ran.count("own") - before in (0, 1), counter.passed[at]  # one whose `start` was interrupted may end
+    assert struck > 50
 
 
 def test_ctrl_c_in_a_batch_of_another_thread_is_raised_where_it_strikes():
     """The thread that waits for its own batch drives all of them. The other batch begins again, and goes on."""
-    pool, struck = streams.StreamPool(torch.device("cuda", 0), 2), []
+    pool, begun, struck = streams.StreamPool(torch.device("cuda", 0), 2), [], []
 
     def steps(work):
         yield
+        while not begun:  # the calls of `start` advance it too
+            yield
         if not struck:
             struck.append(threading.get_ident())
             raise KeyboardInterrupt
@@ -101,6 +109,7 @@ def test_ctrl_c_in_a_batch_of_another_thread_is_raised_where_it_strikes():
         return "other"
 
     other, own = pool.start(steps), pool.start(steps_of([], "own", 50))
+    begun.append(own)
     with pytest.raises(KeyboardInterrupt):
         own.result()
     assert ends(pool, other, own) == ["other", "own"]

@@ -60,6 +60,9 @@ class Interrupter:
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function in this thread; return what it returns."""
         before = sys.gettrace()
+        sys._getframe().f_trace_opcodes = (
+            True  # CPython 3.12 traces opcodes only if a frame asks for it before `settrace`
+        )
         sys.settrace(self._trace)
         try:
             return function(*args)

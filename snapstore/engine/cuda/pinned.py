@@ -112,9 +112,9 @@ def _locked(nbytes: int) -> Bytes:
     with Threads(min(len(pieces), TOUCH_THREADS)) as threads:  # the kernel zeroes pages at 8 GB/s per thread
         threads.start(_touch, pieces)()
     address = array.ctypes.data
-    # of the array, not of `memory`: an mmap object unmaps its pages before its finalizers run. It is made first, as an
-    # interrupt may come as soon as the pages are locked.
-    weakref.finalize(whole, _unlock, address, torch.cuda.current_device(), os.getpid()).atexit = False
+    # of the array, not of `memory`: an mmap object unmaps its pages before its finalizers run. So the finalizer holds
+    # `memory`. It is made first, as an interrupt may come as soon as the pages are locked.
+    weakref.finalize(whole, _unlock, memory, address, torch.cuda.current_device(), os.getpid()).atexit = False
     cupy.cuda.runtime.hostRegister(address, nbytes, 0)
     return array
 
@@ -135,8 +135,8 @@ def _touch(piece: Bytes) -> None:
     piece[:: mmap.PAGESIZE] = 0
 
 
-def _unlock(address: int, device: int, pid: int) -> None:
-    """Unlock pages that are still mapped. Else CUDA would take other memory at their addresses for these pages."""
+def _unlock(memory: mmap.mmap, address: int, device: int, pid: int) -> None:
+    """Unlock pages of `memory`, still mapped. Else CUDA would take other memory at their addresses for these pages."""
     if os.getpid() != pid:  # CUDA does not survive a fork
         return
     # errors: the device has failed, or did not lock them; the thread that collects garbage may capture a graph

@@ -1,7 +1,9 @@
 """When device memory runs out, training goes on, the snapshot is right, and no memory stays allocated."""
 
+import ctypes
 import gc
 import logging
+import mmap
 import threading
 import time
 import weakref
@@ -543,9 +545,10 @@ def test_buffers_belong_to_one_engine():
 
 
 def is_mapped(address):
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    spans = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
-    return any(start <= address < end for start, end in spans)
+    """Ask mincore(2), which fails with ENOMEM for addresses without a mapping."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    page = ctypes.create_string_buffer(1)
+    return libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE), page) == 0
 
 
 @pytest.fixture
@@ -900,6 +903,25 @@ def test_little_memory_goes_to_one_large_batch(streams_full, at_once, share):
         assert (engine._pool.at_once, engine.batch_bytes) == (at_once, max(least, int(share * size) // least * least))
         engine.limit("a save", None)
         assert (engine._pool.at_once, engine.batch_bytes) == (cuda_engine.BATCHES_AT_ONCE, size)
+
+
+def test_a_small_state_is_saved_in_few_batches(monkeypatch):
+    """A share of a small state is too little memory to work in: the save would take a batch for each 8 MiB."""
+    batches, real = [], cuda_engine.CudaEngine.limit
+
+    def limit(self, saver, work_bytes):
+        real(self, saver, work_bytes)
+        if work_bytes is not None:
+            batches.append(self.batch_bytes)
+
+    monkeypatch.setattr(cuda_engine.CudaEngine, "limit", limit)
+    state = {"w": floats(2 * MIB, 1, "cuda")}
+    with repository() as repo, SnapshotManager(repo, run="r", staging="device") as made:
+        for step in range(3):  # later ones keep a base
+            state["w"] += 1e-6
+            made.save(step, state).result(60)
+        assert differing(facts(made.restore(2)), facts(state)) == []
+    assert batches == [32 * 1024 * 1024] * 3
 
 
 def test_batches_beyond_the_limit_wait_but_short_ones_do_not():

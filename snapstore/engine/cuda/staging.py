@@ -32,9 +32,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("snapstore")
 #: The most device memory that a save works in [bytes]: if its copies lie on the device, and if they lie on the host.
 WORK_BYTES, HOST_WORK_BYTES = 1280 * 1024 * 1024, 480 * 1024 * 1024
-#: The most that copies and work memory may take together, as a multiple of the state. With the cache of torch's
-#: allocator it becomes 2.1.
+#: The most that copies and work memory take, as a multiple of the state; with the cache of torch's allocator, 2.1.
 MAX_OF_STATE = 2.07
+#: The least that it works in beside copies on the device [bytes]: a batch of 32 MiB. Each batch costs the host 3 ms.
+LEAST_WORK_BYTES = 224 * 1024 * 1024
 #: Device memory that streams take for any size of batch [bytes]: torch's allocator takes at least 20 MiB at a time.
 STREAMS_BYTES = 100 * 1024 * 1024
 #: Tables of copies that are kept per device: for large and for small tensors, and for each of two target memories.
@@ -260,7 +261,7 @@ class DeviceStaging:
         for device, mode in self._modes.items():
             most = int(MAX_OF_STATE * self._state_bytes.get(device, 0))
             left = most - _bytes_on(device, spare, base) - STREAMS_BYTES
-            work = min(left, int(AUTO_SHARE * _free_bytes(device)))
+            work = min(max(left, LEAST_WORK_BYTES), int(AUTO_SHARE * _free_bytes(device)))
             self._engines.on(device).limit(self, HOST_WORK_BYTES if mode == "host" else work)
 
     def _wait(self) -> None:

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from benchmarks import gpu_limits
 from snapstore import Repository, SaveOptions, SnapshotManager
 from snapstore.chunks.reader import ChunkReader
 from snapstore.distributed import torch_ranks
@@ -374,13 +375,18 @@ def measure_wire(run: Run, folder: Path, mode: dict[str, Any]) -> dict[str, Any]
 
 
 def measure_rate(mesh: DeviceMesh, folder: Path, task: dict[str, Any], mode: dict[str, Any]) -> dict[str, Any]:
-    """Seconds until saves are durable, each with the same number of bytes a rank, all of them new."""
+    """Seconds until saves are durable, each with the same number of bytes a rank, all of them new.
+
+    After each save, all ranks also write as many random bytes to plain files of a pack's size, with as many threads.
+    """
     rows, rank = task["bytes_a_rank"] // (16 * 4096), dist.get_rank()
     generator = torch.Generator(mesh.device_type).manual_seed(rank)
     local = [torch.empty(rows, 1024, device=mesh.device_type) for _ in range(16)]
     state = {"model": [DTensor.from_local(one, mesh, [Shard(0)], run_check=False) for one in local]}
-    durable = []
+    durable, plain = [], []
     options = SaveOptions(threads=task["threads"])
+    own = folder / f"plain-{rank}"
+    own.mkdir(parents=True, exist_ok=True)
     with SnapshotManager(folder / "repository", run="bench", options=options, **mode) as snapshots:
         for step in range(SAVES):
             for one in local:
@@ -390,8 +396,12 @@ def measure_rate(mesh: DeviceMesh, folder: Path, task: dict[str, Any], mode: dic
             snapshots.save(step, state)
             snapshots.wait_until_finished()
             durable.append(max(all_of(time.perf_counter() - began)))
+            took = gpu_limits.write_files(own, rows * 16 * 4096, task["threads"], options.pack_bytes)
+            plain.append(max(all_of(took)))
     remove(folder / "repository")
-    return {"bytes_a_rank": rows * 16 * 4096, "durable_s": durable, "threads": task["threads"]}
+    return {
+        "bytes_a_rank": rows * 16 * 4096, "durable_s": durable, "plain_files_s": plain, "threads": task["threads"]
+    }  # fmt: skip
 
 
 def main() -> None:

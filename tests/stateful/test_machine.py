@@ -733,15 +733,15 @@ class Machine(RuleBasedStateMachine):
 
 @pytest.mark.no_cover  # see test_crash_points.py
 @pytest.mark.timeout(7200 if THOROUGH else 1800)
-@pytest.mark.parametrize("part", range(8 if THOROUGH else 1))  # so that several cores share the work
+@pytest.mark.parametrize("part", range(32 if THOROUGH else 1))  # so that several cores share the work
 def test_machine(part, monkeypatch):
     one_thread(monkeypatch)
     foreign.readable(monkeypatch)
     repeatable(monkeypatch)
     run_state_machine_as_test(
-        seed(8 * SEED + part)(Machine),  # other programs in every run, and the same ones for the same seed
+        seed(32 * SEED + part)(Machine),  # other programs in every run, and the same ones for the same seed
         settings=settings(
-            max_examples=250 if THOROUGH else 30,
+            max_examples=63 if THOROUGH else 30,
             stateful_step_count=60 if THOROUGH else 30,
             deadline=None,
             suppress_health_check=list(HealthCheck),

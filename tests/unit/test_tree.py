@@ -104,7 +104,7 @@ PLAIN = [
     np.bool_(True),
     np.complex64(1j),
     np.datetime64("2020-01-01T00:00", "ns"),
-    np.datetime64("NaT"),
+    np.datetime64("NaT", "s"),
     np.timedelta64(5, "ms"),
     np.str_("a\0"),
     np.str_(""),
@@ -119,6 +119,12 @@ PLAIN = [
 
 @pytest.mark.parametrize("value", PLAIN, ids=range(len(PLAIN)))
 def test_plain_value_comes_back_to_the_bit_and_the_type(value):
+    assert bits(packed(value)) == bits(value)
+
+
+@pytest.mark.filterwarnings("ignore:.*generic.*:DeprecationWarning")  # of NumPy 2.5
+def test_a_date_without_a_unit():
+    value = np.datetime64("NaT")
     assert bits(packed(value)) == bits(value)
 
 

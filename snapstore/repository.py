@@ -369,18 +369,24 @@ class Repository(Snapshots):
         """
         from .copy.copy import CopyResult, copy
 
-        states = (COMMITTED,) if refs is None else (COMMITTED, FORGOTTEN)
-        chosen = self.snapshots(run) if refs is None else self._resolve_all(refs, states)
-        if refs is None and run is not None and not chosen:
-            raise NotFoundError(f"no run {run!r} in this repository; runs: {', '.join(self.view().runs()) or 'none'}")
+        chosen, unknown = self._chosen(refs, run)
         if isinstance(to, Repository):
-            return copy(self.context, to.context, chosen, named=refs is not None, dry_run=dry_run)
+            return copy(self.context, to.context, chosen, unknown, named=refs is not None, dry_run=dry_run)
         try:
             target = Repository.open(to) if dry_run else Repository.open_or_create(to, like=self, options=self.options)
         except NotFoundError:
-            return CopyResult(str(to), copied=chosen, dry_run=True)
+            return CopyResult(str(to), copied=chosen, unknown=unknown, dry_run=True)
         with target:
-            return copy(self.context, target.context, chosen, named=refs is not None, dry_run=dry_run)
+            return copy(self.context, target.context, chosen, unknown, named=refs is not None, dry_run=dry_run)
+
+    def _chosen(self, refs: Sequence[str] | None, run: str | None) -> tuple[list[Snapshot], dict[str, str]]:
+        """Return the snapshots that are named, or those of a run, or all; and the records that are not known."""
+        if refs is not None:
+            return self._resolve_all(refs, (COMMITTED, FORGOTTEN)), {}
+        view = self.view()
+        if run is not None:
+            view.require_run(run)
+        return view.snapshots(run), view.unknown(run)
 
     def _resolve_all(self, refs: Sequence[str], states: tuple[str, ...]) -> list[Snapshot]:
         """Return the named snapshots, each once."""

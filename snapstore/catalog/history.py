@@ -85,6 +85,12 @@ class View:
             if s.state in (COMMITTED, FORGOTTEN) and (shown is None or shown.state != COMMITTED):
                 yield s.run, s.step, s.id, s.key  # else a committed revision is listed, or a gc has deleted the bytes
 
+    def unknown(self, run: str | None = None) -> dict[str, str]:
+        """Return the records of a run (None: of all runs) that are damaged, unread, repeated or gone: key -> why."""
+        found = {**self.damaged, **self.unread, **self.repeated, **{s.key: "is gone" for s in self.missing}}
+        keys = [(key, parse_record_key(key)) for key in found]
+        return {key: found[key] for key, parsed in keys if run is None or parsed is None or parsed[0] == run}
+
     def require_all_records(self, verb: str, outcome: str) -> None:
         """Raise unless every record is there and can be read; the error names the verb and its outcome.
 
@@ -152,6 +158,18 @@ class View:
             s for s in self._by_id.values() if (run is None or s.run == run) and (states is None or s.state in states)
         )
         return sorted(chosen, key=lambda s: (s.run, s.seq, s.id))
+
+    def require_run(self, run: str, states: tuple[str, ...] | None = (COMMITTED,)) -> None:
+        """Raise unless there is a snapshot of this run in one of the states (None: in any).
+
+        Raises:
+            NotFoundError: there is none; the message lists the runs.
+            IntegrityError, StorageError: it may have one, whose record is gone or cannot be read.
+        """
+        if not self.snapshots(run, states):
+            self._require_known(f"run {run!r}", run, None)
+            there = ", ".join(sorted({s.run for s in self.snapshots(states=states)})) or "none"
+            raise NotFoundError(f"run {run!r}: has no snapshots in this repository; runs: {there}")
 
     def get(self, snapshot_id: str) -> Snapshot | None:
         """Return the snapshot of this full id, in any state."""

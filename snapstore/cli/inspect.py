@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import DAMAGE, CapabilityError, NotFoundError, StorageError
+from ..errors import DAMAGE, CapabilityError, StorageError
 from ..text import counted, human_bytes
 from .app import PARTIAL, Ref, Shell, UsageError, verb
 from .output import fields_json, line, local, note, note_unknown, plain, print_json, snapshot_json, spinner, table
@@ -41,7 +41,8 @@ def log(
     with shell.repository() as repository:
         view = repository.view()
         snapshots = view.snapshots(run, None if everything else ("committed",))
-        _require_run(view, run, everything)
+        if run is not None:
+            view.require_run(run, None)
         if limit is not None:
             snapshots = _newest(snapshots, limit)
         marks = {"superseded": view.superseded(), "damaged": _damaged(repository, snapshots)}
@@ -77,14 +78,6 @@ _RECONSTRUCTED = "a repair reconstructed the lost record; its order, its date an
 def _damaged(repository: Repository, snapshots: list[Snapshot]) -> set[str]:
     """Return ids of the snapshots that need a pack in quarantine, and that no gc has collected."""
     return repository.in_need_of_quarantined([s for s in snapshots if s.state in ("committed", "forgotten")])
-
-
-def _require_run(view: View, run: str | None, everything: bool) -> None:
-    if run is None or view.snapshots(run, None):
-        return
-    view.latest(run)  # raises if the run has only records that are gone or cannot be read
-    there = sorted({s.run for s in view.snapshots(states=None)}) if everything else view.runs()
-    raise NotFoundError(f"run {run!r}: no such run in this repository; runs: {', '.join(there) or 'none'}")
 
 
 def _newest(snapshots: list[Snapshot], limit: int) -> list[Snapshot]:

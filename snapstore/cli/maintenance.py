@@ -297,19 +297,21 @@ def copy(
     """Copy snapshots into another repository.
 
     Decodes nothing, and sends no blob that the destination has. Repeat an interrupted copy to continue it. Safe beside
-    running saves. Exit code 3: some snapshots could not be copied.
+    running saves. Exit code 3: some snapshots could not be copied, or some records could not be read.
     """
     if bool(refs) + (run is not None) + everything != 1:
         raise UsageError("name snapshots, or pass --run R or --all: one of the three")
     with shell.repository() as repository, spinner(f"copying to {to}"):
         result = repository.copy(refs or None, to=to, run=run, dry_run=dry_run)
-        unknown = everything and note_unknown(repository.view())
     if shell.as_json:
-        names = ("copied", "present", "left_out", "failed", "blobs", "read_bytes", "stored_bytes", "dry_run")
+        names = ("copied", "present", "left_out", "failed", "unknown", "blobs", "read_bytes", "stored_bytes", "dry_run")
         print_json(fields_json(result, "url", *names))
     else:
         _print_copy(result)
-    return PARTIAL if result.failed or unknown else None
+    if result.unknown:
+        left_out = f"{counted(len(result.unknown), 'record')}, unreadable or gone"
+        note(f"snapstore: warning: left out {left_out}: {some(list(result.unknown))}; run 'snapstore check'")
+    return PARTIAL if result.failed or result.unknown else None
 
 
 def _print_copy(result: CopyResult) -> None:

@@ -59,6 +59,7 @@ class CopyResult:
         present: snapshots that were there already, by the destination's records.
         left_out: snapshots that the destination has forgotten, and that were not named.
         failed: (snapshot of the source, why) for each that could not be copied; nothing of these was committed.
+        unknown: key -> why, of records of the source that cannot be read or are gone; what they record is not copied.
         read_bytes: bytes read of packs and manifests of the source.
         stored_bytes: bytes of the packs and manifests put into the destination.
         blobs: number of blobs copied.
@@ -69,6 +70,7 @@ class CopyResult:
     present: list[Snapshot] = field(default_factory=list)
     left_out: list[Snapshot] = field(default_factory=list)
     failed: list[tuple[Snapshot, str]] = field(default_factory=list)
+    unknown: dict[str, str] = field(default_factory=dict)
     read_bytes: int = 0
     stored_bytes: int = 0
     blobs: int = 0
@@ -78,12 +80,19 @@ class CopyResult:
 
 
 def copy(
-    source: Context, target: Context, snapshots: Sequence[Snapshot], *, named: bool, dry_run: bool = False
+    source: Context,
+    target: Context,
+    snapshots: Sequence[Snapshot],
+    unknown: dict[str, str],
+    *,
+    named: bool,
+    dry_run: bool = False,
 ) -> CopyResult:
     """Copy snapshots into another repository. One that cannot be copied is noted; the others are copied.
 
     Args:
         snapshots: of the source.
+        unknown: for the result.
         named: also copy snapshots that the destination has forgotten.
 
     Raises:
@@ -93,7 +102,7 @@ def copy(
     require_same_seed(source, target)
     copier = Copier(source, target)
     result = copier.result
-    result.dry_run = dry_run
+    result.unknown, result.dry_run = unknown, dry_run
     for snapshot in in_order(snapshots):
         try:
             copier.copy(snapshot, named=named)

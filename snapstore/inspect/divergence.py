@@ -88,8 +88,8 @@ def _pairs(view: View, a: str, b: str) -> list[tuple[Snapshot, Snapshot]]:
     runs = view.runs()
     if a not in runs and b not in runs:
         return [(view.resolve(a), view.resolve(b))]
-    if missing := [name for name in (a, b) if name not in runs]:
-        raise NotFoundError(f"run {missing[0]!r}: no such run in this repository; runs: {', '.join(runs)}")
+    for name in (a, b):
+        view.require_run(name)
     by_step = [{snapshot.step: snapshot for snapshot in retention.current(view.snapshots(run))} for run in (a, b)]
     common = sorted(by_step[0].keys() & by_step[1].keys())
     if not common:

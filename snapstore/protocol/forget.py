@@ -43,9 +43,7 @@ def forget(
     view = context.index.refresh()
     context.store.sync(f"snapshots/{run}/")  # no power loss may cost a newer snapshot after an older one is forgotten
     snapshots = view.snapshots(run)
-    if not snapshots:
-        there = ", ".join(view.runs()) or "none"
-        raise NotFoundError(f"run {run!r}: has no snapshots in this repository; runs: {there}")
+    view.require_run(run)
     damaged = in_need_of_quarantined(context, snapshots)
     decisions = retention.apply(keep, [s for s in snapshots if s.id not in damaged], force=force)
     chosen = {d.snapshot.id for d in decisions if not d.reasons}

@@ -41,6 +41,7 @@ from .tree import INLINE_BYTES
 
 MIN_VALUES = 256  # smaller trees have a node for each container, which is easier to read
 MAX_LEVELS = 32  # of containers in columns: their walk takes more of Python's stack than that of nodes
+MAX_NESTING = 3 * MAX_LEVELS  # of columns in columns
 MIN_ROWS, MAX_FIELDS = 16, 64  # containers of one form become rows: at least so many, with at most so many members
 MAX_SHAPES = 16  # dicts of one column become rows if they have at most so many different sets of keys
 #: Columns of more containers than this, most of them the same objects, are left to the walk that finds cycles.
@@ -273,7 +274,7 @@ class Reader:
             raise TypeError(f"expected a column, got {type(column).__name__}")
         if column[0] == "values":
             return self._values(column, depth)
-        if depth >= MAX_DEPTH or nesting > 3 * MAX_LEVELS:
+        if depth >= MAX_DEPTH or nesting > MAX_NESTING:
             raise ValueError("columns are too many levels deep")
         match column:
             case ["lists" | "tuples" as tag, lengths, below]:

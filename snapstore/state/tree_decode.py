@@ -178,6 +178,7 @@ class _Decoder:
         self._below = below  # name -> position of the parts that the root has not named yet
         self._partial = partial
         self._decoded = decoded or Decoded()
+        self._around = 0  # columns nodes around its nodes
 
     def root(self) -> Any:
         value = self.value(self._parts[self._position].tree, (), 0)
@@ -259,6 +260,9 @@ class _Decoder:
 
     def read_columns(self, path: Path, depth: int, column: Node) -> Any:
         leaves = _Decoder([], 0, {}, decoded=self._decoded)  # without arrays
+        leaves._around = self._around + 1
+        if leaves._around > columns.MAX_NESTING:  # else only the stack of this process would be a limit
+            raise ValueError("columns are too many levels deep")
         reader = columns.Reader(lambda node, depth: leaves.value(node, path, depth), self._decoded.spend)
         value = reader.only(column, depth)
         self._decoded.plain[id(value)] = value

@@ -597,8 +597,8 @@ def test_superseded_saves_are_marked(sh):
 def test_log_of_nothing(sh):
     result = sh("log")
     assert (result.stdout, result.stderr) == ("", "no snapshots\n")
-    assert "no such run" in sh.fails("log", "--run", "x")
-    assert "no such run" in sh.fails("log", "--run", "x", "--all")
+    assert "has no snapshots" in sh.fails("log", "--run", "x")
+    assert "has no snapshots" in sh.fails("log", "--run", "x", "--all")
 
 
 def test_log_with_a_damaged_record_is_partial(series):
@@ -652,7 +652,7 @@ def test_a_run_of_one_record_that_is_lost_is_no_unknown_run(series, harm):
     record = next(Path(series.url).rglob("snapshots/only/*"))
     record.unlink() if harm == "gone" else record.write_bytes(b"SNAP")
     assert "may be only@7 (id:" in series.fails("log", "--run", "only", code=20)
-    assert "no such run" in series.fails("log", "--run", "other")
+    assert "has no snapshots" in series.fails("log", "--run", "other")
 
 
 def test_a_record_that_cannot_be_read_is_named_by_all_who_pass_over_it(series):

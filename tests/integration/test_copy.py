@@ -155,7 +155,7 @@ def test_other_seeds_and_the_same_repository_are_refused(source):
             repository.copy(to=created())
         with pytest.raises(InvalidInputError, match="is the repository to copy from"):
             repository.copy(to=source)
-        with pytest.raises(NotFoundError, match="no run 'c'"):
+        with pytest.raises(NotFoundError, match="run 'c': has no snapshots"):
             repository.copy(to=MemoryStore(), run="c")
         assert len(repository.copy(to=MemoryStore(), run="a").copied) == 4
 

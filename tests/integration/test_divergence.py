@@ -131,7 +131,7 @@ def test_names_that_are_refused(repository):
     save(repository, "b", [2])
     with pytest.raises(NotFoundError, match="runs 'a' and 'b' have no step in common: 'a' has 1, 'b' has 2"):
         repository.first_difference("a", "b")
-    with pytest.raises(NotFoundError, match="run 'none': no such run in this repository; runs: a, b"):
+    with pytest.raises(NotFoundError, match="run 'none': has no snapshots in this repository; runs: a, b"):
         repository.first_difference("a", "none")
     with pytest.raises(NotFoundError, match="a@9"):
         repository.first_difference("a@9", "b@1")

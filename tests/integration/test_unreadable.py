@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import json
 import os
 import time
 import weakref
@@ -24,6 +25,7 @@ from snapstore.errors import NotFoundError, SnapstoreError, StorageError
 from snapstore.format import blob, records
 from snapstore.format.keys import record_key
 from snapstore.storage.local import LocalStore
+from snapstore.storage.memory import MemoryStore
 from snapstore.storage.s3.failures import Failure
 
 
@@ -643,6 +645,48 @@ def test_damage_of_another_run_stops_no_saves(store):
             manager.save(step, values("a", step))
         with pytest.raises(IntegrityError, match="nothing was deleted"):
             manager.close()
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_run_whose_only_record_is_damaged_or_unread_counts_as_a_run(store, is_read):
+    with opened(store) as found:
+        key = save(found, "b", 7, 7).key
+    if is_read:
+        flip(store, key, 60)
+    error = IntegrityError if is_read else StorageError
+    for act in (
+        lambda found: found.forget([KeepLast(1)], run="b"),
+        lambda found: found.copy(to=MemoryStore(), run="b"),
+        lambda found: found.first_difference("a", "b"),
+        lambda found: found.first_difference("b", "a"),
+    ):
+        faulty = store if is_read else Unreadable(store, key)
+        with opened(faulty) as found, pytest.raises(error, match=r"may be b@7 .*, whose record cannot be read"):
+            act(found)
+
+
+@pytest.mark.parametrize("args", [["--run", "a"], ["--all"]])
+@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]])
+def test_a_copy_says_which_records_it_left_out(tmp_path, store, args, dry_run):
+    disk = LocalStore(tmp_path / "r", create=True)
+    for key in keys_of(store):
+        disk.put(key, store.get(key))
+    with opened(disk) as found:
+        key = found.snapshot("a@1").key
+    flip(disk, key, 60)
+    with opened(disk) as found:
+        result = found.copy(to=MemoryStore(), run="a")
+        assert refs(result.copied) == {"a@0", "a@2"}
+        assert list(result.unknown) == [key]
+        assert found.copy(["a@0"], to=MemoryStore()).unknown == {}
+        with opened(LocalStore(tmp_path / "r")) as again:
+            save(again, "b", 0, 9)
+        assert found.copy(to=MemoryStore(), run="b").unknown == {}
+    command = ["--repo", str(tmp_path / "r"), "copy", "--to", str(tmp_path / "to"), *args, *dry_run]
+    said = invoke(command)
+    assert said.exit_code == 3
+    assert f"left out 1 record, unreadable or gone: {key}" in said.stderr
+    assert json.loads(invoke(["--json", *command]).stdout)["unknown"].keys() == {key}
 
 
 def test_a_record_that_could_not_be_read_twice_keeps_its_metadata(store):

@@ -1,6 +1,8 @@
 """Plain values in columns keep their values and types. Hostile columns are refused, and every cycle is found."""
 
+import contextlib
 import math
+import sys
 
 import msgspec
 import pytest
@@ -227,8 +229,20 @@ def test_a_hostile_column_is_a_format_error(what):
         decode_plain(unpack_nodes(pack(["columns", HOSTILE[what]])))
 
 
-def test_columns_of_columns_end():
-    """Columns that are nested too deep are refused."""
+@contextlib.contextmanager
+def stack_of(frames):
+    """Let this process use a deeper stack; 0: as deep a one as before."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(before, frames))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
+
+
+@pytest.mark.parametrize("frames", [0, 20_000])
+def test_columns_of_columns_end(frames):
+    """Columns that are nested too deep are refused, however much of the stack this process may use."""
     for wrap in (
         lambda below: ["mixed", b"\x00", [below]],
         lambda below: ["lists", ["values", b"\x91\x01"], below],
@@ -238,7 +252,7 @@ def test_columns_of_columns_end():
         column = ONE
         for _ in range(220):
             column = wrap(column)
-        with pytest.raises(FormatError, match=r"deep|broken"):
+        with stack_of(frames), pytest.raises(FormatError, match="too many levels deep" if frames else r"deep|broken"):
             decode_plain(["columns", column])
 
 

@@ -18,7 +18,7 @@ from snapstore import Repository
 
 #: The cases of the first world; and of the second, which finds what the first has left, and runs a sample of the rest.
 FIRST = [name for name in dcp_ranks.CASES if name != "load_of_another_world"]
-SECOND = ["load_of_another_world", *some([name for name in FIRST if name != "process_mode"], 12)]
+SECOND = ["load_of_another_world", *some([name for name in FIRST if name != "process_mode"], 8)]
 
 
 @pytest.mark.timeout(600)

@@ -7,15 +7,14 @@ Most tests use the real server. It does not know the condition `s3:if-none-match
 import ast
 import dataclasses
 import datetime
-import fcntl
+import functools
 import hashlib
 import json
-import os
 import re
 import subprocess
-import tempfile
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from botocore.exceptions import ClientError
 from kit.forge import header_of, ref_of, reheader
 from kit.objects import keys_of
 from kit.repositories import OPTIONS, check_restores, opened, same, save, values
-from kit.s3_stores import fresh_url, moto_bucket, needs_server
+from kit.s3_stores import moto_bucket, needs_server
 from kit.shell import invoke
 from snapstore import (
     CapabilityError,
@@ -46,6 +45,7 @@ from snapstore.format import records
 from snapstore.format.keys import manifest_key, pack_key
 from snapstore.format.records import MAX_REVISION, Mark, Policy, Quarantine, Session, Wait
 from snapstore.save import pipeline
+from snapstore.storage.memory import MemoryStore
 from snapstore.storage.s3.store import S3Store
 
 ROOT = Path(__file__).parents[2]
@@ -93,16 +93,25 @@ def every_key(url):
     return policy
 
 
-@pytest.fixture
-def only_policy():
-    """A bucket has only one policy, so the workers of pytest take turns."""
-    with (Path(tempfile.gettempdir()) / f"snapstore-bucket-policy-{os.getuid()}").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+@pytest.fixture(scope="module")
+def bucket():
+    """A bucket of this process: a bucket has only one policy."""
+    owner, name = boto3.client("s3"), f"policies-{uuid.uuid4().hex[:12]}"
+    owner.create_bucket(Bucket=name)
+    yield name
+    for page in owner.get_paginator("list_objects_v2").paginate(Bucket=name):
+        for found in page.get("Contents", []):
+            owner.delete_object(Bucket=name, Key=found["Key"])
+    owner.delete_bucket(Bucket=name)
 
 
 @pytest.fixture
-def limited(monkeypatch, tmp_path, only_policy):
+def url(bucket):
+    return f"s3://{bucket}/test-{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def limited(monkeypatch, tmp_path, bucket):
     """Return a function that sets a policy for a new user; stores that are made after the call act as that user."""
     user, key = f"limited-{uuid.uuid4().hex[:8]}", uuid.uuid4().hex[:20].upper()
     admin = [ROOT / "tools" / "s3-server", "admin", "user"]
@@ -110,7 +119,6 @@ def limited(monkeypatch, tmp_path, only_policy):
     subprocess.run(create, capture_output=True, check=True)
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cache"))
     owner = boto3.client("s3")
-    bucket = os.environ["SNAPSTORE_TEST_S3"].removeprefix("s3://").partition("/")[0]
 
     def become(policy):
         for statement in policy["Statement"]:
@@ -128,8 +136,7 @@ def limited(monkeypatch, tmp_path, only_policy):
 
 
 @needs_server
-def test_a_trusted_job(limited):
-    url = fresh_url()
+def test_a_trusted_job(limited, url):
     limited(for_radosgw(document(TRUSTED, url)))
     with Repository.create(url, chunk_bytes=1024, options=OPTIONS) as repository:
         for step in range(3):
@@ -143,15 +150,25 @@ def test_a_trusted_job(limited):
 # --- hostile writers ---
 
 
+@functools.cache
+def saved():
+    """A repository with three snapshots in the run `theirs`, saved once, since saves on the server take long."""
+    store = MemoryStore()
+    with Repository.create(store, chunk_bytes=1024, options=OPTIONS) as repository:
+        for step in range(3):
+            save(repository, "theirs", step, step)
+    return store
+
+
 class Scene:
     """A repository of an owner, with snapshots in the run `theirs`, and the store of a hostile writer."""
 
-    def __init__(self, limited, monkeypatch, rights):
-        self.monkeypatch, url = monkeypatch, fresh_url()
-        self.owner = S3Store(url)
-        self.repository = Repository.create(self.owner, chunk_bytes=1024, options=OPTIONS)
-        for step in range(3):
-            save(self.repository, "theirs", step, step)
+    def __init__(self, limited, monkeypatch, rights, url):
+        self.monkeypatch = monkeypatch
+        self.owner, stored = S3Store(url), saved()
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda key: self.owner.put(key, stored.get(key)), keys_of(stored)))
+        self.repository = Repository.open(self.owner, options=OPTIONS)
         limited(every_key(url) if rights == "every key" else for_radosgw(document(ONE_RUN, url)))
         self.writer = S3Store(url)
 
@@ -192,8 +209,8 @@ def rights(request):
 
 
 @pytest.fixture
-def scene(limited, monkeypatch, rights):
-    scene = Scene(limited, monkeypatch, rights)
+def scene(limited, monkeypatch, rights, url):
+    scene = Scene(limited, monkeypatch, rights, url)
     yield scene
     scene.repository.close()
 

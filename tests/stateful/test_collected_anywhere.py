@@ -77,7 +77,7 @@ def check_each(make_store, cases):
 
 def test_on_a_local_disk(tmp_path, monkeypatch):
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cache"))
-    check_each(lambda name: LocalStore(tmp_path / name, create=True), 16)
+    check_each(lambda name: LocalStore(tmp_path / name, create=True), 10)
 
 
 def test_on_s3(monkeypatch, tmp_path):

@@ -70,7 +70,7 @@ LEFT_OUT = {
     ],
 }
 
-#: Each of these takes four seconds or more, so a run takes only four of them. A run on a GPU takes all.
+#: Each of these takes four seconds or more, so a run takes only six of them. A run on a GPU takes all.
 SLOW = [
     *(f"gpu/test_gpu_memory.py::{name}" for name in (
         "test_many_saves_keep_nothing[device]",
@@ -103,6 +103,24 @@ SLOW = [
         "test_states_larger_than_any_batch[3000]",
         "test_states_larger_than_any_batch[70000]",
     )),
+    *(f"gpu/test_gpu_ans.py::{name}" for name in (
+        "test_recode_there_and_back[cuda]",
+        "test_chains_of_both_codecs",
+        "test_refused_where_there_is_no_gpu",
+        "test_there_and_back[4096]",
+    )),
+    *(f"gpu/test_gpu_damage.py::{name}" for name in (
+        "test_every_way_to_verify_saves_the_same[full]",
+        "test_every_way_to_verify_saves_the_same[off]",
+        "test_every_way_to_verify_saves_the_same[sample]",
+        "test_a_flipped_bit_anywhere_in_a_pack",
+    )),
+    *(f"gpu/test_gpu_changes.py::{name}" for name in (
+        "test_the_save_after_a_change[asynchronous, device]",
+        "test_the_save_after_a_change[asynchronous, host]",
+        "test_a_change_at_any_moment[synchronous]",
+        "test_a_change_at_any_moment[asynchronous, device]",
+    )),
     "gpu/test_gpu_first_save.py::test_the_first_save_locks_the_memory_of_the_second",
     "gpu/test_gpu_first_save.py::test_prepare_locks_the_memory_of_the_first_save",
     "gpu/test_gpu_first_save.py::test_a_save_does_not_wait_for_kernels[device]",
@@ -116,7 +134,7 @@ SLOW = [
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++, which compiles the kernels for this CPU")
 @pytest.mark.parametrize("names", RUNS, ids=["codecs", "memory", "staging"])
 def test_the_gpu_engine_on_a_cpu(tmp_path, names):
-    others = set(SLOW) - set(some(SLOW, 4))
+    others = set(SLOW) - set(some(SLOW, 6))
     left_out = [f"--deselect=tests/{name}" for names in (*LEFT_OUT.values(), others) for name in names]
     report = tmp_path / "report.xml"
     done = subprocess.run(

@@ -85,9 +85,22 @@ class View:
             if s.state in (COMMITTED, FORGOTTEN) and (shown is None or shown.state != COMMITTED):
                 yield s.run, s.step, s.id, s.key  # else a committed revision is listed, or a gc has deleted the bytes
 
+    def unknown_ids(self, run: str) -> dict[str, tuple[str, int | None]]:
+        """Return the snapshots of a run whose records are not known: id -> (the record's key, its seq if known)."""
+        return {name: (key, self._seqs.get(name)) for of, _, name, key in self._unknown() if of == run}
+
+    def require_last(self, snapshot: Snapshot) -> None:
+        """Raise IntegrityError if a later record of a snapshot is gone: its tags and its state are not known."""
+        for s in self.missing:
+            if s.id == snapshot.id:
+                raise IntegrityError(
+                    f"{snapshot.ref}: its last record {s.key} is gone; nothing was changed; {PUT_BACK}"
+                )
+
     def unknown(self, run: str | None = None) -> dict[str, str]:
         """Return the records of a run (None: of all runs) that are damaged, unread, repeated or gone: key -> why."""
-        found = {**self.damaged, **self.unread, **self.repeated, **{s.key: "is gone" for s in self.missing}}
+        gone = {s.key: "is gone" for s in self.missing if s.state in (COMMITTED, FORGOTTEN)}
+        found = {**self.damaged, **self.unread, **self.repeated, **gone}
         keys = [(key, parse_record_key(key)) for key in found]
         return {key: found[key] for key, parsed in keys if run is None or parsed is None or parsed[0] == run}
 

@@ -59,7 +59,7 @@ class CopyResult:
         present: snapshots that were there already, by the destination's records.
         left_out: snapshots that the destination has forgotten, and that were not named.
         failed: (snapshot of the source, why) for each that could not be copied; nothing of these was committed.
-        unknown: key -> why, of records of the source that cannot be read or are gone; what they record is not copied.
+        unknown: key -> why, of records of the source that cannot be read or are gone; at most an older one was copied.
         read_bytes: bytes read of packs and manifests of the source.
         stored_bytes: bytes of the packs and manifests put into the destination.
         blobs: number of blobs copied.
@@ -300,11 +300,21 @@ class Copier:
 
         It comes after all snapshots that are there, unless a later snapshot of the source is there, or its copy has
         begun. A mirror of a run has the numbers of the source; a run that went on in the destination keeps its order.
+
+        Raises:
+            IntegrityError: a later snapshot is there, and its number is not known, since its record cannot be read.
         """
-        of_run = self._source.index.refresh().snapshots(ruling.run, states=None)
+        here, view = self._source.index.refresh(), self._target.index.refresh()
+        of_run = here.snapshots(ruling.run, states=None)
         later = {s.id for s in of_run if (s.seq, s.id) > (ruling.seq, ruling.id)}
-        view = self._target.index.refresh()
+        for name in here.unknown_ids(ruling.run):  # the copy tells when it was saved
+            if (known := view.get(name)) is not None and (known.created, name) > (ruling.created, ruling.id):
+                later.add(name)
         found = [s.seq for s in view.snapshots(ruling.run, states=None) if s.id in later]
+        for name, (key, known_seq) in view.unknown_ids(ruling.run).items():
+            if name in later and known_seq is None:
+                raise IntegrityError(f"it belongs before {key} in the destination, which cannot be read or is gone")
+            found += [known_seq] if name in later and known_seq is not None else []
         if found:
             seq = max(0, min(ruling.seq, min(found) - 1))
         else:

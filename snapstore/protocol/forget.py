@@ -45,11 +45,13 @@ def forget(
     snapshots = view.snapshots(run)
     view.require_run(run)
     damaged = in_need_of_quarantined(context, snapshots)
-    decisions = retention.apply(keep, [s for s in snapshots if s.id not in damaged], force=force)
+    gone = {s.id for s in view.missing} - damaged  # tags may be gone with the last record
+    decisions = retention.apply(keep, [s for s in snapshots if s.id not in damaged | gone], force=force)
     chosen = {d.snapshot.id for d in decisions if not d.reasons}
     by_id = {s.id: s for s in snapshots}
     kept = [(by_id[d.snapshot.id], d.reasons) for d in decisions if d.reasons]
     kept += [(s, ("damaged: 'snapstore repair' heals it, or drops it",)) for s in snapshots if s.id in damaged]
+    kept += [(s, ("its last record is gone: 'snapstore repair' puts it back",)) for s in snapshots if s.id in gone]
     going = [s for s in snapshots if s.id in chosen]
     if dry_run:
         return ForgetResult(kept, going, True)
@@ -70,6 +72,7 @@ def forget_snapshots(
     view = context.index.refresh()
     chosen = [view.resolve(ref, (COMMITTED,)) for ref in refs]
     for snapshot in chosen:
+        view.require_last(snapshot)
         if snapshot.tags:
             raise InvalidInputError(f"{snapshot.ref}: is tagged {', '.join(snapshot.tags)}; untag it first")
         if snapshot == view.newest(snapshot.run) and not force:
@@ -86,6 +89,7 @@ def unforget(context: Context, ref: str) -> Snapshot:
     forgotten = [s for s in view.snapshots(snapshot.run, (FORGOTTEN,)) if s.step == snapshot.step]
     if snapshot.state != FORGOTTEN and forgotten and "@" in ref:  # an id names one snapshot
         snapshot = forgotten[-1]
+    view.require_last(snapshot)
     if snapshot.state == COMMITTED:
         raise InvalidInputError(f"{ref}: is not forgotten")
     if snapshot.state == SWEPT:

@@ -12,6 +12,7 @@ later, and the last snapshot that gets a tag keeps it.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
@@ -22,6 +23,7 @@ from ..format.argument_checks import check_tag, check_tags
 from ..format.records import COMMITTED, Snapshot
 from .revisions import retry_conflicts, revise
 
+log = logging.getLogger("snapstore")
 #: After this many attempts, two processes that take a tag from each other both let the newest snapshot keep it.
 ATTEMPTS_FOR_TAKER = 3
 
@@ -57,6 +59,7 @@ def _revise_committed(context: Context, ref: str, tags_of: Callable[[Snapshot], 
     def attempt() -> tuple[View, Snapshot]:
         view = context.index.refresh()
         snapshot = view.resolve(ref)
+        view.require_last(snapshot)
         if snapshot.state != COMMITTED:
             raise InvalidInputError(f"{ref}: is {snapshot.state}; 'snapstore unforget' brings a forgotten one back")
         return view, revise(context, snapshot, tags=tags_of(snapshot))
@@ -81,6 +84,9 @@ def take(context: Context, names: Sequence[str], taker: Snapshot, before: View) 
     Raises:
         ConflictError: other processes keep revising the snapshots; several of them have the tags.
     """
+    if unknown := before.unknown(taker.run):
+        text = "run=%s tags %s may also be on snapshots whose records cannot be read or are gone: %s"
+        log.warning(text, taker.run, ", ".join(names), ", ".join(unknown))
     had = {name: {s.id for s in _holders(before, taker, name)} - {taker.id} for name in names}
     losers = [s for s in before.snapshots(taker.run) if any(s.id in had[name] for name in names)]
     losing = {s.id: {name for name in names if s.id in had[name]} for s in losers}

@@ -226,6 +226,7 @@ class Rewriting(ABC):
         ruling = view.get(snapshot.id)
         if view.is_unknown(snapshot.id):
             raise IntegrityError("its record can no longer be read; run 'snapstore check'")
+        view.require_last(snapshot)
         if ruling is None or ruling.state not in self._states:
             log.info("run=%s step=%d skipped: it is no longer there", snapshot.run, snapshot.step)
             self.skipped.append(ruling or snapshot)

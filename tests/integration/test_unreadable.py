@@ -689,6 +689,99 @@ def test_a_copy_says_which_records_it_left_out(tmp_path, store, args, dry_run):
     assert json.loads(invoke(["--json", *command]).stdout)["unknown"].keys() == {key}
 
 
+@pytest.fixture
+def tagged(tmp_path, store):
+    """A repository in which the record that tags a@0 is gone, which its index knows; and the key of that record."""
+    disk = LocalStore(tmp_path / "tagged", create=True)
+    for key in keys_of(store):
+        disk.put(key, store.get(key))
+    with opened(disk) as found:
+        found.tag("a@0", "keep")
+        key = found.snapshot("a@0").key
+        (disk.root / key).unlink()
+        yield found, key
+
+
+def test_no_policy_forgets_a_snapshot_whose_tag_is_gone(tagged):
+    """The older record has no tag. A new one in place of that which is gone would hide the loss."""
+    found, key = tagged
+    result = found.forget([KeepLast(1)], run="a")
+    assert refs(result.forgotten) == {"a@1"}
+    assert [reasons for s, reasons in result.kept if s.ref == "a@0"] == [
+        ("its last record is gone: 'snapstore repair' puts it back",)
+    ]
+    manager = SnapshotManager(found, run="a", keep=[KeepLast(1)], async_save=False)
+    manager.save(3, values("a", 3))
+    with pytest.raises(IntegrityError, match="nothing was deleted"):
+        manager.close()
+    assert key in found.view().vanished
+    assert found.repair(apply=True).ok
+    assert found.snapshot("a@keep").step == 0
+
+
+@pytest.mark.parametrize("verb", ["tag", "untag", "forget_snapshots", "recode"])
+def test_no_verb_writes_over_a_record_that_is_gone(tagged, verb):
+    found, key = tagged
+    act = {
+        "tag": lambda: found.tag("a@0", "other"),
+        "untag": lambda: found.untag("a@0", "other"),
+        "forget_snapshots": lambda: found.forget_snapshots(["a@0"], force=True),
+        "recode": lambda: [message for _, message in found.recode(["a@0"], codec="portable").failed],
+    }[verb]
+    said = f"its last record {key} is gone; nothing was changed"
+    if verb == "recode":
+        assert [message for message in act() if said in message]
+    else:
+        with pytest.raises(IntegrityError, match=said):
+            act()
+    assert key in found.view().vanished
+    assert found.repair(apply=True).ok
+    assert found.snapshot("a@keep").step == 0
+
+
+def test_a_tag_that_may_be_on_an_unread_snapshot_too_is_logged(store, caplog):
+    with opened(store) as found:
+        found.tag("a@2", "best")
+        key = found.snapshot("a@2").key
+    with opened(Unreadable(store, key)) as found:
+        found.tag("a@0", "best")
+    assert f"tags best may also be on snapshots whose records cannot be read or are gone: {key}" in caplog.text
+
+
+def test_a_copy_beside_an_unread_record_keeps_the_order(store):
+    """a@2 is in the destination, and its record in the source cannot be read: a@1 is older all the same."""
+    target = MemoryStore()
+    with opened(store) as found:
+        found.copy(["a@0", "a@2"], to=target)
+        key = found.snapshot("a@2").key
+    with opened(Unreadable(store, key)) as found:
+        assert refs(found.copy(to=target, run="a").copied) == {"a@1"}
+    with opened(target) as found:
+        assert [s.ref for s in found.snapshots()] == ["a@0", "a@1", "a@2"]
+        assert found.snapshot("a@latest").step == 2
+
+
+@pytest.mark.parametrize("revisions", [1, 2])
+def test_a_copy_beside_a_damaged_record_of_the_destination(store, revisions):
+    """An older revision tells the place of the snapshot; without it, the copy waits."""
+    with opened(store) as found:
+        found.copy(["a@0", "a@2"], to=(first := MemoryStore()))
+        target = clone(first)  # no index knows its records
+        with opened(first) as there:
+            key = there.snapshot("a@2").key
+        damaged = [key, key.removesuffix("1") + "0"][:revisions]
+        for one in damaged:
+            flip(target, one, 60)
+        result = found.copy(["a@1"], to=target)
+        said = f"it belongs before {key} in the destination, which cannot be read or is gone"
+        assert [said in message for _, message in result.failed] == [True] * (revisions - 1)
+        for one in damaged:
+            flip(target, one, 60)
+        found.copy(["a@1"], to=target)
+    with opened(target) as there:
+        assert [s.ref for s in there.snapshots()] == ["a@0", "a@1", "a@2"]
+
+
 def test_a_record_that_could_not_be_read_twice_keeps_its_metadata(store):
     with opened(store) as found:
         before = found.snapshot("a@2")

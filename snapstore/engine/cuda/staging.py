@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("snapstore")
 #: The most device memory that a save works in [bytes]: if its copies lie on the device, and if they lie on the host.
 WORK_BYTES, HOST_WORK_BYTES = 1280 * 1024 * 1024, 480 * 1024 * 1024
-#: The most that copies and work memory take, as a multiple of the state; with the cache of torch's allocator, 2.1.
+#: The most that copies and work memory of a large state take, times the state; with the cache of torch, it is 2.1.
 MAX_OF_STATE = 2.07
 #: The least that it works in beside copies on the device [bytes]: a batch of 32 MiB. Each batch costs the host 3 ms.
 LEAST_WORK_BYTES = 224 * 1024 * 1024

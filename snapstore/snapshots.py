@@ -185,7 +185,8 @@ class Snapshots:
         """Return the first common step, tensor and element at which two runs, or two snapshots, differ.
 
         Looks at all common steps in ascending order, up to the first that differs. Compares digests, and reads chunks
-        of one tensor. Plain values are not compared: see `diff`.
+        of one tensor. Plain values are not compared: see `diff`. Leaves out snapshots whose record cannot be read or is
+        gone; `unknown` of the result names them.
 
         Args:
             a, b: names of runs, or references.
@@ -193,6 +194,7 @@ class Snapshots:
         Raises:
             NotFoundError: a name is of no run, the runs have no step in common, or a snapshot was deleted meanwhile.
             IntegrityError: an object that must be read is damaged.
+            IntegrityError, StorageError: a run has only records that are damaged, gone or cannot be read.
         """
         from .inspect.divergence import first_difference
 

@@ -184,6 +184,17 @@ class View:
             there = ", ".join(sorted({s.run for s in self.snapshots(states=states)})) or "none"
             raise NotFoundError(f"run {run!r}: has no snapshots in this repository; runs: {there}")
 
+    def require_known(self, asked: str, run: str, step: int | None = None) -> None:
+        """Raise if a snapshot of this run and step (None: any step) has a record that is gone or cannot be read.
+
+        Args:
+            asked: begins the error.
+
+        Raises:
+            IntegrityError, StorageError: there is one.
+        """
+        self._require_known(asked, run, None, step)
+
     def get(self, snapshot_id: str) -> Snapshot | None:
         """Return the snapshot of this full id, in any state."""
         return self._by_id.get(snapshot_id)

@@ -11,12 +11,25 @@ import typer
 from ..errors import DAMAGE, CapabilityError, StorageError
 from ..text import counted, human_bytes
 from .app import PARTIAL, Ref, Shell, UsageError, verb
-from .output import fields_json, line, local, note, note_unknown, plain, print_json, snapshot_json, spinner, table
+from .output import (
+    fields_json,
+    line,
+    local,
+    note,
+    note_left_out,
+    note_unknown,
+    plain,
+    print_json,
+    snapshot_json,
+    spinner,
+    table,
+)
 
 if TYPE_CHECKING:
     from ..catalog.history import View
     from ..format.manifest import Manifest
     from ..format.records import Snapshot
+    from ..inspect.divergence import DivergenceResult
     from ..repository import Repository
 
     #: A snapshot as it was read, its manifests, and (path, value) of its plain values.
@@ -309,11 +322,13 @@ def diff(
     first: Annotated[
         bool, typer.Option("--first", help="Find where two runs first differ: the step, tensor and element.")
     ] = False,
-) -> None:
-    """Compare two snapshots tensor by tensor, or find where two runs diverge."""
+) -> int | None:
+    """Compare two snapshots tensor by tensor, or find where two runs diverge.
+
+    Exit code 3: --first left out snapshots whose records are unreadable or gone.
+    """
     if first:
-        _first_difference(shell, a, b)
-        return
+        return _first_difference(shell, a, b)
     with shell.repository() as repository, spinner(f"comparing {a} and {b}"):
         found = repository.diff(a, b)
     if shell.as_json:
@@ -325,7 +340,7 @@ def diff(
                 "plain": [{"path": path, "before": before, "after": after} for path, before, after in found.plain],
             }
         )
-        return
+        return None
     differing = [t for t in found.tensors if t.status != "same"]
     if differing:
         rows = [
@@ -336,16 +351,22 @@ def diff(
     if found.plain:
         table(["value", "before", "after"], found.plain)
     line(f"{len(found.tensors) - len(differing)} of {len(found.tensors)} tensors are the same")
+    return None
 
 
-def _first_difference(shell: Shell, a: str, b: str) -> None:
+def _first_difference(shell: Shell, a: str, b: str) -> int | None:
     with shell.repository() as repository, spinner(f"comparing {a} and {b}"):
         found = repository.first_difference(a, b)
     if shell.as_json:
-        columns = ("steps", "path", "index", "chunk", "before", "after", "note")
+        columns = ("steps", "path", "index", "chunk", "before", "after", "note", "unknown")
         shown = {name: getattr(found, name) for name in columns}
         print_json({"a": snapshot_json(found.a), "b": snapshot_json(found.b), **shown})
-        return
+    else:
+        _print_first_difference(found)
+    return PARTIAL if note_left_out(found.unknown) else None
+
+
+def _print_first_difference(found: DivergenceResult) -> None:
     looked = counted(len(found.steps), "common step")
     if found.path is None:
         line(f"all tensors are the same in {looked}, up to {found.a.ref} and {found.b.ref}")

@@ -17,7 +17,7 @@ from typer.core import TyperCommand
 from ..errors import CapabilityError
 from ..text import counted, human_bytes, some
 from .app import CORRUPT, ERROR, PARTIAL, DryRun, Place, Shell, UsageError, size_of, verb
-from .output import fields_json, line, note, note_unknown, print_json, spinner
+from .output import fields_json, line, note, note_left_out, note_unknown, print_json, spinner
 
 if TYPE_CHECKING:
     from ..check.report import CheckResult
@@ -308,10 +308,7 @@ def copy(
         print_json(fields_json(result, "url", *names))
     else:
         _print_copy(result)
-    if result.unknown:
-        left_out = f"{counted(len(result.unknown), 'record')}, unreadable or gone"
-        note(f"snapstore: warning: left out {left_out}: {some(list(result.unknown))}; run 'snapstore check'")
-    return PARTIAL if result.failed or result.unknown else None
+    return PARTIAL if note_left_out(result.unknown) or result.failed else None
 
 
 def _print_copy(result: CopyResult) -> None:

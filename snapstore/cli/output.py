@@ -153,6 +153,14 @@ def note_unknown(view: View) -> bool:
     return bool(unknown or view.missing)
 
 
+def note_left_out(unknown: Iterable[str]) -> bool:
+    """Print a warning about the records that a verb has left out, by their keys; return whether there are any."""
+    if keys := list(unknown):
+        left_out = f"{counted(len(keys), 'record')}, unreadable or gone"
+        note(f"snapstore: warning: left out {left_out}: {some(keys)}; run 'snapstore check'")
+    return bool(keys)
+
+
 def note_changes(exported: Exported, what: str) -> None:
     """Print which values are left out of a file, or have another type there; `what` is "file" or "format"."""
     if exported.dropped:

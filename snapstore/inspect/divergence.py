@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import msgspec
@@ -19,7 +19,7 @@ from .. import retention
 from ..arrays import Bytes
 from ..catalog.history import View
 from ..context import Context
-from ..errors import NotFoundError
+from ..errors import InvalidInputError, NotFoundError
 from ..format.manifest import Box, Manifest
 from ..format.records import Snapshot
 from ..restore.manifests import require_decoding
@@ -48,6 +48,8 @@ class DivergenceResult:
         chunk: number of the tensor's chunk, in C order, that has this element.
         before, after: the element in a and in b, as text.
         note: why there is no such element, such as another shape.
+        unknown: key -> why, of records of the two runs that cannot be read or are gone. Their snapshots were not
+            compared, so the runs may differ at their steps.
     """
 
     steps: list[int]
@@ -59,6 +61,7 @@ class DivergenceResult:
     before: str = ""
     after: str = ""
     note: str = ""
+    unknown: dict[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return self.path is not None
@@ -72,33 +75,48 @@ def first_difference(context: Context, a: str, b: str) -> DivergenceResult:
             meanwhile.
         InvalidInputError: a name is neither a run nor a reference.
         IntegrityError, FormatError: an object that must be read is damaged.
+        IntegrityError, StorageError: a run has only records that are damaged, gone or cannot be read; or the runs have
+            no step in common, and one of them has such a record.
         CapabilityError: the comparison must decode more than the limits allow.
     """
     steps: list[int] = []
-    for one, other in _pairs(context.index.refresh(), a, b):
+    view = context.index.refresh()
+    for one, other in _pairs(view, a, b):
         steps.append(one.step)
         found = read_as_ruled(context, (one, other), partial(_compare, context, steps))
         if found:
             break
-    return found
+    runs = view.runs()
+    return replace(found, unknown=view.unknown(a) | view.unknown(b)) if a in runs or b in runs else found
 
 
 def _pairs(view: View, a: str, b: str) -> list[tuple[Snapshot, Snapshot]]:
     """Return the snapshots to compare, in ascending order of their steps."""
     runs = view.runs()
     if a not in runs and b not in runs:
-        return [(view.resolve(a), view.resolve(b))]
+        return [(_resolve(view, a), _resolve(view, b))]
     for name in (a, b):
         view.require_run(name)
     by_step = [{snapshot.step: snapshot for snapshot in retention.current(view.snapshots(run))} for run in (a, b)]
     common = sorted(by_step[0].keys() & by_step[1].keys())
     if not common:
+        for run in (a, b):
+            view.require_known(f"first common step of {a!r} and {b!r}", run)
         texts = [
             f"{run!r} has {some(list(map(str, sorted(of))), STEPS_NAMED)}"
             for run, of in zip((a, b), by_step, strict=True)
         ]
         raise NotFoundError(f"runs {a!r} and {b!r} have no step in common: {', '.join(texts)}")
     return [(by_step[0][step], by_step[1][step]) for step in common]
+
+
+def _resolve(view: View, name: str) -> Snapshot:
+    """Return the snapshot that a reference names; if it names none, it may be a run without a readable record."""
+    try:
+        return view.resolve(name)
+    except (InvalidInputError, NotFoundError):
+        view.require_known(f"run {name!r}", name)
+        raise
 
 
 def _compare(context: Context, steps: list[int], a: Snapshot, b: Snapshot) -> DivergenceResult:

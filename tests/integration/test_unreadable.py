@@ -21,7 +21,7 @@ from kit.repositories import OPTIONS, check_restores, created, opened, same, sav
 from kit.samples import sampled
 from kit.shell import invoke
 from snapstore import IntegrityError, KeepLast, Repository, SaveOptions, SnapshotManager
-from snapstore.errors import NotFoundError, SnapstoreError, StorageError
+from snapstore.errors import InvalidInputError, NotFoundError, SnapstoreError, StorageError
 from snapstore.format import blob, records
 from snapstore.format.keys import record_key
 from snapstore.storage.local import LocalStore
@@ -663,6 +663,86 @@ def test_a_run_whose_only_record_is_damaged_or_unread_counts_as_a_run(store, is_
         faulty = store if is_read else Unreadable(store, key)
         with opened(faulty) as found, pytest.raises(error, match=r"may be b@7 .*, whose record cannot be read"):
             act(found)
+
+
+def on_disk(path, store):
+    """Return a repository on disk with the objects of a store."""
+    disk = LocalStore(path / "r", create=True)
+    for key in keys_of(store):
+        disk.put(key, store.get(key))
+    return disk
+
+
+def unknown(store, how, *keys):
+    """Return a store in which these records are damaged, or cannot be read for the moment."""
+    if how == "unread":
+        return Unreadable(store, *keys)
+    damaged = clone(store)
+    for key in keys:
+        flip(damaged, key, 60)
+    return damaged
+
+
+ERRORS = {"damaged": IntegrityError, "unread": StorageError}
+
+
+def two_runs():
+    """Return a store with the runs a and b, which differ only at step 1; and the key of the record of b@1."""
+    made = created()
+    with opened(made) as found:
+        for step in range(3):
+            save(found, "a", step, step)
+        saved = [found.save(values("a", 7 if step == 1 else step), run="b", step=step) for step in range(3)]
+    return made, saved[1].key
+
+
+@pytest.mark.parametrize("how", ["damaged", "unread"])
+def test_a_difference_at_a_step_whose_record_is_unknown_is_not_called_equal(how):
+    store, key = two_runs()
+    with opened(store) as found:
+        result = found.first_difference("a", "b")
+        assert (result.steps, bool(result), result.unknown) == ([0, 1], True, {})
+    with opened(unknown(store, how, key)) as found:
+        result = found.first_difference("a", "b")
+        assert (result.steps, bool(result), list(result.unknown)) == ([0, 2], False, [key])
+        assert list(found.first_difference("b", "a").unknown) == [key]
+        assert found.first_difference("a@0", "b@0").unknown == {}, "no run was compared"
+
+
+def test_the_shell_says_which_steps_diff_first_left_out(tmp_path):
+    store, key = two_runs()
+    disk = on_disk(tmp_path, store)
+    command = ["--repo", str(disk.root), "diff", "--first", "a", "b"]
+    assert invoke(command).exit_code == 0
+    flip(disk, key, 60)
+    said = invoke(command)
+    assert said.exit_code == 3
+    assert f"left out 1 record, unreadable or gone: {key}" in said.stderr
+    said = invoke(["--json", *command])
+    assert (said.exit_code, json.loads(said.stdout)["unknown"].keys()) == (3, {key})
+    assert invoke(["--repo", str(disk.root), "diff", "--first", "a@0", "b@0"]).exit_code == 0
+
+
+@pytest.mark.parametrize("how", ["damaged", "unread"])
+def test_a_first_difference_of_two_runs_without_a_readable_record_raises_the_error_of_a_record(how):
+    store = created()
+    with opened(store) as found:
+        keys = [save(found, run, 1, 1).key for run in "ab"]
+    with opened(unknown(store, how, *keys)) as found:
+        for names in (("a", "b"), ("a", "b@1"), ("b@1", "a")):
+            with pytest.raises(ERRORS[how], match=r"may be [ab]@1 .*, whose record cannot be read"):
+                found.first_difference(*names)
+        with pytest.raises(InvalidInputError, match="reference 'c': expected run@step"):
+            found.first_difference("c", "a")
+
+
+@pytest.mark.parametrize("how", ["damaged", "unread"])
+def test_the_only_common_step_of_two_runs_may_have_an_unknown_record(store, how):
+    with opened(store) as found:
+        key = save(found, "b", 1, 1).key
+        save(found, "b", 9, 9)
+    with opened(unknown(store, how, key)) as found, pytest.raises(ERRORS[how], match="may be b@1 "):
+        found.first_difference("a", "b")
 
 
 @pytest.mark.parametrize("args", [["--run", "a"], ["--all"]])

@@ -164,7 +164,10 @@ class Snapshots:
     # -- count and compare
 
     def stats(self) -> StatsResult:
-        """Return the bytes by tensor group and by codec, the effect of dedup, the ratio and the depths of chains."""
+        """Return the bytes by tensor group and by codec, the effect of dedup, the ratio and the depths of chains.
+
+        Leaves out snapshots whose record cannot be read or is gone; `unknown` of the result names them.
+        """
         from .inspect.stats import stats
 
         return stats(self.context)

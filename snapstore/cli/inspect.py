@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ..format.manifest import Manifest
     from ..format.records import Snapshot
     from ..inspect.divergence import DivergenceResult
+    from ..inspect.stats import StatsResult
     from ..repository import Repository
 
     #: A snapshot as it was read, its manifests, and (path, value) of its plain values.
@@ -389,14 +390,23 @@ def _scientific(value: float | None) -> str:
 
 
 @verb()
-def stats(shell: Shell) -> None:
-    """Count snapshots, chunks, and bytes by group and codec."""
+def stats(shell: Shell) -> int | None:
+    """Count snapshots, chunks, and bytes by group and codec.
+
+    Exit code 3: some records are unreadable or gone, and their snapshots are not counted.
+    """
     with shell.repository() as repository, spinner("counting"):
         found = repository.stats()
     if shell.as_json:
         document = asdict(found)
         print_json({**document, "ratio": found.ratio})
-        return
+    else:
+        _print_stats(found)
+    return PARTIAL if note_left_out(found.unknown) else None
+
+
+def _print_stats(found: StatsResult) -> None:
+    frees = f"{human_bytes(found.unneeded_bytes)}; 'snapstore gc' frees them"
     facts = {
         "snapshots": found.snapshots,
         "state": human_bytes(found.logical_bytes),
@@ -404,7 +414,7 @@ def stats(shell: Shell) -> None:
         "ratio": f"{found.ratio:.2f}x",
         "chunks": f"{found.chunks}, {found.unique_chunks} of them different",
         "bases": f"{human_bytes(found.base_only_bytes)} needed only as the base of a delta",
-        "unneeded": f"{human_bytes(found.unneeded_bytes)}; 'snapstore gc' frees them",
+        "unneeded": "not known: some records are unreadable or gone" if found.unknown else frees,
     }
     for name, value in facts.items():
         line(f"{name:<9} {value}")

@@ -50,8 +50,9 @@ class StatsResult:
         unique_chunks: number of different chunks among them.
         base_only_bytes: size of the blobs that are needed only as the base of a delta.
         unneeded_bytes: size of the packs and manifests that no committed snapshot needs; gc would free them. Packs in
-            quarantine do not count.
+            quarantine do not count. 0 if there are `unknown` records, which may need them: gc would refuse.
         depths: number of deltas in a chain -> number of chunks.
+        unknown: key -> why, of records that cannot be read or are gone; their snapshots are not counted.
     """
 
     snapshots: int = 0
@@ -65,6 +66,7 @@ class StatsResult:
     base_only_bytes: int = 0
     unneeded_bytes: int = 0
     depths: dict[int, int] = field(default_factory=dict)
+    unknown: dict[str, str] = field(default_factory=dict)
 
     __repr__ = brief
 
@@ -97,6 +99,7 @@ def _revisions(view: View) -> set[str]:
 def _count(context: Context, view: View) -> StatsResult:
     sizes = {info.key: info.size_bytes for prefix in ("packs/", "manifests/") for info in context.store.list(prefix)}
     result = StatsResult(stored_bytes=sum(sizes.values()), packs=sum(key.startswith("packs/") for key in sizes))
+    result.unknown = view.unknown()
     tally = _Tally(result)
     needed: set[str] = set()
     for snapshot in view.snapshots():
@@ -109,7 +112,8 @@ def _count(context: Context, view: View) -> StatsResult:
             tally.add(read)
     tally.finish()
     kept = in_quarantine(context.store)
-    result.unneeded_bytes = sum(size for key, size in sizes.items() if key not in needed | kept)
+    if not result.unknown:
+        result.unneeded_bytes = sum(size for key, size in sizes.items() if key not in needed | kept)
     by_codec: Counter[str] = Counter()
     for key in sorted(key for key in sizes if key.startswith("packs/") and key not in kept):
         try:

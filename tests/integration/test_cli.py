@@ -785,7 +785,7 @@ def test_stats(series):
     document = series.json("stats")
     assert set(document) == {
         "snapshots", "packs", "logical_bytes", "stored_bytes", "ratio", "groups", "codecs", "chunks", "unique_chunks",
-        "base_only_bytes", "unneeded_bytes", "depths",
+        "base_only_bytes", "unneeded_bytes", "depths", "unknown",
     }  # fmt: skip
     assert document["snapshots"] == 4
     assert document["ratio"] == document["logical_bytes"] / document["stored_bytes"]

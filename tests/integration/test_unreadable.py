@@ -745,6 +745,35 @@ def test_the_only_common_step_of_two_runs_may_have_an_unknown_record(store, how)
         found.first_difference("a", "b")
 
 
+@pytest.mark.parametrize("how", ["damaged", "unread"])
+def test_the_bytes_of_an_unknown_snapshot_do_not_count_as_unneeded(store, how):
+    with opened(store) as found:
+        key = save(found, "b", 0, 50).key
+        assert (found.stats().snapshots, found.stats().unknown) == (4, {})
+    with opened(unknown(store, how, key)) as found:
+        result = found.stats()
+        assert (result.snapshots, result.unneeded_bytes, list(result.unknown)) == (3, 0, [key])
+        with pytest.raises(ERRORS[how], match="nothing was deleted"):
+            found.gc()
+
+
+def test_the_shell_does_not_promise_that_gc_frees_the_bytes_of_an_unknown_snapshot(tmp_path, store):
+    disk = on_disk(tmp_path, store)
+    command = ["--repo", str(disk.root), "stats"]
+    said = invoke(command)
+    assert said.exit_code == 0
+    assert "'snapstore gc' frees them" in said.stdout
+    with opened(disk) as found:
+        key = found.snapshot("a@2").key
+    flip(disk, key, 60)
+    said = invoke(command)
+    assert (said.exit_code, "gc" in said.stdout) == (3, False)
+    assert "unneeded  not known: some records are unreadable or gone" in said.stdout
+    assert f"left out 1 record, unreadable or gone: {key}" in said.stderr
+    said = invoke(["--json", *command])
+    assert (said.exit_code, json.loads(said.stdout)["unknown"].keys()) == (3, {key})
+
+
 @pytest.mark.parametrize("args", [["--run", "a"], ["--all"]])
 @pytest.mark.parametrize("dry_run", [[], ["--dry-run"]])
 def test_a_copy_says_which_records_it_left_out(tmp_path, store, args, dry_run):

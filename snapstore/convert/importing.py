@@ -112,6 +112,8 @@ def import_checkpoints(
         InvalidInputError: a source is no checkpoint, is damaged or holds Python objects; two have one step, or one has
             none. Snapshots before that are committed.
         NotFoundError: a base names nothing.
+        IntegrityError, StorageError: the run may have a step already, in a snapshot whose record is damaged, gone or
+            cannot be read. Snapshots before that are committed.
         StorageError: the store failed.
     """
     check_name("run", run)
@@ -127,11 +129,13 @@ def import_checkpoints(
 def _import(
     repository: Repository, ordered: list[tuple[int, Path, str]], run: str, bases: Sequence[str]
 ) -> Iterator[Imported]:
-    there = {snapshot.step: snapshot for snapshot in repository.snapshots(run)}
+    view = repository.view()
+    there = {snapshot.step: snapshot for snapshot in view.snapshots(run)}
     for step, path, kind in ordered:
         if step in there:
             yield Imported(str(path), there[step], True, 0, [])
             continue
+        view.require_known(f"{path}: step {step} of run {run!r}", run, step)
         with out_of_memory(f"{path}: open", "free memory; or the file is damaged, and claims too much"):
             opened = FORMATS[kind][1](path)
         about = {"imported": {"from": path.name, "format": kind, **opened.imported}, **opened.about}

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from kit.damage import packs_of, refs, repository, three, twin, wound
 from kit.faults import FaultStore, Unreadable, one_thread
@@ -21,6 +22,7 @@ from kit.repositories import OPTIONS, check_restores, created, opened, same, sav
 from kit.samples import sampled
 from kit.shell import invoke
 from snapstore import IntegrityError, KeepLast, Repository, SaveOptions, SnapshotManager
+from snapstore.convert.importing import import_checkpoints
 from snapstore.errors import InvalidInputError, NotFoundError, SnapstoreError, StorageError
 from snapstore.format import blob, records
 from snapstore.format.keys import record_key
@@ -772,6 +774,26 @@ def test_the_shell_does_not_promise_that_gc_frees_the_bytes_of_an_unknown_snapsh
     assert f"left out 1 record, unreadable or gone: {key}" in said.stderr
     said = invoke(["--json", *command])
     assert (said.exit_code, json.loads(said.stdout)["unknown"].keys()) == (3, {key})
+
+
+@pytest.mark.parametrize("how", ["damaged", "unread"])
+def test_an_import_saves_no_step_again_whose_record_is_unknown(tmp_path, how):
+    sources = [tmp_path / f"step_{step}.safetensors" for step in (4, 5, 6)]
+    for source in sources:
+        safetensors.numpy.save_file({"w": np.arange(4.0)}, source)
+    store = created()
+    with opened(store) as found:
+        key = [imported.snapshot.key for imported in import_checkpoints(found, sources[:2], run="a")][1]
+    faulty = unknown(store, how, key)
+    before = keys_of(faulty, "snapshots/")
+    with opened(faulty) as found:
+        done = import_checkpoints(found, sources, run="a")
+        assert next(done).skipped
+        with pytest.raises(ERRORS[how], match=r"step_5.safetensors: step 5 of run 'a': may be a@5 "):
+            next(done)
+        assert keys_of(faulty, "snapshots/") == before
+        assert [imported.skipped for imported in import_checkpoints(found, sources[2:], run="a")] == [False]
+        assert [imported.skipped for imported in import_checkpoints(found, sources[1:2], run="b")] == [False]
 
 
 @pytest.mark.parametrize("args", [["--run", "a"], ["--all"]])

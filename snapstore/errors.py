@@ -7,7 +7,8 @@ SnapstoreError                    all errors below; a message names the thing, w
 ├── InvalidInputError (ValueError)  an argument, name, policy or target cannot be used; nothing was written
 │   └── UnsupportedLeafError      a value in the state has no stored form; the error says its path
 ├── StorageError                  the store failed: unreachable, refused, read-only; nothing was committed
-│   └── StorageFullError          no space or quota is left; committed snapshots stay
+│   ├── StorageFullError          no space or quota is left; committed snapshots stay
+│   └── UnreadRecordError         the record of one snapshot could not be read, though the store answers
 ├── FormatError                   bytes are not of this format, or of a version that this release does not read
 ├── IntegrityError                bytes of this format are damaged or missing; see `snapstore check`
 ├── RanksError                    another rank of the job failed, does not answer, or made another call
@@ -69,6 +70,10 @@ class StorageError(SnapstoreError):
 
 class StorageFullError(StorageError):
     """The object store has no room left."""
+
+
+class UnreadRecordError(StorageError):
+    """The record of a snapshot could not be read, though its store answers; a later read may succeed."""
 
 
 class OutputError(StorageError):

@@ -237,6 +237,7 @@ class Repository(Snapshots):
         Raises:
             InvalidInputError: no policy, or policies that keep nothing, without `force`.
             NotFoundError: no such run.
+            IntegrityError, StorageError: a run has only records that are damaged, gone or cannot be read.
         """
         return forget.forget(self.context, check_policies(keep), run=run, dry_run=dry_run, force=force)
 
@@ -365,6 +366,7 @@ class Repository(Snapshots):
         Raises:
             NotFoundError, InvalidInputError: a reference or the run names nothing; the digests of the destination have
                 another seed; or the destination is this repository.
+            IntegrityError, StorageError: a run has only records that are damaged, gone or cannot be read.
             StorageError: one of the stores failed; snapshots before that are copied.
         """
         from .copy.copy import CopyResult, copy

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from .. import retention
-from ..errors import IntegrityError, InvalidInputError, NotFoundError, StorageError
+from ..errors import IntegrityError, InvalidInputError, NotFoundError, StorageError, UnreadRecordError
 from ..format import records
 from ..format.keys import parse_record_key
 from ..format.records import COMMITTED, FORGOTTEN, Snapshot
@@ -131,12 +131,13 @@ class View:
         """Raise if there is such a snapshot, and its record cannot be read or is gone.
 
         Raises:
-            StorageError: it could not be read; it may be next time.
+            UnreadRecordError: it could not be read; it may be next time.
             IntegrityError: it is damaged or gone.
         """
         for _, _, name, key in self._unknown():
             if name == snapshot_id and key in self.unread:
-                raise StorageError(f"its record {key} cannot be read: {strip_hint(self.unread[key])}; try again")
+                why = strip_hint(self.unread[key]).removeprefix(f"{key}: ")
+                raise UnreadRecordError(f"its record {key} cannot be read: {why}; try again")
             if name == snapshot_id:
                 raise IntegrityError(f"its record {key} is damaged or gone; run 'snapstore check'")
 

@@ -28,7 +28,7 @@ from ..catalog.history import View
 from ..catalog.manifest_refs import all_manifests
 from ..catalog.read_twice import read_twice
 from ..context import Context
-from ..errors import DAMAGE, ConflictError, IntegrityError, InvalidInputError, NotFoundError
+from ..errors import DAMAGE, ConflictError, IntegrityError, InvalidInputError, NotFoundError, UnreadRecordError
 from ..format import manifest
 from ..format.keys import record_key
 from ..format.manifest import Manifest
@@ -106,7 +106,7 @@ def copy(
     for snapshot in in_order(snapshots):
         try:
             copier.copy(snapshot, named=named)
-        except (*DAMAGE, ConflictError) as error:
+        except (*DAMAGE, ConflictError, UnreadRecordError) as error:
             log.info("run=%s step=%d: copy failed: %s", snapshot.run, snapshot.step, error)
             result.failed.append((snapshot, f"{snapshot.ref}: {error}"))
     return result
@@ -206,6 +206,7 @@ class Copier:
             IntegrityError, FormatError, NotFoundError: it is damaged in the source, or was collected there; nothing was
                 committed.
             ConflictError: other processes keep revising it; or a gc of the destination fenced this copy as dead.
+            UnreadRecordError: its record, in one of the stores, cannot be read now.
             StorageError: one of the stores failed.
         """
         with confirmed(self._source), self._target.store.pinned():
@@ -337,7 +338,7 @@ def _ruling(view: View, snapshot: Snapshot) -> Snapshot:
 
     Raises:
         IntegrityError: it is damaged or gone.
-        StorageError: it cannot be read now.
+        UnreadRecordError: it cannot be read now.
         NotFoundError: its bytes are gone.
     """
     view.require_record(snapshot.id)

@@ -796,6 +796,33 @@ def test_an_import_saves_no_step_again_whose_record_is_unknown(tmp_path, how):
         assert [imported.skipped for imported in import_checkpoints(found, sources[1:2], run="b")] == [False]
 
 
+@pytest.mark.parametrize("how", ["damaged", "unread"])
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_an_unknown_record_in_the_destination_stops_the_copy_of_its_snapshot_only(store, how, dry_run):
+    target = MemoryStore()
+    with opened(store) as found:
+        found.copy(["a@0", "a@1"], to=target)
+    with opened(target) as there:
+        key = there.snapshot("a@1").key
+    with opened(store) as found, opened(unknown(target, how, key)) as there:
+        result = found.copy(to=there, dry_run=dry_run)
+        assert (refs(result.present), refs(result.copied)) == ({"a@0"}, {"a@2"})
+        ((failed, why),) = result.failed
+        assert failed.ref == "a@1"
+        assert why.startswith(f"a@1: its record {key} ")
+        assert why.count(key) == 1
+        if how == "unread":
+            assert "cannot be read: Input/output error (injected); try again" in why
+        assert dry_run or same(there.restore("a@2"), values("a", 2))
+
+
+def test_a_store_that_fails_still_stops_a_copy(store):
+    with opened(store) as found:
+        pack = min(packs_of(store, found.snapshot("a@1")))
+    with opened(Unreadable(store, pack)) as found, pytest.raises(StorageError, match="Input/output error"):
+        found.copy(to=MemoryStore())
+
+
 @pytest.mark.parametrize("args", [["--run", "a"], ["--all"]])
 @pytest.mark.parametrize("dry_run", [[], ["--dry-run"]])
 def test_a_copy_says_which_records_it_left_out(tmp_path, store, args, dry_run):

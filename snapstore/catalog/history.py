@@ -141,6 +141,10 @@ class View:
             if name == snapshot_id:
                 raise IntegrityError(f"its record {key} is damaged or gone; run 'snapstore check'")
 
+    def unknown_steps(self, run: str) -> dict[str, int]:
+        """Return the snapshots of a run whose record is damaged, unread or gone: id -> step."""
+        return {name: step for of_run, step, name, _ in self._unknown() if of_run == run}
+
     def _require_known(
         self, asked: str, run: str, found: Snapshot | None, step: int | None = None, snapshot_id: str = ""
     ) -> None:

@@ -33,6 +33,7 @@ from ..errors import (
     NotFoundError,
     StorageError,
 )
+from ..format.keys import parse_record_key
 from ..format.records import ABORTED, COMMITTED, FORGOTTEN, SWEPT, Snapshot
 from ..protocol import gc
 from ..protocol.forget import forget
@@ -87,6 +88,8 @@ class Mirror:
         self._copier: Copier | None = None
         self._pending: list[Snapshot] = []  # committed and not mirrored, oldest first
         self._given_up: set[str] = set()  # ids of snapshots that cannot be mirrored
+        self._unknown: list[int] = []  # steps whose records in the first store are not known, and that are not mirrored
+        self._named: set[str] = set()  # keys of records that a warning has named
         self._changed = threading.Condition()
         self._is_due, self._ends, self._is_idle, self._is_awaited = True, False, False, False
         self._thread: threading.Thread | None = None
@@ -146,9 +149,9 @@ class Mirror:
             self._changed.notify_all()
         if left:
             steps = some([str(step) for step in left])
-            log.warning(
-                "run=%s not mirrored in %s: steps %s: %s", self.run, self.url, steps, self.problem or "too slow"
-            )
+            is_slow = len(left) > len(self._unknown)
+            why = self.problem or ("too slow" if is_slow else "their records cannot be read, or are gone")
+            log.warning("run=%s not mirrored in %s: steps %s: %s", self.run, self.url, steps, why)
         if self._thread is not None:
             self._thread.join(GIVE_UP_S)
         if self.has_ended and self._target is not None:
@@ -163,8 +166,10 @@ class Mirror:
     def wait(self, timeout: float | None = None) -> list[int]:
         """Wait until everything is mirrored, for at most `timeout` seconds, or until an attempt fails.
 
+        It does not wait for a step whose record in the first store is damaged, cannot be read or is gone.
+
         Returns:
-            The steps that are not mirrored.
+            The steps that are not mirrored, as `behind` returns them.
         """
         if self.read_only:
             return []
@@ -177,7 +182,7 @@ class Mirror:
                 left = None if end is None else end - time.monotonic()
                 if (left is not None and left <= 0) or not self._changed.wait(left):
                     break
-            return [snapshot.step for snapshot in self._pending]
+        return self.behind()
 
     # -- what is behind
 
@@ -190,13 +195,18 @@ class Mirror:
             self._changed.notify_all()
 
     def behind(self) -> list[int]:
-        """Return the steps that are committed and not mirrored, in the order of their saves. Reads nothing."""
+        """Return the steps that are committed and not mirrored. Reads nothing.
+
+        The steps that may be so come first: their records in the first store cannot be read. The others follow in the
+        order of their saves.
+        """
         with self._changed:
-            return [snapshot.step for snapshot in self._pending]
+            return self._unknown + [snapshot.step for snapshot in self._pending]
 
     def holding(self, keep: Sequence[retention.Policy]) -> Sequence[retention.Policy]:
         """Return policies for the first store that, besides `keep`, keep the oldest steps that are not mirrored yet."""
-        held = self.behind()[:HELD_AT_MOST]
+        with self._changed:
+            held = [snapshot.step for snapshot in self._pending[:HELD_AT_MOST]]
         return [*keep, retention.KeepSteps(held)] if held else keep
 
     # -- the thread
@@ -244,7 +254,8 @@ class Mirror:
             try:
                 copier.copy(snapshot, named=False)
             except DAMAGE as error:
-                self._leave_out(snapshot, error)
+                self._say_left_out(snapshot, error)
+                self._given_up.add(snapshot.id)
             self.problem = ""
             with self._changed:
                 self._pending = [s for s in self._pending if s.id != snapshot.id]
@@ -256,9 +267,8 @@ class Mirror:
         if self._ends:
             raise StorageError("the copy was given up; nothing was committed; copy again")
 
-    def _leave_out(self, snapshot: Snapshot, why: object) -> None:
+    def _say_left_out(self, snapshot: Snapshot, why: object) -> None:
         log.warning("run=%s step=%d cannot be mirrored, and is left out: %s", self.run, snapshot.step, why)
-        self._given_up.add(snapshot.id)
 
     def _retain(self, target: Context) -> None:
         """Apply the policies of the mirror; damage there only costs space, and must not stop the copies."""
@@ -284,8 +294,9 @@ class Mirror:
                 here.require_record(snapshot.id)
                 if here.get(snapshot.id) is None:
                     raise IntegrityError(f"its record {snapshot.key} is gone")
-            except IntegrityError as error:
-                self._leave_out(snapshot, error)
+            except IntegrityError as error:  # once the record is back, the snapshot is found below
+                self._say_left_out(snapshot, error)
+        self._note_unknown(here, there)
         committed = [(s, there.get(s.id)) for s in here.snapshots(self.run) if s.id not in self._given_up]
         tagged = [s for s, known in committed if known and known.state == COMMITTED and not {*s.tags} <= {*known.tags}]
         found = [s for s, known in committed if known is None or known.state not in MIRRORED]
@@ -295,6 +306,23 @@ class Mirror:
         with self._changed:  # a commit may have been noted since
             self._pending = found + [s for s in self._pending if s.id not in due | noted.keys()]
         return tagged + found
+
+    def _note_unknown(self, here: View, there: View) -> None:
+        """Note the snapshots whose records in the first store are not known, and which are not in the mirror."""
+
+        def is_absent(name: str) -> bool:
+            known = there.get(name)
+            return known is None or known.state not in MIRRORED
+
+        steps = sorted(step for name, step in here.unknown_steps(self.run).items() if is_absent(name))
+        with self._changed:
+            self._unknown = steps
+        keys = [(key, parse_record_key(key)) for key in here.unknown(self.run)]
+        absent = {key for key, parsed in keys if parsed is None or is_absent(parsed[2])}
+        if absent - self._named:
+            text = "run=%s records in %s cannot be read, or are gone; their snapshots are not mirrored; %s: %s"
+            log.warning(text, self.run, self._source.store.url, "run 'snapstore repair'", some(sorted(absent)))
+        self._named = absent
 
     def _wanted(self, target: Context, here: View, there: View, found: Sequence[Snapshot]) -> list[Snapshot]:
         """Return those of `found` that the policies of the mirror would keep, in the place that a copy would take."""

@@ -10,10 +10,13 @@ import time
 import pytest
 import torch
 
-from kit.faults import FaultStore
+from kit.damage import three
+from kit.faults import FaultStore, Unreadable
+from kit.objects import clone, flip
 from kit.ranks import Managers
 from kit.repositories import OPTIONS, check_clean, created, opened, same, save, values
 from snapstore import (
+    IntegrityError,
     InvalidInputError,
     KeepBest,
     KeepEvery,
@@ -338,8 +341,8 @@ def test_a_first_store_that_is_empty_is_no_mirrored_one(tmp_path, caplog):
     saved(snapshots, [2])
     shutil.rmtree(fast / "snapshots")  # only the records are lost
     faulty.heal()
-    until(lambda: not snapshots.not_mirrored())
-    assert "step=2 cannot be mirrored, and is left out: its record" in caplog.text
+    until(lambda: "step=2 cannot be mirrored, and is left out: its record" in caplog.text)
+    assert 2 in snapshots.wait_until_mirrored(5)
     snapshots.close()
     assert steps_in(slow) == [0, 1]
 
@@ -427,3 +430,73 @@ def test_best_and_highest_mean_both_stores():
         assert (snapshots.best_step(), snapshots.highest_step()) == (1, 5)
         assert same(snapshots.restore("best"), values("a", 1))
         assert same(snapshots.restore("highest"), values("a", 5))
+
+
+# --- a record that cannot be read ------------------------------------------------------------------------------------
+
+
+def harmed(store, ref, how):
+    """Return a copy of a store in which the record of a snapshot is damaged or cannot be read, and its key."""
+    with opened(store) as repository:
+        key = repository.snapshot(ref).key
+    inner = clone(store)
+    if how == "damaged":
+        flip(inner, key, 60)
+    return (inner if how == "damaged" else Unreadable(inner, key)), key
+
+
+UNKNOWN = pytest.mark.parametrize(
+    ("how", "error"), [("damaged", IntegrityError), ("unread", StorageError)], ids=["damaged", "unread"]
+)
+
+
+@UNKNOWN
+def test_a_record_of_the_first_store_that_cannot_be_read_is_not_called_mirrored(caplog, how, error):
+    fast, key = harmed(three(), "a@1", how)
+    slow = MemoryStore()
+    with manager(fast, slow) as snapshots:
+        assert snapshots.wait_until_mirrored(20) == [1]
+        assert snapshots.not_mirrored() == [1]
+        saved(snapshots, [3])
+        assert snapshots.wait_until_mirrored(20) == [1]
+        told = [r.getMessage() for r in caplog.records if key in r.getMessage() and "not mirrored;" in r.getMessage()]
+        assert len(told) == 1, told
+        assert steps_in(slow) == [0, 2, 3]
+        if how == "unread":
+            fast.bad.clear()
+            assert snapshots.wait_until_mirrored(20) == []
+            assert steps_in(slow) == [0, 1, 2, 3]
+            return
+    assert "steps 1: their records cannot be read, or are gone" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["damaged", "gone"])
+def test_a_snapshot_whose_record_is_put_back_is_mirrored_then(caplog, how):
+    fast = created()
+    slow = created_like(fast)
+    faulty = FaultStore(slow, 0, "outage")
+    with manager(fast, faulty) as snapshots:
+        saved(snapshots, [0, 1])
+        key = snapshots.repository.snapshot("a@0").key
+        data = fast.get(key)
+        fast.delete([key])
+        if how == "damaged":
+            fast.put(key, b"SNAP")
+        faulty.heal()
+        assert snapshots.wait_until_mirrored(20) == [0]
+        assert "step=0 cannot be mirrored" in caplog.text
+        fast.delete([key])
+        fast.put(key, data)
+        assert snapshots.wait_until_mirrored(20) == []
+    assert steps_in(slow) == [0, 1]
+
+
+@UNKNOWN
+def test_a_record_that_cannot_be_read_is_no_fault_of_a_mirror_that_has_its_snapshot(caplog, how, error):
+    store, slow = three(), MemoryStore()
+    with opened(store) as repository:
+        repository.copy(to=slow)
+    fast, _ = harmed(store, "a@1", how)
+    with manager(fast, slow) as snapshots:
+        assert snapshots.wait_until_mirrored(20) == []
+    assert "not mirrored" not in caplog.text

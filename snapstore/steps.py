@@ -25,6 +25,7 @@ from .repository import Repository
 from .storage.base import ObjectStore
 
 if TYPE_CHECKING:
+    from .catalog.history import View
     from .context import Context
     from .copy.mirror import Mirror
     from .restore.exchange import Exchange
@@ -124,8 +125,29 @@ class Steps:
 
     def _snapshots(self) -> list[Snapshot]:
         """Return the committed snapshots of the run, each once: those of a mirror first."""
-        found = {s.id: s for s in self._mirror.snapshots()} if self._mirror is not None else {}
-        return list((found | {s.id: s for s in self.repository.snapshots(self.run)}).values())
+        return self._committed(self._views())
+
+    def _views(self) -> list[View]:
+        """Return what the repository has, and what a mirror has that can be reached."""
+        there = self._mirror.view() if self._mirror is not None else None
+        return [self.repository.view(), *([there] if there is not None else [])]
+
+    def _committed(self, views: Sequence[View]) -> list[Snapshot]:
+        found: dict[str, Snapshot] = {}
+        for view in reversed(views):
+            found |= {snapshot.id: snapshot for snapshot in view.snapshots(self.run)}
+        return list(found.values())
+
+    def _require_known(self, asked: str, views: Sequence[View], found: Sequence[Snapshot], above: int = -1) -> None:
+        """Raise if a store has a record of the run, of a step above `above`, that is not known; none of `found`.
+
+        Raises:
+            IntegrityError, StorageError: a record is damaged or gone, or cannot be read.
+        """
+        besides = {snapshot.id for snapshot in found}
+        for number, view in enumerate(views):
+            place = f" in {self._mirror.url}" if number and self._mirror is not None else ""
+            view.require_all_known(f"{asked}{place}", self.run, besides, above)
 
     def latest_step(self) -> int | None:
         """Return the step of the newest committed snapshot, by the order of the saves; None if there is none.
@@ -140,9 +162,16 @@ class Steps:
         return self._answered("latest_step", find)
 
     def highest_step(self) -> int | None:
-        """Return the highest step that has a committed snapshot; None if there is none."""
-        highest = self.repository.view().highest_step(self.run)
-        return highest if self._mirror is None else max(self.all_steps(), default=highest)
+        """Return the highest step that has a committed snapshot; None if there is none.
+
+        Raises:
+            IntegrityError, StorageError: a record of a higher step is gone, or cannot be read.
+        """
+        views = self._views()
+        found = self._committed(views)
+        highest = max((snapshot.step for snapshot in found), default=None)
+        self._require_known(f"highest step of {self.run}", views, found, -1 if highest is None else highest)
+        return highest
 
     def _start_mirror(
         self,
@@ -186,6 +215,7 @@ class Steps:
 
         Raises:
             InvalidInputError: no KeepBest among the policies.
+            IntegrityError, StorageError: a record of the run is gone, or cannot be read: it may be the best.
         """
         for policy in self.keep:
             if isinstance(policy, retention.KeepBest):
@@ -193,7 +223,10 @@ class Steps:
         raise InvalidInputError("best_step: no KeepBest among the policies; pass keep=[KeepBest('metric'), ...]")
 
     def _best_by(self, policy: retention.KeepBest) -> int | None:
-        ranked = policy.ranked(retention.current(self._snapshots()))
+        views = self._views()
+        found = self._committed(views)
+        self._require_known(f"best step of {self.run}", views, found)
+        ranked = policy.ranked(retention.current(found))
         return ranked[0].step if ranked else None
 
     def _answered(self, question: str, find: Callable[[], int | None]) -> int | None:
@@ -300,13 +333,18 @@ class Steps:
         return self._exchange
 
     def _of_both_stores(self, step: int | str | None) -> int | str | None:
-        """Return the step that "best" or "highest" means in both stores together; a tag of that name comes first."""
+        """Return the step that "best" or "highest" means in both stores together; a tag of that name comes first.
+
+        Raises:
+            IntegrityError, StorageError: that may be a step whose record is gone, or cannot be read.
+        """
         if self._mirror is None or step not in ("best", "highest"):
             return step
         if any(step in snapshot.tags for snapshot in self._snapshots()):
             return step
         if step == "highest":
-            return max(self.all_steps(), default=step)
+            highest = self.highest_step()
+            return step if highest is None else highest
         policy = next((policy for policy in self.keep if isinstance(policy, retention.KeepBest)), None)
         found = None if policy is None else self._best_by(policy)
         return step if found is None else found

@@ -9,7 +9,7 @@ changes: any thread may use it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 from .. import retention
 from ..errors import IntegrityError, InvalidInputError, NotFoundError, StorageError, UnreadRecordError
@@ -145,6 +145,21 @@ class View:
         """Return the snapshots of a run whose record is damaged, unread or gone: id -> step."""
         return {name: step for of_run, step, name, _ in self._unknown() if of_run == run}
 
+    def require_all_known(self, asked: str, run: str, besides: Container[str] = (), above: int = -1) -> None:
+        """Raise if a snapshot of a run, with a step above `above`, has a record that is not known.
+
+        Args:
+            asked: the question, for the error.
+            besides: ids that do not matter: another store has their records.
+
+        Raises:
+            StorageError: its record could not be read.
+            IntegrityError: its record is damaged or gone.
+        """
+        for name, step in self.unknown_steps(run).items():
+            if step > above and name not in besides:
+                self._require_known(asked, run, None, snapshot_id=name)
+
     def _require_known(
         self, asked: str, run: str, found: Snapshot | None, step: int | None = None, snapshot_id: str = ""
     ) -> None:
@@ -225,9 +240,7 @@ class View:
             IntegrityError, StorageError: a record of a higher step is gone, or cannot be read.
         """
         highest = max((s.step for s in self.snapshots(run)), default=None)
-        for of_run, step, name, _ in self._unknown():
-            if of_run == run and (highest is None or step > highest):
-                self._require_known(f"highest step of {run}", run, None, snapshot_id=name)
+        self.require_all_known(f"highest step of {run}", run, above=-1 if highest is None else highest)
         return highest
 
     def next_seq(self, run: str) -> int:

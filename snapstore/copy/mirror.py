@@ -65,7 +65,7 @@ class Mirror:
         source: where the run is saved.
         open_target: opens the mirror, or makes it; called until it succeeds.
         keep: the policies of the mirror; none: it keeps everything.
-        read_only: copy nothing; only `nearest`, `newest` and `snapshots` are of use.
+        read_only: copy nothing; only `nearest`, `newest` and `view` are of use.
 
     Attributes:
         url: URL of the mirror.
@@ -362,7 +362,7 @@ class Mirror:
             IntegrityError, StorageError: a record of the first store that may be newer is gone, or cannot be read.
         """
         here = self._source.index.refresh()
-        ours, there = here.latest(self.run), self._view()
+        ours, there = here.latest(self.run), self.view()
         theirs = there.newest(self.run) if there else None
         if theirs is None or there is None:
             return ours, False
@@ -375,12 +375,8 @@ class Mirror:
                 return ours, False
         return theirs, held is None or held.state not in (COMMITTED, FORGOTTEN)
 
-    def snapshots(self) -> list[Snapshot]:
-        """Return the committed snapshots of the run in the mirror; none if it cannot be reached."""
-        view = self._view()
-        return view.snapshots(self.run) if view else []
-
-    def _view(self) -> View | None:
+    def view(self) -> View | None:
+        """Return what the mirror has; None if it cannot be reached."""
         try:
             return self._opened().index.refresh()
         except (StorageError, NotFoundError) as error:
@@ -407,7 +403,7 @@ class Mirror:
             with suppress(NotFoundError):
                 view.resolve(f"{self.run}@{name}")
                 return self._source
-            there = self._view()
+            there = self.view()
             found, is_there = (there.resolve(f"{self.run}@{name}"), True) if there else (None, False)
         if found is None or not is_there:
             return self._source

@@ -500,3 +500,40 @@ def test_a_record_that_cannot_be_read_is_no_fault_of_a_mirror_that_has_its_snaps
     with manager(fast, slow) as snapshots:
         assert snapshots.wait_until_mirrored(20) == []
     assert "not mirrored" not in caplog.text
+
+
+def with_losses():
+    """Return a store of a@0, a@1 and a@2, the best of which is a@1, and a mirror that has only a@0."""
+    store, slow = created(), MemoryStore()
+    with opened(store) as repository:
+        for step, loss in ((0, 0.5), (1, 0.1), (2, 0.3)):
+            save(repository, "a", step, step, metrics={"loss": loss})
+        repository.copy(["a@0"], to=slow)
+    return store, slow
+
+
+@UNKNOWN
+@pytest.mark.parametrize("has_mirror", [True, False])
+def test_best_and_highest_may_be_a_record_that_cannot_be_read(how, error, has_mirror):
+    store, slow = with_losses()
+    options = {"keep": [KeepBest("loss"), KeepLast(9)], "read_only": True}
+    for ref, word in (("a@1", "best"), ("a@2", "highest")):
+        fast, key = harmed(store, ref, how)
+        with manager(fast, slow if has_mirror else None, **options) as snapshots:
+            with pytest.raises(error, match=key):
+                snapshots.restore(word)
+            with pytest.raises(error, match=key):
+                snapshots.best_step() if word == "best" else snapshots.highest_step()
+            assert same(snapshots.restore(0), values("a", 0))
+
+
+@UNKNOWN
+def test_best_and_highest_may_be_a_record_that_the_mirror_cannot_read(how, error):
+    store, _ = with_losses()
+    options = {"keep": [KeepBest("loss"), KeepLast(9)], "read_only": True}
+    for ref, word in (("a@1", "best"), ("a@2", "highest")):
+        slow, key = harmed(store, ref, how)
+        with manager(created_like(store), slow, **options) as snapshots, pytest.raises(error, match=key):
+            snapshots.restore(word)
+        with manager(store, slow, **options) as snapshots:  # the first store has the record
+            assert same(snapshots.restore(word), values("a", int(ref[-1])))

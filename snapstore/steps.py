@@ -153,6 +153,9 @@ class Steps:
         """Return the step of the newest committed snapshot, by the order of the saves; None if there is none.
 
         After a return to an older step this may not be the highest step, which Orbax calls the latest.
+
+        Raises:
+            IntegrityError, StorageError: a record that may be newer is gone, or cannot be read.
         """
 
         def find() -> int | None:

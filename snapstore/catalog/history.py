@@ -233,6 +233,26 @@ class View:
         self._require_known(f"{run}@latest", run, found)
         return found
 
+    def latest_beside(self, other: View, run: str, asked: str) -> Snapshot | None:
+        """Return `newest`. Raise as `latest` does, unless the other store has the record, and it decides nothing.
+
+        Args:
+            other: the view of the other store of the run, where `latest` is certain.
+            asked: the question, for the error.
+
+        Raises:
+            IntegrityError, StorageError: a record that may be newer is gone, or cannot be read.
+        """
+        found, last = self.newest(run), other.newest(run)
+        known = [s for s in (found, self.get(last.id) if last else None) if s is not None]
+        last_here = max(known, key=lambda s: (s.seq, s.id), default=None)
+        for name in self.unknown_steps(run):
+            held = other.get(name)
+            is_older = held is not None and last is not None and (held.seq, held.id) <= (last.seq, last.id)
+            if not is_older and not other.is_unknown(name):
+                self._require_known(asked, run, last_here, snapshot_id=name)
+        return found
+
     def highest_step(self, run: str) -> int | None:
         """Return the highest step of the committed snapshots of a run; None if there are none.
 

@@ -359,11 +359,12 @@ class Mirror:
         never had the first store's newest snapshot; if it had, their numbers decide.
 
         Raises:
-            IntegrityError, StorageError: a record of the first store that may be newer is gone, or cannot be read.
+            IntegrityError, StorageError: a record that may be newer is gone, or cannot be read: in the first store, or
+                in the mirror if the first store does not have it.
         """
         here = self._source.index.refresh()
         ours, there = here.latest(self.run), self.view()
-        theirs = there.newest(self.run) if there else None
+        theirs = there.latest_beside(here, self.run, f"{self.run}@latest in {self.url}") if there else None
         if theirs is None or there is None:
             return ours, False
         held = here.get(theirs.id)

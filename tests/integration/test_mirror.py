@@ -537,3 +537,36 @@ def test_best_and_highest_may_be_a_record_that_the_mirror_cannot_read(how, error
             snapshots.restore(word)
         with manager(store, slow, **options) as snapshots:  # the first store has the record
             assert same(snapshots.restore(word), values("a", int(ref[-1])))
+
+
+@UNKNOWN
+def test_no_older_step_when_the_first_store_is_lost_and_the_last_record_of_the_mirror_cannot_be_read(how, error):
+    store, slow = three(), MemoryStore()
+    with opened(store) as repository:
+        repository.copy(to=slow)
+    slow, key = harmed(slow, "a@2", how)
+    with manager(created_like(store), slow) as snapshots:
+        for ask in (snapshots.latest_step, snapshots.restore):
+            with pytest.raises(error, match=f"may be a@2 .*{key}.* name the one that can be read, .*a@1"):
+                ask()
+        assert snapshots.all_steps() == [0, 1]
+        assert same(snapshots.restore(1), values("a", 1))  # by name
+    with manager(store, slow) as snapshots:  # a first store that is there decides
+        assert snapshots.latest_step() == 2
+        assert same(snapshots.restore(), values("a", 2))
+        saved(snapshots, [3])
+        assert snapshots.latest_step() == 3
+
+
+@UNKNOWN
+def test_an_older_record_of_the_mirror_that_cannot_be_read_stops_no_job(how, error):
+    """Policies of the first store have forgotten its snapshot."""
+    store, slow = three(), MemoryStore()
+    with opened(store) as repository:
+        repository.copy(to=slow)
+        repository.forget_snapshots(["a@0", "a@1"], force=True)
+        repository.gc()
+    bad, _ = harmed(slow, "a@1", how)
+    with manager(store, bad) as snapshots:
+        assert snapshots.latest_step() == 2
+        assert same(snapshots.restore(), values("a", 2))

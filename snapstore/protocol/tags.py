@@ -117,7 +117,8 @@ def take(context: Context, names: Sequence[str], taker: Snapshot, before: View) 
 
 
 def _holders(view: View, taker: Snapshot, name: str) -> list[Snapshot]:
-    return [s for s in view.snapshots(taker.run) if name in s.tags]
+    gone = {s.id for s in view.missing}  # no record may take the place of their last one, which `repair` puts back
+    return [s for s in view.snapshots(taker.run) if name in s.tags and s.id not in gone]
 
 
 def _decide(

@@ -897,6 +897,20 @@ def test_no_verb_writes_over_a_record_that_is_gone(tagged, verb):
     assert found.snapshot("a@keep").step == 0
 
 
+def test_a_tag_that_moves_writes_over_no_record_that_is_gone(tagged):
+    found, _ = tagged
+    assert found.repair(apply=True).ok
+    found.tag("a@0", "best")
+    key = found.snapshot("a@0").key
+    (found.store.root / key).unlink()  # the record with both tags; one with "keep" is listed
+    found.tag("a@2", "keep")
+    assert found.snapshot("a@keep").step == 2
+    assert key in found.view().vanished
+    assert found.repair(apply=True).ok
+    assert found.snapshot("a@best").step == 0
+    assert found.snapshot("a@keep").step == 2
+
+
 def test_a_tag_that_may_be_on_an_unread_snapshot_too_is_logged(store, caplog):
     with opened(store) as found:
         found.tag("a@2", "best")

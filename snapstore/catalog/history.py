@@ -158,10 +158,10 @@ class View:
         """
         for name, step in self.unknown_steps(run).items():
             if step > above and name not in besides:
-                self._require_known(asked, run, None, snapshot_id=name)
+                self.require_known(asked, run, snapshot_id=name)
 
-    def _require_known(
-        self, asked: str, run: str, found: Snapshot | None, step: int | None = None, snapshot_id: str = ""
+    def require_known(
+        self, asked: str, run: str, found: Snapshot | None = None, step: int | None = None, snapshot_id: str = ""
     ) -> None:
         """Raise if the answer may be a snapshot whose record is not known, instead of `found`.
 
@@ -200,20 +200,9 @@ class View:
             IntegrityError, StorageError: it may have one, whose record is gone or cannot be read.
         """
         if not self.snapshots(run, states):
-            self._require_known(f"run {run!r}", run, None)
+            self.require_known(f"run {run!r}", run)
             there = ", ".join(sorted({s.run for s in self.snapshots(states=states)})) or "none"
             raise NotFoundError(f"run {run!r}: has no snapshots in this repository; runs: {there}")
-
-    def require_known(self, asked: str, run: str, step: int | None = None) -> None:
-        """Raise if a snapshot of this run and step (None: any step) has a record that is gone or cannot be read.
-
-        Args:
-            asked: begins the error.
-
-        Raises:
-            IntegrityError, StorageError: there is one.
-        """
-        self._require_known(asked, run, None, step)
 
     def get(self, snapshot_id: str) -> Snapshot | None:
         """Return the snapshot of this full id, in any state."""
@@ -230,7 +219,7 @@ class View:
             IntegrityError, StorageError: a record that may be newer is gone, or cannot be read.
         """
         found = self.newest(run)
-        self._require_known(f"{run}@latest", run, found)
+        self.require_known(f"{run}@latest", run, found)
         return found
 
     def latest_beside(self, other: View, run: str, asked: str) -> Snapshot | None:
@@ -250,7 +239,7 @@ class View:
             held = other.get(name)
             is_older = held is not None and last is not None and (held.seq, held.id) <= (last.seq, last.id)
             if not is_older and not other.is_unknown(name):
-                self._require_known(asked, run, last_here, snapshot_id=name)
+                self.require_known(asked, run, last_here, snapshot_id=name)
         return found
 
     def highest_step(self, run: str) -> int | None:
@@ -320,7 +309,7 @@ class View:
             raise InvalidInputError(f"reference {ref!r}: expected {FORMS}")
         of_run = self.snapshots(run, states)
         if not of_run:
-            self._require_known(ref, run, None)
+            self.require_known(ref, run)
             there = ", ".join(self.runs()) or "none"
             raise NotFoundError(f"reference {ref!r}: no run {run!r} in this repository; runs: {there}")
         committed = [s for s in of_run if s.state == COMMITTED]
@@ -335,7 +324,7 @@ class View:
                 return self._first_of(ref, run, committed)
         best = max(found, key=lambda s: (s.seq, s.id), default=None)
         if best is None or name not in best.tags:  # a tag is on one snapshot of its run
-            self._require_known(ref, run, best, step)
+            self.require_known(ref, run, best, step)
         if best is None:
             steps = ", ".join(str(s.step) for s in committed[-10:]) or "none"
             tags = ", ".join(sorted({tag for s in committed for tag in s.tags})) or "none"
@@ -346,7 +335,7 @@ class View:
 
     def _first_of(self, ref: str, run: str, committed: Sequence[Snapshot]) -> Snapshot:
         """Return the highest step, or the best by its metric, of the committed snapshots of a run."""
-        self._require_known(ref, run, None)
+        self.require_known(ref, run)
         current = retention.current(committed)
         if ref.endswith("@highest"):
             return max(current, key=lambda s: s.step)
@@ -369,7 +358,7 @@ class View:
         found = [s for s in self._by_id.values() if s.id.startswith(prefix) and s.state in states]
         for run, _, name, _ in self._unknown():
             if name.startswith(prefix):
-                self._require_known(ref, run, None, snapshot_id=name)
+                self.require_known(ref, run, snapshot_id=name)
         if not found:
             raise NotFoundError(f"reference {ref!r}: no snapshot whose id starts with {prefix!r}; see 'snapstore log'")
         if len(found) > 1:

@@ -135,7 +135,7 @@ def _import(
         if step in there:
             yield Imported(str(path), there[step], True, 0, [])
             continue
-        view.require_known(f"{path}: step {step} of run {run!r}", run, step)
+        view.require_known(f"{path}: step {step} of run {run!r}", run, step=step)
         with out_of_memory(f"{path}: open", "free memory; or the file is damaged, and claims too much"):
             opened = FORMATS[kind][1](path)
         about = {"imported": {"from": path.name, "format": kind, **opened.imported}, **opened.about}

@@ -2,7 +2,9 @@
 
 import contextlib
 import shutil
+import tempfile
 import zlib
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -58,6 +60,18 @@ def made(tmp_path_factory):
         return folder, repository.snapshot("r@0")
 
 
+@contextlib.contextmanager
+def copied(folder, tmp_path_factory):
+    """Yield a copy of a repository in a place that no other copy had: the index of a place knows what was lost there.
+
+    The copy stays if the block fails.
+    """
+    place = Path(tempfile.mkdtemp(prefix="place-", dir=tmp_path_factory.getbasetemp()))
+    shutil.copytree(folder, place / "repo")
+    yield place / "repo"
+    shutil.rmtree(place)
+
+
 @settings(max_examples=10 * EXAMPLES, deadline=None)
 @given(st.fixed_dictionaries({}, optional=FIELDS), st.lists(st.sampled_from(VERBS), min_size=1, max_size=5))
 @example({"created": 1e300, "stall_s": float("nan")}, [["log"], ["show", "id:b"], ["show", "id:b", "--json"]])
@@ -70,27 +84,24 @@ def test_any_record(made, tmp_path_factory, changes, verbs):
     """Mitigation: fields are typed, and every verb works with any value that the types allow."""
     tally("fuzz inputs")
     folder, good = made
-    place = tmp_path_factory.mktemp("place")
-    shutil.copytree(folder, place / "repo")
     if "metadata_node" in changes:
         changes["metadata_node"] = msgspec.Raw(msgspec.msgpack.encode(encode_plain(changes["metadata_node"])))
     forged = msgspec.structs.replace(good, **{"id": "b" * 32, "step": 5, "seq": 1} | changes)
-    key = record_key("r", forged.step, forged.id, forged.revision)
-    (place / "repo" / key).write_bytes(records.encode(forged))
-    with contextlib.chdir(place):
-        for args in verbs:
-            traced = THOROUGH or zlib.crc32(repr(args).encode()) % 5 == SEED % 5  # it takes five times as long
-            with little_memory(128 * MIB) if traced else little_time():
-                result = invoke(args, env={"SNAPSTORE_REPO": str(place / "repo")})
-            said = (args, result.exit_code, result.output[-2000:], result.exception)
-            assert result.exception is None or isinstance(result.exception, SystemExit), said
-            assert "this is a bug" not in result.output, said
-        with Repository.open(place / "repo", options=SaveOptions(threads=1)) as repository:
-            for _ in range(2):  # the second save takes its number from the first
-                saved = repository.save({"w": np.arange(2000) + 1}, run="r", step=9)
-                assert repository.restore(f"id:{saved.id}")["w"][0] == 1
-            assert (repository.restore(f"id:{good.id}")["w"] == np.arange(2000)).all()
-    shutil.rmtree(place)
+    with copied(folder, tmp_path_factory) as root:
+        (root / record_key("r", forged.step, forged.id, forged.revision)).write_bytes(records.encode(forged))
+        with contextlib.chdir(root.parent):
+            for args in verbs:
+                traced = THOROUGH or zlib.crc32(repr(args).encode()) % 5 == SEED % 5  # it takes five times as long
+                with little_memory(128 * MIB) if traced else little_time():
+                    result = invoke(args, env={"SNAPSTORE_REPO": str(root)})
+                said = (args, result.exit_code, result.output[-2000:], result.exception)
+                assert result.exception is None or isinstance(result.exception, SystemExit), said
+                assert "this is a bug" not in result.output, said
+            with Repository.open(root, options=SaveOptions(threads=1)) as repository:
+                for _ in range(2):  # the second save takes its number from the first
+                    saved = repository.save({"w": np.arange(2000) + 1}, run="r", step=9)
+                    assert repository.restore(f"id:{saved.id}")["w"][0] == 1
+                assert (repository.restore(f"id:{good.id}")["w"] == np.arange(2000)).all()
 
 
 SEQS = st.sampled_from([2**64 - 1, 2**63, 2**53 + 1, 2**53, 2**53 - 1, 2**42, 2**40 - 1, 9])
@@ -105,24 +116,22 @@ def test_forged_seqs_stop_no_save_and_are_repaired(made, tmp_path_factory, seqs,
     """New saves take numbers below the forged ones; a repair gives those snapshots numbers below the new saves."""
     tally("fuzz inputs")
     folder, good = made
-    root = tmp_path_factory.mktemp("place") / "repo"
-    shutil.copytree(folder, root)
-    for number, seq in enumerate(seqs):
-        forged = msgspec.structs.replace(good, id=f"{number:032x}", step=5, seq=seq, state=state)
-        (root / forged.key).write_bytes(records.encode(forged))
-    with Repository.open(root, options=SaveOptions(threads=1)) as repository:
-        first = repository.save({"w": np.arange(2000) + 1}, run="r", step=7)
-        assert repository.save({"w": np.arange(2000) + 2}, run="r", step=8).seq > first.seq
-        assert repository.repair(apply=True).ok
-        assert repository.save({"w": np.arange(2000) + 3}, run="r", step=9).seq < 2**50
-        assert repository.snapshot("r@latest").step == 9
-        order = [s.step for s in repository.view().snapshots("r", states=None) if s.state != "aborted" or s.seq]
-        assert order[-3:] == [7, 8, 9]
-        assert len(order) == 4 + len(seqs)
-        repository.gc()
-        assert repository.check("restore").ok
-        assert repository.repair().actions[0].kind == "index"
-    shutil.rmtree(root.parent)
+    with copied(folder, tmp_path_factory) as root:
+        for number, seq in enumerate(seqs):
+            forged = msgspec.structs.replace(good, id=f"{number:032x}", step=5, seq=seq, state=state)
+            (root / forged.key).write_bytes(records.encode(forged))
+        with Repository.open(root, options=SaveOptions(threads=1)) as repository:
+            first = repository.save({"w": np.arange(2000) + 1}, run="r", step=7)
+            assert repository.save({"w": np.arange(2000) + 2}, run="r", step=8).seq > first.seq
+            assert repository.repair(apply=True).ok
+            assert repository.save({"w": np.arange(2000) + 3}, run="r", step=9).seq < 2**50
+            assert repository.snapshot("r@latest").step == 9
+            order = [s.step for s in repository.view().snapshots("r", states=None) if s.state != "aborted" or s.seq]
+            assert order[-3:] == [7, 8, 9]
+            assert len(order) == 4 + len(seqs)
+            repository.gc()
+            assert repository.check("restore").ok
+            assert repository.repair().actions[0].kind == "index"
 
 
 POLICIES = st.fixed_dictionaries(

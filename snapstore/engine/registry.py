@@ -97,6 +97,8 @@ class Engines:
         Raises:
             CapabilityError: CuPy or nvCOMP are not installed, or do not fit this machine.
         """
+        if device.index in self._loaded and (known := self._cuda.get(device.index)):  # asked for each tensor
+            return known
         engine = self._engine(device.index)
         if device.index not in self._loaded:
             from .cuda import wait_loaded

@@ -194,8 +194,9 @@ class ChunkWriter:
             room = min(room, self._engine.batch_chunks - self._count)
             count = min(max(room, 0 if self._runs else 1), total - first)
             if count:
-                self._runs.append(chunks.part(slice(first, first + count)))
-                self._size_bytes += int(self._runs[-1].lengths.sum())
+                run = chunks if count == total else chunks.part(slice(first, first + count))
+                self._runs.append(run)
+                self._size_bytes += tensor.spec.nbytes if run is chunks else int(run.lengths.sum())
                 self._count += count
                 first += count
             if first < total:
@@ -223,7 +224,7 @@ class ChunkWriter:
             starts = np.cumsum(lengths) - lengths
         candidates, is_cached = self.bases.rows_at(place if tensor.may_delta else None, start + starts, lengths)
         base = tensor.base if is_cached else None
-        if base is not None and (len(base) < nbytes or self._engines.of(base) is not self._engine):
+        if base is not None and (base.nbytes < nbytes or self._engines.of(base) is not self._engine):
             base = None
         numbers = np.arange(len(starts)) + (number + start // self._chunk_bytes)
         return _Run(tensor, data, base, starts, lengths, candidates, numbers)
@@ -423,11 +424,12 @@ class ChunkWriter:
         encoding.rows.blobs[rows] = blobs
         encoding.rows.base_rows[rows] = np.where(is_delta, candidates, -1)
         self.new_chunks += len(entries)
-        for number in np.unique(encoding.run_of[new]).tolist():
-            run, own = encoding.runs[number], encoding.run_of[new] == number
-            tried = candidates[own & (candidates >= 0)]  # if any delta pays, a delta to a full chunk does
-            run.tensor.bases_tried += int(((self.bases.depths[tried] == 0) & (tried < self.bases.count)).sum())
-            run.tensor.deltas_stored += int(is_delta[own].sum())
+        run_of, has_full = encoding.run_of[new], (candidates >= 0) & (candidates < self.bases.count)
+        has_full[has_full] = self.bases.depths[candidates[has_full]] == 0  # if any delta pays, one to a full chunk does
+        tried, stored = (np.bincount(run_of[rows], minlength=len(encoding.runs)) for rows in (has_full, is_delta))
+        for number in np.flatnonzero(tried | stored).tolist():
+            encoding.runs[number].tensor.bases_tried += int(tried[number])
+            encoding.runs[number].tensor.deltas_stored += int(stored[number])
 
     def _verify(self, encoding: _Encoding, first: int, encoded: Encoded) -> None:
         """Begin to verify new blobs: all, or one in VERIFY_ONE_IN; `first` is the number of the first one."""

@@ -103,7 +103,10 @@ class RankWriter:
         Raises:
             InvalidInputError: plain values, or dtypes or shapes of tensors, differ between ranks.
         """
-        self._states = [(ranks, decode_trees(data)) for ranks, data in trees]
+        if len(trees) == 1:  # all ranks have the same as this one
+            self._states = [(trees[0][0], trees_of(self._inputs))]
+        else:
+            self._states = [(ranks, decode_trees(data)) for ranks, data in trees]
         self._parts = merge_trees(self._states)
 
     def write_roots(self, session: Session, reports: Mapping[int, Report]) -> Written:

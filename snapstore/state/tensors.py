@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -63,6 +64,18 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
         return np.dtype(name)
     except (TypeError, ValueError) as error:
         raise FormatError(f"NumPy dtype {name!r}: {error}") from error
+
+
+@lru_cache(maxsize=4096, typed=True)  # a state has thousands of tensors of a few shapes; True is not 1
+def _nbytes(itemsize: int, *shape: int) -> tuple[int, int]:
+    """Return the bytes of all elements, and the bytes that strides may span: those of an empty tensor count sizes of 1.
+
+    Raises:
+        ValueError: the shape is impossible.
+    """
+    if len(shape) > MAX_DIMENSIONS or any(type(n) is not int or n < 0 for n in shape):
+        raise ValueError(shape)
+    return math.prod(shape) * itemsize, math.prod(max(n, 1) for n in shape) * itemsize
 
 
 class TensorSpec(msgspec.Struct, frozen=True, gc=False):
@@ -125,13 +138,13 @@ class TensorSpec(msgspec.Struct, frozen=True, gc=False):
         Raises:
             FormatError: kind, dtype or shape is invalid.
         """
-        if len(self.shape) > MAX_DIMENSIONS or any(type(n) is not int or n < 0 for n in self.shape):
-            raise FormatError(f"{shown(self.path)}: shape {self.shape!r} is impossible")
-        elements, itemsize = math.prod(self.shape), self.itemsize
-        # Strides are computed from non-zero sizes, so an empty tensor must not overflow them either.
-        if (elements or math.prod(max(n, 1) for n in self.shape)) * itemsize > INT_MAX:
+        try:
+            nbytes, spanned = _nbytes(self.itemsize, *self.shape)
+        except (TypeError, ValueError):  # a size that is a list cannot be looked up
+            raise FormatError(f"{shown(self.path)}: shape {self.shape!r} is impossible") from None
+        if spanned > INT_MAX:
             raise FormatError(f"{shown(self.path)}: shape {self.shape!r} of {self.dtype} exceeds 2**63 bytes")
-        return elements * itemsize
+        return nbytes
 
     def check(self) -> None:
         """Check that `flatten` can have made this spec.

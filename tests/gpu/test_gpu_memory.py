@@ -921,7 +921,28 @@ def test_a_small_state_is_saved_in_few_batches(monkeypatch):
             state["w"] += 1e-6
             made.save(step, state).result(60)
         assert differing(facts(made.restore(2)), facts(state)) == []
-    assert batches == [32 * 1024 * 1024] * 3
+    assert batches == [128 * 1024 * 1024] * 3
+
+
+@pytest.mark.parametrize(("state_gb", "batch"), [(0.3, 128), (3, 128), (4.2, 128), (4.7, 32), (6.6, 48), (12, 96)])
+def test_the_work_memory_of_a_state_of_any_size(monkeypatch, state_gb, batch):
+    """A state under 4.3 GB may take twice its size and a gigabyte; from 4.6 GB on, 2.07 times its size counts."""
+    device, limits, state = torch.device("cuda", 0), [], int(state_gb * 1e9)
+    monkeypatch.setattr(staging, "_bytes_on", lambda *_: 2 * state)
+    monkeypatch.setattr(staging, "_free_bytes", lambda _: 20_000_000_000)
+    with repository() as repo:
+        engine = repo.context.engines.on(device)
+        monkeypatch.setattr(engine, "limit", lambda _, work: limits.append(work))
+        made = staging.DeviceStaging(repo.context.engines, "device", twice=True)
+        made._modes[device], made._state_bytes[device] = "device", state
+        made.wait_copied({}, {})
+        monkeypatch.undo()
+        engine.limit("a save", limits[0])
+        at_once, size = engine._pool.at_once, engine.batch_bytes
+        engine.limit("a save", None)
+    assert (at_once, size) == (1, batch * 1024 * 1024)
+    total = 2 * state + limits[0] + staging.STREAMS_BYTES
+    assert total <= max(2.075 * state, min(2 * state + 1_100_000_000, 9_600_000_000))
 
 
 def test_batches_beyond_the_limit_wait_but_short_ones_do_not():

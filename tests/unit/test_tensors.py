@@ -55,6 +55,16 @@ def test_sizes_of_a_spec(kind, dtype, itemsize, element):
     assert (one.itemsize, one.element_size, one.nbytes) == (itemsize, element, 6 * itemsize)
 
 
+@pytest.mark.parametrize("shape", [(True, 3), (2.0, 3), (2, -3), ([2], 3), (1,) * 65, ("2", 3)])
+def test_a_shape_that_is_no_shape_is_refused_also_after_an_equal_one(shape):
+    """Sizes are looked up by shape, and True equals 1."""
+    for right in ((1, 3), (2, 3), (1,) * 64):
+        assert spec(shape=right).nbytes > 0
+    for _ in range(2):
+        with pytest.raises(FormatError, match="impossible"):
+            _ = spec(shape=shape).nbytes
+
+
 def test_numpy_dtype_refuses_what_is_not_a_name():
     with pytest.raises(FormatError):
         numpy_dtype(3)

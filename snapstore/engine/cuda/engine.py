@@ -348,8 +348,8 @@ def _address_of(memory: Memory) -> int:
 
 
 def _any_on_host(chunks: Chunks) -> bool:
-    used = set(np.unique(chunks.which).tolist()) - {-1}
-    return any(isinstance(chunks.memories[i], np.ndarray) for i in used)
+    on_host = [i for i, memory in enumerate(chunks.memories) if isinstance(memory, np.ndarray)]
+    return bool(on_host) and bool(np.isin(chunks.which, on_host).any())
 
 
 def _all_on_host(chunks: Chunks) -> Chunks:

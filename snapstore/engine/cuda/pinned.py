@@ -52,6 +52,11 @@ class Pinned:
     def __len__(self) -> int:
         return len(self.array)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory."""
+        return self.array.nbytes
+
 
 class PinnedBuffers:
     """Page-locked host memory for reuse; the device copies into and out of it at the speed of the bus."""

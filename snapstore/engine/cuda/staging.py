@@ -34,7 +34,10 @@ log = logging.getLogger("snapstore")
 WORK_BYTES, HOST_WORK_BYTES = 1280 * 1024 * 1024, 480 * 1024 * 1024
 #: The most that copies and work memory of a large state take, times the state; with the cache of torch, it is 2.1.
 MAX_OF_STATE = 2.07
-#: The least that it works in beside copies on the device [bytes]: a batch of 32 MiB. Each batch costs the host 3 ms.
+#: A smaller state may take twice its size and SMALL_WORK_BYTES, a batch of 128 MiB, but not more than SMALL_BYTES. Each
+#: batch costs the host milliseconds.
+SMALL_WORK_BYTES, SMALL_BYTES = 1_050_000_000, 9_540_000_000
+#: The least that it works in beside copies on the device [bytes]: a batch of 32 MiB.
 LEAST_WORK_BYTES = 224 * 1024 * 1024
 #: Device memory that streams take for any size of batch [bytes]: torch's allocator takes at least 20 MiB at a time.
 STREAMS_BYTES = 100 * 1024 * 1024
@@ -259,7 +262,8 @@ class DeviceStaging:
         """Wait for all copies, then set how much device memory the save may work in."""
         self._wait()
         for device, mode in self._modes.items():
-            most = int(MAX_OF_STATE * self._state_bytes.get(device, 0))
+            state = self._state_bytes.get(device, 0)
+            most = max(int(MAX_OF_STATE * state), min(2 * state + SMALL_WORK_BYTES, SMALL_BYTES))
             left = most - _bytes_on(device, spare, base) - STREAMS_BYTES
             work = min(max(left, LEAST_WORK_BYTES), int(AUTO_SHARE * _free_bytes(device)))
             self._engines.on(device).limit(self, HOST_WORK_BYTES if mode == "host" else work)
@@ -338,12 +342,7 @@ class DeviceStaging:
     # -- copies
 
     def _rooms(
-        self,
-        sources: Sources,
-        layout: _Layout,
-        spare: Buffers,
-        base: Buffers,
-        delta_rejected: Container[TensorKey],
+        self, sources: Sources, layout: _Layout, spare: Buffers, base: Buffers, delta_rejected: Container[TensorKey]
     ) -> _Rooms:
         """Return memory for the copies, on the device or on the host."""
         if len(layout.large) and self._mode(sources, layout, spare, base) == "device":
@@ -365,12 +364,7 @@ class DeviceStaging:
         release_cached_memory(device)
 
     def _without_memory(
-        self,
-        sources: Sources,
-        layout: _Layout,
-        spare: Buffers,
-        base: Buffers,
-        delta_rejected: Container[TensorKey],
+        self, sources: Sources, layout: _Layout, spare: Buffers, base: Buffers, delta_rejected: Container[TensorKey]
     ) -> _Rooms:
         """Copy to the host while the caller waits: the device has no room even for tables."""
         self._stage_on_host(sources.device, spare, base)

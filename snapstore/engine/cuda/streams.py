@@ -121,7 +121,7 @@ class WorkStream:
     @contextmanager
     def current(self) -> Iterator[None]:
         """Make its device and stream the current ones."""
-        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+        with torch.cuda.device(self.device.index), torch.cuda.stream(self.stream):
             yield
 
     def sync(self) -> None:
@@ -244,7 +244,7 @@ class StreamPool:
 
     def poll(self) -> bool:
         """Advance the batches that can go on, without waiting; return whether there were any."""
-        with self._lock, torch.cuda.device(self._device):  # else this thread would create a context on device 0
+        with self._lock, torch.cuda.device(self._device.index):  # else this thread would create a context on device 0
             return self._poll()
 
     def _poll(self) -> bool:
@@ -348,12 +348,14 @@ def addresses_of(chunks: Chunks) -> npt.NDArray[np.uint64]:
         InvalidInputError: the memory of a chunk was freed; a kernel that reads it would end the process's CUDA work.
     """
     bases = np.array([m.data_ptr() if isinstance(m, torch.Tensor) else 0 for m in chunks.memories] or [0], np.int64)
-    used = np.unique(chunks.which[(chunks.which >= 0) & (chunks.lengths > 0)])
-    if any(isinstance(chunks.memories[i], torch.Tensor) and not _is_there(chunks.memories[i]) for i in used.tolist()):
+    used = np.zeros(len(chunks.memories), bool)
+    used[chunks.which[(chunks.which >= 0) & (chunks.lengths > 0)]] = True
+    read = [m for m, is_used in zip(chunks.memories, used.tolist(), strict=True) if is_used]
+    if not all(_is_there(m) for m in read if isinstance(m, torch.Tensor)):
         raise InvalidInputError("a tensor's memory was freed while it was saved; nothing was committed; save again")
     return np.where(chunks.which >= 0, bases[chunks.which] + chunks.starts, 0).astype(np.uint64)
 
 
 def _is_there(memory: torch.Tensor) -> bool:
     """Return whether a tensor's storage has all its bytes."""
-    return memory.storage_offset() + len(memory) <= memory.untyped_storage().nbytes()
+    return memory.storage_offset() + memory.nbytes <= memory.untyped_storage().nbytes()

@@ -482,19 +482,19 @@ def decode(data: bytes, where: str) -> Manifest:
         raise FormatError(
             f"{where}: {held[0]} tensors and {held[1]} references, header says {header.tensors} and {header.refs}"
         )
-    for entry in tensors:
-        _check_entry(entry, len(table), len(inline), where)
+    for entry in tensors:  # thousands: a name is made only for an error
+        if problem := _problem_of(entry, len(table), len(inline)):
+            raise FormatError(f"{where}: {display(entry.path)}: {problem}")
     return Manifest(header, tree, tensors, inline, table, unknown)
 
 
-def _check_entry(entry: TensorEntry, chunks: int, inline: int, where: str) -> None:
-    name = display(entry.path)
+def _problem_of(entry: TensorEntry, chunks: int, inline: int) -> str:
+    """Return why an entry cannot be one of a manifest with so many chunks and inline bytes; "": it can."""
     for box in entry.boxes:
         if box.first_chunk < 0 or box.chunks < 0 or box.first_chunk + box.chunks > chunks:
-            raise FormatError(f"{where}: {name}: chunks {box.first_chunk}+{box.chunks} of {chunks}")
+            return f"chunks {box.first_chunk}+{box.chunks} of {chunks}"
         if len(box.offsets) != len(entry.shape) or len(box.sizes) != len(entry.shape):
-            raise FormatError(f"{where}: {name}: a box of other rank than the tensor")
+            return "a box of other rank than the tensor"
     if entry.inline and not 0 <= entry.inline[0] <= sum(entry.inline) <= inline:
-        raise FormatError(f"{where}: {name}: inline bytes {entry.inline} of {inline}")
-    if any(size < 0 for size in entry.shape):
-        raise FormatError(f"{where}: {name}: shape {list(entry.shape)}")
+        return f"inline bytes {entry.inline} of {inline}"
+    return f"shape {list(entry.shape)}" if min(entry.shape, default=0) < 0 else ""

@@ -163,8 +163,8 @@ def write(
                     for node, index in part.own_nodes or ():
                         node[1] = len(layout.entries) + index
                     for number, tensor in enumerate(part.tensors):
-                        session.heartbeat()
                         if tensor.spec.nbytes >= INLINE_BYTES:
+                            session.heartbeat()
                             layout.append(tensor, chunks.add(tensor, tensor.number(number)), b"")
                         else:
                             layout.append(tensor, 0, _inline_bytes(context, tensor))
@@ -273,7 +273,8 @@ def _inline_bytes(context: Context, tensor: TensorInput) -> bytes:
     if not tensor.spec.nbytes:
         return b""
     try:
-        data = as_bytes(tensor.data(context.engines.memory_of)).tobytes()
+        memory = tensor.data(context.engines.memory_of)
+        data = (memory if isinstance(memory, np.ndarray) else as_bytes(memory)).tobytes()
     except RuntimeError:  # torch's: the storage of a tensor on a device was resized while it was copied
         tensor.confirm()
         raise

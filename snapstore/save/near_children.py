@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 
 from ..format.box_map import ranks_with
 from ..format.boxes import overlap
@@ -30,22 +31,25 @@ class NearChildren:
 
     def __init__(
         self,
-        inputs: Iterable[PartInput],
+        inputs: Sequence[PartInput],
         rank: int,
         world_size: int,
         last: tuple[Sequence[ManifestRef], Sequence[Manifest]] = ((), ()),
     ) -> None:
-        self._last = last
+        self._inputs, self._last = inputs, last
         self._place = (rank + 0.5) / world_size
-        self._boxes: dict[str, dict[Form, list[Box]]] = defaultdict(lambda: defaultdict(list))
-        self._with_own: set[str] = set()
-        for part in inputs:
-            if part.own_nodes is not None:
-                self._with_own.add(part.name)
+        self._with_own = {part.name for part in inputs if part.own_nodes is not None}
+
+    @cached_property
+    def _boxes(self) -> dict[str, dict[Form, list[Box]]]:
+        """The boxes of each tensor, by part; most saves build on this rank's last one, and need none."""
+        found: dict[str, dict[Form, list[Box]]] = defaultdict(lambda: defaultdict(list))
+        for part in self._inputs:
             for tensor in part.tensors:
                 if of := tensor.box_of:
                     form = of.spec.path, of.spec.dtype, of.spec.shape
-                    self._boxes[part.name][form].append((of.piece.offsets, tensor.spec.shape))
+                    found[part.name][form].append((of.piece.offsets, tensor.spec.shape))
+        return found
 
     def own(self, snapshot: Snapshot) -> Sequence[Manifest]:
         """Return the children that this rank wrote, if the base is its last save and was not rewritten since."""

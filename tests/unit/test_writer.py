@@ -15,6 +15,7 @@ from kit.repositories import OPTIONS, check_restores, save
 from snapstore import AlreadyExistsError, IntegrityError, InvalidInputError, Repository, SaveOptions, StorageError
 from snapstore.chunks import uploader
 from snapstore.engine.cpu import CpuEngine
+from snapstore.engine.registry import Engines
 from snapstore.format.keys import pack_key
 from snapstore.storage.memory import MemoryStore
 
@@ -159,6 +160,7 @@ def test_a_small_tensor_that_is_cut_short_while_its_bytes_are_read(monkeypatch):
         tensor.data = torch.zeros(4)
         raise RuntimeError("the storage of a tensor was freed, or cut short")
 
+    monkeypatch.setattr(Engines, "memory_of", lambda *_: object())  # memory on a device
     monkeypatch.setattr("snapstore.save.manifest_writer.as_bytes", cut)
     with Repository.create(MemoryStore()) as repository:
         with pytest.raises(InvalidInputError, match="w: was changed while it was saved"):

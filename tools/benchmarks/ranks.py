@@ -180,11 +180,20 @@ def job_rows(details: dict[str, Any], at: Path, *, quick: bool) -> list[Row]:
     return rows
 
 
-def commit_rows(ranks: int, shape: Any, folder: Path, details: dict[str, Any]) -> list[Row]:
-    """The time of rank 0 from the last report to the record."""
-    found = details["commit_ms"] = world(ranks, {"do": "commit", "shape": shape}, folder)
-    value = 1000 * warm(found["commit_s"])
-    return [row(f"commit_ms: from the last report to the record, {ranks} ranks", value, "ms", "<= 20", value <= 20)]
+def commit_rows(ranks: int, shapes: dict[str, Any], folder: Path, details: dict[str, Any]) -> list[Row]:
+    """The time of rank 0 from the last report to the record; and what the thread of a save computes for a tensor."""
+    for name, shape in shapes.items():
+        at = folder / name
+        at.mkdir()
+        details[f"commit_ms {name}"] = world(ranks, {"do": "commit", "shape": shape}, at)
+    few, many = (details[f"commit_ms {name}"] for name in ("few", "many"))
+    value, title = 1000 * warm(few["commit_s"]), "commit_ms: from the last report to the record"
+    each = 1e6 * warm(many["write_processor_s"]) / many["tensors"]
+    return [
+        row(f"{title}, {ranks} ranks", value, "ms", "<= 20", value <= 20),
+        row(f"{title}, {ranks} ranks, {many['tensors']:,} tensors", 1000 * warm(many["commit_s"]), "ms"),
+        row(f"processor time of a save's thread for a tensor, {many['tensors']:,} tensors", each, "us"),
+    ]
 
 
 def wire_rows(ranks: int, shape: Any, folder: Path, details: dict[str, Any]) -> list[Row]:
@@ -259,7 +268,7 @@ def main() -> None:
         "reshard": lambda at: reshard_rows(SMALL["few"], at, details),
         "train": lambda at: train_rows(ranks, shapes["few"], at, details),
         "reads": lambda at: reads_rows(SMALL["few"], at, details),
-        "commit": lambda at: commit_rows(4, SMALL["few"], at, details),
+        "commit": lambda at: commit_rows(4, SMALL | {"many": (64, 176, 138)}, at, details),
         "wire": lambda at: wire_rows(4, SMALL["few"], at, details),
         "scaling": lambda at: scaling_rows(at, gpus, details),
         "job": lambda at: job_rows(details, at, quick=args.quick),

@@ -42,6 +42,10 @@ PUTS_IN_FLIGHT_OF_DEVICES = 10
 VERIFY_ONE_IN, VERIFIED_TOGETHER, VERIFIED_BYTES = 64, (4, 16), 16 * 1024 * 1024
 
 
+#: Where the chunk of a tensor of one chunk begins.
+_START = np.zeros(1, np.int64)
+
+
 class BaseDamagedError(Exception):
     """A base cannot be read back: the save starts again without bases (never leaves snapstore)."""
 
@@ -218,15 +222,16 @@ class ChunkWriter:
             place = place_of(spec.path, spec.dtype, of.spec.shape, of.piece.offsets, spec.shape)
         nbytes, before = spec.nbytes, start % self._chunk_bytes
         if before + nbytes <= self._chunk_bytes:  # most tensors of a state have one chunk
-            lengths, starts = np.array([nbytes]), np.zeros(1, np.int64)
+            lengths, starts, in_strip, counted = np.array([nbytes]), _START, np.array([start]), _START
         else:
             lengths = cut(start, nbytes, self._chunk_bytes)
             starts = np.cumsum(lengths) - lengths
-        candidates, is_cached = self.bases.rows_at(place if tensor.may_delta else None, start + starts, lengths)
+            in_strip, counted = start + starts, np.arange(len(starts))
+        candidates, is_cached = self.bases.rows_at(place if tensor.may_delta else None, in_strip, lengths)
         base = tensor.base if is_cached else None
         if base is not None and (base.nbytes < nbytes or self._engines.of(base) is not self._engine):
             base = None
-        numbers = np.arange(len(starts)) + (number + start // self._chunk_bytes)
+        numbers = counted + (number + start // self._chunk_bytes)
         return _Run(tensor, data, base, starts, lengths, candidates, numbers)
 
     def end_part(self) -> None:

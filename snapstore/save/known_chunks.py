@@ -191,11 +191,13 @@ class Bases:
             starts, lengths: (n,) of each chunk in its strip [bytes].
         """
         runs = self._runs_at(place) if place else ()
+        if len(runs) == 1 and (run := runs[0]).start == starts[0] and run.count == len(starts):
+            first, end = run.first_row, run.first_row + run.count
+            if run.count == 1:  # most tensors have one chunk
+                return np.array([first if self.lengths[first] == lengths[0] else -1]), run.in_first_base
+            return np.where(self.lengths[first:end] == lengths, np.arange(first, end), -1), run.in_first_base
         rows = np.full(len(starts), -1, np.int64)
         for run in runs:
-            if len(runs) == 1 and run.start == starts[0] and run.count == len(starts):
-                rows = np.arange(run.first_row, run.first_row + run.count)
-                return np.where(self.lengths[rows] == lengths, rows, -1), run.in_first_base
             found = self.lengths[run.first_row : run.first_row + run.count].astype(np.int64)
             ends = run.start + np.cumsum(found)
             at = np.minimum(np.searchsorted(ends, starts, side="right"), run.count - 1)

@@ -22,11 +22,16 @@ from ..restore.streaming import TensorReader
 from ..state.tensors import TensorSpec
 from . import safetensors_file
 from .checkpoint import file_inside
-from .hf_folder import INDEX, STATES, TORCH_INDEX, TRAINER_STATE, WEIGHTS
+from .hf_folder import INDEX, STATES, TORCH_INDEX, TRAINER_STATE
 
 CONFIG = "config.json"
+#: Endings of files in the folder of --config that hold weights or a state.
+_WEIGHTS = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".ot"),
+    *(".onnx", ".onnx_data", ".gguf", ".tflite", ".mlmodel"),
+)
 #: Files in the folder of --config that belong to a training run, not to the model.
-_OF_TRAINING = {*STATES, TRAINER_STATE, INDEX, TORCH_INDEX, "training_args.bin"}
+_OF_TRAINING = {*STATES, TRAINER_STATE, INDEX, TORCH_INDEX}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +83,7 @@ def _of_folder(folder: Path) -> dict[str, bytes]:
     if not folder.is_dir():
         raise InvalidInputError(f"{folder}: is not a folder; name one with {CONFIG}, such as that of the base model")
     names = sorted(path.name for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
-    names = [name for name in names if not name.endswith((*WEIGHTS, ".pt", ".pth")) and name not in _OF_TRAINING]
+    names = [name for name in names if not name.endswith(_WEIGHTS) and name not in _OF_TRAINING]
     if CONFIG not in names:
         raise InvalidInputError(f"{folder}: has no {CONFIG}, without which from_pretrained cannot make the model")
     return {name: file_inside(folder, name, folder).read_bytes() for name in names}

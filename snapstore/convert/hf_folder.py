@@ -5,11 +5,13 @@ In: a folder with weights in safetensors, or else in files of torch, whole or in
     {"model": {name: tensor}, "optimizer": ..., "scheduler": ..., "files": {name: bytes}}
 
 where `files` has all other files of the folder, unchanged: configs, tokenizers, the Trainer's own state. Copies of the
-weights in other formats are left out.
+weights in other formats are left out. They are known by names that Hugging Face's libraries give to the weights of one
+model: another file of weights, such as `model_1.safetensors` of Accelerate, may belong to another model.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,10 +27,11 @@ ONE_FILE = "model.safetensors"
 TRAINER_STATE = "trainer_state.json"
 #: Files of the Trainer with tensors that change from step to step, and their keys in the state.
 STATES = {"optimizer.pt": "optimizer", "optimizer.bin": "optimizer", "scheduler.pt": "scheduler"}
-#: Endings of files that hold the same weights in another format.
-WEIGHTS = (".safetensors", ".h5", ".msgpack", ".onnx", ".onnx_data", ".ot", ".gguf", ".tflite", ".mlmodel", ".bin")
-#: Files with such an ending that hold no weights.
-NO_WEIGHTS = {"training_args.bin"}
+#: Names of files that hold the weights of the model in another format, or in other shards.
+_COPIES = re.compile(r"(?:model|(?:pytorch|tf|flax|rust)_model)(?:-\d+-of-\d+)?\.(?:safetensors|bin|h5|msgpack|ot)")
+ADAPTER, ADAPTER_COPY = "adapter_model.safetensors", "adapter_model.bin"
+#: Endings of formats from which no training goes on.
+_FOR_INFERENCE = (".onnx", ".onnx_data", ".gguf", ".tflite", ".mlmodel")
 
 
 def is_hf(folder: Path) -> bool:
@@ -52,11 +55,12 @@ def open_hf(folder: Path) -> Checkpoint:
             used.append(path)
     left_out, others = [], {}
     taken = {path.relative_to(folder).as_posix() for path in used}
+    is_model = _COPIES.fullmatch(used[0].name) or any((folder / index).exists() for index in (INDEX, TORCH_INDEX))
     for name in sorted(_names(folder) - taken):
-        base = name.rpartition("/")[2]
         if name in (INDEX, TORCH_INDEX):  # an export makes a new one
             continue
-        if base.endswith(WEIGHTS) and base not in NO_WEIGHTS:
+        is_copy = name == ADAPTER_COPY if used[0].name == ADAPTER else is_model and _COPIES.fullmatch(name)
+        if is_copy or name.endswith(_FOR_INFERENCE):
             left_out.append(name)
             continue
         path = file_inside(folder, name, folder)
@@ -79,7 +83,7 @@ def _names(folder: Path) -> set[str]:
 def _safetensors(folder: Path) -> list[str]:
     """Return the names of the files of weights in safetensors that need no index."""
     names = sorted(path.name for path in folder.glob("*.safetensors"))
-    preferred: list[str] = [name for name in (ONE_FILE, "adapter_model.safetensors") if name in names]
+    preferred: list[str] = [name for name in (ONE_FILE, ADAPTER) if name in names]
     return preferred[:1] or names
 
 

@@ -214,6 +214,43 @@ def test_one_file_wins_over_shards_as_in_transformers(repository, tmp_path):
         (folder / f"{shard}{ending}").unlink()
 
 
+def write_files(folder, files):
+    """Write files of weights, or of these bytes, by name."""
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write = save_file if name.endswith(".safetensors") else torch.save
+        (folder / name).write_bytes(data) if isinstance(data, bytes) else write(data, folder / name)
+
+
+ONE, OTHER = {"w": torch.ones(2)}, {"w": torch.zeros(3)}
+
+
+@pytest.mark.parametrize(
+    ("files", "copies"),
+    [
+        ({"model.safetensors": ONE, "model_1.safetensors": OTHER, "optimizer_1.bin": OTHER, "scheduler.bin": b"s"}, ()),
+        ({"model.safetensors": ONE, "2_Dense/model.safetensors": OTHER, "3_Dense/pytorch_model.bin": OTHER}, ()),
+        ({"adapter_model.safetensors": ONE, "x/adapter_model.safetensors": OTHER, "adapter_model.bin": ONE}, (2,)),
+        ({"model.safetensors": ONE, "adapter_model.safetensors": OTHER, "pytorch_model.bin": ONE}, (2,)),
+        ({"model-00001-of-00001.safetensors": ONE, "v_head.safetensors": b"v", "model.onnx": b"o"}, (2,)),
+        ({"emb.safetensors": ONE, "pytorch_model.bin": OTHER, "replay.h5": b"r", "opt_state.msgpack": b"m"}, ()),
+    ],
+)
+def test_a_folder_may_hold_other_weights_than_those_of_its_model(repository, tmp_path, files, copies):
+    """Accelerate saves several models; sentence-transformers and PEFT have folders with weights of their own."""
+    write_files(tmp_path / "m", files)
+    names = list(files)
+    if names[0].startswith("model-"):
+        (tmp_path / "m" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": names[0]}}))
+    (found,) = imported(repository, tmp_path / "m", format="hf")
+    state = repository.restore(found.snapshot.ref)
+    left_out = [names[at] for at in copies]
+    assert found.left_out == left_out
+    assert same(state["model"], ONE)
+    kept = {name: (tmp_path / "m" / name).read_bytes() for name in names[1:] if name not in left_out}
+    assert state.get("files", {}) == kept
+
+
 def test_a_memory_that_is_shorter_than_its_tensor_is_refused(repository, tmp_path):
     """torch would map the bytes that follow its storage in the file."""
     torch.save({"a": torch.arange(1000.0), "b": torch.arange(5000.0)}, tmp_path / "whole.pt")

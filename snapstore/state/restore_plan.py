@@ -362,8 +362,8 @@ class RestorePlan:
             The state, or `into`.
 
         Raises:
-            InvalidInputError: A `load_state_dict` failed or cast values, or arrays of `into` share memory and the
-                snapshot has different values for them.
+            InvalidInputError: A `load_state_dict` failed, cast values or left tensors on the meta device; or arrays of
+                `into` share memory and the snapshot has different values for them.
         """
         waiting = self.buffers.waiting()
         if waiting:
@@ -402,6 +402,11 @@ class RestorePlan:
             dtype = dtype_name(array)
             if family(spec.kind) == "tensor" and isinstance(array, np.ndarray):  # torch's files hold no arrays
                 dtype = array.dtype.name
+            if getattr(array, "is_meta", False):  # torch warns, and loads nothing
+                raise InvalidInputError(
+                    f"{shown(below)}: expected a tensor with memory to load into, got one on the meta device; give the "
+                    "module memory before the restore: module.to_empty(device=...)"
+                )
             if dtype != spec.dtype:
                 yield f"{shown(below)}: dtype: expected {spec.dtype}, got {dtype}"
             elif self.buffers.is_overlapping(slot):

@@ -205,6 +205,16 @@ def test_targets_that_cannot_be_filled():
                 again(state, into={"t": target})
 
 
+@pytest.mark.filterwarnings("ignore:.*which is a no-op")
+def test_a_module_on_the_meta_device_is_refused():
+    """torch's load_state_dict only warns, and leaves the module as it was."""
+    layer = nn.Linear(2, 2)
+    with pytest.raises(InvalidInputError, match=r"m.weight: expected a tensor with memory .*to_empty\(device"):
+        again({"m": layer}, into={"m": nn.Linear(2, 2, device="meta")})
+    given = again({"m": layer}, into={"m": nn.Linear(2, 2, device="meta").to_empty(device="cpu")})["m"]
+    same(given.state_dict(), layer.state_dict())
+
+
 def test_containers_of_other_types():
     for state, into in (
         ({"a": [torch.ones(1)]}, {"a": (torch.ones(1),)}),

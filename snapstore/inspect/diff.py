@@ -7,6 +7,7 @@ tensors that differ; writes nothing.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -149,25 +150,27 @@ def pieces_of(context: Context, stored: StoredTensor) -> Iterator[Bytes]:
         yield left
 
 
-_Packed = dict[Chained, tuple[bytes, str]]
+_Packed = dict[tuple[Chained, int], tuple[bytes, str]]
 
 
 def _plain_changes(before: _Packed, after: _Packed) -> list[tuple[str, str, str]]:
     """Return (path, before, after) of plain values that differ; "" stands for a value that does not exist."""
     gone = (b"", "")
     return [
-        (dotted(p), before.get(p, gone)[1], after.get(p, gone)[1])
+        (dotted(p[0]), before.get(p, gone)[1], after.get(p, gone)[1])
         for p in before | after
         if before.get(p, gone)[0] != after.get(p, gone)[0]
     ]
 
 
 def _packed(context: Context, snapshot: Snapshot, manifests: Sequence[Manifest]) -> _Packed:
-    """Return (packed, shown) of every plain value, by path."""
+    """Return (packed, shown) of every plain value, by path and a number: keys such as 1.0 and "1.0" give one path."""
     with naming(snapshot):
         tree = decode_tree(context, manifests, snapshot.ref)
-    return {
-        path: (msgspec.msgpack.encode(encode_plain(value)), show_value(value))
-        for path, value in plain_values(tree)
-        if value is not ELSEWHERE
-    }
+    seen: Counter[Chained] = Counter()
+    found: _Packed = {}
+    for path, value in plain_values(tree):
+        if value is not ELSEWHERE:
+            found[path, seen[path]] = msgspec.msgpack.encode(encode_plain(value)), show_value(value)
+            seen[path] += 1
+    return found

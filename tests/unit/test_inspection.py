@@ -209,6 +209,13 @@ def test_plain_values_that_are_shown_alike_still_differ(repo):
     assert ("huge", "<int>", "<int>") in found.plain
 
 
+def test_values_under_keys_of_one_text_are_compared_one_by_one(repo):
+    found = diff(repo, {"k": {1.5: 1, "1.5": 2}}, {"k": {1.5: 5, "1.5": 2}})
+    assert found.plain == [("k.1.5", "1", "5")]
+    found = diff(repo, {2.0: 1, "2.0": 2}, {2.0: 1})
+    assert found.plain == [("2.0", "2", "")]
+
+
 def test_only_what_differs_is_read(repo):
     a = {"big": torch.arange(50_000.0), "x": torch.arange(2000.0) + 0.25}
     b = {"big": a["big"], "x": a["x"] + 1}

@@ -259,8 +259,10 @@ def _range(one: Any, size: int, name: str) -> range:
         if found.step < 1:
             raise InvalidInputError(f"{name}: index {one}: expected a step of 1 or more; read it, then flip the result")
         return found
+    # torch gives an int for any tensor of one element, also for a mask and for a list of positions
+    is_list = getattr(one, "ndim", 0) or str(getattr(one, "dtype", "")) == "torch.bool"
     try:
-        place = as_int(one) if not isinstance(one, bool | np.bool_) else None
+        place = as_int(one) if not is_list and not isinstance(one, bool | np.bool_) else None
     except TypeError:
         place = None
     if place is None:

@@ -208,18 +208,18 @@ class TensorHandle:
     def _read(self, opened: OpenSnapshot, ranges: Sequence[range], home: Bytes) -> None:
         """Read a selection, which is not empty, into `home`, which has its size."""
         itemsize = self._spec.itemsize
-        there = home.reshape(*map(len, ranges), itemsize)
+        there = home.view(f"V{itemsize}").reshape(tuple(map(len, ranges)))
         for place, piece in _pieces(ranges, itemsize):
             offsets, sizes = tuple(of[0] for of in piece), tuple(of[-1] - of[0] + 1 for of in piece)
             steps = [of.step if len(of) > 1 else 1 for of in piece]
             want = Want(self._slot.part, self._slot.index, ((offsets, sizes),))
             overlaps = opened.sources.overlaps([want])[want]
-            if max(steps, default=1) == 1 and there[place].size == home.size:
+            if max(steps, default=1) == 1 and there[place].size == there.size:
                 self._reader.fill(overlaps, home)
                 continue
             box = np.empty(math.prod(sizes) * itemsize, np.uint8)
             self._reader.fill(list(_only(overlaps, steps)), box)
-            there[place] = box.reshape(*sizes, itemsize)[tuple(slice(None, None, step) for step in steps)]
+            there[place] = box.view(there.dtype).reshape(sizes)[tuple(slice(None, None, step) for step in steps)]
 
     def _read_span(self, opened: OpenSnapshot, begin: int, stop: int, home: Bytes) -> None:
         """Read the elements [begin, stop) in C order into `home`; begin < stop."""

@@ -101,13 +101,13 @@ def tensor_bytes(context: Context, stored: StoredTensor) -> Iterator[Bytes]:
         return
     spec = stored.spec
     limits.require_memory(2 * spec.nbytes, f"{stored.snapshot.ref}: putting a tensor of several ranks together")
-    together = np.empty((*spec.shape, spec.itemsize), np.uint8)
+    together = np.empty(spec.shape, f"V{spec.itemsize}")
     for m, entry in stored.pieces:
         for box, data in boxes_of(m, entry):
             chunks = [np.frombuffer(data, np.uint8)] if data is not None else list(chunks_of(context, m, box))
             room = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
-            together[room] = np.concatenate(chunks).reshape(*box.sizes, spec.itemsize)
-    yield together.reshape(-1)
+            together[room] = np.concatenate(chunks).view(together.dtype).reshape(box.sizes)
+    yield together.reshape(-1).view(np.uint8)
 
 
 def boxes_of(m: Manifest, entry: TensorEntry) -> Iterator[tuple[Box, bytes | None]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -325,6 +326,11 @@ def copy_box(target: Boxed, source: Boxed, sizes: Sequence[int]) -> None:
         sizes: of the box that is copied, one for each dimension.
     """
     (to, to_sizes, to_start), (of, of_sizes, of_start) = target, source
+    if len(sizes) > MAX_DIMENSIONS:  # the last one has the bytes of an element; most of the others have the size 1
+        kept = [pair != (1, 1) for pair in zip(to_sizes, of_sizes, strict=True)]
+        to_sizes, to_start, of_sizes, of_start, sizes = (
+            list(compress(one, kept)) for one in (to_sizes, to_start, of_sizes, of_start, sizes)
+        )
     there = to.reshape(to_sizes)[tuple(slice(at, at + size) for at, size in zip(to_start, sizes, strict=True))]
     here = of.reshape(of_sizes)[tuple(slice(at, at + size) for at, size in zip(of_start, sizes, strict=True))]
     if isinstance(to, np.ndarray):

@@ -49,7 +49,7 @@ def open_hf(folder: Path) -> Checkpoint:
     state: dict[str, Any] = {}
     state["model"], used, about = _weights(folder)
     for name, key in STATES.items():
-        if (folder / name).exists():
+        if key not in state and (folder / name).exists():  # else it is among the files
             path = file_inside(folder, name, folder)
             state[key] = files.read_torch(path)
             used.append(path)

@@ -251,6 +251,13 @@ def test_a_folder_may_hold_other_weights_than_those_of_its_model(repository, tmp
     assert state.get("files", {}) == kept
 
 
+def test_a_second_optimizer_is_one_of_the_files(repository, tmp_path):
+    write_files(tmp_path / "m", {"model.safetensors": ONE, "optimizer.pt": {"a": 1}, "optimizer.bin": {"b": 2}})
+    imported(repository, tmp_path / "m", step=0)
+    files = {"optimizer.bin": (tmp_path / "m" / "optimizer.bin").read_bytes()}
+    assert same(repository.restore("r@0"), {"model": ONE, "optimizer": {"a": 1}, "files": files})
+
+
 def test_a_memory_that_is_shorter_than_its_tensor_is_refused(repository, tmp_path):
     """torch would map the bytes that follow its storage in the file."""
     torch.save({"a": torch.arange(1000.0), "b": torch.arange(5000.0)}, tmp_path / "whole.pt")

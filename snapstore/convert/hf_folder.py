@@ -75,8 +75,10 @@ def open_hf(folder: Path) -> Checkpoint:
 
 
 def _names(folder: Path) -> set[str]:
-    """Return the names of all files below a folder, except hidden ones."""
-    found = (path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir())
+    """Return the names of all files below a folder, except hidden ones, and of links to folders elsewhere."""
+    root = folder.resolve()
+    paths = (path for path in folder.rglob("*") if not path.is_dir() or not path.resolve().is_relative_to(root))
+    found = (path.relative_to(folder) for path in paths)
     return {path.as_posix() for path in found if not any(part.startswith(".") for part in path.parts)}
 
 

@@ -258,6 +258,18 @@ def test_a_second_optimizer_is_one_of_the_files(repository, tmp_path):
     assert same(repository.restore("r@0"), {"model": ONE, "optimizer": {"a": 1}, "files": files})
 
 
+def test_a_link_to_another_folder_is_refused(repository, tmp_path):
+    """The files behind it would be missing in the snapshot."""
+    write_files(tmp_path / "m", {"model.safetensors": ONE, "real/tokenizer.json": b"{}"})
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "m" / "extra").symlink_to("real")
+    imported(repository, tmp_path / "m", step=0)
+    assert list(repository.restore("r@0")["files"]) == ["real/tokenizer.json"]
+    (tmp_path / "m" / "real" / "more").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(InvalidInputError, match=r"m.real.more: is a link to .*elsewhere, which is not in .*put a copy"):
+        imported(repository, tmp_path / "m", step=1)
+
+
 def test_a_memory_that_is_shorter_than_its_tensor_is_refused(repository, tmp_path):
     """torch would map the bytes that follow its storage in the file."""
     torch.save({"a": torch.arange(1000.0), "b": torch.arange(5000.0)}, tmp_path / "whole.pt")

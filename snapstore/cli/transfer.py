@@ -81,7 +81,7 @@ def _print_imported(one: Imported) -> None:
         f"{one.source}: {one.snapshot.ref} (id:{one.snapshot.id[:12]}), {human_bytes(one.bytes_read)}, {stored} stored"
     )
     if one.left_out:
-        note(f"{one.source}: left out {counted(len(one.left_out), 'file')} of weights: {some(one.left_out, NAMED)}")
+        note(f"{one.source}: left out {counted(len(one.left_out), 'file')}: {some(one.left_out, NAMED)}")
 
 
 @verb()

@@ -29,7 +29,7 @@ class Checkpoint:
         step: the step that it states; None: it states none.
         about: metadata for the snapshot.
         imported: more metadata, for the key "imported".
-        left_out: names of files that are not imported.
+        left_out: names of files or items that are not imported.
         let_go: called with each array once it is stored.
     """
 
@@ -71,6 +71,14 @@ def file_inside(folder: Path, name: Any, named_by: Path) -> Path:
     if not path.is_file():
         raise InvalidInputError(f"{path}: is missing, but {named_by} names it; copy the whole checkpoint, then retry")
     return path
+
+
+def names_below(folder: Path) -> set[str]:
+    """Return the names of all files below a folder, except hidden ones, and of links to folders elsewhere."""
+    root = folder.resolve()
+    paths = (path for path in folder.rglob("*") if not path.is_dir() or not path.resolve().is_relative_to(root))
+    found = (path.relative_to(folder) for path in paths)
+    return {path.as_posix() for path in found if not any(part.startswith(".") for part in path.parts)}
 
 
 def read_json(path: Path) -> dict[str, Any]:

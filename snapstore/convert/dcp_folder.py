@@ -1,7 +1,8 @@
 """Open a folder of torch.distributed.checkpoint (DCP) without running its code.
 
 In: a folder with `.metadata` and the files that it names. Out: the nested state that was saved there; each tensor is
-assembled from its shards when it is saved. `.metadata` is a pickle. It is read by an unpickler that knows the names of
+assembled from its shards when it is saved. Files that `.metadata` does not name, such as Megatron's `common.pt`, are
+left out. `.metadata` is a pickle. It is read by an unpickler that knows the names of
 DCP's classes and makes plain records for them: no class is imported, and no other function is called.
 """
 
@@ -21,7 +22,7 @@ from ..errors import InvalidInputError, out_of_memory
 from ..format.rank_checks import Cover
 from ..state.tensors import TORCH_DTYPES
 from . import files
-from .checkpoint import Checkpoint, file_inside, nest, step_in
+from .checkpoint import Checkpoint, file_inside, names_below, nest, step_in
 from .lazy_state import Later
 from .safetensors_file import first_line
 
@@ -132,7 +133,9 @@ def open_dcp(folder: Path) -> Checkpoint:
         used.add(path)
         meta = files.read_torch(path)
         state = {**(meta if isinstance(meta, dict) else {"meta": meta}), **state}
-    return Checkpoint(state, sum(path.stat().st_size for path in used), step_in(state))
+    left_out = names_below(folder) - {path.relative_to(folder).as_posix() for path in used}
+    size = sum(path.stat().st_size for path in used)
+    return Checkpoint(state, size, step_in(state), left_out=sorted(left_out))
 
 
 def _read_metadata(where: Path) -> _Record:

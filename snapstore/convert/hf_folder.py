@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import InvalidInputError
 from ..text import some
 from . import files, safetensors_file
-from .checkpoint import Checkpoint, file_inside, read_json, step_in
+from .checkpoint import Checkpoint, file_inside, names_below, read_json, step_in
 from .lazy_state import Later
 
 INDEX, TORCH_INDEX, TORCH_WEIGHTS = "model.safetensors.index.json", "pytorch_model.bin.index.json", "pytorch_model.bin"
@@ -56,7 +56,7 @@ def open_hf(folder: Path) -> Checkpoint:
     left_out, others = [], {}
     taken = {path.relative_to(folder).as_posix() for path in used}
     is_model = _COPIES.fullmatch(used[0].name) or any((folder / index).exists() for index in (INDEX, TORCH_INDEX))
-    for name in sorted(_names(folder) - taken):
+    for name in sorted(names_below(folder) - taken):
         if name in (INDEX, TORCH_INDEX):  # an export makes a new one
             continue
         is_copy = name == ADAPTER_COPY if used[0].name == ADAPTER else is_model and _COPIES.fullmatch(name)
@@ -72,14 +72,6 @@ def open_hf(folder: Path) -> Checkpoint:
     trainer, imported = folder / TRAINER_STATE, {"files": len(others)}
     step = step_in(read_json(trainer)) if trainer.is_file() else None
     return Checkpoint(state, size, step, about, imported, left_out, files.let_go)
-
-
-def _names(folder: Path) -> set[str]:
-    """Return the names of all files below a folder, except hidden ones, and of links to folders elsewhere."""
-    root = folder.resolve()
-    paths = (path for path in folder.rglob("*") if not path.is_dir() or not path.resolve().is_relative_to(root))
-    found = (path.relative_to(folder) for path in paths)
-    return {path.as_posix() for path in found if not any(part.startswith(".") for part in path.parts)}
 
 
 def _safetensors(folder: Path) -> list[str]:

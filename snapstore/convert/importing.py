@@ -41,7 +41,7 @@ class Imported:
         snapshot: the snapshot of its step in the repository.
         skipped: whether the run had a snapshot of this step already.
         bytes_read: size of its files, 0 if it was skipped [bytes].
-        left_out: names of its files that were not imported: the same weights in another format.
+        left_out: names of its files or items that were not imported.
     """
 
     source: str

@@ -502,6 +502,15 @@ def test_a_folder_of_lightning_has_its_values_in_a_file(repository, tmp_path):
     assert same(repository.restore("r@4"), {"global_step": 4, "loops": [1], "state_dict": model()})
 
 
+def test_files_that_dcp_does_not_name_are_reported(repository, tmp_path):
+    """Megatron keeps the arguments, the schedulers and the iteration in a file beside those of DCP."""
+    save_dcp({"model": model()}, tmp_path / "ckpt-1")
+    write_files(tmp_path / "ckpt-1", {"common.pt": {"iteration": 1}, "more/metadata.json": b"{}"})
+    (one,) = imported(repository, tmp_path / "ckpt-1")
+    assert one.left_out == ["common.pt", "more/metadata.json"]
+    assert same(repository.restore("r@1"), {"model": model()})
+
+
 def test_shards_of_ranks_become_whole_tensors(repository, tmp_path):
     """In DCP each rank writes its own rows; a bfloat16 NaN keeps its payload."""
     rows = torch.arange(12, dtype=torch.int16).reshape(4, 3).view(torch.bfloat16)

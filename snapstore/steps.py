@@ -111,6 +111,7 @@ class Steps:
                         "run=%s its policies cannot be stored, so only this manager has them: %s", self.run, error
                     )
             if parent is not None and (view := repository.view()).newest(self.run) is None:
+                view.require_known(f"parent {parent} of a new run {self.run}", self.run)  # it may be no new run
                 repository.lineage.go_on_from(self.run, view.resolve(parent))
             if mirror is not None:
                 self._start_mirror(repository, mirror, mirror_keep, read_only=self.read_only)
@@ -120,8 +121,29 @@ class Steps:
         """Wait until no save runs; raise an error if this object is closed."""
 
     def all_steps(self) -> list[int]:
-        """Return the steps that have a committed snapshot, ascending, each once."""
-        return sorted({snapshot.step for snapshot in self._snapshots()})
+        """Return the steps that have a committed snapshot, ascending, each once.
+
+        Raises:
+            IntegrityError, StorageError: a record of another step is gone, or cannot be read.
+        """
+        views = self._views()
+        found = self._committed(views)
+        steps = {snapshot.step for snapshot in found}
+        self._require_known(f"steps of {self.run}", views, found, lambda step: step not in steps)
+        return sorted(steps)
+
+    def has_step(self, step: int) -> bool:
+        """Return whether a step has a committed snapshot.
+
+        Raises:
+            IntegrityError, StorageError: it may have one, whose record is gone or cannot be read.
+        """
+        views = self._views()
+        found = self._committed(views)
+        if any(snapshot.step == step for snapshot in found):
+            return True
+        self._require_known(f"step {step} of {self.run}", views, found, lambda other: other == step)
+        return False
 
     def _snapshots(self) -> list[Snapshot]:
         """Return the committed snapshots of the run, each once: those of a mirror first."""
@@ -138,8 +160,14 @@ class Steps:
             found |= {snapshot.id: snapshot for snapshot in view.snapshots(self.run)}
         return list(found.values())
 
-    def _require_known(self, asked: str, views: Sequence[View], found: Sequence[Snapshot], above: int = -1) -> None:
-        """Raise if a store has a record of the run, of a step above `above`, that is not known; none of `found`.
+    def _require_known(
+        self,
+        asked: str,
+        views: Sequence[View],
+        found: Sequence[Snapshot],
+        matters: Callable[[int], bool] = lambda step: True,
+    ) -> None:
+        """Raise if a store has a record of the run, of a step that matters, that is not known; none of `found`.
 
         Raises:
             IntegrityError, StorageError: a record is damaged or gone, or cannot be read.
@@ -147,7 +175,7 @@ class Steps:
         besides = {snapshot.id for snapshot in found}
         for number, view in enumerate(views):
             place = f" in {self._mirror.url}" if number and self._mirror is not None else ""
-            view.require_all_known(f"{asked}{place}", self.run, besides, above)
+            view.require_all_known(f"{asked}{place}", self.run, besides, matters)
 
     def latest_step(self) -> int | None:
         """Return the step of the newest committed snapshot, by the order of the saves; None if there is none.
@@ -172,9 +200,9 @@ class Steps:
         """
         views = self._views()
         found = self._committed(views)
-        highest = max((snapshot.step for snapshot in found), default=None)
-        self._require_known(f"highest step of {self.run}", views, found, -1 if highest is None else highest)
-        return highest
+        highest = max((snapshot.step for snapshot in found), default=-1)
+        self._require_known(f"highest step of {self.run}", views, found, lambda step: step > highest)
+        return highest if highest >= 0 else None
 
     def _start_mirror(
         self,

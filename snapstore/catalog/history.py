@@ -9,7 +9,7 @@ changes: any thread may use it.
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
 from .. import retention
 from ..errors import IntegrityError, InvalidInputError, NotFoundError, StorageError, UnreadRecordError
@@ -145,19 +145,22 @@ class View:
         """Return the snapshots of a run whose record is damaged, unread or gone: id -> step."""
         return {name: step for of_run, step, name, _ in self._unknown() if of_run == run}
 
-    def require_all_known(self, asked: str, run: str, besides: Container[str] = (), above: int = -1) -> None:
-        """Raise if a snapshot of a run, with a step above `above`, has a record that is not known.
+    def require_all_known(
+        self, asked: str, run: str, besides: Container[str] = (), matters: Callable[[int], bool] = lambda step: True
+    ) -> None:
+        """Raise if a snapshot of a run, of a step that matters, has a record that is not known.
 
         Args:
             asked: the question, for the error.
             besides: ids that do not matter: another store has their records.
+            matters: returns whether a snapshot of this step may change the answer.
 
         Raises:
             StorageError: its record could not be read.
             IntegrityError: its record is damaged or gone.
         """
         for name, step in self.unknown_steps(run).items():
-            if step > above and name not in besides:
+            if matters(step) and name not in besides:
                 self.require_known(asked, run, snapshot_id=name)
 
     def require_known(
@@ -241,16 +244,6 @@ class View:
             if not is_older and not other.is_unknown(name):
                 self.require_known(asked, run, last_here, snapshot_id=name)
         return found
-
-    def highest_step(self, run: str) -> int | None:
-        """Return the highest step of the committed snapshots of a run; None if there are none.
-
-        Raises:
-            IntegrityError, StorageError: a record of a higher step is gone, or cannot be read.
-        """
-        highest = max((s.step for s in self.snapshots(run)), default=None)
-        self.require_all_known(f"highest step of {run}", run, above=-1 if highest is None else highest)
-        return highest
 
     def next_seq(self, run: str) -> int:
         """Return the next sequence number of a run, above that of any unreadable record.

@@ -114,6 +114,7 @@ class SnapstoreCheckpointManager:
 
         Raises:
             NotFoundError: there is no such step, or `initial_load_path` names no snapshot.
+            IntegrityError, StorageError: the answer may be a snapshot whose record is gone, or cannot be read.
             InvalidInputError: `initial_load_path` is not a reference.
             CheckpointException: the snapshot lacks a part, or a shape differs; torch's, a BaseException.
         """
@@ -133,7 +134,7 @@ class SnapstoreCheckpointManager:
                     "DCP or of safetensors, import it into the repository first"
                 )
             run, ref, model_only = named, name, bool(self._config.initial_load_model_only)
-        elif step != -1 and step not in self.manager.all_steps():
+        elif step != -1 and not self.manager.has_step(step):
             raise NotFoundError(f"load_step {step}: run {run!r} has no such step in {self.manager.repository.url}")
         self._load(run, ref, model_only)
         log.info("run=%s loaded %s@%s%s", self.manager.run, run, ref, " (model alone)" if model_only else "")

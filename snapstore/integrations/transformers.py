@@ -80,7 +80,7 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         """Refuse options that are not supported, and use `save_total_limit` as the policy of the manager."""
         _refuse(args, state)
         self._due = self._prepared = False
-        self._best = self._best_saved(state)
+        self._best = self._best_saved(state) if args.load_best_model_at_end else None
         limit = args.save_total_limit
         if limit is not None and limit > 0:
             keep = (KeepLast(limit),)
@@ -149,13 +149,19 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         log.info("run=%s the best model is that of step %d", self.manager.run, self._best)
 
     def _best_saved(self, state: Any) -> int | None:
-        """Return the step of the best snapshot so far, or None; the step of the best evaluation may not be saved."""
+        """Return the step of the best snapshot so far, or None; the step of the best evaluation may not be saved.
+
+        Raises:
+            IntegrityError, StorageError: that may be a snapshot whose record is gone, or cannot be read.
+        """
+        best: int | None = state.best_global_step
+        if best is not None and self.manager.has_step(best):
+            return best
         try:
             tagged = self.manager.repository.snapshot(f"{self.manager.run}@{BEST}").step
         except NotFoundError:
-            tagged = None
-        saved = [step for step in self.manager.all_steps() if step <= state.global_step]
-        return next((step for step in (state.best_global_step, tagged) if step in saved), None)
+            return None
+        return tagged if tagged <= state.global_step else None
 
     def _is_told_to_end(self, step: int) -> bool:
         try:

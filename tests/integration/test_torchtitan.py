@@ -12,9 +12,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kit.faults import Unreadable
+from kit.objects import flip
 from kit.processes import run_ranks
-from snapstore import InvalidInputError, NotFoundError, Repository
+from snapstore import IntegrityError, InvalidInputError, NotFoundError, Repository, StorageError
 from snapstore.integrations.torchtitan import checkpoint_manager
+from snapstore.storage.local import LocalStore
 
 needs_torchtitan = pytest.mark.skipif(
     importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed"
@@ -75,13 +78,13 @@ class Counter:
         self.at = state["at"]
 
 
-def make(place, run="r", **config):
+def make(place, run="r", repository=None, **config):
     """Make a manager over a model of one layer, by the interface of torchtitan but without torchtitan."""
     known = {"load_only": False, "interval": 2, "enable_first_step_checkpoint": True, "exclude_from_loading": []}
     known |= {"initial_load_path": None, "initial_load_model_only": True, "initial_load_in_hf": False}
     known |= {"last_save_in_hf": False, "export_dtype": "float32"}
     model, counter = torch.nn.Linear(3, 2), Counter()
-    manager = checkpoint_manager(place / "repo", run=run)(
+    manager = checkpoint_manager(repository or place / "repo", run=run)(
         dataloader=Counter(),
         model_parts=[model],
         optimizers=Counter(),
@@ -119,6 +122,30 @@ def test_the_config_decides(tmp_path):
     manager, *_ = make(tmp_path, enable=False)
     assert [manager.load(), manager.save(2)] == [False, False]
     manager.close()
+
+
+@pytest.mark.parametrize(
+    ("how", "error"), [("damaged", IntegrityError), ("unread", StorageError), ("gone", IntegrityError)]
+)
+def test_a_step_whose_record_is_unknown_is_not_called_missing(tmp_path, how, error):
+    manager, *_ = make(tmp_path)
+    assert [manager.save(step) for step in (1, 2)] == [True, True]
+    manager.close()
+    store = LocalStore(tmp_path / "repo")
+    with Repository.open(store) as repository:
+        key = repository.snapshot("r@1").key
+    if how == "gone":
+        store.delete([key])
+    elif how == "damaged":
+        flip(store, key, 60)
+    with Repository.open(Unreadable(store, key) if how == "unread" else store) as repository:
+        manager, *_ = make(tmp_path, repository=repository)
+        with pytest.raises(error, match="step 1 of r: may be r@1 "):
+            manager.load(1)
+        with pytest.raises(NotFoundError, match="load_step 4"):
+            manager.load(4)
+        assert manager.load(2) is True
+        manager.close()
 
 
 def test_a_config_for_other_formats_is_refused(tmp_path):

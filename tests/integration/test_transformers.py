@@ -16,9 +16,20 @@ import torch
 
 pytest.importorskip("transformers")
 
+from kit.objects import flip
 from kit.processes import ROOT, environment
 from kit.repositories import same
-from snapstore import CapabilityError, InvalidInputError, KeepLast, NotFoundError, RanksError, RngState, SnapshotManager
+from snapstore import (
+    CapabilityError,
+    IntegrityError,
+    InvalidInputError,
+    KeepLast,
+    NotFoundError,
+    RanksError,
+    RngState,
+    SnapshotManager,
+)
+from snapstore.storage.local import LocalStore
 
 
 @pytest.fixture
@@ -130,6 +141,30 @@ def test_the_best_evaluation_may_be_of_a_step_that_is_not_saved(hf, tmp_path):
         callback.on_train_begin(made.args, made.state, made.control)
         callback.on_train_end(made.args, made.state, made.control, model=made.model)
         assert same(dict(made.model.state_dict()), dict(manager.restore(4)["model"]))
+
+
+def test_the_best_snapshot_may_be_one_whose_record_cannot_be_read(hf, tmp_path):
+    """Another one would be loaded at the end, or none. A training that loads no best model begins."""
+    options = {"eval_steps": 2, "save_steps": 2, "load_best_model_at_end": True, "greater_is_better": True}
+    with open_manager(tmp_path) as manager:
+        callback = hf.SnapshotCallback(manager)
+        made = hf.trainer(tmp_path / "out", callback, max_steps=6, **options)
+        made.train()
+        assert made.state.best_global_step == 2
+        manager.wait_until_finished()
+        keys = {step: manager.repository.snapshot(f"a@{step}").key for step in (2, 4)}
+    store = LocalStore(tmp_path / "snapshots")
+    for step in (4, 2):
+        flip(store, keys[step], 60)
+        with open_manager(tmp_path) as manager:
+            begin = hf.SnapshotCallback(manager).on_train_begin
+            if step == 4:
+                begin(made.args, made.state, made.control)
+                continue
+            with pytest.raises(IntegrityError, match="step 2 of a: may be a@2 "):
+                begin(made.args, made.state, made.control)
+            made.args.load_best_model_at_end = False
+            begin(made.args, made.state, made.control)
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,13 @@ which also saves and forgets snapshots.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .catalog.history import View
 from .format.records import Snapshot
+from .text import some
 
 if TYPE_CHECKING:
     from .context import Context
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from .inspect.lazy import LazyTensors
     from .inspect.stats import StatsResult
     from .state.fit import Mismatches, Rename
+
+log = logging.getLogger("snapstore")
 
 
 class Snapshots:
@@ -30,6 +34,7 @@ class Snapshots:
 
     if TYPE_CHECKING:
         context: Context
+    _left_out: frozenset[str] = frozenset()  # the records that a warning has named
 
     # -- look
 
@@ -38,8 +43,20 @@ class Snapshots:
         return self.context.index.refresh()
 
     def snapshots(self, run: str | None = None) -> list[Snapshot]:
-        """Return the committed snapshots of a run, or of all runs, in the order in which they were saved."""
-        return self.view().snapshots(run)
+        """Return the committed snapshots of a run, or of all runs, in the order in which they were saved.
+
+        Leaves out snapshots whose record cannot be read or is gone. A warning names each such record once, and
+        `view().unknown(run)` returns them all.
+
+        Raises:
+            IntegrityError, StorageError: the run has only records that are damaged, gone or cannot be read.
+        """
+        view = self.view()
+        found = view.snapshots(run)
+        if run is not None and not found:
+            view.require_known(f"run {run!r}", run)
+        self._warn_of_left_out(view, run)
+        return found
 
     def snapshot(self, ref: str) -> Snapshot:
         """Return the snapshot that a reference names: `run@step`, `run@latest` (`highest`, `best`), `run@tag` or an id.
@@ -50,9 +67,17 @@ class Snapshots:
         return self.view().resolve(ref)
 
     def children(self, ref: str) -> list[Snapshot]:
-        """Return the committed snapshots, of any run, whose parent is this one."""
+        """Return the committed snapshots, of any run, whose parent is this one; it leaves out what `snapshots` does."""
         view = self.view()
-        return view.children(view.resolve(ref).id)
+        found = view.children(view.resolve(ref).id)
+        self._warn_of_left_out(view)
+        return found
+
+    def _warn_of_left_out(self, view: View, run: str | None = None) -> None:
+        if new := view.unknown(run).keys() - self._left_out:
+            self._left_out |= new
+            text = "%s: left out snapshots whose records cannot be read or are gone; run 'snapstore check': %s"
+            log.warning(text, self.context.store.url, some(sorted(new)))
 
     # -- restore
 

@@ -100,12 +100,16 @@ class SnapstoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return self._opened[2]
 
     def ls(self, path: str, detail: bool = True, **options: Any) -> list[Any]:
-        """Return the snapshots of the repository, or the files of one, or the file itself."""
+        """Return the snapshots of the repository, or the files of one, or the file itself.
+
+        A snapshot whose record cannot be read or is gone is left out, with a warning: see `Repository.snapshots`.
+        """
         ref, name = self._split(path)
         folder = self._folder(self._snapshot(ref, path)) if ref else None
         if not ref:
-            superseded = (view := self.repository.view()).superseded()
-            found = [_directory(s.ref, s) for s in view.snapshots() if s.id not in superseded]
+            snapshots = self.repository.snapshots()
+            last = {s.ref: s for s in snapshots}
+            found = [_directory(s.ref, s) for s in snapshots if last[s.ref] is s]
         elif folder is not None and self.info(path)["type"] == "directory":
             found = [self.info(f"{ref}/{below}") for below in folder.names(name)]
         elif name:
@@ -127,6 +131,30 @@ class SnapstoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         if not name or (folder is not None and folder.is_directory(name)):
             return _directory(f"{ref}/{name}".rstrip("/"), snapshot)
         return self._file(snapshot, name, path).info(f"{ref}/{name}")
+
+    # fsspec's own methods take every error, or every error of a store, for a path that is not there
+
+    def exists(self, path: str, **options: Any) -> bool:
+        """Return whether a path names something."""
+        return self._type(path) is not None
+
+    def isdir(self, path: str) -> bool:
+        """Return whether a path names a folder."""
+        return bool(self._type(path) == "directory")
+
+    def isfile(self, path: str) -> bool:
+        """Return whether a path names a file."""
+        return bool(self._type(path) == "file")
+
+    def _type(self, path: str) -> Any:
+        try:
+            return self.info(path)["type"]
+        except FileNotFoundError:
+            return None
+
+    def walk(self, path: str, *arguments: Any, **options: Any) -> Any:
+        """Yield (folder, its folders, its files), as fsspec does; `find` and `glob` use this."""
+        return super().walk(path, *arguments, **{"on_error": _raise_unless_missing, **options})
 
     def created(self, path: str) -> datetime:
         """Return when the snapshot was saved, by the clock of its writer."""
@@ -292,6 +320,11 @@ class _FileOfFolder:
 
 def _directory(ref: str, snapshot: Snapshot) -> dict[str, Any]:
     return {"name": ref, "size": 0, "type": "directory", "id": snapshot.id}
+
+
+def _raise_unless_missing(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 @contextmanager

@@ -296,7 +296,7 @@ class Repository(Snapshots):
             codec: "portable", which every machine reads, or "ans" (see `SaveOptions`).
 
         Returns:
-            The work done, and the snapshots that could not be recoded; those are unchanged.
+            The work done, and the snapshots and records that could not be recoded or read; those are unchanged.
 
         Raises:
             NotFoundError, InvalidInputError: a reference names nothing; the codec is unknown.
@@ -307,8 +307,8 @@ class Repository(Snapshots):
 
         check_choice("codec", codec, CODECS)
         states = (COMMITTED,) if refs is None else (COMMITTED, FORGOTTEN)
-        chosen = self.snapshots() if refs is None else self._resolve_all(refs, states)
-        return recode(self.context, chosen, codec=codec, states=states, dry_run=dry_run)
+        chosen, unknown = self._chosen(refs, None)
+        return recode(self.context, chosen, unknown, codec=codec, states=states, dry_run=dry_run)
 
     @pinned
     def compact(

@@ -257,20 +257,19 @@ def recode(
     """Rewrite snapshots into another codec.
 
     The next gc frees the old bytes.
-    Safe beside running saves. Exit code 3: some snapshots could not be rewritten, and stay as they were.
+    Safe beside running saves. Exit code 3: some snapshots could not be rewritten, and stay as they were, or some
+    records could not be read.
     """
     if bool(refs) == everything:
         raise UsageError("name snapshots, or pass --all" if not refs else "name snapshots, or pass --all, not both")
     with shell.repository() as repository, spinner(f"recoding to {codec.value}"):
         result = repository.recode(refs or None, codec=codec.value, dry_run=dry_run)
-        view = repository.view()
     if shell.as_json:
-        names = ("codec", "recoded", "skipped", "failed", "blobs", "bytes_before", "bytes_after", "dry_run")
-        print_json(fields_json(result, *names))
+        names = ("recoded", "skipped", "failed", "unknown", "blobs", "bytes_before", "bytes_after", "dry_run")
+        print_json(fields_json(result, "codec", *names))
     else:
         _print_recode(result)
-    unknown = everything and note_unknown(view)
-    return PARTIAL if result.failed or unknown else None
+    return PARTIAL if note_left_out(result.unknown) or result.failed else None
 
 
 def _print_recode(result: RecodeResult) -> None:

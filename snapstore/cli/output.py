@@ -11,7 +11,7 @@ import json
 import math
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from typing import TYPE_CHECKING, Any
@@ -153,12 +153,15 @@ def note_unknown(view: View) -> bool:
     return bool(unknown or view.missing)
 
 
-def note_left_out(unknown: Iterable[str]) -> bool:
-    """Print a warning about the records that a verb has left out, by their keys; return whether there are any."""
-    if keys := list(unknown):
-        left_out = f"{counted(len(keys), 'record')}, unreadable or gone"
-        note(f"snapstore: warning: left out {left_out}: {some(keys)}; run 'snapstore check'")
-    return bool(keys)
+def note_left_out(unknown: Mapping[str, str]) -> bool:
+    """Print a warning about the records (key: why) that a verb has left out; return whether there are any."""
+    from ..catalog.history import PUT_BACK
+
+    if unknown:
+        advice = PUT_BACK if "is gone" in unknown.values() else "run 'snapstore check'"
+        left_out = f"{counted(len(unknown), 'record')}, unreadable or gone"
+        note(f"snapstore: warning: left out {left_out}: {some(list(unknown))}; {advice}")
+    return bool(unknown)
 
 
 def note_changes(exported: Exported, what: str) -> None:

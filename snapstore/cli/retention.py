@@ -10,7 +10,7 @@ import typer
 from ..errors import ConflictError, InvalidInputError, NotFoundError
 from ..text import counted, human_bytes
 from .app import PARTIAL, DryRun, Ref, Shell, UsageError, verb
-from .output import fields_json, line, note, print_json, snapshot_json, spinner, table
+from .output import fields_json, line, note, note_left_out, print_json, snapshot_json, spinner, table
 
 if TYPE_CHECKING:
     from ..format.records import Snapshot
@@ -87,11 +87,12 @@ def forget(
     keep_steps: Annotated[str | None, typer.Option(metavar="STEP,...", help="Keep these steps: 1000,2000.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Forget even the newest, or everything.")] = False,
     dry_run: DryRun = False,
-) -> None:
+) -> int | None:
     """Forget snapshots by name or by policy; gc frees their bytes.
 
     Without --keep options, the policies stored for the run apply. A snapshot that any policy keeps stays, and so do
     tagged ones and the newest of the run. If a step was saved twice, policies count only the newer save.
+    Exit code 3: some records of the run could not be read; their snapshots stay, and policies did not count them.
     """
     options = {
         "KeepLast": keep_last,
@@ -120,6 +121,7 @@ def forget(
             if given_here and not dry_run:
                 _replace_damaged_policies(repository, run, given_here)
     _print_forget(shell, result)
+    return PARTIAL if note_left_out(result.unknown) else None
 
 
 def _policies(given: dict[str, Any], best: list[str], steps: str | None) -> list[Policy]:
@@ -168,7 +170,7 @@ def _replace_damaged_policies(repository: Repository, run: str, keep: list[Polic
 def _print_forget(shell: Shell, result: ForgetResult) -> None:
     if shell.as_json:
         kept = [{"id": s.id, "reasons": reasons} for s, reasons in result.kept]
-        print_json({"kept": kept, "forgotten": [s.id for s in result.forgotten]})
+        print_json({"kept": kept, **fields_json(result, "forgotten", "unknown")})
         return
     goes = "would be forgotten" if result.dry_run else "forgotten"
     rows = [[s.ref, s.id[:8], "kept", "; ".join(reasons)] for s, reasons in result.kept]

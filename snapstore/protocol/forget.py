@@ -7,7 +7,7 @@ them. Pure functions in `retention` decide what a policy keeps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .. import retention
 from ..context import Context
@@ -26,11 +26,14 @@ class ForgetResult:
     Attributes:
         kept: (snapshot, reasons) of every snapshot that stays.
         forgotten: the snapshots that were forgotten; in a dry run, that would be.
+        unknown: the records of the run that cannot be read or are gone (key: why): policies do not count their
+            snapshots, which stay. Empty if references name the snapshots.
     """
 
     kept: list[tuple[Snapshot, tuple[str, ...]]]
     forgotten: list[Snapshot]
     dry_run: bool = False
+    unknown: dict[str, str] = field(default_factory=dict)
 
     __repr__ = brief
 
@@ -54,7 +57,7 @@ def forget(
     kept += [(s, ("its last record is gone: 'snapstore repair' puts it back",)) for s in snapshots if s.id in gone]
     going = [s for s in snapshots if s.id in chosen]
     if dry_run:
-        return ForgetResult(kept, going, True)
+        return ForgetResult(kept, going, True, view.unknown(run))
     superseded, policy = view.superseded(), retention.describe(keep)
     forgotten: list[Snapshot] = []
     for reason, group in (
@@ -62,7 +65,7 @@ def forget(
         ("kept by no policy", [s for s in going if s.id not in superseded]),
     ):
         forgotten += revisions.forget(context, group, policy=policy, reason=reason)
-    return ForgetResult(kept, sorted(forgotten, key=lambda s: s.seq))
+    return ForgetResult(kept, sorted(forgotten, key=lambda s: s.seq), unknown=view.unknown(run))
 
 
 def forget_snapshots(

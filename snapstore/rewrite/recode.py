@@ -51,6 +51,7 @@ class RecodeResult:
         recoded: new revisions of the snapshots that changed (of a dry run: the revisions as they are).
         skipped: snapshots that needed nothing, or were forgotten or collected meanwhile.
         failed: (snapshot, why) of the snapshots that could not be recoded; they are unchanged.
+        unknown: the records that cannot be read or are gone (key: why); empty if references name the snapshots.
         blobs: blobs recoded or copied, each counted once; a few are copied unchanged, to free their pack.
         bytes_before, bytes_after: stored bytes of these blobs; `bytes_after` is 0 in a dry run.
     """
@@ -63,6 +64,7 @@ class RecodeResult:
     bytes_before: int = 0
     bytes_after: int = 0
     dry_run: bool = False
+    unknown: dict[str, str] = field(default_factory=dict)
 
     __repr__ = brief
 
@@ -70,6 +72,7 @@ class RecodeResult:
 def recode(
     context: Context,
     snapshots: Sequence[Snapshot],
+    unknown: dict[str, str],
     *,
     codec: str,
     states: tuple[str, ...] = (COMMITTED, FORGOTTEN),
@@ -78,6 +81,7 @@ def recode(
     """Rewrite snapshots. One that cannot be rewritten is reported; the others are rewritten.
 
     Args:
+        unknown: the records that cannot be read or are gone, for the result.
         codec: "portable" or "ans", see `SaveOptions`.
         states: a snapshot in another state is left alone.
 
@@ -102,6 +106,7 @@ def recode(
         sum(before),
         sum(after),
         dry_run,
+        unknown,
     )
 
 

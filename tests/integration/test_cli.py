@@ -622,7 +622,8 @@ def test_a_record_that_is_gone(series):
     result = series("log", "--json", code=3)
     assert [s["step"] for s in json.loads(result.stdout)["snapshots"]] == [0, 1, 2]
     assert f"gone from the store: 1 record that the index knows, of {named}; run 'snapstore repair" in result.stderr
-    assert "of exp@3" in series("recode", "--all", "-n", code=3).stderr
+    said = series("recode", "--all", "-n", code=3).stderr
+    assert f"left out 1 record, unreadable or gone: snapshots/exp/{record.name}; run 'snapstore repair --apply'" in said
     for ref in ("exp@latest", "exp@3", f"id:{record.name[13:20]}"):
         for verb in (["show", ref], ["restore", ref, "-o", series.folder / "x.pt"]):
             said = series.fails(*verb, code=20)
@@ -662,7 +663,8 @@ def test_a_record_that_cannot_be_read_is_named_by_all_who_pass_over_it(series):
     key = str(record.relative_to(series.url))
     for verb in (["log"], ["recode", "--all"], ["recode", "--all", "-n"], ["index", "rebuild"], ["index", "rebuild"]):
         result = series(*verb, code=3)
-        assert f"left out 1 record that cannot be read: {key}; run 'snapstore check'" in result.stderr
+        why = ", unreadable or gone" if verb[0] == "recode" else " that cannot be read"
+        assert f"left out 1 record{why}: {key}; run 'snapstore check'" in result.stderr
         assert result.stdout
     series("repair", "--apply")  # a rebuild keeps what only the index knows about an unreadable record
     assert records.unpack(record.with_suffix(".1").read_bytes(), records.Snapshot, "").metrics == {"loss": 2.0}
@@ -841,7 +843,7 @@ def test_forget_by_policy(series):
     assert len(series.json("log")["snapshots"]) == 4
     done = series.json("forget", *options)
     assert dry == done
-    assert set(done) == {"kept", "forgotten"}
+    assert set(done) == {"kept", "forgotten", "unknown"}
     assert done["kept"] == [
         {"id": ids[0], "reasons": ["best loss (#1)"]},
         {"id": ids[3], "reasons": ["last 1", "newest"]},
@@ -1183,7 +1185,7 @@ def test_recode(abroad):
     assert "2 snapshots would be recoded to portable, 1 unchanged" in abroad("recode", "--all", "-n").stdout
     named = abroad.json("recode", "exp@1")
     assert set(named) == {
-        "codec", "recoded", "skipped", "failed", "blobs", "bytes_before", "bytes_after", "dry_run",
+        "codec", "recoded", "skipped", "failed", "unknown", "blobs", "bytes_before", "bytes_after", "dry_run",
     }  # fmt: skip
     assert named["recoded"] == ids[1:2]
     done = abroad("recode", "--all", "--codec", "portable")

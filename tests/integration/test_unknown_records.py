@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,11 +10,13 @@ import pytest
 
 from kit.damage import refs, three
 from kit.faults import Unreadable
-from kit.objects import clone, flip
+from kit.objects import clone, flip, keys_of
 from kit.repositories import opened, save
-from snapstore import IntegrityError, Repository, SnapshotManager
+from kit.shell import invoke
+from snapstore import IntegrityError, KeepLast, Repository, SnapshotManager
 from snapstore.errors import StorageError
 from snapstore.integrations.fsspec import SnapstoreFileSystem
+from snapstore.storage.local import LocalStore
 
 ERRORS = {"damaged": IntegrityError, "unread": StorageError, "gone": IntegrityError}
 HOW = pytest.mark.parametrize("how", ERRORS)
@@ -37,6 +40,19 @@ def harmed(store, ref: str, how: str) -> Iterator[tuple[Repository, str]]:
             assert found.snapshot(ref).key == key  # so the index knows it
             inner.delete([key])
         yield found, key
+
+
+def on_disk(path, store) -> LocalStore:
+    """Return a repository on disk with the objects of a store, which the index of this machine knows."""
+    disk = LocalStore(path, create=True)
+    for key in keys_of(store):
+        disk.put(key, store.get(key))
+    assert invoke(["--repo", str(path), "log"]).exit_code == 0
+    return disk
+
+
+def harm(disk: LocalStore, key: str, how: str) -> None:
+    flip(disk, key, 60) if how == "damaged" else disk.delete([key])
 
 
 # --- the manager
@@ -100,6 +116,64 @@ def test_a_run_whose_only_record_is_unknown_does_not_count_as_empty(store, how):
         with pytest.raises(ERRORS[how], match=r"run 'b': may be b@7 "):
             found.snapshots("b")
         assert found.snapshots("c") == []
+
+
+# --- recode
+
+
+@HOW
+def test_a_recode_of_all_names_the_records_that_it_leaves_out(store, how):
+    with harmed(store, "a@1", how) as (found, key):
+        result = found.recode()
+        assert (refs(result.skipped), list(result.unknown)) == ({"a@0", "a@2"}, [key])
+        assert found.recode(["a@0"]).unknown == {}
+
+
+def test_the_shell_names_a_record_that_recode_could_not_read_once(tmp_path, store, monkeypatch):
+    """A later look can read it."""
+    disk = on_disk(tmp_path / "r", store)
+    with opened(disk) as found:
+        key = found.snapshot("a@1").key
+    flip(disk, key, 60)
+    look, looks = Repository.view, []
+
+    def once(self):
+        looks.append(look(self))
+        if len(looks) == 1:
+            flip(disk, key, 60)  # it can be read again
+        return looks[-1]
+
+    monkeypatch.setattr(Repository, "view", once)
+    said = invoke(["--repo", str(disk.root), "recode", "--all", "--json"])
+    assert (said.exit_code, list(json.loads(said.stdout)["unknown"])) == (3, [key])
+    assert f"left out 1 record, unreadable or gone: {key}" in said.stderr
+
+
+# --- forget
+
+
+@HOW
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_forget_names_the_records_that_its_policies_do_not_count(store, how, dry_run):
+    with opened(store) as found:
+        save(found, "b", 0, 50)
+    with harmed(store, "a@2", how) as (found, key):
+        result = found.forget([KeepLast(1)], run="a", dry_run=dry_run)
+        assert (refs(result.forgotten), list(result.unknown)) == ({"a@0"}, [key])
+        assert found.forget([KeepLast(1)], run="b", dry_run=dry_run).unknown == {}
+
+
+@pytest.mark.parametrize("how", ["damaged", "gone"])
+def test_the_shell_says_which_records_forget_did_not_count(tmp_path, store, how):
+    disk = on_disk(tmp_path / "r", store)
+    command = ["--repo", str(disk.root), "forget", "--run", "a", "--keep-last", "3", "-n"]
+    with opened(disk) as found:
+        key = found.snapshot("a@1").key
+    assert invoke(command).exit_code == 0
+    harm(disk, key, how)
+    said = invoke(command)
+    assert (said.exit_code, f"left out 1 record, unreadable or gone: {key}" in said.stderr) == (3, True)
+    assert json.loads(invoke(["--json", *command]).stdout)["unknown"].keys() == {key}
 
 
 # --- fsspec

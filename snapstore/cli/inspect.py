@@ -49,7 +49,10 @@ def log(
         str | None, typer.Option("--mirror", metavar="URL", help="Mark snapshots that this repository does not have.")
     ] = None,
 ) -> int | None:
-    """List snapshots, oldest first, run by run."""
+    """List snapshots, oldest first, run by run.
+
+    Exit code 3: some records, here or in the mirror, are unreadable or gone.
+    """
     if limit is not None and limit < 1:
         raise UsageError(f"--limit {limit}: expected at least 1")
     with shell.repository() as repository:
@@ -62,7 +65,7 @@ def log(
         marks = {"superseded": view.superseded(), "damaged": _damaged(repository, snapshots)}
     marks["made_up"] = {s.id for s in snapshots if s.is_reconstructed}
     if mirror is not None:
-        marks["not_mirrored"] = _not_mirrored(snapshots, mirror)
+        marks |= _not_mirrored(snapshots, mirror)
     if shell.as_json:
         marked = {mark: [s.id for s in snapshots if s.id in ids] for mark, ids in marks.items()}
         print_json({"snapshots": [snapshot_json(s) for s in snapshots], **marked})
@@ -72,17 +75,23 @@ def log(
         note(f"{counted(len(marks['damaged']), 'snapshot')} marked damaged: each {_DAMAGED}")
     if marks["made_up"]:
         note(f"marked reconstructed: {_RECONSTRUCTED}")
-    return PARTIAL if note_unknown(view) else None
+    if unknown := marks.get("mirror_unknown"):
+        records = counted(len(unknown), "record")
+        note(f"snapstore: warning: {mirror}: {records} of these snapshots unreadable or gone; run 'snapstore check'")
+    return PARTIAL if note_unknown(view) or unknown else None
 
 
-def _not_mirrored(snapshots: list[Snapshot], url: str) -> set[str]:
-    """Return the ids of the committed snapshots that were never mirrored completely."""
+def _not_mirrored(snapshots: list[Snapshot], url: str) -> dict[str, set[str]]:
+    """Return the ids of the committed snapshots that were never mirrored completely, or of which that is not known."""
     from ..copy.mirror import MIRRORED
     from ..repository import Repository
 
     with Repository.open(url) as repository:
-        had = {s.id for s in repository.view().snapshots(states=MIRRORED)}
-    return {s.id for s in snapshots if s.state == "committed" and s.id not in had}
+        view = repository.view()
+    had = {s.id for s in view.snapshots(states=MIRRORED)}
+    absent = {s.id for s in snapshots if s.state == "committed" and s.id not in had}
+    unknown = {name for run in {s.run for s in snapshots} for name in view.unknown_steps(run)} & absent
+    return {"not_mirrored": absent - unknown, "mirror_unknown": unknown}
 
 
 _DAMAGED = "needs an object that is damaged or missing; run 'snapstore check --read-data' to see what is lost"
@@ -108,7 +117,7 @@ def _newest(snapshots: list[Snapshot], limit: int) -> list[Snapshot]:
 #: The log fits a terminal of this width, unless names are long: metrics that do not fit are counted.
 LOG_WIDTH = 80
 #: The text of marks whose names in JSON differ.
-_MARKS = {"made_up": "reconstructed", "not_mirrored": "not mirrored"}
+_MARKS = {"made_up": "reconstructed", "not_mirrored": "not mirrored", "mirror_unknown": "mirror unknown"}
 
 
 def _print_log(snapshots: list[Snapshot], marks: dict[str, set[str]]) -> None:
@@ -146,8 +155,11 @@ def _fitting(words: list[str], metrics: dict[str, float], room: int) -> str:
 
 
 @verb()
-def show(shell: Shell, ref: Ref) -> None:
-    """Show one snapshot: record, lineage, tensors, reasons to keep it."""
+def show(shell: Shell, ref: Ref) -> int | None:
+    """Show one snapshot: record, lineage, tensors, reasons to keep it.
+
+    Exit code 3: other records are unreadable or gone, and may be of children or change the reasons.
+    """
     with shell.repository() as repository:
         from ..inspect.plain_values import dotted
 
@@ -160,6 +172,7 @@ def show(shell: Shell, ref: Ref) -> None:
         children = view.children(snapshot.id)
         reasons = _reasons(repository, view, snapshot)
         damaged, superseded = bool(_damaged(repository, [snapshot])), snapshot.id in view.superseded()
+    code = PARTIAL if note_left_out(view.unknown()) else None
     metadata = plain(snapshot.metadata)
     tensors = [row for m in manifests for row in _tensors(m)]
     if shell.as_json:
@@ -181,7 +194,7 @@ def show(shell: Shell, ref: Ref) -> None:
                 "made_up": snapshot.is_reconstructed,
             }
         )
-        return
+        return code
     _print_facts(snapshot, parent, children, reasons, metadata)
     if superseded:
         line(f"mark      superseded: {snapshot.ref} means a newer save of the step")
@@ -193,6 +206,7 @@ def show(shell: Shell, ref: Ref) -> None:
         line(f"ranks     {ranks}, each with a manifest for every part of which it stores a piece")
     _print_parts(snapshot, tensors, ranks)
     _print_values(values)
+    return code
 
 
 def _tensors(m: Manifest) -> Iterator[dict[str, Any]]:

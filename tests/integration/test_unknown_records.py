@@ -17,6 +17,7 @@ from snapstore import IntegrityError, KeepLast, Repository, SnapshotManager
 from snapstore.errors import StorageError
 from snapstore.integrations.fsspec import SnapstoreFileSystem
 from snapstore.storage.local import LocalStore
+from snapstore.storage.memory import MemoryStore
 
 ERRORS = {"damaged": IntegrityError, "unread": StorageError, "gone": IntegrityError}
 HOW = pytest.mark.parametrize("how", ERRORS)
@@ -174,6 +175,41 @@ def test_the_shell_says_which_records_forget_did_not_count(tmp_path, store, how)
     said = invoke(command)
     assert (said.exit_code, f"left out 1 record, unreadable or gone: {key}" in said.stderr) == (3, True)
     assert json.loads(invoke(["--json", *command]).stdout)["unknown"].keys() == {key}
+
+
+# --- log and show
+
+
+@pytest.mark.parametrize("how", ["damaged", "gone"])
+def test_log_does_not_call_a_snapshot_not_mirrored_whose_record_in_the_mirror_is_unknown(tmp_path, store, how):
+    disk, slow = on_disk(tmp_path / "r", store), MemoryStore()
+    with opened(disk) as found:
+        found.copy(["a@0", "a@1"], to=slow)
+        ids = [found.snapshot(f"a@{step}").id for step in range(3)]
+    slow = on_disk(tmp_path / "slow", slow)
+    command = ["--repo", str(disk.root), "log", "--mirror", str(slow.root)]
+    assert invoke(command).exit_code == 0
+    harm(slow, max(key for key in keys_of(slow, "snapshots/") if ids[1] in key), how)
+    said = invoke(command)
+    assert said.exit_code == 3
+    assert [line.split()[0] for line in said.stdout.splitlines() if "not mirrored" in line] == ["a@2"]
+    assert [line.split()[0] for line in said.stdout.splitlines() if "mirror unknown" in line] == ["a@1"]
+    assert f"{slow.root}: 1 record of these snapshots unreadable or gone" in said.stderr
+    document = json.loads(invoke(["--json", *command]).stdout)
+    assert (document["not_mirrored"], document["mirror_unknown"]) == ([ids[2]], [ids[1]])
+
+
+@pytest.mark.parametrize("how", ["damaged", "gone"])
+def test_show_says_that_its_snapshot_may_have_more_children(tmp_path, store, how):
+    disk = on_disk(tmp_path / "r", store)
+    command = ["--repo", str(disk.root), "show", "a@0"]
+    with opened(disk) as found:
+        key = found.snapshot("a@1").key
+    assert invoke(command).exit_code == 0
+    harm(disk, key, how)
+    said = invoke(command)
+    assert (said.exit_code, "children  none" in said.stdout) == (3, True)
+    assert f"left out 1 record, unreadable or gone: {key}" in said.stderr
 
 
 # --- fsspec

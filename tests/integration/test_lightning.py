@@ -18,11 +18,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from kit.faults import FaultStore
+from kit.faults import FaultStore, Unreadable
+from kit.objects import flip
 from kit.processes import TESTS, environment
 from snapstore import (
     CapabilityError,
     FormatError,
+    IntegrityError,
     InvalidInputError,
     KeepBest,
     KeepLast,
@@ -268,6 +270,37 @@ def test_removed_and_replaced_files_forget_their_snapshots(adapter, tmp_path, as
     with pytest.raises(NotFoundError, match=r"refers to r@3 .* which is not there.*snapstore log --run r"):
         io.load_checkpoint(tmp_path / "last.ckpt")
     assert io.load_checkpoint(tmp_path / "step=3.ckpt")["state_dict"]["w"].tolist() == [[3.0, 3.0]] * 3
+
+
+@pytest.mark.parametrize("how", ["damaged", "unread", "gone"])
+def test_no_record_that_is_unknown_ends_a_training_when_a_file_is_removed(adapter, tmp_path, caplog, how):
+    store = Unreadable(MemoryStore())
+    Repository.create(store.inner).close()
+    path = {step: tmp_path / f"step={step}.ckpt" for step in (1, 2, 3)}
+    with Repository.open(store) as repository:
+        io = adapter.SnapstoreCheckpointIO(repository, run="r", async_save=True)
+        for step in (1, 2):
+            io.save_checkpoint(checkpoint(step), path[step])
+        io.teardown()
+        key = repository.snapshot("r@1").key
+        if how == "gone":
+            store.inner.delete([key])
+        elif how == "damaged":
+            flip(store.inner, key, 60)
+        else:
+            store.bad.add(key)
+        if how != "gone":
+            repository.rebuild_index()
+        with pytest.raises(StorageError if how == "unread" else IntegrityError, match="may be r@1 "):
+            io.load_checkpoint(path[1])
+        for step in (1, 2):
+            io.remove_checkpoint(path[step])
+        io.save_checkpoint(checkpoint(3), path[3])
+        io.teardown()
+        assert [file.name for file in tmp_path.glob("*.ckpt")] == ["step=3.ckpt"]
+        assert [snapshot.step for snapshot in repository.snapshots("r")] == [3]
+    assert "step=1 its file is gone, but its bytes stay: id:" in caplog.text
+    assert "step=2 its file is gone, but its bytes stay: gc: " in caplog.text
 
 
 def test_a_removed_or_replaced_link_keeps_the_snapshot_of_its_file(adapter, tmp_path):

@@ -16,6 +16,7 @@ from ..errors import DAMAGE, CapabilityError, FormatError, IntegrityError, Outpu
 from ..format.rank_checks import read_children
 from ..format.records import Snapshot
 from ..restore.manifests import read_manifests
+from ..text import some
 from .damaged_packs import DamagedPacks, check_tree
 from .verify_chunks import ChunkRebuilder
 
@@ -68,11 +69,13 @@ def _advice(context: Context, ref: str, *, maybe_whole: bool) -> str:
         return ""
     older = (snapshot for snapshot in reversed(view.snapshots(damaged.run)) if snapshot.id != damaged.id)
     found = next((snapshot for snapshot in older if _is_whole(context, snapshot, packs, rebuilder)), None)
+    unknown = [f"{damaged.run}@{step}" for step in sorted(view.unknown_steps(damaged.run).values())]
+    besides = f", besides {some(unknown)}, whose records cannot be read or are gone," if unknown else ""
     if found is None:
-        return f"; no older snapshot of run {damaged.run!r} is whole"
+        return f"; no older snapshot of run {damaged.run!r}{besides} is whole"
     return (
-        f"; the newest whole snapshot of run {damaged.run!r} is {found.ref} (id:{found.id[:12]}); to go on from it, "
-        "name it in the restore, or run 'snapstore repair --apply --drop', which forgets what stays damaged"
+        f"; the newest whole snapshot of run {damaged.run!r}{besides} is {found.ref} (id:{found.id[:12]}); to go on "
+        "from it, name it in the restore, or run 'snapstore repair --apply --drop', which forgets what stays damaged"
     )
 
 

@@ -346,7 +346,7 @@ class Mirror:
         newest = there.newest(self.run)
         after = -1 if newest is None else newest.seq
         begun = [s for s in there.snapshots(self.run, (ABORTED,)) if s.reason == COPY_BEGUN and s.seq > after]
-        if lost := [str(s.step) for s in begun if here.get(s.id) is None]:
+        if lost := [str(s.step) for s in begun if here.get(s.id) is None and not here.is_unknown(s.id)]:
             last = f"step {newest.step}" if newest else "nothing"
             text = "run=%s steps %s were saved and not mirrored, and %s has lost them; %s has %s"
             log.warning(text, self.run, ", ".join(lost), self._source.store.url, self.url, last)

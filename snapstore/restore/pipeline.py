@@ -73,8 +73,11 @@ def ruling_now(context: Context, snapshot: Snapshot, error: SnapstoreError) -> S
 
     Raises:
         The error again, with the snapshot's name: the revision that was read is the current one, so it is damaged.
+        IntegrityError, StorageError: the record of the current revision is damaged, or cannot be read.
     """
-    ruling = context.index.refresh().get(snapshot.id)
+    view = context.index.refresh()
+    view.require_known(snapshot.ref, snapshot.run, snapshot_id=snapshot.id)
+    ruling = view.get(snapshot.id)
     if ruling is None or (ruling.state != SWEPT and ruling.manifests == snapshot.manifests):
         raise type(error)(f"{snapshot.ref} (id:{snapshot.id[:12]}): {error}") from error
     return ruling
@@ -86,12 +89,15 @@ def read_as_ruled(context: Context, snapshots: Sequence[Snapshot], read_them: Ca
     Raises:
         NotFoundError: one was deleted meanwhile.
         IntegrityError, FormatError: the revisions that were read are the current ones, so one is damaged.
+        IntegrityError, StorageError: the record of a current revision is damaged, or cannot be read.
     """
     while True:
         try:
             return read_them(*snapshots)
         except (IntegrityError, FormatError) as error:
             view = context.index.refresh()
+            for snapshot in snapshots:
+                view.require_known(snapshot.ref, snapshot.run, snapshot_id=snapshot.id)
             ruling = [view.get(snapshot.id) or snapshot for snapshot in snapshots]
             for snapshot in ruling:
                 if snapshot.state == SWEPT:

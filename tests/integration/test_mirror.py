@@ -515,6 +515,19 @@ def with_losses():
 
 
 @UNKNOWN
+def test_a_snapshot_whose_record_cannot_be_read_is_not_called_lost(caplog, how, error):
+    """The first store has it, and its copy has only begun."""
+    store, slow = three(), MemoryStore()
+    with opened(store) as repository:
+        repository.copy(["a@0", "a@1"], to=slow)
+    with opened(slow) as repository:
+        slow.delete([repository.snapshot("a@1").key])
+    for fast, is_lost in ((harmed(store, "a@1", how)[0], False), (created_like(slow), True)):
+        manager(fast, clone(slow), read_only=True).close()
+        assert ("steps 1 were saved and not mirrored" in caplog.text) == is_lost
+
+
+@UNKNOWN
 @pytest.mark.parametrize("has_mirror", [True, False])
 def test_best_and_highest_may_be_a_record_that_cannot_be_read(how, error, has_mirror):
     store, slow = with_losses()

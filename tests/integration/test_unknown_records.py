@@ -6,9 +6,10 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 
-from kit.damage import refs, three
+from kit.damage import refs, three, wound
 from kit.faults import Unreadable
 from kit.objects import clone, flip, keys_of
 from kit.repositories import opened, save
@@ -150,6 +151,44 @@ def test_the_shell_names_a_record_that_recode_could_not_read_once(tmp_path, stor
     assert f"left out 1 record, unreadable or gone: {key}" in said.stderr
 
 
+# --- a record that cannot be read any more once a verb has begun
+
+
+class Meanwhile(Unreadable):
+    """Runs `act`, once, before an operation that `when(operation, key)` chooses; `act` returns keys that fail then."""
+
+    def __init__(self, inner, when, act):
+        super().__init__(inner)
+        self.when, self.act = when, act
+
+    def _act(self, name, key, effect):
+        if self.act is not None and self.when(name, key):
+            act, self.act = self.act, None
+            with opened(self.inner) as other:
+                self.bad.add(act(other))
+        return super()._act(name, key, effect)
+
+
+@pytest.mark.parametrize("verb", ["restore", "diff"])
+def test_a_snapshot_that_was_rewritten_and_cannot_be_read_for_a_moment_is_not_called_damaged(store, verb):
+    def compact(other):
+        other.gc()
+        assert "a@2" in refs(other.compact().rewritten)
+        other.gc()
+        return other.snapshot("a@2").key
+
+    with opened(store) as found:
+        save(found, "b", 0, 50)
+        found.forget_snapshots(["a@0", "a@1"])
+    faulty = Meanwhile(store, lambda name, key: name == "get_range" and key.startswith("packs/"), compact)
+    with opened(faulty) as found:
+        act = found.restore if verb == "restore" else lambda ref: found.diff(ref, "b@0")
+        with pytest.raises(StorageError, match=r"a@2: may be a@2 .*whose record cannot be read: .*Input/output error"):
+            act("a@2")
+        faulty.bad.clear()
+        act("a@2")
+
+
 # --- forget
 
 
@@ -234,3 +273,24 @@ def test_no_path_of_an_unknown_snapshot_is_not_there(store, how, caplog, monkeyp
             assert not any(ask(path) for ask in (files.exists, files.isdir, files.isfile, files.glob, files.find))
         assert files.isfile("a@0/all.safetensors")
         assert files.isdir("a@0")
+
+
+# --- the error of a damaged snapshot
+
+
+@HOW
+@pytest.mark.parametrize("ref", ["b@1", "b@0"])
+def test_the_newest_whole_snapshot_may_be_one_whose_record_is_unknown(store, how, ref):
+    with opened(store) as found:
+        for step in range(3):
+            found.save({"w": np.random.default_rng(step).integers(0, 255, 8192, np.uint8)}, run="b", step=step)
+    wound(store, "b@2")
+    with harmed(store, ref, how) as (found, _):
+        besides = rf"besides {ref}, whose records cannot be read or are gone, is b@{1 - int(ref[-1])} "
+        with pytest.raises(IntegrityError, match=f"the newest whole snapshot of run 'b', {besides}"):
+            found.restore("id:" + found.snapshot("b@2").id)
+    wound(store, "b@1")
+    with harmed(store, "b@0", how) as (found, _):
+        said = "no older snapshot of run 'b', besides b@0, whose records cannot be read or are gone, is whole"
+        with pytest.raises(IntegrityError, match=said):
+            found.restore("b@2")

@@ -17,7 +17,7 @@ import msgspec
 from ..catalog.history import View
 from ..catalog.needed_keys import needed_keys
 from ..context import Context
-from ..errors import DAMAGE, StorageError
+from ..errors import DAMAGE, IntegrityError, StorageError
 from ..format import manifest, records
 from ..format.keys import record_key
 from ..format.manifest import ManifestHeader
@@ -103,6 +103,11 @@ class Session(Claim):
         """
         newest = view.newest(self.run)
         newest_id = newest.id if newest else None
+        if self.parent is None and self.verb == "save":  # the source of a copy tells its parent
+            try:
+                view.latest(self.run)
+            except (IntegrityError, StorageError) as error:
+                log.warning("run=%s the parent of this save may not be the newest snapshot: %s", self.run, error)
         self.parent = self.parent or newest_id
         for name in [self.parent, newest_id, *self._also]:
             snapshot = view.get(name) if name else None

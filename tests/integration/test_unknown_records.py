@@ -86,6 +86,35 @@ def test_a_run_with_an_unknown_record_only_is_no_new_run(store, how):
         assert found.snapshot("b@8").parent is None
 
 
+# --- the parent of a save
+
+
+@HOW
+def test_a_save_says_that_its_parent_may_be_an_older_snapshot(store, how, caplog):
+    with harmed(store, "a@2", how) as (found, key):
+        first = save(found, "a", 3, 3)
+        said = [record.message for record in caplog.records if "the parent of this save" in record.message]
+        assert len(said) == 1
+        assert key in said[0]
+        assert first.parent == found.snapshot("a@1").id
+        caplog.clear()
+        assert save(found, "a", 4, 4).parent == first.id
+        save(found, "b", 0, 50)
+        assert "the parent of this save" not in caplog.text
+
+
+@HOW
+def test_a_copy_says_nothing_of_the_parent_of_a_save(store, how, caplog):
+    """The first snapshot of a run has none."""
+    target = MemoryStore()
+    with opened(store) as source:
+        source.copy(["a@1", "a@2"], to=target)
+        with harmed(target, "a@2", how) as (found, _):
+            assert refs(source.copy(["a@0"], to=found).copied) == {"a@0"}
+            assert found.snapshot("a@0").parent is None
+    assert "the parent of this" not in caplog.text
+
+
 # --- lists of snapshots
 
 

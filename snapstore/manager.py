@@ -359,6 +359,8 @@ class SnapshotManager(Steps):
         try:
             self._retention_error = None
             keep = self.keep if self._mirror is None else self._mirror.holding(self.keep)
+            if keep is not self.keep:  # what the mirror lacks must not make policies pass that would keep nothing
+                self.repository.forget(self.keep, run=self.run, dry_run=True)
             if self.repository.forget(keep, run=self.run).forgotten:
                 self.repository.gc()
         except IntegrityError:

@@ -274,8 +274,10 @@ class Mirror:
         """Apply the policies of the mirror; damage there only costs space, and must not stop the copies."""
         try:
             with confirmed(target):
-                if self._keep and forget(target, self._keep, run=self.run, force=True).forgotten:
+                if self._keep and forget(target, self._keep, run=self.run).forgotten:
                     gc.collect(target)
+        except InvalidInputError as error:  # the policies would keep nothing
+            log.warning("run=%s nothing is deleted in %s: %s", self.run, self.url, error)
         except DAMAGE as error:
             log.warning("run=%s nothing is deleted in %s until it is repaired: %s", self.run, self.url, error)
 
@@ -335,8 +337,10 @@ class Mirror:
         places += [(bisect(highest, order[s.id]), 0, s) for s in found]  # before the first that was saved later
         places.sort(key=itemgetter(0, 1))
         in_order = [msgspec.structs.replace(s, seq=number) for number, (*_, s) in enumerate(places)]
-        chosen = {d.snapshot.id for d in retention.apply(self._keep, in_order, force=True) if d.reasons}
-        return [s for s in found if s.id in chosen]
+        with suppress(InvalidInputError):  # policies that would keep nothing leave nothing out
+            chosen = {d.snapshot.id for d in retention.apply(self._keep, in_order) if d.reasons}
+            return [s for s in found if s.id in chosen]
+        return list(found)
 
     # -- what only the mirror has
 

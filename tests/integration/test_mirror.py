@@ -94,6 +94,34 @@ def test_a_mirror_that_falls_behind_copies_only_what_its_policies_keep():
         assert [(s.step, s.state) for s in known] == [(0, "committed"), (4, "committed"), (5, "committed")]
 
 
+@pytest.mark.parametrize(
+    ("keep", "mirror_keep"),
+    [(KeepBest("acc"), None), (KeepBest("acc"), ()), (KeepBest("acc"), KeepLast(9)), (KeepLast(9), KeepBest("acc"))],
+)
+def test_policies_that_would_keep_nothing_forget_nothing(keep, mirror_keep, caplog):
+    """A misspelt metric deletes nothing, in either store, although the first store holds what is not mirrored yet."""
+    fast, slow = created(), MemoryStore()
+    with manager(fast, slow, keep=keep, mirror_keep=mirror_keep, async_save=False) as snapshots:
+        for step in range(4):
+            saved(snapshots, [step])
+            assert snapshots.wait_until_mirrored() == []
+    assert steps_in(fast) == steps_in(slow) == [0, 1, 2, 3]
+    assert "KeepBest('acc', n=1, mode='min') would keep none" in caplog.text
+
+
+def test_a_mirror_behind_whose_policies_would_keep_nothing_leaves_nothing_out():
+    fast, slow = created(), MemoryStore()
+    with opened(fast) as repository:
+        for step in range(1, 4):
+            save(repository, "a", step, step)
+    with manager(fast, slow, mirror_keep=KeepEvery(4)) as snapshots:
+        assert snapshots.wait_until_mirrored() == []
+        assert steps_in(slow) == [1, 2, 3]
+        saved(snapshots, [4, 5])
+        assert snapshots.wait_until_mirrored() == []
+    assert steps_in(slow) == [4, 5]
+
+
 def test_the_first_store_is_lost(tmp_path, caplog):
     with manager(tmp_path / "fast", tmp_path / "slow", keep=KeepLast(2), mirror_keep=()) as snapshots:
         saved(snapshots, range(4))

@@ -358,10 +358,8 @@ class SnapshotManager(Steps):
         """Forget snapshots and run gc. A failure costs only space, so only damage is raised, and never by `save`."""
         try:
             self._retention_error = None
-            keep = self.keep if self._mirror is None else self._mirror.holding(self.keep)
-            if keep is not self.keep:  # what the mirror lacks must not make policies pass that would keep nothing
-                self.repository.forget(self.keep, run=self.run, dry_run=True)
-            if self.repository.forget(keep, run=self.run).forgotten:
+            here = partial(self.repository.forget, run=self.run) if self._mirror is None else self._mirror.forget_here
+            if here(self.keep).forgotten:
                 self.repository.gc()
         except IntegrityError:
             raise

@@ -225,8 +225,9 @@ class Steps:
     def not_mirrored(self) -> list[int]:
         """Return the steps that are committed and not yet in the mirror, in the order of their saves.
 
-        Before them come steps whose records cannot be read, or are gone, and which the mirror does not have. Without a
-        mirror, and on other ranks than rank 0, the list is empty.
+        Before them come steps whose records cannot be read, or are gone, and which the mirror does not have. Until the
+        mirror has been reached, these are all steps. Without a mirror, and on other ranks than rank 0, the list is
+        empty.
         """
         return self._mirror.behind() if self._mirror is not None else []
 

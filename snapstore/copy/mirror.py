@@ -36,7 +36,7 @@ from ..errors import (
 from ..format.keys import parse_record_key
 from ..format.records import ABORTED, COMMITTED, FORGOTTEN, SWEPT, Snapshot
 from ..protocol import gc
-from ..protocol.forget import forget
+from ..protocol.forget import ForgetResult, forget
 from ..protocol.quarantine import in_need_of_quarantined
 from ..protocol.same_repository import confirmed
 from ..text import some
@@ -48,8 +48,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("snapstore")
 #: After a failure the mirror waits RETRY_S, after each further failure twice as long, at most RETRY_MAX_S.
 RETRY_S, RETRY_MAX_S = 1.0, 60.0
-#: The policies of the first store also keep the oldest snapshots that are not mirrored yet, at most so many.
-HELD_AT_MOST = 8
 #: A copy that is given up ends within this time, unless its store does not answer [s].
 GIVE_UP_S = 2.0
 #: The states, in the mirror, of a snapshot that was mirrored once.
@@ -87,6 +85,7 @@ class Mirror:
         self._target: Repository | None = None
         self._copier: Copier | None = None
         self._pending: list[Snapshot] = []  # committed and not mirrored, oldest first
+        self._unlisted: list[Snapshot] = []  # committed before; the mirror may lack them, until it has been listed
         self._given_up: set[str] = set()  # ids of snapshots that cannot be mirrored
         self._unknown: list[int] = []  # steps whose records in the first store are not known, and that are not mirrored
         self._named: set[str] = set()  # keys of records that a warning has named
@@ -107,6 +106,8 @@ class Mirror:
             SnapstoreError: it is no repository that this release can use.
         """
         try:
+            if not self.read_only:
+                self._unlisted = self._source.index.refresh().snapshots(self.run)
             target = self._opened()
             self._say_lost(target)
             if self._keep and not self.read_only:
@@ -198,16 +199,17 @@ class Mirror:
         """Return the steps that are committed and not mirrored. Reads nothing.
 
         The steps that may be so come first: their records in the first store cannot be read. The others follow in the
-        order of their saves.
+        order of their saves. Until the mirror has been listed, they are all steps.
         """
         with self._changed:
-            return self._unknown + [snapshot.step for snapshot in self._pending]
+            return self._unknown + [snapshot.step for snapshot in (*self._unlisted, *self._pending)]
 
-    def holding(self, keep: Sequence[retention.Policy]) -> Sequence[retention.Policy]:
-        """Return policies for the first store that, besides `keep`, keep the oldest steps that are not mirrored yet."""
+    def forget_here(self, keep: Sequence[retention.Policy]) -> ForgetResult:
+        """Apply policies to the first store; the oldest snapshots that may not be mirrored yet stay."""
         with self._changed:
-            held = [snapshot.step for snapshot in self._pending[:HELD_AT_MOST]]
-        return [*keep, retention.KeepSteps(held)] if held else keep
+            held = {snapshot.id for snapshot in (*self._unlisted, *self._pending)}
+        with confirmed(self._source):
+            return forget(self._source, keep, run=self.run, held=held)
 
     # -- the thread
 
@@ -307,6 +309,7 @@ class Mirror:
         due = {s.id for s in found}
         with self._changed:  # a commit may have been noted since
             self._pending = found + [s for s in self._pending if s.id not in due | noted.keys()]
+            self._unlisted = []
         return tagged + found
 
     def _note_unknown(self, here: View, there: View) -> None:

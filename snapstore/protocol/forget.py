@@ -6,7 +6,7 @@ them. Pure functions in `retention` decide what a policy keeps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from .. import retention
@@ -17,6 +17,9 @@ from ..format.records import COMMITTED, FORGOTTEN, SWEPT, Snapshot
 from ..text import brief
 from . import revisions
 from .quarantine import in_need_of_quarantined
+
+#: At most so many snapshots stay only because they are held.
+HELD_AT_MOST = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +42,19 @@ class ForgetResult:
 
 
 def forget(
-    context: Context, keep: Sequence[retention.Policy], *, run: str, dry_run: bool = False, force: bool = False
+    context: Context,
+    keep: Sequence[retention.Policy],
+    *,
+    run: str,
+    dry_run: bool = False,
+    force: bool = False,
+    held: Container[str] = (),
 ) -> ForgetResult:
-    """Forget the snapshots of a run that no policy keeps; see `Repository.forget`."""
+    """Forget the snapshots of a run that no policy keeps; see `Repository.forget`.
+
+    Args:
+        held: ids of snapshots that are not mirrored yet. The oldest HELD_AT_MOST of them that no policy keeps stay.
+    """
     check_name("run", run)
     view = context.index.refresh()
     context.store.sync(f"snapshots/{run}/")  # no power loss may cost a newer snapshot after an older one is forgotten
@@ -55,6 +68,9 @@ def forget(
     kept = [(by_id[d.snapshot.id], d.reasons) for d in decisions if d.reasons]
     kept += [(s, ("damaged: 'snapstore repair' heals it, or drops it",)) for s in snapshots if s.id in damaged]
     kept += [(s, ("its last record is gone: 'snapstore repair' puts it back",)) for s in snapshots if s.id in gone]
+    holding = [s for s in snapshots if s.id in chosen and s.id in held][:HELD_AT_MOST]
+    kept += [(s, ("not mirrored yet",)) for s in holding]
+    chosen -= {s.id for s in holding}
     going = [s for s in snapshots if s.id in chosen]
     if dry_run:
         return ForgetResult(kept, going, True, view.unknown(run))

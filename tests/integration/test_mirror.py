@@ -28,6 +28,7 @@ from snapstore import (
 )
 from snapstore.copy import mirror as mirrors
 from snapstore.copy.copy import Copier
+from snapstore.protocol.forget import HELD_AT_MOST
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 
@@ -186,12 +187,31 @@ def test_policies_leave_what_is_not_mirrored():
     faulty = FaultStore(slow, 0, "outage")
     with manager(fast, faulty, keep=KeepLast(1), mirror_keep=()) as snapshots:
         saved(snapshots, range(12))
-        assert steps_in(fast) == [*range(mirrors.HELD_AT_MOST), 11]
+        assert steps_in(fast) == [*range(HELD_AT_MOST), 11]
         faulty.heal()
         assert snapshots.wait_until_mirrored() == []
         saved(snapshots, [12])
-    assert steps_in(slow) == [*range(mirrors.HELD_AT_MOST), 11, 12]
+    assert steps_in(slow) == [*range(HELD_AT_MOST), 11, 12]
     check_clean(slow)
+
+
+def test_a_new_manager_leaves_what_the_last_one_could_not_mirror():
+    """Until it has listed the mirror, it does not know which steps are there, and counts none as mirrored."""
+    fast = created()
+    slow = created_like(fast)
+    faulty = FaultStore(slow, 0, "outage")
+    with manager(fast, faulty, keep=KeepLast(1), mirror_keep=()) as snapshots:
+        saved(snapshots, range(4))
+    with manager(fast, faulty, keep=KeepLast(1), mirror_keep=()) as snapshots:
+        assert snapshots.wait_until_mirrored() == snapshots.not_mirrored() == [0, 1, 2, 3]
+        saved(snapshots, [4, 5])
+        assert steps_in(fast) == [0, 1, 2, 3, 4, 5]
+        faulty.heal()
+        assert snapshots.wait_until_mirrored() == []
+        saved(snapshots, [6])
+    assert steps_in(slow) == [*range(7)]
+    assert steps_in(fast)[-1] == 6
+    assert 4 not in steps_in(fast)
 
 
 def test_the_newest_over_both(tmp_path, monkeypatch):

@@ -82,15 +82,14 @@ def log(
 
 
 def _not_mirrored(snapshots: list[Snapshot], url: str) -> dict[str, set[str]]:
-    """Return the ids of the committed snapshots that were never mirrored completely, or of which that is not known."""
-    from ..copy.mirror import MIRRORED
+    """Return the ids of the committed snapshots that the mirror is still to get, and of those of which it is unclear."""
+    from ..copy.mirror import lacks
     from ..repository import Repository
 
     with Repository.open(url) as repository:
-        view = repository.view()
-    had = {s.id for s in view.snapshots(states=MIRRORED)}
-    absent = {s.id for s in snapshots if s.state == "committed" and s.id not in had}
-    unknown = {name for run in {s.run for s in snapshots} for name in view.unknown_steps(run)} & absent
+        there = repository.view()
+    absent = {s.id for s in snapshots if s.state == "committed" and lacks(there.get(s.id), s)}
+    unknown = {name for run in {s.run for s in snapshots} for name in there.unknown_steps(run)} & absent
     return {"not_mirrored": absent - unknown, "mirror_unknown": unknown}
 
 

@@ -54,6 +54,15 @@ GIVE_UP_S = 2.0
 MIRRORED = (COMMITTED, FORGOTTEN, SWEPT)
 
 
+def lacks(there: Snapshot | None, snapshot: Snapshot) -> bool:
+    """Return whether a mirror is to get a committed snapshot: it never had it, or it has forgotten a tagged one.
+
+    Args:
+        there: the mirror's record of it; None: it has none.
+    """
+    return there is None or there.state not in ((COMMITTED,) if snapshot.tags else MIRRORED)
+
+
 class Mirror:
     """The mirror of one run.
 
@@ -254,7 +263,7 @@ class Mirror:
             if self._ends:
                 return False
             try:
-                copier.copy(snapshot, named=False)
+                copier.copy(snapshot, named=bool(snapshot.tags))
             except DAMAGE as error:
                 self._say_left_out(snapshot, error)
                 self._given_up.add(snapshot.id)
@@ -303,7 +312,7 @@ class Mirror:
         self._note_unknown(here, there)
         committed = [(s, there.get(s.id)) for s in here.snapshots(self.run) if s.id not in self._given_up]
         tagged = [s for s, known in committed if known and known.state == COMMITTED and not {*s.tags} <= {*known.tags}]
-        found = [s for s, known in committed if known is None or known.state not in MIRRORED]
+        found = [s for s, known in committed if lacks(known, s)]
         if self._keep and found:
             found = self._wanted(target, here, there, found)
         due = {s.id for s in found}

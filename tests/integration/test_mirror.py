@@ -26,6 +26,7 @@ from snapstore import (
     SnapshotManager,
     StorageError,
 )
+from snapstore.cli import commands
 from snapstore.copy import mirror as mirrors
 from snapstore.copy.copy import Copier
 from snapstore.protocol.forget import HELD_AT_MOST
@@ -358,8 +359,6 @@ def test_ranks_find_the_highest_and_the_best_step_in_the_mirror():
 
 
 def test_log_marks_what_is_not_mirrored(tmp_path, capsys):
-    from snapstore.cli import commands
-
     with Repository.create(tmp_path / "fast", options=OPTIONS) as repository:
         save(repository, "a", 0, 0)
         repository.copy(to=tmp_path / "slow")
@@ -426,6 +425,30 @@ def test_a_later_tag_is_mirrored_before_a_policy_deletes_its_snapshot(tmp_path):
     assert steps_in(tmp_path / "fast") == steps_in(tmp_path / "slow") == [0, 3, 4]
     with opened(tmp_path / "slow") as repository:
         assert repository.snapshot("a@best").step == 0
+
+
+@pytest.mark.parametrize("collected", [False, True])
+def test_a_later_tag_brings_back_what_the_mirror_has_forgotten(collected, capsys, tmp_path):
+    fast, slow = tmp_path / "fast", tmp_path / "slow"
+    with manager(fast, slow, mirror_keep=KeepLast(1) if collected else ()) as snapshots:
+        saved(snapshots, [0])
+        assert snapshots.wait_until_mirrored() == []
+        saved(snapshots, [1])
+        assert snapshots.wait_until_mirrored() == []
+        with opened(slow) as repository:
+            if not collected:
+                repository.forget_snapshots(["a@0"])
+            assert repository.view().snapshots("a", states=None)[0].state == ("swept" if collected else "forgotten")
+        snapshots.repository.tag("a@0", "paper")
+        commands(["log", "--repo", str(fast), "--mirror", str(slow)], standalone_mode=False)
+        assert capsys.readouterr().out.count("not mirrored") == 1
+        assert snapshots.wait_until_mirrored() == []
+        assert steps_in(slow) == [0, 1]
+        saved(snapshots, [2])
+    with opened(slow) as repository:
+        assert repository.snapshot("a@paper").step == 0
+        assert same(repository.restore("a@paper"), values("a", 0))
+        check_clean(repository.store)
 
 
 def test_the_newest_by_the_order_of_saves_not_by_a_clock_that_lags(tmp_path, monkeypatch):

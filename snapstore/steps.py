@@ -367,19 +367,23 @@ class Steps:
     def _of_both_stores(self, step: int | str | None) -> int | str | None:
         """Return the step that "best" or "highest" means in both stores together; a tag of that name comes first.
 
+        "best" is by the policies of this manager; the stored ones, which may be others, count if it has no KeepBest.
+
         Raises:
             IntegrityError, StorageError: that may be a step whose record is gone, or cannot be read.
+            NotFoundError: no snapshot has the metric.
         """
-        if self._mirror is None or step not in ("best", "highest"):
-            return step
-        if any(step in snapshot.tags for snapshot in self._snapshots()):
-            return step
-        if step == "highest":
-            highest = self.highest_step()
-            return step if highest is None else highest
         policy = next((policy for policy in self.keep if isinstance(policy, retention.KeepBest)), None)
-        found = None if policy is None else self._best_by(policy)
-        return step if found is None else found
+        if not (step == "best" and policy is not None) and not (step == "highest" and self._mirror is not None):
+            return step
+        if not (found := self._snapshots()) or any(step in snapshot.tags for snapshot in found):
+            return step
+        if step == "highest" or policy is None:
+            return self.highest_step()
+        best = self._best_by(policy)
+        if best is None:
+            raise NotFoundError(f"{self.run}@best: no snapshot of run {self.run!r} has the metric {policy.metric!r}")
+        return best
 
     def _nearest(self, step: int | str | None) -> Context:
         """Return where to read a step; rank 0 first copies back a step that only its mirror has."""

@@ -1189,6 +1189,22 @@ def test_a_save_that_could_not_begin_leaves_the_way_free(tmp_path, monkeypatch, 
         assert manager.all_steps() == [2]
 
 
+def test_best_is_by_the_policies_of_the_manager(store):
+    """Another manager may have stored other policies; `restore("best")` and `best_step()` mean the same snapshot."""
+    with SnapshotManager(store, run="a", keep=[KeepLast(9), KeepBest("loss")], options=OPTIONS) as snapshots:
+        for step in range(3):
+            snapshots.save(step, {"step": step}, metrics={"loss": step, "acc": step})
+        assert snapshots.restore("best") == {"step": snapshots.best_step()} == {"step": 0}
+    for keep, best in ((KeepBest("acc", mode="max"), 2), (KeepBest("loss"), 0), (KeepLast(1), 0), ((), 0)):
+        with SnapshotManager(store, run="a", keep=keep, read_only=True, options=OPTIONS) as snapshots:
+            assert snapshots.restore("best") == {"step": best}
+    with SnapshotManager(store, run="a", keep=KeepBest("val"), read_only=True, options=OPTIONS) as snapshots:
+        with pytest.raises(NotFoundError, match="has the metric 'val'"):
+            snapshots.restore("best")
+        snapshots.repository.tag("a@1", "best")
+        assert snapshots.restore("best") == {"step": 1}
+
+
 def test_best_step_is_of_the_save_that_a_step_means(tmp_path):
     with SnapshotManager(tmp_path / "repo", run="a", keep=[KeepLast(9), KeepBest("loss")], options=OPTIONS) as manager:
         for step, loss, tags in ((1, 0.1, ["first"]), (1, 9.0, []), (2, 1.0, [])):

@@ -256,9 +256,11 @@ class Steps:
 
     def _best_by(self, policy: retention.KeepBest) -> int | None:
         views = self._views()
-        found = self._committed(views)
-        self._require_known(f"best step of {self.run}", views, found)
-        ranked = policy.ranked(retention.current(found))
+        self._require_known(f"best step of {self.run}", views, self._committed(views))
+        steps: dict[int, Snapshot] = {}
+        for view in reversed(views):  # `restore` takes a step from the first store, if that has it
+            steps |= {snapshot.step: snapshot for snapshot in retention.current(view.snapshots(self.run))}
+        ranked = policy.ranked(steps.values())
         return ranked[0].step if ranked else None
 
     def _answered(self, question: str, find: Callable[[], int | None]) -> int | None:

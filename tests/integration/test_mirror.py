@@ -29,6 +29,7 @@ from snapstore import (
 from snapstore.cli import commands
 from snapstore.copy import mirror as mirrors
 from snapstore.copy.copy import Copier
+from snapstore.format import records
 from snapstore.protocol.forget import HELD_AT_MOST
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
@@ -490,6 +491,23 @@ def test_an_older_step_stays_older_where_copies_of_later_ones_have_begun():
     with manager(fast, slow):
         pass
     assert steps_in(slow) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("id_first", ["0", "f"])
+def test_the_best_is_no_older_save_of_its_step_that_only_the_mirror_has(tmp_path, monkeypatch, id_first):
+    """The numbers of a new first store begin lower: those of the mirror do not say which save of a step is newer."""
+    fast, slow, keep = tmp_path / "fast", tmp_path / "slow", [KeepLast(9), KeepBest("loss")]
+    with manager(fast, slow, keep=keep, mirror_keep=()) as snapshots:
+        for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
+            snapshots.save(step, {"loss": loss}, metrics={"loss": loss})
+    shutil.rmtree(fast)
+    real = records.new_id
+    with manager(fast, slow, keep=keep, mirror_keep=()) as snapshots:
+        snapshots.restore(1)
+        monkeypatch.setattr(records, "new_id", lambda: id_first + real()[1:])
+        snapshots.save(2, {"loss": 9.0}, metrics={"loss": 9.0})
+        assert snapshots.restore("best") == {"loss": 2.0}
+        assert snapshots.best_step() == 3
 
 
 def test_best_and_highest_mean_both_stores():

@@ -98,6 +98,7 @@ class Mirror:
         self._given_up: set[str] = set()  # ids of snapshots that cannot be mirrored
         self._unknown: list[int] = []  # steps whose records in the first store are not known, and that are not mirrored
         self._named: set[str] = set()  # keys of records that a warning has named
+        self._is_stored = False  # whether the mirror has the policies
         self._changed = threading.Condition()
         self._is_due, self._ends, self._is_idle, self._is_awaited = True, False, False, False
         self._thread: threading.Thread | None = None
@@ -119,9 +120,8 @@ class Mirror:
                 self._unlisted = self._source.index.refresh().snapshots(self.run)
             target = self._opened()
             self._say_lost(target)
-            if self._keep and not self.read_only:
-                with confirmed(target):
-                    policy_store.store(target.store, self.run, list(self._keep))
+            if not self.read_only:
+                self._store_policies(target)
         except (StorageError, ConflictError) as error:
             self._warn(error)
         except NotFoundError as error:
@@ -134,6 +134,12 @@ class Mirror:
                 self._thread.start()
             except RuntimeError as error:
                 raise CapabilityError("cannot start the thread of the mirror; raise the limit on processes") from error
+
+    def _store_policies(self, target: Context) -> None:
+        if self._keep and not self._is_stored:
+            with confirmed(target):
+                policy_store.store(target.store, self.run, list(self._keep))
+        self._is_stored = True
 
     def _opened(self) -> Context:
         if self._target is None:
@@ -253,6 +259,7 @@ class Mirror:
     def _catch_up(self) -> bool:
         """Copy the snapshots that are due, oldest first, and apply the mirror's policies; return False if cut short."""
         target = self._opened()
+        self._store_policies(target)  # if the mirror could not be reached at the start
         copier = self._copier = self._copier or Copier(self._source, target, self._require_going_on)
         for snapshot in (due := self._due(target)):
             if self._ends:

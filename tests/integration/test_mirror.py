@@ -216,6 +216,21 @@ def test_a_new_manager_leaves_what_the_last_one_could_not_mirror():
     assert 4 not in steps_in(fast)
 
 
+def test_a_mirror_that_could_not_be_reached_at_the_start_gets_the_policies_later():
+    """Until then it has those of an earlier manager, which `snapstore forget --run` would apply."""
+    fast = created()
+    slow = created_like(fast)
+    with opened(slow) as repository:
+        repository.set_policies("a", KeepLast(1))
+    faulty = FaultStore(slow, 0, "outage")
+    with manager(fast, faulty, mirror_keep=KeepEvery(2)) as snapshots:
+        saved(snapshots, [2])
+        faulty.heal()
+        assert snapshots.wait_until_mirrored() == []
+    with opened(slow) as repository:
+        assert repository.policies("a") == [KeepEvery(2)]
+
+
 def test_the_newest_over_both(tmp_path, monkeypatch):
     with manager(tmp_path / "fast", tmp_path / "slow") as snapshots:
         saved(snapshots, [0, 1])

@@ -89,7 +89,7 @@ def forget_snapshots(
 ) -> ForgetResult:
     """Forget the named snapshots; see `Repository.forget_snapshots`."""
     view = context.index.refresh()
-    chosen = [view.resolve(ref, (COMMITTED,)) for ref in refs]
+    chosen = list({s.id: s for s in (view.resolve(ref, (COMMITTED,)) for ref in refs)}.values())
     for snapshot in chosen:
         view.require_last(snapshot)
         if snapshot.tags:

@@ -271,6 +271,14 @@ def test_policies_that_are_none(repository, keep):
         repository.forget(keep, run="a")
 
 
+def test_a_snapshot_that_is_named_twice_is_forgotten_once(tmp_path):
+    with Repository.create(tmp_path / "repo", options=OPTIONS) as repository:
+        refs = ["a@0", f"id:{save(repository, 'a', 0, 0).id}"]
+        save(repository, "a", 1, 1)
+        for dry_run in (True, False):
+            assert [s.step for s in repository.forget_snapshots(refs, dry_run=dry_run).forgotten] == [0]
+
+
 def test_forget_and_unforget_of_the_wrong_ones(repository):
     with pytest.raises(InvalidInputError, match="tagged good"):
         repository.forget_snapshots(["a@0", "a@1"])

@@ -169,13 +169,21 @@ class Copier:
 
     Args:
         watch: called often during a copy; if it raises, the copy ends, and nothing of it is committed.
+        takes_tags: a copy takes its tags from other snapshots of the destination; else it gets only tags that are free.
 
     Attributes:
         result: the result so far.
     """
 
-    def __init__(self, source: Context, target: Context, watch: Callable[[], object] | None = None) -> None:
-        self._source, self._target, self._watch = source, target, watch
+    def __init__(
+        self,
+        source: Context,
+        target: Context,
+        watch: Callable[[], object] | None = None,
+        *,
+        takes_tags: bool = True,
+    ) -> None:
+        self._source, self._target, self._watch, self._takes_tags = source, target, watch, takes_tags
         self.result = CopyResult(target.store.url)
         self._last: dict[str, Snapshot] = {}  # run -> the snapshot that was copied last, or was there
         self._manifests: dict[str, Manifest] = {}  # of the snapshot that was copied last, by SHA-256
@@ -224,7 +232,7 @@ class Copier:
         if there is not None and (there.run, there.step) != (ruling.run, ruling.step):
             raise IntegrityError(f"{there.key} in {self._target.store.url}: has the same id, but is another snapshot")
         if there is not None and there.state == COMMITTED:
-            return self._present(ruling, there)
+            return self._present(self._tags_of(ruling, before), there)
         if there is not None and there.state in (FORGOTTEN, SWEPT) and not named:
             self.result.left_out.append(there)
             return None
@@ -236,7 +244,7 @@ class Copier:
                 there = unforget(self._target, f"id:{there.id}")
             except (NotFoundError, InvalidInputError) as error:  # it was collected, or brought back, since
                 raise ConflictError(str(error)) from error
-            return self._present(ruling, there)
+            return self._present(self._tags_of(ruling, before), there)
         try:
             return self._copied(ruling, there, before)
         except DAMAGE as error:
@@ -244,9 +252,14 @@ class Copier:
                 raise
             raise ConflictError(str(error)) from error  # it was rewritten or collected while we read it
 
-    def _present(self, ruling: Snapshot, there: Snapshot) -> Snapshot:
-        """Give a snapshot that is there the tags that it has in the source, and return it."""
-        lacking = [] if self.result.dry_run else [name for name in ruling.tags if name not in there.tags]
+    def _tags_of(self, ruling: Snapshot, before: View) -> list[str]:
+        """Return the tags that a snapshot is to have in the destination."""
+        held = () if self._takes_tags else {name for s in before.snapshots(ruling.run) for name in s.tags}
+        return [name for name in ruling.tags if name not in held]
+
+    def _present(self, names: Sequence[str], there: Snapshot) -> Snapshot:
+        """Give a snapshot that is there some tags, and return it."""
+        lacking = [] if self.result.dry_run else [name for name in names if name not in there.tags]
         for name in lacking:
             there = tags.tag(self._target, f"id:{there.id}", name)
         if all(copied.id != there.id for copied in self.result.copied):  # else this copy has put it there
@@ -268,6 +281,7 @@ class Copier:
                 bases = load_bases(self._target, session, self._manifests)
                 moved = move(self._target, session, self._source.store, found, bases)
                 record = self._record(ruling, there, moved)
+                record = msgspec.structs.replace(record, tags=self._tags_of(ruling, before))
                 session.confirm(moved.sizes)
                 session.publish(record)
             self._target.index.add(record, moved.top.headers | moved.below.headers)

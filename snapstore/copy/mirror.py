@@ -435,5 +435,5 @@ class Mirror:
         if self.read_only:
             return target
         log.warning("run=%s step=%d is copied back from %s", self.run, found.step, self.url)
-        Copier(target, self._source).copy(found, named=True)
+        Copier(target, self._source, takes_tags=False).copy(found, named=True)  # a tag may have moved since
         return self._source

@@ -231,6 +231,29 @@ def test_a_mirror_that_could_not_be_reached_at_the_start_gets_the_policies_later
         assert repository.policies("a") == [KeepEvery(2)]
 
 
+def test_what_is_copied_back_takes_no_tag_from_a_snapshot_of_the_first_store(monkeypatch):
+    """The mirror did not hear that the tag has moved: policies would delete the snapshot that has it now."""
+    fast = created()
+    slow = created_like(fast)
+    faulty = FaultStore(slow)
+    with manager(fast, faulty, keep=KeepLast(1), mirror_keep=()) as snapshots:
+        saved(snapshots, [0])
+        snapshots.repository.tag("a@0", "paper")
+        snapshots.repository.tag("a@0", "old")
+        assert snapshots.wait_until_mirrored() == []
+        monkeypatch.setattr(mirrors.Mirror, "_due", lambda *_: [])  # it falls behind
+        saved(snapshots, [1])
+        snapshots.repository.tag("a@1", "paper")
+        snapshots.repository.untag("a@0", "old")
+        saved(snapshots, [2])
+        assert 0 not in steps_in(fast)
+        assert same(snapshots.restore(0), values("a", 0))
+        assert snapshots.repository.snapshot("a@paper").step == 1
+        assert snapshots.repository.snapshot("a@old").step == 0
+        saved(snapshots, [3])
+        assert {0, 1, 3} <= {*steps_in(fast)}
+
+
 def test_the_newest_over_both(tmp_path, monkeypatch):
     with manager(tmp_path / "fast", tmp_path / "slow") as snapshots:
         saved(snapshots, [0, 1])

@@ -65,7 +65,7 @@ def log(
         marks = {"superseded": view.superseded(), "damaged": _damaged(repository, snapshots)}
     marks["made_up"] = {s.id for s in snapshots if s.is_reconstructed}
     if mirror is not None:
-        marks |= _not_mirrored(snapshots, mirror)
+        marks |= _not_mirrored(view, snapshots, mirror)
     if shell.as_json:
         marked = {mark: [s.id for s in snapshots if s.id in ids] for mark, ids in marks.items()}
         print_json({"snapshots": [snapshot_json(s) for s in snapshots], **marked})
@@ -81,14 +81,14 @@ def log(
     return PARTIAL if note_unknown(view) or unknown else None
 
 
-def _not_mirrored(snapshots: list[Snapshot], url: str) -> dict[str, set[str]]:
+def _not_mirrored(here: View, snapshots: list[Snapshot], url: str) -> dict[str, set[str]]:
     """Return the ids of the committed snapshots that the mirror is still to get, and of those of which it is unclear."""
     from ..copy.mirror import lacks
     from ..repository import Repository
 
     with Repository.open(url) as repository:
         there = repository.view()
-    absent = {s.id for s in snapshots if s.state == "committed" and lacks(there.get(s.id), s)}
+    absent = {s.id for s in snapshots if s.state == "committed" and lacks(here, there, s)}
     unknown = {name for run in {s.run for s in snapshots} for name in there.unknown_steps(run)} & absent
     return {"not_mirrored": absent - unknown, "mirror_unknown": unknown}
 

@@ -169,7 +169,8 @@ class Copier:
 
     Args:
         watch: called often during a copy; if it raises, the copy ends, and nothing of it is committed.
-        takes_tags: a copy takes its tags from other snapshots of the destination; else it gets only tags that are free.
+        tags_of: returns the tags that a copy gets, and takes from other snapshots of the destination. Its arguments:
+            the records of the source, those of the destination, the snapshot of the source.
 
     Attributes:
         result: the result so far.
@@ -180,10 +181,9 @@ class Copier:
         source: Context,
         target: Context,
         watch: Callable[[], object] | None = None,
-        *,
-        takes_tags: bool = True,
+        tags_of: Callable[[View, View, Snapshot], list[str]] = lambda here, there, snapshot: snapshot.tags,
     ) -> None:
-        self._source, self._target, self._watch, self._takes_tags = source, target, watch, takes_tags
+        self._source, self._target, self._watch, self._tags_of = source, target, watch, tags_of
         self.result = CopyResult(target.store.url)
         self._last: dict[str, Snapshot] = {}  # run -> the snapshot that was copied last, or was there
         self._manifests: dict[str, Manifest] = {}  # of the snapshot that was copied last, by SHA-256
@@ -225,14 +225,15 @@ class Copier:
 
     def _attempt(self, snapshot: Snapshot, named: bool) -> Snapshot | None:
         """Try once to copy a snapshot; raise ConflictError if another process has revised it, here or there."""
-        ruling = _ruling(self._source.index.refresh(), snapshot)
+        ruling = _ruling(here := self._source.index.refresh(), snapshot)
         before = self._target.index.refresh()
         there = before.get(snapshot.id)
         before.require_record(snapshot.id)
         if there is not None and (there.run, there.step) != (ruling.run, ruling.step):
             raise IntegrityError(f"{there.key} in {self._target.store.url}: has the same id, but is another snapshot")
+        names = self._tags_of(here, before, ruling)
         if there is not None and there.state == COMMITTED:
-            return self._present(self._tags_of(ruling, before), there)
+            return self._present(names, there)
         if there is not None and there.state in (FORGOTTEN, SWEPT) and not named:
             self.result.left_out.append(there)
             return None
@@ -244,18 +245,13 @@ class Copier:
                 there = unforget(self._target, f"id:{there.id}")
             except (NotFoundError, InvalidInputError) as error:  # it was collected, or brought back, since
                 raise ConflictError(str(error)) from error
-            return self._present(self._tags_of(ruling, before), there)
+            return self._present(names, there)
         try:
-            return self._copied(ruling, there, before)
+            return self._copied(ruling, there, before, names)
         except DAMAGE as error:
             if same_content(self._source.index.refresh().get(ruling.id), ruling):
                 raise
             raise ConflictError(str(error)) from error  # it was rewritten or collected while we read it
-
-    def _tags_of(self, ruling: Snapshot, before: View) -> list[str]:
-        """Return the tags that a snapshot is to have in the destination."""
-        held = () if self._takes_tags else {name for s in before.snapshots(ruling.run) for name in s.tags}
-        return [name for name in ruling.tags if name not in held]
 
     def _present(self, names: Sequence[str], there: Snapshot) -> Snapshot:
         """Give a snapshot that is there some tags, and return it."""
@@ -267,8 +263,8 @@ class Copier:
         self._last[there.run] = there
         return there
 
-    def _copied(self, ruling: Snapshot, there: Snapshot | None, before: View) -> Snapshot:
-        """Copy the blobs of a snapshot, and commit it in the destination."""
+    def _copied(self, ruling: Snapshot, there: Snapshot | None, before: View, names: list[str]) -> Snapshot:
+        """Copy the blobs of a snapshot, and commit it in the destination with some tags."""
         started = time.monotonic()
         found = list(all_manifests(ruling, self._read))
         with confirmed(self._target):
@@ -281,7 +277,7 @@ class Copier:
                 bases = load_bases(self._target, session, self._manifests)
                 moved = move(self._target, session, self._source.store, found, bases)
                 record = self._record(ruling, there, moved)
-                record = msgspec.structs.replace(record, tags=self._tags_of(ruling, before))
+                record = msgspec.structs.replace(record, tags=names)
                 session.confirm(moved.sizes)
                 session.publish(record)
             self._target.index.add(record, moved.top.headers | moved.below.headers)

@@ -54,13 +54,29 @@ GIVE_UP_S = 2.0
 MIRRORED = (COMMITTED, FORGOTTEN, SWEPT)
 
 
-def lacks(there: Snapshot | None, snapshot: Snapshot) -> bool:
-    """Return whether a mirror is to get a committed snapshot: it never had it, or it has forgotten a tagged one.
+def lacks(here: View, there: View, snapshot: Snapshot) -> bool:
+    """Return whether a mirror is to get a committed snapshot: it never had it, or it has forgotten a tagged one."""
+    known = there.get(snapshot.id)
+    return known is None or known.state not in ((COMMITTED,) if due_tags(here, there, snapshot) else MIRRORED)
 
-    Args:
-        there: the mirror's record of it; None: it has none.
+
+def due_tags(here: View, there: View, snapshot: Snapshot) -> list[str]:
+    """Return the tags that a snapshot is to have in a mirror.
+
+    A later snapshot keeps its tags there if the first store does not know it: that may be an older backup.
     """
-    return there is None or there.state not in ((COMMITTED,) if snapshot.tags else MIRRORED)
+    if not snapshot.tags:
+        return []
+    known = there.get(snapshot.id)
+    later = [s for s in there.snapshots(snapshot.run) if known and (s.seq, s.id) > (known.seq, known.id)]
+    kept = {name for s in later if here.get(s.id) is None for name in s.tags}
+    return [name for name in snapshot.tags if name not in kept]
+
+
+def free_tags(here: View, there: View, snapshot: Snapshot) -> list[str]:
+    """Return the tags of a snapshot that is copied back: a tag that is on another one there may have moved since."""
+    held = {name for s in there.snapshots(snapshot.run) for name in s.tags}
+    return [name for name in snapshot.tags if name not in held]
 
 
 class Mirror:
@@ -260,7 +276,7 @@ class Mirror:
         """Copy the snapshots that are due, oldest first, and apply the mirror's policies; return False if cut short."""
         target = self._opened()
         self._store_policies(target)  # if the mirror could not be reached at the start
-        copier = self._copier = self._copier or Copier(self._source, target, self._require_going_on)
+        copier = self._copier = self._copier or Copier(self._source, target, self._require_going_on, due_tags)
         for snapshot in (due := self._due(target)):
             if self._ends:
                 return False
@@ -318,8 +334,12 @@ class Mirror:
                 self._say_left_out(snapshot, error)
         self._note_unknown(here, there)
         committed = [(s, there.get(s.id)) for s in here.snapshots(self.run) if s.id not in self._given_up]
-        tagged = [s for s, known in committed if known and known.state == COMMITTED and not {*s.tags} <= {*known.tags}]
-        found = [s for s, known in committed if lacks(known, s)]
+        tagged = [
+            s
+            for s, known in committed
+            if known and known.state == COMMITTED and not {*due_tags(here, there, s)} <= {*known.tags}
+        ]
+        found = [s for s, _ in committed if lacks(here, there, s)]
         if self._keep and found:
             found = self._wanted(target, here, there, found)
         due = {s.id for s in found}
@@ -435,5 +455,5 @@ class Mirror:
         if self.read_only:
             return target
         log.warning("run=%s step=%d is copied back from %s", self.run, found.step, self.url)
-        Copier(target, self._source, takes_tags=False).copy(found, named=True)  # a tag may have moved since
+        Copier(target, self._source, tags_of=free_tags).copy(found, named=True)
         return self._source

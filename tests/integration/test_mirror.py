@@ -21,6 +21,7 @@ from snapstore import (
     KeepBest,
     KeepEvery,
     KeepLast,
+    KeepSteps,
     NotFoundError,
     Repository,
     SnapshotManager,
@@ -252,6 +253,36 @@ def test_what_is_copied_back_takes_no_tag_from_a_snapshot_of_the_first_store(mon
         assert snapshots.repository.snapshot("a@old").step == 0
         saved(snapshots, [3])
         assert {0, 1, 3} <= {*steps_in(fast)}
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_tag_of_an_older_backup_takes_none_from_a_later_snapshot_of_the_mirror(is_kept):
+    """The tag has moved since the backup. It moves again with the next save that has it."""
+    fast, slow = created(), MemoryStore()
+    policies = {"keep": KeepLast(9), "mirror_keep": [KeepLast(2), *([KeepSteps([0])] if is_kept else [])]}
+
+    def tagged(snapshots, step):
+        snapshots.save(step, values("a", step), metadata=["a", step], tags=["best"])
+        snapshots.wait_until_finished()
+        assert snapshots.wait_until_mirrored() == []
+
+    with manager(fast, slow, **policies) as snapshots:
+        tagged(snapshots, 0)
+        backup = clone(fast)
+        tagged(snapshots, 1)
+        saved(snapshots, [2, 3, 4])
+    assert steps_in(slow) == [*([0] if is_kept else []), 1, 3, 4]
+    with manager(backup, slow, **policies) as snapshots:
+        assert same(snapshots.restore(), values("a", 4))
+        saved(snapshots, [5, 6])
+        assert snapshots.wait_until_mirrored() == []
+        assert steps_in(slow) == [*([0] if is_kept else []), 1, 5, 6]
+        with opened(slow) as repository:
+            assert repository.snapshot("a@best").step == 1
+        tagged(snapshots, 7)
+    with opened(slow) as repository:
+        assert repository.snapshot("a@best").step == 7
+        assert sum("best" in snapshot.tags for snapshot in repository.snapshots()) == 1
 
 
 def test_the_newest_over_both(tmp_path, monkeypatch):

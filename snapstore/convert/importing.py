@@ -27,8 +27,9 @@ from .lazy_state import inputs_of_lazy
 from .orbax_folder import is_orbax, open_orbax
 from .safetensors_file import laters
 
-#: A number that stands at the end of a name, such as in checkpoint-500, step_500, epoch=3-step=500.ckpt or 500.
-_NUMBER = re.compile(r"(?:^|[-_.=]|(?<=[-_.=])(?:step|iter|epoch))(\d{1,18})$")
+#: A number that stands at the end of a name, such as in checkpoint-500, step_500, epoch=3-step=500.ckpt or 500. The
+#: end of a decimal number is none: loss=0.35, lr=1e-05.
+_NUMBER = re.compile(r"(?:^|[_=]|(?<!\d[eE])-|(?<!\d)\.|(?<=[-_.=])(?:step|iter|epoch))(\d{1,18})$")
 _STEP = re.compile(r"step[-_=]?(\d{1,18})")
 
 

@@ -420,6 +420,9 @@ def test_steps_come_from_names_and_contents(repository, tmp_path):
     assert imported(repository, tmp_path / "last.pt", run="one")[0].snapshot.step == 0
     with pytest.raises(InvalidInputError, match=r"last\.pt: no step found"):
         imported(repository, *tmp_path.iterdir(), run="x")
+    for number, name in enumerate(("loss=0.35.pt", "v1.5.pt", "lr=1e-05.pt")):
+        torch.save({"w": torch.zeros(1)}, tmp_path / name)
+        assert imported(repository, tmp_path / name, run=f"r{number}")[0].snapshot.step == 0
     torch.save({}, tmp_path / "c-12.pt")
     with pytest.raises(InvalidInputError, match="has step 12, as"):
         imported(repository, tmp_path / "c-12.pt", tmp_path / "b-12.pt", run="x")

@@ -12,7 +12,7 @@ import torch
 
 from kit.objects import change, keys_of
 from kit.packs import scan
-from snapstore import CapabilityError, FormatError, Repository, SaveOptions, SnapshotManager
+from snapstore import CapabilityError, FormatError, InvalidInputError, Repository, SaveOptions, SnapshotManager
 from snapstore.engine import cuda
 from snapstore.engine.cpu import CpuEngine
 from snapstore.engine.registry import Engines
@@ -170,6 +170,13 @@ def test_an_engine_that_can_start(engines, a_cupy):
 
 
 # --- restores
+
+
+def test_a_restore_onto_the_meta_device():
+    with Repository.create(MemoryStore()) as repository:
+        repository.save({"w": floats(1)}, run="r", step=0)
+        with pytest.raises(InvalidInputError, match="device 'meta': has no memory; Repository"):
+            repository.restore("r@0", device="meta")
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda", 0), 0])

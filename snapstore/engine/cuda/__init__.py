@@ -136,7 +136,7 @@ def require_device(device: Any) -> None:
     """Check that torch accepts `device`, and that it exists if it is a CUDA device.
 
     Raises:
-        InvalidInputError: torch does not accept it.
+        InvalidInputError: torch does not accept it, or it has no memory.
         CapabilityError: there is no such CUDA device.
     """
     import torch
@@ -145,6 +145,8 @@ def require_device(device: Any) -> None:
         found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise InvalidInputError(f"device {device!r}: expected a device of torch, such as cpu or cuda:0") from error
+    if found.type == "meta":
+        raise InvalidInputError(f"device {device!r}: has no memory; Repository.tensors gives shapes without values")
     if found.type != "cuda":
         return
     if not torch.cuda.is_available():

@@ -82,7 +82,7 @@ def log(
 
 
 def _not_mirrored(here: View, snapshots: list[Snapshot], url: str) -> dict[str, set[str]]:
-    """Return the ids of the committed snapshots that the mirror is still to get, and of those of which it is unclear."""
+    """Return the ids of committed snapshots that the mirror is still to get, and of those of which that is unknown."""
     from ..copy.mirror import lacks
     from ..repository import Repository
 

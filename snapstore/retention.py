@@ -13,7 +13,8 @@ Rules, in this order:
 
 "Newer" means a higher `seq`, never a later `created`: clocks jump. Two writers that raced may hold the same `seq`; the
 higher id then counts as newer, everywhere. `created` only names the calendar periods and measures `KeepWithin`, back
-from the newest snapshot and never from now, so a run that pauses for a month loses nothing when it resumes.
+from the newest snapshot and never from now, so a run loses nothing while it pauses. After a pause that is longer than
+the duration, its first save is the newest, and `KeepWithin` keeps none of the older ones.
 """
 
 import dataclasses

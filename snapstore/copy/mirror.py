@@ -112,7 +112,7 @@ class Mirror:
         self._pending: list[Snapshot] = []  # committed and not mirrored, oldest first
         self._unlisted: list[Snapshot] = []  # committed before; the mirror may lack them, until it has been listed
         self._given_up: set[str] = set()  # ids of snapshots that cannot be mirrored
-        self._unknown: list[int] = []  # steps whose records in the first store are not known, and that are not mirrored
+        self._unknown: dict[str, int] = {}  # id -> step: its record here is not known, and it may not be mirrored
         self._named: set[str] = set()  # keys of records that a warning has named
         self._is_stored = False  # whether the mirror has the policies
         self._changed = threading.Condition()
@@ -133,7 +133,8 @@ class Mirror:
         """
         try:
             if not self.read_only:
-                self._unlisted = self._source.index.refresh().snapshots(self.run)
+                here = self._source.index.refresh()
+                self._unlisted, self._unknown = here.snapshots(self.run), here.unknown_steps(self.run)
             target = self._opened()
             self._say_lost(target)
             if not self.read_only:
@@ -233,12 +234,12 @@ class Mirror:
         order of their saves. Until the mirror has been listed, they are all steps.
         """
         with self._changed:
-            return self._unknown + [snapshot.step for snapshot in (*self._unlisted, *self._pending)]
+            return sorted(self._unknown.values()) + [snapshot.step for snapshot in (*self._unlisted, *self._pending)]
 
     def forget_here(self, keep: Sequence[retention.Policy]) -> ForgetResult:
         """Apply policies to the first store; the oldest snapshots that may not be mirrored yet stay."""
         with self._changed:
-            held = {snapshot.id for snapshot in (*self._unlisted, *self._pending)}
+            held = {snapshot.id for snapshot in (*self._unlisted, *self._pending)} | self._unknown.keys()
         with confirmed(self._source):
             return forget(self._source, keep, run=self.run, held=held)
 
@@ -355,9 +356,9 @@ class Mirror:
             known = there.get(name)
             return known is None or known.state not in MIRRORED
 
-        steps = sorted(step for name, step in here.unknown_steps(self.run).items() if is_absent(name))
+        unknown = {name: step for name, step in here.unknown_steps(self.run).items() if is_absent(name)}
         with self._changed:
-            self._unknown = steps
+            self._unknown = unknown
         keys = [(key, parse_record_key(key)) for key in here.unknown(self.run)]
         absent = {key for key, parsed in keys if parsed is None or is_absent(parsed[2])}
         if absent - self._named:

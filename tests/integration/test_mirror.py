@@ -217,6 +217,22 @@ def test_a_new_manager_leaves_what_the_last_one_could_not_mirror():
     assert 4 not in steps_in(fast)
 
 
+@pytest.mark.parametrize("is_reached", [False, True])
+def test_policies_leave_a_snapshot_whose_record_could_not_be_read_at_the_start(is_reached, monkeypatch):
+    """Until the mirror has it, its step counts as not mirrored."""
+    fast = created()
+    with opened(fast) as repository:
+        keys = [save(repository, "a", step, step).key for step in range(3)]
+    faulty, mirror = Unreadable(fast, keys[0]), FaultStore(created_like(fast), None if is_reached else 0, "outage")
+    with manager(faulty, mirror, keep=KeepLast(1)) as snapshots:
+        assert snapshots.wait_until_mirrored() == ([0] if is_reached else [0, 1, 2])
+        assert snapshots.not_mirrored() == ([0] if is_reached else [0, 1, 2])
+        faulty.bad.clear()
+        monkeypatch.setattr(mirrors.Mirror, "_due", lambda *_: [])  # it falls behind
+        saved(snapshots, [3])
+        assert steps_in(fast) == ([0, 3] if is_reached else [0, 1, 2, 3])
+
+
 def test_a_mirror_that_could_not_be_reached_at_the_start_gets_the_policies_later():
     """Until then it has those of an earlier manager, which `snapstore forget --run` would apply."""
     fast = created()

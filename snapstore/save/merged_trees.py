@@ -112,8 +112,7 @@ def merge_trees(states: Sequence[Alike]) -> list[PartTree]:
     Raises:
         InvalidInputError: plain values, or the forms of tensors, differ between ranks.
     """
-    first = encode_trees(states[0][1]) if len(states) > 1 else b""
-    if all(encode_trees(parts) == first for _, parts in states[1:]):
+    if len(states) == 1 or len({encode_trees(parts) for _, parts in states}) == 1:
         return list(states[0][1])
     return _Merger(states).parts
 
@@ -124,16 +123,14 @@ def orders_of(states: Sequence[Alike], parts: Sequence[PartTree]) -> dict[tuple[
     Args:
         states: the ones that `merge_trees` has merged into `parts`.
     """
+    if len(states) == 1:  # these are the merged parts
+        ranks, own = states[0]
+        return {(rank, part.name): np.arange(len(part.specs)) for part in own for rank in ranks}
     found = dict[tuple[int, str], Column]()
-    places = {
-        part.name: {name: i for i, name in enumerate(names_of(part.name, part.specs))}
-        for part in (parts if len(states) > 1 else ())
-    }
+    places = {part.name: {name: i for i, name in enumerate(names_of(part.name, part.specs))} for part in parts}
     for ranks, own in states:
         for part in own:
-            numbers = np.arange(len(part.specs))
-            if len(states) > 1:  # else the merged part is this one
-                numbers = np.array([places[part.name][name] for name in names_of(part.name, part.specs)], np.int64)
+            numbers = np.array([places[part.name][name] for name in names_of(part.name, part.specs)], np.int64)
             found.update(((rank, part.name), numbers) for rank in ranks)
     return found
 

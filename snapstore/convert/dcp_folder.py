@@ -2,8 +2,8 @@
 
 In: a folder with `.metadata` and the files that it names. Out: the nested state that was saved there; each tensor is
 assembled from its shards when it is saved. Files that `.metadata` does not name, such as Megatron's `common.pt`, are
-left out. `.metadata` is a pickle. It is read by an unpickler that knows the names of
-DCP's classes and makes plain records for them: no class is imported, and no other function is called.
+left out. `.metadata` is a pickle. It is read by an unpickler that knows the names of DCP's classes and makes plain
+records for them: no class is imported, and no other function is called.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ def write(
                 return _write_manifests(context, session, chunks, layouts, place)
         except BaseDamagedError as damage:
             _require_repeatable(inputs, damage)
-            log.warning("run=%s step=%d saving in full, a base is damaged: %s", session.run, session.step, damage)
+            log.warning("run=%s step=%d saving in full, a base cannot be read: %s", session.run, session.step, damage)
             bases = Bases()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -50,6 +51,8 @@ pytestmark = needs_server
 TOOL = Path(__file__).parents[2] / "tools" / "s3-server"
 #: The commit and its withdrawal make several attempts, each of which may wait for a second; the rest is margin.
 IN_TIME_S = 60.0
+#: The error of a store whose server does not answer.
+LATE = "no answer in time|could not be taken back"
 
 
 @pytest.fixture(autouse=True)
@@ -523,13 +526,24 @@ def test_the_server_sleeps(monkeypatch):
             for step, (key_part, method) in enumerate(stages):
                 at_request(store, key_part, method, lambda: running[0].send_signal(signal.SIGSTOP))
                 began = time.monotonic()
-                with pytest.raises(StorageError, match=r"no answer in time|could not be taken back"):
+                with pytest.raises(StorageError, match=LATE):
                     save(repository, "a", 10 + step, 1) if method == "PUT" else repository.restore("a@0")
                 assert time.monotonic() - began < IN_TIME_S
                 running[0].send_signal(signal.SIGCONT)
-                save(repository, "a", 20 + step, 11)
-            check_restores(repository)
+                in_some_attempt(save, repository, "a", 20 + step, 11)
+            in_some_attempt(check_restores, repository)
     check_whole(straight)
+
+
+def in_some_attempt(call, *args):
+    """Call `call` until it gets its answers in time: on a busy machine a server that runs may take 0.4 s, too."""
+    end = time.monotonic() + IN_TIME_S
+    while True:
+        try:
+            return call(*args)
+        except StorageError as error:
+            if not re.search(LATE, str(error)) or time.monotonic() > end:
+                raise
 
 
 # --- what administrators do ---

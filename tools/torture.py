@@ -41,6 +41,7 @@ HARNESSES: dict[str, tuple[list[str], int]] = {
     "rank processes": (["tests/integration/test_rank_processes.py"], 12),  # pairs of attempts, one of which dies
     "models": (["tests/stateful/test_models.py"], 1),
     "machine": (["tests/stateful/test_machine.py"], 1),
+    "mirror machine": (["tests/stateful/test_mirror_machine.py"], 1),
     "fuzz": (["tests/attacks"], 50),
     "damage": (["tests/integration/test_damage.py", "tests/integration/test_repair.py"], 1),
     "kills": (["tests/integration/test_training.py"], 25),  # of 8 SIGKILLs and 2 SIGTERMs each

@@ -211,6 +211,11 @@ class View:
         """Return the snapshot of this full id, in any state."""
         return self._by_id.get(snapshot_id)
 
+    def tags_of(self, snapshot: Snapshot) -> list[str]:
+        """Return the tags that mean a committed snapshot: of several snapshots with a tag, it means the last one."""
+        last = {name: s.id for s in self.snapshots(snapshot.run) for name in s.tags} if snapshot.tags else {}
+        return [name for name in snapshot.tags if last.get(name, snapshot.id) == snapshot.id]
+
     def newest(self, run: str) -> Snapshot | None:
         """Return the readable committed snapshot of the highest seq; None if there is none."""
         return max(self.snapshots(run), key=lambda s: (s.seq, s.id), default=None)
@@ -245,11 +250,14 @@ class View:
                 self.require_known(asked, run, last_here, snapshot_id=name)
         return found
 
-    def next_seq(self, run: str) -> int:
+    def next_seq(self, run: str, at_least: int = 0) -> int:
         """Return the next sequence number of a run, above that of any unreadable record.
 
         If the number of such a record is unknown, numbers are left free for it: otherwise a save could have the same
         number as that record once it is repaired.
+
+        Args:
+            at_least: the lowest number to return, as far as one save may raise it; see `records.highest_seq`.
 
         Raises:
             InvalidInputError: (forged) records have used the highest numbers, so none can follow.
@@ -261,6 +269,7 @@ class View:
         unknown = [name for name in names if seqs.get(name, highest + 1) > highest]
         # Each snapshot of unknown seq may itself have left room for all the others.
         number = 1 + min(len(unknown) ** 2, records.MAX_SEQ_STEP - 1) + highest
+        number = max(number, min(at_least, highest + records.MAX_SEQ_STEP, records.MAX_COUNTED))
         if number > records.MAX_COUNTED:
             last = max(of_run, key=lambda s: s.seq)
             raise InvalidInputError(f"{last.key}: has the highest sequence number of its run; save into another run")

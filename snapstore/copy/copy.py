@@ -181,7 +181,7 @@ class Copier:
         source: Context,
         target: Context,
         watch: Callable[[], object] | None = None,
-        tags_of: Callable[[View, View, Snapshot], list[str]] = lambda here, there, snapshot: snapshot.tags,
+        tags_of: Callable[[View, View, Snapshot], list[str]] = lambda here, there, snapshot: here.tags_of(snapshot),
     ) -> None:
         self._source, self._target, self._watch, self._tags_of = source, target, watch, tags_of
         self.result = CopyResult(target.store.url)
@@ -309,25 +309,34 @@ class Copier:
     def _begun(self, ruling: Snapshot) -> Snapshot:
         """Return the first record of a copy; its seq gives the copy its place in the order of the run.
 
-        It comes after all snapshots that are there, unless a later snapshot of the source is there, or its copy has
-        begun. A mirror of a run has the numbers of the source; a run that went on in the destination keeps its order.
+        It comes after all snapshots that are there, unless a later one is there, or its copy has begun: one that is
+        later in the source, or that the source does not know and that was created later. A copy keeps its distance from
+        a later one, so that the snapshots between the two find numbers too. A mirror of a run has the numbers of the
+        source; a run that went on in the destination keeps its order.
 
         Raises:
             IntegrityError: a later snapshot is there, and its number is not known, since its record cannot be read.
         """
         here, view = self._source.index.refresh(), self._target.index.refresh()
-        of_run = here.snapshots(ruling.run, states=None)
-        later = {s.id for s in of_run if (s.seq, s.id) > (ruling.seq, ruling.id)}
-        for name in here.unknown_ids(ruling.run):  # the copy tells when it was saved
-            if (known := view.get(name)) is not None and (known.created, name) > (ruling.created, ruling.id):
-                later.add(name)
-        found = [s.seq for s in view.snapshots(ruling.run, states=None) if s.id in later]
+        numbers = {s.id: s.seq for s in here.snapshots(ruling.run, states=None)}
+        after_all = 1 + max(numbers.values(), default=ruling.seq)
+        later = {name: seq for name, seq in numbers.items() if (seq, name) > (ruling.seq, ruling.id)}
+        before = -1  # the highest number of a snapshot that is not later
+        there = view.snapshots(ruling.run, states=None)
+        for s in there:
+            if s.id not in numbers and (s.created, s.id) > (ruling.created, ruling.id):
+                later[s.id] = ruling.seq + 1 if here.is_unknown(s.id) else after_all
+        found = {s.id: s.seq for s in there if s.id in later}
         for name, (key, known_seq) in view.unknown_ids(ruling.run).items():
             if name in later and known_seq is None:
                 raise IntegrityError(f"it belongs before {key} in the destination, which cannot be read or is gone")
-            found += [known_seq] if name in later and known_seq is not None else []
+            if name in later and known_seq is not None:
+                found[name] = known_seq
         if found:
-            seq = max(0, min(ruling.seq, min(found) - 1))
+            end = min(found.values())
+            before = max((s.seq for s in there if s.id not in later and s.seq < end), default=-1)
+            seq = min(number - (later[name] - ruling.seq) for name, number in found.items())
+            seq = max(0, min(max(seq, before + 1), end - 1))
         else:
             first = view.next_seq(ruling.run)
             seq = min(max(ruling.seq, first), first + MAX_SEQ_STEP - 1, MAX_COUNTED)

@@ -50,6 +50,8 @@ log = logging.getLogger("snapstore")
 RETRY_S, RETRY_MAX_S = 1.0, 60.0
 #: A copy that is given up ends within this time, unless its store does not answer [s].
 GIVE_UP_S = 2.0
+#: If a mirror cannot be reached, the numbers of saves continue at a multiple of this.
+SEQ_ROOM = 1_000_000
 #: The states, in the mirror, of a snapshot that was mirrored once.
 MIRRORED = (COMMITTED, FORGOTTEN, SWEPT)
 
@@ -65,18 +67,22 @@ def due_tags(here: View, there: View, snapshot: Snapshot) -> list[str]:
 
     A later snapshot keeps its tags there if the first store does not know it: that may be an older backup.
     """
-    if not snapshot.tags:
+    if not (names := here.tags_of(snapshot)):
         return []
     known = there.get(snapshot.id)
-    later = [s for s in there.snapshots(snapshot.run) if known and (s.seq, s.id) > (known.seq, known.id)]
-    kept = {name for s in later if here.get(s.id) is None for name in s.tags}
-    return [name for name in snapshot.tags if name not in kept]
+
+    def is_later(s: Snapshot) -> bool:
+        return (s.seq, s.id) > (known.seq, known.id) if known else s.created > snapshot.created
+
+    only_there = [s for s in there.snapshots(snapshot.run) if s.tags and here.get(s.id) is None]
+    kept = {name for s in only_there if is_later(s) for name in s.tags}
+    return [name for name in names if name not in kept]
 
 
 def free_tags(here: View, there: View, snapshot: Snapshot) -> list[str]:
     """Return the tags of a snapshot that is copied back: a tag that is on another one there may have moved since."""
     held = {name for s in there.snapshots(snapshot.run) for name in s.tags}
-    return [name for name in snapshot.tags if name not in held]
+    return [name for name in here.tags_of(snapshot) if name not in held]
 
 
 class Mirror:
@@ -93,6 +99,7 @@ class Mirror:
     Attributes:
         url: URL of the mirror.
         problem: why the last attempt failed; "": it did not.
+        next_seq: the lowest sequence number for saves of the run: copies of what only the mirror has go before it.
     """
 
     def __init__(
@@ -106,7 +113,7 @@ class Mirror:
         read_only: bool = False,
     ) -> None:
         self.run, self.url, self._source, self._open_target, self._keep = run, url, source, open_target, keep
-        self.problem, self.read_only = "", read_only
+        self.problem, self.read_only, self.next_seq = "", read_only, 0
         self._target: Repository | None = None
         self._copier: Copier | None = None
         self._pending: list[Snapshot] = []  # committed and not mirrored, oldest first
@@ -135,8 +142,10 @@ class Mirror:
             if not self.read_only:
                 here = self._source.index.refresh()
                 self._unlisted, self._unknown = here.snapshots(self.run), here.unknown_steps(self.run)
+                # if the mirror cannot be reached, leave numbers for what it may have
+                self.next_seq = (self._next_of(here) // SEQ_ROOM + 1) * SEQ_ROOM
             target = self._opened()
-            self._say_lost(target)
+            self.next_seq = self._next_of(self._say_lost(target))
             if not self.read_only:
                 self._store_policies(target)
         except (StorageError, ConflictError) as error:
@@ -151,6 +160,12 @@ class Mirror:
                 self._thread.start()
             except RuntimeError as error:
                 raise CapabilityError("cannot start the thread of the mirror; raise the limit on processes") from error
+
+    def _next_of(self, view: View) -> int:
+        try:
+            return view.next_seq(self.run)
+        except InvalidInputError:  # no number is left, which the next save or copy reports
+            return 0
 
     def _store_policies(self, target: Context) -> None:
         if self._keep and not self._is_stored:
@@ -373,8 +388,11 @@ class Mirror:
         kept = [s for s in kept if s.id not in damaged]
         order = {s.id: number for number, s in enumerate(here.snapshots(self.run, states=None))}
         highest = list(accumulate((order.get(s.id, -1) for s in kept), max))
+        only_there = ((0.0, "") if s.id in order else (s.created, s.id) for s in kept)
+        newest = list(accumulate(only_there, max))
         places = [(i, 1, s) for i, s in enumerate(kept)]
-        places += [(bisect(highest, order[s.id]), 0, s) for s in found]  # before the first that was saved later
+        for s in found:  # before the first that was saved later
+            places.append((min(bisect(highest, order[s.id]), bisect(newest, (s.created, s.id))), 0, s))
         places.sort(key=itemgetter(0, 1))
         in_order = [msgspec.structs.replace(s, seq=number) for number, (*_, s) in enumerate(places)]
         with suppress(InvalidInputError):  # policies that would keep nothing leave nothing out
@@ -384,8 +402,8 @@ class Mirror:
 
     # -- what only the mirror has
 
-    def _say_lost(self, target: Context) -> None:
-        """Log a warning about snapshots that were saved and not mirrored, if the first store has lost them."""
+    def _say_lost(self, target: Context) -> View:
+        """Log which snapshots were saved and not mirrored, if the first store lost them; return what the mirror has."""
         here, there = self._source.index.refresh(), target.index.refresh()
         newest = there.newest(self.run)
         after = -1 if newest is None else newest.seq
@@ -394,6 +412,7 @@ class Mirror:
             last = f"step {newest.step}" if newest else "nothing"
             text = "run=%s steps %s were saved and not mirrored, and %s has lost them; %s has %s"
             log.warning(text, self.run, ", ".join(lost), self._source.store.url, self.url, last)
+        return there
 
     def newest(self) -> tuple[Snapshot | None, bool]:
         """Return (the newest snapshot of the run in both stores, whether only the mirror has it).
@@ -414,9 +433,11 @@ class Mirror:
         held = here.get(theirs.id)
         if ours is not None:
             known = there.get(ours.id)
-            mirrored = known is not None and known.state in MIRRORED
-            unseen = ours.created >= theirs.created if not mirrored else ours.seq >= theirs.seq
-            if unseen if held is None else ours.seq >= held.seq:
+            if known is None or known.state not in MIRRORED:
+                is_newer = ours.created >= theirs.created
+            else:
+                is_newer = known.seq >= theirs.seq
+            if is_newer if held is None else ours.seq >= held.seq:
                 return ours, False
         return theirs, held is None or held.state not in (COMMITTED, FORGOTTEN)
 
@@ -427,6 +448,9 @@ class Mirror:
         except (StorageError, NotFoundError) as error:
             self._warn(error)
             return None
+
+    def _is_tag(self, view: View, name: str) -> bool:
+        return any(name in snapshot.tags for snapshot in view.snapshots(self.run))
 
     def nearest(self, name: str) -> Context:
         """Return the repository from which a snapshot of the run is to be restored.
@@ -445,10 +469,13 @@ class Mirror:
         if name == "latest":
             found, is_there = self.newest()
         else:
-            with suppress(NotFoundError):
-                view.resolve(f"{self.run}@{name}")
-                return self._source
-            there = self.view()
+            is_word = name in ("best", "highest") and not self._is_tag(view, name)
+            there = self.view() if is_word else None
+            if there is None or not self._is_tag(there, name):  # a tag comes before the word, even if only there
+                with suppress(NotFoundError):
+                    view.resolve(f"{self.run}@{name}")
+                    return self._source
+                there = there or self.view()
             found, is_there = (there.resolve(f"{self.run}@{name}"), True) if there else (None, False)
         if found is None or not is_there:
             return self._source

@@ -24,6 +24,7 @@ class Lineage:
         self._lock = threading.Lock()
         self._last: dict[str, str] = {}  # run -> id of the parent of its next save
         self._saved: dict[str, str] = {}  # run -> id of the last save, until a restore
+        self._seqs: dict[str, int] = {}  # run -> the lowest sequence number of its next save
         self._manifests: dict[str, dict[str, Manifest]] = {}  # run -> manifests of its last save, by SHA-256
         self._named: dict[str, list[ManifestRef]] = {}  # run -> the manifests that the record of that save names
 
@@ -36,6 +37,16 @@ class Lineage:
         """Return the id of a run's last save, unless the run has been restored since."""
         with self._lock:
             return self._saved.get(run)
+
+    def first_seq(self, run: str) -> int:
+        """Return the lowest sequence number that a run's next save may take."""
+        with self._lock:
+            return self._seqs.get(run, 0)
+
+    def number_from(self, run: str, seq: int) -> None:
+        """Let a run's next saves take sequence numbers from this one on."""
+        with self._lock:
+            self._seqs[run] = seq
 
     def cached_manifests(self) -> Mapping[str, Manifest]:
         """Return the manifests of every run's last save, by SHA-256."""

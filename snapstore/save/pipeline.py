@@ -50,7 +50,13 @@ def save(
             with (
                 out_of_memory("save", advice),
                 Session(
-                    context, request.run, request.step, parent=request.parent, also=request.bases, last=request.last
+                    context,
+                    request.run,
+                    request.step,
+                    parent=request.parent,
+                    also=request.bases,
+                    last=request.last,
+                    at_least=request.seq,
                 ) as session,
             ):
                 session.watch = request.require_wanted

@@ -1,0 +1,145 @@
+"""A run with a mirror keeps the order of its saves when the first store is lost, or is replaced by an older backup."""
+
+import pytest
+
+from kit.faults import FaultStore
+from kit.objects import clone
+from kit.repositories import OPTIONS, check_clean, created, opened, same, values
+from snapstore import KeepBest, KeepLast, SnapshotManager
+from snapstore.copy import mirror as mirrors
+from snapstore.storage.memory import MemoryStore
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch):
+    monkeypatch.setattr(mirrors, "RETRY_S", 0.02)
+    monkeypatch.setattr(mirrors, "RETRY_MAX_S", 0.02)
+
+
+def manager(fast, slow, **options):
+    return SnapshotManager(fast, run="a", mirror=slow, options=OPTIONS, ranks=False, async_save=False, **options)
+
+
+def save(snapshots, *steps, **options):
+    for step in steps:
+        snapshots.save(step, values("a", step), force=True, **options)
+
+
+def of_run(store):
+    with opened(store) as repository:
+        return repository.snapshots("a")
+
+
+def steps_in(store):
+    return [snapshot.step for snapshot in of_run(store)]
+
+
+def outage(store):
+    return FaultStore(store, 0, "outage")
+
+
+@pytest.mark.parametrize("order", [(1, 2, 3), (3, 2, 1), (2, 3, 1), (3,), (1,)])
+@pytest.mark.parametrize("is_down", [False, True])
+def test_steps_that_are_restored_after_a_save_stay_older(order, is_down):
+    """The job has lost its first store, and saves before it restores; if the mirror is down, it lacks this save."""
+    slow = MemoryStore()
+    with manager(created(), slow) as snapshots:
+        save(snapshots, 1, 2, 3)
+    fast, mirror = MemoryStore(), FaultStore(slow)
+    with manager(fast, mirror) as snapshots:
+        mirror.at, mirror.mode = (0, "outage") if is_down else (None, "fail")
+        save(snapshots, 5)
+        assert snapshots.wait_until_mirrored() == [5] * is_down
+        mirror.heal()
+        for step in order:
+            assert same(snapshots.restore(step), values("a", step))
+            assert snapshots.latest_step() == 5
+        assert same(snapshots.restore(), values("a", 5))
+        assert snapshots.wait_until_mirrored() == []
+        save(snapshots, 6)
+    assert steps_in(fast) == [*sorted(order), 5, 6]
+    assert steps_in(slow) == [1, 2, 3, 5, 6]
+    with manager(fast, slow, keep=KeepLast(1)) as snapshots:
+        save(snapshots, 7)
+        assert steps_in(fast) == [7]
+
+
+@pytest.mark.parametrize("is_down", [False, True])
+def test_steps_that_an_older_backup_lacks_stay_older_than_its_next_save(is_down):
+    fast, slow = created(), MemoryStore()
+    with manager(fast, slow) as snapshots:
+        save(snapshots, 1, 2)
+    backup = clone(fast)
+    with manager(fast, slow) as snapshots:
+        save(snapshots, 3, 4, 5)
+    mirror = outage(slow) if is_down else FaultStore(slow)
+    with manager(backup, mirror) as snapshots:
+        save(snapshots, 6)
+        mirror.heal()
+        for step in (4, 3, 5):
+            assert same(snapshots.restore(step), values("a", step))
+        assert same(snapshots.restore(), values("a", 6))
+        assert snapshots.wait_until_mirrored() == []
+    assert steps_in(backup) == steps_in(slow) == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_old_step_that_the_mirror_gets_late_is_no_newer_than_its_own():
+    """The mirror's policies left it out; it gets a tag in an older backup, which lacks the last step."""
+    fast = created()
+    slow = MemoryStore()
+    with opened(fast) as repository:
+        repository.save(values("a", 1), run="a", step=1)
+        repository.save(values("a", 2), run="a", step=2)
+    with manager(fast, slow, mirror_keep=KeepLast(1)) as snapshots:
+        assert snapshots.wait_until_mirrored() == []
+        assert steps_in(slow) == [2]
+        backup = clone(fast)
+        save(snapshots, 3)
+    assert steps_in(slow) == [3]
+    with opened(backup) as repository:
+        repository.tag("a@1", "good")
+    with manager(backup, slow, mirror_keep=KeepLast(1)) as snapshots:
+        assert snapshots.wait_until_mirrored() == []
+        assert snapshots.latest_step() == 3
+    assert steps_in(slow) == [1, 3]
+
+
+@pytest.fixture
+def twice_tagged(monkeypatch):
+    """Return a run whose two snapshots have the tag `good`: it means the later one."""
+    fast = created()
+    with opened(fast) as repository:
+        repository.save(values("a", 1), run="a", step=1, tags=["good"])
+        with monkeypatch.context() as patch:
+            patch.setattr("snapstore.protocol.tags.take", lambda context, names, record, before: record)
+            repository.save(values("a", 2), run="a", step=2, tags=["good"])
+        assert [snapshot.tags for snapshot in repository.snapshots("a")] == [["good"], ["good"]]
+    return fast
+
+
+def test_a_tag_on_two_snapshots_means_the_later_one_to_a_mirror(twice_tagged):
+    slow = MemoryStore()
+    for _ in range(2):
+        with manager(twice_tagged, slow, mirror_keep=()) as snapshots:
+            assert snapshots.wait_until_mirrored() == []
+        assert [(s.step, s.tags) for s in of_run(slow)] == [(1, []), (2, ["good"])]
+
+
+def test_a_tag_on_two_snapshots_means_the_later_one_to_a_copy(twice_tagged):
+    target = MemoryStore()
+    with opened(twice_tagged) as repository:
+        repository.copy(to=target, run="a")
+        repository.copy(["a@1"], to=target)
+    assert [(s.step, s.tags) for s in of_run(target)] == [(1, []), (2, ["good"])]
+
+
+def test_best_is_a_tag_first_even_if_only_the_mirror_has_it():
+    slow, fast = MemoryStore(), MemoryStore()
+    keep = {"keep": KeepBest("loss"), "mirror_keep": ()}
+    with manager(created(), slow, **keep) as snapshots:
+        save(snapshots, 1, tags=["best"], metrics={"loss": 9.0})
+    with manager(fast, slow, **keep) as snapshots:
+        save(snapshots, 2, metrics={"loss": 1.0})
+        assert snapshots.best_step() == 2
+        assert same(snapshots.restore("best"), values("a", 1))
+    check_clean(fast, level="restore")

@@ -28,6 +28,8 @@ PUT_BACK = (
 
 #: References, for people.
 FORMS = "run@step, run@latest, run@highest, run@best, run@tag or an id"
+#: The lowest sequence number of a save. Copies of snapshots that are older than the first save get lower ones.
+FIRST_SEQ = 1_000_000
 #: An id in a reference: fewer digits without `id:` might be meant as a step.
 _ID = re.compile(r"id:|[0-9a-fA-F]{8,32}\Z")
 
@@ -251,7 +253,7 @@ class View:
         return found
 
     def next_seq(self, run: str, at_least: int = 0) -> int:
-        """Return the next sequence number of a run, above that of any unreadable record.
+        """Return the next sequence number of a run, from `FIRST_SEQ` on, above that of any unreadable record.
 
         If the number of such a record is unknown, numbers are left free for it: otherwise a save could have the same
         number as that record once it is repaired.
@@ -268,8 +270,8 @@ class View:
         highest = records.highest_seq(seqs.values())
         unknown = [name for name in names if seqs.get(name, highest + 1) > highest]
         # Each snapshot of unknown seq may itself have left room for all the others.
-        number = 1 + min(len(unknown) ** 2, records.MAX_SEQ_STEP - 1) + highest
-        number = max(number, min(at_least, highest + records.MAX_SEQ_STEP, records.MAX_COUNTED))
+        number = max(1 + highest, FIRST_SEQ) + len(unknown) ** 2
+        number = min(max(number, min(at_least, records.MAX_COUNTED)), highest + records.MAX_SEQ_STEP)
         if number > records.MAX_COUNTED:
             last = max(of_run, key=lambda s: s.seq)
             raise InvalidInputError(f"{last.key}: has the highest sequence number of its run; save into another run")

@@ -13,6 +13,7 @@ from functools import partial
 import msgspec
 
 from ..catalog.config import read_unproven
+from ..catalog.history import FIRST_SEQ
 from ..catalog.read_twice import tried
 from ..context import Context
 from ..format import manifest, records
@@ -172,7 +173,7 @@ def _free_seq(store: ObjectStore, scan: RecordScan, key: str) -> int:
     taken = {s.seq for s in scan.ruling.values() if s.key.startswith(prefix)}
     infos = [info for info in store.list(prefix) if info.key in scan.unreadable]
     by_age = [info.key for info in sorted(infos, key=lambda info: (info.modified_s, info.key))]
-    free = (number for number in itertools.count() if number not in taken)
+    free = (number for number in itertools.count(min({FIRST_SEQ, *taken})) if number not in taken)
     return next(itertools.islice(free, by_age.index(key) if key in by_age else 0, None))
 
 

@@ -32,7 +32,7 @@ from ..errors import DAMAGE, ConflictError, IntegrityError, InvalidInputError, N
 from ..format import manifest
 from ..format.keys import record_key
 from ..format.manifest import Manifest
-from ..format.records import COMMITTED, FORGOTTEN, MAX_COUNTED, MAX_SEQ_STEP, SWEPT, ManifestRef, Snapshot
+from ..format.records import ABORTED, COMMITTED, FORGOTTEN, MAX_COUNTED, MAX_SEQ_STEP, SWEPT, ManifestRef, Snapshot
 from ..protocol import tags
 from ..protocol.commit import Claim
 from ..protocol.forget import unforget
@@ -171,6 +171,7 @@ class Copier:
         watch: called often during a copy; if it raises, the copy ends, and nothing of it is committed.
         tags_of: returns the tags that a copy gets, and takes from other snapshots of the destination. Its arguments:
             the records of the source, those of the destination, the snapshot of the source.
+        is_later: returns whether a snapshot that only the destination has is later than one of the source.
 
     Attributes:
         result: the result so far.
@@ -182,8 +183,10 @@ class Copier:
         target: Context,
         watch: Callable[[], object] | None = None,
         tags_of: Callable[[View, View, Snapshot], list[str]] = lambda here, there, snapshot: here.tags_of(snapshot),
+        is_later: Callable[[Snapshot, Snapshot], bool] = lambda there, snapshot: there.created > snapshot.created,
     ) -> None:
         self._source, self._target, self._watch, self._tags_of = source, target, watch, tags_of
+        self._is_later = is_later
         self.result = CopyResult(target.store.url)
         self._last: dict[str, Snapshot] = {}  # run -> the snapshot that was copied last, or was there
         self._manifests: dict[str, Manifest] = {}  # of the snapshot that was copied last, by SHA-256
@@ -310,7 +313,7 @@ class Copier:
         """Return the first record of a copy; its seq gives the copy its place in the order of the run.
 
         It comes after all snapshots that are there, unless a later one is there, or its copy has begun: one that is
-        later in the source, or that the source does not know and that was created later. A copy keeps its distance from
+        later in the source, or, if the source does not know it, by `is_later`. A copy keeps its distance from
         a later one, so that the snapshots between the two find numbers too. A mirror of a run has the numbers of the
         source; a run that went on in the destination keeps its order.
 
@@ -321,10 +324,10 @@ class Copier:
         numbers = {s.id: s.seq for s in here.snapshots(ruling.run, states=None)}
         after_all = 1 + max(numbers.values(), default=ruling.seq)
         later = {name: seq for name, seq in numbers.items() if (seq, name) > (ruling.seq, ruling.id)}
-        before = -1  # the highest number of a snapshot that is not later
         there = view.snapshots(ruling.run, states=None)
         for s in there:
-            if s.id not in numbers and (s.created, s.id) > (ruling.created, ruling.id):
+            is_only_there = s.id not in numbers and s.state != ABORTED  # a fence has neither a date nor a number
+            if is_only_there and self._is_later(s, ruling):
                 later[s.id] = ruling.seq + 1 if here.is_unknown(s.id) else after_all
         found = {s.id: s.seq for s in there if s.id in later}
         for name, (key, known_seq) in view.unknown_ids(ruling.run).items():

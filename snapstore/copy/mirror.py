@@ -22,7 +22,7 @@ import msgspec
 
 from .. import retention
 from ..catalog import policy_store
-from ..catalog.history import View
+from ..catalog.history import FIRST_SEQ, View
 from ..context import Context
 from ..errors import (
     DAMAGE,
@@ -50,8 +50,6 @@ log = logging.getLogger("snapstore")
 RETRY_S, RETRY_MAX_S = 1.0, 60.0
 #: A copy that is given up ends within this time, unless its store does not answer [s].
 GIVE_UP_S = 2.0
-#: If a mirror cannot be reached, the numbers of saves continue at a multiple of this.
-SEQ_ROOM = 1_000_000
 #: The states, in the mirror, of a snapshot that was mirrored once.
 MIRRORED = (COMMITTED, FORGOTTEN, SWEPT)
 
@@ -70,12 +68,9 @@ def due_tags(here: View, there: View, snapshot: Snapshot) -> list[str]:
     if not (names := here.tags_of(snapshot)):
         return []
     known = there.get(snapshot.id)
-
-    def is_later(s: Snapshot) -> bool:
-        return (s.seq, s.id) > (known.seq, known.id) if known else s.created > snapshot.created
-
     only_there = [s for s in there.snapshots(snapshot.run) if s.tags and here.get(s.id) is None]
-    kept = {name for s in only_there if is_later(s) for name in s.tags}
+    later = [s for s in only_there if ((s.seq, s.id) > (known.seq, known.id) if known else is_later(s, snapshot))]
+    kept = {name for s in later for name in s.tags}
     return [name for name in names if name not in kept]
 
 
@@ -83,6 +78,15 @@ def free_tags(here: View, there: View, snapshot: Snapshot) -> list[str]:
     """Return the tags of a snapshot that is copied back: a tag that is on another one there may have moved since."""
     held = {name for s in there.snapshots(snapshot.run) for name in s.tags}
     return [name for name in here.tags_of(snapshot) if name not in held]
+
+
+def is_later(there: Snapshot, here: Snapshot) -> bool:
+    """Return whether a snapshot that only the mirror has is later than one that only the first store has.
+
+    Its date and its number must both say so: the clocks of two hosts may differ, and a manager without the mirror may
+    have begun again with low numbers.
+    """
+    return there.created > here.created and there.seq > here.seq
 
 
 class Mirror:
@@ -143,7 +147,7 @@ class Mirror:
                 here = self._source.index.refresh()
                 self._unlisted, self._unknown = here.snapshots(self.run), here.unknown_steps(self.run)
                 # if the mirror cannot be reached, leave numbers for what it may have
-                self.next_seq = (self._next_of(here) // SEQ_ROOM + 1) * SEQ_ROOM
+                self.next_seq = (self._next_of(here) // FIRST_SEQ + 1) * FIRST_SEQ
             target = self._opened()
             self.next_seq = self._next_of(self._say_lost(target))
             if not self.read_only:
@@ -292,7 +296,7 @@ class Mirror:
         """Copy the snapshots that are due, oldest first, and apply the mirror's policies; return False if cut short."""
         target = self._opened()
         self._store_policies(target)  # if the mirror could not be reached at the start
-        copier = self._copier = self._copier or Copier(self._source, target, self._require_going_on, due_tags)
+        copier = self._copier = self._copier or Copier(self._source, target, self._require_going_on, due_tags, is_later)
         for snapshot in (due := self._due(target)):
             if self._ends:
                 return False
@@ -388,11 +392,11 @@ class Mirror:
         kept = [s for s in kept if s.id not in damaged]
         order = {s.id: number for number, s in enumerate(here.snapshots(self.run, states=None))}
         highest = list(accumulate((order.get(s.id, -1) for s in kept), max))
-        only_there = ((0.0, "") if s.id in order else (s.created, s.id) for s in kept)
-        newest = list(accumulate(only_there, max))
+        only_there = [(i, s) for i, s in enumerate(kept) if s.id not in order]
         places = [(i, 1, s) for i, s in enumerate(kept)]
         for s in found:  # before the first that was saved later
-            places.append((min(bisect(highest, order[s.id]), bisect(newest, (s.created, s.id))), 0, s))
+            place = next((i for i, other in only_there if is_later(other, s)), len(kept))
+            places.append((min(bisect(highest, order[s.id]), place), 0, s))
         places.sort(key=itemgetter(0, 1))
         in_order = [msgspec.structs.replace(s, seq=number) for number, (*_, s) in enumerate(places)]
         with suppress(InvalidInputError):  # policies that would keep nothing leave nothing out
@@ -418,8 +422,8 @@ class Mirror:
         """Return (the newest snapshot of the run in both stores, whether only the mirror has it).
 
         If the first store knows the mirror's newest snapshot, the order in the first store decides, because the clocks
-        of two hosts may differ. Otherwise the first store may be an older backup. Then the date decides if the mirror
-        never had the first store's newest snapshot; if it had, their numbers decide.
+        of two hosts may differ. Otherwise the first store may be an older backup. Then their numbers in the mirror
+        decide, or `is_later` if the mirror never had the first store's newest snapshot.
 
         Raises:
             IntegrityError, StorageError: a record that may be newer is gone, or cannot be read: in the first store, or
@@ -434,7 +438,7 @@ class Mirror:
         if ours is not None:
             known = there.get(ours.id)
             if known is None or known.state not in MIRRORED:
-                is_newer = ours.created >= theirs.created
+                is_newer = not is_later(theirs, ours)
             else:
                 is_newer = known.seq >= theirs.seq
             if is_newer if held is None else ours.seq >= held.seq:
@@ -483,5 +487,6 @@ class Mirror:
         if self.read_only:
             return target
         log.warning("run=%s step=%d is copied back from %s", self.run, found.step, self.url)
-        Copier(target, self._source, tags_of=free_tags).copy(found, named=True)
+        copier = Copier(target, self._source, None, free_tags, lambda here, there: not is_later(there, here))
+        copier.copy(found, named=True)
         return self._source

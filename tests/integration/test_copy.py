@@ -114,6 +114,20 @@ def test_tags_follow(source):
         assert [s.step for s in repository.snapshots("a") if "good" in s.tags] == [3]
 
 
+def test_a_backup_that_comes_back_after_the_run_has_gone_on_is_older(source):
+    """The place of the run was lost, and training began again there before its backup was copied back."""
+    target = MemoryStore()
+    with opened(source) as repository, Repository.open_or_create(target, like=repository, options=OPTIONS) as new:
+        backup = [s.ref for s in repository.snapshots("a")]
+        again = save(new, "a", 100, 100)
+    copied(source, backup[-1], to=target)
+    copied(source, *backup, to=target)
+    with opened(target) as repository:
+        assert [s.ref for s in repository.snapshots("a")] == [*backup, again.ref]
+        assert repository.snapshot("a@latest").id == again.id
+        assert save(repository, "a", 101, 101).parent == again.id
+
+
 def test_a_conflict_about_tags_does_not_count_a_snapshot_twice(source, monkeypatch):
     take, conflicts = tags.take, iter([ConflictError("another process revises them")])
 

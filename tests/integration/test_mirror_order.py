@@ -1,5 +1,7 @@
 """A run with a mirror keeps the order of its saves when the first store is lost, or is replaced by an older backup."""
 
+import time
+
 import pytest
 
 from kit.faults import FaultStore
@@ -7,6 +9,10 @@ from kit.objects import clone
 from kit.repositories import OPTIONS, check_clean, created, opened, same, values
 from snapstore import KeepBest, KeepLast, SnapshotManager
 from snapstore.copy import mirror as mirrors
+from snapstore.format import records
+from snapstore.protocol.liveness import aborted
+from snapstore.protocol.revisions import create
+from snapstore.save import pipeline
 from snapstore.storage.memory import MemoryStore
 
 
@@ -34,17 +40,35 @@ def steps_in(store):
     return [snapshot.step for snapshot in of_run(store)]
 
 
+class WrongClock:
+    """Stands in for the module `time`."""
+
+    def __init__(self, off_s):
+        self._off_s = off_s
+
+    def __getattr__(self, name):
+        return getattr(time, name)
+
+    def time(self):
+        return time.time() + self._off_s
+
+
 def outage(store):
     return FaultStore(store, 0, "outage")
 
 
 @pytest.mark.parametrize("order", [(1, 2, 3), (3, 2, 1), (2, 3, 1), (3,), (1,)])
 @pytest.mark.parametrize("is_down", [False, True])
-def test_steps_that_are_restored_after_a_save_stay_older(order, is_down):
-    """The job has lost its first store, and saves before it restores; if the mirror is down, it lacks this save."""
+@pytest.mark.parametrize("clock_s", [0, -3600, 3600])
+def test_steps_that_are_restored_after_a_save_stay_older(order, is_down, clock_s, monkeypatch):
+    """The job has lost its first store, and saves before it restores; if the mirror is down, it lacks this save.
+
+    The clock of its new host may be wrong by an hour.
+    """
     slow = MemoryStore()
     with manager(created(), slow) as snapshots:
         save(snapshots, 1, 2, 3)
+    monkeypatch.setattr(pipeline, "time", WrongClock(clock_s))
     fast, mirror = MemoryStore(), FaultStore(slow)
     with manager(fast, mirror) as snapshots:
         mirror.at, mirror.mode = (0, "outage") if is_down else (None, "fail")
@@ -102,6 +126,20 @@ def test_an_old_step_that_the_mirror_gets_late_is_no_newer_than_its_own():
         assert snapshots.wait_until_mirrored() == []
         assert snapshots.latest_step() == 3
     assert steps_in(slow) == [1, 3]
+
+
+def test_the_record_of_a_save_that_died_in_the_destination_has_no_place_in_the_order():
+    """A gc has given it up: its record has the date of the gc, and no number."""
+    source, target = created(), MemoryStore()
+    with opened(source) as repository:
+        for step in (1, 2):
+            repository.save(values("a", step), run="a", step=step)
+        repository.copy(["a@1"], to=target)
+        repository.copy(["a@2"], to=target)
+        repository.save(values("a", 3), run="a", step=3)
+        create(target, aborted("a", 9, records.new_id(), "gc gave this save up as dead"))
+        repository.copy(to=target, run="a")
+    assert steps_in(target) == [1, 2, 3]
 
 
 @pytest.fixture

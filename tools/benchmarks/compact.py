@@ -26,6 +26,7 @@ from benchmarks.data import gpt_series, tensors_of
 from benchmarks.page import ROOT, Row, publish, recorded, row
 from benchmarks.scale import surveyed
 from snapstore import KeepEvery, KeepLast, Repository, SaveOptions, SnapshotManager
+from snapstore.catalog.history import FIRST_SEQ
 from snapstore.retention import Policy
 from snapstore.state.arrays import as_bytes
 
@@ -89,7 +90,7 @@ def figures(folder: Path, runs: Path, snapshots: int, every: int) -> list[Row]:
             shutil.move(folder / "run", runs / str(number))
         shutil.copytree(runs / str(number), folder / str(number))
         with Repository.open(folder / str(number)) as repository:
-            assert repository.snapshots()[-1].seq == snapshots - 1, "another run"
+            assert repository.snapshots()[-1].seq == FIRST_SEQ + snapshots - 1, "another run"
             size = repository.snapshots()[-1].logical_bytes
             rows += compacted(repository, size, name)
             if number:

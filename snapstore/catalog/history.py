@@ -58,6 +58,7 @@ class View:
         wrong = misnumbered(ruling := list(ruling))
         self._by_id = {snapshot.id: snapshot for snapshot in ruling if snapshot.key not in wrong}
         self._store = store  # for the policies that `run@best` needs
+        self._tagged: dict[str, dict[str, list[Snapshot]]] = {}  # by run, once asked for
         self.damaged = {**damaged, **wrong}
         self.unread, self.repeated = dict(unread or {}), dict(repeated or {})
         self.vanished = [snapshot.key for snapshot in vanished]
@@ -213,10 +214,20 @@ class View:
         """Return the snapshot of this full id, in any state."""
         return self._by_id.get(snapshot_id)
 
+    def tagged(self, run: str) -> dict[str, list[Snapshot]]:
+        """Return the committed snapshots with each tag of a run, in their order. The tag means the last of them."""
+        if run not in self._tagged:
+            found: dict[str, list[Snapshot]] = {}
+            for snapshot in self.snapshots(run):
+                for name in snapshot.tags:
+                    found.setdefault(name, []).append(snapshot)
+            self._tagged[run] = found
+        return self._tagged[run]
+
     def tags_of(self, snapshot: Snapshot) -> list[str]:
-        """Return the tags that mean a committed snapshot: of several snapshots with a tag, it means the last one."""
-        last = {name: s.id for s in self.snapshots(snapshot.run) for name in s.tags} if snapshot.tags else {}
-        return [name for name in snapshot.tags if last.get(name, snapshot.id) == snapshot.id]
+        """Return the tags of a snapshot, except each one that means a later snapshot."""
+        tagged = self.tagged(snapshot.run)
+        return [name for name in snapshot.tags if name not in tagged or tagged[name][-1].id == snapshot.id]
 
     def newest(self, run: str) -> Snapshot | None:
         """Return the readable committed snapshot of the highest seq; None if there is none."""

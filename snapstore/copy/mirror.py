@@ -65,19 +65,19 @@ def due_tags(here: View, there: View, snapshot: Snapshot) -> list[str]:
 
     A later snapshot keeps its tags there if the first store does not know it: that may be an older backup.
     """
-    if not (names := here.tags_of(snapshot)):
-        return []
     known = there.get(snapshot.id)
-    only_there = [s for s in there.snapshots(snapshot.run) if s.tags and here.get(s.id) is None]
-    later = [s for s in only_there if ((s.seq, s.id) > (known.seq, known.id) if known else is_later(s, snapshot))]
-    kept = {name for s in later for name in s.tags}
-    return [name for name in names if name not in kept]
+
+    def is_kept(s: Snapshot) -> bool:
+        is_after = (s.seq, s.id) > (known.seq, known.id) if known else is_later(s, snapshot)
+        return is_after and here.get(s.id) is None
+
+    tagged = there.tagged(snapshot.run)
+    return [name for name in here.tags_of(snapshot) if not any(map(is_kept, tagged.get(name, ())))]
 
 
 def free_tags(here: View, there: View, snapshot: Snapshot) -> list[str]:
     """Return the tags of a snapshot that is copied back: a tag that is on another one there may have moved since."""
-    held = {name for s in there.snapshots(snapshot.run) for name in s.tags}
-    return [name for name in here.tags_of(snapshot) if name not in held]
+    return [name for name in here.tags_of(snapshot) if name not in there.tagged(snapshot.run)]
 
 
 def is_later(there: Snapshot, here: Snapshot) -> bool:
@@ -453,9 +453,6 @@ class Mirror:
             self._warn(error)
             return None
 
-    def _is_tag(self, view: View, name: str) -> bool:
-        return any(name in snapshot.tags for snapshot in view.snapshots(self.run))
-
     def nearest(self, name: str) -> Context:
         """Return the repository from which a snapshot of the run is to be restored.
 
@@ -473,9 +470,9 @@ class Mirror:
         if name == "latest":
             found, is_there = self.newest()
         else:
-            is_word = name in ("best", "highest") and not self._is_tag(view, name)
+            is_word = name in ("best", "highest") and name not in view.tagged(self.run)
             there = self.view() if is_word else None
-            if there is None or not self._is_tag(there, name):  # a tag comes before the word, even if only there
+            if there is None or name not in there.tagged(self.run):  # a tag comes before the word, even if only there
                 with suppress(NotFoundError):
                     view.resolve(f"{self.run}@{name}")
                     return self._source

@@ -56,9 +56,10 @@ class View:
         store: ObjectStore | None = None,
     ) -> None:
         wrong = misnumbered(ruling := list(ruling))
-        self._by_id = {snapshot.id: snapshot for snapshot in ruling if snapshot.key not in wrong}
+        self._by_id = {snapshot.id: snapshot for snapshot in ruling if not wrong or snapshot.key not in wrong}
         self._store = store  # for the policies that `run@best` needs
-        self._tagged: dict[str, dict[str, list[Snapshot]]] = {}  # by run, once asked for
+        self._by_run: dict[str, list[Snapshot]] = {}  # these two are filled once a run is asked for
+        self._tagged: dict[str, dict[str, list[Snapshot]]] = {}
         self.damaged = {**damaged, **wrong}
         self.unread, self.repeated = dict(unread or {}), dict(repeated or {})
         self.vanished = [snapshot.key for snapshot in vanished]
@@ -193,10 +194,19 @@ class View:
 
     def snapshots(self, run: str | None = None, states: tuple[str, ...] | None = (COMMITTED,)) -> list[Snapshot]:
         """Return the snapshots of a run (None: of all runs) in some states (None: in any), sorted by run and seq."""
+        if run is not None and states == (COMMITTED,):
+            return list(self._committed(run))
         chosen = (
             s for s in self._by_id.values() if (run is None or s.run == run) and (states is None or s.state in states)
         )
         return sorted(chosen, key=lambda s: (s.run, s.seq, s.id))
+
+    def _committed(self, run: str) -> list[Snapshot]:
+        """Return the committed snapshots of a run, oldest first; the list is sorted once."""
+        if run not in self._by_run:
+            chosen = (s for s in self._by_id.values() if s.run == run and s.state == COMMITTED)
+            self._by_run[run] = sorted(chosen, key=lambda s: (s.seq, s.id))
+        return self._by_run[run]
 
     def require_run(self, run: str, states: tuple[str, ...] | None = (COMMITTED,)) -> None:
         """Raise unless there is a snapshot of this run in one of the states (None: in any).
@@ -218,7 +228,7 @@ class View:
         """Return the committed snapshots with each tag of a run, in their order. The tag means the last of them."""
         if run not in self._tagged:
             found: dict[str, list[Snapshot]] = {}
-            for snapshot in self.snapshots(run):
+            for snapshot in self._committed(run):
                 for name in snapshot.tags:
                     found.setdefault(name, []).append(snapshot)
             self._tagged[run] = found
@@ -231,7 +241,8 @@ class View:
 
     def newest(self, run: str) -> Snapshot | None:
         """Return the readable committed snapshot of the highest seq; None if there is none."""
-        return max(self.snapshots(run), key=lambda s: (s.seq, s.id), default=None)
+        found = self._committed(run)
+        return found[-1] if found else None
 
     def latest(self, run: str) -> Snapshot | None:
         """Return the newest committed snapshot; None if there is none. Unlike `newest`, raise if that is not certain.
@@ -276,7 +287,7 @@ class View:
             InvalidInputError: (forged) records have used the highest numbers, so none can follow.
         """
         names = {name for of_run, _, name, _ in self._unknown() if of_run == run}
-        of_run = self.snapshots(run, states=None)
+        of_run = [s for s in self._by_id.values() if s.run == run]
         seqs = {s.id: s.seq for s in of_run} | {name: self._seqs[name] for name in names & self._seqs.keys()}
         highest = records.highest_seq(seqs.values())
         unknown = [name for name in names if seqs.get(name, highest + 1) > highest]

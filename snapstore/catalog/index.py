@@ -74,15 +74,18 @@ class _Record:
     size_bytes: int
     modified_s: float  # JUST_MADE: this process made it, and no listing has shown it since
     tag: bytes  # half the SHA-256 of the store's tag, which may have any length
+    text: str = ""  # that tag, if a listing of this process has shown it
 
     @staticmethod
     def from_listing(snapshot: Snapshot, info: ObjectInfo) -> _Record:
-        return _Record(snapshot, info.size_bytes, info.modified_s, shortened(info.tag))
+        return _Record(snapshot, info.size_bytes, info.modified_s, shortened(info.tag), info.tag)
 
     def is_listed_as(self, info: ObjectInfo) -> bool:
         if self.modified_s == JUST_MADE:
             return self.size_bytes == info.size_bytes
-        return (self.size_bytes, self.modified_s, self.tag) == (info.size_bytes, info.modified_s, shortened(info.tag))
+        if (self.size_bytes, self.modified_s) != (info.size_bytes, info.modified_s):
+            return False
+        return self.text == info.tag if self.text else self.tag == shortened(info.tag)
 
     def pack(self, data: bytes) -> bytes:
         return _LISTED.pack(self.size_bytes, self.modified_s, self.tag) + data

@@ -258,9 +258,11 @@ class Steps:
     def _best_by(self, policy: retention.KeepBest) -> int | None:
         views = self._views()
         self._require_known(f"best step of {self.run}", views, self._committed(views))
-        steps: dict[int, Snapshot] = {}
-        for view in reversed(views):  # `restore` takes a step from the first store, if that has it
-            steps |= {snapshot.step: snapshot for snapshot in retention.current(view.snapshots(self.run))}
+        there = [snapshot for view in views[1:] for snapshot in view.snapshots(self.run)]
+        unknown = views[0].unknown_steps(self.run)  # the first store has these too
+        here = [*views[0].snapshots(self.run), *(snapshot for snapshot in there if snapshot.id in unknown)]
+        steps = {snapshot.step: snapshot for snapshot in retention.current(there)}
+        steps |= {snapshot.step: snapshot for snapshot in retention.current(here)}  # `restore` looks there first
         ranked = policy.ranked(steps.values())
         return ranked[0].step if ranked else None
 

@@ -32,6 +32,7 @@ from ..errors import (
     InvalidInputError,
     NotFoundError,
     StorageError,
+    UnreadRecordError,
 )
 from ..format.keys import parse_record_key
 from ..format.records import ABORTED, COMMITTED, FORGOTTEN, SWEPT, Snapshot
@@ -302,11 +303,15 @@ class Mirror:
                 return False
             with suppress(*DAMAGE):  # its record there is damaged, which `copy` reports
                 copier.announce(snapshot)
+        unread: UnreadRecordError | None = None
         for snapshot in due:
             if self._ends:
                 return False
             try:
                 copier.copy(snapshot, named=bool(snapshot.tags))
+            except UnreadRecordError as error:  # the others do not wait for it
+                unread = error
+                continue
             except DAMAGE as error:
                 self._say_left_out(snapshot, error)
                 self._given_up.add(snapshot.id)
@@ -315,6 +320,8 @@ class Mirror:
                 self._pending = [s for s in self._pending if s.id != snapshot.id]
                 self._changed.notify_all()
             self._retain(target)
+        if unread is not None:
+            raise unread
         return True
 
     def _require_going_on(self) -> None:
@@ -472,7 +479,9 @@ class Mirror:
         else:
             is_word = name in ("best", "highest") and name not in view.tagged(self.run)
             there = self.view() if is_word else None
-            if there is None or name not in there.tagged(self.run):  # a tag comes before the word, even if only there
+            tagged = there.tagged(self.run).get(name, ()) if there else ()
+            known = {s.id for s in view.snapshots(self.run)} if tagged else ()
+            if all(s.id in known for s in tagged):  # a tag comes before the word, also on what only the mirror has
                 with suppress(NotFoundError):
                     view.resolve(f"{self.run}@{name}")
                     return self._source

@@ -233,6 +233,20 @@ def test_policies_leave_a_snapshot_whose_record_could_not_be_read_at_the_start(i
         assert steps_in(fast) == ([0, 3] if is_reached else [0, 1, 2, 3])
 
 
+def test_a_record_in_the_mirror_that_cannot_be_read_stops_no_other_copy():
+    fast, slow = created(), MemoryStore()
+    with manager(fast, slow) as snapshots:
+        saved(snapshots, [0])
+    with opened(slow) as repository:
+        bad = Unreadable(slow, repository.snapshot("a@0").key)
+    with manager(fast, bad) as snapshots:
+        saved(snapshots, [1, 2])
+        until(lambda: steps_in(slow) == [0, 1, 2])
+        until(lambda: snapshots.wait_until_mirrored() == [0])
+        bad.bad.clear()
+        assert snapshots.wait_until_mirrored() == []
+
+
 def test_a_mirror_that_could_not_be_reached_at_the_start_gets_the_policies_later():
     """Until then it has those of an earlier manager, which `snapstore forget --run` would apply."""
     fast = created()

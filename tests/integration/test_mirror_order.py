@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from kit.faults import FaultStore
+from kit.faults import FaultStore, Unreadable
 from kit.objects import clone
 from kit.repositories import OPTIONS, check_clean, created, opened, same, values
 from snapstore import KeepBest, KeepLast, SnapshotManager
@@ -169,6 +169,16 @@ def test_a_tag_on_two_snapshots_means_the_later_one_to_a_copy(twice_tagged):
         repository.copy(to=target, run="a")
         repository.copy(["a@1"], to=target)
     assert [(s.step, s.tags) for s in of_run(target)] == [(1, []), (2, ["good"])]
+
+
+def test_the_best_step_is_that_of_a_record_that_only_the_mirror_can_read():
+    fast, slow = created(), MemoryStore()
+    with manager(fast, slow) as snapshots:
+        for step, loss in ((1, 2.0), (2, 9.0), (2, 1.0)):
+            save(snapshots, step, metrics={"loss": loss})
+    bad = Unreadable(fast, of_run(fast)[-1].key)
+    with manager(bad, slow, keep=KeepBest("loss")) as snapshots:
+        assert snapshots.best_step() == 2
 
 
 def test_best_is_a_tag_first_even_if_only_the_mirror_has_it():

@@ -137,6 +137,7 @@ class Machine(RuleBasedStateMachine):
         self.keep: list[Any] = []
         self.mirror_keep: list[Any] = []
         self.held: set[str] = set()  # that the manager must take for not mirrored
+        self.unread: set[str] = set()  # that the manager may take for not mirrored
         self.parent: str | None = None
         self.backup: MemoryStore | None = None
 
@@ -216,7 +217,7 @@ class Machine(RuleBasedStateMachine):
             self.doors["mirror"].gate.set()
             manager, self.manager = self.manager, None
             manager.close(30)
-            self.held, self.parent = set(), None
+            self.held, self.unread, self.parent = set(), set(), None
         for door in self.doors.values():
             door.bad.clear()
         self.doors = {place: replaced(door, self.stores[place]) for place, door in self.doors.items()}
@@ -236,6 +237,7 @@ class Machine(RuleBasedStateMachine):
             assert now == before
         self.judge_mirror(before, now)
         self.take("mirror", now)
+        self.unread = {row.id for row in now.values() if row.key in self.doors["mirror"].bad}
         lacking = {i for i in self.held & committed(self.rows["first"]).keys() if not is_mirrored(now.get(i))}
         steps = [self.saves[i][1] for i in lacking]
         if self.is_reached:
@@ -277,6 +279,7 @@ class Machine(RuleBasedStateMachine):
         lacking = [row for i, row in committed(first).items() if not is_mirrored(there.get(i))]
         due = self.kept_of(lacking, (*kept.values(), *lacking))
         due = self.kept_of(due, (*kept.values(), *due))  # the mirror does not know the others, which may replace steps
+        due = self.kept_of(due, {**kept, **committed(first)}.values())  # or it forgot some for others
         assert not due, f"mirror: lacks {self.named(row.id for row in due)}"
         if self.mirror_keep:
             with opened(self.stores["mirror"]) as repository:
@@ -375,11 +378,10 @@ class Machine(RuleBasedStateMachine):
         rows[new.id] = new
         free = left_by(self.keep, rows.values())
         going = free - self.oldest(rows, free & self.held)
-        if not self.is_read:  # policies do not count a record that cannot be read, and its tags stay
+        if not self.is_read or self.unread:  # policies do not count a record that cannot be read, and its tags stay
             now = self.look("first")
             gone = {i for i in rows if now[i].state != COMMITTED}
-            unread = {row.id for row in self.rows["mirror"].values() if row.key in self.doors["mirror"].bad}
-            going |= free - self.oldest(rows, free & (self.held | unread))  # it may be mirrored
+            going |= free - self.oldest(rows, free & (self.held | self.unread))
             assert gone <= going, f"first: {self.named(gone - going)} forgotten"
             going = gone
             taken = [(i, name) for i, name in taken if name not in now[i].tags]
@@ -416,8 +418,11 @@ class Machine(RuleBasedStateMachine):
         if ref is None:
             return [max(both.values(), key=lambda row: row.order)] if both else []
         if isinstance(ref, str):
+            first = committed(self.rows["first"])
+            besides = first if ref in ("best", "highest") else ()  # the tags in the first store count, if it has it
             for place in ("first", "mirror") if self.is_reached else ("first",):
-                if tagged := [row for row in committed(self.rows[place]).values() if ref in row.tags]:
+                rows = [row for row in committed(self.rows[place]).values() if ref in row.tags]
+                if tagged := [row for row in rows if place == "first" or row.id not in besides]:
                     return tagged
         if ref == "best":
             return self.best() if any(isinstance(p, KeepBest) for p in self.keep) else self.stored_best()

@@ -51,7 +51,7 @@ class View:
         damaged: dict[str, str],
         vanished: Sequence[Snapshot],
         unread: Mapping[str, str] | None = None,
-        seqs: Mapping[str, int] | None = None,
+        known: Mapping[str, Snapshot] | None = None,
         repeated: Mapping[str, str] | None = None,
         store: ObjectStore | None = None,
     ) -> None:
@@ -63,9 +63,9 @@ class View:
         self.damaged = {**damaged, **wrong}
         self.unread, self.repeated = dict(unread or {}), dict(repeated or {})
         self.vanished = [snapshot.key for snapshot in vanished]
-        self._seqs = dict(seqs or {})  # of snapshots with a damaged or unread record, by id, where it is known
+        self._known = dict(known or {})  # id -> another revision, where a damaged or unread record has one
         self.missing = self._missing(vanished) if vanished else []
-        self._seqs |= {snapshot.id: snapshot.seq for snapshot in self.missing}
+        self._known |= {snapshot.id: snapshot for snapshot in self.missing}
 
     def _missing(self, vanished: Iterable[Snapshot]) -> list[Snapshot]:
         """Return the newest vanished revision of each snapshot for which no later revision is listed."""
@@ -89,9 +89,12 @@ class View:
             if s.state in (COMMITTED, FORGOTTEN) and (shown is None or shown.state != COMMITTED):
                 yield s.run, s.step, s.id, s.key  # else a committed revision is listed, or a gc has deleted the bytes
 
-    def unknown_ids(self, run: str) -> dict[str, tuple[str, int | None]]:
-        """Return the snapshots of a run whose records are not known: id -> (the record's key, its seq if known)."""
-        return {name: (key, self._seqs.get(name)) for of, _, name, key in self._unknown() if of == run}
+    def unknown_ids(self, run: str) -> dict[str, tuple[str, Snapshot | None]]:
+        """Return the snapshots of a run whose records are not known: id -> (the record's key, another revision).
+
+        The seq and the date of the other revision are those of the record; None: there is none.
+        """
+        return {name: (key, self._known.get(name)) for of, _, name, key in self._unknown() if of == run}
 
     def require_last(self, snapshot: Snapshot) -> None:
         """Raise IntegrityError if a later record of a snapshot is gone: its tags and its state are not known."""
@@ -181,8 +184,8 @@ class View:
             IntegrityError: its record is damaged or gone.
         """
         for of_run, of_step, name, key in self._unknown():
-            seq = self._seqs.get(name)
-            older = found is not None and seq is not None and (seq, name) < (found.seq, found.id)
+            known = self._known.get(name)
+            older = found is not None and known is not None and (known.seq, name) < (found.seq, found.id)
             if of_run != run or older or (step is not None and of_step != step) or snapshot_id not in ("", name):
                 continue
             kind = StorageError if key in self.unread else IntegrityError
@@ -288,7 +291,7 @@ class View:
         """
         names = {name for of_run, _, name, _ in self._unknown() if of_run == run}
         of_run = [s for s in self._by_id.values() if s.run == run]
-        seqs = {s.id: s.seq for s in of_run} | {name: self._seqs[name] for name in names & self._seqs.keys()}
+        seqs = {s.id: s.seq for s in of_run} | {name: self._known[name].seq for name in names & self._known.keys()}
         highest = records.highest_seq(seqs.values())
         unknown = [name for name in names if seqs.get(name, highest + 1) > highest]
         # Each snapshot of unknown seq may itself have left room for all the others.

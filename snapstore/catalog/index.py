@@ -173,9 +173,9 @@ class Index:
             paused = self._paused(infos)
             damaged, unread = self._read_records({key: infos[key] for key in infos.keys() - known - paused.keys()})
             unknown = damaged.keys() | (unread := paused | unread).keys()
-            seqs = self._seqs_of(unknown) if unknown else None
+            others = self._other_revisions(unknown) if unknown else None
             shown = [self._records[key].snapshot for key in ruling.keys() - unknown]
-            return View(shown, damaged, vanished, unread, seqs, repeated, self._store)
+            return View(shown, damaged, vanished, unread, others, repeated, self._store)
 
     def _list_ruling(self, times: int) -> tuple[dict[str, ObjectInfo | None], list[Snapshot]]:
         """List the records.
@@ -250,20 +250,20 @@ class Index:
             self._require_reads()
         return {key: pause.why for key, pause in self._pauses.items()}
 
-    def _seqs_of(self, unknown: Iterable[str]) -> dict[str, int]:
-        """Return the seq of snapshots whose ruling record cannot be read, by id, from another revision.
+    def _other_revisions(self, unknown: Iterable[str]) -> dict[str, Snapshot]:
+        """Return another revision of snapshots whose ruling record cannot be read, by id.
 
         Only a repair changes the seq of a snapshot.
         """
         keys = {parsed[2]: (key, parsed) for key in unknown if (parsed := parse_record_key(key))}
-        seqs = {r.snapshot.id: r.snapshot.seq for r in self._records.values() if r.snapshot.id in keys}
+        found = {r.snapshot.id: r.snapshot for r in self._records.values() if r.snapshot.id in keys}
         for name, (key, (run, step, _, revision)) in keys.items():
             others = (record_key(run, step, name, other) for other in (revision - 1, 0) if other >= 0)
             for other in dict.fromkeys(others):
-                if name not in seqs and other != key and isinstance(data := self._get_record(other), bytes):
+                if name not in found and other != key and isinstance(data := self._get_record(other), bytes):
                     with suppress(SnapstoreError):
-                        seqs[name] = records.decode(data, Snapshot, other).seq
-        return seqs
+                        found[name] = records.decode(data, Snapshot, other)
+        return found
 
     def _note_listing(self, infos: Iterable[ObjectInfo]) -> None:
         """Remember how records that this process made are listed, so that another record in their place is noticed."""

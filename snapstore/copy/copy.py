@@ -324,17 +324,16 @@ class Copier:
         numbers = {s.id: s.seq for s in here.snapshots(ruling.run, states=None)}
         after_all = 1 + max(numbers.values(), default=ruling.seq)
         later = {name: seq for name, seq in numbers.items() if (seq, name) > (ruling.seq, ruling.id)}
-        there = view.snapshots(ruling.run, states=None)
+        unknown = view.unknown_ids(ruling.run)
+        there = view.snapshots(ruling.run, states=None) + [known for _, known in unknown.values() if known is not None]
         for s in there:
             is_only_there = s.id not in numbers and s.state != ABORTED  # a fence has neither a date nor a number
             if is_only_there and self._is_later(s, ruling):
                 later[s.id] = ruling.seq + 1 if here.is_unknown(s.id) else after_all
         found = {s.id: s.seq for s in there if s.id in later}
-        for name, (key, known_seq) in view.unknown_ids(ruling.run).items():
-            if name in later and known_seq is None:
+        for name, (key, known) in unknown.items():
+            if name in later and known is None:
                 raise IntegrityError(f"it belongs before {key} in the destination, which cannot be read or is gone")
-            if name in later and known_seq is not None:
-                found[name] = known_seq
         if found:
             end = min(found.values())
             before = max((s.seq for s in there if s.id not in later and s.seq < end), default=-1)

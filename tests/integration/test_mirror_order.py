@@ -107,6 +107,28 @@ def test_steps_that_an_older_backup_lacks_stay_older_than_its_next_save(is_down)
     assert steps_in(backup) == steps_in(slow) == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_step_that_is_copied_back_stays_older_than_a_save_that_cannot_be_read(by_hand):
+    """An older backup has saved; the record of this save cannot be read for a moment, but an earlier revision can."""
+    fast, slow = created(), MemoryStore()
+    with manager(fast, slow) as snapshots:
+        save(snapshots, 1)
+        backup = clone(fast)
+        save(snapshots, 2, 3)
+    with manager(backup, outage(slow)) as snapshots:
+        save(snapshots, 5)
+    with opened(backup) as repository:
+        key = repository.tag("a@5", "good").key
+    unreadable = Unreadable(backup, key)
+    if by_hand:
+        with opened(slow) as repository:
+            assert repository.copy(["a@2"], to=unreadable).failed == []
+    else:
+        with manager(unreadable, slow) as snapshots:
+            assert same(snapshots.restore(2), values("a", 2))
+    assert steps_in(backup) == [1, 2, 5]
+
+
 def test_an_old_step_that_the_mirror_gets_late_is_no_newer_than_its_own():
     """The mirror's policies left it out; it gets a tag in an older backup, which lacks the last step."""
     fast = created()

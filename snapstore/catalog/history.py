@@ -294,8 +294,9 @@ class View:
         seqs = {s.id: s.seq for s in of_run} | {name: self._known[name].seq for name in names & self._known.keys()}
         highest = records.highest_seq(seqs.values())
         unknown = [name for name in names if seqs.get(name, highest + 1) > highest]
-        # Each snapshot of unknown seq may itself have left room for all the others.
-        number = max(1 + highest, FIRST_SEQ) + len(unknown) ** 2
+        # Each snapshot of unknown seq may have begun at the next multiple (see copy/mirror.py), and have left room for
+        # all the others.
+        number = max(1 + highest, FIRST_SEQ) + len(unknown) * (FIRST_SEQ + len(unknown))
         number = min(max(number, min(at_least, records.MAX_COUNTED)), highest + records.MAX_SEQ_STEP)
         if number > records.MAX_COUNTED:
             last = max(of_run, key=lambda s: s.seq)

@@ -129,6 +129,19 @@ def test_a_step_that_is_copied_back_stays_older_than_a_save_that_cannot_be_read(
     assert steps_in(backup) == [1, 2, 5]
 
 
+@pytest.mark.parametrize("has_mirror", [False, True])
+def test_a_save_is_newer_than_one_that_cannot_be_read_and_began_at_the_next_multiple(has_mirror):
+    fast, slow = created(), MemoryStore()
+    with manager(fast, slow) as snapshots:
+        save(snapshots, 1)
+    with manager(fast, outage(slow)) as snapshots:
+        save(snapshots, 2)
+    unreadable = Unreadable(fast, of_run(fast)[-1].key)
+    with manager(unreadable, outage(slow) if has_mirror else None) as snapshots:
+        save(snapshots, 3)
+    assert steps_in(fast) == [1, 2, 3]
+
+
 def test_an_old_step_that_the_mirror_gets_late_is_no_newer_than_its_own():
     """The mirror's policies left it out; it gets a tag in an older backup, which lacks the last step."""
     fast = created()

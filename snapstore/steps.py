@@ -220,7 +220,7 @@ class Steps:
         url = mirror if isinstance(mirror, str) else getattr(mirror, "url", str(mirror))
         found = Mirror(self.run, url, repository.context, opened, keep, read_only=read_only)
         found.start()
-        repository.lineage.number_from(self.run, found.next_seq)
+        repository.lineage.number_from(self.run, lambda: found.next_seq)
         self._mirror = found
 
     def not_mirrored(self) -> list[int]:

@@ -350,6 +350,7 @@ class Mirror:
         with self._changed:
             noted = {snapshot.id: snapshot for snapshot in self._pending}
         there = target.index.refresh()
+        self.next_seq = max(self.next_seq, self._next_of(there))
         with confirmed(self._source):  # an empty folder in its place would have no snapshots
             here = self._source.index.refresh()
         for snapshot in noted.values():

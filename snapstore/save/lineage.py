@@ -8,7 +8,7 @@ it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..format.records import ManifestRef, Snapshot
@@ -24,7 +24,7 @@ class Lineage:
         self._lock = threading.Lock()
         self._last: dict[str, str] = {}  # run -> id of the parent of its next save
         self._saved: dict[str, str] = {}  # run -> id of the last save, until a restore
-        self._seqs: dict[str, int] = {}  # run -> the lowest sequence number of its next save
+        self._seqs: dict[str, Callable[[], int]] = {}  # run -> what gives the lowest sequence number of its next save
         self._manifests: dict[str, dict[str, Manifest]] = {}  # run -> manifests of its last save, by SHA-256
         self._named: dict[str, list[ManifestRef]] = {}  # run -> the manifests that the record of that save names
 
@@ -41,12 +41,13 @@ class Lineage:
     def first_seq(self, run: str) -> int:
         """Return the lowest sequence number that a run's next save may take."""
         with self._lock:
-            return self._seqs.get(run, 0)
+            lowest = self._seqs.get(run)
+        return lowest() if lowest is not None else 0
 
-    def number_from(self, run: str, seq: int) -> None:
-        """Let a run's next saves take sequence numbers from this one on."""
+    def number_from(self, run: str, lowest: Callable[[], int]) -> None:
+        """Let a run's next saves take sequence numbers from that on which `lowest` returns; it must not block."""
         with self._lock:
-            self._seqs[run] = seq
+            self._seqs[run] = lowest
 
     def cached_manifests(self) -> Mapping[str, Manifest]:
         """Return the manifests of every run's last save, by SHA-256."""

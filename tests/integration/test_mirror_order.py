@@ -142,6 +142,23 @@ def test_a_save_is_newer_than_one_that_cannot_be_read_and_began_at_the_next_mult
     assert steps_in(fast) == [1, 2, 3]
 
 
+def test_a_mirror_that_is_reached_after_the_start_still_tells_the_numbers(monkeypatch):
+    """The saves that an older backup lacks began at a multiple too, and the clock of the new host is slow."""
+    fast, slow = created(), MemoryStore()
+    with manager(fast, slow) as snapshots:
+        save(snapshots, 1)
+    backup = clone(fast)
+    for store, steps, off_s in ((fast, (2, 3), 0), (backup, (5,), -3600)):
+        monkeypatch.setattr(pipeline, "time", WrongClock(off_s))
+        mirror = outage(slow)
+        with manager(store, mirror) as snapshots:
+            mirror.heal()
+            assert snapshots.wait_until_mirrored() == []
+            save(snapshots, *steps)
+            assert snapshots.latest_step() == steps[-1]
+    assert steps_in(slow) == [1, 2, 3, 5]
+
+
 def test_an_old_step_that_the_mirror_gets_late_is_no_newer_than_its_own():
     """The mirror's policies left it out; it gets a tag in an older backup, which lacks the last step."""
     fast = created()

@@ -83,7 +83,7 @@ def log(
 
 def _not_mirrored(here: View, snapshots: list[Snapshot], url: str) -> dict[str, set[str]]:
     """Return the ids of committed snapshots that the mirror is still to get, and of those of which that is unknown."""
-    from ..copy.mirror import lacks
+    from ..copy.mirror_order import lacks
     from ..repository import Repository
 
     with Repository.open(url) as repository:

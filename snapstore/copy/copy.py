@@ -175,6 +175,7 @@ class Copier:
 
     Attributes:
         result: the result so far.
+        takes_tags: whether the tags of a copy are taken from other snapshots of the destination.
     """
 
     def __init__(
@@ -186,7 +187,7 @@ class Copier:
         is_later: Callable[[Snapshot, Snapshot], bool] = lambda there, snapshot: there.created > snapshot.created,
     ) -> None:
         self._source, self._target, self._watch, self._tags_of = source, target, watch, tags_of
-        self._is_later = is_later
+        self._is_later, self.takes_tags = is_later, True
         self.result = CopyResult(target.store.url)
         self._last: dict[str, Snapshot] = {}  # run -> the snapshot that was copied last, or was there
         self._manifests: dict[str, Manifest] = {}  # of the snapshot that was copied last, by SHA-256
@@ -285,7 +286,7 @@ class Copier:
                 session.publish(record)
             self._target.index.add(record, moved.top.headers | moved.below.headers)
             self._note(record, moved)
-            if record.tags:
+            if record.tags and self.takes_tags:
                 record = tags.take(self._target, record.tags, record, before)
         text = "run=%s step=%d copied to %s: %s read, %s stored, total=%.2fs"
         sizes = human_bytes(moved.read_bytes), human_bytes(sum(moved.sizes.values()))

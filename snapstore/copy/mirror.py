@@ -35,13 +35,14 @@ from ..errors import (
     UnreadRecordError,
 )
 from ..format.keys import parse_record_key
-from ..format.records import ABORTED, COMMITTED, FORGOTTEN, SWEPT, Snapshot
+from ..format.records import ABORTED, COMMITTED, FORGOTTEN, Snapshot
 from ..protocol import gc
 from ..protocol.forget import ForgetResult, forget
 from ..protocol.quarantine import in_need_of_quarantined
 from ..protocol.same_repository import confirmed
 from ..text import some
 from .copy import COPY_BEGUN, Copier, require_same_seed
+from .mirror_order import MIRRORED, due_tags, free_tags, is_later, lacks
 
 if TYPE_CHECKING:
     from ..repository import Repository
@@ -51,43 +52,6 @@ log = logging.getLogger("snapstore")
 RETRY_S, RETRY_MAX_S = 1.0, 60.0
 #: A copy that is given up ends within this time, unless its store does not answer [s].
 GIVE_UP_S = 2.0
-#: The states, in the mirror, of a snapshot that was mirrored once.
-MIRRORED = (COMMITTED, FORGOTTEN, SWEPT)
-
-
-def lacks(here: View, there: View, snapshot: Snapshot) -> bool:
-    """Return whether a mirror is to get a committed snapshot: it never had it, or it has forgotten a tagged one."""
-    known = there.get(snapshot.id)
-    return known is None or known.state not in ((COMMITTED,) if due_tags(here, there, snapshot) else MIRRORED)
-
-
-def due_tags(here: View, there: View, snapshot: Snapshot) -> list[str]:
-    """Return the tags that a snapshot is to have in a mirror.
-
-    A later snapshot keeps its tags there if the first store does not know it: that may be an older backup.
-    """
-    known = there.get(snapshot.id)
-
-    def is_kept(s: Snapshot) -> bool:
-        is_after = (s.seq, s.id) > (known.seq, known.id) if known else is_later(s, snapshot)
-        return is_after and here.get(s.id) is None
-
-    tagged = there.tagged(snapshot.run)
-    return [name for name in here.tags_of(snapshot) if not any(map(is_kept, tagged.get(name, ())))]
-
-
-def free_tags(here: View, there: View, snapshot: Snapshot) -> list[str]:
-    """Return the tags of a snapshot that is copied back: a tag that is on another one there may have moved since."""
-    return [name for name in here.tags_of(snapshot) if name not in there.tagged(snapshot.run)]
-
-
-def is_later(there: Snapshot, here: Snapshot) -> bool:
-    """Return whether a snapshot that only the mirror has is later than one that only the first store has.
-
-    Its date and its number must both say so: the clocks of two hosts may differ, and a manager without the mirror may
-    have begun again with low numbers.
-    """
-    return there.created > here.created and there.seq > here.seq
 
 
 class Mirror:
@@ -367,8 +331,7 @@ class Mirror:
             for s, known in committed
             if known and known.state == COMMITTED and not {*due_tags(here, there, s)} <= {*known.tags}
         ]
-        found = [s for s, _ in committed if lacks(here, there, s)]
-        if self._keep and found:
+        if (found := [s for s, _ in committed if lacks(here, there, s)]) and self._keep:
             found = self._wanted(target, here, there, found)
         due = {s.id for s in found}
         with self._changed:  # a commit may have been noted since
@@ -431,7 +394,7 @@ class Mirror:
 
         If the first store knows the mirror's newest snapshot, the order in the first store decides, because the clocks
         of two hosts may differ. Otherwise the first store may be an older backup. Then their numbers in the mirror
-        decide, or `is_later` if the mirror never had the first store's newest snapshot.
+        decide, or `mirror_order.is_later` if the mirror never had the first store's newest snapshot.
 
         Raises:
             IntegrityError, StorageError: a record that may be newer is gone, or cannot be read: in the first store, or
@@ -495,5 +458,6 @@ class Mirror:
             return target
         log.warning("run=%s step=%d is copied back from %s", self.run, found.step, self.url)
         copier = Copier(target, self._source, None, free_tags, lambda here, there: not is_later(there, here))
+        copier.takes_tags = False  # of two snapshots with a tag the later one counts, and policies keep both
         copier.copy(found, named=True)
         return self._source

@@ -142,7 +142,9 @@ class Snapshots:
         Raises:
             NotFoundError: the reference, a key, the part or an old name names nothing.
             InvalidInputError: `target` does not fit. The error names the differences part by part; nothing was written.
-            IntegrityError: the snapshot is damaged; `target` may be half written.
+                Or a `load_state_dict` failed, or tensors of `target` share memory and those of the snapshot differ:
+                `target` may be partly filled, and the error says so.
+            IntegrityError: the snapshot is damaged; `target` may be partly filled.
         """
         from .check.newest_whole import newest_whole_named
         from .restore.pipeline import read_into

@@ -54,6 +54,7 @@ _FILL_DTENSORS = (
     "to fill DTensors, restore without a target and call torch.distributed.checkpoint.state_dict.set_model_state_dict("
     "model, state, options=StateDictOptions(full_state_dict=True))"
 )
+_PARTLY_FILLED = "the target may be partly filled by now: restore into it again, or make a new one, before you use it"
 
 
 @dataclass(slots=True)
@@ -370,12 +371,16 @@ class RestorePlan:
             raise RuntimeError(f"{shown(waiting[0])}: finish() before complete()")
         if self._into is None:
             return self.buffers.build(self._stored)
-        self.buffers.fill_overlapping()
-        for update in self._updates:
-            update()
-        # Generators come last: loading the others (a loader that starts its workers) may draw random numbers.
-        for load in sorted(self._loads, key=lambda load: getattr(type(load.object), "load_last", False) is True):
-            self._run_load(load)
+        try:
+            self.buffers.fill_overlapping()
+            for update in self._updates:
+                update()
+            # Generators come last: loading the others (a loader that starts its workers) may draw random numbers.
+            for load in sorted(self._loads, key=lambda load: getattr(type(load.object), "load_last", False) is True):
+                self._run_load(load)
+        except InvalidInputError as error:
+            error.args = (*error.args, _PARTLY_FILLED)
+            raise
         return self._into
 
     def _run_load(self, load: _Load) -> None:

@@ -227,6 +227,20 @@ def test_modules_that_change_their_names_are_not_checked():
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
+def test_a_load_that_fails_says_that_the_target_may_be_partly_filled():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters())
+    target, other = filled(net()), filled(net())
+    groups = torch.optim.SGD([{"params": [one]} for one in target.parameters()])
+    with pytest.raises(InvalidInputError, match=r"o: SGD.load_state_dict failed") as caught:
+        again({"o": optimizer, "w": torch.ones(2)}, into={"o": groups, "w": (w := torch.zeros(2))})
+    assert caught.value.args[-1].startswith("the target may be partly filled by now: restore into it again")
+    assert w.tolist() == [1, 1]
+    with pytest.raises(InvalidInputError, match="nothing was changed") as caught:
+        again({"m": model, "w": torch.ones(2)}, into={"m": other, "w": torch.zeros(3)})
+    assert "partly" not in str(caught.value)
+
+
 def test_tied_modules():
     class Tied(nn.Module):
         def __init__(self):

@@ -238,7 +238,7 @@ def test_views_saved_as_copies_go_back_into_views():
     memory = torch.zeros(6)
     again(state, into={"flat": memory, "head": memory[:4], "tail": memory[2:]})
     assert torch.equal(memory, flat)
-    with pytest.raises(InvalidInputError, match="shares memory with another array"):
+    with pytest.raises(InvalidInputError, match=r"shares memory with another array[^/]*may be partly filled"):
         again({"a": torch.ones(2), "b": torch.zeros(2)}, into={"a": memory[:2], "b": memory[:2]})
 
 

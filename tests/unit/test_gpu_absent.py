@@ -179,6 +179,16 @@ def test_a_restore_onto_the_meta_device():
             repository.restore("r@0", device="meta")
 
 
+@pytest.mark.parametrize("device", ["mps", "xpu", "hpu:1"])
+def test_a_restore_onto_a_device_that_this_torch_does_not_have(device):
+    with Repository.create(MemoryStore()) as repository:
+        repository.save({"w": floats(1)}, run="r", step=0)
+        with pytest.raises(CapabilityError, match=rf"^{device}: this torch has no such device; give another one$"):
+            repository.restore("r@0", device=device)
+        with pytest.raises(CapabilityError, match=f"{device}: this torch has no such device"):
+            next(repository.named_tensors("r@0", device=device))
+
+
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda", 0), 0])
 def test_a_restore_onto_a_gpu_that_is_not_there(device):
     with Repository.create(MemoryStore(), options=SaveOptions(threads=1)) as repository:

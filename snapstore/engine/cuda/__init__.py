@@ -133,11 +133,11 @@ def _advice() -> str:
 
 
 def require_device(device: Any) -> None:
-    """Check that torch accepts `device`, and that it exists if it is a CUDA device.
+    """Check that torch accepts `device`, and that it exists.
 
     Raises:
         InvalidInputError: torch does not accept it, or it has no memory.
-        CapabilityError: there is no such CUDA device.
+        CapabilityError: there is no such device, or this torch is not built for it.
     """
     import torch
 
@@ -148,6 +148,10 @@ def require_device(device: Any) -> None:
     if found.type == "meta":
         raise InvalidInputError(f"device {device!r}: has no memory; Repository.tensors gives shapes without values")
     if found.type != "cuda":
+        try:
+            torch.empty(1, device=found)
+        except (RuntimeError, AssertionError, ImportError) as error:  # as the kind of the device makes torch raise
+            raise CapabilityError(f"{found}: this torch has no such device; give another one") from error
         return
     if not torch.cuda.is_available():
         raise CapabilityError(f"{found}: {NO_DEVICE}, or give another device")

@@ -102,10 +102,11 @@ class SnapshotManager(Steps):
         options: SaveOptions | None = None,
     ) -> None:
         self.run = check_name("run", run)
-        if isinstance(save_interval_steps, bool) or not isinstance(save_interval_steps, int) or save_interval_steps < 1:
+        interval = retention.as_int(save_interval_steps)
+        if interval is None or interval < 1:
             raise InvalidInputError(f"save_interval_steps {save_interval_steps!r}: expected an integer of 1 or more")
         check_choice("on_busy", on_busy, ("wait", "skip"))
-        self.save_interval_steps = save_interval_steps
+        self.save_interval_steps = interval
         self.keep = retention.check(keep)
         kept_there = self.keep if mirror_keep is None else retention.check(mirror_keep)
         self.read_only = read_only

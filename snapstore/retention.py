@@ -20,6 +20,7 @@ the duration, its first save is the newest, and `KeepWithin` keeps none of the o
 import dataclasses
 import datetime as dt
 import math
+import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ class _KeepCount(Policy):
     n: int
 
     def __post_init__(self) -> None:
-        _at_least_one(type(self).__name__, "n", self.n)
+        object.__setattr__(self, "n", _at_least_one(type(self).__name__, "n", self.n))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.n})"
@@ -112,7 +113,7 @@ class KeepEvery(Policy):
     steps: int
 
     def __post_init__(self) -> None:
-        _at_least_one("KeepEvery", "steps", self.steps)
+        object.__setattr__(self, "steps", _at_least_one("KeepEvery", "steps", self.steps))
 
     def __repr__(self) -> str:
         return f"KeepEvery(steps={self.steps})"
@@ -131,13 +132,13 @@ class KeepSteps(Policy):
     def __init__(self, steps: Iterable[int]) -> None:
         if isinstance(steps, (str, bytes)) or not isinstance(steps, Iterable):
             raise InvalidInputError(f"KeepSteps: expected steps as a list of integers, got {steps!r}")
-        given = tuple(steps)
-        for step in given:
-            if not _is_int(step) or step < 0:
+        given = [(as_int(step), step) for step in steps]
+        for number, step in given:
+            if number is None or number < 0:
                 raise InvalidInputError(f"KeepSteps: expected steps that are integers >= 0, got {step!r}")
         if not given:
             raise InvalidInputError("KeepSteps: expected at least one step, got none")
-        object.__setattr__(self, "steps", tuple(sorted(set(given))))
+        object.__setattr__(self, "steps", tuple(sorted({number for number, _ in given if number is not None})))
 
     def __repr__(self) -> str:
         return f"KeepSteps({list(self.steps)})"
@@ -163,7 +164,7 @@ class KeepBest(Policy):
     def __post_init__(self) -> None:
         if not isinstance(self.metric, str) or not self.metric:
             raise InvalidInputError(f"KeepBest: expected the name of a metric, got {self.metric!r}")
-        _at_least_one("KeepBest", "n", self.n)
+        object.__setattr__(self, "n", _at_least_one("KeepBest", "n", self.n))
         if self.mode not in ("min", "max"):
             raise InvalidInputError(f"KeepBest: expected mode 'min' or 'max', got {self.mode!r}")
 
@@ -402,13 +403,19 @@ def _utc(created: float) -> dt.datetime:
     return dt.datetime.fromtimestamp(min(max(_FIRST_S, created), _LAST_S), dt.UTC)
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def as_int(value: object) -> int | None:
+    """Return an integer of Python, NumPy or torch as an int; None: it is no integer."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
-def _at_least_one(policy: str, name: str, value: int) -> None:
-    if not _is_int(value) or value < 1:
+def _at_least_one(policy: str, name: str, value: object) -> int:
+    number = as_int(value)
+    if number is None or number < 1:
         raise InvalidInputError(f"{policy}: expected {name} to be an integer >= 1, got {value!r}")
+    return number
 
 
 _UNITS_US = {"d": 86_400_000_000, "h": 3_600_000_000, "m": 60_000_000, "s": 1_000_000}  # largest first

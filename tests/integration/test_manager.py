@@ -269,7 +269,7 @@ def test_no_more_threads(store, monkeypatch):
 
 
 def test_interval_and_force(store):
-    with manager(store, save_interval_steps=10) as snapshots:
+    with manager(store, save_interval_steps=np.int64(10)) as snapshots:
         assert [step for step in range(25) if snapshots.should_save(step)] == [0, 10, 20]
         assert snapshots.save(3, big(3)).skipped
         assert not snapshots.save(4, big(4), force=True).skipped

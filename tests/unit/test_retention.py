@@ -5,7 +5,9 @@ import math
 import random
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,6 +31,7 @@ from snapstore.retention import (
     to_dict,
 )
 
+NUMBERS = (np.int64(3), np.uint8(3), np.array(3), torch.tensor(3))
 NOON = dt.datetime(2026, 11, 21, 12, tzinfo=dt.UTC).timestamp()  # a Saturday, in ISO week 47
 HOUR_S = 3600
 DAY_S = 24 * HOUR_S
@@ -494,3 +497,20 @@ def test_snapshots_kept_for_long_stay(policies, snapshots):
 @given(policies)
 def test_every_policy_survives_storage(policy):
     assert from_dict(to_dict(policy)) == policy
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: type(number).__name__)
+def test_integers_of_other_libraries(number):
+    for policy in (
+        KeepLast(number),
+        KeepEvery(number),
+        KeepBest("loss", number),
+        KeepSteps([number]),
+        KeepDaily(number),
+    ):
+        assert from_dict(to_dict(policy)) == policy
+        assert policy in {KeepLast(3), KeepEvery(3), KeepBest("loss", 3), KeepSteps([3]), KeepDaily(3)}
+    assert KeepSteps(np.arange(0, 300, 100)).steps == (0, 100, 200)
+    for wrong in (np.float64(3), np.bool_(True), torch.tensor(3.0), 3.0):
+        with pytest.raises(InvalidInputError, match="expected"):
+            KeepLast(wrong)

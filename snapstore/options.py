@@ -54,6 +54,17 @@ class SaveOptions:
         if self.threads is not None and not 1 <= self.threads <= 1024:
             raise InvalidInputError(f"threads {self.threads}: expected 1 to 1024")
 
+    @classmethod
+    def of(cls, options: SaveOptions | None) -> SaveOptions:
+        """Return `options`, or the defaults for None.
+
+        Raises:
+            InvalidInputError: it is of another type, such as a dict.
+        """
+        if options is not None and not isinstance(options, cls):
+            raise InvalidInputError(f"options: expected SaveOptions(...), got {type(options).__name__}")
+        return cls() if options is None else options
+
     def pack_bytes_of(self, state_bytes: int) -> int:
         """Return the size at which a save closes its packs [bytes]: `pack_bytes`.
 

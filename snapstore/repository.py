@@ -89,6 +89,7 @@ class Repository(Snapshots):
             StorageError, CapabilityError: the store cannot be written, or lacks a property that snapstore needs.
         """
         chunking.check_chunk_bytes(chunk_bytes)
+        options = SaveOptions.of(options)
         store = open_store(url, create=True)
         config = new_config(
             like.config.chunk_bytes if like else chunk_bytes, like.config.digest_seed if like else new_seed()
@@ -99,7 +100,7 @@ class Repository(Snapshots):
             store.put("config", records.encode(config))
         except AlreadyExistsError as error:
             raise AlreadyExistsError(f"{store.url}: is a snapstore repository already; open it instead") from error
-        return cls(store, config, options or SaveOptions())
+        return cls(store, config, options)
 
     @classmethod
     def open(
@@ -117,7 +118,7 @@ class Repository(Snapshots):
         """
         store = open_store(url)
         config, problem = read_or_reconstruct_config(store) if damaged else (read_config(store), "")
-        return cls(store, config, options or SaveOptions(), config_problem=problem)
+        return cls(store, config, SaveOptions.of(options), config_problem=problem)
 
     @classmethod
     def open_or_create(

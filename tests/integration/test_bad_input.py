@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -607,6 +608,16 @@ def test_the_newest_of_a_run_is_not_forgotten_by_name_unless_forced(tmp_path):
 def test_options_of_other_types(options):
     with pytest.raises(InvalidInputError, match="expected an int"):
         SaveOptions(**options)
+
+
+@pytest.mark.parametrize("options", [{}, {"restore_cost": 2.0}, 2, SaveOptions])
+def test_options_that_are_none(tmp_path, options):
+    for make in (Repository.create, Repository.open_or_create, partial(SnapshotManager, run="r")):
+        with pytest.raises(InvalidInputError, match=r"^options: expected SaveOptions\(\.\.\.\), got (dict|int|type)$"):
+            make(tmp_path / "new", options=options)
+        assert not (tmp_path / "new").exists()
+    with Repository.create(tmp_path / "repo"), pytest.raises(InvalidInputError, match="options: expected SaveOptions"):
+        Repository.open(tmp_path / "repo", options=options)
 
 
 def test_arguments_of_other_types(tmp_path):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from .catalog.history import View
 from .format.records import Snapshot
@@ -35,6 +35,10 @@ class Snapshots:
     if TYPE_CHECKING:
         context: Context
     _left_out: frozenset[str] = frozenset()  # the records that a warning has named
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse pickle and copy."""
+        raise TypeError(f"a {type(self).__name__} cannot be pickled or copied; open another one by its URL")
 
     # -- look
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Unpack
 
 from . import retention
 from .errors import InvalidInputError, NotFoundError, StorageError
@@ -91,6 +91,10 @@ class Steps:
         _mirror: Mirror | None
     else:
         _mirror = None  # rank 0 may have one
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse pickle and copy."""
+        raise TypeError(f"a {type(self).__name__} cannot be pickled or copied; make another one where you need it")
 
     def _opened(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import shutil
 from functools import partial
 from pathlib import Path
@@ -618,6 +620,15 @@ def test_options_that_are_none(tmp_path, options):
         assert not (tmp_path / "new").exists()
     with Repository.create(tmp_path / "repo"), pytest.raises(InvalidInputError, match="options: expected SaveOptions"):
         Repository.open(tmp_path / "repo", options=options)
+
+
+@pytest.mark.parametrize("how", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_no_pickle_and_no_copy(tmp_path, how):
+    with SnapshotManager(tmp_path / "repo", run="r") as snapshots:
+        with pytest.raises(TypeError, match=r"^a SnapshotManager cannot be pickled or copied; make another one"):
+            how(snapshots)
+        with pytest.raises(TypeError, match=r"^a Repository cannot be pickled or copied; open another one by its URL"):
+            how(snapshots.repository)
 
 
 def test_arguments_of_other_types(tmp_path):

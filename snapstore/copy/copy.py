@@ -32,7 +32,7 @@ from ..errors import DAMAGE, ConflictError, IntegrityError, InvalidInputError, N
 from ..format import manifest
 from ..format.keys import record_key
 from ..format.manifest import Manifest
-from ..format.records import ABORTED, COMMITTED, FORGOTTEN, MAX_COUNTED, MAX_SEQ_STEP, SWEPT, ManifestRef, Snapshot
+from ..format.records import ABORTED, COMMITTED, FORGOTTEN, SWEPT, ManifestRef, Snapshot
 from ..protocol import tags
 from ..protocol.commit import Claim
 from ..protocol.forget import unforget
@@ -341,8 +341,7 @@ class Copier:
             seq = min(number - (later[name] - ruling.seq) for name, number in found.items())
             seq = max(0, min(max(seq, before + 1), end - 1))
         else:
-            first = view.next_seq(ruling.run)
-            seq = min(max(ruling.seq, first), first + MAX_SEQ_STEP - 1, MAX_COUNTED)
+            seq = view.next_seq(ruling.run, ruling.seq)
         record = aborted(ruling.run, ruling.step, ruling.id, COPY_BEGUN)
         return msgspec.structs.replace(record, seq=seq)
 

@@ -114,6 +114,18 @@ def test_tags_follow(source):
         assert [s.step for s in repository.snapshots("a") if "good" in s.tags] == [3]
 
 
+def test_a_copy_of_a_run_with_high_numbers_is_within_reach():
+    store, target = created(), MemoryStore()
+    with opened(store) as repository:
+        for step in (1, 2):
+            repository.lineage.number_from("a", lambda step=step: step * 2**40 - step)
+            save(repository, "a", step, step)
+        assert repository.copy(["a@2"], to=target).failed == []
+    check_clean(target, level="restore")
+    with opened(target) as repository:
+        assert repository.snapshot("a@latest").step == 2
+
+
 def test_a_backup_that_comes_back_after_the_run_has_gone_on_is_older(source):
     """The place of the run was lost, and training began again there before its backup was copied back."""
     target = MemoryStore()

@@ -164,6 +164,16 @@ class CopySession(Session):
         self.seq = 0
 
 
+def tags_to_copy(here: View, there: View, snapshot: Snapshot) -> list[str]:
+    """Return the tags that a copy gets: not those of a later snapshot that the source does not know."""
+    tagged = there.tagged(snapshot.run)
+
+    def is_kept(s: Snapshot) -> bool:
+        return here.get(s.id) is None and not here.is_unknown(s.id) and s.created > snapshot.created
+
+    return [name for name in here.tags_of(snapshot) if not any(map(is_kept, tagged.get(name, ())))]
+
+
 class Copier:
     """Copies snapshots from one open repository into another one.
 
@@ -183,7 +193,7 @@ class Copier:
         source: Context,
         target: Context,
         watch: Callable[[], object] | None = None,
-        tags_of: Callable[[View, View, Snapshot], list[str]] = lambda here, there, snapshot: here.tags_of(snapshot),
+        tags_of: Callable[[View, View, Snapshot], list[str]] = tags_to_copy,
         is_later: Callable[[Snapshot, Snapshot], bool] = lambda there, snapshot: there.created > snapshot.created,
     ) -> None:
         self._source, self._target, self._watch, self._tags_of = source, target, watch, tags_of

@@ -140,6 +140,19 @@ def test_a_backup_that_comes_back_after_the_run_has_gone_on_is_older(source):
         assert save(repository, "a", 101, 101).parent == again.id
 
 
+def test_a_tag_does_not_come_back_to_an_older_snapshot(source):
+    """The place of the run was lost, and training gave the tag to a new snapshot there before the backup came back."""
+    target = MemoryStore()
+    with opened(source) as repository, Repository.open_or_create(target, like=repository, options=OPTIONS) as new:
+        assert repository.snapshot("a@good").step == 1
+        again = save(new, "a", 100, 100, tags=["good"])
+    copied(source, "a@1", to=target)
+    copied(source, "a@1", to=target)
+    with opened(target) as repository:
+        assert repository.snapshot("a@good").id == again.id
+        assert repository.snapshot("a@1").tags == []
+
+
 def test_a_conflict_about_tags_does_not_count_a_snapshot_twice(source, monkeypatch):
     take, conflicts = tags.take, iter([ConflictError("another process revises them")])
 

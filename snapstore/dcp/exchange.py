@@ -42,7 +42,7 @@ class Planned(msgspec.Struct, frozen=True, array_like=True):
     """A rank's plan.
 
     Attributes:
-        digest: of its keys, shapes and dtypes (16 bytes); b"": not known.
+        digest: of its keys, kinds, shapes and dtypes (16 bytes); b"": not known.
         plain: a digest of `keys` (16 bytes).
         keys: the hashes of all keys that are not sharded, see `hashes_of`; None: the same as in the last save.
         heard: digest of the holders in rank 0's last answer; see `digest_of_groups`.
@@ -95,14 +95,14 @@ class Told(msgspec.Struct, frozen=True, array_like=True):
 
 
 def digest_of(plan: SavePlan) -> bytes:
-    """Return a digest of the names, shapes and dtypes of a plan (16 bytes); b"" if the plan has none."""
+    """Return a digest of the names, kinds, shapes and dtypes of a plan (16 bytes); b"" if the plan has none."""
     if not plan.usable or not plan.items:
         return b""
     digest = xxhash.xxh3_128()
     for item in plan.items:
         data = item.tensor_data
         form = BytesStorageMetadata.__name__ if data is None else f"{list(data.size)} {data.properties.dtype}"
-        digest.update(f"{item.index.fqn}\0{form}\0".encode())
+        digest.update(f"{item.index.fqn}\0{item.type.name}\0{form}\0".encode())
     return digest.digest()
 
 
@@ -237,8 +237,9 @@ class Collected:
         unknown = [rank for digest, ranks in alike.items() if digest not in trees for rank in ranks]
         if unknown:
             raise DetailsWantedError(
-                f"{named(sorted(unknown))}: plain values of the state differ from those of ranks with the same keys; "
-                "make them equal, or give each rank keys of its own; nothing was committed; save again to hear which"
+                f"{named(sorted(unknown))}: plain values of the state, the order of keys in them, or empty containers "
+                "differ from those of ranks with the same keys; nothing was committed; save again to hear which: the "
+                "next save succeeds if no value differs"
             )
         states = [(ranks, decode_trees(trees[digest])) for digest, ranks in alike.items()]
         self.parts = merge_trees(states)

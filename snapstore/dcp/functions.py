@@ -10,12 +10,14 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from ..state.containers import Path
 from ..state.per_rank import is_per_rank
 from ..state.stateful import is_stateful, state_of
+from .exchange import DetailsWantedError
 from .planner import SnapstorePlanner, closed
 from .reader import SnapstoreReader
 from .writer import SnapstoreWriter
@@ -34,7 +36,8 @@ def save(
     Raises:
         CheckpointException: a rank failed; it is raised on all ranks, and is a BaseException. Nothing was committed.
     """
-    with _alone_is_meant():
+
+    def call() -> Metadata:
         metadata: Metadata = state_dict_saver.save(
             closed(state),
             checkpoint_id=str(step),
@@ -42,7 +45,15 @@ def save(
             planner=SnapstorePlanner(),
             process_group=process_group,
         )
-    return metadata
+        return metadata
+
+    with _alone_is_meant():
+        try:
+            return call()
+        except CheckpointException as error:  # the same on all ranks
+            if not any(isinstance(one, DetailsWantedError) for one, _ in error.failures.values()):
+                raise
+        return call()  # it succeeds if only the order of keys or empty containers differ, or names what differs
 
 
 def async_save(

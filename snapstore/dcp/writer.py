@@ -122,7 +122,8 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         self._plan = SavePlan([])
         self._plan_digest = b""
         self._key_holders = KeyHolders()  # on rank 0
-        self._details = False  # whether the last save failed, and more details would have shown where
+        self._details = False  # whether the next save needs all details, as ranks with one plan have different trees
+        self._first: set[int] = set()  # on rank 0: the first rank of each plan
         self._session: Session | None = None  # on rank 0, of the save that has begun
         self._heart: Heart  # of that session
         self._request: SaveRequest | None = None
@@ -229,7 +230,8 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         heart.add(session.heartbeat)
         bases = [snapshot.key for snapshot in session.usable_bases]
         begin = Begin(session.id, step, bases, full=False, quarantine=bool(session.quarantined))
-        wanted = set(range(len(plans))) if self._details else wanted_trees(planned)
+        self._first = wanted_trees(planned)
+        wanted = set(range(len(plans))) if self._details else self._first
         common = (self._details, repository.config.digest_seed, self._saver.replicas)
         answers = [Answer(begin, rank, len(plans), rank in wanted, *common, of) for rank, of in enumerate(holders)]
         return [SavePlan([], storage_data=encode(answer), planner_data={}) for answer in answers]
@@ -330,7 +332,8 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         bases = [base for number, base in enumerate(session.usable_bases) if number in used]
         if not saver.place[1]:
             return saver.commit(session, request, share.written, bases)
-        self._details = False
+        known = {told[rank].report.trees for rank in self._first}
+        self._details &= any(one.report.trees not in known for one in told.values())  # the next save needs all again
         try:
             collected = Collected(told)
         except DetailsWantedError:

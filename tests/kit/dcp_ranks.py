@@ -522,9 +522,44 @@ def case_experts_of_each_rank(world: World) -> None:
         target = state(0, meshes[place])
         load(target, world.reader("experts"), step)
         expect_same(target, full(state(1, meshes[place])))
-    for text in ("save again to hear which", "If they are experts that only some ranks have"):
-        with raises(CheckpointException, text):
-            save(state(1, mesh["d0"]), writer, 3)
+    with raises(CheckpointException, "If they are experts that only some ranks have"):
+        save(state(1, mesh["d0"]), writer, 3)
+    writer.close()
+
+
+def case_states_of_one_plan(world: World) -> None:
+    """States with equal plans of DCP are saved if they differ by empty containers, by the order of keys in a leaf, or
+    by a replicated DTensor in place of a tensor, as a manager saves them. Else the first error names what differs.
+    """
+    import torch
+    from torch.distributed.checkpoint import CheckpointException, save
+    from torch.distributed.tensor import Replicate
+
+    from snapstore import dcp
+
+    mesh, last = world.mesh(), world.rank == world.size - 1
+    replicated = sharded(whole((4, 3), 1), mesh, [Replicate()])
+    states = [
+        {"x": {"a": 1, "b": {}}} if last else {"x": {"a": 1}},
+        {"x": ({"a": 1, "b": 2} if last else {"b": 2, "a": 1},)},
+    ]
+    for number, state in enumerate(states):
+        writer = world.writer(f"one-plan-{number}")
+        for step in (1, 2, 3):
+            dcp.save(state, writer, step)
+        writer.close()
+    writer = world.writer("one-plan")
+    with raises(CheckpointException, "save again to hear which"):
+        save(states[1], storage_writer=writer, checkpoint_id=1)
+    for step in (1, 2, 3):
+        save(states[1], storage_writer=writer, checkpoint_id=step)
+    writer.close()
+    writer = world.writer("one-plan")
+    save({"x": replicated if last else whole((4, 3), 1)}, storage_writer=writer, checkpoint_id=1)
+    with raises(CheckpointException, f"0.5 on rank {world.size - 1}"):
+        dcp.save({"lr": 0.5 if last else 1.0}, writer, 2)
+    with raises(CheckpointException, "tensors x.w differ"):
+        dcp.save({"x": {"w": torch.full((3,), float(last))}}, writer, 3)
     writer.close()
 
 
@@ -779,9 +814,8 @@ def case_keys_in_another_order(world: World) -> None:
             load(target, world.reader("orders"), step)
         expect_same({key: target[key] for key in ("plain", "last")}, full({"plain": plain, "last": state["last"]}))
     plain["y"] = plain["y"] + (world.rank == 0)
-    for text in ("tensors of part 'plain' differ", "tensors plain.y differ"):
-        with raises(dcp.CheckpointException, text):
-            save(state | {"plain": turned(plain)}, writer, 4)
+    with raises(dcp.CheckpointException, "tensors plain.y differ"):
+        save(state | {"plain": turned(plain)}, writer, 4)
     writer.close()
 
 
@@ -912,7 +946,7 @@ def case_a_tensor_that_other_ranks_come_to_hold(world: World) -> None:
 
 
 def case_plain_values_that_differ(world: World) -> None:
-    """They are an error on all ranks: the first names the rank, the next the key; nothing is committed."""
+    """They are an error on all ranks that names the key; nothing is committed."""
     from torch.distributed.checkpoint import CheckpointException
 
     from snapstore import Repository
@@ -920,10 +954,7 @@ def case_plain_values_that_differ(world: World) -> None:
 
     writer = world.writer("differ")
     state = {"w": whole((3, 4)), "seeds": {"own": world.rank, "same": 5}}
-    last = world.size - 1
-    with raises(CheckpointException, f"rank {last}" if world.size == 2 else "ranks 1, 2, 3"):
-        save(state, writer, 1)
-    with raises(CheckpointException, "seeds.own"):
+    with raises(CheckpointException, "seeds.own: 0 on rank 0, 1 on rank 1"):
         save(state, writer, 1)
     with raises(CheckpointException, "seeds.own"):
         async_save(state, writer, 1, process_group=world.gloo).result()
@@ -941,9 +972,7 @@ def case_replicas_that_differ(world: World) -> None:
 
     writer = world.writer("diverged")
     state = {"model": {"good": whole((500, 10)), "bad": whole((500, 10), seed=int(world.rank == world.size - 1))}}
-    with raises(CheckpointException, f"rank {world.size - 1}: tensors of part 'model' differ from those of rank"):
-        save(state, writer, 1)
-    with raises(CheckpointException, "tensors model.bad differ"):
+    with raises(CheckpointException, f"rank {world.size - 1}: tensors model.bad differ from those of rank"):
         save(state, writer, 1)
     for text in ("tensors of part 'model' differ", "tensors model.bad differ"):
         with raises(CheckpointException, text):
@@ -974,8 +1003,6 @@ def case_buffers_that_differ(world: World) -> None:
         save(state, writer, 1)
         async_save(state, writer, 2, process_group=world.gloo).result()
         state["model"]["bn.weight"] = norm["bn.weight"] + world.rank
-        with raises(CheckpointException, "tensors of part 'model' differ"):
-            save(state, writer, 3)
         with raises(CheckpointException, "tensors model.bn.weight differ"):
             save(state, writer, 3)
     finally:

@@ -145,7 +145,7 @@ def check(
     if others and not tensors_only:
         raise InvalidInputError(
             f"{path}: safetensors files hold tensors only; {some(others, LEAVES_NAMED)} would be lost; write a .pt "
-            "file, select tensors with --keys, or leave the rest out with --tensors-only"
+            "file or select tensors ('snapstore restore --keys'), or leave the rest out with --tensors-only"
         )
     seen: set[str] = set()
     for name, spec in specs:
@@ -153,7 +153,8 @@ def check(
             raise InvalidInputError(f"{path}: the state is one tensor without a name; {ADVICE}")
         if name in seen:
             raise InvalidInputError(
-                f"{path}: two tensors would both be named {name!r}; {ADVICE}, or select one with --keys"
+                f"{path}: two tensors would both be named {name!r}; {ADVICE}, or select one of them "
+                "('snapstore restore --keys')"
             )
         if name == METADATA:
             raise InvalidInputError(f"{path}: safetensors cannot hold a tensor of the name {name!r}; {ADVICE}")

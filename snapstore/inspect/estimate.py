@@ -130,7 +130,13 @@ def estimate(run: Run, rates: Rates, *, storage_price: float = STORAGE_PRICE, pu
         rates: speeds of this machine and the store, given or measured.
         storage_price: USD per GB (10^9 bytes) and month.
         put_price: USD per thousand requests.
+
+    Raises:
+        InvalidInputError: a price is negative or no number.
     """
+    for name, price in (("storage_price", storage_price), ("put_price", put_price)):
+        if not (math.isfinite(price) and price >= 0):
+            raise InvalidInputError(f"{name} {price!r}: expected a number of 0 or more")
     kinds = ("p", *MOMENTS[run.optimizer], *(("w",) if run.dtype == "bfloat16" else ()))
     state_bytes = run.parameters * sum(2 if kind == "w" else 4 for kind in kinds)
     first = run.parameters / 8 * sum(BITS[kind][-1] for kind in kinds)

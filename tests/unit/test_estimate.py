@@ -91,6 +91,12 @@ def test_runs_that_make_no_sense(wrong):
         replace(RUN, **wrong)
 
 
+@pytest.mark.parametrize("wrong", [{"put_price": -1.0}, {"storage_price": math.nan}])
+def test_prices_that_make_no_sense(wrong):
+    with pytest.raises(InvalidInputError, match=next(iter(wrong))):
+        estimate(RUN, RATES, **wrong)
+
+
 def test_rates_of_this_machine():
     store = MemoryStore()
     found = measure(store)

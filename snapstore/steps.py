@@ -262,13 +262,20 @@ class Steps:
     def _best_by(self, policy: retention.KeepBest) -> int | None:
         views = self._views()
         self._require_known(f"best step of {self.run}", views, self._committed(views))
-        there = [snapshot for view in views[1:] for snapshot in view.snapshots(self.run)]
-        unknown = views[0].unknown_steps(self.run)  # the first store has these too
-        here = [*views[0].snapshots(self.run), *(snapshot for snapshot in there if snapshot.id in unknown)]
-        steps = {snapshot.step: snapshot for snapshot in retention.current(there)}
-        steps |= {snapshot.step: snapshot for snapshot in retention.current(here)}  # `restore` looks there first
-        ranked = policy.ranked(steps.values())
-        return ranked[0].step if ranked else None
+        here, *others = (view.snapshots(self.run) for view in views)
+        there = [snapshot for found in others for snapshot in found]
+
+        def best(here: Sequence[Snapshot]) -> int | None:
+            steps = {snapshot.step: snapshot for snapshot in retention.current(there)}
+            steps |= {snapshot.step: snapshot for snapshot in retention.current(here)}  # `restore` looks there first
+            ranked = policy.ranked(steps.values())
+            return ranked[0].step if ranked else None
+
+        unknown = views[0].unknown_steps(self.run)
+        unread = [snapshot for snapshot in there if snapshot.id in unknown]  # the first store may have these too
+        if unread and best(here) != best([*here, *unread]):
+            views[0].require_known(f"best step of {self.run}", self.run)
+        return best(here)
 
     def _answered(self, question: str, find: Callable[[], int | None]) -> int | None:
         """Return what `find` returns; with several ranks, what it returns on rank 0."""

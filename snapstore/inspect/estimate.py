@@ -123,6 +123,12 @@ class Estimate:
     auto_codec: str
 
 
+def _check_prices(**prices: float) -> None:
+    for name, price in prices.items():
+        if not (math.isfinite(price) and price >= 0):
+            raise InvalidInputError(f"{name} {price!r}: expected a number of 0 or more")
+
+
 def estimate(run: Run, rates: Rates, *, storage_price: float = STORAGE_PRICE, put_price: float = PUT_PRICE) -> Estimate:
     """Return the estimated cost of the snapshots of a run.
 
@@ -134,15 +140,12 @@ def estimate(run: Run, rates: Rates, *, storage_price: float = STORAGE_PRICE, pu
     Raises:
         InvalidInputError: a price is negative or no number.
     """
-    for name, price in (("storage_price", storage_price), ("put_price", put_price)):
-        if not (math.isfinite(price) and price >= 0):
-            raise InvalidInputError(f"{name} {price!r}: expected a number of 0 or more")
+    _check_prices(storage_price=storage_price, put_price=put_price)
     kinds = ("p", *MOMENTS[run.optimizer], *(("w",) if run.dtype == "bfloat16" else ()))
     state_bytes = run.parameters * sum(2 if kind == "w" else 4 for kind in kinds)
     first = run.parameters / 8 * sum(BITS[kind][-1] for kind in kinds)
     stall_s = state_bytes / run.ranks / rates.copy
     failure_s = run.failure_s or FAILURE_GPU_HOURS * 3600 / run.ranks
-
     auto = codec_for(rates.write, rates.encode)
     codec = auto if run.codec == "auto" else run.codec
 

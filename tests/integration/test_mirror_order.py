@@ -7,7 +7,7 @@ import pytest
 from kit.faults import FaultStore, Unreadable
 from kit.objects import clone
 from kit.repositories import OPTIONS, check_clean, created, opened, same, values
-from snapstore import KeepBest, KeepLast, SnapshotManager
+from snapstore import KeepBest, KeepLast, SnapshotManager, StorageError
 from snapstore.copy import mirror as mirrors
 from snapstore.format import records
 from snapstore.protocol.liveness import aborted
@@ -265,13 +265,17 @@ def test_a_tag_on_two_snapshots_means_the_later_one_to_a_copy(twice_tagged):
     assert [(s.step, s.tags) for s in of_run(target)] == [(1, []), (2, ["good"])]
 
 
-def test_the_best_step_is_that_of_a_record_that_only_the_mirror_can_read():
+def test_the_best_step_is_uncertain_if_only_the_mirror_can_read_a_record():
+    """The first store has forgotten it, or not: then it is the last save of its step."""
     fast, slow = created(), MemoryStore()
     with manager(fast, slow) as snapshots:
         for step, loss in ((1, 2.0), (2, 9.0), (2, 1.0)):
             save(snapshots, step, metrics={"loss": loss})
     bad = Unreadable(fast, of_run(fast)[-1].key)
     with manager(bad, slow, keep=KeepBest("loss")) as snapshots:
+        with pytest.raises(StorageError, match="best step of a"):
+            snapshots.best_step()
+        bad.bad.clear()
         assert snapshots.best_step() == 2
 
 

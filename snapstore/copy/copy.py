@@ -182,10 +182,10 @@ class Copier:
         tags_of: returns the tags that a copy gets, and takes from other snapshots of the destination. Its arguments:
             the records of the source, those of the destination, the snapshot of the source.
         is_later: returns whether a snapshot that only the destination has is later than one of the source.
+        takes_tags: take the tags of a copy from other snapshots of the destination.
 
     Attributes:
         result: the result so far.
-        takes_tags: whether the tags of a copy are taken from other snapshots of the destination.
     """
 
     def __init__(
@@ -195,9 +195,10 @@ class Copier:
         watch: Callable[[], object] | None = None,
         tags_of: Callable[[View, View, Snapshot], list[str]] = tags_to_copy,
         is_later: Callable[[Snapshot, Snapshot], bool] = lambda there, snapshot: there.created > snapshot.created,
+        takes_tags: bool = True,
     ) -> None:
         self._source, self._target, self._watch, self._tags_of = source, target, watch, tags_of
-        self._is_later, self.takes_tags = is_later, True
+        self._is_later, self._takes_tags = is_later, takes_tags
         self.result = CopyResult(target.store.url)
         self._last: dict[str, Snapshot] = {}  # run -> the snapshot that was copied last, or was there
         self._manifests: dict[str, Manifest] = {}  # of the snapshot that was copied last, by SHA-256
@@ -296,7 +297,7 @@ class Copier:
                 session.publish(record)
             self._target.index.add(record, moved.top.headers | moved.below.headers)
             self._note(record, moved)
-            if record.tags and self.takes_tags:
+            if record.tags and self._takes_tags:
                 record = tags.take(self._target, record.tags, record, before)
         text = "run=%s step=%d copied to %s: %s read, %s stored, total=%.2fs"
         sizes = human_bytes(moved.read_bytes), human_bytes(sum(moved.sizes.values()))
@@ -324,9 +325,9 @@ class Copier:
         """Return the first record of a copy; its seq gives the copy its place in the order of the run.
 
         It comes after all snapshots that are there, unless a later one is there, or its copy has begun: one that is
-        later in the source, or, if the source does not know it, by `is_later`. A copy keeps its distance from
-        a later one, so that the snapshots between the two find numbers too. A mirror of a run has the numbers of the
-        source; a run that went on in the destination keeps its order.
+        later in the source, or, if the source does not know it, by `is_later`. A copy keeps its distance from a later
+        one, so that the snapshots between the two find numbers too. A mirror of a run has the numbers of the source; a
+        run that went on in the destination keeps its order.
 
         Raises:
             IntegrityError: a later snapshot is there, and its number is not known, since its record cannot be read.

@@ -457,7 +457,12 @@ class Mirror:
         if self.read_only:
             return target
         log.warning("run=%s step=%d is copied back from %s", self.run, found.step, self.url)
-        copier = Copier(target, self._source, None, free_tags, lambda here, there: not is_later(there, here))
-        copier.takes_tags = False  # of two snapshots with a tag the later one counts, and policies keep both
+        copier = Copier(
+            target,
+            self._source,
+            tags_of=free_tags,
+            is_later=lambda here, there: not is_later(there, here),
+            takes_tags=False,  # of two snapshots with a tag the later one counts, and policies keep both
+        )
         copier.copy(found, named=True)
         return self._source

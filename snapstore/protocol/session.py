@@ -37,7 +37,7 @@ class Session(Claim):
     Args:
         also: ids of further snapshots that may become bases.
         last: id of this process's last save of the run; None: there is none, or it has restored the run since.
-        at_least: the lowest sequence number to take.
+        first_seq: the lowest sequence number to take.
 
     Attributes:
         id: of the snapshot to commit.
@@ -46,7 +46,7 @@ class Session(Claim):
     """
 
     _last: str | None = None
-    _at_least = 0
+    _first_seq = 0
 
     def __init__(
         self,
@@ -57,11 +57,11 @@ class Session(Claim):
         parent: str | None,
         also: Sequence[str] = (),
         last: str | None = None,
-        at_least: int = 0,
+        first_seq: int = 0,
     ) -> None:
         super().__init__(context, record_key(run, step, records.new_id(), 0), "save", self._aborted)
         self._index, self._also, self.parent, self._last = context.index, also, parent, last
-        self._at_least = at_least
+        self._first_seq = first_seq
         _begun.append(self.id)
         self.usable_bases: list[Snapshot] = []
         self.seq = 0
@@ -72,7 +72,7 @@ class Session(Claim):
         view = self._index.refresh()
         self._warn_of_others(view)
         self._choose(view, marked)
-        self.seq = view.next_seq(self.run, self._at_least)
+        self.seq = view.next_seq(self.run, self._first_seq)
         if not self.usable_bases:
             self._compare_seed(view)
 

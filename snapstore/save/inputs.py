@@ -44,7 +44,7 @@ class SaveRequest:
         unwanted: why this save must end without a commit; "": it need not. Any thread may set it while the save runs.
         number: of this save among those of the job's ranks.
         last: id of this process's last save of the run, if it has not restored the run since.
-        seq: the lowest sequence number to take.
+        first_seq: the lowest sequence number to take.
 
     Raises:
         InvalidInputError: an argument cannot be saved.
@@ -63,7 +63,7 @@ class SaveRequest:
     unwanted: str = ""
     number: int = 0
     last: str | None = None
-    seq: int = 0
+    first_seq: int = 0
     metadata_node: msgspec.Raw = field(init=False)
     _metrics: dict[str, Read] = field(init=False)
 
@@ -98,7 +98,7 @@ class SaveRequest:
             NotFoundError, InvalidInputError: a reference names nothing, or several snapshots.
         """
         context.index.check_process()
-        self.last, self.seq = lineage.saved(self.run), lineage.first_seq(self.run)
+        self.last, self.first_seq = lineage.saved(self.run), lineage.first_seq(self.run)
         view = context.index.refresh() if self.parent or self.bases else None
         self.bases = [view.resolve(ref).id for ref in self.bases] if view else []
         self.parent = view.resolve(self.parent).id if self.parent and view else lineage.parent(self.run)

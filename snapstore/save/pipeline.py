@@ -56,7 +56,7 @@ def save(
                     parent=request.parent,
                     also=request.bases,
                     last=request.last,
-                    at_least=request.seq,
+                    first_seq=request.first_seq,
                 ) as session,
             ):
                 session.watch = request.require_wanted

@@ -149,8 +149,8 @@ class _Save:
         outcome = Outcome(FAILED, Failed("RanksError", "rank 0 has ended", 0))
         try:
             run, step, also = request.run, request.step, request.bases
-            parent, last, seq = request.parent, request.last, request.seq
-            session = Session(self._context, run, step, parent=parent, also=also, last=last, at_least=seq)
+            parent, last, seq = request.parent, request.last, request.first_seq
+            session = Session(self._context, run, step, parent=parent, also=also, last=last, first_seq=seq)
             with session:
                 snapshot = self._lead(session)
                 data = records.encode(snapshot)

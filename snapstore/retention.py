@@ -323,7 +323,7 @@ def current(snapshots: Iterable[S]) -> list[S]:
     return sorted(by_step.values(), key=_age, reverse=True)
 
 
-def stays_without_neighbours(policies: Policy | Iterable[Policy], step: int, interval: int) -> bool:
+def stays_without_neighbours(policies: Iterable[Policy], step: int, interval: int) -> bool:
     """Return whether `step` certainly stays for ever, and the saves before it may not; it is then written full.
 
     Only `KeepEvery` and `KeepSteps` are certain. The choice of the others depends on later snapshots. A full snapshot
@@ -332,7 +332,7 @@ def stays_without_neighbours(policies: Policy | Iterable[Policy], step: int, int
     Args:
         interval: the number of steps from one save to the next.
     """
-    for policy in check(policies):
+    for policy in policies:
         if isinstance(policy, KeepEvery) and step % policy.steps == 0 and policy.steps >= 3 * interval:
             return True
         if isinstance(policy, KeepSteps) and step in policy.steps:

@@ -38,6 +38,7 @@ class KnownShards:
             raise DifferentStructureError
         self._specs = list(map(_spec, found))
         self._grads = _grads_of(found)
+        self._need_grad = any(self._grads)
 
     def localize(self, arrays: list[Any]) -> list[Any]:
         """Return arrays with the local tensors of DTensors.
@@ -50,7 +51,7 @@ class KnownShards:
             return arrays
         found = arrays if len(self._at) == self._count else [arrays[i] for i in self._at]
         specs = list(map(_spec, found))
-        if specs != self._specs or _grads_of(found) != self._grads:
+        if specs != self._specs or not self._have_same_grads(found):
             raise DifferentStructureError
         self._specs = specs  # comparing with the same objects is faster
         local = list(map(_local, found))
@@ -62,6 +63,12 @@ class KnownShards:
         for i, tensor in zip(self._at, local, strict=True):
             replaced[i] = tensor
         return replaced
+
+    def _have_same_grads(self, found: Sequence[Any]) -> bool:
+        """Return whether the same DTensors as before require gradients; mostly none does, and torch tells at once."""
+        if not self._need_grad and (any_of := getattr(sys.modules["torch"]._C, "_any_requires_grad", None)) is not None:
+            return not any_of(*found)
+        return _grads_of(found) == self._grads
 
 
 def _grads_of(arrays: Sequence[Any]) -> list[bool]:

@@ -37,6 +37,7 @@ class Block:
         properties: of these.
         places: their addresses at the last match; None before.
         sizes: of the storages in host memory at the last match [bytes].
+        device_sizes: of the storages on devices.
 
     Raises:
         DifferentStructureError: see `KnownShards`; or an array changed meanwhile.
@@ -51,6 +52,7 @@ class Block:
         tensors = self.tensors_of(local)
         self._positions = list(range(len(tensors)))
         self._on_host = [k for k in self._positions if tensors[k].device.type == "cpu"]
+        self._on_devices = [k for k in self._positions if tensors[k].device.type != "cpu"]
         self.properties = [list(map(take, tensors)) for take in _PROPERTIES]
         _, shapes, _, strides, *_ = self.properties
         self._guards = _guards(tensors, shapes, strides)
@@ -58,10 +60,12 @@ class Block:
             raise DifferentStructureError
         self.places: Sequence[int] | None = None
         self.sizes: list[int] = []
+        self.device_sizes: list[int] = []
 
     def note(self, places: Sequence[int], sizes: Sequence[int]) -> None:
         """Note the addresses of the batched tensors, and the sizes of their storages."""
         self.places, self.sizes = places, [sizes[k] for k in self._on_host]
+        self.device_sizes = [sizes[k] for k in self._on_devices]
 
     def localize(self, arrays: list[Any]) -> list[Any]:
         """Return a state's arrays that are in this block, with the local tensors of DTensors.
@@ -89,6 +93,13 @@ class Block:
         if not self.has_form(tensors):
             raise DifferentStructureError
         return storages
+
+    def lie_where_noted(self, tensors: Sequence[Any]) -> bool:
+        """Return whether the batched tensors have the noted addresses, and storages on devices the noted sizes."""
+        assert self.places is not None
+        if not lie_at(tensors, self.places, self._positions):
+            return False
+        return list(map(len, storages_of([tensors[k] for k in self._on_devices]))) == self.device_sizes
 
     def has_form(self, tensors: Sequence[Any]) -> bool:
         """Return whether tensors have the known properties."""

@@ -11,7 +11,7 @@ are encoded again at every match.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from math import prod
@@ -25,7 +25,7 @@ from ..errors import InvalidInputError, UnsupportedLeafError
 from .arrays import Array, address_of, describe
 from .containers import Path
 from .held_array import Held
-from .known_tensors import BLOCK_ARRAYS, Block, addresses_of, lie_at, storages_of
+from .known_tensors import BLOCK_ARRAYS, Block, addresses_of, storages_of
 from .learner import MAPPINGS, Container, DifferentStructureError, Learner, bytes_of, is_own_key
 from .stateful import is_stateful, state_of
 from .tensors import Node, TensorSpec
@@ -54,7 +54,6 @@ class Match:
     addresses: Column
     others: list[tuple[int, Held]]
     _all: list[Any]
-    _places: list[int]
     _storages: list[Any]
 
     def confirm(self) -> None:
@@ -65,7 +64,7 @@ class Match:
         Raises:
             DifferentStructureError: one has moved, or its storage has another size.
         """
-        if not lie_at(self._all, self._places, self.structure.positions) or not self.structure.are_whole(self._all):
+        if not self.structure.lie_where_noted(self._all):
             raise DifferentStructureError
 
 
@@ -124,7 +123,6 @@ class Structure:
         self.rows = list(first)
         self._firsts = None if len(first) == len(self._batched) else list(first.values())
         tensors = [local[i] for i in self._batched]
-        self.positions = list(range(len(tensors)))
         self._places: list[int] = []  # of the last match
         self._addresses = np.zeros(0, np.int64)
         columns = zip(*(block.properties for block in self._blocks), strict=True)
@@ -134,8 +132,6 @@ class Structure:
         if shapes != [spec.shape for spec in specs] or [names[dtype] for dtype in dtypes] != [s.dtype for s in specs]:
             raise DifferentStructureError  # it has changed since
         self._devices = [tensor.device for tensor in tensors]
-        self._on_devices = [k for k, device in enumerate(self._devices) if device.type != "cpu"]
-        self._device_sizes: list[int] = []  # of their storages, when their addresses were noted
         in_one_piece = list(map(_is_in_one_piece, shapes, strides))  # as noted: a tensor may have changed since
         self._extents = np.array(list(map(_extent, shapes, strides, dtypes)), np.int64)
         chosen = list(first.values())
@@ -189,7 +185,7 @@ class Structure:
         chosen = tensors
         if self._firsts is not None:
             chosen, addresses = [tensors[k] for k in self._firsts], addresses[self._firsts]
-        return Match(self, trees, chosen, addresses, others, tensors, self._places, storages)
+        return Match(self, trees, chosen, addresses, others, tensors, storages)
 
     def _locate(self, tensors: Sequence[Any]) -> list[Any]:
         """Note the addresses of tensors; return their storages. Each must lie in its storage, tied as is known.
@@ -207,20 +203,22 @@ class Structure:
         lies_within = (at > 0) & (starts <= at) & (at + self._extents <= ends)
         if devices != self._devices or not lies_within.all() or _first_places(places) != self._tied_to:
             raise DifferentStructureError
-        ends_of = accumulate(len(block.batched) for block in self._blocks)
-        of_blocks = [slice(end - len(block.batched), end) for block, end in zip(self._blocks, ends_of, strict=True)]
-        if not all(block.has_form(tensors[of]) for block, of in zip(self._blocks, of_blocks, strict=True)):
+        if not all(block.has_form(tensors[of]) for block, of in self._of_blocks()):
             raise DifferentStructureError
-        for block, of in zip(self._blocks, of_blocks, strict=True):
+        for block, of in self._of_blocks():
             block.note(places[of], sizes[of])
         self._places, self._addresses = places, at
-        self._device_sizes = [sizes[k] for k in self._on_devices]
         return storages
 
-    def are_whole(self, tensors: Sequence[Any]) -> bool:
-        """Return whether the storages of tensors on devices have the sizes that they had at the last `_locate`."""
-        on_devices = tensors if len(self._on_devices) == len(tensors) else [tensors[k] for k in self._on_devices]
-        return list(map(len, storages_of(on_devices))) == self._device_sizes
+    def lie_where_noted(self, tensors: Sequence[Any]) -> bool:
+        """Return whether tensors have the addresses of the last `_locate`, and storages on devices their sizes."""
+        return all(block.lie_where_noted(tensors[of]) for block, of in self._of_blocks())
+
+    def _of_blocks(self) -> Iterator[tuple[Block, slice]]:
+        """Yield each block, and which of all tensors are in it."""
+        ends = accumulate(len(block.batched) for block in self._blocks)
+        for block, end in zip(self._blocks, ends, strict=True):
+            yield block, slice(end - len(block.batched), end)
 
     def _match(
         self, known: Container, value: Any, arrays: list[Array], trees: dict[str, Node], outer: list[Any]

@@ -322,10 +322,10 @@ def watched(*more: tuple[Any, str]) -> list[tuple[Any, str]]:
     for module in (flattening, held_array, host_staging):
         found += [(module, name) for name in names if name in vars(module)]
     found += [(structure.Structure, name) for name in ("_locate", "_hold_others")]
-    found += [(known_tensors.Block, name) for name in ("localize", "storages", "has_form")]
+    found += [(known_tensors.Block, name) for name in ("localize", "storages", "has_form", "lie_where_noted")]
     found += [
-        (structure, "lie_at"),
         (known_tensors, "lie_at"),
+        (known_tensors, "storages_of"),
         (structure.Match, "confirm"),
         (known_state.SmallCopies, "copy"),
         (known_state, "copy_addresses"),

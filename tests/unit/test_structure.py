@@ -209,8 +209,8 @@ def test_a_storage_that_is_cut_while_its_address_stays(when, monkeypatch):
     _, (known, arrays) = flatten_and_learn(state)
     known.match_of(arrays, {}).confirm()
     if when == "before it is confirmed":  # for tensors on a device
-        monkeypatch.setattr(known, "_on_devices", [0, 1])
-        monkeypatch.setattr(known, "_device_sizes", [A.nbytes, B.nbytes])
+        monkeypatch.setattr(known._blocks[0], "_on_devices", [0, 1])
+        monkeypatch.setattr(known._blocks[0], "device_sizes", [A.nbytes, B.nbytes])
     match = known.match(state)
     match.confirm()
     real = structure.storages_of

@@ -87,8 +87,13 @@ def save_rows(ranks: int, shapes: dict[str, Any], folder: Path, details: dict[st
     best = min((warm(one["stalls_s"]) for one in modes.values()), default=float("nan"))
     stall = warm(saves["few"]["together"]["stalls_s"]) / best
     value = max(one["stall_over_goal"] for one in saves.values())
+    calm = [(one["tensors"], ratio) for one in saves.values() if (ratio := one["undisturbed"].get("stall_over_goal"))]
     return [
         row("stall_over_goal: the worst of two states", value, "x", "<= 1", value <= 1),
+        *(
+            row(f"stall_over_goal of saves on undisturbed cores, {tensors:,} tensors", one, "x")
+            for tensors, one in calm
+        ),
         row("stall_over_dcp: stall / dcp.async_save's best mode", stall, "x", "<= 0.025", stall <= 0.025),
         row("durable_over_own_share", together / own, "x", "<= 1.1", together / own <= 1.1),
         row("durable: dcp.save / snapstore", warm(saves["few"]["dcp"]["save"]["durable_s"]) / together, "x"),

@@ -370,7 +370,13 @@ def main() -> None:
     )
     parser.add_argument("--folder", type=Path, help="where repositories lie, by default the folder for temporary files")
     parser.add_argument("--codings", action="store_true", help="tables of codings of single steps, on the CPU")
+    parser.add_argument("--history", action="store_true", help="entropies given earlier changes, on the CPU")
     args = parser.parse_args()
+    if args.history:
+        from benchmarks import bytes_history
+
+        bytes_history.report()
+        return
     if not args.codings:
         report(args)
         return

@@ -59,10 +59,15 @@ def describe(value: Any, alias: Any = None) -> tuple[str, str, tuple[int, ...]]:
 def _describe_ndarray(value: np.ndarray[Any, Any]) -> tuple[str, str]:
     name = numpy_dtype_name(value.dtype)
     if type(value) is not np.ndarray or name is None or not value.itemsize:
-        raise UnsupportedLeafError(
-            f"{type(value).__name__} of dtype {value.dtype} has no stored form: convert it to a plain ndarray of "
-            "numbers, strings or times"
-        )
+        advice = "convert it to a plain ndarray of numbers, strings or times"
+        if value.dtype.names is not None:
+            advice = f"pass each field as an array of its own, such as array[{value.dtype.names[0]!r}].copy()"
+        elif value.dtype.kind == "O":
+            advice = "pass array.tolist(), or convert it to a plain ndarray of numbers, strings or times"
+        elif value.dtype.kind in "fc" and name is None:
+            narrower = "complex128" if value.dtype.kind == "c" else "float64"
+            advice = f"machines differ in its format: pass array.astype(numpy.{narrower}), which rounds the values"
+        raise UnsupportedLeafError(f"{type(value).__name__} of dtype {value.dtype} has no stored form: {advice}")
     return "array", name
 
 
@@ -70,9 +75,12 @@ def _describe_tensor(form: type, value: torch.Tensor) -> tuple[str, str]:
     kind, dtype, problem, advice = _tensor_form(form, value.dtype, "nested" if value.is_nested else value.layout)
     if problem is None:
         if value.is_meta:
-            problem = "meta tensor, which has no values,"
+            problem, advice = (
+                "meta tensor, which has no values,",
+                "give it values first, as model.to_empty() and a load do",
+            )
         elif not _is_whole(value):
-            problem = "tensor whose storage was freed, or cut short,"
+            problem, advice = "tensor whose storage was freed, or cut short,", "pass a tensor that has all its values"
     if problem:
         raise UnsupportedLeafError(f"{problem} has no stored form: {advice}")
     return kind, dtype
@@ -103,6 +111,8 @@ def _tensor_form(form: type, dtype: torch.dtype, layout: Any) -> tuple[str, str,
         problem = f"tensor subclass {form.__module__}.{form.__qualname__}"
         if any(base.__name__ == "DTensor" for base in form.__mro__):
             problem, advice = "DTensor", _DTENSOR
+        elif issubclass(form, torch.nn.parameter.UninitializedTensorMixin):
+            advice = "call its module once, so that it has a shape and values"
     elif layout is not torch.strided:
         problem = f"{layout} tensor"
     elif name not in TORCH_DTYPES:

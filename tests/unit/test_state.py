@@ -152,6 +152,37 @@ def test_unsupported_leaves_are_named_all_at_once():
         flatten([object() for _ in range(100)])
 
 
+@pytest.mark.parametrize(
+    ("make", "can_be_saved"),
+    [
+        (lambda: np.array([1.5], np.longdouble), True),
+        (lambda: np.array([1.5j], np.clongdouble), True),
+        (lambda: np.array([(1, 2.5)], [("n", "i4"), ("x", "f4")]), True),
+        (lambda: np.array([None, 1, "a"]), True),
+        (lambda: np.array([object()]), False),  # then the advice after "or" holds
+    ],
+    ids=["longdouble", "clongdouble", "fields", "plain objects", "objects"],
+)
+def test_the_advice_for_an_array_without_a_stored_form_works(make, can_be_saved):
+    array = make()
+    with pytest.raises(UnsupportedLeafError) as caught:
+        flatten({"x": array})
+    advice = re.search(r"array(\.|\[)[^,]*", str(caught.value)).group()
+    value = eval(advice, {"array": array, "numpy": np})
+    if can_be_saved:
+        assert again({"x": value})["x"] is not None
+    else:
+        assert "or convert it" in str(caught.value)
+
+
+def test_the_advice_for_a_lazy_module_works():
+    module = nn.LazyLinear(3)
+    with pytest.raises(UnsupportedLeafError, match=r"call its module once, so that it has a shape and values"):
+        flatten({"m": module})
+    module(torch.ones(2, 4))
+    assert torch.equal(again({"m": module})["m"]["weight"], module.weight)
+
+
 def test_the_advice_for_a_sub_byte_dtype_works():
     for name in ("int4", "uint1", "uint7", "bits1x8", "bits4x2"):
         tensor = torch.tensor([1, 255, 7], dtype=torch.uint8).view(getattr(torch, name))

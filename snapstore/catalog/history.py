@@ -38,12 +38,16 @@ class View:
     """The ruling revision of every snapshot, as one listing showed it.
 
     Attributes:
+        only_run: the listing showed the records of this run alone, so a question about other runs is an AssertionError:
+            no gc can act on such a View. None: it showed all records.
         damaged: key -> why its record cannot be decoded, or believed (`misnumbered`).
         unread: key -> why its record could not be read, though the store answers: a later read may succeed.
         repeated: key -> why its record is left out: it repeats the id of another snapshot. One of the two is forged.
         vanished: keys that the index knows and the listing did not show: a gc must not act on such a listing.
         missing: the vanished records that were ruling, as far as the index knows; older revisions are never read.
     """
+
+    only_run: str | None = None
 
     def __init__(
         self,
@@ -78,23 +82,30 @@ class View:
                 last[snapshot.id] = snapshot
         return sorted(last.values(), key=lambda s: (s.run, s.seq, s.id))
 
-    def _unknown(self) -> Iterator[tuple[str, int, str, str]]:
-        """Yield (run, step, id, key) of every snapshot whose ruling record is damaged, unread or vanished."""
+    def _require_listed(self, run: str | None = None) -> None:
+        """Raise AssertionError if the listing did not show all records of a run (None: of all runs)."""
+        if self.only_run not in (None, run):
+            raise AssertionError(f"a listing of run {self.only_run!r} says nothing about {run or 'all runs'!r}")
+
+    def _unknown(self, run: str | None = None) -> Iterator[tuple[int, str, str]]:
+        """Yield (step, id, key) of every snapshot of a run (None: of all) whose ruling record is not known."""
+        self._require_listed(run)
         for key in (*self.damaged, *self.unread):
             parsed = parse_record_key(key)
-            if parsed is not None:
-                yield parsed[0], parsed[1], parsed[2], key
+            if parsed is not None and run in (None, parsed[0]):
+                yield parsed[1], parsed[2], key
         for s in self.missing:
             shown = self._by_id.get(s.id)
-            if s.state in (COMMITTED, FORGOTTEN) and (shown is None or shown.state != COMMITTED):
-                yield s.run, s.step, s.id, s.key  # else a committed revision is listed, or a gc has deleted the bytes
+            is_listed = shown is not None and shown.state == COMMITTED
+            if run in (None, s.run) and s.state in (COMMITTED, FORGOTTEN) and not is_listed:
+                yield s.step, s.id, s.key  # else a committed revision is listed, or a gc has deleted the bytes
 
     def unknown_ids(self, run: str) -> dict[str, tuple[str, Snapshot | None]]:
         """Return the snapshots of a run whose records are not known: id -> (the record's key, another revision).
 
         The seq and the date of the other revision are those of the record; None: there is none.
         """
-        return {name: (key, self._known.get(name)) for of, _, name, key in self._unknown() if of == run}
+        return {name: (key, self._known.get(name)) for _, name, key in self._unknown(run)}
 
     def require_last(self, snapshot: Snapshot) -> None:
         """Raise IntegrityError if a later record of a snapshot is gone: its tags and its state are not known."""
@@ -106,6 +117,7 @@ class View:
 
     def unknown(self, run: str | None = None) -> dict[str, str]:
         """Return the records of a run (None: of all runs) that are damaged, unread, repeated or gone: key -> why."""
+        self._require_listed(run)
         gone = {s.key: "is gone" for s in self.missing if s.state in (COMMITTED, FORGOTTEN)}
         found = {**self.damaged, **self.unread, **self.repeated, **gone}
         keys = [(key, parse_record_key(key)) for key in found]
@@ -118,6 +130,7 @@ class View:
             IntegrityError: a record is damaged, missing or forged.
             StorageError: a record cannot be read.
         """
+        self._require_listed()
         if self.damaged:
             raise IntegrityError(f"{verb}: {_first(self.damaged)}; {outcome}; run 'snapstore check'")
         if self.unread:
@@ -132,7 +145,7 @@ class View:
 
     def is_unknown(self, snapshot_id: str) -> bool:
         """Return whether there is such a snapshot, and its record cannot be read or is gone."""
-        return any(name == snapshot_id for _, _, name, _ in self._unknown())
+        return any(name == snapshot_id for _, name, _ in self._unknown())
 
     def require_record(self, snapshot_id: str) -> None:
         """Raise if there is such a snapshot, and its record cannot be read or is gone.
@@ -141,7 +154,7 @@ class View:
             UnreadRecordError: it could not be read; it may be next time.
             IntegrityError: it is damaged or gone.
         """
-        for _, _, name, key in self._unknown():
+        for _, name, key in self._unknown():
             if name == snapshot_id and key in self.unread:
                 why = strip_hint(self.unread[key]).removeprefix(f"{key}: ")
                 raise UnreadRecordError(f"its record {key} cannot be read: {why}; try again")
@@ -150,7 +163,7 @@ class View:
 
     def unknown_steps(self, run: str) -> dict[str, int]:
         """Return the snapshots of a run whose record is damaged, unread or gone: id -> step."""
-        return {name: step for of_run, step, name, _ in self._unknown() if of_run == run}
+        return {name: step for step, name, _ in self._unknown(run)}
 
     def require_all_known(
         self, asked: str, run: str, besides: Container[str] = (), matters: Callable[[int], bool] = lambda step: True
@@ -183,10 +196,10 @@ class View:
             StorageError: its record could not be read.
             IntegrityError: its record is damaged or gone.
         """
-        for of_run, of_step, name, key in self._unknown():
+        for of_step, name, key in self._unknown(run):
             known = self._known.get(name)
             older = found is not None and known is not None and (known.seq, name) < (found.seq, found.id)
-            if of_run != run or older or (step is not None and of_step != step) or snapshot_id not in ("", name):
+            if older or (step is not None and of_step != step) or snapshot_id not in ("", name):
                 continue
             kind = StorageError if key in self.unread else IntegrityError
             instead = f"; or name the one that can be read, id:{found.id[:12]} ({found.ref})" if found else ""
@@ -199,6 +212,7 @@ class View:
         """Return the snapshots of a run (None: of all runs) in some states (None: in any), sorted by run and seq."""
         if run is not None and states == (COMMITTED,):
             return list(self._committed(run))
+        self._require_listed(run)
         chosen = (
             s for s in self._by_id.values() if (run is None or s.run == run) and (states is None or s.state in states)
         )
@@ -206,6 +220,7 @@ class View:
 
     def _committed(self, run: str) -> list[Snapshot]:
         """Return the committed snapshots of a run, oldest first; the list is sorted once."""
+        self._require_listed(run)
         if run not in self._by_run:
             chosen = (s for s in self._by_id.values() if s.run == run and s.state == COMMITTED)
             self._by_run[run] = sorted(chosen, key=lambda s: (s.seq, s.id))
@@ -224,7 +239,7 @@ class View:
             raise NotFoundError(f"run {run!r}: has no snapshots in this repository; runs: {there}")
 
     def get(self, snapshot_id: str) -> Snapshot | None:
-        """Return the snapshot of this full id, in any state."""
+        """Return the snapshot of this full id, in any state; None if the listing showed none."""
         return self._by_id.get(snapshot_id)
 
     def tagged(self, run: str) -> dict[str, list[Snapshot]]:
@@ -289,7 +304,7 @@ class View:
         Raises:
             InvalidInputError: (forged) records have used the highest numbers, so none can follow.
         """
-        names = {name for of_run, _, name, _ in self._unknown() if of_run == run}
+        names = {name for _, name, _ in self._unknown(run)}
         of_run = [s for s in self._by_id.values() if s.run == run]
         seqs = {s.id: s.seq for s in of_run} | {name: self._known[name].seq for name in names & self._known.keys()}
         highest = records.highest_seq(seqs.values())
@@ -311,9 +326,9 @@ class View:
         """Return the runs with a committed snapshot, sorted."""
         return sorted({s.run for s in self.snapshots()})
 
-    def superseded(self) -> set[str]:
-        """Return the ids of committed snapshots whose (run, step) has a committed one of higher seq."""
-        snapshots = self.snapshots()
+    def superseded(self, run: str | None = None) -> set[str]:
+        """Return the ids of committed snapshots, of a run or of all, whose (run, step) has one of higher seq."""
+        snapshots = self.snapshots(run)
         last = {(s.run, s.step): s.id for s in snapshots}
         return {s.id for s in snapshots} - set(last.values())
 
@@ -386,9 +401,9 @@ class View:
         if not prefix or not set(prefix) <= set("0123456789abcdef"):
             raise InvalidInputError(f"reference {ref!r}: expected id: and hexadecimal digits")
         found = [s for s in self._by_id.values() if s.id.startswith(prefix) and s.state in states]
-        for run, _, name, _ in self._unknown():
-            if name.startswith(prefix):
-                self.require_known(ref, run, snapshot_id=name)
+        for _, name, key in self._unknown():
+            if name.startswith(prefix) and (parsed := parse_record_key(key)):
+                self.require_known(ref, parsed[0], snapshot_id=name)
         if not found:
             raise NotFoundError(f"reference {ref!r}: no snapshot whose id starts with {prefix!r}; see 'snapstore log'")
         if len(found) > 1:

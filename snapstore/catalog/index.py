@@ -30,14 +30,15 @@ import lmdb
 
 from ..errors import DAMAGE, FormatError, IntegrityError, InvalidInputError, SnapstoreError, StorageError
 from ..format import manifest, records
-from ..format.keys import name_of_record, parse_record_key, record_key
+from ..format.keys import name_of_record, parse_record_key, record_key, records_prefix
 from ..format.manifest import ManifestHeader
 from ..format.records import Config, ManifestRef, Snapshot
 from ..storage.base import ObjectInfo, ObjectStore
 from ..storage.cache_dir import shrink
 from ..threads import Threads
 from .history import View
-from .index_folder import folder_for, shortened, temporary_folder
+from .index_folder import folder_for, temporary_folder
+from .known_records import JUST_MADE, KnownRecord, KnownRecords, packed
 from .lmdb_file import Environment
 from .repeated_ids import repeated_ids
 
@@ -51,49 +52,16 @@ READ_THREADS = 16
 #: Records that are read before any is cached; a header names every pack, so fewer headers are held.
 RECORDS_IN_MEMORY = 1000
 HEADERS_IN_MEMORY = 256
-#: A cached record begins with this: its size, time and tag (`_Record`) in the listing.
-_LISTED = struct.Struct("<qd16s")
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
-JUST_MADE = -1.0
 #: If a store takes longer for a small object [s], several objects are read in parallel.
 SLOW_S = 0.003
 #: If the read of a record fails and takes longer than SLOW_FAILURE_S, the record is not read again for PAUSE_FACTOR
 #: times as long, at most MAX_PAUSE_S.
 SLOW_FAILURE_S, PAUSE_FACTOR, MAX_PAUSE_S = 1.0, 10, 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Record:
-    """A record, and how listings show it as long as no other record takes its place."""
-
-    snapshot: Snapshot
-    size_bytes: int
-    modified_s: float  # JUST_MADE: this process made it, and no listing has shown it since
-    tag: bytes  # half the SHA-256 of the store's tag, which may have any length
-    text: str = ""  # that tag, if a listing of this process has shown it
-
-    @staticmethod
-    def from_listing(snapshot: Snapshot, info: ObjectInfo) -> _Record:
-        return _Record(snapshot, info.size_bytes, info.modified_s, shortened(info.tag), info.tag)
-
-    def is_listed_as(self, info: ObjectInfo) -> bool:
-        if self.modified_s == JUST_MADE:
-            return self.size_bytes == info.size_bytes
-        if (self.size_bytes, self.modified_s) != (info.size_bytes, info.modified_s):
-            return False
-        return self.text == info.tag if self.text else self.tag == shortened(info.tag)
-
-    def pack(self, data: bytes) -> bytes:
-        return _LISTED.pack(self.size_bytes, self.modified_s, self.tag) + data
-
-
-def _packed(known: Mapping[str, _Record]) -> dict[str, bytes]:
-    """Return the bytes of records in the cache, by key."""
-    return {key: record.pack(records.encode(record.snapshot)) for key, record in known.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +94,10 @@ class Index:
         self._store, self.uuid, self.folder, self._limit_bytes = store, uuid, folder, limit_bytes
         self._pid, self.temporary = os.getpid(), temporary
         self._lock = threading.RLock()
-        self._records: dict[str, _Record] = {}
+        self._records = KnownRecords()
         self._pauses: dict[str, _Pause] = {}
         self._environment: Environment | None = None
-        self._is_new = True  # no listing yet
+        self._listed: set[str | None] = set()  # the runs that were listed; None: all of them at once
         if folder is None:
             return
         try:
@@ -143,17 +111,19 @@ class Index:
         assert self._environment is not None
         for key, data in self._environment.items(b"records"):
             try:
-                snapshot = records.decode(data[_LISTED.size :], Snapshot, key.decode())
-                self._records[snapshot.key] = _Record(snapshot, *_LISTED.unpack_from(data))
+                record = KnownRecord.unpack(data, key.decode())
+                self._records[record.snapshot.key] = record
             except (FormatError, IntegrityError, UnicodeDecodeError, struct.error):
                 continue  # read again from the store
 
-    def refresh(self, *, list_twice: bool = False) -> View:
+    def refresh(self, run: str | None = None, *, list_twice: bool = False) -> View:
         """List the store, read the records that are new or changed, and return a View.
 
         Args:
+            run: list only the records of this run. The View answers questions about this run alone.
             list_twice: list twice. A record counts as listed if either listing shows it, since records are never
-                deleted. The first refresh always does so: no known records yet show that a listing lacks some.
+                deleted. The first refresh always does so, of all runs or of a run: no known records yet show that a
+                listing lacks some.
 
         Raises:
             StorageError: the listing failed, or the store cannot be read at all. If one record cannot be read, it is
@@ -161,8 +131,9 @@ class Index:
         """
         self.check_process()  # before the lock: a thread that a fork left behind may hold it
         with self._lock:
-            ruling, vanished = self._list_ruling(2 if list_twice or self._is_new else 1)
-            self._is_new = False
+            prefix = records_prefix(run)
+            ruling, vanished = self._list_ruling(prefix, 2 if list_twice or self._listed.isdisjoint((None, run)) else 1)
+            self._listed.add(run)
             repeated = repeated_ids(self._store, ruling)
             ruling = {key: info for key, info in ruling.items() if key not in repeated}
             infos = {key: info for key, info in ruling.items() if info is not None}
@@ -170,26 +141,29 @@ class Index:
                 key for key, info in infos.items() if key in self._records and self._records[key].is_listed_as(info)
             }
             self._note_listing(infos[key] for key in known)
-            paused = self._paused(infos)
+            paused = self._paused(prefix, infos)
             damaged, unread = self._read_records({key: infos[key] for key in infos.keys() - known - paused.keys()})
             unknown = damaged.keys() | (unread := paused | unread).keys()
             others = self._other_revisions(unknown) if unknown else None
             shown = [self._records[key].snapshot for key in ruling.keys() - unknown]
-            return View(shown, damaged, vanished, unread, others, repeated, self._store)
+            view = View(shown, damaged, vanished, unread, others, repeated, self._store)
+            view.only_run = run
+            return view
 
-    def _list_ruling(self, times: int) -> tuple[dict[str, ObjectInfo | None], list[Snapshot]]:
-        """List the records.
+    def _list_ruling(self, prefix: str, times: int) -> tuple[dict[str, ObjectInfo | None], list[Snapshot]]:
+        """List the records under a prefix.
 
         Returns:
             (key of each ruling record -> how it is listed; None: as in the cache), (known records that are not listed).
         """
-        vanished = set(self._records)
-        listings = [self._store.list("snapshots/") for _ in range(times)]
+        known = self._records.under(prefix)
+        vanished = set(known)
+        listings = [self._store.list(prefix) for _ in range(times)]
         # For each snapshot the highest revision and its key. No more is kept of each object: there may be tens of
         # thousands, and every thread that ever refreshed keeps the memory that its listing took.
         highest: dict[str, tuple[int, str, ObjectInfo | None]] = {}
         for info in chain.from_iterable(listings):
-            record = self._records.get(info.key)
+            record = known.get(info.key)
             if record is not None and record.is_listed_as(info):
                 revision = record.snapshot.revision
                 news = info if record.modified_s == JUST_MADE else None
@@ -202,7 +176,7 @@ class Index:
             if (name := name_of_record(info.key)) not in highest or (revision, info.key) > highest[name][:2]:
                 highest[name] = revision, info.key, news
         ruling = {key: news for _, key, news in highest.values()}  # older revisions are never read
-        return ruling, [self._records[key].snapshot for key in sorted(vanished)]
+        return ruling, [known[key].snapshot for key in sorted(vanished)]
 
     def _read_records(self, infos: Mapping[str, ObjectInfo]) -> tuple[dict[str, str], dict[str, str]]:
         """Read and cache records, given how they are listed.
@@ -222,7 +196,7 @@ class Index:
                 try:
                     if isinstance(data, SnapstoreError):
                         raise data
-                    record = _Record.from_listing(records.decode(data, Snapshot, key), infos[key])
+                    record = KnownRecord.from_listing(records.decode(data, Snapshot, key), infos[key])
                     self._records[key], fresh[key] = record, record.pack(data)
                 except DAMAGE as error:
                     damaged[key] = str(error)
@@ -234,21 +208,27 @@ class Index:
             self._store_all(b"records", fresh)
         return damaged, unread
 
-    def _paused(self, infos: Mapping[str, ObjectInfo]) -> dict[str, str]:
+    def _paused(self, prefix: str, infos: Mapping[str, ObjectInfo]) -> dict[str, str]:
         """Return the records whose read failed slowly a short time ago, and that are listed as then: key -> why.
 
         They are not read now: a save refreshes several times, and each read would take as long.
+
+        Args:
+            prefix: of the listing.
 
         Raises:
             StorageError: the store cannot be read at all.
         """
         now = time.monotonic()
         self._pauses = {
-            key: pause for key, pause in self._pauses.items() if now < pause.until_s and infos.get(key) == pause.info
+            key: pause
+            for key, pause in self._pauses.items()
+            if now < pause.until_s and (infos.get(key) == pause.info or not key.startswith(prefix))
         }
-        if self._pauses:
+        paused = {key: pause.why for key, pause in self._pauses.items() if key in infos}
+        if paused:
             self._require_reads()
-        return {key: pause.why for key, pause in self._pauses.items()}
+        return paused
 
     def _other_revisions(self, unknown: Iterable[str]) -> dict[str, Snapshot]:
         """Return another revision of snapshots whose ruling record cannot be read, by id.
@@ -267,9 +247,9 @@ class Index:
 
     def _note_listing(self, infos: Iterable[ObjectInfo]) -> None:
         """Remember how records that this process made are listed, so that another record in their place is noticed."""
-        noted = {info.key: _Record.from_listing(self._records[info.key].snapshot, info) for info in infos}
-        self._records |= noted
-        self._store_all(b"records", _packed(noted))
+        noted = {info.key: KnownRecord.from_listing(self._records[info.key].snapshot, info) for info in infos}
+        self._records.update(noted)
+        self._store_all(b"records", packed(noted))
 
     def _timed_record(self, key: str) -> tuple[bytes | SnapstoreError, float]:
         """Return (`_get_record`, how long it took [s])."""
@@ -312,7 +292,7 @@ class Index:
     def add(self, snapshot: Snapshot, headers: dict[str, bytes] | None = None) -> None:
         """Cache a record that this process has just created, and headers of its manifests by SHA-256."""
         data = records.encode(snapshot)
-        record = _Record(snapshot, len(data), JUST_MADE, b"")  # asking the store for its tag would cost a request
+        record = KnownRecord(snapshot, len(data), JUST_MADE, b"")  # asking the store for its tag would cost a request
         with self._lock:
             self._records[snapshot.key] = record
             self._store_all(b"records", {snapshot.key: record.pack(data)})
@@ -386,7 +366,7 @@ class Index:
         """
         self.check_process()
         with self._lock:
-            before, self._records = self._records, {}
+            before, self._records = self._records, KnownRecords()
             self._pauses.clear()
             try:
                 if self._environment is None and self.folder is not None:
@@ -397,10 +377,10 @@ class Index:
                 log.warning("index %s cannot be rebuilt: %s", self.folder, error)
             view = self.refresh()
             if keep_unreadable:  # with a size that no listing shows, so that each is read before it is believed
-                unknown = before.keys() & (view.damaged.keys() | view.unread.keys())
+                unknown = before.under(records_prefix()).keys() & (view.damaged.keys() | view.unread.keys())
                 kept = {key: replace(before[key], size_bytes=-1) for key in unknown}
-                self._records |= kept
-                self._store_all(b"records", _packed(kept))
+                self._records.update(kept)
+                self._store_all(b"records", packed(kept))
             return view
 
     def _store_all(self, database: bytes, items: dict[str, bytes]) -> None:
@@ -418,7 +398,7 @@ class Index:
                 environment.wipe()
                 by_revision = sorted(self._records.values(), key=lambda record: record.snapshot.revision)
                 ruling = {record.snapshot.id: record for record in by_revision}
-                environment.put(b"records", _packed({record.snapshot.key: record for record in ruling.values()}))
+                environment.put(b"records", packed({record.snapshot.key: record for record in ruling.values()}))
                 if database != b"records":
                     environment.put(database, items)
         except (lmdb.Error, OSError) as error:

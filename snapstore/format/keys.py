@@ -33,6 +33,11 @@ def record_key(run: str, step: int, snapshot_id: str, revision: int) -> str:
     return f"snapshots/{run}/{step:012d}-{snapshot_id}.{revision}"
 
 
+def records_prefix(run: str | None = None) -> str:
+    """Return the prefix of the keys of a run's records, and of no other run's; None: of all records."""
+    return f"snapshots/{run}/" if run is not None else "snapshots/"
+
+
 def parse_record_key(key: str) -> tuple[str, int, str, int] | None:
     """Return (run, step, id, revision) of a record's key, None for any other key."""
     match = _RECORD_KEY.fullmatch(key)

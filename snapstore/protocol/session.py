@@ -10,17 +10,18 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Self
 
 import msgspec
 
+from ..catalog.config import is_foreign
 from ..catalog.history import View
 from ..catalog.needed_keys import needed_keys
 from ..context import Context
-from ..errors import DAMAGE, IntegrityError, StorageError
-from ..format import manifest, records
+from ..errors import DAMAGE, FormatError, IntegrityError, StorageError
+from ..format import records
 from ..format.keys import record_key
-from ..format.manifest import ManifestHeader
 from ..format.records import COMMITTED, MadeFor, Snapshot
 from .commit import Claim, Putter
 from .liveness import aborted
@@ -67,14 +68,19 @@ class Session(Claim):
         self.seq = 0
 
     def _look(self) -> None:
-        """Choose lineage, bases and sequence number."""
+        """Choose lineage, bases and sequence number.
+
+        The records of the run suffice, unless the parent or another base is in another run.
+        """
         marked = self.marked()
-        view = self._index.refresh()
+        view = self._index.refresh(self.run)
+        if any(view.get(name) is None for name in (self.parent, *self._also) if name):
+            view = self._index.refresh()
         self._warn_of_others(view)
         self._choose(view, marked)
         self.seq = view.next_seq(self.run, self._first_seq)
         if not self.usable_bases:
-            self._compare_seed(view)
+            self._compare_seed()
 
     def _warn_of_others(self, view: View) -> None:
         """Warn if another process has saved the run since this process's last save."""
@@ -89,16 +95,18 @@ class Session(Claim):
                 last.ref,
             )
 
-    def _compare_seed(self, view: View) -> None:
-        """Compare the digest seed with that of the oldest snapshot. If there are bases, the save compares theirs.
+    def _compare_seed(self) -> None:
+        """Compare the digest seed with that of a manifest, of any run. If there are bases, the save compares theirs.
 
         Raises:
             FormatError: the config seems to be another repository's.
         """
-        refs = [ref for snapshot in view.snapshots() for ref in snapshot.manifests][:1]
-        for header in self._index.headers(refs):
-            if isinstance(header, ManifestHeader):
-                manifest.check_seed(header, self._context.config.digest_seed, refs[0].key)
+        with suppress(StorageError):  # manifests that cannot be read say nothing
+            if is_foreign(self.store, self._context.config):
+                raise FormatError(
+                    f"{self.store.url}: config has another seed than the manifests: one of the two is another "
+                    "repository's; run 'snapstore check', and if it finds fault with config, 'snapstore repair --apply'"
+                )
 
     def _choose(self, view: View, marked: set[str] | None) -> None:
         """Set the parent, and choose the bases: the parent, the newest of the run and `also`.

@@ -98,7 +98,7 @@ def take(context: Context, names: Sequence[str], taker: Snapshot, before: View) 
         due, losers = losers, []  # after a conflict, list and decide again first
         for snapshot in due:
             revise(context, snapshot, tags=[tag for tag in snapshot.tags if tag not in losing[snapshot.id]])
-        view = context.index.refresh()
+        view = context.index.refresh(taker.run)
         taker = view.get(taker.id) or taker
         keepers, losing = _decide(view, names, taker, had if takers_turn else {})
         if not losing:

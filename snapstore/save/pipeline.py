@@ -44,7 +44,7 @@ def save(
         Anything that the iterator raises.
     """
     with context.store.pinned():  # the session checks the repository; tags leave other snapshots after it has ended
-        before = context.index.refresh() if request.tags else None
+        before = context.index.refresh(request.run) if request.tags else None
         advice = "free memory, then save again; 'snapstore log' shows whether this save was committed"
         with staging.saving(inputs) if staging else nullcontext():
             with (
@@ -76,7 +76,7 @@ def finish(
 
     Args:
         headers: of its manifests: the bytes up to the header's end, by SHA-256.
-        before: the records before the save; None: the save has no tags.
+        before: the records of the run before the save; None: the save has no tags.
 
     Returns:
         The snapshot with the tags that it keeps; see `tags.take`.

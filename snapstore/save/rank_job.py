@@ -218,7 +218,7 @@ class RankJob:
             SnapstoreError: see `Job.save`.
         """
         context = self._job.context
-        before = context.index.refresh() if request.tags and self.leads else None
+        before = context.index.refresh(request.run) if request.tags and self.leads else None
         advice = "free memory, then save again; 'snapstore log' shows whether this save was committed"
         with context.store.pinned():
             with staging.saving(inputs), out_of_memory("save", advice):

@@ -13,6 +13,7 @@ from .. import retention
 from ..context import Context
 from ..errors import InvalidInputError, NotFoundError
 from ..format.argument_checks import check_name
+from ..format.keys import records_prefix
 from ..format.records import COMMITTED, FORGOTTEN, SWEPT, Snapshot
 from ..text import brief
 from . import revisions
@@ -56,10 +57,10 @@ def forget(
         held: ids of snapshots that are not mirrored yet. The oldest HELD_AT_MOST of them that no policy keeps stay.
     """
     check_name("run", run)
-    view = context.index.refresh()
-    context.store.sync(f"snapshots/{run}/")  # no power loss may cost a newer snapshot after an older one is forgotten
+    if not (view := context.index.refresh(run)).snapshots(run):
+        (view := context.index.refresh()).require_run(run)
+    context.store.sync(records_prefix(run))  # no power loss may cost a newer snapshot after an older one is forgotten
     snapshots = view.snapshots(run)
-    view.require_run(run)
     damaged = in_need_of_quarantined(context, snapshots)
     gone = {s.id for s in view.missing} - damaged  # tags may be gone with the last record
     decisions = retention.apply(keep, [s for s in snapshots if s.id not in damaged | gone], force=force)
@@ -74,7 +75,7 @@ def forget(
     going = [s for s in snapshots if s.id in chosen]
     if dry_run:
         return ForgetResult(kept, going, True, view.unknown(run))
-    superseded, policy = view.superseded(), retention.describe(keep)
+    superseded, policy = view.superseded(run), retention.describe(keep)
     forgotten: list[Snapshot] = []
     for reason, group in (
         ("superseded by a later save of its step", [s for s in going if s.id in superseded]),

@@ -152,7 +152,7 @@ def _forget_one(context: Context, snapshot: Snapshot, policy: str, reason: str) 
         try:
             return revise(context, current, state=FORGOTTEN, policy=policy, reason=reason)
         except ConflictError:
-            current = context.index.refresh().get(snapshot.id)
+            current = context.index.refresh(snapshot.run).get(snapshot.id)
             raise
 
     return retry_conflicts(attempt, lambda error: hidden_revision(context.store, error))

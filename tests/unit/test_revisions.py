@@ -56,6 +56,6 @@ def test_a_revision_that_no_listing_shows_ends_a_forget_with_an_error(monkeypatc
         snapshot = repository.save({"a": 1}, run="a", step=0)
         repository.tag("a@0", "good")
         stale = SimpleNamespace(get=lambda _: snapshot)  # as if the tag's revision were not listed
-        monkeypatch.setattr(Index, "refresh", lambda _: stale)
+        monkeypatch.setattr(Index, "refresh", lambda *_: stale)
         with pytest.raises(StorageError, match=r"a@0 \(id:.*the listing does not show its revision; nothing was chang"):
             forget(repository.context, [snapshot], policy="", reason="")

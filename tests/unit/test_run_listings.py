@@ -71,6 +71,16 @@ def test_a_save_lists_only_its_run(store):
     check_clean(store)
 
 
+def test_only_a_save_that_forgets_lists_all_runs(store):
+    with SnapshotManager(store, run="a", keep=KeepLast(4), async_save=False, options=OPTIONS) as manager:
+        manager.save(3, values("a", 3))
+        assert set(listed(store)) == {"snapshots/a/"}, "nothing to forget: no gc"
+        manager.save(4, values("a", 4))
+        assert listed(store).count("snapshots/") == 4, "a gc lists twice to mark, and twice to sweep"
+        assert [s.step for s in manager.repository.snapshots("a")] == [1, 2, 3, 4]
+    check_clean(store)
+
+
 def test_on_s3_a_save_asks_for_the_records_of_its_run(monkeypatch):
     prefixes = []
     with moto_bucket(monkeypatch) as url, Repository.create(f"{url}/runs", options=OPTIONS) as repository:
@@ -361,7 +371,8 @@ def test_a_record_that_repeats_an_id_harms_no_snapshot(store, where):
         with forged(store, "a" if where != "another run" else "z", of) as record:
             saved = save(repository, "a", 3, 3)
             assert (saved.parent == of.id) is (where == "own run, id of another run")
-            assert repository.forget([KeepEvery(1000), KeepLast(2)], run="a").forgotten
+            forgotten = repository.forget([KeepEvery(1000), KeepLast(2)], run="a").forgotten
+            assert [s.step for s in forgotten] == ([1, 2] if where == "own run, id of another run" else [1])
             with pytest.raises(IntegrityError, match=r"repeats the id of .* one of the two is forged"):
                 repository.gc()
             assert record.key in [p.key for p in repository.check().problems]

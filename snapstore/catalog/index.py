@@ -320,14 +320,8 @@ class Index:
         self.check_process()
         left = iter(refs)
         while some := list(islice(left, HEADERS_IN_MEMORY)):
-            found: dict[str, bytes | SnapstoreError] = {}
-            missing: dict[str, ManifestRef] = {}
-            for ref in some:
-                data = self._cached_header(ref)
-                if data is None:
-                    missing[ref.sha256] = ref
-                else:
-                    found[ref.sha256] = data
+            found: dict[str, bytes | SnapstoreError] = {**self._cached_headers(some)}
+            missing = {ref.sha256: ref for ref in some if ref.sha256 not in found}
             read = dict(zip(missing, _in_threads(self._get_header, list(missing.values())), strict=True))
             self._store_all(b"manifests", {name: data for name, data in read.items() if isinstance(data, bytes)})
             found |= read
@@ -345,15 +339,16 @@ class Index:
 
         return self._tried(read)
 
-    def _cached_header(self, ref: ManifestRef) -> bytes | None:
-        """Return the cached bytes of a manifest's header; None if there are none or they do not match its reference."""
+    def _cached_headers(self, refs: Sequence[ManifestRef]) -> dict[str, bytes]:
+        """Return the cached bytes of the headers of manifests, by SHA-256, as far as they match their references."""
         environment = self._environment  # another thread may close it
         try:
-            data = environment.get(b"manifests", ref.sha256) if environment else None
-            return data if data is not None and manifest.is_header_of(data, ref) else None
+            found = environment.get_all(b"manifests", [ref.sha256 for ref in refs]) if environment else {}
         except (lmdb.Error, OSError) as error:
             log.warning("index %s cannot be read (%s); the objects are read instead", self.folder, error)
-            return None
+            return {}
+        cached = ((ref, found[ref.sha256]) for ref in refs if ref.sha256 in found)
+        return {ref.sha256: data for ref, data in cached if manifest.is_header_of(data, ref)}
 
     def rebuild(self, *, keep_unreadable: bool = False) -> View:
         """Drop the cache, and read all records again from the store.

@@ -189,7 +189,7 @@ def test_an_index_that_cannot_be_read(root, monkeypatch, error):
     def get(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(Environment, "get", get)
+    monkeypatch.setattr(Environment, "get_all", get)
     with opened(root) as repository:
         save(repository, "a", 4, 4)
         check_restores(repository)
@@ -677,10 +677,24 @@ def test_a_cached_header_of_another_manifest_is_not_believed(root):
         index, (ref, other) = repository.context.index, [repository.snapshot(of).manifests[0] for of in ("a@1", "a@2")]
         right = index.header(ref)
         index.header(other)
-        wrong = index._cached_header(other)
+        wrong = index._cached_headers([other])[other.sha256]
         index._environment.put(b"manifests", {ref.sha256: wrong})
-        assert index._cached_header(ref) is None
+        assert index._cached_headers([ref, other]) == {other.sha256: wrong}
         assert index.header(ref) == right
+
+
+def test_many_headers_are_looked_up_under_one_lock(many, monkeypatch, tmp_path):
+    """Else a gc takes the lock of the index once for each manifest in the repository."""
+    store = counting(many)
+    index = index_module.Index(store, "0" * 32, tmp_path)
+    refs = [ref for snapshot in index.refresh().snapshots(states=None) for ref in snapshot.manifests]
+    headers = list(index.headers(refs))
+    lookups, get_all, store.read = [], Environment.get_all, []
+    monkeypatch.setattr(Environment, "get_all", lambda *args: (lookups.append(args), get_all(*args))[1])
+    assert list(index.headers(refs)) == headers
+    assert (len(lookups), store.read) == (-(-len(refs) // index_module.HEADERS_IN_MEMORY), [])
+    assert len(refs) == 3 * 40
+    index.close()
 
 
 def test_a_cache_of_the_schema_before_is_dropped(root):
@@ -916,7 +930,7 @@ def test_an_index_that_another_thread_closes_is_no_failure(root, monkeypatch):
         gone = property(lambda _: environment if next(looks) == 0 else None)
         with monkeypatch.context() as patch:
             patch.setattr(type(index), "_environment", gone, raising=False)
-            assert index._cached_header(ref)
+            assert index._cached_headers([ref])
         looks = iter(range(10))
         with monkeypatch.context() as patch:
             patch.setattr(type(index), "_environment", gone, raising=False)

@@ -11,8 +11,8 @@ Why this order (docs/design/protocol.md describes the models that explore it): g
 the listing of sessions. A save that began after this listing has seen the mark, and does not build on its candidates. A
 gc that finds the mark of another gc completes it, whether that gc is dead or alive. Two gcs of one mark do no harm,
 because each looks for the mark after it has computed `live` again. No step trusts a clock, except to fence a session of
-another host. No single answer deletes anything: records, sessions and notes are listed twice, manifest headers are
-checked against the digests in the records, and revisions are read back.
+another host. No single answer deletes anything: the sweep lists records twice, sessions and notes are listed twice,
+manifest headers are checked against the digests in the records, and revisions are read back.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class _Gc:
     def look(self) -> None:
         """Set `result` to what a gc would do."""
         result = self.result
-        _, candidates, sizes = self._candidates()
+        _, candidates, sizes = self._candidates(list_twice=True)
         result.deleted_objects, result.deleted_bytes = len(candidates), sum(sizes[key] for key in candidates)
         result.stored_bytes = sum(sizes.values()) - result.deleted_bytes
         sessions = listed_sessions(self.store) if candidates else []
@@ -149,10 +149,13 @@ class _Gc:
         fenced = self.result.fenced
         return [s for s in sessions if not fence_if_dead(self.store, s, self.fence_after_s, fenced)]
 
-    def _candidates(self) -> tuple[View, set[str], dict[str, int]]:
+    def _candidates(self, *, list_twice: bool) -> tuple[View, set[str], dict[str, int]]:
         """Return (the records, the keys that nothing live needs and something explains, the sizes of all objects).
 
         Objects are listed before records.
+
+        Args:
+            list_twice: list the records twice, as before each deletion; else only if one listing lacks some.
 
         Raises:
             IntegrityError, StorageError: see `collect`.
@@ -161,7 +164,7 @@ class _Gc:
         sessions: list[str] = []
         while True:
             sizes = _sizes(self.store)
-            view, live = _live(self.context, sizes)
+            view, live = _live(self.context, sizes, list_twice=list_twice or bool(before))
             unneeded = sizes.keys() - live - in_quarantine(self.store)
             if self.unexplained:
                 return view, unneeded, sizes
@@ -175,7 +178,7 @@ class _Gc:
 
     def _mark(self, pending: set[str]) -> Mark | None:
         """Do steps 1 to 3; return None if there is nothing to delete that no standing mark names."""
-        view, candidates, _ = self._candidates()
+        view, candidates, _ = self._candidates(list_twice=False)  # the sweep looks again before it deletes
         candidates -= pending
         if not candidates:
             if not pending:  # a forgotten snapshot whose manifests are all gone has nothing left to delete
@@ -201,7 +204,7 @@ class _Gc:
             return False
 
         def decide() -> tuple[set[str], dict[str, int]]:  # called again if an unforget revised a record first
-            view, unneeded, sizes = self._candidates()
+            view, unneeded, sizes = self._candidates(list_twice=True)
             doomed = mark.keys() & unneeded
             _write_swept(self.context, view, doomed)
             return doomed, sizes
@@ -271,11 +274,13 @@ def _live_keys(context: Context, view: View, present: Iterable[str]) -> set[str]
     return live
 
 
-def _live(context: Context, present: Iterable[str]) -> tuple[View, set[str]]:
-    """Return (the records as they are now, the keys of all that the committed ones need)."""
+def _live(context: Context, present: Iterable[str], *, list_twice: bool) -> tuple[View, set[str]]:
+    """Return (the records as they are now, the keys of all that the committed ones need); see `_Gc._candidates`."""
 
     def look() -> tuple[View, set[str]]:
-        view = context.index.refresh(list_twice=True)
+        view = context.index.refresh(list_twice=list_twice)
+        if view.vanished and not list_twice:
+            view = context.index.refresh(list_twice=True)
         for run in {snapshot.run for snapshot in view.snapshots(states=None)}:
             context.store.sync(f"snapshots/{run}/")  # a power cut must not take back what the listings show
         try:

@@ -33,7 +33,7 @@ RULES = {
     "sessions twice": "a gc lists sessions twice behind its mark",
     "ended": "a session has ended if a listing lacks it as well, not by one 404",
     "fence read back": "a gc reads the fence back before it releases the session",
-    "records twice": "a gc lists records twice, each time it looks",
+    "records twice": "a gc lists records twice before it deletes",
     "explained": "a gc deletes nothing as long as no record or session explains some object that nothing needs",
     "header proven": "a gc believes a manifest's header by the digest in the record",
     "swept read back": "a gc reads `swept` back before it deletes",
@@ -177,7 +177,7 @@ def gc_steps(state: State, dropped: Names) -> Iterator[Step]:
             yield "gc begins: no listing will show it X", to(lie=True, blind=True)
             yield "gc begins: it will read another header for X's", to(lie=True, misled="header proven" in dropped)
     elif gc.at == "records":
-        after = "live" if gc.looks or "records twice" in dropped else "records"
+        after = "live" if gc.looks or not gc.again or "records twice" in dropped else "records"
         now = Seen(state.b + state.swept, not gc.blind, state.s)
         both = Seen(max(now.b, gc.seen.b), now.x or gc.seen.x, now.s or gc.seen.s)
         yield "gc lists records", to(at=after, looks=1, seen=both)

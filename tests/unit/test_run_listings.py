@@ -76,8 +76,10 @@ def test_only_a_save_that_forgets_lists_all_runs(store):
         manager.save(3, values("a", 3))
         assert set(listed(store)) == {"snapshots/a/"}, "nothing to forget: no gc"
         manager.save(4, values("a", 4))
-        assert listed(store).count("snapshots/") == 4, "a gc lists twice to mark, and twice to sweep"
-        assert [s.step for s in manager.repository.snapshots("a")] == [1, 2, 3, 4]
+        assert listed(store).count("snapshots/") == 4, "the first gc of a process lists twice also before its mark"
+        manager.save(5, values("a", 5))
+        assert listed(store).count("snapshots/") == 3
+        assert [s.step for s in manager.repository.snapshots("a")] == [2, 3, 4, 5]
     check_clean(store)
 
 
@@ -122,6 +124,73 @@ def test_one_listing_without_the_newest_record_costs_a_save_nothing(made, lackin
         view = repository.view()
         before = next(s for s in view.snapshots("a") if s.step == 2)
         assert (saved.parent, saved.seq) == (before.id, before.seq + 1)
+
+
+@pytest.mark.parametrize("lacking", range(4))
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("record", ["its last revision", "all revisions"])
+def test_one_listing_that_lacks_a_record_costs_a_gc_nothing(made, lacking, known, record):
+    """In a process that has listed before, a gc lists once before its mark, and twice for its sweep."""
+    store, asked, hidden = clone(made), [], set()
+    inner = store.list
+
+    def list_(prefix):
+        asked.append(prefix)
+        skip = prefix == "snapshots/" and asked.count(prefix) == lacking + 1
+        return (info for info in inner(prefix) if not (skip and info.key in hidden))
+
+    with opened(store) as repository:
+        repository.view()
+        repository.forget([KeepLast(1)], run="a")
+        with opened(store) as other:
+            other.unforget("a@1")
+            new = save(other, "b", 3, 3)
+        if known:
+            repository.view()
+        back = next(key for key in keys_of(store, "snapshots/a/") if key.endswith(".2"))
+        hidden.update({back, new.key} if record == "its last revision" else keys_of(store, f"snapshots/{new.run}/"))
+        asked.clear()
+        store.list = list_
+        result = repository.gc()
+        assert result.deleted_objects > 0
+        store.list = inner
+        assert [s.step for s in repository.snapshots("a")] == [1, 2]
+        assert [s.step for s in repository.snapshots("b")] == [0, 1, 2, 3]
+        assert repository.gc().deleted_objects == 0
+    check_clean(store, level="restore")
+
+
+@pytest.mark.parametrize("lacking", range(4))
+def test_one_listing_without_the_save_that_a_sweep_has_waited_for_costs_nothing(made, lacking):
+    """The save builds on a snapshot that is forgotten and marked meanwhile; no session shows it any more."""
+    store, asked, hidden = clone(made), [], set()
+    inner, put = store.list, store.put
+
+    def list_(prefix):
+        asked.append(prefix)
+        skip = prefix == "snapshots/" and asked.count(prefix) == lacking + 1
+        return (info for info in inner(prefix) if not (skip and info.key in hidden))
+
+    with opened(store) as collector, opened(store) as saver:
+        collector.view()
+
+        def put_(key, data):
+            if key.startswith("snapshots/c/"):
+                store.put = put
+                collector.forget_snapshots(["b@1"])
+                assert collector.gc().waiting_for
+                hidden.add(key)
+                asked.clear()
+                store.list = list_
+            put(key, data)
+
+        store.put = put_
+        saved = saver.save(values("b", 1), run="c", step=0, bases=["b@1"])
+        assert (hidden, saved.new_chunks) == ({saved.key}, 0)
+        collector.gc()
+        store.list = inner
+        assert "c" in [s.run for s in collector.snapshots()]
+    check_clean(store, level="restore")
 
 
 # --- a View of one run

@@ -20,10 +20,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from benchmarks.page import ROOT, Row, publish, row
-from snapstore import Repository
+from snapstore import KeepLast, Repository, SnapshotManager
 from snapstore.format import manifest, pack, records
 from snapstore.format.blob import ALIGNMENT
 from snapstore.format.chunk_table import ChunkTable
@@ -176,6 +177,40 @@ def surveyed(folder: Path, snapshots: int) -> list[Row]:
     ]
 
 
+def cpu_ms(function: Callable[[int], Any], times: int) -> float:
+    """Return the CPU time of a call, the mean of a few [ms]; the calls get numbers."""
+    began = time.process_time()
+    for number in range(times):
+        function(number)
+    return 1000 * (time.process_time() - began) / times
+
+
+def saves_beside(folder: Path, count: int) -> list[Row]:
+    """Return the CPU time of small saves in a repository with `count` records of other runs, a hundred in each."""
+    with Repository.create(folder) as repository:
+        first = repository.save({"w": np.arange(64)}, run="other-0", step=0)
+        for number in range(1, count):
+            other = msgspec.structs.replace(
+                first, id=records.new_id(), run=f"other-{number // 100}", step=number, seq=first.seq + number,
+                write_id=records.new_id(),
+            )  # fmt: skip
+            repository.store.put(other.key, records.encode(other))
+
+    def save(step: int) -> None:
+        repository.save({"w": np.arange(64) + step}, run="mine", step=step)
+
+    with Repository.open(folder) as repository:
+        begin_ms, save_ms = cpu_ms(save, 1), cpu_ms(lambda number: save(number + 1), 10)
+    with SnapshotManager(folder, run="kept", keep=KeepLast(3), async_save=False) as manager:
+        keep_ms = cpu_ms(lambda number: manager.save(number, {"w": np.arange(64) + number}), 10)
+    beside = f"beside {count:,} records"
+    return [
+        row(f"first save of a process {beside}", begin_ms, "ms of CPU"),
+        row(f"save {beside}", save_ms, "ms of CPU"),
+        row(f"save with KeepLast(3) {beside}", keep_ms, "ms of CPU"),
+    ]
+
+
 def figures(folder: Path, snapshots: int, shared: int) -> list[Row]:
     """Return all rows."""
     help_s = seconds(lambda: subprocess.run([PROGRAM, "--help"], check=True, capture_output=True))
@@ -198,12 +233,16 @@ def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--quick", action="store_true", help="a tenth of the snapshots; nothing is written to docs/")
+    parser.add_argument("--saves", action="store_true", help="only saves beside other runs; docs/ stays as it is")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix=".bench-", dir=ROOT))
     began = time.time()
     os.environ["SNAPSTORE_CACHE_DIR"] = str(folder / "cache")  # a cold one, and none of the user's
     try:
-        rows = figures(folder, 100 if args.quick else 1000, 1000)
+        if args.saves:
+            rows = [one for count in (100, 1000, 5000) for one in saves_beside(folder / str(count), count)]
+        else:
+            rows = figures(folder, 100 if args.quick else 1000, 1000)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    publish("scale", rows, began, ("numpy", "lmdb", "msgspec"), quick=args.quick)
+    publish("scale", rows, began, ("numpy", "lmdb", "msgspec"), quick=args.quick or args.saves)

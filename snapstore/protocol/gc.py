@@ -64,7 +64,7 @@ class GcResult:
 
     Attributes:
         deleted_objects, deleted_bytes: packs and manifests deleted.
-        stored_bytes: packs and manifests left [bytes].
+        stored_bytes: packs and manifests left, as far as this gc has listed them [bytes].
         waiting_for: ids of sessions of live saves, and of damaged sessions. The objects that wait for them were not
             deleted; a later gc deletes them.
         fenced: ids of sessions of dead saves, which can no longer commit.
@@ -124,7 +124,7 @@ class _Gc:
         result = self.result
         _, candidates, sizes = self._candidates(list_twice=True)
         result.deleted_objects, result.deleted_bytes = len(candidates), sum(sizes[key] for key in candidates)
-        result.stored_bytes = sum(sizes.values()) - result.deleted_bytes
+        result.stored_bytes -= result.deleted_bytes
         sessions = listed_sessions(self.store) if candidates else []
         result.waiting_for = [s for s in sessions if not examine(self.store, s, self.fence_after_s)[0]]
 
@@ -142,7 +142,6 @@ class _Gc:
             self._still_running(listed_sessions(self.store))
         _remove_old_notes(self.context)
         self.result.waiting_for = sorted(set(self.result.waiting_for))
-        self.result.stored_bytes = sum(_sizes(self.store).values())
 
     def _still_running(self, sessions: Iterable[str]) -> list[str]:
         """Fence the dead ones of some sessions; return the ids of the sessions that still run."""
@@ -164,6 +163,7 @@ class _Gc:
         sessions: list[str] = []
         while True:
             sizes = _sizes(self.store)
+            self.result.stored_bytes = sum(sizes.values())
             view, live = _live(self.context, sizes, list_twice=list_twice or bool(before))
             unneeded = sizes.keys() - live - in_quarantine(self.store)
             if self.unexplained:
@@ -218,6 +218,7 @@ class _Gc:
         deleted_bytes = sum(sizes[key] for key in doomed)
         self.result.deleted_objects += len(doomed)
         self.result.deleted_bytes += deleted_bytes
+        self.result.stored_bytes -= deleted_bytes
         store.delete([records.key_of(mark)])
         store.delete([f"gc/{mark.id}.wait"])
         done = Done(id=mark.id, deleted_objects=len(doomed), deleted_bytes=deleted_bytes)

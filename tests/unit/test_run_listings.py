@@ -79,7 +79,9 @@ def test_only_a_save_that_forgets_lists_all_runs(store):
         assert listed(store).count("snapshots/") == 4, "the first gc of a process lists twice also before its mark"
         manager.save(5, values("a", 5))
         assert listed(store).count("snapshots/") == 3
-        assert [s.step for s in manager.repository.snapshots("a")] == [2, 3, 4, 5]
+        manager.save(6, values("a", 6))
+        assert [key for operation, key in store.log if operation == "list"].count("packs/") == 2
+        assert [s.step for s in manager.repository.snapshots("a")] == [3, 4, 5, 6]
     check_clean(store)
 
 
@@ -399,7 +401,9 @@ def test_two_writers_of_two_runs_and_of_one(store, caplog):
             save(two, "a", step + 100, step)
             save(two, "b", step, step)
         assert one.forget([KeepLast(2)], run="a").forgotten
-        assert two.gc().deleted_objects > 0
+        result = two.gc()
+        left = sum(info.size_bytes for kind in ("packs/", "manifests/") for info in store.list(kind))
+        assert (result.deleted_objects > 0, result.stored_bytes) == (True, left)
         assert [s.step for s in two.snapshots("a")] == [8, 108]
         assert len(two.snapshots("b")) == 9
         for run in ("a", "b"):

@@ -40,10 +40,15 @@ class KnownRecord:
     def unpack(data: bytes, key: str) -> KnownRecord:
         """Return the record that `pack` has encoded.
 
+        If no listing has shown it to the process that made it, it is read again before it is believed: another record
+        of its size may lie under its key by now.
+
         Raises:
             FormatError, IntegrityError, struct.error: it is damaged.
         """
-        return KnownRecord(records.decode(data[_LISTED.size :], Snapshot, key), *_LISTED.unpack_from(data))
+        size_bytes, modified_s, tag = _LISTED.unpack_from(data)
+        snapshot = records.decode(data[_LISTED.size :], Snapshot, key)
+        return KnownRecord(snapshot, size_bytes if modified_s != JUST_MADE else -1, modified_s, tag)
 
     def pack(self, data: bytes) -> bytes:
         """Return the bytes to cache, given the bytes of the record itself."""

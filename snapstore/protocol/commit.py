@@ -205,7 +205,9 @@ class Claim(Putter):
         with suppress(SnapstoreError):
             try:
                 self._create(self._substitute(reason))
-            except StorageFullError:  # the store has answered: our record can no longer appear
+            except StorageFullError:
+                if self._may_land:  # an earlier PUT of our record has no answer yet: it may still be stored
+                    return
                 self.store.delete(sorted(self.written))  # no other record needs what only this claim has put
                 for prefix in ("packs/", "manifests/"):
                     self.store.sync(prefix)  # a power loss must not bring it back, unexplained

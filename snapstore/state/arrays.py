@@ -109,9 +109,10 @@ def _tensor_form(form: type, dtype: torch.dtype, layout: Any) -> tuple[str, str,
     advice = "convert it to a dense torch.Tensor, or wrap it in an object with state_dict/load_state_dict"
     if form not in (torch.Tensor, torch.nn.Parameter):
         problem = f"tensor subclass {form.__module__}.{form.__qualname__}"
-        if any(base.__name__ == "DTensor" for base in form.__mro__):
+        names = {base.__name__ for base in form.__mro__}
+        if "DTensor" in names:
             problem, advice = "DTensor", _DTENSOR
-        elif issubclass(form, torch.nn.parameter.UninitializedTensorMixin):
+        elif "UninitializedTensorMixin" in names:
             advice = "call its module once, so that it has a shape and values"
     elif layout is not torch.strided:
         problem = f"{layout} tensor"

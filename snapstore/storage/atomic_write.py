@@ -78,7 +78,6 @@ class AtomicWriter:
             folder = opened.enter_context(closing(self.open_durable(root, above)))
             temps = opened.enter_context(open_temps(root))
             fd, temp = open_temp(temps)
-            kept = False
             try:
                 share_with_group(root, fd)
                 _write_all(fd, view)
@@ -88,9 +87,8 @@ class AtomicWriter:
                 self.fsync_name(folder, key)
                 if lock_name is not None:
                     keep_locked(fd, lock_name)
-                    kept = True
             finally:
-                drop_temp(None if kept else fd, temps, temp)
+                drop_temp(fd, temps, temp)
 
     def open_durable(self, root: int, names: Sequence[str], *, make: bool = True) -> int:
         """Open a folder below `root` after making every level of its path durable.
@@ -207,6 +205,9 @@ def make_root(root: Path) -> None:
         with closing(open_root(level.parent)) as above:
             make_folder(above, level.name, above)
             fsync_directory(above, str(level.parent))
+    if not missing:  # it may be so new that a power loss would take it; its parent may be closed to this user
+        with suppress(OSError, CapabilityError), closing(open_root(root.parent)) as above:
+            fsync_directory(above, str(root.parent))
     if not root.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
 

@@ -128,4 +128,8 @@ def open_file(folder: int, name: str, flags: int, shown: str) -> int | None:
     """
     if not stat.S_ISREG(stat_entry(folder, name, shown).st_mode):
         return None
-    return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    flags |= os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(name, flags | os.O_NONBLOCK, dir_fd=folder)
+    except BlockingIOError:  # a file server has a lease on the file: wait until the kernel has taken it back
+        return os.open(name, flags, dir_fd=folder)

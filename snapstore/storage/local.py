@@ -420,12 +420,15 @@ class LocalStore(ObjectStore):
             raise StorageError(
                 f"{self.url}: expected a directory, found none; mount it, or make it with 'snapstore init'"
             ) from error
-        if self._pins and any(pin != identity(os.fstat(root)) for pin in tuple(self._pins)):
+        try:
+            if self._pins and any(pin != identity(os.fstat(root)) for pin in tuple(self._pins)):
+                raise StorageError(
+                    f"{self.url}: this is another folder than at the start: its volume was unmounted or replaced; "
+                    "nothing was written here; mount the volume again, then try again"
+                )
+        except BaseException:  # on a dead mount fstat may fail, although the open succeeded
             os.close(root)
-            raise StorageError(
-                f"{self.url}: this is another folder than at the start: its volume was unmounted or replaced; "
-                "nothing was written here; mount the volume again, then try again"
-            )
+            raise
         return root
 
     def _root_identity(self) -> Identity:

@@ -66,12 +66,13 @@ def open_temp(folder: int) -> tuple[int, str]:
     raise BlockingIOError(errno.EWOULDBLOCK, f"{_TEMP_TRIES} new temporary files were locked by another process")
 
 
-def drop_temp(fd: int | None, folder: int, temp: str) -> None:
-    """Unlink a temporary file, and close its descriptor unless it is None."""
+def drop_temp(fd: int, folder: int, temp: str) -> None:
+    """Unlink a temporary file, and close its descriptor unless `keep_locked` keeps it."""
     with suppress(OSError):  # `clean` removes it later
         os.unlink(temp, dir_fd=folder)
-    if fd is not None:
-        _close(fd)
+    with _FORK_LOCK:
+        if fd not in _KEPT_FDS.values():  # asked here, since a Ctrl-C may end `keep_locked` after its work is done
+            _close(fd)
 
 
 def clean_temp(folder: int, name: str) -> int:

@@ -14,6 +14,7 @@ from kit.samples import sampled
 from kit.tally import tally
 from snapstore import KeepLast, Repository, SaveOptions, SnapshotManager, StorageFullError
 from snapstore.storage.local import LocalStore
+from snapstore.storage.memory import MemoryStore
 
 PAGE = 4096
 #: Pages that a forget and a gc write before they delete.
@@ -167,3 +168,30 @@ def test_a_mark_that_landed_on_a_full_disk_is_gone_on_with(tmp_path, monkeypatch
         monkeypatch.undo()
         assert repository.gc().deleted_objects
     assert whole(url) == {2}
+
+
+class _Late(MemoryStore):
+    """The first put of a record is ended by Ctrl-C, and stored later; then there is no space for other records."""
+
+    record: tuple[str, bytes] | None = None
+
+    def put(self, key, data):
+        if not key.startswith("snapshots/"):
+            super().put(key, data)
+        elif self.record is None:
+            self.record = key, bytes(data)
+            raise KeyboardInterrupt
+        else:
+            raise StorageFullError("no space is left (injected)")
+
+
+def test_a_record_that_may_still_be_stored_keeps_its_packs():
+    """The store has said "full" to another put, so this says nothing about the first one."""
+    store = _Late()
+    with Repository.create(store, options=OPTIONS) as repository, pytest.raises(KeyboardInterrupt):
+        repository.save(state_of(0), run="r", step=0)
+    assert [info.key for info in store.list("packs/")]
+    MemoryStore.put(store, *store.record)
+    with Repository.open(store) as repository:
+        assert [s.ref for s in repository.snapshots()] == ["r@0"]
+        assert repository.check("restore").ok

@@ -80,6 +80,37 @@ def test_an_index_is_used_again(root, monkeypatch):
         assert len(repository.snapshots()) == 4
 
 
+def test_another_record_of_the_same_size_under_a_key_that_was_just_made(tmp_path, monkeypatch):
+    """An older backup is put back, and another machine makes the same revision: this machine must read it."""
+
+    @contextmanager
+    def machine(name):
+        monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / name))
+        with Repository.open(root) as repository:
+            yield repository
+
+    root, backup = tmp_path / "repository", tmp_path / "backup"
+    with Repository.create(root, options=OPTIONS) as repository:
+        save(repository, "a", 0, 0)
+        save(repository, "a", 1, 1)
+    shutil.copytree(root, backup)
+    with machine("A") as repository:
+        repository.forget_snapshots(["a@0"])
+        size = (root / f"{repository.context.index.some_keys(1)[0]}").stat().st_size
+    shutil.rmtree(root)
+    shutil.copytree(backup, root)
+    with machine("B") as repository:
+        (first, _) = repository.snapshots()
+        tag = "t" * (size - (root / first.key).stat().st_size - 1)
+        repository.tag("a@0", tag)
+        (made,) = (path for path in root.glob("snapshots/a/*.1"))
+        assert made.stat().st_size == size, "else the sizes alone tell them apart"
+    with machine("A") as repository:
+        assert [s.state for s in repository.snapshots()] == ["committed", "committed"]
+        assert repository.gc().deleted_objects == 0
+        assert (repository.restore("a@0"), repository.check("restore").ok)[1]
+
+
 @pytest.mark.parametrize("name", ["data.mdb", "verified", "lock"])
 @pytest.mark.parametrize("how", ["deleted", "empty", "cut", "garbage", "longer"])
 def test_files_of_the_index(root, name, how):

@@ -26,7 +26,7 @@ from snapstore.errors import (
     StorageError,
     StorageFullError,
 )
-from snapstore.storage import kept_open, local, locks
+from snapstore.storage import atomic_write, kept_open, local, locks
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 from snapstore.storage.urls import open_store
@@ -707,6 +707,76 @@ def test_a_fork_leaves_the_lock_with_the_parent(store):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert store.is_locked("sessions/a") is True
     store.release("sessions/a")
+
+
+def test_ctrl_c_right_after_a_session_is_kept_locked(store, monkeypatch, no_leak):
+    """A closed descriptor must not stay listed: its number may be that of another thread's file by now."""
+    real, before = atomic_write.keep_locked, set(locks._KEPT_FDS.values())
+
+    def interrupted(fd, name):
+        real(fd, name)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(atomic_write, "keep_locked", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        store.lock("sessions/a", b"x")
+    (kept,) = set(locks._KEPT_FDS.values()) - before
+    assert os.fstat(kept).st_size == 1
+    assert kept in locks._LOCKED_FDS
+    store.release("sessions/a")
+    assert set(locks._KEPT_FDS.values()) == before
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(kept)
+
+
+def test_no_descriptor_is_left_if_the_root_cannot_be_looked_at(store, monkeypatch):
+    """On a dead mount the root can be opened with O_PATH, and fstat fails."""
+    store.put("a", b"x")
+    with store.pinned():
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        with monkeypatch.context() as patch:
+            patch.setattr(local, "identity", lambda status: (_ for _ in ()).throw(OSError(errno.ENOTCONN, "dead")))
+            for _ in range(5):
+                with pytest.raises(StorageError):
+                    store.get("a")
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
+        assert store.get("a") == b"x"
+
+
+def test_a_file_with_a_lease_can_be_read(store, root):
+    """A file server on this host may have a lease: an open waits until the kernel has taken it back."""
+    store.put("a", b"hello")
+    script = (
+        "import fcntl, os, signal, sys, time\n"
+        "fd = os.open(sys.argv[1], os.O_RDWR)\n"
+        "signal.signal(signal.SIGIO, lambda *_: (time.sleep(0.2), fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)))\n"
+        "fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", script, str(root / "a")], stdout=subprocess.PIPE)
+    try:
+        if holder.stdout.readline() != b"ready\n":
+            pytest.skip("this file system has no leases")
+        assert store.get("a") == b"hello"
+    finally:
+        holder.kill()
+        holder.communicate()
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_the_name_of_a_new_root_is_durable(tmp_path, monkeypatch, exists):
+    synced, real = [], os.fsync
+
+    def fsync(fd):
+        synced.append(str(Path(f"/proc/self/fd/{fd}").readlink()))
+        real(fd)
+
+    if exists:  # a moment ago, by mkdir or by a `create` beside this one
+        (tmp_path / "new").mkdir()
+    monkeypatch.setattr(os, "fsync", fsync)
+    LocalStore(tmp_path / "new", create=True)
+    assert str(tmp_path) in synced
 
 
 def test_an_executed_program_does_not_keep_the_session(store):

@@ -17,6 +17,7 @@ from kit.s3_stores import moto_bucket
 from snapstore.catalog.index import folder_for
 from snapstore.errors import CapabilityError, InvalidInputError, StorageError, StorageFullError
 from snapstore.storage.cache_dir import cache_folder
+from snapstore.storage.s3 import client
 from snapstore.storage.s3.client import BODY_PIECE_BYTES, Body, parse_url
 from snapstore.storage.s3.failures import failure_of
 from snapstore.storage.s3.reader import PIECE_BYTES, split_range
@@ -132,6 +133,8 @@ def client_error(code: str, status: int) -> aws.ClientError:
         (client_error("PermanentRedirect", 301), StorageError, "region"),
         (client_error("SlowDown", 503), StorageError, "fewer requests"),
         (client_error("Whatever", 500), StorageError, "try again"),
+        (client_error("XAmzContentSHA256Mismatch", 400), StorageError, "damaged on the way"),
+        (client_error("AKIASECRET123", 400), StorageError, "try again"),
         (aws.NoCredentialsError(), StorageError, "no credentials found"),
         (aws.CredentialRetrievalError(provider="p", error_msg="AKIASECRET"), StorageError, "log in again"),
         (aws.ReadTimeoutError(endpoint_url="http://AKIASECRET@h"), StorageError, "no answer in time"),
@@ -147,6 +150,11 @@ def test_errors_say_what_to_do_and_repeat_nothing(error, kind, word):
     assert str(ours).startswith("packs/x in s3://b: cannot write: ")
     assert word in str(ours)
     assert "AKIASECRET" not in str(ours)
+
+
+@pytest.mark.parametrize("code", ["BadDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"])
+def test_bytes_that_were_damaged_on_the_way_are_sent_again(code):
+    assert failure_of(client_error(code, 400)).retryable
 
 
 @pytest.fixture
@@ -203,6 +211,27 @@ def test_a_batch_that_is_partly_refused(store, monkeypatch):
     assert asked == [["p/a", "p/b"], ["p/a"], ["p/a"]]
     with pytest.raises(StorageError, match=r"^a in .* and 1 more: no permission"):
         store.delete(["a", "b"])
+
+
+@pytest.mark.parametrize("code", ["MissingContentMD5", "InvalidRequest"])
+def test_a_server_that_wants_an_md5_gets_single_deletes(store, monkeypatch, code):
+    def delete_objects(**_):
+        raise client_error(code, 400)
+
+    for key in ("a", "b", "c"):
+        store.put(key, b"x")
+    monkeypatch.setattr(store._client, "delete_objects", delete_objects, raising=False)
+    store.delete(["a", "b"])
+    assert [info.key for info in store.list("")] == ["c"]
+
+
+def test_a_forked_child_does_not_wait_for_a_client_that_another_thread_makes(store):
+    """The thread that has the lock may wait for credentials, and does not exist in the child."""
+    with client._CREATE_LOCK:
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if client._CREATE_LOCK.acquire(timeout=1) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_long_range_is_read_in_pieces(store, monkeypatch):

@@ -21,6 +21,7 @@ from botocore.config import Config
 from botocore.credentials import RefreshableCredentials
 
 from ...errors import InvalidInputError
+from ...threads import after_fork_in_child
 from .deadline import run_with_timeout
 from .failures import Failure, guarded
 from .transport import InvalidAnswerError, Session, close_body, hand_over_body
@@ -40,7 +41,10 @@ _PREFIX_LIMIT = 512
 CREDENTIALS_TIMEOUT_S = 60.0
 #: Credentials that expire sooner are not used; this is botocore's own limit [s].
 CREDENTIALS_LEFT_S = 600
-_CREATE_LOCK = threading.Lock()  # boto3 is not safe to make clients in several threads
+#: boto3 is not safe to make clients in several threads. A fork does not wait for the lock, since its holder may wait
+#: for credentials; a forked child gets a new one.
+_CREATE_LOCK = threading.Lock()
+after_fork_in_child(_CREATE_LOCK._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)

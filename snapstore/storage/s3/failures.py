@@ -35,9 +35,14 @@ _RETRYABLE_CODES = {
     "ServiceUnavailable",
     "Throttling",
     "OperationAborted",
+    "BadDigest",  # the bytes were damaged on the way; here they are whole
+    "XAmzContentSHA256Mismatch",
+    "XAmzContentChecksumMismatch",
 }
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 20.0
 _CODE = re.compile(r"[A-Za-z]{1,50}|[0-9]{3}")
+#: Error codes with digits. Other text with digits may be a key.
+_CODES_WITH_DIGITS = {"XAmzContentSHA256Mismatch", "MissingContentMD5"}
 
 
 class Failure(Exception):  # noqa: N818 - never raised to users: it is the cause of an error
@@ -133,9 +138,14 @@ def status_of(error: SnapstoreError) -> int:
     return error.__cause__.status if isinstance(error.__cause__, Failure) else 0
 
 
+def code_of(error: SnapstoreError) -> str:
+    """Return the server's error code of the refusal that caused an error, or ""."""
+    return error.__cause__.code if isinstance(error.__cause__, Failure) else ""
+
+
 def safe_code(code: object) -> str:
     """Return a server's error code if it looks like one, else "": any other text may repeat a secret."""
-    return code if isinstance(code, str) and _CODE.fullmatch(code) else ""
+    return code if isinstance(code, str) and (_CODE.fullmatch(code) or code in _CODES_WITH_DIGITS) else ""
 
 
 def refused(what: str, code: str, status: int) -> SnapstoreError:

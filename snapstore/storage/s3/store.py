@@ -55,7 +55,7 @@ from ..base import (
     not_empty,
 )
 from .client import Body, parse_url
-from .failures import Failure, guarded, pause, refused, safe_code, status_of
+from .failures import Failure, code_of, guarded, pause, refused, safe_code, status_of
 from .lock_files import LivenessLocks
 from .reader import Reader
 from .requests import Requests
@@ -79,6 +79,8 @@ _RETRYABLE = {"InternalError", "SlowDown", "ServiceUnavailable", ""}
 #: Statuses after which keys are deleted one by one: some servers have no batches (501, 405), or check the policy for
 #: the bucket and not the objects (403, radosgw 16.2).
 _NO_BATCHES = {403, 405, 501}
+#: The same: the server wants a Content-MD5, which botocore no longer sends.
+_NO_BATCH_CODES = {"MissingContentMD5", "InvalidRequest"}
 #: `sizes` reads at most so many entries of a listing; it asks for the sizes of all other objects one by one.
 LISTED_FOR_SIZES = 5000
 #: Names in a sandbox that could not be removed, because the permission to delete is missing.
@@ -225,7 +227,7 @@ class S3Store(Reader, ObjectStore):
                     next(iter(left.values())), "delete", self._client.delete_objects, Delete=wanted
                 )
             except SnapstoreError as error:
-                if status_of(error) not in _NO_BATCHES:
+                if status_of(error) not in _NO_BATCHES and code_of(error) not in _NO_BATCH_CODES:
                     raise
                 first, *rest = left.values()
                 self.delete([first])  # alone: without permission, only one request is refused

@@ -2,19 +2,24 @@
 
 In: a state, its trees, and the states of its objects. Out: its containers as `Container`s, and its arrays in the order
 in which a match finds them (structure.py).
+
+Invariants: a match asks objects for their states in the order of `flatten`. A container that is no longer as `flatten`
+has found it is not learnt: a later `state_dict()`, or another thread, may change it in between.
 """
 
 from __future__ import annotations
 
 import marshal
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from .arrays import Array
+from .arrays import Array, address_of
 from .containers import CONTAINERS, Path
+from .held_array import Held
+from .sharded import local_of, sharding_of
 from .tensors import ARRAY_TAGS, Node, is_array
 
 MAPPINGS, _SEQUENCES = (dict, OrderedDict), (list, tuple)
@@ -33,13 +38,10 @@ class Container:
         owner: the type of the object whose state it is, or None.
         versions: `_metadata` of an OrderedDict, as `bytes_of` returns it: the versions of modules by name.
         node: as it was encoded last.
-        arrays, plain, nested, plain_parts: positions of its children; the last are parts without arrays.
-        scalars: the plain children that are scalars, as they were encoded last.
-        part: the name of the part whose tree it is.
+        arrays, plain: positions of its children that are arrays, and scalars.
+        scalars: the scalars as they were encoded last.
+        others: all other children, in the order in which `flatten` visits them.
         table: if its children are all dicts of arrays: how many keys each has, their keys, and the arrays' types.
-        own: if it is a rank's own value: the key of the part of such values, and the position there.
-        plain_own: of each child that is such a value and has no arrays: its position, the name of its part or None, and
-            then as in `own`.
     """
 
     kind: Any
@@ -50,15 +52,11 @@ class Container:
     types: list[type]
     versions: bytes | None
     node: Node
-    part: str | None = None
     arrays: list[int] = field(default_factory=list)
     plain: list[int] = field(default_factory=list)
-    nested: list[tuple[int, Container]] = field(default_factory=list)
-    plain_parts: list[tuple[int, str]] = field(default_factory=list)
     scalars: dict[int, Any] = field(default_factory=dict)
+    others: list[Child] = field(default_factory=list)
     table: tuple[list[int], list[str], list[type]] | None = None
-    own: tuple[str, int] | None = None
-    plain_own: list[tuple[int, str | None, str, int]] = field(default_factory=list)
 
     def replace(self, nodes: Mapping[int, Node]) -> None:
         """Put other nodes of children into the node; the old one may still be in use."""
@@ -70,11 +68,41 @@ class Container:
         self.node = node
 
 
-class Learner:
-    """One walk over a state and its trees; `arrays` and `rows` are in the order in which a match finds the arrays."""
+@dataclass(slots=True, eq=False)
+class Child:
+    """A child of a container that is neither an array nor a scalar.
 
-    def __init__(self, states: Mapping[int, Any], trees: Mapping[str, Node], rows_of: Mapping[str, range]) -> None:
-        self._states, self._trees, self._rows_of = states, trees, rows_of
+    Attributes:
+        at: its position.
+        container: None if it has neither arrays nor values that are a rank's own.
+        part: the name of the part whose tree it is.
+        own: if it is a rank's own value: the key of the part of such values, and the position there.
+    """
+
+    at: int
+    container: Container | None
+    part: str | None
+    own: tuple[str, int] | None
+
+
+class Learner:
+    """One walk over a state and its trees; `arrays` and `rows` are in the order in which a match finds the arrays.
+
+    Args:
+        states: what `state_dict` returned, by the id of its object.
+        trees: of the parts, by key.
+        rows_of: the positions of the arrays of each part among those of all.
+        held: (n,) all of these, as they were flattened.
+    """
+
+    def __init__(
+        self,
+        states: Mapping[int, Any],
+        trees: Mapping[str, Node],
+        rows_of: Mapping[str, range],
+        held: Sequence[Held],
+    ) -> None:
+        self._states, self._trees, self._rows_of, self._held = states, trees, rows_of, held
         self.arrays: list[Array] = []
         self.rows: list[int] = []  # the position of its spec
 
@@ -91,55 +119,68 @@ class Learner:
             return None
         is_mapping = type(value) in MAPPINGS
         keys = list(value) if is_mapping else list(range(len(value)))
-        values = list(value.values()) if is_mapping else list(value)
+        values, nodes = list(value.values()) if is_mapping else list(value), node[2 if is_mapping else 1]
+        if len(values) != len(nodes) or (is_mapping and keys != node[1]):
+            raise DifferentStructureError  # it has changed since
         versions = getattr(value, "_metadata", None)
         if not _are_versions(versions):
             raise DifferentStructureError
         noted = None if versions is None else bytes_of(versions)
         found = Container(type(value), owner, path, keys, list(map(type, keys)), list(map(type, values)), noted, node)
         before = len(self.arrays)
-        below: list[tuple[int, Any, Node]] = []
-        for i, (child, child_node) in enumerate(zip(values, node[2 if is_mapping else 1], strict=True)):
+        below: list[tuple[bool, int, Any, Node]] = []
+        for i, (child, child_node) in enumerate(zip(values, nodes, strict=True)):
             if is_array(child) or (type(child) in (bytes, bytearray) and _has_arrays(child_node)):
                 found.arrays.append(i)
-                self.arrays.append(child)
-                self.rows.append(self._rows_of[part][child_node[1]])
+                self._add(child, self._rows_of[part][child_node[1]])
             elif type(child) in _SCALARS:
                 found.plain.append(i)
-                found.scalars[i] = child
+                if child is child_node:  # else it has changed since, or has another form
+                    found.scalars[i] = child
             else:
-                below.append((i, child, child_node))
-        for i, child, child_node in below:
-            self._learn_child(found, i, child, child_node, part)
-        if len(self.arrays) == before:
+                is_part = part == "" and type(child_node) is list and child_node[0] == "part"
+                below.append((is_part, i, child, child_node))
+        for is_part, i, child, child_node in sorted(below, key=lambda one: one[0]):  # parts come after the others
+            found.others.append(self._child(found, i, child, child_node, child_node[1] if is_part else None, part))
+        if len(self.arrays) == before and not any(one.own or one.container for one in found.others):
             return None
         if set(found.key_types) - {str, int}:
             raise DifferentStructureError
-        if is_mapping and len(found.nested) == len(values) and all(_is_row(child) for _, child in found.nested):
-            rows = [child for _, child in found.nested]
+        rows = [one.container for one in found.others if one.container is not None and _is_row(one)]
+        if is_mapping and len(rows) == len(values):
             lengths = [len(row.keys) for row in rows]
             found.table = (lengths, [key for row in rows for key in row.keys], [t for row in rows for t in row.types])
         return found
 
-    def _learn_child(self, parent: Container, i: int, child: Any, node: Node, part: str) -> None:
-        is_part = part == "" and type(node) is list and node[0] == "part"
-        name = node[1] if is_part else part
+    def _add(self, array: Array, row: int) -> None:
+        """Note an array, which must be the one that was flattened."""
+        held = self._held[row]
+        is_same = array is held.value or any(array is other for _, other in held.ties)
+        if not is_same and sharding_of(array) is not None:  # its local tensor was flattened
+            is_same = address_of(local_of(array)) == address_of(held.value)
+        if not is_same and type(array) is not bytearray:  # a copy of it was flattened
+            raise DifferentStructureError
+        self.arrays.append(array)
+        self.rows.append(row)
+
+    def _child(self, parent: Container, i: int, child: Any, node: Node, part: str | None, outer: str) -> Child:
+        """Return a child that is neither an array nor a scalar.
+
+        Args:
+            part: the name of the part whose tree it is, or None.
+            outer: the name of the part of its container.
+        """
+        name = outer if part is None else part
         path = (*parent.path, str(parent.keys[i]))
-        node = self._trees[name] if is_part else node
+        node = node if part is None else self._trees[part]
         own = (own_key(name), node[1]) if _is_own(node) else None
         if own is not None:
             nested = self.learn(child, self._trees[own[0]][1][own[1]], path, own[0])
         else:
             nested = self.learn(child, node, path, name)
-        if nested is None and own is not None:
-            parent.plain_own.append((i, name if is_part else None, *own))
-        elif nested is not None:
-            nested.part, nested.own = name if is_part else None, own
-            parent.nested.append((i, nested))
-        elif is_part:
-            parent.plain_parts.append((i, name))
-        else:
-            parent.plain.append(i)
+            if nested is None and any(map(is_own_key, self._trees)) and _holds_own(node):
+                raise DifferentStructureError  # in a container of a kind that is not learnt
+        return Child(i, nested, part, own)
 
 
 def own_key(name: str) -> str:
@@ -157,10 +198,17 @@ def _is_own(node: Node) -> bool:
     return type(node) is list and node[:1] == ["rank"]
 
 
-def _is_row(container: Container) -> bool:
-    """Return whether a container is a plain dict of arrays with names."""
-    is_plain = container.kind is dict and container.owner is None and container.part is None
-    return is_plain and len(container.arrays) == len(container.keys) and set(container.key_types) == {str}
+def _holds_own(node: Node) -> bool:
+    """Return whether a node has a value in it that is each rank's own."""
+    return type(node) is list and ((_is_own(node) and type(node[-1]) is int) or any(map(_holds_own, node)))
+
+
+def _is_row(child: Child) -> bool:
+    """Return whether a child is a plain dict of arrays with names."""
+    row = child.container
+    if row is None or row.kind is not dict or row.owner is not None or child.part is not None:
+        return False
+    return len(row.arrays) == len(row.keys) and set(row.key_types) == {str}
 
 
 def _has_arrays(node: Node) -> bool:

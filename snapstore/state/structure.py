@@ -27,6 +27,7 @@ from .containers import Path
 from .held_array import Held
 from .known_tensors import BLOCK_ARRAYS, Block, addresses_of, storages_of
 from .learner import MAPPINGS, Container, DifferentStructureError, Learner, bytes_of, is_own_key
+from .per_rank import is_per_rank
 from .stateful import is_stateful, state_of
 from .tensors import Node, TensorSpec
 from .tree_encode import Encoder
@@ -74,6 +75,7 @@ class Structure:
     Args:
         root, own_counts: the containers that the learner found; how many own values of a rank each part has.
         arrays, rows: of the state, and the positions of their specs.
+        of_rank: whether it is the state of one of several ranks.
 
     Attributes:
         specs: of all parts, in order.
@@ -97,8 +99,11 @@ class Structure:
         rows: Sequence[int],
         rows_of: Mapping[str, range],
         specs: Sequence[TensorSpec],
+        *,
+        of_rank: bool = False,
     ) -> None:
         self._root, self._own_counts, self.rows_of, self.specs = root, own_counts, rows_of, specs
+        self._of_rank = of_rank
         starts = range(0, len(arrays), BLOCK_ARRAYS)
         try:
             self._blocks = [Block(arrays, start) for start in starts]
@@ -249,28 +254,45 @@ class Structure:
         arrays += [values[i] for i in known.arrays]
         outer.append(value)
         nodes: dict[int, Node] = {}
-        for i, child in known.nested:
-            node = child.node
-            self._match(child, values[i], arrays, trees, outer)
+        for child in known.others:
+            if child.container is None:
+                node, is_new = self._encode(values[child.at], outer, is_own=child.own is not None), True
+            else:
+                before = child.container.node
+                self._match(child.container, values[child.at], arrays, trees, outer)
+                node, is_new = child.container.node, child.container.node is not before
             if child.own is not None:
-                _note_own(trees, child.part, *child.own, child.node)
+                _note_own(trees, child.part, *child.own, node)
             elif child.part is not None:
-                trees[child.part] = child.node
-            elif child.node is not node:
-                nodes[i] = child.node
-        for i, part, key, number in known.plain_own:
-            _note_own(trees, part, key, number, _encode(values[i], outer))
-        for i, name in known.plain_parts:
-            trees[name] = _encode(values[i], outer)
+                trees[child.part] = node
+            elif is_new:
+                nodes[child.at] = node
         for i in known.plain:
             plain = values[i]
             if i not in known.scalars or plain is not known.scalars[i]:
-                nodes[i] = _encode(plain, outer)
+                nodes[i] = self._encode(plain, outer)
                 if i in known.scalars:
                     known.scalars[i] = plain
         outer.pop()
         if nodes:
             known.replace(nodes)
+
+    def _encode(self, value: Any, outer: Sequence[Any], *, is_own: bool = False) -> Node:
+        """Return the node of a plain value within some containers. `is_own`: whether it is a rank's own value.
+
+        Raises:
+            DifferentStructureError: it has no such node, or a new value of a rank's own in it.
+        """
+        special = _refuse_own if self._of_rank and not is_own else None
+        encoder = Encoder(_refuse, _expand, special, columnar=True)
+        try:
+            for container in outer:
+                encoder.enter(container, ())
+            node = encoder.node(value, ())
+            encoder.raise_problems()
+        except InvalidInputError as error:  # `flatten` says where
+            raise DifferentStructureError from error
+        return node
 
     def _hold_others(self, arrays: Sequence[Array]) -> list[tuple[int, Held]]:
         others: list[tuple[int, Held]] = []
@@ -291,13 +313,16 @@ class Structure:
         return others
 
 
-def learn(state: Any, states: Mapping[int, Any], parts: Sequence[Part]) -> tuple[Structure, list[Array]]:
+def learn(
+    state: Any, states: Mapping[int, Any], parts: Sequence[Part], *, of_rank: bool = False
+) -> tuple[Structure, list[Array]]:
     """Learn the structure of a state.
 
     Args:
         state: as it was flattened.
         states: what `state_dict` returned, by the id of its object.
         parts: of the state.
+        of_rank: whether it is the state of one of several ranks.
 
     Returns:
         The structure, which keeps no array; and the arrays of this state, for `Structure.match_of`.
@@ -309,13 +334,17 @@ def learn(state: Any, states: Mapping[int, Any], parts: Sequence[Part]) -> tuple
     specs = {part.key: [held.spec for held in part.arrays] for part in parts}  # of sharded tensors the local ones
     ends = accumulate(map(len, specs.values()))
     rows_of = {key: range(end - len(of), end) for (key, of), end in zip(specs.items(), ends, strict=True)}
-    learner = Learner(states, trees, rows_of)
-    root = learner.learn(state, trees[""], (), "")
-    if root is None:
-        raise DifferentStructureError  # there are no arrays
-    own_counts = {key: len(tree[1]) for key, tree in trees.items() if is_own_key(key)}
+    learner = Learner(states, trees, rows_of, [held for part in parts for held in part.arrays])
+    try:
+        root = learner.learn(state, trees[""], (), "")
+    except (TypeError, IndexError, KeyError) as error:  # a child of another kind than in the tree
+        raise DifferentStructureError from error
     of_all = list(chain.from_iterable(specs.values()))
-    return Structure(root, own_counts, learner.arrays, learner.rows, rows_of, of_all), learner.arrays
+    if root is None or len(set(learner.rows)) != len(of_all) or not of_all:
+        raise DifferentStructureError  # there are no arrays, or some are gone since
+    own_counts = {key: len(tree[1]) for key, tree in trees.items() if is_own_key(key)}
+    structure = Structure(root, own_counts, learner.arrays, learner.rows, rows_of, of_all, of_rank=of_rank)
+    return structure, learner.arrays
 
 
 def _note_own(trees: dict[str, Node], part: str | None, key: str, number: int, node: Node) -> None:
@@ -369,21 +398,13 @@ def _check_versions(known: Container, value: Any) -> None:
         raise DifferentStructureError
 
 
-def _encode(value: Any, outer: Sequence[Any]) -> Node:
-    """Return the node of a plain value within some containers."""
-    encoder = Encoder(_refuse, _expand, columnar=True)
-    try:
-        for container in outer:
-            encoder.enter(container, ())
-        node = encoder.node(value, ())
-        encoder.raise_problems()
-    except InvalidInputError as error:  # `flatten` says where
-        raise DifferentStructureError from error
-    return node
-
-
 def _refuse(value: Any, path: Path) -> NoReturn:
     raise DifferentStructureError
+
+
+def _refuse_own(value: Any, path: Path) -> None:
+    if is_per_rank(value):
+        raise DifferentStructureError
 
 
 def _expand(value: Any, path: Path) -> tuple[Any] | None:

@@ -1,7 +1,9 @@
 """A state is recognised only if its structure is unchanged. Its copy is always what `flatten` describes."""
 
 import copy
-from collections import OrderedDict
+import dataclasses
+from collections import OrderedDict, deque
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -10,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapstore import InvalidInputError, SnapshotManager
+from snapstore import InvalidInputError, PerRank, RngState, SnapshotManager
 from snapstore.engine.registry import Engines
 from snapstore.save import staging as staging_module
 from snapstore.save.staging import Staging
@@ -372,3 +374,145 @@ def test_snapshots_of_recognised_states_are_restored():
             assert got["n"] == n
             for name, value in wanted[n]["model"].items():
                 assert torch.equal(got["model"][name], value)
+
+
+# --- values of each rank, live containers, objects that depend on each other ------------------------------------------
+
+
+@dataclasses.dataclass
+class Config:
+    loader: object
+
+
+def rank_states():
+    """Return states of a rank by name, each made from a number."""
+    own = {"a shared container": lambda n: {"train": {"epoch": n, "loader": PerRank({"pos": n})}}}
+    own["only own values"] = lambda n: {"own": {"loader": PerRank({"pos": n}), "n": PerRank(n)}}
+    own["deep"] = lambda n: {"a": {"b": [n, {"c": (PerRank(n), 1)}]}, "list": [PerRank([n]), n]}
+    own["an object"] = lambda n: {"train": Once(Counter()), "x": {"y": PerRank(PerRank(n))}}
+    own["with arrays"] = lambda n: {"train": {"w": A + n, "loader": PerRank({"pos": n, "b": B + n, "d": {"e": n}})}}
+    own["a part"] = lambda n: {"loader": PerRank({"pos": n}), "z": {"n": n}}
+    return {name: lambda n, make=make: {"m": {"w": A + n}, **make(n)} for name, make in own.items()}
+
+
+class Counter:
+    n = 0
+
+
+@pytest.mark.parametrize("name", rank_states())
+def test_values_of_each_rank_are_matched_as_they_are_flattened(name):
+    make = rank_states()[name]
+    parts, learnt = flatten_and_learn(make(0), of_rank=True)
+    structure, arrays = learnt
+    structure.match_of(arrays, {part.key: part.tree for part in parts}).confirm()
+    for n in (1, 2):
+        state = make(n)
+        assert structure.match(state).trees == {part.key: part.tree for part in flatten(state, of_rank=True)}
+
+
+@pytest.mark.parametrize("hold", [lambda x: deque([x]), lambda x: Config(x), lambda x: [deque([{"a": x}])]])
+def test_values_of_each_rank_in_other_containers_are_not_recognised(hold):
+    assert flatten_and_learn({"m": {"w": A}, "x": {"y": hold(PerRank(1))}}, of_rank=True)[1] is None
+    assert flatten_and_learn({"m": {"w": A}, "x": {"y": hold(1)}}, of_rank=True)[1] is not None
+
+
+@pytest.mark.parametrize("hold", [lambda x: x, lambda x: {"pos": x}, lambda x: deque([x]), lambda x: Config(x)])
+def test_a_new_value_of_a_rank_is_not_taken_for_a_shared_one(hold):
+    _, (structure, _) = flatten_and_learn({"m": {"w": A}, "cfg": {"y": hold(None)}}, of_rank=True)
+    with pytest.raises(DifferentStructureError):
+        structure.match({"m": {"w": A}, "cfg": {"y": hold(PerRank(5))}})
+
+
+class Cached:
+    """Its state is its own dict."""
+
+    def __init__(self, **values):
+        self.values = values
+
+    def state_dict(self):
+        return self.values
+
+    def load_state_dict(self, state):
+        self.values = state
+
+
+class Doing:
+    """Changes something else while its state is asked for."""
+
+    def __init__(self, do):
+        self._do = do
+
+    def state_dict(self):
+        self._do()
+        return {"n": 1}
+
+    def load_state_dict(self, state): ...
+
+
+def move_to_end(values):
+    values["x"] = values.pop("x")
+
+
+LIVE = {
+    "another order": move_to_end,
+    "another scalar": lambda values: values.update(flag=values["flag"] + 1),
+    "another array": lambda values: values.update(x=B.clone()),
+    "more": lambda values: values.update(more=1),
+    "fewer": lambda values: values.pop("y", None),
+    "an array for a scalar": lambda values: values.update(flag=B),
+    "a scalar for an array": lambda values: values.update(y=1.5),
+    "a dict for a scalar": lambda values: values.update(flag={"a": 1}),
+    "a scalar for a dict": lambda values: values.update(inner=3),
+}
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_a_container_that_changes_after_it_was_flattened(name):
+    """Each save stores a state that there was, and the next one the state of its time."""
+    cached = Cached(x=A.clone(), y=B.clone(), flag=0, inner={"n": 1})
+    state = {"cache": cached, "user": Doing(lambda: LIVE[name](cached.values))}
+    with SnapshotManager(MemoryStore(), run="a") as snapshots:
+        for step in range(4):
+            before = dict(cached.values)
+            with suppress(InvalidInputError):
+                snapshots.save(step, state).result(60)
+            if step not in snapshots.all_steps():
+                continue  # it was changed while it was saved
+            stored = snapshots.restore(step)["cache"]
+            assert any(_equal(stored, live) for live in (before, cached.values)), (stored, step)
+
+
+def _equal(stored, live):
+    same = [torch.equal(stored[k], v) if torch.is_tensor(v) else stored[k] == v for k, v in live.items() if k in stored]
+    return stored.keys() == live.keys() and all(same)
+
+
+class Drawing:
+    """Draws a random number when its state is asked for, as torchdata's loader does."""
+
+    def __init__(self, *more):
+        self._more = more
+
+    def state_dict(self):
+        return {"seed": int(torch.randint(0, 1 << 30, ()).item()), **dict(self._more)}
+
+    def load_state_dict(self, state): ...
+
+
+@pytest.mark.parametrize("of_rank", [False, True])
+def test_a_match_asks_objects_in_the_order_of_flatten(of_rank):
+    states = [
+        lambda: {"w": A, "loader": Drawing(), "rng": RngState()},
+        lambda: {"loader": Drawing(), "m": {"w": A}, "rng": RngState(), "last": Drawing(("w", A))},
+        lambda: {"m": {"a": Drawing(), "b": Drawing(("w", A)), "c": Drawing()}, 3: Drawing(), "n": [Drawing(), A]},
+        lambda: {"z": Drawing(("w", A)), 3: Drawing(("w", B)), 4: Drawing(), "own": PerRank(Drawing())},
+    ]
+    for make in states:
+        _, (structure, _) = flatten_and_learn(make(), of_rank=of_rank)
+        torch.manual_seed(1)
+        expected = {part.key: part.tree for part in flatten(make(), of_rank=of_rank)}
+        after = torch.rand(1)
+        torch.manual_seed(1)
+        matched = structure.match(make())
+        assert matched.trees == expected
+        assert torch.rand(1) == after

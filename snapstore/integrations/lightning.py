@@ -231,7 +231,8 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
     Args:
         manager: a SnapshotManager; or a function that makes one, which is called in `fit`, when the ranks of the job
             are known: on several ranks pass a function. The callback closes a manager that the function made.
-        when: "step": save after a batch if the manager's `should_save` says so. "validation": save after each
+        when: "step": save after a batch if the manager's `should_save` says so; if a batch makes several optimizer
+            steps, and one of them is a multiple of the interval, save after it too. "validation": save after each
             validation, when its metrics are there.
         resume: "latest": `fit` resumes from the newest snapshot, if there is one and no `ckpt_path` is given; a step or
             tag: from that snapshot; None: it does not resume.
@@ -262,7 +263,7 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         self._metrics, self._per_rank = tuple(metrics), per_rank
         self._manager: SnapshotManager | None = None
         self._restored: dict[str, Any] | None = None  # the checkpoint that is being loaded
-        self._last_step = 0
+        self._last_step = self._seen_step = 0
 
     # -- hooks of a fit, in this order
 
@@ -298,12 +299,14 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         if self._restored is not None and not self._restored[_OWN]["begins_epoch"]:
             self._set_generators()
         self._restored = None
-        self._last_step = trainer.global_step  # until it grows, gradients are accumulated
+        self._last_step = self._seen_step = trainer.global_step  # until it grows, gradients are accumulated
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        """Save if the manager wants this step."""
-        step = trainer.global_step
-        if self._when == "step" and step != self._last_step and self._opened().should_save(step):
+        """Save if the manager wants this step, or one that a batch with several optimizer steps has passed over."""
+        manager, step = self._opened(), trainer.global_step
+        before, self._seen_step = self._seen_step // manager.save_interval_steps, step
+        due = manager.should_save(step) or (step // manager.save_interval_steps > before and not manager.read_only)
+        if self._when == "step" and step != self._last_step and due:
             self._save(trainer, step)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
@@ -351,7 +354,7 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         kept = {key: value if key in _TENSORS else PerRank(value) for key, value in state.items()}
         metadata = {"lightning": [key for key in state if key not in _TENSORS]}
         self._last_step = step
-        force = self._when == "validation"
+        force = self._when == "validation" or not manager.should_save(step)
         manager.save(step, {**kept, _OWN: PerRank(own)}, metrics=metrics, metadata=metadata, force=force)
 
     def _load_sharded(self, trainer: Any, step: int | str) -> dict[str, Any]:

@@ -203,6 +203,34 @@ def test_no_save_before_the_first_step_of_the_optimizer(adapter, tmp_path):
         assert manager.all_steps() == [2, 4]
 
 
+@pytest.mark.filterwarnings("ignore")  # Lightning warns about the number of workers
+def test_batches_with_several_optimizer_steps_pass_over_no_save(adapter, tmp_path):
+    """Here the global step is always odd, so it is never a multiple of the interval."""
+    import lightning.pytorch
+
+    class Gan(lightning.pytorch.LightningModule):
+        automatic_optimization = False
+
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Linear(8, 1)
+
+        def training_step(self, batch, index):
+            for optimizer in self.optimizers()[: 1 if self.global_step == 0 else 2]:
+                optimizer.step()
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(self.parameters(), 1e-2) for _ in range(2)]
+
+    options = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    for stop, steps in ((11, [5, 9]), (17, [5, 9, 13, 17])):
+        with SnapshotManager(tmp_path, run="r", save_interval_steps=4) as manager:
+            callback = adapter.SnapshotCallback(manager)
+            trainer = lightning.pytorch.Trainer(max_steps=stop, callbacks=[callback], **options)
+            trainer.fit(Gan(), DataLoader(torch.ones(20, 8)))
+            assert manager.all_steps() == steps
+
+
 # -- the files of the plugin
 
 

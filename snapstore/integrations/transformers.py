@@ -10,7 +10,8 @@ temporary folder with the files that the Trainer reads.
 
 The Trainer tells a callback that a save is due before it logs and evaluates the step. So the callback saves at the next
 event: then the metrics are known, and the random generators are in the state in which the next step finds them. The
-Trainer resumes at that point: it fetches the batches of the step, then loads the generators.
+Trainer resumes at that point: it fetches the batches of the step, then loads the generators. Then all callbacks get the
+event again, so the save comes before any other callback gets it.
 """
 
 from __future__ import annotations
@@ -80,6 +81,9 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         """Refuse options that are not supported, and use `save_total_limit` as the policy of the manager."""
         _refuse(args, state)
         self._due = self._prepared = False
+        if (handler := self._handler()) is not None:  # a new list: the handler iterates over the old one
+            others = [one for one in handler.callbacks if not isinstance(one, _SaveFirst)]
+            handler.callbacks = [_SaveFirst(self), *others]
         self._best = self._best_saved(state) if args.load_best_model_at_end else None
         limit = args.save_total_limit
         if limit is not None and limit > 0:
@@ -112,16 +116,20 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         control.should_save = False
         return control
 
+    on_evaluate = on_epoch_end
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save the previous step, if a save is due."""
+        """Save the previous step, if a save is due and `_SaveFirst` did not save it."""
         self._save_if_due(args, state, control, kwargs)
 
     on_epoch_begin = on_step_begin
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Save the last step of the training, if a save is due, before the Trainer loads the best model."""
-        if logs and "train_runtime" in logs:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> Any:
+        """Note whether a save is due; save the last step of the training, before the Trainer loads the best model."""
+        self.on_epoch_end(args, state, control)
+        if logs and _is_of_training(logs):
             self._save_if_due(args, state, control, kwargs)
+        return control
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log a warning about a checkpoint that the Trainer has written itself, and save a snapshot as well."""
@@ -192,36 +200,52 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         """Return name -> text of the small files of a checkpoint: they are those of rank 0."""
         exported = [control]
         if set(state.stateful_callbacks) - {type(control).__name__}:
-            exported = [one for one in self._callbacks() if isinstance(one, ExportableState)] + exported
+            handler = self._handler()
+            if handler is None:
+                raise CapabilityError(
+                    "SnapshotCallback: cannot find the other callbacks of the Trainer, whose states belong to a "
+                    f"snapshot, in transformers {transformers.__version__}; it was tested with 5.23"
+                )
+            exported = [one for one in handler.callbacks if isinstance(one, ExportableState)] + exported
         callbacks = TrainerState(stateful_callbacks=exported).stateful_callbacks
         state = dataclasses.replace(
             state,
             stateful_callbacks=callbacks,
             is_local_process_zero=True,
             is_world_process_zero=True,
-            log_history=[entry for entry in state.log_history if "train_runtime" not in entry],
+            log_history=[entry for entry in state.log_history if not _is_of_training(entry)],
         )
         texts = {"trainer_state.json": json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True) + "\n"}
         if hasattr(getattr(model, "config", None), "to_json_string"):
             texts["config.json"] = model.config.to_json_string()
         return texts
 
-    def _callbacks(self) -> list[Any]:
-        """Return all callbacks of the Trainer. No event passes them, so they are taken from the calling handler.
-
-        Raises:
-            CapabilityError: no caller is the handler of the Trainer, as it is up to release 5.23.
-        """
+    def _handler(self) -> Any:
+        """Return the Trainer's handler of callbacks; no event passes it, so it is found among the callers; or None."""
         frame = sys._getframe()
         while frame.f_back is not None:
             frame = frame.f_back
             handler = frame.f_locals.get("self")
             if isinstance(handler, CallbackHandler) and self in handler.callbacks:
-                return list(handler.callbacks)
-        raise CapabilityError(
-            f"SnapshotCallback: cannot find the other callbacks of the Trainer, whose states belong to a snapshot, in "
-            f"transformers {transformers.__version__}; it was tested with 5.23"
-        )
+                return handler
+        return None
+
+
+class _SaveFirst(TrainerCallback):  # type: ignore[misc]  # transformers has no types
+    """Lets a SnapshotCallback save before any other callback hears of a step or an epoch that begins.
+
+    A resumed Trainer tells them again. If one draws a random number there, or changes its state or the model, it would
+    do it twice.
+    """
+
+    def __init__(self, owner: SnapshotCallback) -> None:
+        self.owner = owner
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save the previous step, if a save is due."""
+        self.owner.on_step_begin(args, state, control, **kwargs)
+
+    on_epoch_begin = on_step_begin
 
 
 def _refuse(args: Any, state: Any) -> None:
@@ -240,6 +264,11 @@ def _refuse(args: Any, state: Any) -> None:
         raise InvalidInputError(
             f"push_to_hub with hub_strategy={args.hub_strategy.value!r}: there are no checkpoint folders to push; pass "
             "hub_strategy='end'"
+        )
+    if getattr(args, "enable_jit_checkpoint", False):
+        raise InvalidInputError(
+            "enable_jit_checkpoint: after a SIGTERM it writes a checkpoint folder, and no snapshot; leave it out, "
+            "and call manager.handle_preemption()"
         )
     if args.save_on_each_node:
         raise InvalidInputError("save_on_each_node: all nodes save one snapshot to one repository; leave it out")
@@ -264,13 +293,18 @@ def _parts(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     return parts
 
 
+def _is_of_training(logs: dict[str, Any]) -> bool:
+    """Return whether numbers are the last that a training logs: those of the whole training."""
+    return "train_loss" in logs and "total_flos" in logs and "train_runtime" in logs
+
+
 def _metrics(state: Any) -> dict[str, float]:
     """Return the numbers that were logged at this step, except those which depend on a rank's clock."""
     found: dict[str, float] = {}
     for entry in reversed(state.log_history):
         if entry.get("step") != state.global_step:
             break
-        if "train_runtime" in entry:  # of the whole training
+        if _is_of_training(entry):
             continue
         for name, value in entry.items():
             if name != "step" and "_runtime" not in name and "_per_sec" not in name and isinstance(value, int | float):

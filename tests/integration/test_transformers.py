@@ -105,6 +105,60 @@ def test_the_end_of_an_epoch_and_the_intervals_of_the_manager(hf, tmp_path):
     assert same(end_of(resumed(hf, tmp_path, **options)), expected)
 
 
+def test_the_count_of_tokens_changes_no_save(hf, tmp_path):
+    """With it, every log entry has the speed of the training, as otherwise only the last entry has."""
+    options = {"include_num_input_tokens_seen": "all", "load_best_model_at_end": True}
+    with open_manager(tmp_path) as manager:
+        made = hf.trainer(tmp_path / "out", hf.SnapshotCallback(manager), **options)
+        made.train()
+        expected = end_of(made)
+        assert manager.repository.snapshot("a@best-model").step == made.state.best_global_step
+        assert manager.repository.snapshot("a@3").metrics.keys() == {
+            "loss", "grad_norm", "learning_rate", "epoch", "num_input_tokens_seen", "eval_loss",
+        }  # fmt: skip
+    assert same(end_of(resumed(hf, tmp_path, 3, **options)), expected)
+
+
+def test_a_callback_that_draws_numbers_or_counts_where_a_step_begins(hf, tmp_path):
+    """A resumed Trainer tells it of that step again, so the snapshot is taken before it hears of the step."""
+
+    class Steps(hf.TrainerCallback, hf.ExportableState):
+        def __init__(self, count=0):
+            self.count = count
+
+        def on_step_begin(self, *args, **kwargs):
+            self.count += 1
+            torch.rand(1)
+
+        def state(self):
+            return {"args": {}, "attributes": {"count": self.count}}
+
+    ends = []
+    for step in (None, 3, 6):
+        with open_manager(tmp_path) as manager, hf.checkpoint_dir(manager, step) as path:
+            made = hf.trainer(tmp_path / "out", Steps(), hf.SnapshotCallback(manager))
+            made.train(resume_from_checkpoint=path)
+            states = [one.state() for one in made.callback_handler.callbacks if isinstance(one, hf.ExportableState)]
+            ends.append([*end_of(made), states])
+    assert {"args": {}, "attributes": {"count": 8}} in ends[0][-1]
+    assert same(ends[1], ends[0])
+    assert same(ends[2], ends[0])
+
+
+def test_a_save_that_a_callback_asks_for_after_an_evaluation_or_a_log(hf, tmp_path):
+    class Ask(hf.TrainerCallback):
+        def on_evaluate(self, args, state, control, **kwargs):
+            control.should_save = state.global_step == 3
+
+        def on_log(self, args, state, control, **kwargs):
+            control.should_save = state.global_step == 5
+
+    with open_manager(tmp_path) as manager:
+        hf.trainer(tmp_path / "out", Ask(), hf.SnapshotCallback(manager), save_steps=100).train()
+        assert manager.all_steps() == [3, 5, 8]
+    assert not list((tmp_path / "out").glob("checkpoint-*"))
+
+
 def test_limits_and_the_best_model(hf, tmp_path):
     """The loss falls, so the first evaluation is the best one if greater is better."""
     options = {"eval_steps": 2, "save_steps": 2, "save_total_limit": 2, "load_best_model_at_end": True}
@@ -173,10 +227,12 @@ def test_the_best_snapshot_may_be_one_whose_record_cannot_be_read(hf, tmp_path):
         ({"save_strategy": "best"}, "save_strategy='best': .*KeepBest"),
         ({"push_to_hub": True, "hub_strategy": "checkpoint"}, "hub_strategy='end'"),
         ({"save_on_each_node": True}, "save_on_each_node"),
+        ({"enable_jit_checkpoint": True}, "handle_preemption"),
     ],
 )
 def test_options_that_are_refused(hf, tmp_path, options, message, monkeypatch):
     monkeypatch.setattr("transformers.Trainer.init_hf_repo", lambda *_, **__: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # of the Trainer's own checkpoint at a SIGTERM
     with open_manager(tmp_path) as manager, pytest.raises(InvalidInputError, match=message):
         hf.trainer(tmp_path / "out", hf.SnapshotCallback(manager), **options).train()
 

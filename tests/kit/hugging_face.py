@@ -19,11 +19,12 @@ import numpy as np
 import torch
 import transformers
 from transformers import EarlyStoppingCallback, LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 from snapstore import SnapshotManager
 from snapstore.integrations.transformers import SnapshotCallback, checkpoint_dir
 
-__all__ = ["SnapshotCallback", "checkpoint_dir"]
+__all__ = ["ExportableState", "SnapshotCallback", "checkpoint_dir"]
 transformers.logging.set_verbosity_error()
 
 

@@ -22,9 +22,9 @@ from ..restore.streaming import TensorReader
 from ..state.tensors import TensorSpec
 from . import safetensors_file
 from .checkpoint import file_inside
-from .hf_folder import INDEX, STATES, TORCH_INDEX, TRAINER_STATE
+from .hf_folder import ADAPTER, ADAPTER_COPY, INDEX, ONE_FILE, STATES, TORCH_INDEX, TRAINER_STATE
 
-CONFIG = "config.json"
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 #: Endings of files in the folder of --config that hold weights or a state.
 _WEIGHTS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".ot"),
@@ -97,10 +97,10 @@ def plan(
     *,
     tensors_only: bool,
 ) -> HfPlan:
-    """Return which tensor goes into which file.
+    """Return which tensor goes into which file; the weights of an adapter of PEFT go into one.
 
     Raises:
-        InvalidInputError: safetensors cannot hold the state.
+        InvalidInputError: safetensors cannot hold the state, or a file beside the weights has a name of theirs.
     """
     if type(max_shard_bytes) is not int or max_shard_bytes < 1:
         raise InvalidInputError(f"max_shard_bytes {max_shard_bytes!r}: expected an int of 1 or more")
@@ -118,10 +118,23 @@ def plan(
         size += spec.nbytes
     if not groups:
         raise InvalidInputError(f"{path}: the state has no tensors; choose another part of it with --part")
-    if len(groups) == 1:
-        return HfPlan({"model.safetensors": groups[0]}, kept, dropped, sorted(tied))
-    shards = {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
+    if _is_adapter(beside):
+        shards = {ADAPTER: specs}
+    elif len(groups) == 1:
+        shards = {ONE_FILE: groups[0]}
+    else:
+        shards = {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
+    if taken := sorted(set(shards).intersection(beside)):
+        raise InvalidInputError(
+            f"{path}: {taken[0]} would be a file of the weights and one of the files beside them; export with another "
+            "max_shard_bytes"
+        )
     return HfPlan(shards, kept, dropped, sorted(tied))
+
+
+def _is_adapter(beside: Mapping[str, bytes]) -> bool:
+    """Return whether the weights are those of an adapter of PEFT: its config is there, and no config of a model."""
+    return ADAPTER_CONFIG in beside and not {CONFIG, ADAPTER, ADAPTER_COPY}.intersection(beside)
 
 
 def _tied(every: list[tuple[str, TensorSpec]]) -> set[str]:

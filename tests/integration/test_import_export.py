@@ -354,6 +354,33 @@ def test_from_pretrained_loads_an_export_without_a_warning(repository, tmp_path,
     assert load_file(tmp_path / "again" / "model.safetensors").keys() == found.keys()
 
 
+def test_an_adapter_comes_back_under_its_name(repository, tmp_path):
+    """PEFT loads an adapter from one file of this name only."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "adapter_config.json").write_text("{}")
+    save_file(model(), tmp_path / "a" / "adapter_model.safetensors", {"format": "pt"})
+    imported(repository, tmp_path / "a", step=1)
+    options = ExportOptions(max_shard_bytes=100)
+    exported = export_snapshot(repository, "r@1", tmp_path / "b", to="hf", options=options)
+    assert exported.files == ["adapter_config.json", "adapter_model.safetensors"]
+    found = (tmp_path / "b" / "adapter_model.safetensors").read_bytes()
+    assert found == (tmp_path / "a" / "adapter_model.safetensors").read_bytes()
+
+
+def test_no_shard_replaces_another_file_of_the_folder(repository, tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.json").write_text("{}")
+    save_file(model(), tmp_path / "a" / "adapter_model.safetensors")
+    save_file(model(1), tmp_path / "a" / "model-00001-of-00002.safetensors")
+    imported(repository, tmp_path / "a", step=1)
+    options = ExportOptions(max_shard_bytes=12000)
+    with pytest.raises(InvalidInputError, match=r"model-00001-of-00002.* would be a file of the weights and"):
+        export_snapshot(repository, "r@1", tmp_path / "b", to="hf", options=options)
+    export_snapshot(repository, "r@1", tmp_path / "b", to="hf")
+    found = (tmp_path / "b" / "model-00001-of-00002.safetensors").read_bytes()
+    assert found == (tmp_path / "a" / "model-00001-of-00002.safetensors").read_bytes()
+
+
 def test_names_lose_the_prefixes_of_wrappers(repository, tmp_path):
     weight = torch.arange(6.0)
     repository.save({"model": {"module._orig_mod.a.w": weight, "module.b._orig_mod.w": weight + 1}}, run="a", step=1)

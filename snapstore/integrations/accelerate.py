@@ -63,7 +63,7 @@ def save_state(
         metrics, tags: see `SnapshotManager.save`.
 
     Raises:
-        InvalidInputError: hooks are registered, or `ProjectConfiguration` deletes folders.
+        InvalidInputError: nothing is prepared, hooks are registered, or `ProjectConfiguration` deletes folders.
         CapabilityError: FSDP1, DeepSpeed, Megatron, or a device other than CPU and CUDA.
         SnapstoreError: see `SnapshotManager.save`.
     """
@@ -120,6 +120,7 @@ class _Prepared:
 
     Raises:
         CapabilityError: this release of accelerate keeps them elsewhere.
+        InvalidInputError: there is nothing.
     """
 
     def __init__(self, accelerator: Any) -> None:
@@ -133,6 +134,11 @@ class _Prepared:
                 f"accelerate {accelerate.__version__}: keeps its prepared objects elsewhere than 1.15, the release "
                 f"that this was tested with: {error}"
             ) from error
+        if not (self.models or self.optimizers or self.schedulers or self.loaders):
+            raise InvalidInputError(
+                "the accelerator has prepared nothing, or free_memory() has let it go: call prepare() first, and save "
+                "before free_memory()"
+            )
 
     def state(self) -> dict[str, Any]:
         """Return the objects of a snapshot, by part; with FSDP2 the sharded tensors of models and optimizers."""

@@ -156,6 +156,16 @@ def test_parts_skipped_steps_and_gradients(ours, tmp_path, caplog):
         assert training.accelerator.scaler.get_scale() == 4.0
 
 
+def test_nothing_that_is_prepared(ours, tmp_path):
+    """After free_memory() a snapshot would hold the generators and the registered objects only."""
+    training = Training()
+    training.accelerator.free_memory()
+    with SnapshotManager(tmp_path, run="a") as manager:
+        with pytest.raises(InvalidInputError, match=r"has prepared nothing, or free_memory\(\) has let it go"):
+            ours.save_state(training.accelerator, manager, 1)
+        assert manager.latest_step() is None
+
+
 def test_what_is_refused(ours, tmp_path, monkeypatch):
     training = Training()
     accelerator = training.accelerator

@@ -103,6 +103,13 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         self._due = own or control.should_save
         control.should_save = False
         if self._is_told_to_end(state.global_step):  # there may be no time for an evaluation
+            if control.should_evaluate:
+                log.warning(
+                    "run=%s step=%d is saved before its evaluation: the resumed training leaves it out, and then draws "
+                    "other random numbers",
+                    self.manager.run,
+                    state.global_step,
+                )
             self._due = control.should_training_stop = True
             self._save_if_due(args, state, control, kwargs)
         elif not self._prepared:

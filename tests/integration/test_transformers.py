@@ -290,6 +290,19 @@ def test_the_script_of_the_guide_runs(hf, tmp_path, monkeypatch):
     assert not list(tmp_path.glob("out/*"))
 
 
+def test_a_step_that_is_saved_before_its_evaluation(hf, tmp_path, monkeypatch, caplog):
+    args, kwargs = SimpleNamespace(save_only_model=True, save_strategy="steps"), {"model": torch.nn.Linear(1, 1)}
+    with open_manager(tmp_path) as manager:
+        monkeypatch.setattr(manager, "reached_preemption", lambda step: True)
+        callback = hf.SnapshotCallback(manager)
+        for step, evaluates in ((1, False), (2, True)):
+            control = hf.transformers.TrainerControl(should_evaluate=evaluates)
+            callback.on_step_end(args, hf.transformers.TrainerState(global_step=step), control, **kwargs)
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1, 2]
+    assert [one.args[1] for one in caplog.records if "is saved before its evaluation" in one.message] == [2]
+
+
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_job_that_is_told_to_end_saves_once_more(hf, tmp_path, ends):
     """It saves after the running step, before logging and evaluation; with end=False the Trainer ends the training."""

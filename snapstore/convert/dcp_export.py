@@ -25,6 +25,7 @@ from ..errors import InvalidInputError
 from ..restore.streaming import TensorReader
 from ..state.arrays import as_bytes
 from ..state.containers import is_mapping, leaves
+from .files import save_torch
 from .safetensors_file import first_line
 
 
@@ -64,7 +65,7 @@ class _Writer(FileSystemWriter):
             for item in plan.items:
                 offset, data = file.tell(), planner.resolve_data(item)
                 if isinstance(data, torch.Tensor):
-                    torch.save(data.clone() if data.untyped_storage().size() != data.nbytes else data, file)
+                    save_torch(data.clone() if data.untyped_storage().size() != data.nbytes else data, file)
                 else:
                     file.write(data.getbuffer())
                 del data

@@ -286,12 +286,22 @@ def _write_torch(temp: Path, state: Any) -> None:
     """Write a file of torch with room for the bytes of its tensors."""
     import torch
 
-    with temp.open("r+b") as file:
-        try:
-            with torch.serialization.skip_data():
-                torch.save(state, file)
-        except RuntimeError as error:  # torch's zip writer hides the error of a failed write
-            raise OSError(error.__context__ or first_line(error)) from error
+    with temp.open("r+b") as file, torch.serialization.skip_data():
+        save_torch(state, file)
+
+
+def save_torch(value: Any, file: BinaryIO) -> None:
+    """Write a value into an open file, as torch does.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    import torch
+
+    try:
+        torch.save(value, file)
+    except RuntimeError as error:  # torch's zip writer hides the error of a failed write
+        raise OSError(error.__context__ or first_line(error)) from error
 
 
 def _fill_torch(temp: Path, state: Any, reader: TensorReader, tensors: Sequence[Any]) -> None:

@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import pickle
+import resource
 import shutil
+import signal
 import warnings
 import weakref
 import zipfile
@@ -22,7 +24,7 @@ from kit.shell import invoke
 from snapstore import InvalidInputError, NotFoundError, Repository
 from snapstore.convert import ExportOptions, export_snapshot, import_checkpoints, safetensors_file
 from snapstore.convert.importing import default_run, format_of
-from snapstore.errors import AlreadyExistsError, IntegrityError
+from snapstore.errors import AlreadyExistsError, IntegrityError, OutputError
 from snapstore.restore.streaming import TensorReader
 from snapstore.storage.memory import MemoryStore
 
@@ -352,6 +354,28 @@ def test_from_pretrained_loads_an_export_without_a_warning(repository, tmp_path,
     for name in ("config.json", "generation_config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "saved-1" / name).read_bytes()
     assert load_file(tmp_path / "again" / "model.safetensors").keys() == found.keys()
+
+
+@pytest.mark.parametrize("to", ["hf", "safetensors", "torch", "dcp"])
+def test_a_file_that_cannot_grow_fails_an_export(repository, tmp_path, to):
+    """The second export would replace the first one."""
+    repository.save({"model": {"w": torch.randn(300, 1000)}}, run="r", step=1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    out = tmp_path / "out"
+    try:
+        for force in (False, True):
+            found = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+            resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, limits[1]))
+            with pytest.raises(OutputError, match=r"out: cannot be written: .*; nothing was left behind"):
+                export_snapshot(repository, "r@1", out, to=to, options=ExportOptions(force=force))
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == found
+            if not force:
+                export_snapshot(repository, "r@1", out, to=to)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
 
 
 def test_an_adapter_comes_back_under_its_name(repository, tmp_path):

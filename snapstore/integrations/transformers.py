@@ -248,6 +248,10 @@ class _SaveFirst(TrainerCallback):  # type: ignore[misc]  # transformers has no 
     def __init__(self, owner: SnapshotCallback) -> None:
         self.owner = owner
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Forget a save of a training that an error has ended; the owner may not be a callback any more."""
+        self.owner._due = False
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save the previous step, if a save is due."""
         self.owner.on_step_begin(args, state, control, **kwargs)

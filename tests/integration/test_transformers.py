@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -103,6 +104,56 @@ def test_the_end_of_an_epoch_and_the_intervals_of_the_manager(hf, tmp_path):
         assert manager.all_steps() == [5]
         assert "eval_loss" in manager.repository.snapshot("a@5").metrics
     assert same(end_of(resumed(hf, tmp_path, **options)), expected)
+
+
+class Fifty(torch.utils.data.IterableDataset):
+    """Fifty texts without a length."""
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(2)
+        for _ in range(50):
+            text = torch.randint(0, 64, (8,), generator=generator)
+            yield {"input_ids": text, "labels": text}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"train_dataset": Fifty()},
+        {"dataloader_num_workers": 1},
+        {"gradient_accumulation_steps": 3},
+        {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "mode": "max"}},
+        {"optim": "adafactor", "neftune_noise_alpha": 5},
+        {"bf16": True, "include_num_input_tokens_seen": "non_padding"},
+        {"save_strategy": "epoch", "eval_strategy": "epoch", "logging_strategy": "epoch"},
+        {"eval_strategy": "no", "accelerator_config": {"split_batches": True}, "logging_first_step": True},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_a_resume_is_exact_with_other_options(hf, tmp_path, options):
+    """The snapshots of a training resume to the end of another one, which saves none."""
+    expected = end_of(trained(hf, tmp_path / "whole", **options | {"save_strategy": "no"}))
+    with open_manager(tmp_path) as manager:
+        trained(hf, tmp_path / "first", hf.SnapshotCallback(manager), **options)
+        steps = manager.all_steps()
+    assert steps in ([3, 6, 8], [5, 8])
+    for step in steps[:-1]:  # a training that has ended makes one more step
+        place = tmp_path / str(step)
+        shutil.copytree(tmp_path / "snapshots", place / "snapshots")
+        with open_manager(place) as manager, hf.checkpoint_dir(manager, step) as path:
+            found = end_of(trained(hf, place, hf.SnapshotCallback(manager), path=path, **options))
+        assert same(found, expected), step
+
+
+def trained(hf, folder, *callbacks, path=None, train_dataset=None, **options):
+    if options.get("eval_strategy") == "no":
+        options["metric_for_best_model"] = None
+    made = hf.trainer(folder, *callbacks, **options)
+    made.train_dataset = train_dataset or made.train_dataset
+    if made.args.metric_for_best_model is None:
+        made.remove_callback(hf.EarlyStoppingCallback)
+    made.train(resume_from_checkpoint=path)
+    return made
 
 
 def test_the_count_of_tokens_changes_no_save(hf, tmp_path):

@@ -134,8 +134,8 @@ class KeepSteps(Policy):
             raise InvalidInputError(f"KeepSteps: expected steps as a list of integers, got {steps!r}")
         given = [(as_int(step), step) for step in steps]
         for number, step in given:
-            if number is None or number < 0:
-                raise InvalidInputError(f"KeepSteps: expected steps that are integers >= 0, got {step!r}")
+            if number is None or not 0 <= number <= _MAX_NUMBER:
+                raise InvalidInputError(f"KeepSteps: expected steps that are integers from 0 to 2^53, got {step!r}")
         if not given:
             raise InvalidInputError("KeepSteps: expected at least one step, got none")
         object.__setattr__(self, "steps", tuple(sorted({number for number, _ in given if number is not None})))
@@ -162,8 +162,9 @@ class KeepBest(Policy):
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.metric, str) or not self.metric:
-            raise InvalidInputError(f"KeepBest: expected the name of a metric, got {self.metric!r}")
+        name = self.metric
+        if not isinstance(name, str) or not name or not _is_short_text(name):
+            raise InvalidInputError(f"KeepBest: expected the name of a metric, got {name!r:.100}")
         object.__setattr__(self, "n", _at_least_one("KeepBest", "n", self.n))
         if self.mode not in ("min", "max"):
             raise InvalidInputError(f"KeepBest: expected mode 'min' or 'max', got {self.mode!r}")
@@ -411,10 +412,23 @@ def as_int(value: object) -> int | None:
         return None
 
 
+#: No number in a policy is larger; JSON and floats hold all up to this one.
+_MAX_NUMBER = 2**53
+_MAX_NAME_BYTES = 4096
+
+
+def _is_short_text(name: str) -> bool:
+    """Return whether a name can be stored: as UTF-8, and of at most _MAX_NAME_BYTES."""
+    try:
+        return len(name.encode()) <= _MAX_NAME_BYTES
+    except UnicodeEncodeError:  # a lone surrogate
+        return False
+
+
 def _at_least_one(policy: str, name: str, value: object) -> int:
     number = as_int(value)
-    if number is None or number < 1:
-        raise InvalidInputError(f"{policy}: expected {name} to be an integer >= 1, got {value!r}")
+    if number is None or not 1 <= number <= _MAX_NUMBER:
+        raise InvalidInputError(f"{policy}: expected {name} to be an integer from 1 to 2^53, got {value!r}")
     return number
 
 

@@ -29,6 +29,7 @@ from .read_twice import listed, read_twice
 log = logging.getLogger("snapstore")
 #: A revision that no listing shows must not keep a process in the loop for ever.
 STORE_ATTEMPTS = 20
+MAX_BYTES = 1024 * 1024
 
 
 def read(objects: ObjectStore, run: str) -> list[retention.Policy]:
@@ -46,7 +47,8 @@ def store(objects: ObjectStore, run: str, keep: Sequence[retention.Policy]) -> N
 
     Raises:
         ConflictError: other processes keep storing policies of the run.
-        InvalidInputError: a (forged) object has the highest possible revision, so none can follow.
+        InvalidInputError: they take more than MAX_BYTES; or a (forged) object has the highest possible revision, so
+            none can follow.
         StorageError: the store failed.
     """
     stored = [retention.to_dict(policy) for policy in keep]
@@ -60,8 +62,12 @@ def store(objects: ObjectStore, run: str, keep: Sequence[retention.Policy]) -> N
         if newest is not None and newest[0] >= records.MAX_REVISION:
             raise InvalidInputError(f"{newest[1]}: is the last possible revision; remove this object, then try again")
         policy = Policy(run=run, revision=newest[0] + 1 if newest else 0, policies=stored)
+        if len(data := records.encode(policy)) > MAX_BYTES:
+            raise InvalidInputError(
+                f"policies of run {run!r}: take {len(data)} bytes, at most {MAX_BYTES} can be stored: give fewer steps"
+            )
         with suppress(AlreadyExistsError):  # another process may have been first: read again
-            objects.put(records.key_of(policy), records.encode(policy))
+            objects.put(records.key_of(policy), data)
     raise ConflictError(f"policies of run {run!r}: other processes keep storing policies; try again")
 
 

@@ -54,7 +54,7 @@ class BoxMap:
     tensors: Column
     patterns: Sequence[Rows]
     _found: dict[tuple[int, tuple[int, ...], tuple[int, ...]], frozenset[int]] = field(default_factory=dict)
-    _of_ranks: dict[int, dict[int, list[list[int]]]] = field(default_factory=dict)  # by pattern, by rank
+    _of_ranks: dict[int, Rows] = field(default_factory=dict)  # by pattern: its boxes, by rank
     _whole: dict[tuple[int, tuple[int, ...]], bool] = field(default_factory=dict)  # by pattern, by shape
 
     @classmethod
@@ -144,8 +144,9 @@ class BoxMap:
         except (zstandard.ZstdError, msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
             raise FormatError(f"{where}: its box map does not decode: {error}") from error
         widths = 1 + 2 * forms[:, 0]
-        ends = np.cumsum(widths * forms[:, 1])  # at most 129 * 2^32 * 2^21
-        if (forms[:, 0] > MAX_DIMENSIONS).any() or len(values) != (ends[-1] if len(ends) else 0):
+        fits = (forms[:, 0] <= MAX_DIMENSIONS).all() and (forms[:, 1] <= len(values)).all()
+        ends = np.cumsum(widths * forms[:, 1]) if fits else np.zeros(0, np.int64)  # at most 2^25 * 129 * 2^25
+        if not fits or len(values) != (ends[-1] if len(ends) else 0):
             raise FormatError(f"{where}: its box map has {len(values)} numbers, its patterns have others")
         if tensors.max(initial=0) > len(forms):
             raise FormatError(f"{where}: its box map names pattern {tensors.max()} of {len(forms)}")
@@ -176,10 +177,12 @@ class BoxMap:
         if not pattern:
             return None
         if pattern not in self._of_ranks:
-            of_ranks = self._of_ranks[pattern] = dict[int, list[list[int]]]()
-            for owner, *box in self.patterns[pattern - 1].tolist():
-                of_ranks.setdefault(owner, []).append(box)
-        return self._of_ranks[pattern].get(rank, [])
+            rows = self.patterns[pattern - 1]
+            self._of_ranks[pattern] = rows[np.argsort(rows[:, 0], kind="stable")]  # no objects: there may be millions
+        rows = self._of_ranks[pattern]
+        first, end = np.searchsorted(rows[:, 0], [rank, rank + 1])
+        boxes: list[list[int]] = rows[first:end, 1:].tolist()
+        return boxes
 
     def is_whole(self, tensor: int, shape: Sequence[int]) -> bool | None:
         """Return whether the boxes of a tensor are disjoint and cover it; None: not in the map.
@@ -201,7 +204,10 @@ class BoxMap:
     def count(self, tensor: int) -> int | None:
         """Return how many boxes a tensor has on all ranks; None: not in the map."""
         pattern = int(self.tensors[tensor]) if tensor < len(self.tensors) else 0
-        return len(self.patterns[pattern - 1]) if pattern else None
+        if not pattern:
+            return None
+        patterns = self.patterns
+        return patterns.count_of(pattern - 1) if isinstance(patterns, _Patterns) else len(patterns[pattern - 1])
 
 
 class _Patterns(Sequence[Rows]):
@@ -212,6 +218,11 @@ class _Patterns(Sequence[Rows]):
 
     def __len__(self) -> int:
         return len(self._ends)
+
+    def count_of(self, number: int) -> int:
+        """Return how many boxes a pattern has, without unpacking it."""
+        start = int(self._ends[number - 1]) if number else 0
+        return (int(self._ends[number]) - start) // int(self._widths[number])
 
     def __getitem__(self, number: int) -> Rows:  # type: ignore[override]
         width, end = int(self._widths[number]), int(self._ends[number])

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Literal
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 ID_DIGITS = 32
 #: The run of the aborted record of a damaged session: the real run is unknown.
 UNKNOWN_RUN = "0-damaged-session"
 _QUARANTINE_KEY = re.compile(r"gc/([0-9a-f]{64})(?:\.[0-9a-f]{32})?\.quarantine")
+_NOTE_OF_GC = re.compile(r"gc/[0-9a-f]{32}\.(mark|wait|done)")
 _LOST_KEY = re.compile(r"gc/([0-9a-f]{32})\.lost")
 _POLICY_KEY = re.compile(rf"policies/({NAME.pattern})\.(0|[1-9]\d{{0,8}})")
 _RECORD_KEY = re.compile(rf"snapshots/({NAME.pattern})/(\d{{12}})-([0-9a-f]{{32}})\.(0|[1-9]\d{{0,8}})")
@@ -63,6 +65,11 @@ def quarantined_names(keys: Iterable[str]) -> set[str]:
 def lost_names(keys: Iterable[str]) -> set[str]:
     """Return the ids of snapshots that notes among these keys mark as lost."""
     return {match[1] for match in map(_LOST_KEY.fullmatch, keys) if match}
+
+
+def notes_of_gc(keys: Iterable[str], kind: Literal["mark", "wait", "done"]) -> list[str]:
+    """Return which of these keys are a gc's notes of one kind. Other programs' files may lie beside them."""
+    return [key for key in keys if (match := _NOTE_OF_GC.fullmatch(key)) and match[1] == kind]
 
 
 def sha256_names(joined: bytes) -> list[str]:

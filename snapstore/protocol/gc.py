@@ -39,6 +39,7 @@ from ..errors import (
     StorageFullError,
 )
 from ..format import records
+from ..format.keys import notes_of_gc
 from ..format.records import FORGOTTEN, SWEPT, Done, Mark, Wait
 from ..storage.base import ObjectInfo, ObjectStore
 from ..text import brief, counted, some, strip_hint
@@ -330,9 +331,10 @@ def _write_swept(context: Context, view: View, doomed: set[str]) -> None:
 def _remove_old_notes(context: Context, keep: int = 10) -> None:
     """Delete notes of finished gcs except the last `keep`, wait lists without a mark, and notes of swept snapshots."""
     infos = list(context.store.list("gc/"))
-    done = sorted((i for i in infos if i.key.endswith(".done")), key=lambda i: (i.modified_s, i.key))
-    context.store.delete([info.key for info in done[:-keep]])
-    for key in (info.key for info in infos):
-        if key.endswith(".wait") and not exists(context.store, key.removesuffix(".wait") + ".mark"):
+    keys = {info.key: info.modified_s for info in infos}
+    done = sorted(notes_of_gc(keys, "done"), key=lambda key: (keys[key], key))
+    context.store.delete(done[:-keep])
+    for key in notes_of_gc(keys, "wait"):
+        if not exists(context.store, key.removesuffix(".wait") + ".mark"):
             context.store.delete([key])
-    remove_notes_of_swept(context, (info.key for info in infos))
+    remove_notes_of_swept(context, keys)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from ..catalog.read_twice import listed
 from ..errors import FormatError, IntegrityError, NotFoundError
 from ..format import records
+from ..format.keys import notes_of_gc
 from ..format.records import Mark
 from ..storage.base import ObjectStore
 
@@ -42,7 +43,7 @@ def marked_keys(store: ObjectStore, keys: Iterable[str]) -> set[str]:
         IntegrityError, FormatError, StorageError: a mark cannot be read.
     """
     marked: set[str] = set()
-    for key in (key for key in keys if key.endswith(".mark")):
+    for key in notes_of_gc(keys, "mark"):
         mark = read_mark(store, key)
         marked |= mark.keys() if mark else set()
     return marked
@@ -57,7 +58,7 @@ def standing_marks(store: ObjectStore) -> list[Mark]:
         StorageError: the store cannot be read.
     """
     marks: list[Mark] = []
-    for key in [info.key for info in store.list("gc/") if info.key.endswith(".mark")]:
+    for key in notes_of_gc([info.key for info in store.list("gc/")], "mark"):
         for again in (True, False):
             try:
                 mark = read_mark(store, key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import tracemalloc
 from dataclasses import replace
 
 import msgspec
@@ -193,6 +194,29 @@ def test_absurd_numbers_name_ranks_that_nobody_has():
     assert wild.ranks(0, ((0,), (10,))) is not None
     assert wild.ranks(0, ((0, 0), (1, 1))) is None  # the box has another number of dimensions
     assert wild.ranks(7, ((0,), (1,))) is None
+
+
+def test_a_map_of_millions_of_boxes_costs_no_object_for_each():
+    """A few kilobytes may stand for so many."""
+    count = 1_000_000
+    found = BoxMap.decode(packed(U32(1, 1), U32(0, count), I64(*[0] * count)), "x")
+    tracemalloc.start()
+    try:
+        assert found.count(0) == count
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+        assert len(found.boxes(0, 0)) == count
+        assert found.boxes(0, 1) == []
+        before = tracemalloc.get_traced_memory()[0]
+        assert found.boxes(1, 5) == []
+        assert tracemalloc.get_traced_memory()[0] - before < 1_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_patterns_that_declare_more_boxes_than_there_are_numbers():
+    for forms in (U32(2, 2**32 - 1), U32(*[64, 2**32 - 1] * 1000)):
+        with pytest.raises(FormatError, match="its patterns have others"):
+            BoxMap.decode(packed(U32(1), forms, I64(1, 2, 3)), "x")
 
 
 # -- whole snapshots

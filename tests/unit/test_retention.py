@@ -247,13 +247,15 @@ def test_several_runs_are_an_error():
 
 
 @pytest.mark.parametrize("kind", [KeepLast, KeepEvery, KeepHourly, KeepDaily, KeepWeekly, KeepMonthly, KeepYearly])
-@pytest.mark.parametrize("value", [0, -1, 1.0, True, "3", None, math.nan])
+@pytest.mark.parametrize("value", [0, -1, 1.0, True, "3", None, math.nan, 2**53 + 1, 10**30])
 def test_counts_are_integers_of_at_least_one(kind, value):
-    with pytest.raises(InvalidInputError, match=rf"{kind.__name__}: expected \w+ to be an integer >= 1, got"):
+    with pytest.raises(
+        InvalidInputError, match=rf"{kind.__name__}: expected \w+ to be an integer from 1 to 2\^53, got"
+    ):
         kind(value)
 
 
-@pytest.mark.parametrize("steps", [[], [-1], [1.5], [True], ["1"], "12", b"12", 3, None])
+@pytest.mark.parametrize("steps", [[], [-1], [1.5], [True], ["1"], "12", b"12", 3, None, [2**70]])
 def test_bad_steps(steps):
     with pytest.raises(InvalidInputError, match="KeepSteps: expected"):
         KeepSteps(steps)
@@ -264,7 +266,9 @@ def test_bad_steps(steps):
     [
         ({"metric": ""}, "name of a metric"),
         ({"metric": 3}, "name of a metric"),
-        ({"metric": "loss", "n": 0}, "n to be an integer >= 1"),
+        ({"metric": "\ud800"}, "name of a metric"),
+        ({"metric": "m" * 5000}, "name of a metric"),
+        ({"metric": "loss", "n": 0}, "n to be an integer from 1"),
         ({"metric": "loss", "mode": "least"}, "'min' or 'max', got 'least'"),
         ({"metric": "loss", "mode": None}, "'min' or 'max', got None"),
     ],

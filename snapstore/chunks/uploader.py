@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -21,7 +21,7 @@ from ..format.keys import pack_key
 from ..format.pack import Encoded, PackWriter
 from ..protocol.commit import Putter
 from ..storage.base import ObjectStore
-from ..threads import Threads
+from ..threads import Pending, Threads
 
 #: At most this many bytes of packs are hashed and put while the next pack fills, but always one pack. Each pack counts
 #: as `pack_bytes`. So a save holds at most n + 1 buffers of `pack_bytes` plus a slack, with n = `puts_in_flight`: 8 + 1
@@ -34,6 +34,8 @@ PUTS_IN_FLIGHT = 2
 PACK_SLACK_BYTES = 2 * 1024 * 1024
 #: How often a put is tried again when the store reports an object and then does not find it.
 PUT_ATTEMPTS = 4
+#: While a put runs, the session gets a heartbeat this often [s], or less often: `Claim.heartbeat`.
+BEAT_S = 15.0
 #: An object that exists already is compared in pieces of this size.
 COMPARED_BYTES = 4 * 1024 * 1024
 
@@ -56,7 +58,7 @@ class PackUploader:
         self._rank, self._part = 0, ""
         self._writer: PackWriter | None = None
         self._putters = Threads(puts_in_flight(pack_bytes, max(PUTS_IN_FLIGHT, store.puts_at_once)))
-        self._puts: deque[tuple[int, Callable[[], list[tuple[str, int]]]]] = deque()
+        self._puts: deque[tuple[int, Pending[tuple[str, int]]]] = deque()
 
     def begin(self, rank: int, part: str) -> None:
         """Begin a part: packs never mix parts."""
@@ -124,6 +126,8 @@ class PackUploader:
 
     def _await_put(self) -> None:
         number, result = self._puts.popleft()
+        while not result.ready(BEAT_S):  # a slow network may take an hour for a pack: gcs must see that this lives
+            self._session.heartbeat()
         ((self.names[number], self.sizes[number]),) = result()
         self._session.heartbeat()
 

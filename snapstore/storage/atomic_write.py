@@ -236,4 +236,7 @@ def fsync_directory(folder: int, shown: str) -> None:
 def _write_all(fd: int, view: memoryview) -> None:
     done = 0
     while done < len(view):
-        done += os.write(fd, view[done:])
+        written = os.write(fd, view[done:])
+        if not written:  # some FUSE file systems do this
+            raise OSError(errno.EIO, "the file system wrote no byte and reported no error")
+        done += written

@@ -743,6 +743,14 @@ def test_no_descriptor_is_left_if_the_root_cannot_be_looked_at(store, monkeypatc
         assert store.get("a") == b"x"
 
 
+def test_a_file_system_that_writes_nothing(store, monkeypatch):
+    monkeypatch.setattr(os, "write", lambda fd, data: 0)
+    with pytest.raises(StorageError, match=r"wrote no byte|EIO"):
+        store.put("a", b"x")
+    monkeypatch.undo()
+    assert keys_of(store) == []
+
+
 def test_a_file_with_a_lease_can_be_read(store, root):
     """A file server on this host may have a lease: an open waits until the kernel has taken it back."""
     store.put("a", b"hello")

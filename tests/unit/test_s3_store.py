@@ -287,6 +287,18 @@ def test_leftovers_of_a_sandbox_are_no_content(store):
         store.prepare()
 
 
+def test_the_mark_of_a_folder_is_no_content(monkeypatch):
+    """A console makes a folder as an empty object whose name ends in a slash."""
+    with moto_bucket(monkeypatch) as url:
+        s3 = boto3.client("s3")
+        bucket = url.removeprefix("s3://").split("/")[0]
+        s3.put_object(Bucket=bucket, Key="folder/", Body=b"")
+        S3Store(f"s3://{bucket}/folder").prepare()
+        s3.put_object(Bucket=bucket, Key="folder/other", Body=b"x")
+        with pytest.raises(InvalidInputError, match="is not empty"):
+            S3Store(f"s3://{bucket}/folder").prepare()
+
+
 def test_another_endpoint_is_another_place(store, monkeypatch):
     """A mirror has the URL and the uuid of its original, but other records. So its index has another folder."""
     here = folder_for(store, "0" * 32)[0]

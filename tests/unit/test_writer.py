@@ -17,6 +17,7 @@ from snapstore.chunks import uploader
 from snapstore.engine.cpu import CpuEngine
 from snapstore.engine.registry import Engines
 from snapstore.format.keys import pack_key
+from snapstore.protocol.session import Session
 from snapstore.storage.memory import MemoryStore
 
 DATA = bytes(range(256)) * 40
@@ -166,3 +167,26 @@ def test_a_small_tensor_that_is_cut_short_while_its_bytes_are_read(monkeypatch):
         with pytest.raises(InvalidInputError, match="w: was changed while it was saved"):
             repository.save({"w": tensor}, run="a", step=0)
         assert repository.snapshots() == []
+
+
+def test_heartbeats_go_on_while_a_pack_is_put(monkeypatch):
+    """On a slow network a pack may take an hour; without heartbeats a gc elsewhere would fence the save."""
+    beats = []
+    real = MemoryStore.put
+
+    def slow(self, key, data):
+        if key.startswith("packs/"):
+            started = len(beats)
+            for _ in range(3000):  # until there are some, and not for a fixed time
+                if len(beats) >= started + 3:
+                    break
+                time.sleep(0.01)
+            assert len(beats) >= started + 3
+        real(self, key, data)
+
+    monkeypatch.setattr(MemoryStore, "put", slow)
+    monkeypatch.setattr(uploader, "BEAT_S", 0.01)
+    monkeypatch.setattr(Session, "heartbeat", lambda self: beats.append(1))
+    with Repository.create(MemoryStore()) as repository:
+        repository.save({"w": torch.arange(5000.0)}, run="a", step=0)
+        assert repository.check("restore").ok

@@ -7,7 +7,8 @@ the manifests, and a message that says which. Nothing is written: repair/ does t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -16,11 +17,12 @@ from ..catalog.config import read_unproven
 from ..catalog.history import FIRST_SEQ
 from ..catalog.read_twice import tried
 from ..context import Context
+from ..errors import FormatError
 from ..format import manifest, records
 from ..format.keys import manifest_key
 from ..format.manifest import Manifest
 from ..format.rank_checks import read_children
-from ..format.records import COMMITTED, FORGOTTEN, RANKS, ManifestList, ManifestRef, Snapshot
+from ..format.records import ABORTED, COMMITTED, FORGOTTEN, RANKS, ManifestList, ManifestRef, Snapshot
 from ..format.tensor_layout import check_layouts
 from ..storage.base import ObjectStore
 from .damaged_packs import check_tree
@@ -59,8 +61,8 @@ def _recover(context: Context, scan: RecordScan, key: str) -> tuple[Snapshot, st
         earlier_key = msgspec.structs.replace(lost, revision=before).key
         earlier = tried(context.store, partial(_read_record, context.store, earlier_key))
         if earlier is not None:
-            return _after(context, scan, earlier, lost.revision)
-    return None if lost.revision else _reconstructed(context, scan, key)
+            return _after(context, scan, earlier, lost.revision) or _reconstructed(context, scan, key, earlier)
+    return None if lost.revision else _reconstructed(context, scan, key, None)
 
 
 def _read_record(store: ObjectStore, key: str) -> Snapshot:
@@ -78,93 +80,190 @@ def _after(context: Context, scan: RecordScan, earlier: Snapshot, revision: int)
       and only the lost revision names the new ones. Return None then: a new revision would hide the lost one if a copy
       of it is put back. The same holds if it was forgotten and more than one revision is lost: it may have been
       unforgotten, then rewritten.
+    - If it was aborted or swept, only a copy from another repository can have followed: return None too.
     - It does not get a tag that another snapshot of the run has now: a lost revision took that tag off.
     """
-    others = [s for s in scan.ruling.values() if s.run == earlier.run and s.id != earlier.id]
-    moved = {tag for other in others for tag in other.tags}
-    tags = [tag for tag in earlier.tags if tag not in moved]
+    if earlier.state not in (COMMITTED, FORGOTTEN):
+        return None
+    tags = _tags_left(scan, earlier)
     kept = msgspec.structs.replace(earlier, revision=revision, tags=tags)
     whence = f"its record is written again from revision {earlier.revision}; what came later is undone"
-    if earlier.state not in (COMMITTED, FORGOTTEN) or not has_all(context, scan.sizes, earlier):
-        rewritten = earlier.state == COMMITTED or (earlier.state == FORGOTTEN and earlier.revision < revision - 1)
+    if not has_all(context, scan.sizes, earlier):
+        rewritten = earlier.state == COMMITTED or earlier.revision < revision - 1
         return None if rewritten else (kept.revised(), whence)
     tag = _repair_tag(earlier.id)
     back = kept.revised(state=COMMITTED, tags=sorted({*tags, tag}))
     return back, f"{whence}, and it is tagged {tag!r}: look at it"
 
 
-def _reconstructed(context: Context, scan: RecordScan, key: str) -> tuple[Snapshot, str] | None:
-    """Return the record of a snapshot of which only manifests and packs are left."""
+def _tags_left(scan: RecordScan, earlier: Snapshot) -> list[str]:
+    """Return the tags of a revision that no other snapshot of its run has now."""
+    others = [s for s in scan.ruling.values() if s.run == earlier.run and s.id != earlier.id]
+    moved = {tag for other in others for tag in other.tags}
+    return [tag for tag in earlier.tags if tag not in moved]
+
+
+def _reconstructed(
+    context: Context, scan: RecordScan, key: str, earlier: Snapshot | None
+) -> tuple[Snapshot, str] | None:
+    """Return the record of a snapshot whose damaged revision is only known by the manifests that were written for it.
+
+    Args:
+        earlier: the last revision before it that can be read.
+    """
+    for made in _manifests_of(context, scan, stand_in(key), earlier):
+        found = tried(context.store, partial(_read_manifests, context, made, earlier))
+        if found is None:
+            continue
+        refs, manifests = found
+        if earlier is None or earlier.state == ABORTED:  # then only a copy can have followed
+            record, whence = _record_of(context, scan, key, earlier, made, refs, manifests)
+        else:
+            record = msgspec.structs.replace(
+                earlier,
+                revision=stand_in(key).revision,
+                state=COMMITTED,
+                manifests=refs,
+                manifest_list=made.manifest_list or msgspec.UNSET,
+                tags=sorted({*_tags_left(scan, earlier), _repair_tag(earlier.id)}),
+                depth=max(m.header.depth for m in manifests),
+                chunks=sum(m.header.chunks for m in manifests),
+                policy="",
+                reason="",
+            )
+            whence = (
+                f"its record is reconstructed from its manifests and from revision {earlier.revision}; what came later "
+                "is undone"
+            )
+        if has_all(context, scan.sizes, record):
+            return record.revised(), f"{whence}; it is tagged {_repair_tag(record.id)!r}: look at it"
+    return None
+
+
+def _record_of(
+    context: Context,
+    scan: RecordScan,
+    key: str,
+    begun: Snapshot | None,
+    made: _Made,
+    refs: list[ManifestRef],
+    manifests: Sequence[Manifest],
+) -> tuple[Snapshot, str]:
+    """Return the record of a snapshot of which only manifests and packs are left, and what of it is missing.
+
+    Args:
+        begun: the first record of its copy, which has its place in the order of the run.
+    """
     stand = stand_in(key)
-    sizes, manifest_list = _manifests_of(context, scan, stand.id)
-    read = partial(_read_manifests, context, sizes)
-    found = tried(context.store, read) if sizes else None
-    if found is None:
-        return None
-    refs, manifests = found
-    several = any(m.header.world_size for m in manifests)
-    tag = _repair_tag(stand.id)
+    is_placed = begun is not None and begun.seq > 0  # the fence of a save has no place
     record = msgspec.structs.replace(
         stand,
         state=COMMITTED,
-        seq=_free_seq(context.store, scan, key),
+        seq=begun.seq if begun is not None and is_placed else _free_seq(context.store, scan, key),
         manifests=refs,
-        manifest_list=manifest_list or msgspec.UNSET,
-        tags=[tag],
+        manifest_list=made.manifest_list or msgspec.UNSET,
+        tags=[_repair_tag(stand.id)],
         created=context.store.stat(key).modified_s,
         depth=max(m.header.depth for m in manifests),
         chunks=sum(m.header.chunks for m in manifests),
         logical_bytes=sum(ref.logical_bytes for ref in refs),
-        stored_bytes=sum(sizes.values()),
+        stored_bytes=sum(made.sizes.values()),
         reason=records.RECONSTRUCTED,
-        features=[RANKS] if several else [],
-    ).revised()
-    if not has_all(context, scan.sizes, record):
-        return None
-    whence = (
-        "its record is reconstructed from its manifests, without parent, metrics, metadata and tags; its order, its "
-        "date and its stored size are guesses"
+        features=[RANKS] if any(m.header.world_size for m in manifests) else [],
     )
-    return record, f"{whence}; it is tagged {tag!r}: look at it"
+    guesses = "its date and its stored size" if is_placed else "its order, its date and its stored size"
+    return record, (
+        "its record is reconstructed from its manifests, without parent, metrics, metadata and tags; "
+        f"{guesses} are guesses"
+    )
 
 
-def _read_manifests(context: Context, sizes: Mapping[str, int]) -> tuple[list[ManifestRef], list[Manifest]]:
-    """Return the references of a record to the manifests of one whole state, and all of these manifests."""
+def _read_manifests(
+    context: Context, made: _Made, earlier: Snapshot | None
+) -> tuple[list[ManifestRef], list[Manifest]]:
+    """Return the references of a record to the manifests of one whole state, and all of these manifests.
+
+    A rewrite writes only the manifests that change: the record keeps the others of the revision before.
+
+    Raises:
+        FormatError, IntegrityError, NotFoundError: they are damaged, or hold no whole state.
+    """
     store, seed = context.store, context.engines.digest_seed
-    found = [manifest.read_bytes(store, key[-64:], size) for key, size in sizes.items()]
+    found = [manifest.read_bytes(store, key[-64:], size) for key, size in made.sizes.items()]
     named = {manifest.ref_of(data).sha256: data for data in found}
     for data in found:
         header = manifest.decode_header(manifest.header_bytes(data), "manifest")
         for child in header.children:
             named.pop(child.sha256, None)
     refs = [manifest.ref_of(data) for data in named.values()]
-    roots = [manifest.checked(data, ref, seed) for data, ref in zip(named.values(), refs, strict=True)]
+    if earlier is not None and earlier.state in (COMMITTED, FORGOTTEN) and not made.manifest_list:
+        new = {(ref.part, ref.rank): ref for ref in refs}
+        refs = [new.pop((ref.part, ref.rank), ref) for ref in earlier.manifests] + list(new.values())
+    roots = [
+        manifest.checked(named[ref.sha256], ref, seed) if ref.sha256 in named else manifest.read(store, ref, seed)
+        for ref in refs
+    ]
     for ref, root in zip(refs, roots, strict=True):
         check_layouts(root, ref.key)
+        if not made.manifest_list and root.header.snapshot != made.snapshot:
+            raise FormatError(f"{ref.key}: was written for another snapshot, and the record has no list of manifests")
+    held = sum(ref.logical_bytes for ref in refs)
+    if earlier is not None and earlier.manifests and held != earlier.logical_bytes:
+        raise FormatError(f"{earlier.key}: {earlier.logical_bytes} bytes, later manifests hold {held}")
     children = [m for ref, root in zip(refs, roots, strict=True) for m in read_children(store, ref, root, seed)]
     check_tree(context, [*roots, *children], with_pages=True)
     return refs, [*roots, *children]
 
 
-def _manifests_of(context: Context, scan: RecordScan, save_id: str) -> tuple[dict[str, int], str]:
-    """Return (key -> size of the manifests of a save in the order of ranks and parts [bytes], SHA-256 of their list).
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """The manifests that one session has written for one revision of a record.
 
-    They are the manifests that the save's list of manifests names, or else those whose headers name the save.
+    Attributes:
+        snapshot: id of the snapshot.
+        sizes: key -> size of the manifests, in the order of ranks and parts [bytes]. They are the ones that the
+            session's list of manifests names, or else those whose headers name session and revision.
+        manifest_list: SHA-256 of the list; "": there is none.
     """
-    store, sizes = context.store, scan.sizes
+
+    snapshot: bytes
+    sizes: Mapping[str, int]
+    manifest_list: str
+
+
+def _manifests_of(context: Context, scan: RecordScan, lost: Snapshot, earlier: Snapshot | None) -> list[_Made]:
+    """Return the manifests written for a snapshot after a revision, up to the lost one: those for the last one first.
+
+    A revision may have several: if a rewrite comes too late, its manifests stay until a gc deletes them. All hold the
+    same state.
+    """
+    store, sizes, after = context.store, scan.sizes, -1 if earlier is None else earlier.revision
     known = {ref.key: ref for snapshot in scan.ruling.values() for ref in snapshot.manifests}
-    found: list[tuple[int, int, str]] = []
+    found: dict[tuple[int, str], list[tuple[int, int, str]]] = {}
+    lists: dict[tuple[int, str], tuple[str, ManifestList]] = {}
     for key, size in sizes.items():
         if not key.startswith("manifests/"):
             continue
         read = partial(read_unproven, store, key, size)
         head = tried(store, partial(context.index.header, known[key]) if key in known else read)
-        if head is None or head.save_id.hex() != save_id:
+        if head is None or head.snapshot.hex() != lost.id or not after < head.revision <= lost.revision:
+            continue
+        session = head.revision, head.save_id.hex()
+        if not head.revision and session[1] != lost.id:  # only the save itself writes for revision 0
             continue
         if isinstance(head, ManifestList):
-            return {name: sizes.get(name, 0) for name in map(manifest_key, head.sha256s)}, key[-64:]
-        found.append((head.rank, head.sequence, key))
-    return {key: sizes[key] for _, _, key in sorted(found)}, ""
+            lists[session] = key[-64:], head
+        else:
+            found.setdefault(session, []).append((head.rank, head.sequence, key))
+    snapshot, made = bytes.fromhex(lost.id), list[_Made]()
+    for session in sorted(found.keys() | lists.keys(), reverse=True):
+        if session in lists:
+            name, head = lists[session]
+            of_list = {key: sizes.get(key, 0) for key in map(manifest_key, head.sha256s)}
+            made.append(_Made(snapshot, of_list, name))
+        else:
+            made.append(_Made(snapshot, {key: sizes[key] for _, _, key in sorted(found[session])}, ""))
+    return made
 
 
 def _free_seq(store: ObjectStore, scan: RecordScan, key: str) -> int:

@@ -14,7 +14,7 @@ import pytest
 import xxhash
 
 from kit.damage import damaged, packs_of, refs, repository, restoring, three, twin, wound
-from kit.faults import FaultStore, Unreadable, one_thread
+from kit.faults import Crash, FaultStore, Unreadable, one_thread
 from kit.objects import clone, flip, keys_of
 from kit.repositories import OPTIONS, check_restores, index_of, opened, same, save, snapshots_of, values
 from kit.shell import invoke
@@ -721,6 +721,130 @@ def test_an_aborted_save_does_not_come_back(store):
         found.gc()
         assert found.check("restore").ok
         assert refs(found.snapshots()) == {"a@0", "a@1", "a@2"}
+
+
+# --- records of copies, and of rewritten snapshots -------------------------------------------------------------------
+
+
+def copied(store, target=None):
+    """Copy every snapshot into another store; return that store."""
+    target = target or MemoryStore()
+    with opened(store) as found:
+        assert not found.copy(["a@0", "a@1", "a@2"], to=target).failed
+    return target
+
+
+def lose_record(store, ref="a@2"):
+    """Damage the ruling record of a snapshot, which no index knows; return the record."""
+    with opened(store) as found:
+        record = found.snapshot(ref)
+    flip(store, record.key, 60)
+    return record
+
+
+def comes_back(store, record, **fields):
+    """Repair a store with a damaged record; its snapshot must be whole afterwards."""
+    with opened(store) as found:
+        assert {p.command for p in found.check("restore").problems} == {"snapstore repair"}
+        planned = found.repair()
+        report = found.repair(apply=True)
+        assert (report.lost, report.open) == ([], [])
+        assert [a.message for a in planned.actions] == [a.message for a in report.actions]
+        found.gc()
+        assert found.gc().deleted_objects == 0
+    with opened(store) as found:
+        assert found.check("restore").ok
+        again = found.snapshot(record.ref)
+        assert (again.id, again.seq, again.manifests) == (record.id, record.seq, record.manifests)
+        assert again.manifest_list == record.manifest_list
+        assert (again.depth, again.chunks, again.logical_bytes) == (record.depth, record.chunks, record.logical_bytes)
+        assert f"repaired-{record.id[:8]}" in again.tags
+        assert {name: getattr(again, name) for name in fields} == fields
+        assert same(found.restore(record.ref), values("a", record.step))
+
+
+@pytest.mark.parametrize("before", ["begun", "swept"])
+def test_a_copy_comes_back_from_its_manifests(store, before):
+    """The record before the lost one says "a copy of it has begun", or that the snapshot was swept there once."""
+    target = copied(store)
+    if before == "swept":
+        with opened(target) as found:
+            found.forget_snapshots(["a@2"], force=True)
+            found.gc()
+        copied(store, target)
+    record = lose_record(target)
+    assert record.revision == (1 if before == "begun" else 4)
+    comes_back(target, record, **({"metadata": ["a", 2]} if before == "swept" else {}))
+
+
+@pytest.mark.parametrize("beside", ["manifest", "pack"])
+def test_a_damaged_copy_is_not_given_up_unasked(store, beside):
+    """Nothing tells whether the lost record was a commit. A new revision would explain its objects to the next gc."""
+    target = copied(store)
+    record = lose_record(target)
+    headers = {key: pack.read_header(target, key) for key in keys_of(target, "packs/")}
+    packs = [key for key, header in headers.items() if header.made_for.snapshot.hex() == record.id]
+    key = packs[0] if beside == "pack" else record.manifests[0].key
+    data = target.get(key)
+    target.delete([key])
+    held = keys_of(target)
+    with opened(target) as found:
+        assert "snapstore repair --drop" in {p.command for p in found.check().problems}
+        assert "record" not in {action.kind for action in found.repair(apply=True).actions}
+        with pytest.raises(IntegrityError, match="nothing was deleted"):
+            found.gc()
+    assert keys_of(target) == held
+    target.put(key, data)
+    comes_back(target, record)
+
+
+def test_the_fence_of_a_copy_is_given_up_only_on_request(store):
+    """The copy died before its last manifest, and a gc has fenced it; the fence is lost. No half of it comes back."""
+    target = copied(store)
+    with opened(store) as found:
+        save(found, "a", 3, 3)
+        dry = FaultStore(clone(target))
+        assert found.copy(["a@3"], to=dry).copied
+    number = max(i for i, (verb, key) in enumerate(dry.log) if verb == "put" and key.startswith("manifests/"))
+    with opened(store) as found, pytest.raises(Crash):
+        found.copy(["a@3"], to=FaultStore(target, number, "crash-before"))
+    with opened(target) as found:
+        assert found.gc().fenced
+        (fence,) = [s for s in found.view().snapshots(states=("aborted",)) if s.step == 3]
+    assert fence.revision == 1
+    flip(target, fence.key, 60)
+    with opened(target) as found:
+        assert refs(s for s, _ in found.repair(apply=True).lost) == {"a@3"}
+        assert refs(found.repair(apply=True, drop=True).dropped) == {"a@3"}
+        found.gc()
+        assert found.check("restore").ok
+        assert refs(found.snapshots()) == {"a@0", "a@1", "a@2"}
+
+
+@pytest.mark.parametrize("verb", ["compact", "heal"])
+@pytest.mark.parametrize("later", [False, True], ids=["alone", "and a later one"])
+def test_a_rewritten_snapshot_comes_back_from_its_manifests(store, verb, later):
+    """Healing writes again only some of the manifests; the others are those of the revision before."""
+    with opened(store) as found:
+        if verb == "compact":
+            found.forget_snapshots(["a@0"])
+            found.gc()
+            assert "a@2" in refs(found.compact().rewritten)
+        else:
+            old = found.snapshot("a@2").manifests
+            found.save(values("a", 2), run="twin", step=2, metadata=["a", 2], full=True)
+            wound(store, "a@2", -1)
+            assert "a@2" in refs(found.repair(apply=True).healed)
+            assert set(old) & set(found.snapshot("a@2").manifests)
+            found.repair(apply=True, purge=True)
+        assert found.gc().deleted_objects > 0
+        record = found.snapshot("a@2")
+        if later:
+            found.tag("a@2", "good")
+    flip(store, record.key, 60)
+    if later:
+        flip(store, record_key("a", 2, record.id, record.revision + 1), 60)
+    comes_back(store, record, metadata=["a", 2], bases=record.bases, created=record.created)
 
 
 # --- sessions, config ------------------------------------------------------------------------------------------------

@@ -501,7 +501,8 @@ def test_a_commit_whose_folder_could_not_be_fsynced_is_not_reported_as_committed
 # --- 6: the record of a snapshot that was recoded --------------------------------------------------------------------
 
 
-def test_a_damaged_record_of_a_repaired_snapshot(store):
+@pytest.mark.parametrize("whole", [True, False], ids=["its manifests are there", "a manifest is gone"])
+def test_a_damaged_record_of_a_repaired_snapshot(store, whole):
     """The valid revision is a rewrite; the one before names packs that gc has deleted, and no index knows more."""
     with opened(store) as found:
         twin(found, "twin", 0)
@@ -512,19 +513,24 @@ def test_a_damaged_record_of_a_repaired_snapshot(store):
         found.gc(), found.gc()
         assert found.check("restore").ok
         record = found.snapshot("a@0")
-        good = store.get(record.key)
+        good = {key: store.get(key) for key in (record.key, *(ref.key for ref in record.manifests))}
     assert record.revision == 1
     flip(store, record.key, 60)
+    if not whole:
+        store.delete([record.manifests[-1].key])
     with opened(store) as found:
         report = found.repair(apply=True)
-        assert refs(s for s, _ in report.lost) == {"a@0"}
-    store.delete([record.key])
-    store.put(record.key, good)  # put a copy back under its key, as docs/concepts.md says
+        assert refs(s for s, _ in report.lost) == (set() if whole else {"a@0"})
+        assert whole == ("a@0" in refs(found.check("restore").restorable))
+    store.delete(list(good))
+    for key, data in good.items():
+        store.put(key, data)  # put a copy back under its key, as docs/concepts.md says
     with opened(store) as found:
         assert "a@0" in refs(found.check("restore").restorable)
 
 
-def test_two_damaged_records_of_a_snapshot_that_was_unforgotten_and_rewritten(store):
+@pytest.mark.parametrize("whole", [True, False], ids=["its manifests are there", "a manifest is gone"])
+def test_two_damaged_records_of_a_snapshot_that_was_unforgotten_and_rewritten(store, whole):
     """The revision that can be read is forgotten, and its packs are gone; gc must not delete those of the lost one."""
     with opened(store) as found:
         found.forget_snapshots(["a@1"])
@@ -536,16 +542,22 @@ def test_two_damaged_records_of_a_snapshot_that_was_unforgotten_and_rewritten(st
         ruling = found.snapshot("a@1")
     assert ruling.revision == 3
     keys = [record_key(ruling.run, ruling.step, ruling.id, revision) for revision in (2, 3)]
-    good = {key: store.get(key) for key in keys}
+    lost = ruling.manifests[0].key
+    good = {key: store.get(key) for key in (*keys, lost)}
     for key in keys:
         flip(store, key, 60)
+    if not whole:
+        store.delete([lost])
     with opened(store) as found:
         report = found.repair(apply=True)
-        assert refs(report.left) == {"a@1"}
-        with pytest.raises(IntegrityError, match="nothing was deleted"):
-            found.gc()
+        assert refs(report.left) == (set() if whole else {"a@1"})
+        if whole:
+            assert found.gc().deleted_objects == 0
+        else:
+            with pytest.raises(IntegrityError, match="nothing was deleted"):
+                found.gc()
+    store.delete(list(good))
     for key, data in good.items():
-        store.delete([key])
         store.put(key, data)
     with opened(store) as found:
         assert same(found.restore("a@1"), values("a", 1))

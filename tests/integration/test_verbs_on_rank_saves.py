@@ -106,6 +106,29 @@ def test_every_tensor_comes_back_after(verb, store):
     require_good(store, 0, 1, 2)
 
 
+@pytest.mark.parametrize("verb", ["recode", "copy"])
+def test_a_lost_record_is_reconstructed_after(verb, store):
+    """Manifests of roots and children say for which revision they were written, and nothing else is needed."""
+    with opened(store) as repository:
+        if verb == "copy":
+            target = MemoryStore()
+            assert not repository.copy(to=target).failed
+            store = target
+        else:
+            repository.recode()
+            repository.gc()
+            assert {s.revision for s in repository.snapshots()} == {1}
+    with opened(store) as repository:
+        before = repository.snapshots()
+        for snapshot in before:
+            flip(store, snapshot.key, 60)
+    with opened(store) as repository:
+        assert repository.repair(apply=True).ok
+        repository.gc()
+        assert [s.manifests for s in repository.snapshots()] == [s.manifests for s in before]
+    require_good(store, *(s.step for s in before))
+
+
 def test_forgotten_ones_are_collected_and_the_rest_compacted(store):
     with opened(store) as repository:
         repository.forget_snapshots(["r@0", "r@1"])

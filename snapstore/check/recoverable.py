@@ -6,7 +6,9 @@ the manifests, and a message that says which. Nothing is written: repair/ does t
 
 from __future__ import annotations
 
+import bisect
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +21,7 @@ from ..catalog.read_twice import tried
 from ..context import Context
 from ..errors import FormatError
 from ..format import manifest, records
-from ..format.keys import manifest_key
+from ..format.keys import manifest_key, parse_record_key
 from ..format.manifest import Manifest
 from ..format.rank_checks import read_children
 from ..format.records import ABORTED, COMMITTED, FORGOTTEN, RANKS, ManifestList, ManifestRef, Snapshot
@@ -28,6 +30,9 @@ from ..storage.base import ObjectStore
 from .damaged_packs import check_tree
 from .report import stand_in
 from .scan_records import RecordScan, has_all
+
+#: If the store's date of a record differs by less from the date in it, the store got it from its save [s].
+DATES_AGREE_S = 3600.0
 
 
 def recover_record(context: Context, scan: RecordScan, key: str) -> tuple[Snapshot, str] | None:
@@ -267,13 +272,53 @@ def _manifests_of(context: Context, scan: RecordScan, lost: Snapshot, earlier: S
 
 
 def _free_seq(store: ObjectStore, scan: RecordScan, key: str) -> int:
-    """Return a seq for a snapshot whose record is damaged: the damaged records get the run's free numbers, by age."""
+    """Return a seq for a snapshot whose record is damaged: a free number at its place in the run, by its date.
+
+    Damaged records at the same place get free numbers by age. If there is no free number at this place, or if dates
+    tell nothing since the records were copied here as files, the damaged records of the run get its first free numbers,
+    by age. A fence has neither a date nor a number.
+    """
     prefix = key.rpartition("/")[0] + "/"
-    taken = {s.seq for s in scan.ruling.values() if s.key.startswith(prefix)}
-    infos = [info for info in store.list(prefix) if info.key in scan.unreadable]
-    by_age = [info.key for info in sorted(infos, key=lambda info: (info.modified_s, info.key))]
-    free = (number for number in itertools.count(min({FIRST_SEQ, *taken})) if number not in taken)
-    return next(itertools.islice(free, by_age.index(key) if key in by_age else 0, None))
+    dates: dict[str, float] = {}  # id -> when the store got its first record
+    for info in store.list(prefix):
+        if parse_record_key(info.key) is not None:
+            name = stand_in(info.key).id
+            dates[name] = min(dates.get(name, math.inf), info.modified_s)
+    of_run = [s for s in scan.ruling.values() if s.key.startswith(prefix) and (s.state != ABORTED or s.seq)]
+    taken = {s.seq for s in of_run}
+    dated = sorted((dates.get(stand_in(k).id, math.inf), k) for k in {key, *scan.unreadable} if k.startswith(prefix))
+    by_age = [k for _, k in dated]
+    free = (n for n in itertools.count(min({FIRST_SEQ, *taken})) if n not in taken)
+    if known := _dated(of_run, dates):
+        when = sorted(known.values())
+        highest = [-1, *itertools.accumulate((seq for _, seq in sorted((at, seq) for seq, at in known.items())), max)]
+        lows = {k: highest[bisect.bisect_left(when, date)] for date, k in dated}
+        beside = [k for k in by_age if lows[k] == lows[key]]
+        date, low, at = dates.get(stand_in(key).id, math.inf), lows[key], beside.index(key)
+        high = min((seq for seq in known if known[seq] > date and seq > low), default=-1)
+        if low < 0:  # before the first one, as close to it as possible
+            last = (n for n in range(high - 1, -1, -1) if n not in taken)
+            here = list(itertools.islice(last, len(beside)))[::-1]
+        else:
+            after = (n for n in range(low + 1, records.MAX_COUNTED if high < 0 else high) if n not in taken)
+            here = list(itertools.islice(after, len(beside)))
+        if at < len(here):
+            return here[at]
+    return next(itertools.islice(free, by_age.index(key), None))
+
+
+def _dated(of_run: Sequence[Snapshot], dates: Mapping[str, float]) -> dict[int, float]:
+    """Return seq -> date of the snapshots of a run that tell where a date of the store belongs; {}: none does.
+
+    A copy is dated by its save, other snapshots by the store, as damaged records are. If no snapshot has the same date
+    by its writer and by the store, the store's dates are not those of the saves.
+
+    Args:
+        dates: id -> when the store got the first record of each snapshot.
+    """
+    known = [s for s in of_run if s.state != ABORTED and not s.is_reconstructed]
+    agree = {s.id for s in known if abs(dates.get(s.id, math.inf) - s.created) < DATES_AGREE_S + s.total_s}
+    return {s.seq: dates[s.id] if s.id in agree else s.created for s in known} if agree else {}
 
 
 def _repair_tag(snapshot_id: str) -> str:

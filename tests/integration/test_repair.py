@@ -15,7 +15,7 @@ import xxhash
 
 from kit.damage import damaged, packs_of, refs, repository, restoring, three, twin, wound
 from kit.faults import Crash, FaultStore, Unreadable, one_thread
-from kit.objects import clone, flip, keys_of
+from kit.objects import change, clone, flip, keys_of
 from kit.repositories import OPTIONS, check_restores, index_of, opened, same, save, snapshots_of, values
 from kit.shell import invoke
 from snapstore import (
@@ -845,6 +845,85 @@ def test_a_rewritten_snapshot_comes_back_from_its_manifests(store, verb, later):
     if later:
         flip(store, record_key("a", 2, record.id, record.revision + 1), 60)
     comes_back(store, record, metadata=["a", 2], bases=record.bases, created=record.created)
+
+
+# --- the place of a snapshot whose record was lost -------------------------------------------------------------------
+
+
+def fenced(store, step):
+    """Let a save die, and a gc fence it: its record has neither a number nor a date."""
+    dead = FaultStore(store)
+    with opened(dead) as found:
+        dead.at, dead.mode = len(dead.log) + 25, "crash-after"
+        with pytest.raises(Crash):
+            save(found, "a", step, step)
+    with opened(store) as found:
+        found.forget_snapshots(["a@0"])
+        assert found.gc().fenced
+
+
+def order(store):
+    with opened(store) as found:
+        return [s.ref for s in found.snapshots("a")]
+
+
+@pytest.mark.parametrize("lost", [["a@4"], ["a@3"], ["a@1"], ["a@3", "a@4"], ["a@1", "a@2", "a@4"]])
+@pytest.mark.parametrize("gap", ["none", "a fence", "a mirror that was out of reach", "an abandoned record"])
+def test_a_lost_record_comes_back_in_its_place(store, gap, lost):
+    """Numbers are missing before the last snapshots. The lost ones come back between those before and after them."""
+    if gap == "a fence":
+        fenced(store, 9)
+    if gap == "an abandoned record":
+        store.put(record_key("a", 9, records.new_id(), 0), b"damaged")
+        with opened(store) as found:
+            found.repair(apply=True, drop=True)
+    with opened(store) as found:
+        if gap == "a mirror that was out of reach":
+            found.lineage.number_from("a", lambda: 2 * FIRST_SEQ)
+        for step in (3, 4):
+            save(found, "a", step, step)
+        keys = [found.snapshot(ref).key for ref in lost]
+    wanted = order(store)
+    for key in keys:
+        change(store, key, lambda data: data.__setitem__(60, data[60] ^ 1))
+    with opened(store) as found:
+        planned = found.repair()
+        report = found.repair(apply=True)
+        assert report.ok
+        assert [a.message for a in planned.actions] == [a.message for a in report.actions]
+        assert len({s.seq for s in found.snapshots("a")}) == len(wanted)
+        assert found.snapshot("a@latest").step == 4
+        assert save(found, "a", 5, 5).seq > found.snapshot("a@4").seq
+    assert order(store) == [*wanted, "a@5"]
+
+
+def test_records_of_one_second_come_back_in_their_order(store):
+    """S3 dates objects by whole seconds, so the dates of these saves do not tell their order: the free number does."""
+    with opened(store) as found:
+        key = found.snapshot("a@1").key
+    change(store, key, lambda data: data.__setitem__(60, data[60] ^ 1))
+    dated(store, lambda key, info: int(info.modified_s))
+    with opened(store) as found:
+        assert found.repair(apply=True).ok
+    assert order(store) == ["a@0", "a@1", "a@2"]
+
+
+def test_the_dates_of_copied_files_tell_no_order(store):
+    """All files were copied here a day after the saves, in the order of their names; a@1 was the last."""
+    with opened(store) as found:
+        key = found.snapshot("a@1").key
+    change(store, key, lambda data: data.__setitem__(60, data[60] ^ 1))
+    dated(store, lambda name, info: info.modified_s + 86400 + (name == key))
+    with opened(store) as found:
+        assert found.repair(apply=True).ok
+    assert order(store) == ["a@0", "a@1", "a@2"]
+
+
+def dated(store, date):
+    """Give every object another date."""
+    store._objects = {
+        key: (data, replace(info, modified_s=date(key, info))) for key, (data, info) in store._objects.items()
+    }
 
 
 # --- sessions, config ------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from ..context import Context
 from ..errors import DAMAGE, IntegrityError, NotFoundError, StorageError, UnknownFormatError
 from ..format import records
 from ..format.keys import lost_names, pack_key, parse_policy_key, parse_record_key, quarantined_names
-from ..format.records import COMMITTED, FORGOTTEN, Done, Lost, Mark, Quarantine, Session, Snapshot, Wait
+from ..format.records import ABORTED, COMMITTED, FORGOTTEN, Done, Lost, Mark, Quarantine, Session, Snapshot, Wait
 from ..protocol.gc import OBJECT_NAME
 from ..protocol.marks import MARK_LIMIT_BYTES
 from ..storage.base import ObjectInfo, ObjectStore
@@ -307,9 +307,12 @@ class _RecordScanner:
 
         This happens if an older backup was put back, for example. The vanished revision may have forgotten, swept or
         rewritten the snapshot. A repair writes it again only if that loses nothing: it is committed and everything that
-        it needs is there, or the older state is neither complete nor easier to heal.
+        it needs is there, or the older state is neither complete nor easier to heal. The first record of a copy, which
+        is aborted, is no older state.
         """
         older, kept = self._ruling.get(gone.id), gone.state in (COMMITTED, FORGOTTEN)
+        if older is not None and older.state == ABORTED:
+            older = None
         unknown = older is None and gone.id in self._unread_ids()
         if unknown or (older is not None and older.state in (COMMITTED, FORGOTTEN) and self._has_all(older)):
             return not (gone.state == COMMITTED and self._has_all(gone))
@@ -329,7 +332,7 @@ class _RecordScanner:
 
     def _report_vanished(self, gone_by_id: Mapping[str, Snapshot], outdated: frozenset[str]) -> None:
         """Report the records that the index knows and the store does not list, and what to do about each."""
-        shown = self._ruling.keys() | self._unread_ids()
+        shown = {s.id for s in self._ruling.values() if s.state != ABORTED} | self._unread_ids()
         for key in self._vanished:
             why, name = f"{key}: known to the index, not in the store", stand_in(key).id
             gone = gone_by_id.get(name)

@@ -547,13 +547,18 @@ def test_a_record_that_was_removed_is_put_back(store):
         assert found.view().vanished == []
 
 
+@pytest.mark.parametrize("is_copy", [False, True], ids=["saved", "copied"])
 @pytest.mark.parametrize("beside", ["pack", "manifest", "all manifests"])
-def test_a_record_that_is_gone_with_something_it_needs_keeps_gc_from_the_rest(store, beside):
+def test_a_record_that_is_gone_with_something_it_needs_keeps_gc_from_the_rest(store, beside, is_copy):
     """Once copies of both are put back the snapshot is whole: no gc has deleted its other objects in between."""
+    if is_copy:
+        store = copied(store)
     with opened(store) as found:
         record = found.snapshot("a@2")
         manifests = [ref.key for ref in record.manifests]
-        some = {"pack": packs_of(store, record)[:1], "manifest": manifests[:1], "all manifests": manifests}[beside]
+        headers = {key: pack.read_header(store, key) for key in keys_of(store, "packs/")}
+        packs = [key for key, header in headers.items() if header.made_for.snapshot.hex() == record.id]
+        some = {"pack": packs[:1], "manifest": manifests[:1], "all manifests": manifests}[beside]
         good = {key: store.get(key) for key in (record.key, *some)}
         store.delete(list(good))
         assert refs(found.check().damaged) == {"a@2"}

@@ -16,10 +16,11 @@ from ..chunks import limits
 from ..chunks.reader import ChunkReader, Wanted
 from ..context import Context
 from ..engine.batches import Chunks, EncodeBatch
+from ..errors import FormatError
 from ..format import planes
 from ..format.delta_chain import Chain, cost_of, table_of
 from ..format.delta_choice import cost, delta_limit
-from ..format.manifest import Manifest
+from ..format.manifest import Manifest, manifest_name
 from ..format.tensor_layout import spec_of
 from .stored_blobs import Stored, batches, verified
 
@@ -128,8 +129,19 @@ def _joined(digests: Sequence[bytes]) -> Bytes:
 
 
 def kinds_of(m: Manifest) -> tuple[Column, Column]:
-    """Return the element size [bytes] and the layout of planes of every chunk of a manifest, (n,) each."""
+    """Return the element size [bytes] and the layout of planes of every chunk of a manifest, (n,) each.
+
+    Raises:
+        FormatError: a chunk cuts an element, so no encoder can split it into planes; only a forged manifest has one.
+    """
     specs = [spec_of(entry) for entry in m.tensors]
     sizes = np.array([spec.element_size for spec in specs], np.uint8)
     layouts = np.array([planes.ROTATED if spec.is_float else planes.BYTES for spec in specs], np.uint8)
-    return sizes[m.owners], layouts[m.owners]
+    of_chunks = sizes[m.owners]
+    if (cut := np.flatnonzero(m.table.lengths % of_chunks)).size:
+        row = int(cut[0])
+        raise FormatError(
+            f"{manifest_name(m.header)}: chunk {row} has {m.table.lengths[row]} bytes, expected whole elements of "
+            f"{of_chunks[row]}; no snapstore writes that"
+        )
+    return of_chunks, layouts[m.owners]

@@ -531,6 +531,28 @@ def test_a_manifest_that_makes_no_sense_does_not_stop_the_others(what):
         assert (repo.restore("b@2")["w"] == state["w"]).all()
 
 
+@pytest.mark.parametrize("forged", ["both", "the first", "the second"])
+def test_chunks_that_cut_an_element_do_not_stop_the_others(forged):
+    """Two bytes tensors of odd lengths are forged into one of float32, which then has a chunk of half an element."""
+    store = MemoryStore()
+    with Repository.create(store, chunk_bytes=2**17, options=OPTIONS) as repo:
+        state = two_runs(repo, 3, full=True)
+        for step in range(2):
+            data = np.random.default_rng(6).integers(0, 256, 200_000, np.uint8)
+            data[step::50] = 7
+            repo.save({"x": data[:100_001], "y": data[100_001:]}, run="forged", step=step, full=True)
+        for ref in {"both": ("forged@0", "forged@1"), "the first": ("forged@0",)}.get(forged, ("forged@1",)):
+            was = repo.snapshot(ref)
+            m = manifest.read(store, was.manifests[0], None)
+            box = msgspec.structs.replace(m.tensors[0].boxes[0], sizes=[50_000], chunks=2)
+            entry = msgspec.structs.replace(m.tensors[0], dtype="<f4", shape=[50_000], boxes=[box])
+            _with_manifest(store, was, m, tensors=[entry])
+        report = repo.compact()
+        assert {s.ref for s in report.rewritten} >= {"a@2", "b@1", "b@2"}
+        repo.gc()
+        assert (repo.restore("b@2")["w"] == state["w"]).all()
+
+
 @pytest.mark.parametrize("verb", ["compact", "recode"])
 @pytest.mark.parametrize("what", ["pack", "manifest"])
 def test_an_unreadable_object_fails_only_the_snapshots_that_need_it(what, verb, monkeypatch):

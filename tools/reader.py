@@ -36,8 +36,10 @@ KNOWN_FEATURES = {"ranks"}
 SMALL_OBJECT, CHUNK, INLINE, BOX_MAP = 64 << 20, 64 << 20, 16 << 20, 256 << 20
 SPARSE = 1 << 24  # elements
 DEPTH, CHAIN, SAME_HASH = 200, 255, 256
-RECORD_KEY = re.compile(r"snapshots/([A-Za-z0-9][A-Za-z0-9._-]{0,127})/(\d{12})-([0-9a-f]{32})\.(0|[1-9]\d{0,9})")
+RECORD_KEY = re.compile(r"snapshots/([A-Za-z0-9][A-Za-z0-9._-]{0,127})/(\d{12})-([0-9a-f]{32})\.(0|[1-9]\d{0,8})")
 STATES = ("committed", "aborted", "forgotten", "swept")
+#: The run of the records that stand for damaged sessions.
+NO_RUN = "0-damaged-session"
 FACTORIES = {f.__name__: f for f in (bool, dict, float, int, list, set, str, tuple)}
 NAMESPACES = {("argparse", "Namespace"): argparse.Namespace, ("types", "SimpleNamespace"): types.SimpleNamespace}
 #: torch dtype -> (bytes, element size). NumPy has them too, but for those of RAW.
@@ -59,6 +61,8 @@ class UnknownError(DamagedError):
     """An object has a feature, version, codec or node that this reader does not know."""
 
 
+#: The errors of an object that this reader refuses.
+REFUSED = (ArithmeticError, LookupError, OSError, TypeError, ValueError, struct.error)
 #: Keys of maps by their type.
 Types = dict[type, str]
 REFERENCE: Types = {str: "part sha256 header_sha256", int: "rank size_bytes logical_bytes"}
@@ -1019,31 +1023,56 @@ class Repository:
         need(checksum == xxhash.xxh3_64_intdigest(data[:16] + data[24:]), f"{key}: its checksum")
         return typed(unpack(data[24:], maps=True), types)
 
-    def records(self) -> list[dict[str, Any]]:
-        """Return the ruling record of each snapshot, in the order of runs, seqs and ids."""
-        newest: dict[str, dict[str, Any]] = {}
+    def records(self, refused: dict[str, Exception] | None = None) -> list[dict[str, Any]]:
+        """Return the ruling record of each snapshot, in the order of runs, seqs and ids.
+
+        Lower revisions mean nothing, so they are not read.
+
+        Args:
+            refused: receives id -> error of each snapshot whose ruling record is refused; None: the error is raised.
+        """
+        keys: dict[str, dict[tuple[str, str], dict[int, str]]] = {}
         for key in self.keys("snapshots"):
             match = RECORD_KEY.fullmatch(key)
-            if match is None:
-                continue
-            run, step, snapshot, revision = match.groups()
-            found, other = self.small(key, 2, RECORD), newest.get(snapshot)
-            fields = (found["run"], found["step"], found["id"], found["revision"])
-            need(fields == (run, int(step), snapshot, int(revision)), f"{key} is the record of another key")
-            need(found["revision"] < 10**9 and 0 <= found["generation"] <= 2**53, f"{key}: its revision or generation")
-            texts = [*found["tags"], *found["bases"], *found["features"], found["parent"] or ""]
-            need(all(isinstance(name, str) for name in texts), f"{key}: a name that is no str")
-            need(found["state"] in STATES, f"{key} has state {found['state']}", UnknownError)
-            need(not other or (other["run"], other["step"]) == fields[:2], f"{snapshot} has several runs or steps")
-            if not other or found["revision"] > other["revision"]:
-                newest[snapshot] = found
-        ordered = sorted(newest.values(), key=lambda record: (record["run"], record["seq"], record["id"]))
-        last: dict[str, int] = {}
-        for record in ordered:
+            if match is not None:
+                run, step, snapshot, revision = match.groups()
+                keys.setdefault(snapshot, {}).setdefault((run, step), {})[int(revision)] = key
+        found: dict[str, dict[str, Any]] = {}
+        errors: dict[str, Exception] = {}
+        for snapshot, places in keys.items():
+            try:
+                runs = [place for place in places if place[0] != NO_RUN] or list(places)
+                need(len(runs) == 1, f"{snapshot} has several runs or steps")
+                found[snapshot] = self.record(places[runs[0]][max(places[runs[0]])])
+            except REFUSED as error:
+                errors[snapshot] = error
+        ordered, last = list[dict[str, Any]](), dict[str, int]()
+        for record in sorted(found.values(), key=lambda record: (record["run"], record["seq"], record["id"])):
             run, seq = record["run"], record["seq"]
-            need(seq <= min(last.get(run, -1) + 2**40, 2**53), f"run {run}: the seq {seq} is out of reach")
-            last[run] = seq
+            if seq <= min(last.get(run, -1) + 2**40, 2**53):
+                ordered.append(record)
+                last[run] = seq
+            else:
+                errors[record["id"]] = DamagedError(f"run {run}: the seq {seq} is out of reach")
+        if refused is None and errors:
+            raise next(iter(errors.values()))
+        if refused is not None:
+            refused.update(errors)
         return ordered
+
+    def record(self, key: str) -> dict[str, Any]:
+        """Read a record, and compare it with its key."""
+        match = RECORD_KEY.fullmatch(key)
+        need(match is not None, f"{key} is no key of a record")
+        run, step, snapshot, revision = match.groups() if match else ("",) * 4
+        found = self.small(key, 2, RECORD)
+        fields = (found["run"], found["step"], found["id"], found["revision"])
+        need(fields == (run, int(step), snapshot, int(revision)), f"{key} is the record of another key")
+        need(0 <= found["generation"] <= 2**53, f"{key}: its generation")
+        texts = [*found["tags"], *found["bases"], *found["features"], found["parent"] or ""]
+        need(all(isinstance(name, str) for name in texts), f"{key}: a name that is no str")
+        need(found["state"] in STATES, f"{key} has state {found['state']}", UnknownError)
+        return found
 
 
 # --- what the command prints ---
@@ -1092,15 +1121,17 @@ def main() -> int:
     parser.add_argument("--id", help="only the snapshot of this id")
     args = parser.parse_args()
     sys.setrecursionlimit(20 * DEPTH)
-    repository, failed = Repository(args.repository), 0
-    for record in repository.records():
+    repository, refused = Repository(args.repository), dict[str, Exception]()
+    for record in repository.records(refused):
         if args.id in (None, record["id"]):
             try:
                 print(json.dumps(shown(repository, record)), flush=True)
-            except (ArithmeticError, LookupError, OSError, TypeError, ValueError, struct.error) as error:
-                print(f"id:{record['id']}: {type(error).__name__}: {error}", file=sys.stderr)
-                failed = 1
-    return failed
+            except REFUSED as error:
+                refused[record["id"]] = error
+    named = {snapshot: error for snapshot, error in refused.items() if args.id in (None, snapshot)}
+    for snapshot, why in named.items():
+        print(f"id:{snapshot}: {type(why).__name__}: {why}", file=sys.stderr)
+    return 1 if named else 0
 
 
 if __name__ == "__main__":

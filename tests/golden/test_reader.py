@@ -37,19 +37,28 @@ ALONE = "import runpy, sys; sys.modules |= dict.fromkeys(('snapstore', 'torch'))
 ALONE += "; runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
+def run(folder, *arguments):
+    """Run the reader by itself."""
+    command = [sys.executable, "-c", ALONE, ROOT / "tools" / "reader.py", folder, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
 def read(folder, *arguments):
     """Return the lines of the reader."""
-    command = [sys.executable, "-c", ALONE, ROOT / "tools" / "reader.py", folder, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = run(folder, *arguments)
     assert (done.returncode, done.stderr) == (0, "")
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+def record_of(folder, run, step):
+    """Return the ruling record of a snapshot."""
+    (record,) = (r for r in reader.Repository(folder).records() if (r["run"], r["step"]) == (run, step))
+    return record
+
+
 def snapshot(folder, run, step):
     """Return a snapshot, as the reader sees it in this process."""
-    repository = reader.Repository(folder)
-    (record,) = (r for r in repository.records() if (r["run"], r["step"]) == (run, step))
-    return reader.Snapshot(repository, record)
+    return reader.Snapshot(reader.Repository(folder), record_of(folder, run, step))
 
 
 @pytest.mark.parametrize("golden", GOLDEN, ids=lambda path: path.name)
@@ -221,12 +230,52 @@ def test_damage_is_refused(tmp_path):
         folder = tmp_path / str(number)
         shutil.copytree(V1, folder)
         victims = sorted(path for path in [folder / under, *(folder / under).rglob("*")] if path.is_file())
+        if under.startswith("snapshots"):  # only the last revision of each is read
+            victims = list({path.stem: path for path in victims}.values())
         victim = random.choice(victims)
         data = bytearray(victim.read_bytes())
         data[random.randrange(len(data))] ^= 1 << random.randrange(8)
         victim.write_bytes(data)
         with pytest.raises((ArithmeticError, LookupError, TypeError, ValueError)):
             restore_all(folder)
+
+
+@pytest.mark.parametrize("harm", ["damaged", "of a newer version", "of several runs"])
+def test_a_record_that_is_refused_hides_its_own_snapshot_only(tmp_path, harm):
+    folder = tmp_path / "repo"
+    shutil.copytree(V1, folder)
+    victim, wanted = record_of(V1, "main", 1), {line["id"]: line for line in read(V1)}
+    last = max((folder / "snapshots" / "main").glob(f"*-{victim['id']}.*"), key=lambda path: int(path.suffix[1:]))
+    data = bytearray(last.read_bytes())
+    if harm == "of several runs":
+        last.with_name(f"000000000077-{victim['id']}.0").write_bytes(data)
+    else:
+        data[5 if harm == "of a newer version" else 60] ^= 2
+        last.write_bytes(data)
+    done = run(folder)
+    assert {line["id"]: line for line in map(json.loads, done.stdout.splitlines())} == {
+        name: line for name, line in wanted.items() if name != victim["id"]
+    }
+    assert (done.returncode, done.stderr.count("id:")) == (1, 1)
+    assert f"id:{victim['id']}: " in done.stderr
+    other = next(name for name in wanted if name != victim["id"])
+    assert read(folder, "--id", other) == [wanted[other]]
+    assert run(folder, "--id", victim["id"]).returncode == 1
+    with pytest.raises(reader.DamagedError):
+        restore_all(folder)
+
+
+def test_lower_revisions_mean_nothing(tmp_path):
+    """They may be damaged, as repair leaves them, or missing; ten digits of revision are no key of a record."""
+    folder = tmp_path / "repo"
+    shutil.copytree(V1, folder)
+    record, wanted = record_of(V1, "main", 1), read(V1)
+    (path,) = (folder / "snapshots" / "main").glob(f"*-{record['id']}.{record['revision'] - 1}")
+    path.write_bytes(b"damaged")
+    path.with_suffix(".1000000000").write_bytes(b"of another program")
+    assert read(folder) == wanted
+    path.unlink()
+    assert read(folder) == wanted
 
 
 FULL = reader.struct.pack("<4BIII8sII16s16s", 0, 1, 0, 0, 4, 4, 65536, bytes(8), 0, 0, bytes(16), bytes(16)) + b"abcd"
@@ -297,8 +346,7 @@ def test_codecs_of_the_other_planes_of_a_sparse_delta_are_refused(size, plane):
 
 @pytest.mark.parametrize("name", [None, 5, "0" * 63])
 def test_a_record_without_the_manifest_list_that_it_needs(name):
-    repository = reader.Repository(V1)
-    (record,) = (r for r in repository.records() if (r["run"], r["step"]) == ("values", 1))
+    repository, record = reader.Repository(V1), record_of(V1, "values", 1)
     reader.Snapshot(repository, record)
     del record["manifest_list"]
     with pytest.raises(reader.DamagedError, match="manifest list"):

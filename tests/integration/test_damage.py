@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import itertools
 import re
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
 
 import pytest
 
 from kit import damage
-from kit.damage import CLASSES, PLACES, everyone, refs, repository, restoring
-from kit.faults import one_thread
-from kit.repositories import OPTIONS, opened, values, version_of
+from kit.damage import CLASSES, DAMAGES, PLACES, everyone, refs, repository, restoring
+from kit.faults import Crash, FaultStore, Unreadable, one_thread
+from kit.objects import clone, keys_of
+from kit.repositories import OPTIONS, created, opened, save, values, version_of
 from kit.samples import sampled
 from kit.shell import invoke
 from snapstore import Repository
 from snapstore.check.report import LEVELS
 from snapstore.errors import IntegrityError, SnapstoreError, StorageError
+from snapstore.storage.memory import MemoryStore
 
 
 @pytest.fixture(autouse=True)
@@ -142,6 +147,89 @@ def test_repair_restores_what_it_can(name, how):
         # The note of a pack that is gone is not needed any more once its snapshots are whole.
         released = how == "missing" and report.healed and not report.lost and kind == "pack"
         assert left == ({"release"} if released else set()), "nothing is left to do"
+
+
+@cache
+def source_of_copies():
+    """Return a run in which a save died and was fenced, a@0 was collected, and a@1 and a@2 were compacted."""
+    store = created()
+    with opened(store) as found:
+        for step in range(3):
+            save(found, "a", step, step)
+    dead = FaultStore(store)
+    with opened(dead) as found:
+        dead.at, dead.mode = len(dead.log) + 25, "crash-after"
+        with pytest.raises(Crash):
+            save(found, "a", 7, 7)
+    with opened(store) as found:
+        found.forget_snapshots(["a@0"])
+        assert found.gc().fenced
+        assert found.compact().rewritten
+        found.gc()
+        for step in range(3, 6):
+            save(found, "a", step, step)
+    return store
+
+
+@cache
+def copy_of_it():
+    """Return a copy of it. The copy of a@4 died, was fenced and made again; a@2 was swept and copied again."""
+    target = MemoryStore()
+    with opened(source_of_copies()) as found:
+        found.copy(["a@1", "a@2", "a@3"], to=target)
+        dry = FaultStore(clone(target))
+        found.copy(["a@4"], to=dry)
+        number = next(i for i, (verb, key) in enumerate(dry.log) if verb == "put" and key.startswith("manifests/"))
+        with pytest.raises(Crash):
+            found.copy(["a@4"], to=FaultStore(target, number, "crash-after"))
+    with opened(target) as there:
+        there.forget_snapshots(["a@2"])
+        assert there.gc().fenced
+    with opened(source_of_copies()) as found:
+        for ref in ("a@4", "a@5", "a@2"):
+            assert not found.copy([ref], to=target).failed
+    return target
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+@pytest.mark.parametrize("made", [source_of_copies, copy_of_it])
+def test_any_record_of_a_run_with_fences_rewrites_and_copies(made, how):
+    """Damage each record alone, and the last records of all. Repair brings every snapshot back in its place.
+
+    A ruling record that is missing leaves only objects that nothing explains: then nothing may be deleted.
+    """
+    wanted, keys = everyone(made()), keys_of(made(), "snapshots/")
+    before = [s.ref for s in sorted(wanted.values(), key=lambda s: s.seq)]
+    ruling = {s.key for s in wanted.values()}
+    for victims in [[key] for key in keys] + ([sorted(ruling)] if how != "unreadable" else []):
+        store, about = clone(made()), f"{how}: {victims}"
+        for key in victims:
+            harm(store, key, how)
+        seen = Unreadable(store, victims[0]) if how == "unreadable" else store
+        packs = keys_of(store, "packs/")
+        with opened(seen, damaged=True) as found:
+            found.repair(apply=True)
+            with suppress(IntegrityError, StorageError):
+                found.gc()
+        lost = {ref for ref, s in wanted.items() if s.key in victims and how == "missing"}
+        assert restoring(seen, wanted) >= wanted.keys() - lost, about
+        if lost:
+            assert keys_of(store, "packs/") == packs, about
+        else:
+            with opened(seen) as found:
+                assert [s.ref for s in found.snapshots()] == before, about
+
+
+def harm(store, key, how):
+    """Damage a record in place: its date stays."""
+    if how == "missing":
+        store.delete([key])
+        return
+    data, info = store._objects[key]
+    other = next(d for k, (d, _) in store._objects.items() if k.startswith("snapshots/") and k[:-2] != key[:-2])
+    flipped = bytes([*data[:60], data[60] ^ 4, *data[61:]])
+    changed = {"flip": flipped, "truncated": data[: len(data) // 2], "empty": b"", "replaced": other}.get(how, data)
+    store._objects[key] = changed, replace(info, size_bytes=len(changed))
 
 
 def gone(name, how):

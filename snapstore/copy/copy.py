@@ -286,6 +286,8 @@ class Copier:
             there = there or self.announce(ruling)
             if there.state == COMMITTED:
                 raise ConflictError("another process has copied it")
+            if _is_fence(there):
+                there = msgspec.structs.replace(there, seq=self._begun(ruling).seq)
             near = [self._last[ruling.run].id] if ruling.run in self._last else []
             with CopySession(self._target, there, ruling, near) as session:
                 session.watch = self._watch
@@ -338,6 +340,7 @@ class Copier:
         later = {name: seq for name, seq in numbers.items() if (seq, name) > (ruling.seq, ruling.id)}
         unknown = view.unknown_ids(ruling.run)
         there = view.snapshots(ruling.run, states=None) + [known for _, known in unknown.values() if known is not None]
+        there = [s for s in there if not _is_fence(s)]
         for s in there:
             is_only_there = s.id not in numbers and s.state != ABORTED  # a fence has neither a date nor a number
             if is_only_there and self._is_later(s, ruling):
@@ -363,6 +366,11 @@ class Copier:
         self.result.blobs += moved.blobs
         self._last[record.run] = record
         self._manifests = moved.top.manifests_by_name | moved.below.manifests_by_name
+
+
+def _is_fence(s: Snapshot) -> bool:
+    """Return whether a record has no place in the order of its run: a fence, or a repair that gave the snapshot up."""
+    return s.state == ABORTED and not s.seq
 
 
 def _ruling(view: View, snapshot: Snapshot) -> Snapshot:

@@ -902,6 +902,24 @@ def test_a_lost_record_comes_back_in_its_place(store, gap, lost):
     assert order(store) == [*wanted, "a@5"]
 
 
+def test_a_snapshot_that_was_given_up_is_copied_back_into_its_place(store):
+    """The record by which a repair gives a snapshot up has no number; a copy of the snapshot gets one."""
+    backup = copied(store)
+    with opened(store) as found:
+        lost = [found.snapshot(ref) for ref in ("a@1", "a@2")]
+        save(found, "a", 3, 3)
+    for record in lost:
+        flip(store, record.key, 60)
+        store.delete([record.manifests[0].key])
+    with opened(store) as found:
+        assert refs(found.repair(apply=True, drop=True).dropped) == {"a@1", "a@2"}
+    with opened(backup) as found:
+        assert not found.copy(["a@1", "a@2"], to=store).failed
+    assert order(store) == ["a@0", "a@1", "a@2", "a@3"]
+    with opened(store) as found:
+        assert found.check("restore").ok
+
+
 def test_records_of_one_second_come_back_in_their_order(store):
     """S3 dates objects by whole seconds, so the dates of these saves do not tell their order: the free number does."""
     with opened(store) as found:

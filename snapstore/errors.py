@@ -8,7 +8,8 @@ SnapstoreError                    all errors below; a message names the thing, w
 │   └── UnsupportedLeafError      a value in the state has no stored form; the error says its path
 ├── StorageError                  the store failed: unreachable, refused, read-only; nothing was committed
 │   ├── StorageFullError          no space or quota is left; committed snapshots stay
-│   └── UnreadRecordError         the record of one snapshot could not be read, though the store answers
+│   └── UnreadObjectError         an object of one snapshot could not be read, though the store answers
+│       └── UnreadRecordError     it is its record
 ├── FormatError                   bytes are not of this format, or of a version that this release does not read
 ├── IntegrityError                bytes of this format are damaged or missing; see `snapstore check`
 ├── RanksError                    another rank of the job failed, does not answer, or made another call
@@ -72,7 +73,11 @@ class StorageFullError(StorageError):
     """The object store has no room left."""
 
 
-class UnreadRecordError(StorageError):
+class UnreadObjectError(StorageError):
+    """An object of a snapshot could not be read, though its store answers; it may be whole."""
+
+
+class UnreadRecordError(UnreadObjectError):
     """The record of a snapshot could not be read, though its store answers; a later read may succeed."""
 
 

@@ -7,10 +7,11 @@ answer that an object is missing proves nothing, so listings are made twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
-from ..errors import DAMAGE, IntegrityError, NotFoundError, SnapstoreError, StorageError
+from ..errors import DAMAGE, IntegrityError, NotFoundError, SnapstoreError, StorageError, UnreadObjectError
+from ..format.records import MAX_OBJECT_BYTES
 from ..storage.base import ObjectInfo, ObjectStore
 from ..storage.os_errors import is_withheld
 
@@ -54,6 +55,36 @@ def read_twice(store: ObjectStore, read: Callable[[], T]) -> T:
     except StorageError as error:
         answers(store)
         raise IntegrityError(f"{error}; run 'snapstore check --read-data'") from error
+
+
+def settled(store: ObjectStore, read: Callable[[], T]) -> T:
+    """Return the result of reading one object of a snapshot. After any failure, try it a second time.
+
+    Raises:
+        IntegrityError, FormatError, NotFoundError: two reads found it damaged or missing, or the disk will not read it.
+        UnreadObjectError: the store withholds it (`is_withheld`), though it answers: it may be whole.
+        StorageError: the store does not answer, or can read nothing.
+    """
+    try:
+        return read()
+    except DAMAGE:  # one such answer proves nothing
+        pass
+    except StorageError:
+        _reads(store)
+    try:
+        return read()
+    except StorageError as error:
+        _reads(store)
+        if is_withheld(error):
+            raise UnreadObjectError(str(error)) from error
+        raise IntegrityError(f"{error}; run 'snapstore check --read-data'") from error
+
+
+def _reads(store: ObjectStore) -> None:
+    """Raise StorageError unless a store answers, and can read: listings may succeed although all reads fail."""
+    answers(store)
+    with suppress(*DAMAGE):
+        store.get("config", limit_bytes=MAX_OBJECT_BYTES)
 
 
 def tried(store: ObjectStore, read: Callable[[], T]) -> T | None:

@@ -26,9 +26,17 @@ import msgspec
 
 from ..catalog.history import View
 from ..catalog.manifest_refs import all_manifests
-from ..catalog.read_twice import read_twice
+from ..catalog.read_twice import settled
 from ..context import Context
-from ..errors import DAMAGE, ConflictError, IntegrityError, InvalidInputError, NotFoundError, UnreadRecordError
+from ..errors import (
+    DAMAGE,
+    ConflictError,
+    IntegrityError,
+    InvalidInputError,
+    NotFoundError,
+    UnreadObjectError,
+    UnreadRecordError,
+)
 from ..format import manifest
 from ..format.keys import record_key
 from ..format.manifest import Manifest
@@ -97,7 +105,7 @@ def copy(
 
     Raises:
         InvalidInputError: the two are one repository, or their digests have different seeds.
-        StorageError: one of the stores failed; the snapshots before that are copied.
+        StorageError: one of the stores does not answer; the snapshots before that are copied.
     """
     require_same_seed(source, target)
     copier = Copier(source, target)
@@ -106,7 +114,7 @@ def copy(
     for snapshot in in_order(snapshots):
         try:
             copier.copy(snapshot, named=named)
-        except (*DAMAGE, ConflictError, UnreadRecordError) as error:
+        except (*DAMAGE, ConflictError, UnreadObjectError) as error:
             log.info("run=%s step=%d: copy failed: %s", snapshot.run, snapshot.step, error)
             result.failed.append((snapshot, f"{snapshot.ref}: {error}"))
     return result
@@ -207,9 +215,14 @@ class Copier:
         """Create the first record of a copy, unless the destination knows the snapshot; return its ruling record.
 
         Raises:
+            IntegrityError, FormatError: its record in the destination is damaged or gone, or so is that of a later
+                snapshot, which says where the copy belongs.
+            UnreadRecordError: such a record cannot be read now.
             StorageError: the destination failed.
         """
-        there = self._target.index.refresh().get(snapshot.id)
+        view = self._target.index.refresh()
+        view.require_record(snapshot.id)
+        there = view.get(snapshot.id)
         if there is None:
             with confirmed(self._target):
                 there = create(self._target.store, self._begun(snapshot))
@@ -229,7 +242,7 @@ class Copier:
             IntegrityError, FormatError, NotFoundError: it is damaged in the source, or was collected there; nothing was
                 committed.
             ConflictError: other processes keep revising it; or a gc of the destination fenced this copy as dead.
-            UnreadRecordError: its record, in one of the stores, cannot be read now.
+            UnreadObjectError: its record, in one of the stores, cannot be read now, or the source withholds its bytes.
             StorageError: one of the stores failed.
         """
         with confirmed(self._source), self._target.store.pinned():
@@ -308,7 +321,7 @@ class Copier:
 
     def _read(self, ref: ManifestRef) -> Manifest:
         seed = self._source.config.digest_seed
-        return read_twice(self._source.store, lambda: manifest.read(self._source.store, ref, seed))
+        return settled(self._source.store, lambda: manifest.read(self._source.store, ref, seed))
 
     def _record(self, ruling: Snapshot, there: Snapshot, moved: Moved) -> Snapshot:
         """Return the record of a copy: that of the source, in its place in the destination."""
@@ -332,7 +345,8 @@ class Copier:
         run that went on in the destination keeps its order.
 
         Raises:
-            IntegrityError: a later snapshot is there, and its number is not known, since its record cannot be read.
+            IntegrityError, UnreadRecordError: a later snapshot is there, and its number is not known, since its record
+                is damaged or gone, or cannot be read now.
         """
         here, view = self._source.index.refresh(), self._target.index.refresh()
         numbers = {s.id: s.seq for s in here.snapshots(ruling.run, states=None)}
@@ -348,7 +362,8 @@ class Copier:
         found = {s.id: s.seq for s in there if s.id in later}
         for name, (key, known) in unknown.items():
             if name in later and known is None:
-                raise IntegrityError(f"it belongs before {key} in the destination, which cannot be read or is gone")
+                kind = UnreadRecordError if key in view.unread else IntegrityError
+                raise kind(f"it belongs before {key} in the destination, which cannot be read or is gone")
         if found:
             end = min(found.values())
             before = max((s.seq for s in there if s.id not in later and s.seq < end), default=-1)

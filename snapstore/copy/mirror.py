@@ -32,7 +32,7 @@ from ..errors import (
     InvalidInputError,
     NotFoundError,
     StorageError,
-    UnreadRecordError,
+    UnreadObjectError,
 )
 from ..format.keys import parse_record_key
 from ..format.records import ABORTED, COMMITTED, FORGOTTEN, Snapshot
@@ -265,15 +265,15 @@ class Mirror:
         for snapshot in (due := self._due(target)):
             if self._ends:
                 return False
-            with suppress(*DAMAGE):  # its record there is damaged, which `copy` reports
+            with suppress(*DAMAGE, UnreadObjectError):  # of a record there, which `copy` reports
                 copier.announce(snapshot)
-        unread: UnreadRecordError | None = None
+        unread: UnreadObjectError | None = None
         for snapshot in due:
             if self._ends:
                 return False
             try:
                 copier.copy(snapshot, named=bool(snapshot.tags))
-            except UnreadRecordError as error:  # the others do not wait for it
+            except UnreadObjectError as error:  # the others do not wait for it
                 unread = error
                 continue
             except DAMAGE as error:

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from ..arrays import Column
+from ..catalog.read_twice import settled
 from ..chunks.uploader import PackUploader
 from ..context import Context
 from ..errors import FormatError, IntegrityError, NotFoundError
@@ -99,6 +100,7 @@ def move(
     Raises:
         IntegrityError, FormatError: a pack of the source is missing or damaged, or contradicts a manifest; the error
             names it.
+        UnreadObjectError: the source withholds a pack, though it answers.
         StorageError: one of the stores failed.
     """
     chunk_bytes = max((m.header.chunk_bytes for _, m in manifests), default=0)
@@ -194,6 +196,7 @@ class _Mover:
                 refs = part.own[firsts[chosen] - (ends[number] - len(part.keys))]
                 groups = self._keys[chosen] >> OFFSET_BITS
                 for pack, data in self._read_packs(np.unique(groups).tolist(), names, readers):
+                    self.moved.read_bytes += len(data)
                     here = groups == pack
                     self._move(part.manifest.table, refs[here], chosen[here], data, pack_key(names[pack]))
                     self._session.heartbeat()
@@ -230,9 +233,12 @@ class _Mover:
             ):
                 number, read = ahead.popleft()
                 yield number, read()[0]
-            ahead.append((pack, readers.start(lambda n: self._read_pack(names[n], self._sizes[n]), [pack])))
+            ahead.append((pack, readers.start(lambda n: self._pack_of(names[n], self._sizes[n]), [pack])))
         for number, read in ahead:
             yield number, read()[0]
+
+    def _pack_of(self, name: str, size_bytes: int) -> bytes:
+        return settled(self._source, lambda: self._read_pack(name, size_bytes))
 
     def _read_pack(self, name: str, size_bytes: int) -> bytes:
         """Read a pack of the source, and compare it with its name.
@@ -253,7 +259,6 @@ class _Mover:
                 f"{key} in {self._source.url}: expected {size_bytes} bytes with the SHA-256 in its name, got {found}: "
                 "the pack is damaged; run 'snapstore check --read-data' there"
             )
-        self.moved.read_bytes += size_bytes
         return data
 
     def _move(self, table: ChunkTable, refs: Column, chosen: Column, data: bytes, where: str) -> None:

@@ -16,14 +16,25 @@ import msgspec
 import numpy as np
 import pytest
 
-from kit.faults import FaultStore
+from kit.faults import READ_FAULTS, FaultStore, Unreadable
 from kit.objects import clone, flip, keys_of
 from kit.processes import environment
 from kit.ranks import save_shared
 from kit.repositories import OPTIONS, check_clean, created, lasting, objects_of, opened, same, save, values
 from kit.s3_stores import fresh_url, moto_bucket, needs_server
-from snapstore import ConflictError, FormatError, InvalidInputError, KeepLast, NotFoundError, Repository
+from snapstore import (
+    ConflictError,
+    FormatError,
+    IntegrityError,
+    InvalidInputError,
+    KeepLast,
+    NotFoundError,
+    Repository,
+    StorageError,
+)
+from snapstore.copy.copy import Copier
 from snapstore.copy.moving import move
+from snapstore.errors import UnreadRecordError
 from snapstore.format import manifest
 from snapstore.protocol import tags
 from snapstore.save.known_chunks import Bases
@@ -239,6 +250,72 @@ def test_a_hostile_source_commits_nothing(source, what):
         assert [s.ref for s in repository.snapshots()] == ["a@0", "a@1", "a@2", "a@3"]
         repository.gc()
     check_clean(target, level="restore")
+
+
+def object_of_its_own(store, ref, kind):
+    """Return the key of a pack or a manifest that no earlier snapshot of the run needs."""
+    with opened(store) as repository:
+        snapshot = repository.snapshot(ref)
+        earlier = [s for s in repository.snapshots(snapshot.run) if s.seq < snapshot.seq]
+        old = {key for s in earlier for key in objects_of(store, s)}
+        return next(k for k in objects_of(store, snapshot) if k not in old and k.startswith(kind))
+
+
+@pytest.mark.parametrize("kind", ["packs/", "manifests/"])
+@pytest.mark.parametrize("how", READ_FAULTS)
+def test_one_failed_read_of_the_source_proves_nothing(source, kind, how):
+    bad = Unreadable(source, object_of_its_own(source, "a@0", kind), times=1, how=how)
+    target, result = copied(bad)
+    assert bad.times == 0
+    assert len(result.copied) == 5
+    check_clean(target, level="restore")
+
+
+@pytest.mark.parametrize("kind", ["packs/", "manifests/"])
+@pytest.mark.parametrize("how", READ_FAULTS)
+def test_an_object_of_the_source_that_cannot_be_read_stops_no_other_copy(source, kind, how):
+    """A bad sector, or an archived object of S3: the oldest snapshot comes first, and each copy would end there."""
+    bad = Unreadable(source, key := object_of_its_own(source, "a@0", kind), how=how)
+    target = MemoryStore()
+    with opened(bad) as repository:
+        (first, *_) = repository.snapshots("a")
+        result = repository.copy(to=target)
+        ((failed, why),) = [(s, why) for s, why in result.failed if s.id == first.id]
+        assert failed.ref == "a@0"
+        assert key in why
+        assert "b@0" in [s.ref for s in result.copied]  # its first chunks are others
+        bad.bad.clear()
+        assert repository.copy(to=target).failed == []
+    check_clean(target, level="restore")
+
+
+def test_a_source_or_a_destination_that_does_not_answer_ends_the_copy(source):
+    packs = [key for key in keys_of(source) if key.startswith(("packs/", "manifests/"))]
+    with opened(Unreadable(source, *packs, "config", how="withheld", times=0)) as repository:
+        target = MemoryStore()
+        repository.copy(["a@0"], to=target)
+        repository.store.times = 10**9
+        with pytest.raises(StorageError):
+            repository.copy(to=target)
+    with opened(source) as repository:
+        full = FaultStore(target, None, "full")
+        with Repository.open(full, options=OPTIONS) as other:
+            full.at = len(full.log)
+            with pytest.raises(StorageError):
+                repository.copy(to=other)
+
+
+@pytest.mark.parametrize(("how", "error"), [("unread", UnreadRecordError), ("flipped", IntegrityError)])
+def test_the_place_of_a_copy_before_a_record_that_cannot_be_read_may_be_known_later(source, how, error):
+    target, _ = copied(source, "a@3")
+    with opened(target) as repository:
+        bad = Unreadable(target, *(key for key in keys_of(target) if key.startswith("snapshots/")), how=how)
+    with opened(source) as repository, opened(bad) as other:
+        copier = Copier(repository.context, other.context)
+        with pytest.raises(error, match="it belongs before"):
+            copier.announce(repository.snapshot("a@0"))
+        with pytest.raises(error, match="its record"):
+            copier.announce(repository.snapshot("a@3"))
 
 
 def test_a_pack_that_is_said_to_be_too_large_is_refused(source):

@@ -247,6 +247,21 @@ def test_a_record_in_the_mirror_that_cannot_be_read_stops_no_other_copy():
         assert snapshots.wait_until_mirrored() == []
 
 
+def test_a_begun_copy_whose_only_record_cannot_be_read_stops_no_other_copy():
+    fast = created()
+    slow = created_like(fast)
+    with opened(fast) as repository, opened(slow) as backup:
+        key = Copier(repository.context, backup.context).announce(save(repository, "a", 0, 0)).key
+    bad = Unreadable(slow, key)
+    with manager(fast, bad) as snapshots:
+        saved(snapshots, [1, 2])
+        until(lambda: steps_in(slow) == [1, 2])
+        until(lambda: snapshots.wait_until_mirrored() == [0])
+        bad.bad.clear()
+        assert snapshots.wait_until_mirrored() == []
+    assert steps_in(slow) == [0, 1, 2]
+
+
 def test_a_mirror_that_could_not_be_reached_at_the_start_gets_the_policies_later():
     """Until then it has those of an earlier manager, which `snapstore forget --run` would apply."""
     fast = created()

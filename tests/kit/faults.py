@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
+from errno import EACCES
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import lmdb
 
 from snapstore.catalog import index
-from snapstore.errors import SnapstoreError, StorageError, StorageFullError
+from snapstore.errors import NotFoundError, SnapstoreError, StorageError, StorageFullError
 from snapstore.storage.base import GET_LIMIT_BYTES, Buffer, ObjectInfo, ObjectStore
 from snapstore.storage.local import LocalStore
 from snapstore.storage.locks import _KEPT_FDS, unlock
@@ -161,17 +162,35 @@ class FaultStore:
         return self._act("clean", "", self.inner.clean)
 
 
-class Unreadable(FaultStore):
-    """Objects that cannot be read (EIO), for good or for the first `times` reads."""
+#: How a read of an object fails (`Unreadable`).
+READ_FAULTS = ("unread", "withheld", "missing", "flipped")
 
-    def __init__(self, inner, *keys, times=10**9):
+
+class Unreadable(FaultStore):
+    """Objects that cannot be read, for good or for the first `times` reads.
+
+    Args:
+        how: unread: the disk will not read them (EIO). withheld: the server refuses, so they may be whole. missing:
+            there are none. flipped: one bit of the bytes that were read is wrong.
+    """
+
+    def __init__(self, inner, *keys, times=10**9, how="unread"):
+        assert how in READ_FAULTS
         super().__init__(inner)
-        self.bad, self.times = set(keys), times
+        self.bad, self.times, self.how = set(keys), times, how
 
     def _act(self, name, key, effect):
         if key in self.bad and name in ("get", "get_range") and self.times > 0:
             self.times -= 1
-            raise StorageError(f"{key}: Input/output error (injected)")
+            if self.how == "missing":
+                raise NotFoundError(f"{key}: no such object (injected)")
+            if self.how == "withheld":
+                raise StorageError(f"{key}: no permission (injected)") from PermissionError(EACCES, "no permission")
+            if self.how == "unread":
+                raise StorageError(f"{key}: Input/output error (injected)")
+            data = bytearray(super()._act(name, key, effect))
+            data[len(data) // 2] ^= 1
+            return bytes(data)
         if name == "delete":
             self.bad.discard(key)
         return super()._act(name, key, effect)

@@ -230,16 +230,17 @@ class Steps:
     def not_mirrored(self) -> list[int]:
         """Return the steps that are committed and not yet in the mirror, in the order of their saves.
 
-        Before them come steps whose records cannot be read, or are gone, and which the mirror does not have. Until the
-        mirror has been reached, these are all steps. Without a mirror, and on other ranks than rank 0, the list is
-        empty.
+        They include the steps that could not be copied. Before them come steps whose records cannot be read, or are
+        gone, and which the mirror does not have. Until the mirror has been reached, these are all steps. Without a
+        mirror, and on other ranks than rank 0, the list is empty.
         """
         return self._mirror.behind() if self._mirror is not None else []
 
     def wait_until_mirrored(self, timeout: float | None = None) -> list[int]:
         """Wait until the mirror has every commit, for at most `timeout` seconds, or until an attempt fails.
 
-        It does not wait for a step whose record cannot be read, or is gone.
+        It does not wait for a step whose record cannot be read, or is gone. It tries once more to copy each step that
+        could not be copied, but does not wait longer for it.
 
         Returns:
             The steps that are not mirrored, as `not_mirrored` returns them.

@@ -3,7 +3,8 @@
 In: the commits of a manager, and the place of the mirror. Out: copies there, in the order of the saves, made by one
 thread that never delays a save. Each snapshot that is due is announced there first, by a record which says that its
 copy has begun: so a later process can tell which snapshots were lost with the first store. After a failure the thread
-logs a warning and tries again.
+logs a warning and tries again. If one snapshot cannot be copied, the others are, and this one is tried again later
+(mirror_failures.py).
 """
 
 from __future__ import annotations
@@ -11,14 +12,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from bisect import bisect
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import accumulate
-from operator import itemgetter
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from .. import retention
 from ..catalog import policy_store
@@ -42,7 +38,8 @@ from ..protocol.quarantine import in_need_of_quarantined
 from ..protocol.same_repository import confirmed
 from ..text import some
 from .copy import COPY_BEGUN, Copier, require_same_seed
-from .mirror_order import MIRRORED, due_tags, free_tags, is_later, lacks
+from .mirror_failures import Failures
+from .mirror_order import MIRRORED, due_tags, free_tags, is_later, lacks, wanted
 
 if TYPE_CHECKING:
     from ..repository import Repository
@@ -87,7 +84,7 @@ class Mirror:
         self._copier: Copier | None = None
         self._pending: list[Snapshot] = []  # committed and not mirrored, oldest first
         self._unlisted: list[Snapshot] = []  # committed before; the mirror may lack them, until it has been listed
-        self._given_up: set[str] = set()  # ids of snapshots that cannot be mirrored
+        self._failures = Failures()  # of snapshots that could not be copied, though both stores answer
         self._unknown: dict[str, int] = {}  # id -> step: its record here is not known, and it may not be mirrored
         self._named: set[str] = set()  # keys of records that a warning has named
         self._is_stored = False  # whether the mirror has the policies
@@ -166,14 +163,19 @@ class Mirror:
             self._changed.notify_all()
         if left:
             steps = some([str(step) for step in left])
-            is_slow = len(left) > len(self._unknown)
-            why = self.problem or ("too slow" if is_slow else "their records cannot be read, or are gone")
-            log.warning("run=%s not mirrored in %s: steps %s: %s", self.run, self.url, steps, why)
+            log.warning("run=%s not mirrored in %s: steps %s: %s", self.run, self.url, steps, self._why_behind())
         if self._thread is not None:
             self._thread.join(GIVE_UP_S)
         if self.has_ended and self._target is not None:
             self._target.close()
         return left
+
+    def _why_behind(self) -> str:
+        with self._changed:
+            whys = self._failures.whys()
+            is_slow = bool(self._unlisted) or any(s.id not in self._failures for s in self._pending)
+            unknown = ["their records cannot be read, or are gone"] if self._unknown else []
+        return self.problem or ("too slow" if is_slow else some(whys + unknown))
 
     @property
     def has_ended(self) -> bool:
@@ -183,7 +185,8 @@ class Mirror:
     def wait(self, timeout: float | None = None) -> list[int]:
         """Wait until everything is mirrored, for at most `timeout` seconds, or until an attempt fails.
 
-        It does not wait for a step whose record in the first store is damaged, cannot be read or is gone.
+        It does not wait for a step whose record in the first store is damaged, cannot be read or is gone. If a step
+        cannot be copied, it waits for one more attempt.
 
         Returns:
             The steps that are not mirrored, as `behind` returns them.
@@ -215,7 +218,7 @@ class Mirror:
         """Return the steps that are committed and not mirrored. Reads nothing.
 
         The steps that may be so come first: their records in the first store cannot be read. The others follow in the
-        order of their saves. Until the mirror has been listed, they are all steps.
+        order of their saves, also if they could not be copied. Until the mirror has been listed, they are all steps.
         """
         with self._changed:
             return sorted(self._unknown.values()) + [snapshot.step for snapshot in (*self._unlisted, *self._pending)]
@@ -233,12 +236,15 @@ class Mirror:
         delay_s = RETRY_S
         while not self._ends:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_due or self._ends)
+                self._changed.wait_for(lambda: self._is_due or self._ends, self._failures.pause_s())
+                if self._is_awaited:
+                    self._failures.try_all()
                 self._is_due = self._is_awaited = False
             try:
                 done = self._catch_up()
                 delay_s = RETRY_S
                 with self._changed:
+                    self.problem = "" if done else self.problem
                     self._is_idle = done and not self._is_due
                     self._changed.notify_all()
             except Exception as error:  # noqa: BLE001  training goes on, whatever it is
@@ -267,26 +273,37 @@ class Mirror:
                 return False
             with suppress(*DAMAGE, UnreadObjectError):  # of a record there, which `copy` reports
                 copier.announce(snapshot)
-        unread: UnreadObjectError | None = None
         for snapshot in due:
             if self._ends:
                 return False
+            if not self._failures.is_due(snapshot.id):
+                continue
             try:
                 copier.copy(snapshot, named=bool(snapshot.tags))
-            except UnreadObjectError as error:  # the others do not wait for it
-                unread = error
-                continue
-            except DAMAGE as error:
+            except (*DAMAGE, UnreadObjectError) as error:  # the others do not wait for it
+                if self._is_committed(snapshot):
+                    self._note_failure(snapshot, error)
+                    continue
                 self._say_left_out(snapshot, error)
-                self._given_up.add(snapshot.id)
             self.problem = ""
             with self._changed:
+                self._failures.end(snapshot.id)
                 self._pending = [s for s in self._pending if s.id != snapshot.id]
                 self._changed.notify_all()
             self._retain(target)
-        if unread is not None:
-            raise unread
         return True
+
+    def _is_committed(self, snapshot: Snapshot) -> bool:
+        """Return whether a snapshot is committed in the first store, or may be."""
+        here = self._source.index.refresh()
+        known = here.get(snapshot.id)
+        return here.is_unknown(snapshot.id) or (known is not None and known.state == COMMITTED)
+
+    def _note_failure(self, snapshot: Snapshot, error: Exception) -> None:
+        with self._changed:
+            is_news = self._failures.note(snapshot.id, str(error), RETRY_S)
+        if is_news:
+            self._say_left_out(snapshot, f"{error}; the mirror tries it again, each time later")
 
     def _require_going_on(self) -> None:
         if self._ends:
@@ -322,10 +339,10 @@ class Mirror:
                 here.require_record(snapshot.id)
                 if here.get(snapshot.id) is None:
                     raise IntegrityError(f"its record {snapshot.key} is gone")
-            except IntegrityError as error:  # once the record is back, the snapshot is found below
+            except (IntegrityError, UnreadObjectError) as error:  # once the record is back, the snapshot is found below
                 self._say_left_out(snapshot, error)
         self._note_unknown(here, there)
-        committed = [(s, there.get(s.id)) for s in here.snapshots(self.run) if s.id not in self._given_up]
+        committed = [(s, there.get(s.id)) for s in here.snapshots(self.run)]
         tagged = [
             s
             for s, known in committed
@@ -337,6 +354,7 @@ class Mirror:
         with self._changed:  # a commit may have been noted since
             self._pending = found + [s for s in self._pending if s.id not in due | noted.keys()]
             self._unlisted = []
+            self._failures.keep_only({s.id for s in tagged} | due)
         return tagged + found
 
     def _note_unknown(self, here: View, there: View) -> None:
@@ -357,23 +375,10 @@ class Mirror:
         self._named = absent
 
     def _wanted(self, target: Context, here: View, there: View, found: Sequence[Snapshot]) -> list[Snapshot]:
-        """Return those of `found` that the policies of the mirror would keep, in the place that a copy would take."""
+        """Return those of `found` that the policies of the mirror would keep."""
         kept = there.snapshots(self.run)
         damaged = in_need_of_quarantined(target, kept)  # no policy counts them
-        kept = [s for s in kept if s.id not in damaged]
-        order = {s.id: number for number, s in enumerate(here.snapshots(self.run, states=None))}
-        highest = list(accumulate((order.get(s.id, -1) for s in kept), max))
-        only_there = [(i, s) for i, s in enumerate(kept) if s.id not in order]
-        places = [(i, 1, s) for i, s in enumerate(kept)]
-        for s in found:  # before the first that was saved later
-            place = next((i for i, other in only_there if is_later(other, s)), len(kept))
-            places.append((min(bisect(highest, order[s.id]), place), 0, s))
-        places.sort(key=itemgetter(0, 1))
-        in_order = [msgspec.structs.replace(s, seq=number) for number, (*_, s) in enumerate(places)]
-        with suppress(InvalidInputError):  # policies that would keep nothing leave nothing out
-            chosen = {d.snapshot.id for d in retention.apply(self._keep, in_order) if d.reasons}
-            return [s for s in found if s.id in chosen]
-        return list(found)
+        return wanted(self._keep, here, [s for s in kept if s.id not in damaged], found, self._failures)
 
     # -- what only the mirror has
 

@@ -1,4 +1,4 @@
-"""Mirror order: which snapshot of two stores is later, which tags it gets, and which snapshots a mirror lacks.
+"""Mirror order: which snapshot of two stores is later, which tags it gets, and which snapshots a mirror is to get.
 
 In: what the first store has, and what its mirror has. Out: answers from their records alone. Either store may lack
 snapshots: the first one may be new, or an older backup, and a mirror keeps what its own policies keep.
@@ -6,7 +6,17 @@ snapshots: the first one may be new, or an older backup, and a mirror keeps what
 
 from __future__ import annotations
 
+from bisect import bisect
+from collections.abc import Container, Sequence
+from contextlib import suppress
+from itertools import accumulate
+from operator import itemgetter
+
+import msgspec
+
+from .. import retention
 from ..catalog.history import View
+from ..errors import InvalidInputError
 from ..format.records import COMMITTED, FORGOTTEN, SWEPT, Snapshot
 
 #: The states, in the mirror, of a snapshot that was mirrored once.
@@ -17,6 +27,47 @@ def lacks(here: View, there: View, snapshot: Snapshot) -> bool:
     """Return whether a mirror is to get a committed snapshot: it never had it, or it has forgotten a tagged one."""
     known = there.get(snapshot.id)
     return known is None or known.state not in ((COMMITTED,) if due_tags(here, there, snapshot) else MIRRORED)
+
+
+def wanted(
+    keep: Sequence[retention.Policy],
+    here: View,
+    kept: Sequence[Snapshot],
+    found: Sequence[Snapshot],
+    failed: Container[str],
+) -> list[Snapshot]:
+    """Return those of `found` that the policies of a mirror would keep, in the place that a copy would take.
+
+    Args:
+        kept: the snapshots of the mirror that policies count, in order.
+        failed: ids of snapshots that could not be copied. The policies do not count them for the others, since the
+            mirror may never get them.
+    """
+    chosen = _chosen(keep, here, kept, [s for s in found if s.id not in failed])
+    if any(s.id in failed for s in found):
+        beside = _chosen(keep, here, kept, found)
+        chosen |= {s.id for s in found if s.id in failed and s.id in beside}
+    return [s for s in found if s.id in chosen]
+
+
+def _chosen(
+    keep: Sequence[retention.Policy], here: View, kept: Sequence[Snapshot], found: Sequence[Snapshot]
+) -> set[str]:
+    """Return the ids of what policies keep of `kept` and `found`; of all, if they would keep nothing."""
+    if not found:
+        return set()
+    order = {s.id: number for number, s in enumerate(here.snapshots(found[0].run, states=None))}
+    highest = list(accumulate((order.get(s.id, -1) for s in kept), max))
+    only_there = [(i, s) for i, s in enumerate(kept) if s.id not in order]
+    places = [(i, 1, s) for i, s in enumerate(kept)]
+    for s in found:  # before the first that was saved later
+        place = next((i for i, other in only_there if is_later(other, s)), len(kept))
+        places.append((min(bisect(highest, order[s.id]), place), 0, s))
+    places.sort(key=itemgetter(0, 1))
+    in_order = [msgspec.structs.replace(s, seq=number) for number, (*_, s) in enumerate(places)]
+    with suppress(InvalidInputError):  # policies that would keep nothing leave nothing out
+        return {d.snapshot.id for d in retention.apply(keep, in_order) if d.reasons}
+    return {s.id for s in in_order}
 
 
 def due_tags(here: View, there: View, snapshot: Snapshot) -> list[str]:

@@ -515,7 +515,9 @@ def created_at(place):
     return Repository.create(place, options=OPTIONS)
 
 
-def test_a_damaged_record_of_the_mirror_holds_no_later_step_up(tmp_path, caplog):
+@pytest.mark.parametrize("mirror_keep", [(), KeepLast(2)])
+def test_a_damaged_record_of_the_mirror_holds_no_later_step_up(tmp_path, caplog, mirror_keep):
+    """Its step counts as not mirrored, and stays in the first store, as long as the mirror is to keep it."""
     with manager(tmp_path / "fast", tmp_path / "slow", keep=KeepLast(2)) as snapshots:
         saved(snapshots, [0])
     for record in (tmp_path / "slow" / "snapshots").rglob("*.[01]"):
@@ -523,12 +525,22 @@ def test_a_damaged_record_of_the_mirror_holds_no_later_step_up(tmp_path, caplog)
         data[len(data) // 2] ^= 255
         record.chmod(0o600)
         record.write_bytes(data)
-    with manager(tmp_path / "fast", tmp_path / "slow", keep=KeepLast(2)) as snapshots:
-        saved(snapshots, [1, 2])
-        assert snapshots.wait_until_mirrored(5) == []
-    assert steps_in(tmp_path / "slow") == [1, 2]
-    assert "step=0 cannot be mirrored, and is left out" in caplog.text
-    assert "nothing is deleted in" in caplog.text
+    left = [] if mirror_keep else [0]
+    with manager(tmp_path / "fast", tmp_path / "slow", keep=KeepLast(2), mirror_keep=mirror_keep) as snapshots:
+        assert snapshots.wait_until_mirrored(20) == [0]
+        for step in (1, 2, 3):
+            saved(snapshots, [step])
+            assert snapshots.wait_until_mirrored(20) == (left if step > 1 else [0])
+        assert snapshots.not_mirrored() == left
+        saved(snapshots, [4])
+        assert steps_in(tmp_path / "fast")[0] == (0 if left else 3)
+    assert steps_in(tmp_path / "slow") == [1, 2, 3, 4][-2 if mirror_keep else 0 :]
+    assert caplog.text.count("step=0 cannot be mirrored, and is left out") == 1
+    assert ("nothing is deleted in" in caplog.text) == bool(mirror_keep)
+    with opened(LocalStore(tmp_path / "slow")) as repository:
+        repository.repair(apply=True)
+    with manager(tmp_path / "fast", tmp_path / "slow", keep=KeepLast(2), mirror_keep=mirror_keep) as snapshots:
+        assert snapshots.wait_until_mirrored(20) == []
 
 
 def test_a_later_tag_is_mirrored_before_a_policy_deletes_its_snapshot(tmp_path):

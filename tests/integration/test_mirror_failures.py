@@ -1,0 +1,134 @@
+"""A snapshot that cannot be copied stops no other one, is not called mirrored, and gets to the mirror later."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+
+import pytest
+
+from kit.faults import READ_FAULTS, Unreadable
+from kit.repositories import OPTIONS, check_clean, created, objects_of, opened, save, values
+from snapstore import IntegrityError, KeepLast, SnapshotManager
+from snapstore.copy import mirror as mirrors
+from snapstore.copy.copy import Copier
+from snapstore.storage.memory import MemoryStore
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch):
+    monkeypatch.setattr(mirrors, "RETRY_S", 0.02)
+    monkeypatch.setattr(mirrors, "RETRY_MAX_S", 0.02)
+
+
+def manager(fast, slow, **options):
+    return SnapshotManager(fast, run="a", mirror=slow, options=OPTIONS, ranks=False, **options)
+
+
+def saved(snapshots, steps):
+    for step in steps:
+        snapshots.save(step, values("a", step), metadata=["a", step], force=True)
+    snapshots.wait_until_finished()
+
+
+def steps_in(store):
+    with opened(store) as repository:
+        return [snapshot.step for snapshot in repository.snapshots("a")]
+
+
+def until(condition):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def with_bad_object(kind, how, times=10**9):
+    """Return a store of a@0, a@1 and a@2 in which a pack or manifest that only a@1 needs cannot be read."""
+    store = created()
+    with opened(store) as repository:
+        for step in range(3):
+            save(repository, "a", step, 10 * step)
+        others = {key for step in (0, 2) for key in objects_of(store, repository.snapshot(f"a@{step}"))}
+        keys = [k for k in objects_of(store, repository.snapshot("a@1")) if k not in others and k.startswith(kind)]
+    return Unreadable(store, keys[0], how=how, times=times)
+
+
+@pytest.mark.parametrize("kind", ["packs/", "manifests/"])
+@pytest.mark.parametrize("how", READ_FAULTS)
+def test_one_failed_read_leaves_no_snapshot_out(kind, how, caplog):
+    fast, slow = with_bad_object(kind, how, times=1), MemoryStore()
+    with manager(fast, slow) as snapshots:
+        assert snapshots.wait_until_mirrored(20) == []
+        assert fast.times == 0
+    assert steps_in(slow) == [0, 1, 2]
+    assert "left out" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["packs/", "manifests/"])
+@pytest.mark.parametrize("how", READ_FAULTS)
+def test_a_snapshot_that_cannot_be_copied_stops_no_other_and_is_not_called_mirrored(kind, how, caplog):
+    """No policy deletes it in the first store, where it may be whole. The mirror tries it again."""
+    fast, slow = with_bad_object(kind, how), MemoryStore()
+    with manager(fast, slow, keep=KeepLast(1), mirror_keep=()) as snapshots:
+        assert snapshots.wait_until_mirrored(20) == snapshots.not_mirrored() == [1]
+        for step in (3, 4):
+            with suppress(IntegrityError):  # of the gc of the first store, which then deletes nothing
+                saved(snapshots, [step])
+            assert snapshots.wait_until_mirrored(20) == [1]
+        assert steps_in(fast)[0] == 1
+        assert steps_in(slow) == [0, 2, 3, 4]
+        (text,) = [r.getMessage() for r in caplog.records if "step=1 cannot be mirrored" in r.getMessage()]
+        assert next(iter(fast.bad)) in text
+        fast.bad.clear()
+        assert snapshots.wait_until_mirrored(20) == []
+    assert steps_in(slow) == [0, 1, 2, 3, 4]
+    with opened(slow) as repository:
+        repository.gc()  # of attempts that failed
+    check_clean(slow, level="restore")
+
+
+def test_a_snapshot_that_could_not_be_copied_is_tried_again_without_a_wait():
+    fast, slow = with_bad_object("packs/", "withheld"), MemoryStore()
+    with manager(fast, slow) as snapshots:
+        assert snapshots.wait_until_mirrored(20) == [1]
+        fast.bad.clear()
+        until(lambda: snapshots.not_mirrored() == [])
+
+
+def test_close_says_why_a_snapshot_is_not_mirrored(caplog):
+    fast = with_bad_object("packs/", "unread")
+    manager(fast, MemoryStore()).close()
+    (text,) = [r.getMessage() for r in caplog.records if "not mirrored in" in r.getMessage()]
+    assert "steps 1:" in text
+    assert next(iter(fast.bad)) in text
+
+
+def test_policies_of_the_mirror_count_no_snapshot_that_it_cannot_get():
+    """Else it would leave out an older one in favour of a snapshot that it never gets."""
+    fast, slow = with_bad_object("packs/", "flipped"), MemoryStore()
+    with opened(fast) as repository:
+        repository.forget_snapshots(["a@2"], force=True)  # now the damaged one is the newest
+    with manager(fast, slow, mirror_keep=KeepLast(1)) as snapshots:
+        assert snapshots.wait_until_mirrored(20) == [1]
+        until(lambda: snapshots.wait_until_mirrored(20) == [1] and steps_in(slow) == [0])
+    with manager(fast.inner, slow, mirror_keep=KeepLast(1)) as snapshots:
+        assert snapshots.wait_until_mirrored(20) == []
+    assert steps_in(slow) == [1]
+
+
+def test_a_snapshot_that_a_gc_has_deleted_meanwhile_is_not_waited_for(monkeypatch):
+    fast, slow = with_bad_object("packs/", "flipped"), MemoryStore()
+    real = Copier.copy
+
+    def copy(self, snapshot, **options):
+        if snapshot.step == 1:
+            with opened(fast.inner) as other:
+                other.forget_snapshots(["a@1"], force=True)
+                other.gc()
+        return real(self, snapshot, **options)
+
+    monkeypatch.setattr(Copier, "copy", copy)
+    with manager(fast, slow) as snapshots:
+        assert snapshots.wait_until_mirrored(20) == []
+    assert steps_in(slow) == [0, 2]

@@ -244,6 +244,9 @@ class Steps:
 
         Returns:
             The steps that are not mirrored, as `not_mirrored` returns them.
+
+        Raises:
+            StorageError: the thread of the mirror has ended with an error.
         """
         self._wait_idle()
         return self._mirror.wait(timeout) if self._mirror is not None else []

@@ -91,6 +91,8 @@ class Mirror:
         self._changed = threading.Condition()
         self._is_due, self._ends, self._is_idle, self._is_awaited = True, False, False, False
         self._thread: threading.Thread | None = None
+        self._opening = threading.Lock()
+        self._ended_by = ""  # the error that has ended the thread
 
     # -- begin and end
 
@@ -140,16 +142,17 @@ class Mirror:
         self._is_stored = True
 
     def _opened(self) -> Context:
-        if self._target is None:
-            target = self._open_target()
-            try:
-                if not self.read_only or target.context.config.uuid != self._source.config.uuid:
-                    require_same_seed(self._source, target.context)
-            except InvalidInputError:
-                target.close()
-                raise
-            self._target = target
-        return self._target.context
+        with self._opening:  # the thread opens it, and so may a caller of `nearest` or `newest`
+            if self._target is None:
+                target = self._open_target()
+                try:
+                    if not self.read_only or target.context.config.uuid != self._source.config.uuid:
+                        require_same_seed(self._source, target.context)
+                except InvalidInputError:
+                    target.close()
+                    raise
+                self._target = target
+            return self._target.context
 
     def close(self, timeout: float | None = None) -> list[int]:
         """Wait as `wait` does, at most `timeout` seconds, then end the thread; a copy that still runs commits nothing.
@@ -157,7 +160,10 @@ class Mirror:
         Returns:
             The steps that are not mirrored; they are named in a warning. The next manager mirrors them.
         """
-        left = self.wait(timeout) if not self.read_only else []
+        try:
+            left = self.wait(timeout)
+        except StorageError as error:
+            left, self.problem = self.behind(), str(error)
         with self._changed:
             self._ends = True
             self._changed.notify_all()
@@ -190,6 +196,9 @@ class Mirror:
 
         Returns:
             The steps that are not mirrored, as `behind` returns them.
+
+        Raises:
+            StorageError: the thread has ended with an error.
         """
         if self.read_only:
             return []
@@ -198,10 +207,12 @@ class Mirror:
             self._is_due, self._is_awaited, self._is_idle = True, True, False
             self.problem = ""
             self._changed.notify_all()
-            while not (self._is_idle or self.problem or self.has_ended):
+            while not (self._is_idle or self.problem or self._ended_by or self.has_ended):
                 left = None if end is None else end - time.monotonic()
                 if (left is not None and left <= 0) or not self._changed.wait(left):
                     break
+        if self._ended_by:
+            raise StorageError(f"{self.url}: the mirror's thread has ended with {self._ended_by}; make a new manager")
         return self.behind()
 
     # -- what is behind
@@ -233,6 +244,15 @@ class Mirror:
     # -- the thread
 
     def _work(self) -> None:
+        try:
+            self._follow()
+        except BaseException as error:  # of a filter of the log, for example: it may raise where an error is logged
+            with self._changed:
+                self._ended_by = f"{type(error).__name__}: {error}"
+                self._changed.notify_all()
+            raise
+
+    def _follow(self) -> None:
         delay_s = RETRY_S
         while not self._ends:
             with self._changed:

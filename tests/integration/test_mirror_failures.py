@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from contextlib import suppress
 
@@ -9,7 +11,7 @@ import pytest
 
 from kit.faults import READ_FAULTS, Unreadable
 from kit.repositories import OPTIONS, check_clean, created, objects_of, opened, save, values
-from snapstore import IntegrityError, KeepLast, SnapshotManager
+from snapstore import IntegrityError, KeepLast, Repository, SnapshotManager, StorageError
 from snapstore.copy import mirror as mirrors
 from snapstore.copy.copy import Copier
 from snapstore.storage.memory import MemoryStore
@@ -132,3 +134,62 @@ def test_a_snapshot_that_a_gc_has_deleted_meanwhile_is_not_waited_for(monkeypatc
     with manager(fast, slow) as snapshots:
         assert snapshots.wait_until_mirrored(20) == []
     assert steps_in(slow) == [0, 2]
+
+
+# --- the thread ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_error_that_ends_the_thread_ends_every_wait(monkeypatch):
+    """A filter of the log may raise where the thread logs an error."""
+
+    def refuse(record):
+        if "is behind" in record.getMessage():
+            raise LookupError("no such handler")
+        return True
+
+    def fail():
+        raise StorageError("no answer")
+
+    snapshots = manager(created(), MemoryStore())
+    mirror = snapshots._mirror
+    monkeypatch.setattr(mirror, "_catch_up", fail)
+    log = logging.getLogger("snapstore")
+    log.addFilter(refuse)
+    try:
+        saved(snapshots, [0])
+        for _ in range(2):
+            with pytest.raises(StorageError, match="thread has ended with LookupError: no such handler"):
+                snapshots.wait_until_mirrored()
+        assert snapshots.not_mirrored() == [0]
+        snapshots.close()
+    finally:
+        log.removeFilter(refuse)
+    assert mirror.has_ended
+    assert "LookupError" in mirror.problem
+
+
+def test_two_threads_open_the_mirror_once(monkeypatch):
+    fast, slow = created(), MemoryStore()
+    with manager(fast, slow):
+        pass
+    real, count = Repository.open.__func__, []
+
+    def slowly(cls, url, **options):
+        if url is slow:
+            count.append(url)
+            time.sleep(0.2)
+        return real(cls, url, **options)
+
+    with manager(fast, slow, read_only=True) as snapshots:
+        mirror = snapshots._mirror
+        mirror._target.close()
+        mirror._target = None
+        monkeypatch.setattr(Repository, "open", classmethod(slowly))
+        monkeypatch.setattr(mirror, "_open_target", lambda: Repository.open(slow, options=OPTIONS))
+        threads = [threading.Thread(target=mirror.view) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(count) == 1

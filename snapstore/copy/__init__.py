@@ -2,6 +2,6 @@
 
 A copy writes stored blobs unchanged into new packs of the destination, under a session there, as a save does; nothing
 is decoded. Read copy.py first: it orders the work and commits. moving.py copies the blobs of one snapshot. mirror.py
-copies each save of a run in the background, mirror_order.py compares what the two stores have, and mirror_failures.py
-says when a failed copy is tried again.
+copies each save of a run in the background, mirror_order.py compares what the two stores have, mirror_failures.py says
+when a failed copy is tried again, and mirror_retention.py deletes in the mirror.
 """

@@ -28,11 +28,11 @@ from ..errors import (
     InvalidInputError,
     NotFoundError,
     StorageError,
+    StorageFullError,
     UnreadObjectError,
 )
 from ..format.keys import parse_record_key
 from ..format.records import ABORTED, COMMITTED, FORGOTTEN, Snapshot
-from ..protocol import gc
 from ..protocol.forget import ForgetResult, forget
 from ..protocol.quarantine import in_need_of_quarantined
 from ..protocol.same_repository import confirmed
@@ -40,6 +40,7 @@ from ..text import some
 from .copy import COPY_BEGUN, Copier, require_same_seed
 from .mirror_failures import Failures
 from .mirror_order import MIRRORED, due_tags, free_tags, is_later, lacks, wanted
+from .mirror_retention import Retention
 
 if TYPE_CHECKING:
     from ..repository import Repository
@@ -84,6 +85,7 @@ class Mirror:
         self._copier: Copier | None = None
         self._pending: list[Snapshot] = []  # committed and not mirrored, oldest first
         self._unlisted: list[Snapshot] = []  # committed before; the mirror may lack them, until it has been listed
+        self._retention = Retention(run, keep)
         self._failures = Failures()  # of snapshots that could not be copied, though both stores answer
         self._unknown: dict[str, int] = {}  # id -> step: its record here is not known, and it may not be mirrored
         self._named: set[str] = set()  # keys of records that a warning has named
@@ -286,6 +288,13 @@ class Mirror:
     def _catch_up(self) -> bool:
         """Copy the snapshots that are due, oldest first, and apply the mirror's policies; return False if cut short."""
         target = self._opened()
+        try:
+            return self._copy_due(target)
+        except StorageFullError:
+            self._retention.make_room(target)
+            raise
+
+    def _copy_due(self, target: Context) -> bool:
         self._store_policies(target)  # if the mirror could not be reached at the start
         copier = self._copier = self._copier or Copier(self._source, target, self._require_going_on, due_tags, is_later)
         for snapshot in (due := self._due(target)):
@@ -310,7 +319,7 @@ class Mirror:
                 self._failures.end(snapshot.id)
                 self._pending = [s for s in self._pending if s.id != snapshot.id]
                 self._changed.notify_all()
-            self._retain(target)
+            self._retention.apply(target)
         return True
 
     def _is_committed(self, snapshot: Snapshot) -> bool:
@@ -322,6 +331,7 @@ class Mirror:
     def _note_failure(self, snapshot: Snapshot, error: Exception) -> None:
         with self._changed:
             is_news = self._failures.note(snapshot.id, str(error), RETRY_S)
+        self._retention.has_left = True
         if is_news:
             self._say_left_out(snapshot, f"{error}; the mirror tries it again, each time later")
 
@@ -331,17 +341,6 @@ class Mirror:
 
     def _say_left_out(self, snapshot: Snapshot, why: object) -> None:
         log.warning("run=%s step=%d cannot be mirrored, and is left out: %s", self.run, snapshot.step, why)
-
-    def _retain(self, target: Context) -> None:
-        """Apply the policies of the mirror; damage there only costs space, and must not stop the copies."""
-        try:
-            with confirmed(target):
-                if self._keep and forget(target, self._keep, run=self.run).forgotten:
-                    gc.collect(target)
-        except InvalidInputError as error:  # the policies would keep nothing
-            log.warning("run=%s nothing is deleted in %s: %s", self.run, self.url, error)
-        except DAMAGE as error:
-            log.warning("run=%s nothing is deleted in %s until it is repaired: %s", self.run, self.url, error)
 
     def _due(self, target: Context) -> list[Snapshot]:
         """Return the snapshots to copy: committed, not in the mirror, and kept by the mirror's policies.

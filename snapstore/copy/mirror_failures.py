@@ -11,8 +11,8 @@ import time
 from collections.abc import Container
 from dataclasses import dataclass
 
-#: Between two attempts to copy one snapshot there is at most this time, unless the mirror is waited for [s].
-PAUSE_MAX_S = 3600.0
+#: Between two attempts to copy one snapshot there is at most this time [s].
+PAUSE_MAX_S = 24 * 3600.0
 
 
 @dataclass(slots=True)

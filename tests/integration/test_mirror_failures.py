@@ -9,9 +9,9 @@ from contextlib import suppress
 
 import pytest
 
-from kit.faults import READ_FAULTS, Unreadable
+from kit.faults import READ_FAULTS, FaultStore, Unreadable
 from kit.repositories import OPTIONS, check_clean, created, objects_of, opened, save, values
-from snapstore import IntegrityError, KeepLast, Repository, SnapshotManager, StorageError
+from snapstore import IntegrityError, KeepLast, Repository, SnapshotManager, StorageError, StorageFullError
 from snapstore.copy import mirror as mirrors
 from snapstore.copy.copy import Copier
 from snapstore.storage.memory import MemoryStore
@@ -134,6 +134,51 @@ def test_a_snapshot_that_a_gc_has_deleted_meanwhile_is_not_waited_for(monkeypatc
     with manager(fast, slow) as snapshots:
         assert snapshots.wait_until_mirrored(20) == []
     assert steps_in(slow) == [0, 2]
+
+
+class Limited(FaultStore):
+    """A store whose packs must not exceed a number of bytes."""
+
+    def __init__(self, inner, limit_bytes):
+        super().__init__(inner)
+        self.limit_bytes = limit_bytes
+
+    def put(self, key, data):
+        if key.startswith("packs/") and pack_bytes(self.inner) + len(bytes(data)) > self.limit_bytes:
+            raise StorageFullError(f"{key}: no space left (injected)")
+        super().put(key, data)
+
+
+def pack_bytes(store):
+    return sum(info.size_bytes for info in store.list("packs/"))
+
+
+def test_a_full_mirror_gets_rid_of_what_a_failed_copy_has_left():
+    fast, slow = with_bad_object("packs/", "flipped"), MemoryStore()
+    with opened(fast) as repository:
+        assert len(repository.copy(to=slow).failed) == 1
+        left = pack_bytes(slow)
+        Repository.create(whole := MemoryStore(), like=repository).close()
+        fast.bad.clear()
+        repository.copy(to=whole)
+    with opened(slow) as repository:
+        assert repository.gc(dry_run=True).deleted_bytes > 0
+    limited = Limited(slow, pack_bytes(whole) + 100)
+    assert left < limited.limit_bytes
+    with manager(fast, limited) as snapshots:
+        until(lambda: snapshots.wait_until_mirrored(20) == [])
+        saved(snapshots, [3])
+        assert snapshots.wait_until_mirrored(20) == [3]
+    assert steps_in(slow) == [0, 1, 2]
+
+
+def test_policies_of_the_mirror_delete_what_a_failed_copy_has_left():
+    fast, slow = with_bad_object("packs/", "flipped"), MemoryStore()
+    with manager(fast, slow, mirror_keep=KeepLast(9)) as snapshots:
+        assert snapshots.wait_until_mirrored(20) == [1]
+        fast.bad.clear()
+        assert snapshots.wait_until_mirrored(20) == []
+    check_clean(slow, level="restore")
 
 
 # --- the thread ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,61 @@
+"""Mirror retention: delete in a mirror what its policies do not keep, and what copies that failed have left there.
+
+In: the mirror, after a copy or when it is full. Out: forgotten snapshots, and runs of gc. Damage there, or a store that
+fails, only costs space: it must not stop the copies.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from .. import retention
+from ..context import Context
+from ..errors import DAMAGE, ConflictError, InvalidInputError, StorageError
+from ..protocol import gc
+from ..protocol.forget import forget
+from ..protocol.same_repository import confirmed
+
+log = logging.getLogger("snapstore")
+#: A full mirror gets at most one gc in this time [s].
+ROOM_PAUSE_S = 3600.0
+
+
+class Retention:
+    """Deletes in the mirror of one run.
+
+    Args:
+        keep: the policies of the mirror; none: it keeps everything.
+
+    Attributes:
+        has_left: whether a copy that failed may have left objects.
+    """
+
+    def __init__(self, run: str, keep: Sequence[retention.Policy]) -> None:
+        self._run, self._keep, self.has_left = run, keep, False
+        self._room_made_s: float | None = None
+
+    def apply(self, target: Context) -> None:
+        """Apply the policies."""
+        try:
+            with confirmed(target):
+                if self._keep and (forget(target, self._keep, run=self._run).forgotten or self.has_left):
+                    gc.collect(target)
+                    self.has_left = False
+        except InvalidInputError as error:  # the policies would keep nothing
+            log.warning("run=%s nothing is deleted in %s: %s", self._run, target.store.url, error)
+        except DAMAGE as error:
+            log.warning("run=%s nothing is deleted in %s until it is repaired: %s", self._run, target.store.url, error)
+
+    def make_room(self, target: Context) -> None:
+        """Run gc in a full mirror, unless it has run lately: a process that was killed may have left a copy there."""
+        if self._room_made_s is not None and time.monotonic() < self._room_made_s + ROOM_PAUSE_S:
+            return
+        self._room_made_s = time.monotonic()
+        try:
+            with confirmed(target):
+                freed = gc.collect(target).deleted_bytes
+            log.info("run=%s %s is full: gc deleted %d bytes there", self._run, target.store.url, freed)
+        except (StorageError, ConflictError, *DAMAGE) as error:
+            log.warning("run=%s %s is full, and gc fails there: %s", self._run, target.store.url, error)

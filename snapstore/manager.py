@@ -210,7 +210,7 @@ class SnapshotManager(Steps):
                         self._begin(handle, request, state, slot)
                     else:
                         self._begin_together(handle, make, state, slot, number)
-        if (slot is None or not slot.handed_over) and (self._job is None or not self._async):
+        if (slot is None or not slot.handed_over) and not handle._is_noted:
             handle.result()
         if not handle.skipped and self._ending_at(step):
             self._end()

@@ -42,6 +42,7 @@ class Background:
         Args:
             ref: run@step of the save; "" if it has none.
         """
+        handle._is_noted = True
         self._failed.append((handle, ref, error))
 
     def raise_errors(self, begins: str | None = None) -> None:

@@ -26,6 +26,7 @@ class SaveHandle:
         self._snapshot: Snapshot | None = None
         self._error: BaseException | None = None
         self._has_raised = False  # whether `result` has raised the error
+        self._is_noted = False  # whether the manager's next call raises the error
         if skipped:
             self._finished.set()
 

@@ -833,6 +833,24 @@ def test_a_job_of_one_rank(store):
         assert repository.check("restore").ok
 
 
+@pytest.mark.parametrize("async_save", [True, False])
+@pytest.mark.parametrize("error", [ValueError("the shard is unreadable"), KeyboardInterrupt()])
+def test_the_error_of_an_iterator_is_raised_by_its_save_in_a_job_of_one_rank(store, async_save, error):
+    def tensors():
+        yield "a", torch.zeros(10_000)
+        raise error
+
+    manager = SnapshotManager(store, run="a", ranks=LocalRanks(1)[0], async_save=async_save, options=OPTIONS)
+    with pytest.raises(type(error)) as raised:
+        manager.save(1, tensors())
+    assert raised.value is error
+    manager.check_for_errors()  # it is raised once
+    assert manager.save(2, state(2)).result().step == 2
+    manager.close()
+    with opened(store) as repository:
+        assert [s.step for s in repository.snapshots("a")] == [2]
+
+
 @pytest.mark.parametrize("read", ["own", "exchange"])
 def test_a_mirror_that_cannot_be_read_by_rank_0_is_an_error_on_all_ranks(store, monkeypatch, read):
     """Only rank 0 reads the mirror: the others get its error at once, and do not wait for an answer."""

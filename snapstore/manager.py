@@ -13,9 +13,9 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -32,7 +32,7 @@ from .options import SaveOptions
 from .ranks import check as check_ranks
 from .ranks import choose
 from .repository import Repository
-from .save.background import Background
+from .save.background import Background, clear_frames
 from .save.handle import SaveHandle, Slot
 from .steps import Steps
 from .storage.base import ObjectStore
@@ -115,6 +115,7 @@ class SnapshotManager(Steps):
         from .save.staging import Staging
 
         check_choice("replicas", replicas, ("check", "rank0"))
+        check_choice("staging", staging, ("auto", "device", "host"))
         self._alone = ranks is False
         chosen, self._made_ranks = (None, False) if read_only and ranks is None else choose(self.run, ranks)
         self._job: RankJob | None = RankJob(chosen, replicas) if chosen is not None else None
@@ -294,7 +295,7 @@ class SnapshotManager(Steps):
         from .save.streaming import is_stream
 
         assert self._job is not None
-        ref = ""
+        ref, handled = "", sys.exception()
         try:
             if is_stream(state) and self._job.ranks.count > 1:
                 raise InvalidInputError("state: an iterator is saved by one process alone; pass a dict of the tensors")
@@ -306,6 +307,7 @@ class SnapshotManager(Steps):
                 self._job.give_up(number, error)
             if not isinstance(error, Exception):
                 raise
+            clear_frames(error, handled)
             handle._finish(None, error)
             if self._async:
                 self._background.note(handle, ref, error)
@@ -322,6 +324,7 @@ class SnapshotManager(Steps):
         from .save.pipeline import save
 
         inputs: Sequence[PartInput] = ()
+        handled = sys.exception()
         context, lineage, self._running = self.repository.context, self.repository.lineage, request
         try:
             inputs = work.pop()()
@@ -331,14 +334,13 @@ class SnapshotManager(Steps):
                 staging = None if inputs[0].once else self._staging  # the tensors of an iterator are no bases
                 snapshot = save(context, lineage, request, inputs, staging)
         except BaseException as error:  # noqa: BLE001  raised at the caller's next call, never lost
-            if self._job is not None:
-                self._job.give_up(request.number, error)
-            del inputs  # else the frames of the error would hold them, gigabytes, until it is raised
-            traceback.clear_frames(error.__traceback__)
-            if in_background:
-                self._background.note(handle, request.ref, error)
-                log.error("run=%s step=%d save failed: %s", self.run, request.step, str(error))
-            handle._finish(None, error)
+            del inputs  # else this frame of the error would hold them, gigabytes, until it is raised
+            clear_frames(error, handled)
+            try:
+                if self._job is not None:
+                    self._job.give_up(request.number, error)
+            finally:
+                self._background.fail(handle, request.ref, error, is_noted=in_background)
             return
         handle._finish(snapshot, None)
         self._running = None

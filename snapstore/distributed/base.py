@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Protocol, TypeVar, runtime_checkable
 
-from ..errors import RanksError, SnapstoreError
+from ..errors import InvalidInputError, RanksError, SnapstoreError
 from ..threads import no_threads
 
 log = logging.getLogger("snapstore")
@@ -54,12 +54,16 @@ class ChannelError(RanksError):
         return str(self).removesuffix(f"; {RESTART}")
 
 
+class ClosedError(RanksError, InvalidInputError):
+    """This rank has closed its channel, and still uses it: by mistake, or in a save that `close` did not wait for."""
+
+
 @runtime_checkable
 class Ranks(Protocol):
     """The ranks of one job, as one of them sees them.
 
     Call sequence: any method, from any thread, until `close`. All ranks make their channels in the same order. Every
-    method but `close` raises ChannelError if the channel is broken or does not answer.
+    method but `close` raises ChannelError if the channel is broken or does not answer, and ClosedError after `close`.
 
     Attributes:
         rank: of this process, from 0.

@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import TCPStore
 from ..errors import InvalidInputError, RanksError, SnapstoreError
 from ..format.records import new_id
 from ..threads import Threads, msgpack_decoder
-from .base import LINGER_S, ChannelError, named
+from .base import LINGER_S, ChannelError, ClosedError, named
 from .split_values import SplitValues
 
 log = logging.getLogger("snapstore")
@@ -236,7 +236,7 @@ class TorchRanks:
         if os.getpid() != self._pid:
             raise InvalidInputError("these ranks were made before a fork; a child process is not a rank of the job")
         if self._closed:
-            raise InvalidInputError("these ranks are closed")
+            raise ClosedError("these ranks are closed")
         return client
 
     def close(self, limit_s: float = LINGER_S) -> None:

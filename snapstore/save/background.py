@@ -7,9 +7,11 @@ between any two steps of Python code (handle.py, `Slot`).
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -18,6 +20,7 @@ from ..errors import InvalidInputError, SnapstoreError
 from ..threads import no_threads
 from .handle import SaveHandle, Slot
 
+log = logging.getLogger("snapstore")
 #: The thread of a save first sleeps so long, so that its caller goes on at once; else Python lets it wait for 5 ms [s].
 YIELD_S = 0.001
 
@@ -44,6 +47,13 @@ class Background:
         """
         handle._is_noted = True
         self._failed.append((handle, ref, error))
+
+    def fail(self, handle: SaveHandle, ref: str, error: BaseException, *, is_noted: bool) -> None:
+        """End a save with an error, which the caller's next call raises if it `is_noted`, else the save itself."""
+        if is_noted:
+            self.note(handle, ref, error)
+            log.error("run=%s step=%s save failed: %s", self._name, ref.rpartition("@")[2], str(error))
+        handle._finish(None, error)
 
     def raise_errors(self, begins: str | None = None) -> None:
         """Raise the first error of the saves that failed since the last call; drop the others.
@@ -127,6 +137,21 @@ class Background:
                 "SnapshotManager was called while this thread is inside save (from a signal handler?); "
                 "set a flag in the handler, and save or close from the training loop"
             )
+
+
+def clear_frames(error: BaseException, outer: BaseException | None = None) -> None:
+    """Clear the frames of an error and of the errors that led to it: they hold copies of the state, gigabytes.
+
+    Args:
+        outer: the error that was handled when the save began: it is not cleared, nor what led to it.
+    """
+    left, seen = [error], {id(outer)}
+    while left:
+        one = left.pop()
+        if id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            left += [other for other in (one.__cause__, one.__context__) if other is not None]
 
 
 def _as_raised_by(begins: str, ref: str, error: BaseException) -> BaseException:

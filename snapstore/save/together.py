@@ -43,7 +43,7 @@ from ..distributed.messages import (
     decode,
     encode,
 )
-from ..errors import DAMAGE, InvalidInputError, RanksError, StorageError
+from ..errors import DAMAGE, InvalidInputError, RanksError, SnapstoreError, StorageError
 from ..format import records
 from ..format.keys import quarantined_names
 from ..format.records import Snapshot
@@ -101,11 +101,14 @@ class Job:
             self._note_keys(number)
 
     def give_up(self, number: int, error: BaseException, *, not_begun: bool = False) -> None:
-        """Tell the other ranks that this one cannot take part in a save, before it has begun here."""
+        """Tell the other ranks that this one cannot take part in a save, before it has begun here.
+
+        It raises no error of the channel, which would replace `error`.
+        """
         failed = Failed.of(error, self.ranks.rank)
         failed = msgspec.structs.replace(failed, not_begun=not_begun or failed.not_begun)
         self._note_keys(number)
-        with suppress(RanksError):
+        with suppress(SnapstoreError):
             if self.ranks.rank == 0:
                 self.ranks.post(self.key(number, "outcome"), encode(Outcome(FAILED, failed)))
             else:
@@ -171,7 +174,7 @@ class _Save:
         finally:
             try:
                 self._ranks.post(self._key("outcome"), encode(outcome))
-            except RanksError as error:
+            except SnapstoreError as error:  # also if the channel is closed: it says nothing about this save
                 log.warning("run=%s the other ranks learn the outcome from the record: %s", request.run, error)
 
     def _lead(self, session: Session) -> Snapshot:
@@ -303,6 +306,7 @@ class _Save:
             if report.manifests is not None and len(report.manifests) > messages.MAX_REPORTED_MANIFESTS:
                 ranks.post(self._key(f"manifests/{rank}"), encode(report.manifests))
                 report = msgspec.structs.replace(report, manifests=None)
+            self._request.require_wanted()
         except RelayedError as error:
             raise messages.raised(error.failed, rank) from None
         except RanksError as error:
@@ -380,6 +384,7 @@ class _Save:
             ranks.post(self._key(f"report/{rank}"), encode(report))
             outcome = decode(wait_for(lambda: ranks.look(self._key("outcome")), watch_all), Outcome)
         except RanksError as lost:
+            lost = RanksError(request.unwanted) if request.unwanted else lost  # closed since: the first reason counts
             return settle(self._context, request, begin.id, rank, lost)
         if outcome.state == FAILED and outcome.failed is not None:
             raise messages.raised(outcome.failed, rank)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,6 +20,7 @@ from kit.ranks import Managers as ManagersOfRanks
 from kit.ranks import together
 from kit.repositories import OPTIONS, created, opened, same
 from snapstore import (
+    CapabilityError,
     IntegrityError,
     InvalidInputError,
     KeepBest,
@@ -831,6 +833,62 @@ def test_a_job_of_one_rank(store):
     with opened(store) as repository:
         assert [s.features for s in repository.snapshots("a")] == [["ranks"], [], ["ranks"]]
         assert repository.check("restore").ok
+
+
+class Copies:
+    """An object that takes weak references."""
+
+
+@pytest.mark.parametrize("place", ["alone", "in a job", "in the caller's thread"])
+def test_an_error_holds_no_copies_through_the_errors_that_led_to_it(store, monkeypatch, place):
+    held = []
+
+    def fill():
+        copies = Copies()
+        held.append(weakref.ref(copies))
+        raise MemoryError
+
+    def fail(*_, **__):
+        copies = Copies()
+        held.append(weakref.ref(copies))
+        try:
+            try:
+                fill()
+            except MemoryError as error:
+                raise CapabilityError("out of memory") from error
+        except CapabilityError as error:
+            told = StorageError("no place")
+            told.__context__ = error
+            raise told from None
+
+    ranks = False if place == "alone" else LocalRanks(1)[0]
+    with SnapshotManager(store, run="a", ranks=ranks, options=OPTIONS) as manager:
+        if place == "alone":
+            monkeypatch.setattr("snapstore.save.pipeline.write", fail)
+        elif place == "in a job":
+            monkeypatch.setattr("snapstore.save.rank_writer.RankWriter.write", fail)
+        else:
+            monkeypatch.setattr(manager._staging, "copy_state", fail)
+        try:
+            raise KeyError("of the program")
+        except KeyError:
+            handle = manager.save(1, state(1))
+            assert handle._finished.wait(60)
+        assert [copies() for copies in held] == [None, None]
+        with pytest.raises(StorageError, match="no place") as raised:
+            handle.result()
+        assert isinstance(raised.value.__context__.__cause__, MemoryError)
+        with pytest.raises(StorageError):
+            manager.wait_until_finished()
+
+
+def test_a_choice_that_is_none_is_refused_before_the_ranks_meet(store):
+    """Else the thread of the rank stays, and the others wait for the rank."""
+    before = threading.enumerate()
+    for options in ({"staging": "gpu"}, {"replicas": "rank1"}, {"on_busy": "fail"}):
+        with pytest.raises(InvalidInputError, match="expected one of"):
+            SnapshotManager(store, run="a", ranks=LocalRanks(2)[0], options=OPTIONS, **options)
+    assert [thread for thread in threading.enumerate() if thread not in before] == []
 
 
 @pytest.mark.parametrize("async_save", [True, False])

@@ -11,9 +11,10 @@ import torch
 from kit.local_ranks import LocalRanks
 from kit.ranks import Managers, together
 from kit.repositories import OPTIONS, created
-from snapstore import InvalidInputError, RanksError, SnapshotManager, StorageError
-from snapstore.distributed.base import Watch, say_ended, wait_for
+from snapstore import InvalidInputError, RanksError, SnapshotManager, SnapstoreError, StorageError
+from snapstore.distributed.base import ClosedError, Watch, say_ended, wait_for
 from snapstore.distributed.joint_call import JointCall
+from snapstore.save.rank_writer import RankWriter
 from snapstore.storage.memory import MemoryStore
 
 STATE = {"a": torch.ones(3)}
@@ -255,4 +256,58 @@ def test_the_waits_of_a_closing_rank_share_one_limit(others_close, monkeypatch):
         leave(managers[0], ValueError("boom"))
     assert len(left) == 1
     assert (0.0 < left[0] <= 0.5) if others_close else left[0] == 0.0
+    managers[1].close()
+
+
+def end_channel(managers: Managers, rank: int) -> None:
+    """Let `close` of a rank's manager end its channel, as with a channel that the manager has made itself."""
+    ranks = managers.ranks[rank]
+    managers[rank]._made_ranks = True
+
+    def closed(*_):
+        raise ClosedError("these ranks are closed")
+
+    def close(limit_s=0.0):
+        for name in ("post", "look", "look_all", "remove", "beat", "silences"):
+            setattr(ranks, name, closed)
+
+    ranks.close = close
+
+
+def test_a_save_that_outlives_its_manager_ends_with_its_own_error(monkeypatch):
+    """`close` has raised TimeoutError; the save then finds its channel closed."""
+    monkeypatch.setattr("snapstore.manager.GIVE_UP_S", 0.2)
+    gate, managers = threading.Event(), managers_of(2)
+    write = RankWriter.write
+    monkeypatch.setattr(RankWriter, "write", lambda *given: (gate.wait(SOON_S), write(*given))[1])
+    for rank in range(2):
+        end_channel(managers, rank)
+    handles = managers.all(lambda m, _: m.save(1, STATE))
+    assert [type(error) for error in managers.all(lambda m, _: m.close(timeout=0.2))] == [TimeoutError] * 2
+    gate.set()
+    for handle in handles:
+        with pytest.raises(SnapstoreError, match=r"a@1: close\(timeout=0.2\) has given it up; nothing was committed"):
+            handle.result(SOON_S)
+
+
+def test_a_save_that_is_committed_after_its_manager_has_closed_is_no_error(monkeypatch, caplog):
+    monkeypatch.setattr("snapstore.manager.GIVE_UP_S", 0.2)
+    gate, committed, managers = threading.Event(), threading.Event(), managers_of(2)
+    commit = RankWriter.commit
+
+    def slow(*given):
+        snapshot = commit(*given)
+        committed.set()
+        gate.wait(SOON_S)
+        return snapshot
+
+    monkeypatch.setattr(RankWriter, "commit", slow)
+    end_channel(managers, 0)
+    handles = managers.all(lambda m, _: m.save(1, STATE))
+    assert committed.wait(SOON_S)
+    with pytest.raises(TimeoutError):
+        managers[0].close(timeout=0.2)
+    gate.set()
+    assert [handle.result(SOON_S).step for handle in handles] == [1, 1]
+    assert "the other ranks learn the outcome from the record: these ranks are closed" in caplog.text
     managers[1].close()

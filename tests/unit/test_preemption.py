@@ -250,6 +250,31 @@ def test_the_timeout_bounds_the_wait_for_the_running_save_too(monkeypatch, caplo
         assert repository.snapshots() == []
 
 
+def test_the_timeout_is_an_error_of_its_own_in_a_job_too(monkeypatch):
+    """The guide says to call `os._exit` after it. The channel is closed by then."""
+    monkeypatch.setattr("snapstore.manager.GIVE_UP_S", 0.2)
+    monkeypatch.setattr(base, "CALL_S", 0.01)
+    inner, gate, ranks = created(), threading.Event(), LocalRanks(1)[0]
+
+    def closed(*_):
+        raise base.ClosedError("these ranks are closed")
+
+    ranks.close = lambda limit_s: setattr(ranks, "post", closed)
+    manager = SnapshotManager(Held(inner, gate), run="a", ranks=ranks, options=OPTIONS)
+    manager._made_ranks = True
+    manager.handle_preemption(timeout=0.2)
+    first = manager.save(1, {"w": torch.ones(5000)})
+    os.kill(os.getpid(), signal.SIGTERM)
+    try:
+        with pytest.raises(TimeoutError, match="has not ended"):
+            manager.save(2, {"w": 2 * torch.ones(5000)})
+    finally:
+        gate.set()
+        manager._ending.close()
+    with pytest.raises(SnapstoreError, match="has given it up; nothing was committed"):
+        first.result(60)
+
+
 @pytest.mark.parametrize("what", ["gc", "prepare"])
 def test_other_work_in_the_background_costs_no_last_save(monkeypatch, what):
     """The timeout bounds saves. A gc or a preparation that runs at the signal is waited for."""

@@ -22,6 +22,8 @@ from .planner import SnapstorePlanner, closed
 from .reader import SnapstoreReader
 from .writer import SnapstoreWriter
 
+_Place = tuple[Path, Any]  # an object, and where it is
+
 
 def save(
     state: dict[str, Any], writer: SnapstoreWriter, step: int, *, process_group: dist.ProcessGroup | None = None
@@ -85,7 +87,9 @@ def load(state: dict[str, Any], reader: SnapstoreReader, step: int | str | None 
 
     Args:
         state: its tensors are filled in place; its other values are replaced. Objects with load_state_dict, also in
-            dicts, lists and `PerRank`, load their state, in the order of their keys.
+            dicts, lists and `PerRank`, load their state: first the values of `state` itself, then those below them,
+            in the order of their keys; an object in the state of another one before that one. Those with `load_last`
+            (`RngState`) come last, as in `SnapshotManager.restore_into`.
         step: a step, a tag, or None for the newest.
 
     Raises:
@@ -104,31 +108,45 @@ def load(state: dict[str, Any], reader: SnapstoreReader, step: int | str | None 
 def _opened(state: dict[str, Any]) -> Iterator[None]:
     """Replace objects by their states, and afterwards let each object load the state that is then in its place.
 
-    DCP does that for objects that are values of `state` itself, except for values of each rank's own.
+    DCP does that for objects that are values of `state` itself, except for values of each rank's own, and for those
+    that are loaded last.
     """
-    places: list[tuple[Path, Any]] = []  # an object comes before the objects in its state
+    places: list[_Place] = []  # an object comes before the objects in its state
+    loads: list[_Place] = []  # and here after them
     try:
         for key, value in state.items():
-            if is_per_rank(value) or not is_stateful(value):
-                _open_place(state, key, (key,), places)
+            if is_per_rank(value) or not is_stateful(value) or _is_last(value):
+                loads += _open_place(state, key, (key,), places)
         yield
-        for path, value in reversed(places):
+        last = [path for path, value in loads if _is_last(value)]
+        for place in sorted(loads, key=lambda load: any(path[: len(load[0])] == load[0] for path in last)):
+            path, value = place
             container = _container(state, path)
             loaded, container[path[-1]] = container[path[-1]], value
+            places = [one for one in places if one is not place]
             value.load_state_dict(loaded)
     finally:
         for path, value in reversed(places):
             _container(state, path)[path[-1]] = value
 
 
-def _open_place(container: Any, key: Any, path: Path, places: list[tuple[Path, Any]]) -> None:
+def _open_place(container: Any, key: Any, path: Path, places: list[_Place]) -> list[_Place]:
+    """Replace the objects at a place, and below it, by their states; return them in the order to load them."""
+    opened: list[_Place] = []
     while is_stateful(container[key]):
-        places.append((path, container[key]))
+        opened.append((path, container[key]))
+        places.append(opened[-1])
         container[key] = state_of(container[key], path)
-    below = container[key]
+    below, loads = container[key], list[_Place]()
     if isinstance(below, dict | list):
         for child in sorted(below, key=str) if isinstance(below, dict) else range(len(below)):
-            _open_place(below, child, (*path, child), places)
+            loads += _open_place(below, child, (*path, child), places)
+    return loads + opened[::-1]
+
+
+def _is_last(value: Any) -> bool:
+    """Return whether an object loads after the others, which may draw random numbers when they load."""
+    return getattr(type(value), "load_last", False) is True
 
 
 def _container(state: dict[str, Any], path: Path) -> Any:

@@ -428,6 +428,57 @@ def test_objects_below_the_top_level_load_into_their_own_shape(writer: Any, read
     assert (gone.position, target["own"]["loader"]) == (4, found["loader"])
 
 
+class Drawing(Loader):
+    """A loader that starts its workers when it loads, and so draws a random number."""
+
+    def __init__(self, position: int, log: list[int]) -> None:
+        super().__init__(position)
+        self.log, self.first = log, position
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict({"position": state["position"], "order": state["order"]})
+        torch.rand(1)
+        self.log.append(self.first)
+
+
+class Holding(Drawing):
+    """A loader with an object in its state."""
+
+    def __init__(self, position: int, log: list[int]) -> None:
+        super().__init__(position, log)
+        self.inner = Drawing(position + 1, log)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"inner": self.inner}
+
+
+class LastOfAll(Drawing):
+    load_last = True
+
+
+def test_objects_load_in_the_order_of_their_keys_and_generators_last(writer: Any, reader: Any) -> None:
+    """The objects of `own` would draw random numbers after the generators were loaded."""
+    log: list[int] = []
+
+    def made() -> dict[str, Any]:
+        return {
+            "a": LastOfAll(1, log), "b": Drawing(2, log), "rng": RngState(),
+            "own": {
+                "generators": PerRank(RngState()), "list": [Drawing(3, log), Drawing(4, log)],
+                "loader": PerRank(Drawing(5, log)), "rng": RngState(), "torch": Holding(6, log),
+            },
+        }  # fmt: skip
+
+    snap.save(made(), writer, 1)
+    drawn = torch.rand(3)
+    target = made()
+    inner = target["own"]["torch"].inner
+    snap.load(target, reader, 1)
+    assert torch.equal(torch.rand(3), drawn)
+    assert log == [2, 3, 4, 5, 7, 6, 1]
+    assert target["own"]["torch"].inner is inner
+
+
 def test_an_async_save_keeps_the_values_of_its_call(writer: Any, reader: Any) -> None:
     state = state_of(1)
     before = pickle.loads(pickle.dumps(plain(state)))

@@ -782,6 +782,24 @@ def test_a_copy_comes_back_from_its_manifests(store, before):
     comes_back(target, record, **({"metadata": ["a", 2]} if before == "swept" else {}))
 
 
+def test_a_copy_that_shares_manifests_comes_back_from_its_list(store):
+    """Its state is that of a@2, so the copy has stored nothing but a list of manifests."""
+    with opened(store) as found:
+        found.save(values("a", 2), run="a", step=3, metadata=["a", 2])
+    target = copied(store)
+    with opened(store) as found:
+        assert not found.copy(["a@3"], to=target).failed
+    record = lose_record(target, "a@3")
+    assert record.manifest_list
+    with opened(target) as found:
+        assert found.repair(apply=True).ok
+        assert found.gc().deleted_objects == 0
+        again = found.snapshot("a@3")
+        assert (again.manifests, again.manifest_list) == (record.manifests, record.manifest_list)
+        assert found.check("restore").ok
+        assert same(found.restore("a@3"), values("a", 2))
+
+
 @pytest.mark.parametrize("beside", ["manifest", "pack"])
 def test_a_damaged_copy_is_not_given_up_unasked(store, beside):
     """Nothing tells whether the lost record was a commit. A new revision would explain its objects to the next gc."""

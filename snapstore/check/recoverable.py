@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
@@ -272,11 +273,10 @@ def _manifests_of(context: Context, scan: RecordScan, lost: Snapshot, earlier: S
 
 
 def _free_seq(store: ObjectStore, scan: RecordScan, key: str) -> int:
-    """Return a seq for a snapshot whose record is damaged: a free number at its place in the run, by its date.
+    """Return a seq for a snapshot whose record is damaged: a free number at its place in the run.
 
-    Damaged records at the same place get free numbers by age. If there is no free number at this place, or if dates
-    tell nothing since the records were copied here as files, the damaged records of the run get its first free numbers,
-    by age. A fence has neither a date nor a number.
+    Damaged records at the same place get free numbers in their order. If there is no such place, or no free number at
+    it, the damaged records of the run get its first free numbers, by age. A fence has neither a date nor a number.
     """
     prefix = key.rpartition("/")[0] + "/"
     dates: dict[str, float] = {}  # id -> when the store got its first record
@@ -287,38 +287,79 @@ def _free_seq(store: ObjectStore, scan: RecordScan, key: str) -> int:
     of_run = [s for s in scan.ruling.values() if s.key.startswith(prefix) and (s.state != ABORTED or s.seq)]
     taken = {s.seq for s in of_run}
     dated = sorted((dates.get(stand_in(k).id, math.inf), k) for k in {key, *scan.unreadable} if k.startswith(prefix))
-    by_age = [k for _, k in dated]
-    free = (n for n in itertools.count(min({FIRST_SEQ, *taken})) if n not in taken)
-    if known := _dated(of_run, dates):
-        when = sorted(known.values())
-        highest = [-1, *itertools.accumulate((seq for _, seq in sorted((at, seq) for seq, at in known.items())), max)]
-        lows = {k: highest[bisect.bisect_left(when, date)] for date, k in dated}
-        beside = [k for k in by_age if lows[k] == lows[key]]
-        date, low, at = dates.get(stand_in(key).id, math.inf), lows[key], beside.index(key)
-        high = min((seq for seq in known if known[seq] > date and seq > low), default=-1)
-        if low < 0:  # before the first one, as close to it as possible
-            last = (n for n in range(high - 1, -1, -1) if n not in taken)
+    place_of = _Places(of_run, dates)
+    places = {k: place_of(date, stand_in(k).step) for date, k in dated}
+    if (place := places[key]) is not None:
+        beside = [k for k in places if places[k] == place]
+        at = (sorted(beside) if place.by_step else beside).index(key)
+        if place.low < 0:  # before the first one, as close to it as possible
+            last = (n for n in range(place.high - 1, -1, -1) if n not in taken)
             here = list(itertools.islice(last, len(beside)))[::-1]
         else:
-            after = (n for n in range(low + 1, records.MAX_COUNTED if high < 0 else high) if n not in taken)
-            here = list(itertools.islice(after, len(beside)))
+            end = records.MAX_COUNTED if place.high < 0 else place.high
+            here = list(itertools.islice((n for n in range(place.low + 1, end) if n not in taken), len(beside)))
         if at < len(here):
             return here[at]
-    return next(itertools.islice(free, by_age.index(key), None))
+    free = (n for n in itertools.count(min({FIRST_SEQ, *taken})) if n not in taken)
+    return next(itertools.islice(free, list(places).index(key), None))
 
 
-def _dated(of_run: Sequence[Snapshot], dates: Mapping[str, float]) -> dict[int, float]:
-    """Return seq -> date of the snapshots of a run that tell where a date of the store belongs; {}: none does.
+class _Place(NamedTuple):
+    """A place in the order of a run.
+
+    Attributes:
+        low, high: the seqs of the snapshots before and after it; -1: there is none.
+        by_step: the step, not the date, has told it.
+    """
+
+    low: int
+    high: int
+    by_step: bool
+
+
+class _Places:
+    """Finds the place of a damaged record in its run, by its date and its step.
 
     A copy is dated by its save, other snapshots by the store, as damaged records are. If no snapshot has the same date
-    by its writer and by the store, the store's dates are not those of the saves.
+    by its writer and by the store, the store's dates are not those of the saves. A program that writes over a record
+    renews its date. So where the date only says that the record is the last, numbers are missing, and its step belongs
+    among them, it gets one of these.
 
     Args:
         dates: id -> when the store got the first record of each snapshot.
     """
-    known = [s for s in of_run if s.state != ABORTED and not s.is_reconstructed]
-    agree = {s.id for s in known if abs(dates.get(s.id, math.inf) - s.created) < DATES_AGREE_S + s.total_s}
-    return {s.seq: dates[s.id] if s.id in agree else s.created for s in known} if agree else {}
+
+    def __init__(self, of_run: Sequence[Snapshot], dates: Mapping[str, float]) -> None:
+        self._known = known = sorted((s for s in of_run if s.state != ABORTED and not s.is_reconstructed), key=_seq)
+        agree = {s.id for s in known if abs(dates.get(s.id, math.inf) - s.created) < DATES_AGREE_S + s.total_s}
+        self._dates = sorted((dates[s.id] if s.id in agree else s.created, s.seq) for s in known) if agree else []
+        self._highest = [-1, *itertools.accumulate((seq for _, seq in self._dates), max)]
+        taken = {s.seq for s in of_run}
+        lows = [(FIRST_SEQ - 1, -1), *((s.seq, s.step) for s in known)]
+        self._gaps = [
+            (low, step, s)
+            for (low, step), s in zip(lows, known, strict=False)
+            if any(n not in taken for n in range(low + 1, s.seq))
+        ]
+
+    def __call__(self, date: float, step: int) -> _Place | None:
+        """Return the place of a record with a date by the store; None: nothing tells it."""
+        low = self._highest[bisect.bisect_left(self._dates, (date, -1))]
+        later = range(bisect.bisect_right(self._dates, (date, records.MAX_COUNTED)), len(self._dates))
+        high = next((self._dates[i][1] for i in later if self._dates[i][1] > low), -1)
+        if high >= 0:
+            return _Place(low, high, False)
+        for before, from_step, s in reversed(self._gaps):
+            if from_step <= step <= s.step:
+                return _Place(before, s.seq, True)
+        if self._dates:
+            return _Place(low, -1, False)
+        is_last = bool(self._known) and step >= self._known[-1].step
+        return _Place(self._known[-1].seq, -1, False) if is_last else None
+
+
+def _seq(s: Snapshot) -> int:
+    return s.seq
 
 
 def _repair_tag(snapshot_id: str) -> str:

@@ -920,6 +920,29 @@ def test_a_lost_record_comes_back_in_its_place(store, gap, lost):
     assert order(store) == [*wanted, "a@5"]
 
 
+@pytest.mark.parametrize("lost", [["a@1"], ["a@0"], ["a@0", "a@1"], ["a@1", "a@3"]])
+def test_records_that_were_written_over_come_back_in_their_place(store, lost):
+    """That renews their dates, but their numbers are missing where their steps belong."""
+    with opened(store) as found:
+        save(found, "a", 3, 3)
+        keys = [found.snapshot(ref).key for ref in lost]
+    for key in keys:
+        flip(store, key, 60)
+    with opened(store) as found:
+        assert found.repair(apply=True).ok
+    assert order(store) == ["a@0", "a@1", "a@2", "a@3"]
+
+
+def test_the_last_save_of_a_run_that_went_back_to_an_older_step_stays_the_last(store):
+    with opened(store) as found:
+        key = save(found, "a", 1, 7).key
+    change(store, key, lambda data: data.__setitem__(60, data[60] ^ 1))
+    with opened(store) as found:
+        assert found.repair(apply=True).ok
+        assert found.snapshot("a@latest").id in key
+    assert order(store) == ["a@0", "a@1", "a@2", "a@1"]
+
+
 def test_a_snapshot_that_was_given_up_is_copied_back_into_its_place(store):
     """The record by which a repair gives a snapshot up has no number; a copy of the snapshot gets one."""
     backup = copied(store)

@@ -255,10 +255,10 @@ def _assemble(
             return shard
         if whole is None:
             with out_of_memory(f"{name}: {dtype}{list(shape)}", "free memory; or its shape is damaged"):
-                whole = torch.empty(shape, dtype=shard.dtype)
+                whole = torch.empty(shape, dtype=shard.dtype, device="cpu")
         box = whole[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
         box.view(_integers(box.element_size())).copy_(shard.contiguous().view(_integers(box.element_size())))
-    return torch.empty(shape, dtype=getattr(torch, dtype)) if whole is None else whole
+    return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu") if whole is None else whole
 
 
 def _integers(size: int) -> Any:

@@ -131,8 +131,8 @@ class Engines:
         torch = imported("torch")
         if torch is not None and torch.cuda.is_initialized():
             for index in range(torch.cuda.device_count()):
-                if torch.cuda.memory_allocated(index):
-                    with suppress(CapabilityError):  # a save raises it, or goes on without the GPU
+                with suppress(CapabilityError, RuntimeError):  # a save raises it, or goes on without the GPU
+                    if torch.cuda.memory_allocated(index):  # some allocators do not tell
                         self.on_device(torch.device("cuda", index))
 
     def for_ans(self) -> CudaEngine:

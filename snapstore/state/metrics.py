@@ -66,7 +66,7 @@ def _copied(value: torch.Tensor) -> Read:
 
     if torch.cuda.is_current_stream_capturing():
         raise InvalidInputError("expected a save between replays of a CUDA graph, not while one is being captured")
-    float(torch.empty((), dtype=value.dtype))  # raises now for a dtype that cannot be converted
+    float(torch.empty((), dtype=value.dtype, device="cpu"))  # raises now for a dtype that cannot be converted
     with torch.no_grad(), torch.cuda.device(value.device):
         host = value.reshape(()).to("cpu", non_blocking=True)  # pinned memory; no kernel runs, which might have to load
         copied = torch.cuda.current_stream().record_event()

@@ -340,4 +340,4 @@ def _filled(value: Any, shards: Sequence[Any]) -> list[Any]:
     import torch
 
     found = [shard for shard in shards if shard.numel()]
-    return found or list(shards[:1]) or [torch.empty(0, dtype=value.dtype)]
+    return found or list(shards[:1]) or [torch.empty(0, dtype=value.dtype, device="cpu")]

@@ -165,6 +165,8 @@ def factory(name: str) -> Callable[..., torch.Tensor]:
         like = name.endswith("_like")
         if pin_memory:
             unsafe("cudaHostAlloc", by_torch=True)
+            if device is None:  # as under torch.set_default_device("cuda")
+                raise RuntimeError("Only dense CPU tensors can be pinned")
         if device is None and not (like and isinstance(args[0], CudaTensor)):
             return real(*args, **options)
         if not is_cuda(device or DEVICE):

@@ -20,7 +20,7 @@ graph_capture.py  background work that does not break a CUDA graph which the tra
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from ...errors import CapabilityError, InvalidInputError
@@ -78,9 +78,11 @@ def _starting(device: int) -> Iterator[None]:
     except Exception as error:
         major = _cuda_major()
         cupy = f"pip install 'cupy-cuda{major}x[ctk]>=14'" if major in CUDA_MAJORS else _advice()
+        needs = f"it needs a driver for CUDA {major}, nvCOMP {NVCOMP_MAJOR}, and CuPy with NVRTC: {cupy}"
+        if isinstance(error, OSError):
+            needs = "CuPy keeps compiled kernels in ~/.cupy: set CUPY_CACHE_DIR to a folder that can be written"
         raise CapabilityError(
-            f"cuda:{device}: the GPU engine cannot start: {type(error).__name__}: {str(error)[:1000]}; it needs a "
-            f"driver for CUDA {major}, nvCOMP {NVCOMP_MAJOR}, and CuPy with NVRTC: {cupy}"
+            f"cuda:{device}: the GPU engine cannot start: {type(error).__name__}: {str(error)[:1000]}; {needs}"
         ) from error
 
 
@@ -104,6 +106,11 @@ def require() -> None:
 
     if not torch.cuda.is_available():
         raise CapabilityError(NO_DEVICE)
+    if _allocator() == "pluggable":  # it need not wait for the streams that still read what is freed
+        raise CapabilityError(
+            "the GPU engine needs torch's own allocator of device memory, and this process has another one "
+            "(torch.cuda.memory.CUDAPluggableAllocator)"
+        )
     advice = _advice()
     try:
         import cupy  # noqa: F401
@@ -115,6 +122,15 @@ def require() -> None:
         raise CapabilityError(f"the GPU engine needs CuPy and nvCOMP {NVCOMP_MAJOR}: {error}; {advice}") from error
     if int(libnvcomp.__version__.split(".")[0]) != NVCOMP_MAJOR:
         raise CapabilityError(f"nvCOMP {libnvcomp.__version__}: expected {NVCOMP_MAJOR}.x; {advice}")
+
+
+def _allocator() -> str:
+    """Return the name of torch's allocator of device memory."""
+    import torch
+
+    with suppress(AttributeError):  # a build without CUDA
+        return torch.cuda.get_allocator_backend()
+    return "native"
 
 
 def _cuda_major() -> str:

@@ -19,7 +19,7 @@ _lock = threading.Lock()
 
 
 def decode_blocks(codec: int, blocks: Sequence[Bytes], out: Bytes, block_bytes: int) -> None:
-    """Fill `out` (n,) uint8 from its blocks, on the current device.
+    """Fill `out` (n,) uint8 from its blocks, on a device that this process uses already, if there is one.
 
     Args:
         block_bytes: plain bytes of each block but the last.
@@ -36,7 +36,7 @@ def decode_blocks(codec: int, blocks: Sequence[Bytes], out: Bytes, block_bytes: 
     starts = np.arange(0, out.size, block_bytes)
     lengths = np.minimum(block_bytes, out.size - starts)
     with _lock, beside_captures():  # several threads of a pool may call it
-        work = _stream = _stream or WorkStream(torch.device("cuda", torch.cuda.current_device()))
+        work = _stream = _stream or WorkStream(_device())
         with work.current():
             try:
                 up, plain = torch.from_numpy(stored).to(work.device), work.empty(out.size)
@@ -47,3 +47,13 @@ def decode_blocks(codec: int, blocks: Sequence[Bytes], out: Bytes, block_bytes: 
                 out[:] = plain[: out.size].cpu().numpy()
             finally:
                 work.sync()
+
+
+def _device() -> torch.device:
+    """Return a device that has a context already: another one takes half a gigabyte.
+
+    The threads of a pool have device 0 as their current one, whatever the program has chosen.
+    """
+    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", lambda _: False)
+    used = [index for index in range(torch.cuda.device_count()) if has_context(index)]
+    return torch.device("cuda", used[0] if used else torch.cuda.current_device())

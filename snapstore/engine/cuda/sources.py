@@ -63,7 +63,7 @@ def start_digests(
         stream: the current stream of the device; the digests are valid once it is done.
     """
     count = len(addresses)
-    table = torch.empty((2, count), dtype=torch.int64, pin_memory=True)
+    table = torch.empty((2, count), dtype=torch.int64, device="cpu", pin_memory=True)
     view = table.numpy()
     view[0], view[1] = addresses, lengths
     on_device = table.to(device, non_blocking=True)
@@ -71,4 +71,4 @@ def start_digests(
     start = on_device.data_ptr()
     arguments = [start, start + 8 * count, out.data_ptr(), kernels.XXH3_128, seed]
     kernels.launch("digest", (count,), stream, arguments)
-    return torch.empty((count, 16), dtype=torch.uint8, pin_memory=True).copy_(out, non_blocking=True)
+    return torch.empty((count, 16), dtype=torch.uint8, device="cpu", pin_memory=True).copy_(out, non_blocking=True)

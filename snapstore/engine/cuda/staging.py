@@ -215,7 +215,7 @@ class DeviceStaging:
     def _copy_by_torch(self, sources: Sources, layout: _Layout, rooms: _Rooms) -> Callable[[], list[Bytes]]:
         """Begin the copies with one call of torch per tensor: our kernels are not loaded yet."""
         small, places = _small_places(sources.nbytes[layout.small])
-        host = torch.empty(small, dtype=torch.uint8, pin_memory=True)
+        host = torch.empty(small, dtype=torch.uint8, device="cpu", pin_memory=True)
         into = [host[at : at + n] for at, n in zip(places.tolist(), sources.nbytes[layout.small].tolist(), strict=True)]
         for memory in rooms.memories():
             into.append(torch.from_numpy(memory.array) if isinstance(memory, Pinned) else memory)
@@ -411,7 +411,7 @@ class DeviceStaging:
         nbytes, places = _small_places(lengths)
         together = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._gather(sources, together.data_ptr() + places, lengths, device, stream)
-        host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        host = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         view = host.copy_(together, non_blocking=True).numpy()
         return lambda: [view[at : at + n] for at, n in zip(places.tolist(), lengths.tolist(), strict=True)]
 
@@ -462,7 +462,7 @@ def _table_of(columns: Column, device: torch.device) -> torch.Tensor:
     """Return pieces of tensors, (3, n) int64 on the device: addresses, addresses of copies, lengths."""
     sources, destinations, lengths = columns
     which, at, sizes = _pieces(lengths.tobytes())
-    table = torch.empty((3, len(which)), dtype=torch.int64, pin_memory=True)
+    table = torch.empty((3, len(which)), dtype=torch.int64, device="cpu", pin_memory=True)
     view = table.numpy()
     view[0], view[1], view[2] = sources[which] + at, destinations[which] + at, sizes
     return table.to(device, non_blocking=True)

@@ -63,7 +63,7 @@ class WorkStream:
     def upload(self, *columns: Column) -> list[int]:
         """Copy columns to the device in one transfer; return addresses, valid until `release_tables`."""
         sizes = [-(-column.nbytes // 16) * 16 for column in columns]
-        host = torch.empty(max(sum(sizes), 1), dtype=torch.uint8, pin_memory=True)
+        host = torch.empty(max(sum(sizes), 1), dtype=torch.uint8, device="cpu", pin_memory=True)
         view, at, offsets = host.numpy(), 0, []
         for column, size in zip(columns, sizes, strict=True):
             view[at : at + column.nbytes] = np.ascontiguousarray(column).reshape(-1).view(np.uint8)
@@ -113,7 +113,7 @@ class WorkStream:
 
     def fetch(self, memory: torch.Tensor) -> torch.Tensor:
         """Begin to copy a little device memory to new pinned memory, valid once the stream is done."""
-        host = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True)
+        host = torch.empty(memory.shape, dtype=memory.dtype, device="cpu", pin_memory=True)
         self._tables.append(memory)
         self.launch("fetch", (-(-memory.nbytes // kernels.PIECE_BYTES),), memory, host, memory.nbytes)
         return host

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from errno import EACCES
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -162,8 +163,21 @@ class FaultStore:
         return self._act("clean", "", self.inner.clean)
 
 
-#: How a read of an object fails (`Unreadable`).
+#: How a read of an object fails (`misread`).
 READ_FAULTS = ("unread", "withheld", "missing", "flipped")
+
+
+def misread(how: str, key: str, read: Callable[[], bytes]) -> bytes:
+    """Fail as a read of an object does, or return its bytes with one bit that is wrong."""
+    if how == "missing":
+        raise NotFoundError(f"{key}: no such object (injected)")
+    if how == "withheld":
+        raise StorageError(f"{key}: no permission (injected)") from PermissionError(EACCES, "no permission")
+    if how == "unread":
+        raise StorageError(f"{key}: Input/output error (injected)")
+    data = bytearray(read())
+    data[len(data) // 2] ^= 1
+    return bytes(data)
 
 
 class Unreadable(FaultStore):
@@ -182,15 +196,7 @@ class Unreadable(FaultStore):
     def _act(self, name, key, effect):
         if key in self.bad and name in ("get", "get_range") and self.times > 0:
             self.times -= 1
-            if self.how == "missing":
-                raise NotFoundError(f"{key}: no such object (injected)")
-            if self.how == "withheld":
-                raise StorageError(f"{key}: no permission (injected)") from PermissionError(EACCES, "no permission")
-            if self.how == "unread":
-                raise StorageError(f"{key}: Input/output error (injected)")
-            data = bytearray(super()._act(name, key, effect))
-            data[len(data) // 2] ^= 1
-            return bytes(data)
+            return misread(self.how, key, partial(super()._act, name, key, effect))
         if name == "delete":
             self.bad.discard(key)
         return super()._act(name, key, effect)

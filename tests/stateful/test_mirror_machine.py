@@ -1,6 +1,7 @@
 """A run with a mirror loses no snapshot that its policies, tags or the mirror need, under random programs.
 
-The mirror is often down, records cannot be read for a moment, and the first store is lost or is an older backup.
+The mirror is often down, records, packs and manifests cannot be read for a moment or longer, and the first store is
+lost or is an older backup.
 `SNAPSTORE_TEST_THOROUGH=1` runs many more and longer programs.
 """
 
@@ -21,9 +22,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 
-from kit.faults import FaultStore, one_thread
+from kit.faults import READ_FAULTS, FaultStore, misread, one_thread
 from kit.objects import clone, keys_of
-from kit.repositories import OPTIONS, created, opened, same, values
+from kit.repositories import OPTIONS, created, objects_of, opened, same, values
 from kit.samples import SEED, THOROUGH
 from kit.tally import tally
 from snapstore import (
@@ -58,6 +59,7 @@ KEEPS = st.lists(
 PLACES = st.sampled_from(["first", "mirror"])
 REFS = st.one_of(STEPS, st.sampled_from([None, "best", "highest", "good"]))
 UNREAD = (StorageError, IntegrityError)
+BYTES = ("packs/", "manifests/")
 COMMITTED, FORGOTTEN, SWEPT = "committed", "forgotten", "swept"
 
 
@@ -68,18 +70,28 @@ class Door(FaultStore):
         shut: every operation raises StorageError.
         bad: keys that cannot be read.
         gate: the thread of the mirror waits until it is set.
+        shaky: how its first read of each pack and manifest fails; "": it does not.
+        lost: keys that it cannot read (key: how).
     """
 
     def __init__(self, inner: MemoryStore) -> None:
         super().__init__(inner)
         self.shut, self.bad, self.gate = False, set[str](), threading.Event()
+        self.shaky, self.lost, self.shaken = "", dict[str, str](), set[str]()
         self.gate.set()
 
     def _act(self, name: str, key: str, effect: Callable[[], Any]) -> Any:
-        if threading.current_thread().name.startswith("snapstore-mirror"):
+        is_mirror = threading.current_thread().name.startswith("snapstore-mirror")
+        if is_mirror:
             assert self.gate.wait(60)
         if self.shut or (key in self.bad and name in ("get", "get_range")):
             raise StorageError(f"{key}: {name} failed (injected)")
+        if is_mirror and name == "get" and key in self.lost:
+            return misread(self.lost[key], key, effect)
+        if is_mirror and name == "get" and self.shaky and key.startswith(BYTES) and key not in self.shaken:
+            self.shaken.add(key)
+            tally("mirror machine shaken reads")
+            return misread(self.shaky, key, effect)
         return effect()
 
     def prepare(self) -> None:
@@ -141,6 +153,7 @@ class Machine(RuleBasedStateMachine):
         self.unread: set[str] = set()  # that the manager may take for not mirrored
         self.parent: str | None = None
         self.backup: MemoryStore | None = None
+        self.losing: tuple[str, str] | None = None  # how the mirror misreads the next save, and which of its objects
 
     def teardown(self) -> None:
         self.close()
@@ -190,7 +203,7 @@ class Machine(RuleBasedStateMachine):
 
     @property
     def is_read(self) -> bool:
-        return not any(door.bad for door in self.doors.values())
+        return not any(door.bad or door.lost for door in self.doors.values())
 
     def both(self) -> Rows:
         """Return the committed snapshots of both stores, as far as they can be reached; those of the first count."""
@@ -256,7 +269,8 @@ class Machine(RuleBasedStateMachine):
         assert manager.not_mirrored() == left
         if self.is_reached and self.is_read:
             assert left == []
-            self.judge_idle(now)
+        if self.is_reached and not any(door.bad for door in self.doors.values()):
+            self.judge_idle(now, left)
 
     def judge_mirror(self, before: Rows, now: Rows) -> None:
         """Check that the mirror forgot only what its policies do not keep, and moved only tags that have moved."""
@@ -276,19 +290,20 @@ class Machine(RuleBasedStateMachine):
             free |= left_by(self.mirror_keep, [*there, *new[:count]])
         assert {*gone} <= free, f"mirror: {self.named({*gone} - free)} forgotten"
 
-    def judge_idle(self, there: Rows) -> None:
-        """Check that a mirror that is idle has all that it is to have."""
+    def judge_idle(self, there: Rows, left: list[int]) -> None:
+        """Check that a mirror that is idle has all that it is to have, but for the steps that are left."""
         first, kept = self.rows["first"], committed(there)
         later = {name for i, row in kept.items() if i not in first for name in row.tags}
         holders = {name: i for i, row in committed(first).items() for name in row.tags}  # a tag means the last of them
         for name, i in holders.items():
             if name not in later:  # the first store may be an older backup
-                assert i in kept, f"mirror: lacks {self.named([i])}, tagged {name}"
-                assert name in kept[i].tags
+                assert i in kept or first[i].step in left, f"mirror: lacks {self.named([i])}, tagged {name}"
+                assert i not in kept or name in kept[i].tags
         lacking = [row for i, row in committed(first).items() if not is_mirrored(there.get(i))]
         due = self.kept_of(lacking, (*kept.values(), *lacking))
         due = self.kept_of(due, (*kept.values(), *due))  # the mirror does not know the others, which may replace steps
         due = self.kept_of(due, {**kept, **committed(first)}.values())  # or it forgot some for others
+        due = [row for row in due if row.step not in left]
         assert not due, f"mirror: lacks {self.named(row.id for row in due)}"
         if self.mirror_keep:
             with opened(self.stores["mirror"]) as repository:
@@ -351,6 +366,19 @@ class Machine(RuleBasedStateMachine):
     def heal(self) -> None:
         for door in self.doors.values():
             door.bad.clear()
+            door.lost.clear()
+
+    @rule(how=st.sampled_from(READ_FAULTS))
+    def shake(self, how) -> None:
+        """Let the mirror's first read of each pack and manifest of the first store fail."""
+        self.doors["first"].shaky = how
+
+    @precondition(lambda self: self.manager is not None)
+    @rule(step=STEPS, loss=LOSSES, how=st.sampled_from(READ_FAULTS), kind=st.sampled_from(BYTES))
+    def train_and_lose(self, step, loss, how, kind) -> None:
+        """Save a step whose packs or manifests the mirror cannot read in the first store."""
+        self.losing = how, kind
+        self.save(step, loss, [])
 
     @precondition(lambda self: self.manager is not None)
     @rule(step=STEPS, losses=st.lists(LOSSES, min_size=1, max_size=5), tag=st.one_of(st.none(), st.none(), TAGS))
@@ -375,6 +403,11 @@ class Machine(RuleBasedStateMachine):
         order, metrics = len(self.saves), {} if loss is None else {"loss": loss}
         self.doors["mirror"].gate.clear()  # the policies of the first store come before the mirror
         snapshot = self.manager.save(step, values("a", order), metrics=metrics, tags=tags, force=True).result()
+        if self.losing is not None:
+            (how, kind), self.losing = self.losing, None
+            keys = sorted(key for key in objects_of(self.stores["first"], snapshot) if key.startswith(kind))
+            self.doors["first"].lost |= dict.fromkeys(keys, how)
+            tally("mirror machine lost saves")
         self.saves[snapshot.id] = order, step, metrics
         self.held.add(snapshot.id)
         if self.parent is not None:

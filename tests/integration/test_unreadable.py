@@ -831,8 +831,11 @@ def test_an_unknown_record_in_the_destination_stops_the_copy_of_its_snapshot_onl
 def test_a_store_that_fails_still_stops_a_copy(store):
     with opened(store) as found:
         pack = min(packs_of(store, found.snapshot("a@1")))
-    with opened(Unreadable(store, pack)) as found, pytest.raises(StorageError, match="Input/output error"):
-        found.copy(to=MemoryStore())
+    with opened(Unreadable(store, pack)) as found:
+        assert found.copy(to=MemoryStore()).failed  # one bad sector is damage of its snapshots
+        found.store.bad.add("config")  # now it can read nothing
+        with pytest.raises(StorageError, match="Input/output error"):
+            found.copy(to=MemoryStore())
 
 
 @pytest.mark.parametrize("args", [["--run", "a"], ["--all"]])

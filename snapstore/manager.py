@@ -449,7 +449,7 @@ class SnapshotManager(Steps):
         """Return whether the job is told to end, and this is the step to save at, or later; all ranks get the same.
 
         Call it at every step, on all ranks, after `handle_preemption`. It sends no message. After the signal it waits
-        until a background thread has agreed on the step with the other ranks, for 20 s at most.
+        until a background thread has agreed on the step with the other ranks, for about 20 s at most.
 
         Raises:
             InvalidInputError: `handle_preemption` was not called.

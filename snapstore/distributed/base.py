@@ -244,13 +244,21 @@ class Watch:
                 )
 
 
-def say_ended(ranks: Ranks, prefix: str, error: BaseException | None) -> None:
+def say_ended(ranks: Ranks, prefix: str, error: BaseException | None, limit_s: float | None = None) -> None:
     """Tell the other ranks that this one has ended; a rank that waits for it raises an error.
 
     Args:
         prefix: of its keys; the same on all ranks.
         error: why it has ended; None: it has closed.
+        limit_s: the longest wait; then a thread goes on. The message may come behind a call of the save that still
+            runs, which waits for `silent_s` if the channel does not answer. None: as long as the channel waits [s].
     """
+    if limit_s is not None:
+        with suppress(RuntimeError):  # no thread can be started: this one posts
+            say = threading.Thread(target=say_ended, args=(ranks, prefix, error), name="snapstore-end", daemon=True)
+            say.start()
+            say.join(limit_s)
+            return
     why = "has closed its SnapshotManager" if error is None else f"has ended: {type(error).__name__}: {error}"
     with suppress(SnapstoreError):
         ranks.post(f"{prefix}ended/{ranks.rank}", why[:MAX_TEXT].encode(errors="replace"))

@@ -2,7 +2,8 @@
 
 In: a signal, on any rank. Out: the first step that no rank has begun, agreed on by all ranks. Their main threads may be
 in a collective of the training, each waiting for the others; so threads in the background agree, and `reached` only
-compares numbers. While they agree, `reached` waits: for about AGREE_S, or LATE_S where rank 0 is late.
+compares numbers. While they agree, `reached` waits: for about AGREE_S, or LATE_S where rank 0 is late. A rank whose
+channel is broken, or does not answer, ends by itself.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ log = logging.getLogger("snapstore")
 AGREE_S = 10.0
 #: The other ranks wait so long for rank 0's step; after that each rank acts by itself [s].
 LATE_S = 20.0
+#: `reached` waits so much longer for the thread that agrees, which may hang in a call of the channel [s].
+GRACE_S = 1.0
 
 
 class Preemption:
@@ -39,7 +42,8 @@ class Preemption:
         self.noticed = False
         self._last_step = -1
         self._agreed: int | None = None
-        self._lock = threading.Lock()
+        self._asked_at: float | None = None  # when the loop first asked after the signal [s, time.monotonic]
+        self._lock = threading.Lock()  # held while the ranks agree: no step begins
 
     def notice(self, *_: object) -> None:
         """Note that the job must end. A signal handler may call this: it only sets a flag."""
@@ -52,15 +56,31 @@ class Preemption:
         """
         if self._ranks is None:
             return self.noticed
-        with self._lock:
-            self._last_step = step
-            return self._agreed is not None and step >= self._agreed
+        if self._agreed is None:
+            held = self._lock.acquire(timeout=LATE_S + GRACE_S)
+            try:
+                if self._agreed is None and (not held or self._is_overdue()):
+                    log.warning("rank %d ends by itself: the channel does not answer", self._ranks.rank)
+                    self._agreed = step
+                self._last_step = step
+            finally:
+                if held:
+                    self._lock.release()
+        return self._agreed is not None and step >= self._agreed
+
+    def _is_overdue(self) -> bool:
+        """Return whether the thread in the background, though told, has not begun to agree: it hangs in a call."""
+        if not self.noticed:
+            return False
+        now = time.monotonic()
+        self._asked_at = now if self._asked_at is None else self._asked_at
+        return now > self._asked_at + LATE_S
 
     def poll(self) -> None:
         """Look whether any rank was told that the job must end; if so, agree on a step. Called in the background.
 
         Raises:
-            RanksError: the channel is broken.
+            RanksError: the channel is broken, and this rank was not told.
         """
         ranks = self._ranks
         if ranks is None or self._agreed is not None:
@@ -69,17 +89,21 @@ class Preemption:
         if not self.noticed and ranks.look(told) is None:
             return
         with self._lock:
-            ranks.post(told, b"1")
-            ranks.post(f"{told}/last/{ranks.rank}", str(self._last_step).encode())
-            self._agreed = self._agree(ranks, told)
+            agreed = self._agree(ranks, told)
+            if self._agreed is not None:
+                return  # `reached` has waited long enough
+            self._agreed = agreed
         log.warning("the job is to end: rank %d of %d saves at step %d", ranks.rank, ranks.count, self._agreed)
 
     def _agree(self, ranks: Ranks, told: str) -> int:
         """Return the step after the last one that any rank has begun; if rank 0 tells none, that this one has."""
+        deadline = time.monotonic() + LATE_S
         try:
+            ranks.post(told, b"1")
+            ranks.post(f"{told}/last/{ranks.rank}", str(self._last_step).encode())
             if ranks.rank == 0:
                 ranks.post(f"{told}/step", str(self._decide(ranks, told)).encode())
-            return int(wait_for(lambda: ranks.look(f"{told}/step"), _until(time.monotonic() + LATE_S)))
+            return int(wait_for(lambda: ranks.look(f"{told}/step"), _until(deadline)))
         except RanksError as error:
             log.warning("rank %d ends by itself: %s", ranks.rank, error)
             return self._last_step + 1

@@ -27,7 +27,7 @@ import msgspec
 import torch.distributed
 from torch._C._distributed_c10d import TCPStore
 
-from ..errors import InvalidInputError, RanksError, SnapstoreError
+from ..errors import CapabilityError, InvalidInputError, RanksError, SnapstoreError
 from ..format.records import new_id
 from ..threads import Threads, msgpack_decoder
 from .base import LINGER_S, ChannelError, ClosedError, named
@@ -43,6 +43,8 @@ CONNECT_S = 10.0
 #: The longest wait for a server's answer while the ranks meet and connect [s].
 ANSWER_S = 60.0
 POLL_S = 0.02
+#: A rank that closes waits at least so long for an answer to its last message, and for a call that runs to return [s].
+END_S = 0.5
 #: The number that stands for the call of a rank that has given up.
 GIVEN_UP = b"-1"
 
@@ -95,7 +97,7 @@ class TorchRanks:
         self.is_hosted = self.rank == 0
         ranks = torch.distributed.get_process_group_ranks(group)
         self.job_ranks: Sequence[int] | None = None if group is None else tuple(ranks)
-        self._pid, self._closed, self._broken = os.getpid(), False, ""
+        self._pid, self._closed = os.getpid(), False
         self._server: TCPStore | None = None
         self._heard: dict[int, tuple[bytes, float]] = {}  # each rank's count of heartbeats, and when it changed [s]
         self._heard_lock = threading.Lock()
@@ -240,9 +242,13 @@ class TorchRanks:
         return client
 
     def close(self, limit_s: float = LINGER_S) -> None:
-        """End the channel. Rank 0 waits up to `limit_s` for the others: its server ends with it."""
+        """End the channel. Rank 0 waits up to `limit_s` for the others: its server ends with it.
+
+        A server that does not answer is waited for no longer.
+        """
         if self._closed or os.getpid() != self._pid:
             return
+        self._messages.limit(max(END_S, limit_s))
         with suppress(SnapstoreError):
             self.post(f"closed/{self.rank}", b"1")
             if self.rank == 0:
@@ -264,7 +270,7 @@ class _Client:
         rank: of this process, in errors.
 
     All methods but `close` raise:
-        ChannelError: the server does not answer; then it is not asked again. Or it has ended.
+        ChannelError: the server does not answer, or has ended, or the connection is broken; then it is not asked again.
         RanksError: `connect` has raised it.
         CapabilityError: the thread cannot be started.
     """
@@ -274,6 +280,7 @@ class _Client:
     ) -> None:
         self._server, self._ranks, self._rank = server, ranks, rank
         self._limit_s, self._threads, self._is_stuck = min(limit_s, ANSWER_S), Threads(1), False
+        self._broken = ""  # why the connection is; torch prints a trace at each call of it
         self._store: Any = None
         try:
             self._store = self.call(lambda _: connect())
@@ -286,6 +293,8 @@ class _Client:
         """Return the result of `call`, which gets the connection."""
         if self._is_stuck:
             raise ChannelError.of(f"{self._server}: does not answer any more", self._ranks)
+        if self._broken:
+            raise ChannelError.of(self._broken, self._ranks)
         pending = self._threads.start(call, [self._store])
         try:
             if pending.ready(self._limit_s):
@@ -293,11 +302,11 @@ class _Client:
         except RanksError:
             raise
         except Exception as error:  # torch raises RuntimeError and others
-            raise ChannelError.of(
-                f"{self._server}: has ended, or rank {self._rank} cannot reach it any more "
-                f"({str(error).partition(chr(10))[0][:200]})",
-                self._ranks,
-            ) from error
+            why = str(error).partition("\n")[0][:200]
+            text = f"{self._server}: has ended, or rank {self._rank} cannot reach it any more ({why})"
+            if isinstance(error, torch.distributed.DistNetworkError):
+                self._broken = text
+            raise ChannelError.of(text, self._ranks) from error
         self._is_stuck = True
         raise ChannelError.of(
             f"{self._server}: has not answered for {self._limit_s:.6g} s, its process or host is stopped", self._ranks
@@ -316,8 +325,15 @@ class _Client:
         names = list(keys)
         return self.call(lambda store: store.multi_get(names) if store.check(names) else None)
 
+    def limit(self, limit_s: float) -> None:
+        """Wait at most so long for each answer from now on [s]."""
+        self._limit_s = min(self._limit_s, limit_s)
+
     def close(self) -> None:
-        """End the thread, unless a call in it never returns."""
+        """End the thread, unless a call in it does not return."""
+        if not self._is_stuck:
+            with suppress(CapabilityError):  # the thread has never run
+                self._is_stuck = not self._threads.start(lambda _: None, [None]).ready(END_S)
         if not self._is_stuck:
             self._threads.close()
             self._store = None

@@ -241,9 +241,12 @@ class RankJob:
             ends_channel: close the channel as well: the manager has made it.
             limit_s: the longest wait [s]; None: see above.
         """
-        say_ended(self.ranks, self.prefix, error)
+        began = time.monotonic()
+        say_ended(self.ranks, self.prefix, error, limit_s)
         longest_s = min(self.ranks.silent_s, LINGER_S if error or self._has_failed else CLOSE_S)
-        end = time.monotonic() + (longest_s if limit_s is None else min(longest_s, limit_s))
+        end = time.monotonic() + longest_s
+        if limit_s is not None:
+            end = min(end, began + limit_s)
         if self.ranks.is_hosted:
             wait_for_ends(self.ranks, self.prefix, end - time.monotonic())
         self.heart.close()

@@ -259,6 +259,28 @@ def test_the_waits_of_a_closing_rank_share_one_limit(others_close, monkeypatch):
     managers[1].close()
 
 
+def test_a_channel_that_does_not_answer_keeps_close_for_its_timeout_at_most(monkeypatch):
+    monkeypatch.setattr("snapstore.manager.GIVE_UP_S", 0.2)
+    managers, gate, posted = managers_of(2), threading.Event(), []
+    post = managers.ranks[1].post
+
+    def slow(key, value):
+        gate.wait(2 * SOON_S)
+        post(key, value)
+        posted.append(key)
+
+    monkeypatch.setattr(managers.ranks[1], "post", slow)
+    began = time.monotonic()
+    managers[1].close(timeout=0.3)
+    assert time.monotonic() - began < SOON_S
+    gate.set()
+    end = time.monotonic() + SOON_S
+    while "0/ended" not in posted and time.monotonic() < end:
+        time.sleep(0.01)
+    assert posted == ["0/ended/1", "0/ended"]
+    managers[0].close()
+
+
 def end_channel(managers: Managers, rank: int) -> None:
     """Let `close` of a rank's manager end its channel, as with a channel that the manager has made itself."""
     ranks = managers.ranks[rank]

@@ -219,6 +219,45 @@ def test_a_rank_0_that_does_not_answer_is_an_error_in_bounded_time(tmp_path, sen
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", ["SIGSTOP", "SIGKILL"])
+def test_a_rank_ends_in_time_after_rank_0_has_ended_or_stopped(tmp_path, sent):
+    """Each call waits up to `silent_s`, which is ten minutes here, for a rank 0 that is stopped."""
+    program = f"""
+        from snapstore.distributed import preemption
+        from snapstore import SnapstoreError
+
+        preemption.LATE_S = 2.0
+        snapshots = SnapshotManager({str(tmp_path / "repository")!r}, run="a", save_interval_steps=1000)
+        snapshots.handle_preemption(timeout=3)
+        assert not snapshots.should_save(1)
+        pids = [None] * 2
+        dist.all_gather_object(pids, os.getpid())
+        if rank == 0:
+            time.sleep(600)
+        os.kill(pids[0], signal.{sent})
+        time.sleep(6)  # the heart calls the channel each second
+        print("quiet", flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+        began, step = time.monotonic(), 2
+        while not snapshots.should_save(step):
+            assert time.monotonic() - began < 60
+            time.sleep(0.1)
+            step += 1
+        try:
+            snapshots.save(step, {{"a": torch.ones(3)}})
+        except (TimeoutError, SnapstoreError) as error:
+            print("ended:", type(error).__name__, str(error)[:300], flush=True)
+        assert time.monotonic() - began < 60, time.monotonic() - began
+        os._exit(7)
+    """
+    said, codes = run(program, 2, tmp_path, stopped=[0])
+    assert codes[1] == 7, said[1]
+    assert "ended:" in said[1], said[1]
+    assert "ends by itself" in said[1], said[1]
+    assert said[1].count("TCPStore.cpp") <= 3, said[1]  # torch prints a trace for each connection, not for each call
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", ["SIGSTOP", "SIGKILL"])
 @pytest.mark.parametrize("when", ["before its call", "after its answer"])
 def test_a_rank_0_that_does_not_answer_while_the_ranks_meet(tmp_path, sent, when):
     """Rank 0 keeps the job's store too. The error names it, in bounded time."""

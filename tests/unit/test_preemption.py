@@ -121,6 +121,50 @@ def test_a_rank_that_is_late_saves_at_the_step_of_the_others(monkeypatch, late, 
     assert "by itself" not in caplog.text
 
 
+def test_a_rank_whose_channel_is_broken_ends_by_itself(caplog):
+    """Our handler has taken the SIGTERM, so nothing else would end this process."""
+    ranks = LocalRanks(2)
+    ranks[0].is_hosted = ranks[0].dead = True
+    end = Preemption(ranks[1], "p/")
+    assert not end.reached(4)
+    end.notice()
+    end.poll()
+    assert [end.reached(step) for step in (4, 5)] == [False, True]
+    assert "rank 1 ends by itself: rank 0 of 2: its process is gone" in caplog.text
+
+
+@pytest.mark.parametrize("hangs", ["look", "post"])
+def test_a_rank_whose_channel_does_not_answer_ends_by_itself(monkeypatch, hangs, caplog):
+    """The process of rank 0 is stopped: a call of the channel waits for `silent_s`."""
+    monkeypatch.setattr(preemption, "LATE_S", 0.3)
+    monkeypatch.setattr(preemption, "GRACE_S", 0.1)
+    ranks, gate, begun = LocalRanks(2), threading.Event(), threading.Event()
+
+    def hang(*_):
+        begun.set()
+        gate.wait(60)
+
+    setattr(ranks[1], hangs, hang)
+    end = Preemption(ranks[1], "p/")
+    if hangs == "post":
+        end.notice()
+    poll = threading.Thread(target=end.poll, daemon=True)
+    poll.start()
+    try:
+        assert begun.wait(60)
+        end.notice()
+        began = time.monotonic()
+        step = next(step for step in range(1000) if end.reached(step) or time.sleep(0.01))
+        assert 0.2 < time.monotonic() - began < 30
+        assert end.reached(step + 1)
+        assert "rank 1 ends by itself: the channel does not answer" in caplog.text
+    finally:
+        gate.set()
+        poll.join(60)
+    assert end.reached(step)
+    assert not end.reached(step - 1)
+
+
 def test_one_process_saves_once_more_and_ends():
     store = created()
     before = signal.getsignal(signal.SIGTERM)

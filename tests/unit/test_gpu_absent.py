@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import struct
 import sys
 from types import ModuleType
@@ -167,6 +168,31 @@ def test_an_engine_that_cannot_start(engines, a_cupy, monkeypatch, caplog, modul
 
 def test_an_engine_that_can_start(engines, a_cupy):
     assert engines.on_device(CUDA)
+
+
+def test_a_cache_of_kernels_that_cannot_be_written(engines, a_cupy, monkeypatch, caplog):
+    def fails(*args):
+        raise PermissionError(errno.EACCES, "Permission denied", "/home/u/.cupy")
+
+    monkeypatch.setattr(a_cupy["nvcomp"], "check_rooms", fails)
+    assert not engines.on_device(CUDA)
+    (said,) = warnings_of(caplog)
+    assert "set CUPY_CACHE_DIR to a folder that can be written" in said
+
+
+def test_a_foreign_allocator_of_device_memory(engines, a_gpu, monkeypatch):
+    """torch cannot say how much such an allocator uses; the CPU engine saves."""
+
+    def unknown(*args):
+        raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats")
+
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "pluggable")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", unknown)
+    engines.start_loading()
+    with pytest.raises(CapabilityError, match="CUDAPluggableAllocator"):
+        cuda.require()
 
 
 # --- restores

@@ -79,7 +79,7 @@ def _starting(device: int) -> Iterator[None]:
         major = _cuda_major()
         cupy = f"pip install 'cupy-cuda{major}x[ctk]>=14'" if major in CUDA_MAJORS else _advice()
         needs = f"it needs a driver for CUDA {major}, nvCOMP {NVCOMP_MAJOR}, and CuPy with NVRTC: {cupy}"
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and error.errno is not None:  # not of a library that is missing
             needs = "CuPy keeps compiled kernels in ~/.cupy: set CUPY_CACHE_DIR to a folder that can be written"
         raise CapabilityError(
             f"cuda:{device}: the GPU engine cannot start: {type(error).__name__}: {str(error)[:1000]}; {needs}"

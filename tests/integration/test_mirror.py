@@ -12,6 +12,7 @@ import torch
 
 from kit.damage import three
 from kit.faults import FaultStore, Unreadable
+from kit.mirrored import manager, saved, steps_in, until
 from kit.objects import clone, flip
 from kit.ranks import Managers
 from kit.repositories import OPTIONS, check_clean, created, opened, same, save, values
@@ -40,28 +41,6 @@ from snapstore.storage.memory import MemoryStore
 def _impatient(monkeypatch):
     monkeypatch.setattr(mirrors, "RETRY_S", 0.02)
     monkeypatch.setattr(mirrors, "RETRY_MAX_S", 0.02)
-
-
-def manager(fast, slow, **options):
-    return SnapshotManager(fast, run="a", mirror=slow, options=OPTIONS, ranks=False, **options)
-
-
-def saved(snapshots, steps):
-    for step in steps:
-        snapshots.save(step, values("a", step), metadata=["a", step], force=True)
-    snapshots.wait_until_finished()
-
-
-def steps_in(store):
-    with opened(store) as repository:
-        return [snapshot.step for snapshot in repository.snapshots("a")]
-
-
-def until(condition):
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def test_it_follows_with_policies_of_its_own(tmp_path):

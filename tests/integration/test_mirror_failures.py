@@ -10,8 +10,9 @@ from contextlib import suppress
 import pytest
 
 from kit.faults import READ_FAULTS, FaultStore, Unreadable
-from kit.repositories import OPTIONS, check_clean, created, objects_of, opened, save, values
-from snapstore import IntegrityError, KeepLast, Repository, SnapshotManager, StorageError, StorageFullError
+from kit.mirrored import manager, saved, steps_in, until
+from kit.repositories import OPTIONS, check_clean, created, objects_of, opened, save
+from snapstore import IntegrityError, KeepLast, Repository, StorageError, StorageFullError
 from snapstore.copy import mirror as mirrors
 from snapstore.copy.copy import Copier
 from snapstore.storage.memory import MemoryStore
@@ -21,28 +22,6 @@ from snapstore.storage.memory import MemoryStore
 def _impatient(monkeypatch):
     monkeypatch.setattr(mirrors, "RETRY_S", 0.02)
     monkeypatch.setattr(mirrors, "RETRY_MAX_S", 0.02)
-
-
-def manager(fast, slow, **options):
-    return SnapshotManager(fast, run="a", mirror=slow, options=OPTIONS, ranks=False, **options)
-
-
-def saved(snapshots, steps):
-    for step in steps:
-        snapshots.save(step, values("a", step), metadata=["a", step], force=True)
-    snapshots.wait_until_finished()
-
-
-def steps_in(store):
-    with opened(store) as repository:
-        return [snapshot.step for snapshot in repository.snapshots("a")]
-
-
-def until(condition):
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def with_bad_object(kind, how, times=10**9):

@@ -13,6 +13,7 @@ kit get it from `kit.processes.environment`.
 | `actors` | threads that take turns, one store operation at a time | the order of the operations of two processes matters |
 | `schedules` | verbs as functions of a store, run at the same time in a random or a given order | several processes work on one repository |
 | `interrupts` | a KeyboardInterrupt at a chosen place of some files | Ctrl-C in the main thread of a process that lives on |
+| `mirrored` | a manager with a mirror, its saves, and the steps that a store then has | a test is about mirrors |
 | `stalls` | a store whose k-th operation takes long, and the work of others meanwhile | a process sleeps inside an operation |
 | `lies` | a store that gives one wrong answer, and all wrong answers of an operation | a store breaks its own contract |
 | `power` | a recorder of system calls, and the disks that a power loss may leave | a test is about fsync |

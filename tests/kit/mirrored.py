@@ -1,0 +1,36 @@
+"""A manager with a mirror, in tests: how it is made, what it saves, and what a store then has."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from kit.repositories import OPTIONS, opened, values
+from snapstore import SnapshotManager
+
+
+def manager(fast: Any, slow: Any, **options: Any) -> SnapshotManager:
+    """Return a manager of run "a"."""
+    return SnapshotManager(fast, run="a", mirror=slow, options=OPTIONS, ranks=False, **options)
+
+
+def saved(snapshots: SnapshotManager, steps: Iterable[int]) -> None:
+    """Save steps of run "a", and wait until they are committed."""
+    for step in steps:
+        snapshots.save(step, values("a", step), metadata=["a", step], force=True)
+    snapshots.wait_until_finished()
+
+
+def steps_in(store: Any) -> list[int]:
+    """Return the steps of run "a" that are committed in a store."""
+    with opened(store) as repository:
+        return [snapshot.step for snapshot in repository.snapshots("a")]
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait until a condition holds."""
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)

@@ -21,7 +21,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, get_args
 
 from . import retention
 from .distributed.base import Ranks
@@ -112,10 +112,10 @@ class SnapshotManager(Steps):
         self.read_only = read_only
         self._async, self._skip_busy = async_save, on_busy == "skip"
         from .save.rank_job import RankJob  # imports all code that threads run: see threads.py
-        from .save.staging import Staging
+        from .save.staging import Mode, Staging
 
         check_choice("replicas", replicas, ("check", "rank0"))
-        check_choice("staging", staging, ("auto", "device", "host"))
+        check_choice("staging", staging, get_args(Mode))
         self._alone = ranks is False
         chosen, self._made_ranks = (None, False) if read_only and ranks is None else choose(self.run, ranks)
         self._job: RankJob | None = RankJob(chosen, replicas) if chosen is not None else None

@@ -19,7 +19,7 @@ from ..catalog.repeated_ids import later_snapshots
 from ..context import Context
 from ..errors import DAMAGE, IntegrityError, NotFoundError, StorageError, UnknownFormatError
 from ..format import records
-from ..format.keys import lost_names, pack_key, parse_policy_key, parse_record_key, quarantined_names
+from ..format.keys import is_note, lost_names, pack_key, parse_policy_key, parse_record_key, quarantined_names
 from ..format.records import ABORTED, COMMITTED, FORGOTTEN, Done, Lost, Mark, Quarantine, Session, Snapshot, Wait
 from ..protocol.gc import OBJECT_NAME
 from ..protocol.marks import MARK_LIMIT_BYTES
@@ -179,7 +179,7 @@ class _RecordScanner:
         """Read sessions, and the objects that gcs and repairs have written."""
         for kind, info in [("gc", i) for i in of_gc] + [("session", i) for i in self._store.list("sessions/")]:
             suffix = "." + info.key.rpartition(".")[2]
-            if kind == "gc" and suffix not in _NOTES:
+            if kind == "gc" and not is_note(info.key):
                 self._findings.stray(kind, info.key)
                 continue
             type_: Any = _NOTES[suffix] if kind == "gc" else Session

@@ -1,7 +1,7 @@
 """Mirror retention: delete in a mirror what its policies do not keep, and what copies that failed have left there.
 
-In: the mirror, after a copy or when it is full. Out: forgotten snapshots, and runs of gc. Damage there, or a store that
-fails, only costs space: it must not stop the copies.
+In: the mirror, after a copy or when it is full. Out: forgotten snapshots, and runs of gc. Damage there only costs
+space: it must not stop the copies.
 """
 
 from __future__ import annotations

@@ -72,6 +72,11 @@ def notes_of_gc(keys: Iterable[str], kind: Literal["mark", "wait", "done"]) -> l
     return [key for key in keys if (match := _NOTE_OF_GC.fullmatch(key)) and match[1] == kind]
 
 
+def is_note(key: str) -> bool:
+    """Return whether a key below `gc/` is that of a note: of a gc, of quarantine or of a lost snapshot."""
+    return any(form.fullmatch(key) for form in (_NOTE_OF_GC, _QUARANTINE_KEY, _LOST_KEY))
+
+
 def sha256_names(joined: bytes) -> list[str]:
     """Return the hex names of concatenated raw SHA-256 values, 32 bytes each."""
     text = joined.hex()

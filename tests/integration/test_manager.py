@@ -689,6 +689,8 @@ def test_files_of_other_programs_beside_the_notes_of_a_gc_stay(store):
         repository.save(big(2), run="a", step=2)
         repository.forget([KeepLast(1)], run="a")
         assert repository.gc().deleted_objects
+        assert {problem.command for problem in repository.check().problems if problem.kind == "gc"} == {""}
+        repository.repair(apply=True)
     assert set(foreign) <= set(keys_of(store, "gc/"))
 
 

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 
 import numpy as np
 
@@ -94,6 +95,7 @@ class ChunkReader:
         self._store, self._engines = context.store, context.engines
         self._engine = engine
         self._readers: Threads | None = None
+        self._opened: set[str] = set()  # packs that have been opened ahead
         self._get_ranges: GetRanges
 
     def rebuild(self, wanted: Iterable[Wanted]) -> Generator[int]:
@@ -148,13 +150,15 @@ class ChunkReader:
             self._readers = Threads(count)
 
         def fill(some: Sequence[pack.Read]) -> None:
-            rooms = [stored[one.position : one.position + one.length].data for one in some]
-            self._get(batch.keys[some[0].pack], [one.offset for one in some], rooms)
+            for number, own in groupby(some, attrgetter("pack")):
+                reads = list(own)
+                rooms = [stored[one.position : one.position + one.length].data for one in reads]
+                self._get(batch.keys[number], [one.offset for one in reads], rooms)
 
         def read(some: list[pack.Read]) -> None:
             read_around(fill, some, (batch.offsets, batch.lengths, positions))
 
-        wait = self._readers.start(read, _by_pack(reads, count))
+        wait = self._readers.start(read, _grouped(reads, count))
         return _Reading(batch, engine, buffer, stored, positions, wait)
 
     def _open_ahead(self, keys: Sequence[str]) -> None:
@@ -165,7 +169,10 @@ class ChunkReader:
         """
         ends = time.monotonic() + OPEN_AHEAD_S
         for key in keys:
+            if key in self._opened:
+                continue
             self._get(key, [], [])
+            self._opened.add(key)
             if time.monotonic() > ends:
                 return
 
@@ -259,16 +266,18 @@ class _Sizes:
         return self._whole[number][rows]
 
 
-def _by_pack(reads: Sequence[pack.Read], threads: int) -> list[list[pack.Read]]:
-    """Group the reads of each pack, for one call each; there are enough groups for all threads."""
+def _grouped(reads: Sequence[pack.Read], threads: int) -> list[list[pack.Read]]:
+    """Group reads, in order: about four groups for each thread, if there are so many reads.
+
+    Each group makes a thread wait for Python's lock several times, while another thread decodes the batch before.
+    """
     most = max(1, len(reads) // (4 * threads))
     found: list[list[pack.Read]] = []
     size = 0
     for one in reads:
-        last = found[-1] if found else None
         size += one.length
-        if last is not None and last[0].pack == one.pack and len(last) < most and size <= pack.JOIN_MAX_BYTES:
-            last.append(one)
+        if found and len(found[-1]) < most and size <= pack.JOIN_MAX_BYTES:
+            found[-1].append(one)
         else:
             found.append([one])
             size = one.length

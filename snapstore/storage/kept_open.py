@@ -109,9 +109,9 @@ class KeptOpen:
 
     def _close_unused(self, most: int) -> None:
         """Close the least recently used files, until at most `most` open files have no user."""
+        if len(self._files) <= most:
+            return
         with self._lock:
-            if len(self._files) <= most:
-                return
             unused = [key for key, file in self._files.items() if not file.users]
             for key in unused[: max(0, len(unused) - most)]:
                 os.close(self._files.pop(key).fd)

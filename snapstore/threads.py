@@ -104,8 +104,12 @@ class Pending(Generic[R]):
         """Return the number of the first item of each run."""
         return range(0, len(self._items), self._step)
 
-    def compute(self, first: int) -> None:
-        """Compute a run of items, in a thread of the pool; keep an exception, which ends the run."""
+    def compute(self, first: int, ended: Callable[[], object] | None = None) -> None:
+        """Compute a run of items; keep an exception, which ends the run.
+
+        Args:
+            ended: called before anyone hears that the run has ended.
+        """
         error: BaseException | None = None
         try:
             for i in range(first, min(first + self._step, len(self._items))):
@@ -114,6 +118,8 @@ class Pending(Generic[R]):
             if caught.__traceback__ is not None:  # this frame refers to the results, which refer to the error
                 caught.__traceback__ = caught.__traceback__.tb_next
             error = caught
+        if ended is not None:
+            ended()
         with self._lock:
             self._error = self._error or error
             self._left -= 1
@@ -137,21 +143,46 @@ class Pending(Generic[R]):
         return self._done.is_set() and self._error is None
 
 
-Work = SimpleQueue[tuple[Pending[Any], int] | None]  # None ends a thread
+class _Team:
+    """The threads of a pool, and their work.
+
+    Attributes:
+        work: the first items of runs; None ends a thread.
+        runs: how many runs wait or are computed.
+        lock: of the pool.
+    """
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self.members: list[threading.Thread] = []
+        self.work: SimpleQueue[tuple[Pending[Any], int] | None] = SimpleQueue()
+        self.runs, self.lock = 0, lock
+
+    def run(self) -> None:
+        """Compute runs, in a thread of the pool."""
+        while (item := self.work.get()) is not None:
+            pending, first = item
+            del item
+            pending.compute(first, self._run_ended)
+            del pending  # or a thread that waits for work would hold the last results, megabytes
+
+    def _run_ended(self) -> None:
+        with self.lock:
+            self.runs -= 1
 
 
 class Threads:
-    """A pool of threads, started as they are needed and again after a fork.
+    """A pool of threads, started when there is more work than threads, and again after a fork.
 
     They are daemons, so a save that runs while the interpreter exits can still use them.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._members: list[threading.Thread] = []
-        self._work: Work = SimpleQueue()
-        self._pid = os.getpid()
+        self._begin()
+
+    def _begin(self) -> None:
         self._lock = threading.Lock()
+        self._team, self._pid = _Team(self._lock), os.getpid()
 
     def start(self, function: Callable[[T], R], items: Sequence[T]) -> Pending[R]:
         """Start `function` for every item; calling the returned object waits for the results, in order.
@@ -160,22 +191,23 @@ class Threads:
             CapabilityError: not one thread can be started.
         """
         if self._pid != os.getpid():
-            self._members, self._work, self._lock = [], SimpleQueue(), threading.Lock()
-            self._pid = os.getpid()
+            self._begin()
         pending = Pending(function, items)
         with self._lock:
-            wanted = min(self.count, len(self._members) + len(pending.runs()))  # the running threads may be busy
-            while len(self._members) < wanted:
-                member = threading.Thread(target=_work, args=[self._work], name="snapstore-pool", daemon=True)
+            team = self._team
+            team.runs += len(pending.runs())
+            while len(team.members) < min(self.count, team.runs):
+                member = threading.Thread(target=team.run, name="snapstore-pool", daemon=True)
                 try:
                     member.start()
                 except RuntimeError as error:
-                    if not self._members:
+                    if not team.members:
+                        team.runs = 0
                         raise no_threads() from error
                     break
-                self._members.append(member)
+                team.members.append(member)
             for first in pending.runs():
-                self._work.put((pending, first))
+                team.work.put((pending, first))
         return pending
 
     def __enter__(self) -> Threads:
@@ -189,21 +221,12 @@ class Threads:
         if self._pid != os.getpid():  # before taking the lock: a fork may have left it locked
             return
         with self._lock:
-            members, work = self._members, self._work
-            self._members, self._work = [], SimpleQueue()
-        for _ in members:
-            work.put(None)
-        if threading.current_thread() not in members:
-            for member in members:
+            team, self._team = self._team, _Team(self._lock)
+        for _ in team.members:
+            team.work.put(None)
+        if threading.current_thread() not in team.members:
+            for member in team.members:
                 member.join()
-
-
-def _work(work: Work) -> None:
-    while (item := work.get()) is not None:
-        pending, first = item
-        del item
-        pending.compute(first)
-        del pending  # or a thread that waits for work would hold the last results, megabytes
 
 
 def when_dropped(owner: object, close: Callable[[], object]) -> weakref.finalize[..., object]:

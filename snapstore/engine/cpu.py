@@ -108,7 +108,12 @@ class CpuEngine:
         """Begin to encode a batch on the threads."""
         jobs = _encode_jobs(batch)
         encode = store_chunk if batch.raw else encode_chunk
-        encoded = self._threads.start(lambda job: encode(job, self._buffer_for(job)), jobs)
+
+        def encode_job(job: EncodeJob) -> EncodedChunk:
+            with planes.scratch.borrowed():
+                return encode(job, self._buffer_for(job))
+
+        encoded = self._threads.start(encode_job, jobs)
         return lambda: [HostEncoded(encoded())]
 
     def _buffer_for(self, job: EncodeJob) -> Bytes:
@@ -134,7 +139,8 @@ class CpuEngine:
         return self._threads.start(self._decode_chunk, _decode_jobs(batch))
 
     def _decode_chunk(self, job: DecodeJob) -> None:
-        chain_decode.decode_chain(job.blobs, job.wheres, job.digest, job.out, job.base, seed=self.digest_seed)
+        with planes.scratch.borrowed():
+            chain_decode.decode_chain(job.blobs, job.wheres, job.digest, job.out, job.base, seed=self.digest_seed)
 
     def poll(self) -> None:
         """Do nothing: the threads need no polling."""
@@ -158,6 +164,7 @@ class CpuEngine:
         """End the threads and drop the buffers."""
         self._threads.close()
         self._free.clear()
+        planes.scratch.clear()
 
 
 class ProvingEngine(CpuEngine):
@@ -183,7 +190,8 @@ class ProvingEngine(CpuEngine):
 
     def _prove_chunk(self, job_and_digests: tuple[DecodeJob, list[bytes]]) -> int:
         job, digests = job_and_digests
-        return chain_decode.prove_chain(job.blobs, job.wheres, digests, job.out, seed=self.digest_seed)
+        with planes.scratch.borrowed():
+            return chain_decode.prove_chain(job.blobs, job.wheres, digests, job.out, seed=self.digest_seed)
 
 
 def default_threads() -> int:

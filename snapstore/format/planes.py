@@ -8,8 +8,10 @@ copy of bytes runs at 3.6 GB/s, and a transpose at 0.7-1.3 GB/s (docs/design/cpu
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +27,13 @@ SAMPLE_RUNS, SAMPLE_RUN = 128, 32
 
 
 class Scratch(threading.local):
-    """Memory that a thread reuses for every chunk: new pages cost more than the work in them."""
+    """Memory that is reused for every chunk: new pages cost more than the work in them.
+
+    A thread has its own, or borrows some for one job. So jobs of a pool take as much memory as run at the same time,
+    not as the pool has threads.
+    """
+
+    _free: ClassVar[list[dict[str, Bytes]]] = []  # of all threads; the last one is borrowed first
 
     def __init__(self) -> None:
         self._rooms: dict[str, Bytes] = {}
@@ -36,6 +44,24 @@ class Scratch(threading.local):
         if room is None or room.size < nbytes:
             room = self._rooms[purpose] = np.empty(nbytes, np.uint8)
         return room[:nbytes]
+
+    @contextmanager
+    def borrowed(self) -> Iterator[None]:
+        """Use borrowed memory in this thread."""
+        own = self._rooms
+        try:
+            self._rooms = self._free.pop()
+        except IndexError:
+            self._rooms = {}
+        try:
+            yield
+        finally:
+            self._free.append(self._rooms)
+            self._rooms = own
+
+    def clear(self) -> None:
+        """Release the memory that nothing borrows."""
+        self._free.clear()
 
 
 scratch = Scratch()

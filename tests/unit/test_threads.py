@@ -34,6 +34,17 @@ def test_every_item_is_computed_once_and_in_order(threads, count):
     assert sorted(seen) == list(range(count))
 
 
+def test_no_thread_is_started_while_another_is_idle(threads):
+    """Each thread keeps memory of its last work."""
+    used = {threads.start(lambda _: threading.get_ident(), [None])()[0] for _ in range(20)}
+    assert len(used) == 1
+    go = threading.Event()
+    waiting = [threads.start(lambda _: go.wait(600), [None]) for _ in range(3)]
+    assert threads.start(lambda _: threading.get_ident(), [None])()[0] not in used  # the first one is busy
+    go.set()
+    assert [pending() for pending in waiting] == [[True]] * 3
+
+
 def test_an_exception_ends_its_run_and_no_other(threads):
     seen = []
 

@@ -73,7 +73,7 @@ def stacks(monkeypatch, tmp_path):
     return found
 
 
-WRAPPERS = ("protocol.same_repository.pinned.<locals>.call", "threads._work", "threads.Pending.compute")
+WRAPPERS = ("protocol.same_repository.pinned.<locals>.call", "threads._Team.run", "threads.Pending.compute")
 
 
 def steps(stacks):

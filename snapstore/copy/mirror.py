@@ -39,7 +39,7 @@ from ..protocol.same_repository import confirmed
 from ..text import some
 from .copy import COPY_BEGUN, Copier, require_same_seed
 from .mirror_failures import Failures
-from .mirror_order import MIRRORED, due_tags, free_tags, is_later, lacks, wanted
+from .mirror_order import MIRRORED, due_tags, free_tags, is_later, lacks, only_there, wanted
 from .mirror_retention import Retention
 
 if TYPE_CHECKING:
@@ -461,21 +461,12 @@ class Mirror:
             NotFoundError: the name names nothing in either store.
             IntegrityError, FormatError, ConflictError, StorageError: as `Copier.copy` raises them.
         """
-        view = self._source.index.refresh()
         if name == "latest":
             found, is_there = self.newest()
+            found = found if is_there else None
         else:
-            is_word = name in ("best", "highest") and name not in view.tagged(self.run)
-            there = self.view() if is_word else None
-            tagged = there.tagged(self.run).get(name, ()) if there else ()
-            known = {s.id for s in view.snapshots(self.run)} if tagged else ()
-            if all(s.id in known for s in tagged):  # a tag comes before the word, also on what only the mirror has
-                with suppress(NotFoundError):
-                    view.resolve(f"{self.run}@{name}")
-                    return self._source
-                there = there or self.view()
-            found, is_there = (there.resolve(f"{self.run}@{name}"), True) if there else (None, False)
-        if found is None or not is_there:
+            found = only_there(self._source.index.refresh(), self.view, self.run, name)
+        if found is None:
             return self._source
         target = self._opened()
         if self.read_only:

@@ -7,7 +7,7 @@ snapshots: the first one may be new, or an older backup, and a mirror keeps what
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from operator import itemgetter
@@ -16,7 +16,7 @@ import msgspec
 
 from .. import retention
 from ..catalog.history import View
-from ..errors import InvalidInputError
+from ..errors import InvalidInputError, NotFoundError
 from ..format.records import COMMITTED, FORGOTTEN, SWEPT, Snapshot
 
 #: The states, in the mirror, of a snapshot that was mirrored once.
@@ -110,3 +110,36 @@ def is_later(there: Snapshot, here: Snapshot) -> bool:
     have begun again with low numbers.
     """
     return there.created > here.created and there.seq > here.seq
+
+
+def only_there(here: View, view_of_mirror: Callable[[], View | None], run: str, name: str) -> Snapshot | None:
+    """Return the snapshot that a step, a tag or a word names, if only the mirror has it; None: read the first store.
+
+    A forgotten snapshot of the first store counts only if no store has a committed one.
+
+    Args:
+        view_of_mirror: returns what the mirror has; None if it cannot be reached. It is called only if it matters.
+
+    Raises:
+        NotFoundError: the name names nothing in either store.
+        IntegrityError, StorageError: the answer may be a snapshot whose record is gone or cannot be read.
+    """
+    ref, is_word = f"{run}@{name}", name in ("best", "highest") and name not in here.tagged(run)
+    there = view_of_mirror() if is_word else None
+    tagged = there.tagged(run).get(name, ()) if there else ()
+    known = {s.id for s in here.snapshots(run)} if tagged else ()
+    if all(s.id in known for s in tagged):  # a tag comes before the word, also on what only the mirror has
+        with suppress(NotFoundError):
+            here.resolve(ref, (COMMITTED,))
+            return None
+        there = there or view_of_mirror()
+    if there is None:
+        return None
+    try:
+        forgotten = here.resolve(ref)
+    except NotFoundError:
+        return there.resolve(ref)
+    with suppress(NotFoundError):
+        found = there.resolve(ref, (COMMITTED,))
+        return None if found.id == forgotten.id else found
+    return None

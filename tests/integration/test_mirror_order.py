@@ -291,3 +291,21 @@ def test_best_is_a_tag_first_even_if_only_the_mirror_has_it():
         assert snapshots.best_step() == 2
         assert same(snapshots.restore("best"), values("a", 1))
     check_clean(fast, level="restore")
+
+
+@pytest.mark.parametrize("ref", ["best", 1])
+def test_no_forgotten_save_of_a_step_is_restored_while_the_mirror_has_a_committed_one(ref):
+    """The first store was lost; a later save of the same step never reached the mirror, and was forgotten."""
+    slow, best = MemoryStore(), [KeepBest("loss")]
+    with manager(created(), slow, keep=best) as snapshots:
+        save(snapshots, 1, metrics={"loss": 1.0})
+    mirror = FaultStore(slow)
+    with manager(MemoryStore(), mirror, keep=best) as snapshots:
+        mirror.at, mirror.mode = 0, "outage"
+        snapshots.save(1, {"w": 2}, metrics={"loss": 2.0}, force=True)
+        snapshots.save(2, {"w": 3}, metrics={"loss": 3.0}, force=True)
+        snapshots.repository.forget_snapshots(["a@1"], force=True)
+        heal(mirror, snapshots)
+        assert snapshots.best_step() == 1
+        assert same(snapshots.restore(ref), values("a", 1))
+        assert same(snapshots.restore(1), values("a", 1))

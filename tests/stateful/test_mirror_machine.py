@@ -441,9 +441,6 @@ class Machine(RuleBasedStateMachine):
     def restore(self, ref) -> None:
         """Restore, and go on from there: later saves are a branch."""
         expected = self.meant(ref)
-        if self.doors["first"].lost:  # a forgotten save that the mirror never got has the step of the answer
-            steps, first = {row.step for row in expected}, self.rows["first"].values()
-            expected += [row for row in first if row.state == FORGOTTEN and row.step in steps]
         try:
             state = self.manager.restore(ref)
         except NotFoundError:
@@ -474,12 +471,12 @@ class Machine(RuleBasedStateMachine):
         by_step = self.by_step()
         if ref == "highest":
             return [by_step[max(by_step)]] if by_step else []
-        if ref in {row.step for row in committed(self.rows["first"]).values()}:
+        if ref in by_step:
             return [by_step[ref]]
         left = [row for row in self.rows["first"].values() if row.state == FORGOTTEN and row.step == ref]
         if self.is_reached:
             left += [row for row in self.rows["mirror"].values() if row.state == FORGOTTEN and row.step == ref]
-        return [*left, *([by_step[ref]] if ref in by_step else [])]
+        return left
 
     def stored_best(self) -> list[Row]:
         """Return all: the stored policies may be those of an earlier manager, in either store."""

@@ -11,8 +11,16 @@ order, and the effect of each. Importing this package imports torch.distributed.
 """
 
 from .functions import async_save, load, save
-from .planner import SnapstorePlanner
+from .planner import SnapstoreLoadPlanner, SnapstorePlanner
 from .reader import SnapstoreReader
 from .writer import SnapstoreWriter
 
-__all__ = ["SnapstorePlanner", "SnapstoreReader", "SnapstoreWriter", "async_save", "load", "save"]
+__all__ = [
+    "SnapstoreLoadPlanner",
+    "SnapstorePlanner",
+    "SnapstoreReader",
+    "SnapstoreWriter",
+    "async_save",
+    "load",
+    "save",
+]

@@ -18,7 +18,7 @@ from ..state.containers import Path
 from ..state.per_rank import is_per_rank
 from ..state.stateful import is_stateful, state_of
 from .exchange import DetailsWantedError
-from .planner import SnapstorePlanner, closed
+from .planner import SnapstoreLoadPlanner, SnapstorePlanner, closed
 from .reader import SnapstoreReader
 from .writer import SnapstoreWriter
 
@@ -98,7 +98,9 @@ def load(state: dict[str, Any], reader: SnapstoreReader, step: int | str | None 
     name = "latest" if step is None else str(step)
     ordered = dict(sorted(state.items()))  # objects load in the same order on all ranks
     with _alone_is_meant(), _opened(ordered):
-        state_dict_loader.load(ordered, checkpoint_id=name, storage_reader=reader, no_dist=True)
+        state_dict_loader.load(
+            ordered, checkpoint_id=name, storage_reader=reader, planner=SnapstoreLoadPlanner(), no_dist=True
+        )
     for key, value in ordered.items():
         if state[key] is not value:
             state[key] = value

@@ -1,25 +1,32 @@
-"""SnapstorePlanner: a planner that keeps the state as it was given, beside DCP's flat view of it.
+"""SnapstorePlanner and SnapstoreLoadPlanner: they keep the state as it was given, beside DCP's flat view of it.
 
 In: the state of a save. Out, for the writer: the state to store. DCP's flat keys keep only lists, and dicts with text
 as keys. They lose an OrderedDict, a key that is an int, and an empty dict. `state_of` returns the state of any planner.
+In a load, values go to the keys that the state has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import io
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_local_load_plan,
+)
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from ..errors import InvalidInputError
 from ..save.inputs import PartInput
 from ..state.arrays import memory_key
+from ..state.containers import Path
 from ..state.per_rank import is_per_rank
 from ..state.sharded import Boxes, Sharding, dtensor_like, locals_of, sharding_of
 from .names import Closed
@@ -27,6 +34,7 @@ from .target import NO_PROCESS
 
 #: The key of the only leaf of a state that was staged.
 STAGED = "snapstore.staged"
+_Place = tuple[Any, Any]  # a container and a key of it
 _CHANGING = ("set_up_planner", "create_local_plan", "lookup_object", "resolve_data", "transform_object")
 
 
@@ -100,6 +108,51 @@ class SnapstorePlanner(DefaultSavePlanner):
         """Take the state dict of a save."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self.given = opened(state_dict)
+
+
+class SnapstoreLoadPlanner(DefaultLoadPlanner):
+    """A DefaultLoadPlanner that puts each value under the key that the state has.
+
+    DCP's paths have all keys as text. For a value below a numeric key, DCP's own planner adds a second key, and the
+    value under the first one stays as it was.
+
+    Args:
+        allow_partial_load: whether keys of the state that the snapshot lacks keep their values; else they are an error.
+    """
+
+    def __init__(self, allow_partial_load: bool = False) -> None:
+        super().__init__(allow_partial_load=allow_partial_load)
+        self._places: dict[Path, _Place] = {}
+
+    def create_local_plan(self) -> LoadPlan:
+        """Return the plan. DCP's own would look for the keys of torch before 2.4, and load values of other keys."""
+        assert self.metadata is not None
+        plan: LoadPlan = create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
+        return plan
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """Find the places of the values before any is replaced."""
+        plan: LoadPlan = super().finish_plan(new_plan)
+        leaves = {path: self.state_dict[key] for key, path in self.mappings.items() if key in self.state_dict}
+        self._places = {}
+        _add_places(self.original_state_dict, (), leaves, self._places)
+        return plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put a value into its place."""
+        container, key = self._places[self.mappings[read_item.dest_index.fqn]]
+        container[key] = torch.load(value, weights_only=False)  # made by SnapstoreReader
+
+
+def _add_places(container: Any, path: Path, leaves: Mapping[Path, Any], places: dict[Path, _Place]) -> None:
+    """Add the container and the key of each leaf below a path, by DCP's path. Only with its value is a path unique."""
+    is_dict = isinstance(container, Mapping)
+    for key, child in container.items() if is_dict else enumerate(container):
+        below = (*path, str(key) if is_dict else key)
+        if below in leaves and leaves[below] is child:
+            places[below] = container, key
+        elif isinstance(child, Mapping | list):
+            _add_places(child, below, leaves, places)
 
 
 def is_plain(planner: SavePlanner) -> bool:

@@ -14,7 +14,7 @@ import pickle
 import resource
 import threading
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -426,6 +426,61 @@ def test_objects_below_the_top_level_load_into_their_own_shape(writer: Any, read
     with pytest.raises(dcp.CheckpointException, match="Missing key"):
         snap.load(target | {"gone": {"loader": (gone := Loader(4))}, "own": objects}, reader, 1)
     assert (gone.position, target["own"]["loader"]) == (4, found["loader"])
+
+
+class Level:
+    """An object whose state has a numeric key, as those of optimizers and of MultiStepLR have."""
+
+    def __init__(self, value: int) -> None:
+        self.levels = Counter({30: value, 80: value})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"levels": self.levels, "name": f"of {self.levels[30]}"}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.levels = state["levels"]
+
+
+def test_values_and_objects_below_numeric_keys_load(writer: Any, reader: Any) -> None:
+    """DCP's paths have all keys as text: its own planner adds a second key, and the first one keeps its old value."""
+
+    def made(factor: int) -> dict[str, Any]:
+        return {
+            "top": Level(factor),
+            "objects": {0: Level(2 * factor), "one": [{1: Level(3 * factor), "t": torch.ones(1)}]},
+            "values": {7: {"step": factor, True: [factor]}, "7": {"other": factor}, 8: torch.ones(2) * factor},
+        }
+
+    state, target = made(5), made(1)
+    snap.save(state, writer, 1)
+    level, deep = target["objects"][0], target["objects"]["one"][0][1]
+    snap.load(target, reader, 1)
+    assert [one.levels for one in (target["top"], level, deep)] == [Counter({30: n, 80: n}) for n in (5, 10, 15)]
+    assert (target["objects"][0], target["objects"]["one"][0][1]) == (level, deep)
+    assert [list(target[key]) for key in ("objects", "values")] == [[0, "one"], [7, "7", 8]]
+    same(target["values"], state["values"])
+    snap.save(target, writer, 2)  # a second key would be refused: it has the same name in DCP
+    mapped = made(1)["values"]
+    dcp.load({"values": mapped}, storage_reader=reader, checkpoint_id=2, planner=snap.SnapstoreLoadPlanner())
+    same(mapped, state["values"])
+
+
+def test_the_steps_of_an_optimizer_load(writer: Any, reader: Any) -> None:
+    """SparseAdam's state has an int below the number of each parameter."""
+
+    def trained(steps: int) -> tuple[Any, Any]:
+        model = torch.nn.Embedding(4, 2, sparse=True)
+        optimizer = torch.optim.SparseAdam(model.parameters())
+        for _ in range(steps):
+            model(torch.tensor([1, 2])).sum().backward()
+            optimizer.step()
+        return model, optimizer
+
+    model, optimizer = trained(5)
+    other, target = trained(1)
+    snap.save({"model": model, "optimizer": optimizer}, writer, 5)
+    snap.load({"model": other, "optimizer": target}, reader, 5)
+    same(target.state_dict(), optimizer.state_dict())
 
 
 class Drawing(Loader):

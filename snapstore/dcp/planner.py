@@ -14,12 +14,13 @@ from typing import Any, NoReturn
 
 import torch
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
     create_default_local_load_plan,
 )
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
@@ -121,8 +122,18 @@ class SnapstoreLoadPlanner(DefaultLoadPlanner):
     """
 
     def __init__(self, allow_partial_load: bool = False) -> None:
-        super().__init__(allow_partial_load=allow_partial_load)
+        super().__init__(flatten_sharded_tensors=False, allow_partial_load=allow_partial_load)
         self._places: dict[Path, _Place] = {}
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        """Take the state dict of a load.
+
+        FSDP's sharded tensors are rewritten in DCP's flat view, as in a save. DCP rewrites them in the nested state
+        before. That puts None before a tensor in a list where the state has only empty dicts and lists, and then the
+        snapshot lacks the key of None.
+        """
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        self.state_dict = _flatten_sharded_tensors(self.state_dict)
 
     def create_local_plan(self) -> LoadPlan:
         """Return the plan. DCP's own would look for the keys of torch before 2.4, and load values of other keys."""

@@ -1,6 +1,6 @@
 """Names: checkpoint ids of torch.distributed.checkpoint (DCP) and steps; flat keys of DCP and places in a stored tree.
 
-In: a checkpoint id; or the decoded tree of a snapshot. Out: the step or the reference; or every leaf of the tree by
+In: a checkpoint id; or the decoded tree of a snapshot. Out: the step or the references; or every leaf of the tree by
 DCP's key for it, with DCP's path. DCP's own walk decides what a leaf is, so a state dict that is loaded has the keys of
 the one that was saved.
 """
@@ -39,20 +39,24 @@ def step_of(checkpoint_id: Any) -> int:
     return check_step(step)
 
 
-def ref_of(run: str, checkpoint_id: Any) -> str:
-    """Return the reference of the snapshot that a checkpoint id names: a step, a tag or "latest"; None: the latest.
+def refs_of(run: str, checkpoint_id: Any) -> list[str]:
+    """Return the references that a checkpoint id may mean, of which the first that exists counts.
+
+    A text such as "v2" may be a tag, and otherwise ends with a step. None is the latest.
 
     Raises:
         InvalidInputError: it names none of them.
     """
     if checkpoint_id is None:
-        return f"{run}@latest"
+        return [f"{run}@latest"]
     step = _find_step(checkpoint_id)
+    name = PurePath(_text(checkpoint_id)).name if isinstance(checkpoint_id, str | os.PathLike) else ""
+    names = [name] if name and (step is None or not name.isdecimal()) else []
     if step is not None:
-        return f"{run}@{check_step(step)}"
-    if not isinstance(checkpoint_id, str | os.PathLike) or not (name := PurePath(_text(checkpoint_id)).name):
+        names.append(str(check_step(step)))
+    if not names:
         raise InvalidInputError(f"checkpoint_id {checkpoint_id!r}: {_FORMS}; or with a tag, or 'latest'")
-    return f"{run}@{name}"
+    return [f"{run}@{name}" for name in names]
 
 
 def _find_step(checkpoint_id: Any) -> int | None:

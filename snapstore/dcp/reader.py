@@ -14,6 +14,7 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 import torch
@@ -34,7 +35,7 @@ from ..errors import InvalidInputError, NotFoundError
 from ..repository import Repository
 from ..restore.sources import AsRank
 from ..text import some
-from .names import is_tensor, ref_of
+from .names import is_tensor, refs_of
 from .stored import Piece, StoredState
 from .target import Target, Url, place_in
 
@@ -54,7 +55,8 @@ class SnapstoreReader(Target, StorageReader):
             not get are missing.
         process_group: the ranks that load together; None: all ranks of the job.
 
-    A checkpoint id is a step, or a path or text that ends with a step, a tag or "latest".
+    A checkpoint id is a step, or a path or text that ends with a step, a tag or "latest". If the run has a tag such as
+    "v2" or "step-100", the tag counts, and not the step with which it ends.
 
     Attributes:
         snapshot: the one that was read last.
@@ -88,8 +90,10 @@ class SnapstoreReader(Target, StorageReader):
             NotFoundError: the checkpoint id names no committed snapshot of the run.
             InvalidInputError: the state is no dict, so DCP cannot load it.
             IntegrityError, FormatError: the snapshot is damaged.
+            IntegrityError, StorageError: the checkpoint id may name a snapshot whose record is damaged, is gone or
+                cannot be read.
         """
-        stored = StoredState(self.repository, ref_of(self.run, self.checkpoint_id), self._types, self._as_rank)
+        stored = StoredState(self.repository, self._ref(), self._types, self._as_rank)
         self._stored, self.snapshot = stored, stored.snapshot
         described: dict[str, Any] = {}
         for key, leaf in stored.leaves.items():
@@ -158,6 +162,15 @@ class SnapstoreReader(Target, StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _ref(self) -> str:
+        """Return the reference of the snapshot that the checkpoint id names."""
+        *tags, last = refs_of(self.run, self.checkpoint_id)
+        for ref in tags:
+            with suppress(NotFoundError):
+                self.repository.snapshot(ref)
+                return ref
+        return last
 
 
 def _check_shape(item: ReadItem, target: torch.Tensor) -> None:

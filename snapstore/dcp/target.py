@@ -16,7 +16,7 @@ from ..errors import InvalidInputError
 from ..format.argument_checks import check_name
 from ..repository import Repository
 from ..storage.base import ObjectStore
-from .names import ref_of
+from .names import refs_of
 
 Place = tuple[int, int]
 Url = str | Path | ObjectStore
@@ -73,7 +73,7 @@ class Target:
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether a checkpoint id names a step, a tag, or "latest"."""
         try:
-            return bool(ref_of("run", checkpoint_id))
+            return bool(refs_of("run", checkpoint_id))
         except InvalidInputError:
             return False
 

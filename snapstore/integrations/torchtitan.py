@@ -133,6 +133,7 @@ class SnapstoreCheckpointManager:
                     f"initial_load_path {initial!r}: expected a reference such as 'exp0@1000'; to load a folder of "
                     "DCP or of safetensors, import it into the repository first"
                 )
+            self.manager.repository.snapshot(str(initial))  # DCP would take a step for a tag that is missing
             run, ref, model_only = named, name, bool(self._config.initial_load_model_only)
         elif step != -1 and not self.manager.has_step(step):
             raise NotFoundError(f"load_step {step}: run {run!r} has no such step in {self.manager.repository.url}")

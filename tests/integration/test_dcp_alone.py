@@ -52,7 +52,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, _lo
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType  # noqa: E402
 
 from snapstore import dcp as snap  # noqa: E402
-from snapstore.dcp.names import ref_of, step_of  # noqa: E402
+from snapstore.dcp.names import refs_of, step_of  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is"),
@@ -150,7 +150,7 @@ def sessions(store: MemoryStore) -> list[str]:
 )
 def test_a_checkpoint_id_ends_in_its_step(checkpoint_id: Any, step: int) -> None:
     assert step_of(checkpoint_id) == step
-    assert ref_of("r", checkpoint_id) == f"r@{step}"
+    assert refs_of("r", checkpoint_id)[-1] == f"r@{step}"
 
 
 @pytest.mark.parametrize("checkpoint_id", [None, "", "best", "step-", 1.0, True, b"7", "9" * 40, -1, "step-٣"])
@@ -173,6 +173,18 @@ def test_a_reader_takes_tags_and_the_newest(writer: Any, reader: Any, repository
     for name in ("bad", 3, "none"):
         with pytest.raises(dcp.CheckpointException, match="no such step or tag"):
             snap.load({"a": torch.zeros(3)}, reader, name)
+
+
+def test_a_tag_that_ends_in_digits_is_no_step(writer: Any, reader: Any, repository: Repository) -> None:
+    for step in (2, 5):
+        snap.save({"a": torch.full((3,), float(step))}, writer, step)
+    for tag in ("v2", "step-2"):
+        repository.tag("r@5", tag)
+    repository.tag("r@2", "epoch_5")
+    for name, value in (("v2", 5), ("/out/step-2", 5), ("epoch_5", 2), ("step-5", 5), ("v2/2", 2), ("02", 2), (2, 2)):
+        state = {"a": torch.zeros(3)}
+        snap.load(state, reader, name)
+        assert (state["a"].tolist(), reader.snapshot.step) == ([value] * 3, value), name
 
 
 def test_validate_checkpoint_id() -> None:

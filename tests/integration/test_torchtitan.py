@@ -101,6 +101,7 @@ def test_the_config_decides(tmp_path):
     weights = model.weight.detach().clone()
     counter.at = 7
     assert [manager.save(step) for step in (1, 2, 3)] == [True, True, False]
+    counter.at = 8
     assert manager.save(5, last_step=True) is True
     with torch.no_grad():
         model.weight.zero_()
@@ -115,6 +116,16 @@ def test_the_config_decides(tmp_path):
     manager, model, counter = make(tmp_path, run="next", initial_load_path="r@5")
     assert manager.load() is True
     assert (counter.at, torch.equal(model.weight, weights)) == (0, True)  # the model alone
+    manager.close()
+    with Repository.open(tmp_path / "repo") as repository:
+        repository.tag("r@5", "v2")
+    manager, _, counter = make(tmp_path, run="next", initial_load_path="r@v2", initial_load_model_only=False)
+    assert manager.load() is True
+    assert counter.at == 8
+    manager.close()
+    manager, *_ = make(tmp_path, run="next", initial_load_path="r@v1")
+    with pytest.raises(NotFoundError, match="tags: v2"):  # and not step 1
+        manager.load()
     manager.close()
     manager, *_ = make(tmp_path, load_only=True)
     assert [manager.load(), manager.save(2), manager.save(3, last_step=True)] == [True, False, False]

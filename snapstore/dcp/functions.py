@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from ..state.containers import Path
-from ..state.per_rank import is_per_rank
 from ..state.stateful import is_stateful, state_of
 from .exchange import DetailsWantedError
 from .planner import SnapstoreLoadPlanner, SnapstorePlanner, closed
@@ -108,17 +107,12 @@ def load(state: dict[str, Any], reader: SnapstoreReader, step: int | str | None 
 
 @contextmanager
 def _opened(state: dict[str, Any]) -> Iterator[None]:
-    """Replace objects by their states, and afterwards let each object load the state that is then in its place.
-
-    DCP does that for objects that are values of `state` itself, except for values of each rank's own, and for those
-    that are loaded last.
-    """
+    """Replace objects by their states, and afterwards let each object load the state that is then in its place."""
     places: list[_Place] = []  # an object comes before the objects in its state
     loads: list[_Place] = []  # and here after them
     try:
-        for key, value in state.items():
-            if is_per_rank(value) or not is_stateful(value) or _is_last(value):
-                loads += _open_place(state, key, (key,), places)
+        for key in sorted(state, key=lambda key: not is_stateful(state[key])):
+            loads += _open_place(state, key, (key,), places)
         yield
         last = [path for path, value in loads if _is_last(value)]
         for place in sorted(loads, key=lambda load: any(path[: len(load[0])] == load[0] for path in last)):

@@ -575,7 +575,7 @@ def test_objects_load_in_the_order_of_their_keys_and_generators_last(writer: Any
 
     def made() -> dict[str, Any]:
         return {
-            "a": LastOfAll(1, log), "b": Drawing(2, log), "rng": RngState(),
+            "a": LastOfAll(1, log), "b": Drawing(2, log), "rng": RngState(), "z": Holding(8, log),
             "own": {
                 "generators": PerRank(RngState()), "list": [Drawing(3, log), Drawing(4, log)],
                 "loader": PerRank(Drawing(5, log)), "rng": RngState(), "torch": Holding(6, log),
@@ -588,7 +588,7 @@ def test_objects_load_in_the_order_of_their_keys_and_generators_last(writer: Any
     inner = target["own"]["torch"].inner
     snap.load(target, reader, 1)
     assert torch.equal(torch.rand(3), drawn)
-    assert log == [2, 3, 4, 5, 7, 6, 1]
+    assert log == [2, 9, 8, 3, 4, 5, 7, 6, 1]
     assert target["own"]["torch"].inner is inner
 
 

@@ -14,7 +14,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from ..state.containers import Path
+from ..errors import InvalidInputError
+from ..state.containers import Path, shown
+from ..state.per_rank import PerRank, has_objects
 from ..state.stateful import is_stateful, state_of
 from .exchange import DetailsWantedError
 from .planner import SnapstoreLoadPlanner, SnapstorePlanner, closed
@@ -85,13 +87,15 @@ def load(state: dict[str, Any], reader: SnapstoreReader, step: int | str | None 
     """Fill a state from a snapshot of any number of ranks. Each rank reads what it needs; nothing is communicated.
 
     Args:
-        state: its tensors are filled in place; its other values are replaced. Objects with load_state_dict, also in
-            dicts, lists and `PerRank`, load their state: first the values of `state` itself, then those below them,
-            in the order of their keys; an object in the state of another one before that one. Those with `load_last`
+        state: its tensors are filled in place; its other values are replaced. Objects with load_state_dict load their
+            state, also in dicts, lists and `PerRank`: first the values of `state` itself, then those below them, in the
+            order of their keys; an object in the state of another one before that one. Those with `load_last`
             (`RngState`) come last, as in `SnapshotManager.restore_into`.
         step: a step, a tag, or None for the newest.
 
     Raises:
+        InvalidInputError: an object is in a tuple, dataclass or other value that DCP replaces as a whole. Nothing was
+            loaded.
         CheckpointException: the snapshot lacks a key of the state, or a shape differs, or reading failed.
     """
     name = "latest" if step is None else str(step)
@@ -126,17 +130,31 @@ def _opened(state: dict[str, Any]) -> Iterator[None]:
             _container(state, path)[path[-1]] = value
 
 
-def _open_place(container: Any, key: Any, path: Path, places: list[_Place]) -> list[_Place]:
-    """Replace the objects at a place, and below it, by their states; return them in the order to load them."""
+def _open_place(container: Any, key: Any, path: Path, places: list[_Place], *, is_inside: bool = False) -> list[_Place]:
+    """Replace the objects at a place, and below it, by their states; return them in the order to load them.
+
+    Args:
+        is_inside: whether the place is in the state of an object, which can load any value there.
+
+    Raises:
+        InvalidInputError: an object is in a value that DCP replaces as a whole.
+    """
     opened: list[_Place] = []
     while is_stateful(container[key]):
         opened.append((path, container[key]))
         places.append(opened[-1])
         container[key] = state_of(container[key], path)
     below, loads = container[key], list[_Place]()
+    is_inside = is_inside or not all(type(value) is PerRank for _, value in opened)
     if isinstance(below, dict | list):
         for child in sorted(below, key=str) if isinstance(below, dict) else range(len(below)):
-            loads += _open_place(below, child, (*path, child), places)
+            loads += _open_place(below, child, (*path, child), places, is_inside=is_inside)
+    elif not is_inside and has_objects(below):
+        raise InvalidInputError(
+            f"{shown(path)}: a {type(below).__name__} with an object that has load_state_dict: DCP loads a "
+            f"{type(below).__name__} as one value, which would replace the object; keep objects in dicts and lists, or "
+            "call restore_into of a Repository or SnapshotManager; nothing was loaded"
+        )
     return loads + opened[::-1]
 
 

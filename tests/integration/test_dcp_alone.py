@@ -16,7 +16,7 @@ import pickle
 import resource
 import threading
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -442,6 +442,54 @@ def test_objects_below_the_top_level_load_into_their_own_shape(writer: Any, read
     with pytest.raises(dcp.CheckpointException, match="Missing key"):
         snap.load(target | {"gone": {"loader": (gone := Loader(4))}, "own": objects}, reader, 1)
     assert (gone.position, target["own"]["loader"]) == (4, found["loader"])
+
+
+@dataclasses.dataclass
+class Held:
+    loader: Any
+
+
+class Members(NamedTuple):
+    loader: Any
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda one: (one,),
+        lambda one: [torch.ones(1), (1, {"deep": one})],
+        lambda one: {"b": deque([one])},
+        lambda one: {"b": Held(one)},
+        lambda one: {"b": PerRank(Members(one))},
+        lambda one: PerRank({"b": (PerRank(one),)}),
+    ],
+)
+def test_an_object_that_cannot_load_is_refused_before_anything_is_written(hold: Any, writer: Any, reader: Any) -> None:
+    """For DCP a tuple and an object of a class are one value, which a load would replace, with the objects in it."""
+    snap.save({"0": torch.ones(2), "a": hold(Loader(7)), "z": Loader(7)}, writer, 1)
+    loader, other = Loader(1), Loader(1)
+    target = {"0": torch.zeros(2), "a": hold(loader), "z": other}
+    with pytest.raises(InvalidInputError, match=r"^a\S*: .*object.*restore_into"):
+        snap.load(target, reader, 1)
+    assert (target["0"].tolist(), loader.position, other.position) == ([0, 0], 1, 1)
+    assert repr(target) == repr({"0": torch.zeros(2), "a": hold(loader), "z": other})
+
+
+def test_an_object_may_have_a_tuple_of_objects_in_its_state(writer: Any, reader: Any) -> None:
+    """It loads their states itself, as in `restore_into`."""
+
+    class Outer(Loader):
+        def state_dict(self) -> dict[str, Any]:
+            return super().state_dict() | {"pair": (Loader(self.position), 5)}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            super().load_state_dict(state)
+            assert state["pair"][0]["position"] == self.position
+
+    target = {"a": Outer(1), "b": [Outer(2)]}
+    snap.save({"a": Outer(7), "b": [Outer(8)]}, writer, 1)
+    snap.load(target, reader, 1)
+    assert (target["a"].position, target["b"][0].position) == (7, 8)
 
 
 class Level:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from ..errors import InvalidInputError
-from ..state.containers import Path, shown
+from ..state.containers import MAX_DEPTH, Path, shown
 from ..state.per_rank import PerRank, has_objects
 from ..state.stateful import is_stateful, state_of
 from .exchange import DetailsWantedError
@@ -94,8 +94,8 @@ def load(state: dict[str, Any], reader: SnapstoreReader, step: int | str | None 
         step: a step, a tag, or None for the newest.
 
     Raises:
-        InvalidInputError: an object is in a tuple, dataclass or other value that DCP replaces as a whole. Nothing was
-            loaded.
+        InvalidInputError: an object is in a tuple, dataclass or other value that DCP replaces as a whole; or the state
+            contains itself. Nothing was loaded.
         CheckpointException: the snapshot lacks a key of the state, or a shape differs, or reading failed.
     """
     name = "latest" if step is None else str(step)
@@ -137,13 +137,15 @@ def _open_place(container: Any, key: Any, path: Path, places: list[_Place], *, i
         is_inside: whether the place is in the state of an object, which can load any value there.
 
     Raises:
-        InvalidInputError: an object is in a value that DCP replaces as a whole.
+        InvalidInputError: an object is in a value that DCP replaces as a whole; or the state contains itself.
     """
     opened: list[_Place] = []
-    while is_stateful(container[key]):
+    while is_stateful(container[key]) and len(path) + len(opened) <= MAX_DEPTH:
         opened.append((path, container[key]))
         places.append(opened[-1])
         container[key] = state_of(container[key], path)
+    if len(path) + len(opened) > MAX_DEPTH:
+        raise InvalidInputError(f"{shown(path[:8])}: more than {MAX_DEPTH} levels deep, or contains itself")
     below, loads = container[key], list[_Place]()
     is_inside = is_inside or not all(type(value) is PerRank for _, value in opened)
     if isinstance(below, dict | list):

@@ -492,6 +492,29 @@ def test_an_object_may_have_a_tuple_of_objects_in_its_state(writer: Any, reader:
     assert (target["a"].position, target["b"][0].position) == (7, 8)
 
 
+class ItsOwnState(dict[str, Any]):
+    """An object that is its own state, as a config may be."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return self
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.update(state)
+
+
+@pytest.mark.timeout(60)
+def test_a_state_that_contains_itself_is_refused(writer: Any, reader: Any) -> None:
+    snap.save({"a": {"b": {"c": 1}}}, writer, 1)
+    own, cycle = ItsOwnState(c=0), dict[str, Any]()
+    cycle["c"] = cycle
+    for state in ({"a": {"b": own}}, {"a": own}, {"a": [own]}, {"a": {"b": cycle}}):
+        with pytest.raises(InvalidInputError, match=r"^a\S*: .*contains itself"):
+            snap.load(state, reader, 1)
+        with pytest.raises(dcp.CheckpointException, match=r"contains itself|recursion"):
+            snap.save(state, writer, 2)
+    assert own == {"c": 0}
+
+
 class Level:
     """An object whose state has a numeric key, as those of optimizers and of MultiStepLR have."""
 

@@ -72,7 +72,7 @@ class SnapshotManager(Steps):
         read_only: never write; for evaluation jobs.
         ranks: the ranks of a job that save one snapshot together, such as `TorchRanks(group)`. None: all ranks, if
             torch.distributed is initialised with several; each must make a manager within 60 s. False: this process
-            saves alone. A read-only manager uses ranks only if you pass them.
+            saves alone. A read-only manager uses ranks only if you pass them; else each rank finds the newest alone.
         replicas: tensors that several ranks hold whole, and replicas of DTensors. "check": they must be equal, and each
             rank stores a share; if some differ, an error names them. If buffers such as BatchNorm's differ, those of
             rank 0 are stored, with one warning. "rank0": they may differ; rank 0 (of DTensors: the first replica)

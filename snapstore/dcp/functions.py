@@ -91,7 +91,8 @@ def load(state: dict[str, Any], reader: SnapstoreReader, step: int | str | None 
             state, also in dicts, lists and `PerRank`: first the values of `state` itself, then those below them, in the
             order of their keys; an object in the state of another one before that one. Those with `load_last`
             (`RngState`) come last, as in `SnapshotManager.restore_into`.
-        step: a step, a tag, or None for the newest.
+        step: a step, a tag, or None for the newest. Each rank looks a tag or the newest up by itself: if a save may be
+            committed meanwhile, pass the number of a step, the same on all ranks.
 
     Raises:
         InvalidInputError: an object is in a tuple, dataclass or other value that DCP replaces as a whole; or the state

@@ -4,9 +4,9 @@ In: DCP's requests: the metadata, then boxes of tensors, and values. Out: filled
 each tensor is one chunk, however many ranks saved it: so the metadata, and each rank's plan, have one item per tensor.
 The reader finds the stored bytes of each box. `no_dist=True` works, and then nothing is communicated.
 
-    1 reset(checkpoint_id)       2 read_metadata: reads the manifests
-    3 set_up_storage_reader, prepare_local_plan, prepare_global_plan: nothing to do
-    4 read_data: reads the boxes that the plan names, and checks each chunk against its digest
+    1 reset(checkpoint_id)       2 read_metadata: reads the manifests       3 set_up_storage_reader: nothing to do
+    4 prepare_local_plan, prepare_global_plan: all ranks get the snapshot that the coordinator has found
+    5 read_data: reads the boxes that the plan names, and checks each chunk against its digest
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import io
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -93,8 +94,7 @@ class SnapstoreReader(Target, StorageReader):
             IntegrityError, StorageError: the checkpoint id may name a snapshot whose record is damaged, is gone or
                 cannot be read.
         """
-        stored = StoredState(self.repository, self._ref(), self._types, self._as_rank)
-        self._stored, self.snapshot = stored, stored.snapshot
+        stored = self._open(self._ref())
         described: dict[str, Any] = {}
         for key, leaf in stored.leaves.items():
             described[key] = BytesStorageMetadata()
@@ -115,8 +115,8 @@ class SnapstoreReader(Target, StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are."""
-        return plans
+        """Name the coordinator's snapshot in all plans: ranks find different ones if a save is committed meanwhile."""
+        return [replace(plan, storage_data=self.snapshot.id) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the tensors and set the values that a plan names.
@@ -126,13 +126,12 @@ class SnapstoreReader(Target, StorageReader):
 
         Raises:
             NotFoundError: the snapshot lacks a key of the plan.
-            InvalidInputError: the planner gives a tensor of another shape than the item's; the plan wants a tensor, and
-                the snapshot has a value; or this is called before `read_metadata`.
+            InvalidInputError: the coordinator has found a snapshot of other keys or shapes; the planner gives a tensor
+                of another shape than the item's; the plan wants a tensor, and the snapshot has a value; or this is
+                called before `read_metadata`.
             IntegrityError, FormatError: a chunk is damaged; the tensors may be half written.
         """
-        stored = self._stored
-        if stored is None:
-            raise InvalidInputError("read_data: before read_metadata")
+        stored = self._agreed(plan)
         pieces, values, cast = [], [], []
         for item in plan.items:
             leaf = stored.leaves.get(item.storage_index.fqn)
@@ -163,6 +162,29 @@ class SnapstoreReader(Target, StorageReader):
         done.set_result(None)
         return done
 
+    def _open(self, ref: str) -> StoredState:
+        stored = self._stored = StoredState(self.repository, ref, self._types, self._as_rank)
+        self.snapshot = stored.snapshot
+        return stored
+
+    def _agreed(self, plan: LoadPlan) -> StoredState:
+        """Return the snapshot that a plan names: the coordinator's; raises InvalidInputError as `read_data` does."""
+        own = self._stored
+        if own is None:
+            raise InvalidInputError("read_data: before read_metadata")
+        if plan.storage_data in (None, own.snapshot.id):
+            return own
+        agreed = self._open(f"id:{plan.storage_data}")
+        for key in (item.storage_index.fqn for item in plan.items):
+            if _form(agreed, key) != _form(own, key):
+                raise InvalidInputError(
+                    f"{key}: is {_form(own, key)} in {own.snapshot.ref}, which this rank has found, and "
+                    f"{_form(agreed, key)} in {agreed.snapshot.ref}, which the coordinator has found: a save was "
+                    "committed meanwhile; load a step by its number"
+                )
+        log.info("%s: found %s, and loads what the coordinator has found", agreed.snapshot.ref, own.snapshot.ref)
+        return agreed
+
     def _ref(self) -> str:
         """Return the reference of the snapshot that the checkpoint id names."""
         *tags, last = refs_of(self.run, self.checkpoint_id)
@@ -171,6 +193,14 @@ class SnapstoreReader(Target, StorageReader):
                 self.repository.snapshot(ref)
                 return ref
         return last
+
+
+def _form(stored: StoredState, key: str) -> str:
+    """Return the form of a leaf: missing, a value, or a tensor of a shape."""
+    leaf = stored.leaves.get(key)
+    if leaf is None:
+        return "missing"
+    return f"a tensor of shape {tuple(stored.form(leaf.value).shape)}" if is_tensor(leaf.value) else "a value"
 
 
 def _check_shape(item: ReadItem, target: torch.Tensor) -> None:

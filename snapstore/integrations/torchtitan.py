@@ -111,6 +111,7 @@ class SnapstoreCheckpointManager:
 
         Args:
             step: -1: the newest; if the run has none, `initial_load_path`. Step 0 is a seed: only its model is loaded.
+                With `load_only`, each rank finds the newest by itself.
 
         Raises:
             NotFoundError: there is no such step, or `initial_load_path` names no snapshot.

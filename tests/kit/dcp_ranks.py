@@ -7,6 +7,8 @@ wait for long: the group's time-out is short, and the cases after a broken colle
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
 import os
 import sys
@@ -1120,6 +1122,55 @@ def case_failures_of_a_load(world: World) -> None:
     dcp.load(target, storage_reader=reader, checkpoint_id=1)  # the reader that has just failed
     expect_whole(target["a"], whole((3, 3)))
     writer.close()
+
+
+def case_a_save_while_ranks_open_the_newest(world: World) -> None:
+    """All ranks load the snapshot that the coordinator has found, unless another rank's has other keys or shapes."""
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    from snapstore import Repository
+    from snapstore.dcp import SnapstoreReader
+
+    steps = itertools.count()
+
+    def save(state: dict[str, Any]) -> None:
+        step = next(steps)
+        if world.rank == 0:
+            with Repository.open_or_create(world.url) as repository:
+                repository.save(state, run=f"newest-{world.size}", step=step, ranks=False)
+        dist.barrier()
+
+    def load(first: dict[str, Any], then: dict[str, Any], target: dict[str, Any]) -> None:
+        """Load the newest; the other ranks than 0 look for it after `then` was saved."""
+
+        class Reader(SnapstoreReader):
+            def read_metadata(self) -> Any:
+                if world.rank:
+                    save(then)
+                metadata = super().read_metadata()
+                if not world.rank:
+                    save(then)
+                return metadata
+
+        save(first)
+        reader = Reader(world.url, run=f"newest-{world.size}")
+        dcp.load(target, storage_reader=reader, checkpoint_id="latest")
+        assert reader.snapshot.step == next(steps) - 2
+
+    def state(n: int, rows: int = 4) -> dict[str, Any]:
+        return {"w": torch.full((rows,), float(n)), "n": n}
+
+    target = state(0)
+    load(state(1), state(2), target)
+    assert (target["w"].tolist(), target["n"]) == ([1.0] * 4, 1)
+    one, fewer = state(1), {"w": torch.ones(4)}
+    load(one, fewer, state(0) if world.rank == 0 else {"w": torch.zeros(4)})
+    others = state(2, rows=5), {"w": torch.ones(4), "n": torch.ones(())}
+    for first, then in [(fewer, one), *((one, other) for other in others), *((other, one) for other in others)]:
+        with raises(dcp.CheckpointException, "which the coordinator has found"):
+            load(first, then, copy.deepcopy(then if world.rank else first))
 
 
 def case_another_coordinator(world: World) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from ..errors import InvalidInputError
+from ..errors import InvalidInputError, NotFoundError
 from ..state.containers import MAX_DEPTH, Path, shown
 from ..state.per_rank import PerRank, has_objects
 from ..state.stateful import is_stateful, state_of
@@ -97,17 +97,33 @@ def load(state: dict[str, Any], reader: SnapstoreReader, step: int | str | None 
     Raises:
         InvalidInputError: an object is in a tuple, dataclass or other value that DCP replaces as a whole; or the state
             contains itself. Nothing was loaded.
-        CheckpointException: the snapshot lacks a key of the state, or a shape differs, or reading failed.
+        CheckpointException: the snapshot lacks a key of the state, or a shape differs; nothing was loaded. Or reading
+            failed: the state may be partly filled.
+        Exception: the error of a load_state_dict; the tensors, and the objects before, are loaded.
     """
     name = "latest" if step is None else str(step)
     ordered = dict(sorted(state.items()))  # objects load in the same order on all ranks
     with _alone_is_meant(), _opened(ordered):
-        state_dict_loader.load(
-            ordered, checkpoint_id=name, storage_reader=reader, planner=SnapstoreLoadPlanner(), no_dist=True
-        )
+        _fill(ordered, reader, name)
     for key, value in ordered.items():
         if state[key] is not value:
             state[key] = value
+
+
+def _fill(state: dict[str, Any], reader: SnapstoreReader, name: str) -> None:
+    """Fill a state without objects; if its snapshot is deleted meanwhile, with the one that the name then means."""
+    tried = set()
+    while True:
+        try:
+            state_dict_loader.load(
+                state, checkpoint_id=name, storage_reader=reader, planner=SnapstoreLoadPlanner(), no_dist=True
+            )
+            return
+        except CheckpointException as error:
+            is_gone = any(isinstance(one, NotFoundError) for one, _ in error.failures.values())
+            if not is_gone or reader.snapshot.id in tried:
+                raise
+            tried.add(reader.snapshot.id)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from kit.faults import FaultStore
 from kit.objects import flip
 from kit.states import same
-from snapstore import InvalidInputError, NotFoundError, PerRank, Repository, RngState, SnapshotManager
+from snapstore import InvalidInputError, KeepLast, NotFoundError, PerRank, Repository, RngState, SnapshotManager
 from snapstore.storage.memory import MemoryStore
 
 torch = pytest.importorskip("torch")
@@ -185,6 +185,40 @@ def test_a_tag_that_ends_in_digits_is_no_step(writer: Any, reader: Any, reposito
         state = {"a": torch.zeros(3)}
         snap.load(state, reader, name)
         assert (state["a"].tolist(), reader.snapshot.step) == ([value] * 3, value), name
+
+
+class Slow(snap.SnapstoreReader):
+    """Between the metadata and the data of its first loads, another process saves a step, and collects the others."""
+
+    later = (2, 3)
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        if self.later:
+            step, *self.later = self.later
+            with Repository.open(self.repository.context.store) as other:
+                other.save(numbered(step), run="r", step=step, tags=["good"])
+                other.forget(KeepLast(1), run="r")
+                other.gc()
+        return plan
+
+
+def numbered(step: int) -> dict[str, Any]:
+    return {"a": torch.randn(100_000, generator=torch.Generator().manual_seed(step)), "n": step}
+
+
+@pytest.mark.parametrize("name", [None, "latest", "good"])
+def test_the_newest_is_taken_again_if_it_is_collected_meanwhile(name: Any, writer: Any, repository: Repository) -> None:
+    snap.save(numbered(1), writer, 1)
+    repository.tag("r@1", "good")
+    target = numbered(0)
+    snap.load(target, Slow(repository, run="r"), name)
+    same(target, numbered(3))
+
+
+def test_a_step_that_is_collected_meanwhile_is_an_error(writer: Any, repository: Repository) -> None:
+    snap.save(numbered(1), writer, 1)
+    with pytest.raises(dcp.CheckpointException, match="no such step or tag; last steps: 2"):
+        snap.load(numbered(0), Slow(repository, run="r"), 1)
 
 
 def test_validate_checkpoint_id() -> None:

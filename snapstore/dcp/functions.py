@@ -70,7 +70,7 @@ def async_save(
             training.
 
     Returns:
-        A future. Wait for it before the next save; its result raises the errors of `save`.
+        A future. Wait for it before the next save; its result raises the errors of `save`, also those of the copy.
     """
     future: Any = state_dict_saver.async_save(
         closed(state),

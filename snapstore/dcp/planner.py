@@ -45,7 +45,7 @@ class Staged:
 
     Attributes:
         number: counts the writer's copies; only the last ones are valid.
-        give: returns the copies; it takes time, and is called once.
+        give: returns the copies, or raises the error of the copy; it takes time, and is called until it returns.
         started: when the caller began to wait [s, time.monotonic].
         stall_s: how long the caller waited [s].
     """
@@ -57,7 +57,7 @@ class Staged:
     _inputs: Sequence[PartInput] = ()
 
     def inputs(self) -> Sequence[PartInput]:
-        """Return the copies."""
+        """Return the copies. Raises as `give` does."""
         if self.give is not None:
             self._inputs, self.give = self.give(), None
         return self._inputs

@@ -3,7 +3,8 @@
 In: the state that DCP's planner holds. Out: one snapshot of all ranks. DCP makes these calls in this order: `stage` in
 its caller's thread, the others in the thread that saves.
 
-    stage                   async_save: copy the state; DCP continues with a state of one leaf that has the copies
+    stage                   async_save: copy the state; DCP continues with a state of one leaf that has the copies, or
+                            the error of the copy, which `prepare_local_plan` raises
     reset                   take the checkpoint id
     set_up_storage_writer   check how DCP was called
     prepare_local_plan      keep the plan, and send its digest instead; and the hashes of its keys if they have changed
@@ -21,9 +22,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -34,7 +36,7 @@ from torch.futures import Future
 
 from ..distributed.base import Heart
 from ..distributed.messages import Begin, decode, encode
-from ..errors import InvalidInputError
+from ..errors import InvalidInputError, SnapstoreError
 from ..format.argument_checks import check_choice
 from ..format.records import Snapshot
 from ..options import SaveOptions
@@ -143,16 +145,23 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
     def stage(self, state_dict: Any) -> dict[str, Any]:
         """Copy a state, by default where its tensors lie; return a state dict of one leaf, which holds the copies.
 
-        Raises:
-            InvalidInputError: the state cannot be saved.
+        If the copy fails, the leaf holds the error, and `prepare_local_plan` raises it: only there does DCP tell the
+        other ranks. They wait for this rank in collectives.
         """
         started = time.monotonic()
+        try:
+            give = self._copied(state_dict)
+        except Exception as error:  # noqa: BLE001  prepare_local_plan raises it
+            give = _raising_later(error)
+        self._staged = Staged(self._stages, give, started, time.monotonic() - started)
+        return {STAGED: self._staged}
+
+    def _copied(self, state: Any) -> Callable[[], Sequence[PartInput]]:
+        """Copy a state; return a function that returns the copies. Raises as `Saver.stage` does."""
         with self._writing:  # do not change the copies of a save that is being written
             self._stages += 1
             self._saver.take(self._place())
-            give = self._saver.stage(opened(state_dict))
-        self._staged = Staged(self._stages, give, started, time.monotonic() - started)
-        return {STAGED: self._staged}
+            return self._saver.stage(opened(state))
 
     def synchronize_staging(self) -> None:
         """Do nothing: `stage` has copied."""
@@ -189,7 +198,11 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         step_of(self.checkpoint_id)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Keep this rank's plan; return an empty one."""
+        """Keep this rank's plan; return an empty one.
+
+        Raises:
+            Exception: the error of `stage`.
+        """
         self._plan = plan
         is_staged = [item.index.fqn for item in plan.items] == [STAGED] or not plan.usable
         if is_staged and self._staged is not None:
@@ -358,3 +371,15 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
             self._heart.close()
             reason = InvalidInputError(error) if isinstance(error, str) else error
             session.__exit__(type(reason) if reason else None, reason, None)
+
+
+def _raising_later(error: Exception) -> Callable[[], NoReturn]:
+    """Return a function that raises an error, without its frames and causes: these keep the tensors of all callers."""
+    if error.__cause__ or not isinstance(error, SnapstoreError):
+        error.add_note("".join(traceback.format_exception(error)))
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+
+    def give() -> NoReturn:
+        raise error
+
+    return give

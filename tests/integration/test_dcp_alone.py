@@ -798,18 +798,43 @@ def test_another_stager_may_be_given(writer: Any, reader: Any) -> None:
     stager.close()
 
 
-def test_an_error_of_an_async_save_is_the_futures(repository: Repository, store: MemoryStore) -> None:
+def test_an_error_of_an_async_save_is_the_futures(repository: Repository) -> None:
+    """Also one of the copy: a rank that raised it in its caller would leave the others in DCP's collectives."""
     writer = snap.SnapstoreWriter(repository, run="r")
-    for value, text in ((object(), "no stored form"), (io.BytesIO(b"x"), "store its bytes, as getvalue")):
-        with pytest.raises(InvalidInputError, match=text):
-            dcp.async_save({"a": value}, storage_writer=writer, checkpoint_id=1)
-    with pytest.raises(InvalidInputError, match="no stored form"):
-        dcp.async_save({"a": object()}, storage_writer=writer, checkpoint_id=1)
+    for value, text in ((object(), "no stored form"), (io.BytesIO(b"x"), "store its bytes, as getvalue")) * 2:
+        future = dcp.async_save({"a": value}, storage_writer=writer, checkpoint_id=1)
+        with pytest.raises(dcp.CheckpointException, match=text):
+            future.result()
     future = dcp.async_save({"a": torch.ones(2)}, storage_writer=writer, checkpoint_id="none")
     with pytest.raises(dcp.CheckpointException, match="step"):
         future.result()
     dcp.async_save({"a": torch.ones(2)}, storage_writer=writer, checkpoint_id=2).result()
     assert [s.step for s in repository.snapshots("r")] == [2]
+    writer.close()
+
+
+class Broken:
+    def state_dict(self) -> dict[str, Any]:
+        try:
+            raise KeyError("first")
+        except KeyError as error:
+            raise RuntimeError("broken") from error
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize(("bad", "text"), [(object(), "no stored form"), (Broken(), "KeyError: 'first'")])
+def test_a_copy_that_fails_keeps_no_tensor(bad: Any, text: str, writer: Any) -> None:
+    """The error waits for DCP's save in a thread; it keeps neither the caller's tensors nor copies."""
+    value = torch.randn(5000)
+    kept = weakref.ref(value)
+    future = snap.async_save({"a": value, "b": {"c": [value]}, "d": [bad]}, writer, 1)
+    error = future.exception()
+    assert text in str(error)
+    del value
+    gc.collect()
+    assert kept() is None
 
 
 # --- modes that are refused ---

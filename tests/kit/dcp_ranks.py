@@ -1096,6 +1096,31 @@ def case_a_rank_that_fails(world: World) -> None:
             assert not repository.check("restore").problems
 
 
+def case_a_rank_that_cannot_copy(world: World) -> None:
+    """If one rank cannot copy its state, the future raises that on all ranks, and the next saves are those of all."""
+    from torch.distributed.checkpoint import CheckpointException, async_save
+
+    from snapstore import dcp
+    from snapstore.dcp import load
+
+    last = world.size - 1
+    writer = world.writer("cannot-copy")
+    for step in range(1, 5):
+        state = {"w": whole((300, 40), step), "n": step}
+        bad = state | ({"bad": whole((4, 4)).to_sparse()} if world.rank == last else {})
+        if step % 2:  # by DCP's function, then by ours
+            future = async_save(bad, storage_writer=writer, checkpoint_id=step, process_group=world.gloo)
+        else:
+            future = dcp.async_save(bad, writer, step, process_group=world.gloo)
+        with raises(CheckpointException, "UnsupportedLeafError", last):
+            future.result()
+        dcp.async_save(state, writer, 10 + step, process_group=world.gloo).result()
+        target = {"w": whole((300, 40), 9), "n": 0}
+        load(target, world.reader("cannot-copy"), 10 + step)
+        expect_same(target, full(state))
+    writer.close()
+
+
 def case_failures_of_a_load(world: World) -> None:
     """A failure on any rank, or a missing key, fails a load with collectives on all ranks; the next load works."""
     import torch.distributed.checkpoint as dcp

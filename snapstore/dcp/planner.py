@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, NoReturn
 
 import torch
@@ -33,27 +34,26 @@ from ..state.sharded import Boxes, Sharding, dtensor_like, locals_of, sharding_o
 from .names import Closed
 from .target import NO_PROCESS
 
-#: The key of the only leaf of a state that was staged.
-STAGED = "snapstore.staged"
 _Place = tuple[Any, Any]  # a container and a key of it
+_numbers = count()
 _CHANGING = ("set_up_planner", "create_local_plan", "lookup_object", "resolve_data", "transform_object")
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Staged:
     """The copies of a state.
 
     Attributes:
-        number: counts the writer's copies; only the last ones are valid.
         give: returns the copies, or raises the error of the copy; it takes time, and is called until it returns.
         started: when the caller began to wait [s, time.monotonic].
         stall_s: how long the caller waited [s].
+        key: of the only leaf of the state that DCP saves. No other one has it, so it is in no plan of DCP's plan cache.
     """
 
-    number: int
     give: Callable[[], Sequence[PartInput]] | None
     started: float
     stall_s: float
+    key: str = field(default_factory=lambda: f"snapstore.staged.{next(_numbers)}")
     _inputs: Sequence[PartInput] = ()
 
     def inputs(self) -> Sequence[PartInput]:

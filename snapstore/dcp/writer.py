@@ -23,6 +23,7 @@ import logging
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, NoReturn
@@ -60,7 +61,7 @@ from .exchange import (
     wanted_trees,
 )
 from .names import step_of
-from .planner import STAGED, Staged, opened, staged_of, state_of
+from .planner import Staged, opened, staged_of, state_of
 from .saving import Saver, Share
 from .target import Place, Target, Url, job_ranks_of, place_in
 
@@ -119,8 +120,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
             job_ranks=job_ranks_of(process_group),
         )
         self._writing = threading.Lock()
-        self._stages = 0  # how often a state was staged
-        self._staged: Staged | None = None  # the last one, until it is written
+        self._staged: weakref.ref[Staged] | None = None  # the last one: only its copies are valid; DCP's save keeps it
         self._plan = SavePlan([])
         self._plan_digest = b""
         self._key_holders = KeyHolders()  # on rank 0
@@ -153,13 +153,14 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
             give = self._copied(state_dict)
         except Exception as error:  # noqa: BLE001  prepare_local_plan raises it
             give = _raising_later(error)
-        self._staged = Staged(self._stages, give, started, time.monotonic() - started)
-        return {STAGED: self._staged}
+        staged = Staged(give, started, time.monotonic() - started)
+        self._staged = weakref.ref(staged)
+        return {staged.key: staged}
 
     def _copied(self, state: Any) -> Callable[[], Sequence[PartInput]]:
         """Copy a state; return a function that returns the copies. Raises as `Saver.stage` does."""
         with self._writing:  # do not change the copies of a save that is being written
-            self._stages += 1
+            self._staged = None
             self._saver.take(self._place())
             return self._saver.stage(opened(state))
 
@@ -204,9 +205,9 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
             Exception: the error of `stage`.
         """
         self._plan = plan
-        is_staged = [item.index.fqn for item in plan.items] == [STAGED] or not plan.usable
-        if is_staged and self._staged is not None:
-            inputs = self._staged.inputs()
+        staged = self._staged() if self._staged else None
+        if staged is not None and [item.index.fqn for item in plan.items] == [staged.key]:
+            inputs = staged.inputs()
             self._plan_digest = self._saver.digest_of_trees(inputs)
             keys: list[str] | None = [key_of(name[1]) for name in plain_names(inputs)]
         else:
@@ -306,12 +307,11 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
                 f"rank {saver.place[0]} of {saver.place[1]} has staged its share, and {max(place[1], 1)} ranks save: "
                 "pass the process_group of async_save to SnapstoreWriter too; with no_dist=True, call save"
             )
-        if staged.number != self._stages:
+        if self._staged is None or staged is not self._staged():
             raise InvalidInputError(
                 "async_save was called again before this one was written, and has taken over its copies: wait for the "
                 "future of one save before the next"
             )
-        self._staged = None
         if request is not None:
             request.started, request.stall_s = staged.started, staged.stall_s
         saver.hear(answer.holders)

@@ -837,6 +837,18 @@ def test_a_copy_that_fails_keeps_no_tensor(bad: Any, text: str, writer: Any) -> 
     assert kept() is None
 
 
+@pytest.mark.parametrize("checkpoint_id", [1, "none"])
+def test_an_async_save_that_has_ended_keeps_no_tensor(checkpoint_id: Any, writer: Any) -> None:
+    """Also one that failed before the copies were read: the writer keeps neither them nor the caller's tensors."""
+    value = torch.randn(5000)
+    kept = weakref.ref(value)
+    future = dcp.async_save({"a": value}, storage_writer=writer, checkpoint_id=checkpoint_id)
+    assert (future.exception() is None) == (checkpoint_id == 1)
+    del value, future
+    gc.collect()
+    assert kept() is None
+
+
 # --- modes that are refused ---
 
 

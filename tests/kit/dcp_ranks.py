@@ -1121,6 +1121,25 @@ def case_a_rank_that_cannot_copy(world: World) -> None:
     writer.close()
 
 
+def case_a_failed_save_and_the_plan_cache(world: World) -> None:
+    """The cache leaves the items of a plan out: it is not taken for that of a staged state whose save has failed."""
+    from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, async_save, save
+
+    class OfFailedSaves(DefaultSavePlanner):  # a class of its own: the cache goes by the name
+        pass
+
+    writer, kept = world.writer("fails-cached"), []
+    for step in range(1, 4):
+        for other in ({}, {"w": whole((3, 3)).to_sparse()}):
+            state = {f"own{world.rank}": whole((300, 40), step), "all": whole((50, 3))}
+            planner = OfFailedSaves(enable_plan_caching=True)
+            save(state, storage_writer=writer, checkpoint_id=step, planner=planner)
+            future = async_save(other, storage_writer=writer, checkpoint_id="none", process_group=world.gloo)
+            kept.append(future.exception())  # its frames keep the state that was staged
+            assert isinstance(kept[-1], CheckpointException)
+    writer.close()
+
+
 def case_failures_of_a_load(world: World) -> None:
     """A failure on any rank, or a missing key, fails a load with collectives on all ranks; the next load works."""
     import torch.distributed.checkpoint as dcp

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -41,13 +42,17 @@ def save(
     """
 
     def call() -> Metadata:
-        metadata: Metadata = state_dict_saver.save(
-            closed(state),
-            checkpoint_id=str(step),
-            storage_writer=writer,
-            planner=SnapstorePlanner(),
-            process_group=process_group,
-        )
+        try:
+            metadata: Metadata = state_dict_saver.save(
+                closed(state),
+                checkpoint_id=str(step),
+                storage_writer=writer,
+                planner=SnapstorePlanner(),
+                process_group=process_group,
+            )
+        except BaseException:
+            writer.reset()  # ends the session: DCP does not tell the writer that another rank has failed
+            raise
         return metadata
 
     with _alone_is_meant():
@@ -72,7 +77,7 @@ def async_save(
     Returns:
         A future. Wait for it before the next save; its result raises the errors of `save`, also those of the copy.
     """
-    future: Any = state_dict_saver.async_save(
+    future: Any = state_dict_saver.async_save(  # DCP returns another type only if a stager returns a future
         closed(state),
         checkpoint_id=str(step),
         storage_writer=writer,
@@ -80,7 +85,22 @@ def async_save(
         process_group=process_group,
         async_checkpointer_type=AsyncCheckpointerType.THREAD,
     )
-    return future  # type: ignore[no-any-return]  # DCP returns another type if a stager returns a future
+    done: Future[Metadata] = Future()
+    done.set_running_or_notify_cancel()  # it cannot be cancelled
+    future.add_done_callback(partial(_finish, done, writer))
+    return done
+
+
+def _finish(done: Future[Metadata], writer: SnapstoreWriter, future: Future[Metadata]) -> None:
+    """Give a future the result of DCP's, once no session is left of a save that failed."""
+    error = future.exception()  # to raise it here would add the caller's frames, which hold the state
+    if error is None:
+        done.set_result(future.result())
+        return
+    try:
+        writer.reset()
+    finally:
+        done.set_exception(error)
 
 
 def load(state: dict[str, Any], reader: SnapstoreReader, step: int | str | None = None) -> None:

@@ -13,8 +13,9 @@ its caller's thread, the others in the thread that saves.
     finish                  rank 0: compare the reports, write the root manifests, create the record
 
 So the messages hardly grow with the state (see `exchange.py`), and DCP's error handling works: if a rank fails, the
-save fails on all ranks. DCP does not tell the writer that another rank has failed. So a session that is left open ends
-at the next reset, save or close.
+save fails on all ranks. DCP does not tell the writer that another rank has failed, and until rank 0's session ends, gc
+waits for it. So the functions of `functions.py` call `reset` after a failure; so should a caller of DCP's own. Else the
+session ends at the next save or close.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ from .target import Place, Target, Url, job_ranks_of, place_in
 
 log = logging.getLogger("snapstore")
 
+_LEFT_OPEN = "another rank failed, or an interrupt ended the save"
 _ALONE = (
     "use_collectives=False: each rank would commit a snapshot of its own part, which no restore could put together; "
     "leave it out: what the ranks exchange does not grow with the state"
@@ -179,8 +181,12 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
     # -- StorageWriter, in the thread that saves
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Take the checkpoint id of the next save, or keep it (None); end a session that a failed save has left."""
-        self._end_session("another rank failed")
+        """Take the checkpoint id of the next save, or keep it (None); end a session that a failed save has left open.
+
+        DCP calls it when a save begins. Call it without arguments after a save of DCP's own functions that has failed:
+        until then gc takes that save for a running one.
+        """
+        self._end_session(_LEFT_OPEN)
         super().reset(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta:
@@ -193,7 +199,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         Raises:
             InvalidInputError: with use_collectives=False; or the checkpoint id names no step.
         """
-        self._end_session("another rank failed")
+        self._end_session(_LEFT_OPEN)
         if kwargs.get("use_collectives") is False:
             raise InvalidInputError(_ALONE)
         step_of(self.checkpoint_id)

@@ -1054,11 +1054,13 @@ def case_replicas_of_rank_0(world: World) -> None:
 
 
 def case_a_rank_that_fails(world: World) -> None:
-    """A failure on any rank, at any hook, fails the save on all, and nothing is left of it after the next one."""
+    """A failure on any rank, at any hook, fails the save on all. It leaves no session, also if another rank failed:
+    the next gc, of any process, works.
+    """
     from torch.distributed.checkpoint import CheckpointException
 
     from snapstore import Repository
-    from snapstore.dcp import load, save
+    from snapstore.dcp import async_save, load, save
 
     class Failing:
         def __init__(self, hook: str, rank: int) -> None:
@@ -1077,6 +1079,10 @@ def case_a_rank_that_fails(world: World) -> None:
             writer, step = Failing(hook, rank).writer, step + 1
             with raises(CheckpointException, "injected", rank):
                 save(state, writer, step)
+            assert world.rank or not list(writer.repository.store.list("sessions/")), hook
+            with raises(CheckpointException, "injected", rank):
+                async_save(state, writer, step, process_group=world.gloo).result()
+            assert world.rank or not list(writer.repository.store.list("sessions/")), hook
             writer.__dict__.pop(hook, None)
             state["n"] = step
             save(state, writer, 100 + step)

@@ -114,7 +114,8 @@ class StoredState:
         """Fill tensors with boxes of stored tensors; if the dtypes differ, the values are cast.
 
         Raises:
-            InvalidInputError: tensors share memory, and the snapshot has different values for them.
+            InvalidInputError: tensors share memory, and the snapshot has different values for them, after the cast.
+            CapabilityError: memory for an array in its stored dtype is not available.
             IntegrityError, FormatError: a chunk is damaged; the tensors may be half written.
         """
         self._until_read(lambda: self._fill(pieces))
@@ -128,21 +129,16 @@ class StoredState:
         return self._until_read(lambda: self._values(keys))
 
     def _fill(self, pieces: Sequence[Piece]) -> None:
-        buffers, casts = self._buffers(), []
+        buffers = self._buffers()
         for slot, offsets, sizes, target in pieces:
-            form, local = self.form(slot), target
-            if target.dtype != form.dtype:
-                local = torch.empty(sizes, dtype=form.dtype, device=target.device)
-                casts.append((target, local))
-            whole = sizes == tuple(form.shape)
+            shape = self.form(slot).shape
+            whole = sizes == tuple(shape)
             place = Slot(slot.part, slot.index, "tensor")  # a tensor may be wanted by several pieces
             buffers.add(place)
-            buffers.claim(place, local if whole else Shards(form.shape, ((offsets, sizes),), [local]), owned=False)
+            buffers.claim(place, target if whole else Shards(shape, ((offsets, sizes),), [target]), owned=False)
         buffers.find_overlaps()
         self._read(buffers)
         buffers.fill_overlapping()
-        for target, local in casts:
-            target.copy_(local)
 
     def _values(self, keys: Sequence[str]) -> list[Any]:
         buffers, values = self._buffers(), [self.leaves[key].value for key in keys]

@@ -231,21 +231,28 @@ def copy_into(value: Array, destination: Memory) -> None:
         _copy_bits(_in_form_of(value, destination), value)
 
 
-def assign(target: Any, home: Memory) -> None:
-    """Copy bytes in C order into an array of any strides and device."""
+def assign(target: Any, home: Memory, dtype: torch.dtype | None = None) -> None:
+    """Copy bytes in C order into an array of any strides and device.
+
+    Args:
+        dtype: of the bytes, whose values are cast to that of the target, a tensor; None: the target has the same dtype.
+    """
     if len(home):
         home = as_bytes(home) if isinstance(target, np.ndarray) else home
-        _copy_bits(target, _in_form_of(target, home))
+        if dtype is None:
+            _copy_bits(target, _in_form_of(target, home))
+        else:
+            target.detach().copy_(_in_form_of(target, home, dtype))
 
 
-def _in_form_of(array: Any, memory: Memory) -> Any:
-    """Return bytes in C order as an array of the dtype and shape of another one."""
+def _in_form_of(array: Any, memory: Memory, dtype: torch.dtype | None = None) -> Any:
+    """Return bytes in C order as an array of the dtype, or of `dtype`, and of the shape of another one."""
     if isinstance(array, np.ndarray):
         return memory.view(array.dtype).reshape(array.shape)
     import torch
 
     stored = torch.from_numpy(memory) if isinstance(memory, np.ndarray) else memory
-    return stored.view(array.dtype).view(array.shape)
+    return stored.view(dtype or array.dtype).view(array.shape)
 
 
 def _copy_bits(destination: Any, source: Any) -> None:

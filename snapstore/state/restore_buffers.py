@@ -29,12 +29,14 @@ from .arrays import (
     as_memory,
     assign,
     device_of,
+    dtype_name,
     extent_of,
     from_bytes,
     memory_key,
     memory_view,
     new_array,
     new_memory,
+    torch_dtype,
 )
 from .containers import CONTAINERS, Path, children, like, shown
 from .selection import Selection
@@ -226,23 +228,26 @@ class RestoreBuffers:
     def fresh_bytes(self) -> int:
         """Return how many bytes of host memory are needed for arrays that `into` lacks, or has only overlapping.
 
-        Arrays of `into` are not counted: their memory exists already.
+        Arrays of `into` are not counted: their memory exists already. A cast needs a temporary buffer, which is freed
+        when its array is complete: the largest one is counted.
         """
-        total = 0
+        total = cast = 0
         for source in self._sources.values():
             is_new = any(slot not in self._targets or slot in self._overlapping for slot in source.slots)
             on_device = family(source.spec.kind) == "tensor" and not str(self._device or "cpu").startswith("cpu")
             total += source.spec.nbytes if is_new and not on_device else 0
-        return total
+            if any(_cast_from(source.spec, array) for _, array in self._filled_at_once(source)):
+                cast = max(cast, source.spec.nbytes if self._temporary_device(source) is None else 0)
+        return total + cast
 
     def find_home(self, want: Want) -> Memory | None:
         """Return the memory of an array of `into`, or of a new one, for an entry of `wants`.
 
-        None: no array has its bytes in C order, so a temporary buffer is needed.
+        None: no array has its bytes in C order and its dtype, so a temporary buffer is needed.
         """
         source = self._sources[want]
         if source.home is None:
-            arrays = self._filled_at_once(source)
+            arrays = ((s, array) for s, array in self._filled_at_once(source) if not _cast_from(source.spec, array))
             places = ((slot, memory_view(array, self._on_device)) for slot, array in arrays)
             source.home_slot, source.home = next((place for place in places if place[1] is not None), (None, None))
         if source.home is None and self._in_fresh(source):
@@ -295,7 +300,7 @@ class RestoreBuffers:
             source.fresh = from_bytes(home, source.spec, self._device)
         for slot, array in self._filled_at_once(source):
             if slot is not source.home_slot:
-                assign(array, home)
+                assign(array, home, _cast_from(source.spec, array))
         source.complete = True
         if self._overlapping.isdisjoint(source.slots):
             source.home = None
@@ -308,7 +313,8 @@ class RestoreBuffers:
         """
         slots = [slot for slot in self._overlapping if slot in self._targets]
         for slot in slots:
-            assign(self._targets[slot], self.buffer(self._source(slot).want))
+            source, array = self._source(slot), self._targets[slot]
+            assign(array, self.buffer(source.want), _cast_from(source.spec, array))
         for slot in slots:
             self.require_equal(slot, self._targets[slot], self._source(slot).spec.path)
 
@@ -320,7 +326,12 @@ class RestoreBuffers:
         """
         source = self._source(slot)
         array = value if sharding_of(value) is None else local_of(value)
-        if not np.array_equal(as_bytes(array), as_bytes(self.buffer(source.want))):
+        stored = self.buffer(source.want)
+        if dtype := _cast_from(source.spec, array):
+            expected = array.new_empty(array.shape)
+            assign(expected, stored, dtype)
+            stored = expected
+        if not np.array_equal(as_bytes(array), as_bytes(stored)):
             raise InvalidInputError(
                 f"{shown(path)}: shares memory with another array in the target, but the snapshot has different values "
                 "for the two; untie them in the target and restore again"
@@ -370,6 +381,12 @@ def slots_of(tree: Any, path: Path, plain: Container[int]) -> Iterator[tuple[Pat
     elif type(tree) in CONTAINERS and id(tree) not in plain:
         for element, _, child in children(tree):
             yield from slots_of(child, (*path, element), plain)
+
+
+def _cast_from(spec: TensorSpec, target: Any) -> torch.dtype | None:
+    """Return the stored dtype if the values are cast to that of the target, a tensor; None: both are the same."""
+    is_same = isinstance(target, np.ndarray) or dtype_name(target) == spec.dtype
+    return None if is_same else torch_dtype(spec)
 
 
 def _ties_to(spec: TensorSpec, origin: TensorSpec) -> bool:

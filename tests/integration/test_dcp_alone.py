@@ -14,6 +14,8 @@ import gc
 import io
 import pickle
 import resource
+import subprocess
+import sys
 import threading
 import weakref
 from collections import Counter, OrderedDict, deque
@@ -27,6 +29,7 @@ from hypothesis import strategies as st
 
 from kit.faults import FaultStore
 from kit.objects import flip
+from kit.processes import environment
 from kit.states import same
 from snapstore import InvalidInputError, KeepLast, NotFoundError, PerRank, Repository, RngState, SnapshotManager
 from snapstore.storage.memory import MemoryStore
@@ -1045,6 +1048,66 @@ def test_a_tensor_of_another_dtype_gets_the_values_and_a_warning(writer: Any, re
     assert state["a"].equal(values.bfloat16())
     assert state["b"].equal(values)
     assert "casting 1 tensors to the dtypes given: a" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tied_targets_need_equal_values_also_if_they_are_cast(dtype: Any, repository: Repository, reader: Any) -> None:
+    near = torch.full((8,), 1.0009765625)  # 1 in bfloat16
+    repository.save({"a": torch.ones(8), "b": torch.ones(8), "c": near, "d": near * 3}, run="r", step=1)
+    tied = torch.zeros(8, dtype=dtype)
+    snap.load({"a": tied, "b": tied}, reader, 1)
+    assert tied.tolist() == [1.0] * 8
+    rows = torch.zeros(3, 8, dtype=dtype)
+    for state in ({"a": tied, "d": tied}, {"a": rows[0], "d": rows.view(-1)[4:12]}):
+        with pytest.raises(dcp.CheckpointException, match="shares memory with another array in the target"):
+            snap.load(state, reader, 1)
+    if dtype == torch.bfloat16:
+        snap.load({"a": tied, "c": tied}, reader, 1)
+        assert tied.tolist() == [1.0] * 8
+
+
+CASTING_LOAD = """
+import sys
+import torch
+from pathlib import Path
+from snapstore import dcp
+
+reader = dcp.SnapstoreReader(sys.argv[1], run="r")
+state = {f"w{n}": torch.zeros(2**20, dtype=torch.bfloat16) for n in range(64)}
+dcp.load({"w0": state["w0"]}, reader, 1)
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+peak = lambda: next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+before = peak()
+dcp.load(state, reader, 1)
+print(peak() - before)
+assert all(value.equal((torch.arange(2.0**20) + n).bfloat16()) for n, value in enumerate(state.values()))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no peak of memory without Linux")
+def test_a_load_that_casts_does_not_hold_a_second_state(tmp_path: Path) -> None:
+    """Values arrive in memory of the stored dtype, which is freed when an array is complete."""
+    with Repository.create(tmp_path / "repository") as repository:
+        repository.save({f"w{n}": torch.arange(2.0**20) + n for n in range(64)}, run="r", step=1)
+    out = subprocess.run(
+        [sys.executable, "-c", CASTING_LOAD, tmp_path / "repository"], capture_output=True, text=True, env=environment()
+    )
+    assert out.returncode == 0, out.stderr
+    added_kib = int(out.stdout)
+    assert added_kib < 64 * 4 * 1024 * 3 // 4, added_kib
+
+
+def test_a_load_that_casts_is_refused_if_its_memory_is_not_there(
+    reader: Any, repository: Repository, monkeypatch: Any
+) -> None:
+    values = torch.arange(float(2**23))
+    repository.save({"w": values}, run="r", step=1)
+    monkeypatch.setenv("SNAPSTORE_MAX_MEMORY", "20M")
+    target = torch.zeros(len(values), dtype=torch.bfloat16)
+    with pytest.raises(dcp.CheckpointException, match=r"needs 33\.6MB"):
+        snap.load({"w": target}, reader, 1)
+    assert not target.any()
+    snap.load({"w": torch.zeros(len(values))}, reader, 1)
 
 
 def test_targets_may_be_strided_tied_and_need_gradients(writer: Any, reader: Any) -> None:

@@ -61,6 +61,7 @@ class Exchange:
     def __init__(self, ranks: Ranks, ends: str) -> None:
         self._ranks, self._ends = ranks, ends
         self._group: NodeGroup | None = None
+        self._old_group: NodeGroup | None = None  # of a call that failed; other ranks may still be in it
         self._call = self._last = JointCall(ranks, "", "", ends)
 
     @contextmanager
@@ -85,10 +86,10 @@ class Exchange:
             raise
 
     def close(self) -> None:
-        """Destroy the process group. It may be called twice."""
-        if self._group is not None:
-            self._group.close()
-        self._group = None
+        """Destroy the process groups. It may be called twice."""
+        groups, self._group, self._old_group = (self._group, self._old_group), None, None
+        for group in filter(None, groups):
+            group.close()
 
     @property
     def has_begun(self) -> bool:
@@ -124,7 +125,7 @@ class Exchange:
             rounds = _Rounds(context, group, self._call, mine, plan, target)
             rounds.run()
         except BaseException:
-            self._group = None  # it may be in the middle of a collective; the next restore makes another group
+            self._group, self._old_group = None, group  # in the middle of a collective? the next restore makes another
             raise
         left, rest = mine.rest(plan.is_shared[plan.of_rank(group.place)], rounds.completed)
         load(context, left, rest, target)
@@ -145,6 +146,7 @@ class Exchange:
         nodes = decode(decided, list[list[int]])
         self._ranks.remove(self._last.posted)  # all ranks have left the last call
         if nodes or self._group is None:
+            self.close()  # if other ranks have lost their group, this one may have kept its own
             self._group = NodeGroup(nodes, self._ranks.silent_s)
         return self._group
 

@@ -281,6 +281,43 @@ def case_rewritten(world: World) -> None:
         expect_whole(snapshots.restore(1, read="exchange")["a"], state["a"])
 
 
+def case_failures_leave_no_group(world: World) -> None:
+    """After exchanges that failed on one rank, no process group of them is left, with its descriptors and threads."""
+    import gc
+
+    from snapstore.restore.exchange import _Rounds
+
+    def fail(rounds: Any) -> None:
+        raise MemoryError("no memory")
+
+    def used() -> dict[str, int]:
+        """Return how many process groups, descriptors and threads this process has, after an exchange."""
+        from torch.distributed.distributed_c10d import _world
+
+        expect_whole(snapshots.restore(1, read="exchange")["a"], state["a"])
+        gc.collect()
+        counts = {name: len([*Path("/proc/self", name).iterdir()]) for name in ("fd", "task")}
+        return counts | {"groups": len(_world.pg_map)}
+
+    state = {"a": whole((30_000,), 79)}
+    with manager(world, "groups", async_save=False) as snapshots:
+        snapshots.save(1, state)
+        before = used()
+        hosts = ["a", "a", "b", "b"] if world.size == 4 else ["a"] * world.size
+        for number in range(6):  # in the first ones all ranks lose their group, in the others those of one node do
+            with ExitStack() as stack:
+                if number >= 3:
+                    stack.enter_context(nodes(*hosts))
+                if world.rank == number % 2:
+                    stack.enter_context(mock.patch.object(_Rounds, "run", fail))
+                with raises(Exception, "no memory"):
+                    snapshots.restore(1, read="exchange")
+        after = used()
+        assert after["groups"] == before["groups"], (before, after)
+        assert after["fd"] < before["fd"] + 6, (before, after)
+        assert after["task"] < before["task"] + 6, (before, after)
+
+
 def case_unlike(world: World) -> None:
     """If ranks make different calls, or with another step, that is an error on all, and no hang."""
     from snapstore import InvalidInputError

@@ -2,7 +2,7 @@
 
 The caller's thread flattens the state and copies it (save/staging.py): training waits only for that. One thread per
 save does the rest: hash, encode, put, commit, then forget and gc by policy. One save runs at a time: the next one waits
-for it, or is skipped. A failure in the background is raised at the next call. The methods have the names of Orbax's.
+for it, or is skipped. The next `save` or wait raises a failure in the background. The methods have Orbax's names.
 
 In a job of several ranks each rank makes a manager, and all make the same calls: a save stores one snapshot of all
 ranks (save/rank_job.py). Only rank 0 lists the store, applies the policies and deletes.

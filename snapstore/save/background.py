@@ -1,7 +1,7 @@
 """Background: the thread of a manager's save, and the slot that lets one save run at a time.
 
-In: a function to run in the background. Out: its error, at the caller's next call. The slot survives Ctrl-C
-between any two steps of Python code (handle.py, `Slot`).
+In: a function to run in the background. Out: its error, at the caller's next call that saves or waits for saves.
+The slot survives Ctrl-C between any two steps of Python code (handle.py, `Slot`).
 """
 
 from __future__ import annotations

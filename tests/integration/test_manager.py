@@ -176,6 +176,23 @@ def test_a_failure_in_the_background_is_raised_once_at_the_next_call(store, call
         assert repository.check("restore").ok
 
 
+def test_calls_that_read_give_what_is_committed_after_a_failure(store):
+    """A program can go back to the newest snapshot; the next save still raises the error."""
+    with manager(store) as snapshots:
+        snapshots.save(0, big(0)).result()
+        store.refuse = StorageError("the disk is on fire")
+        snapshots.save(1, big(1))
+        snapshots._background.join()
+        store.refuse = None
+        assert (snapshots.latest_step(), snapshots.all_steps()) == (0, [0])
+        target = big(5)
+        assert snapshots.restore_into(target).step == 0
+        same(target, big(0))
+        same(snapshots.restore(), big(0))
+        with pytest.raises(StorageError, match=r"save a@2 was not begun: the save of a@1 has failed"):
+            snapshots.save(2, big(2))
+
+
 def test_a_synchronous_failure_is_raised_at_once(store):
     with manager(store, async_save=False) as snapshots:
         store.refuse = StorageError("the disk is on fire")

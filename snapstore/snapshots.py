@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Unpack
 
 from .catalog.history import View
 from .format.records import Snapshot
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .inspect.divergence import DivergenceResult
     from .inspect.lazy import LazyTensors
     from .inspect.stats import StatsResult
-    from .state.fit import Mismatches, Rename
+    from .state.fit import Mismatches, NameOptions, Rename
 
 log = logging.getLogger("snapstore")
 
@@ -94,6 +94,7 @@ class Snapshots:
         types: Sequence[type] = (),
         part: str | None = None,
         rename: Rename | None = None,
+        per_rank: Literal["same", "drop"] | int = "same",
     ) -> Any:
         """Return the state of a snapshot, as nested containers.
 
@@ -108,20 +109,25 @@ class Snapshots:
             rename: new names for the keys of dicts, such as {"_orig_mod.": ""}: a mapping of old names to new ones,
                 where an old name that ends with a dot is a prefix; or a function that returns the new name of each.
                 `keys` then select by new names.
+            per_rank: which rank's own values (`PerRank`, `RngState`) to return, if ranks saved the snapshot together.
+                "same": those of the only rank; an error if there were more. A number: those of that rank. "drop": none.
 
         Raises:
             NotFoundError: a reference, key, part or old name names nothing.
-            InvalidInputError: a class does not accept the stored value; two names would become one.
+            InvalidInputError: a class does not accept the stored value; two names would become one; values of each
+                rank's own are selected, and `per_rank` names no rank.
             CapabilityError: `device` is a CUDA device that is not there, or the state does not fit into memory.
             IntegrityError: the snapshot is damaged. If it is the newest of its run, the error names the newest whole
                 one.
         """
         from .check.newest_whole import newest_whole_named
         from .restore.pipeline import read
+        from .restore.sources import AsRank
         from .state.fit import Fit
 
+        fit, as_rank = Fit(keys, part, rename), AsRank(per_rank)
         with newest_whole_named(self.context, ref):
-            return read(self.context, ref, keys=Fit(keys, part, rename), device=device, types=types)[1]
+            return read(self.context, ref, keys=fit, device=device, types=types, as_rank=as_rank)[1]
 
     def restore_into(
         self,
@@ -130,32 +136,37 @@ class Snapshots:
         *,
         keys: str | Sequence[str] | None = None,
         types: Sequence[type] = (),
-        part: str | None = None,
-        rename: Rename | None = None,
+        per_rank: Literal["same", "drop"] | int = "same",
         strict: bool | Mismatches = True,
+        **names: Unpack[NameOptions],
     ) -> Snapshot:
         """Fill `target` with the state of a snapshot, and return the snapshot.
 
         Args:
-            ref, keys, types, part, rename: see `restore`; the classes in `target` need not be named.
+            ref, keys, types: see `restore`; the classes in `target` need not be named.
             target: nested containers, tensors and objects with load_state_dict, shaped like the saved state.
+            per_rank: see `restore`; with "drop" `target` keeps its own values, and may lack them.
             strict: False: fill only names that both sides have, and log the others. `Mismatches()`: do so, and note the
                 other names in it. Another shape, dtype or type is an error in any case, and so are names that differ
                 only by the prefix of a wrapper.
+            names: `part` and `rename`; see `restore`.
 
         Raises:
             NotFoundError: the reference, a key, the part or an old name names nothing.
             InvalidInputError: `target` does not fit. The error names the differences part by part; nothing was written.
+                Or `per_rank` names no rank (see `restore`); nothing was written.
                 Or a `load_state_dict` failed, or tensors of `target` share memory and those of the snapshot differ:
                 `target` may be partly filled, and the error says so.
             IntegrityError: the snapshot is damaged; `target` may be partly filled.
         """
         from .check.newest_whole import newest_whole_named
         from .restore.pipeline import read_into
+        from .restore.sources import AsRank
         from .state.fit import Fit
 
+        fit, as_rank = Fit(keys, strict=strict, **names), AsRank(per_rank)
         with newest_whole_named(self.context, ref):
-            return read_into(self.context, ref, target, keys=Fit(keys, part, rename, strict), types=types)
+            return read_into(self.context, ref, target, keys=fit, types=types, as_rank=as_rank)
 
     def named_tensors(
         self, ref: str, *, keys: str | Sequence[str] | None = None, device: Any = None
@@ -163,7 +174,8 @@ class Snapshots:
         """Yield (dotted path, tensor or array) of a snapshot one by one, for a state larger than memory.
 
         They come in the order in which they were saved; the paths of tied tensors follow each other. Each is verified
-        before it is yielded. Plain values are left out: `restore` them with keys.
+        before it is yielded. Plain values, and values that each rank keeps for itself (`PerRank`), are left out:
+        `restore` them with keys.
 
         Args:
             ref, keys, device: see `restore`, also for the errors.

@@ -357,6 +357,28 @@ def test_own_values_of_a_chosen_rank(own):
             AsRank(wrong)
 
 
+def test_a_repository_takes_the_rank_that_the_error_advises(own):
+    """Repository.restore and restore_into have the argument that their error names."""
+    context, ref, _ = own
+    with Repository.open(context.store) as repository:
+        into = own_state(9)
+        for call in (
+            lambda **which: repository.restore(ref, **which),
+            lambda **which: repository.restore_into(ref, into, **which),
+        ):
+            with pytest.raises(InvalidInputError, match=r"pass per_rank=<rank> \(0 to 2.*'drop'"):
+                call()
+            with pytest.raises(InvalidInputError, match="expected 'same', 'drop' or the number of a rank"):
+                call(per_rank="all")
+        check_own(into["loader"].value, 9)
+        check_own(repository.restore(ref, keys="loader", per_rank=2)["loader"], 2)
+        assert "loader" not in repository.restore(ref, per_rank="drop")
+        repository.restore_into(ref, into, per_rank="drop")
+        check_own(into["loader"].value, 9)
+        assert repository.restore_into(ref, into, per_rank=1).ref == ref
+        check_own(into["loader"].value, 1)
+
+
 def test_own_values_dropped(own):
     """With per_rank="drop" a new state lacks them, and a target keeps its own."""
     context, ref, _ = own

@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -43,6 +44,10 @@ DryRun = Annotated[bool, typer.Option("-n", "--dry-run", help="Print what would 
 Place = Annotated[str | None, typer.Argument(metavar="[URL]", help="The place; default: --repo or SNAPSTORE_REPO.")]
 Ref = Annotated[
     str, typer.Argument(metavar="REF", help="run@step, run@latest, run@highest, run@best, run@tag or an id.")
+]
+PerRank = Annotated[
+    str | None,
+    typer.Option("--per-rank", metavar="N|drop", help="Take each rank's own values from rank N, or leave them out."),
 ]
 
 #: In the order of `--help`.
@@ -167,6 +172,21 @@ def size_of(text: str, option: str) -> int:
         return parse_size(text)
     except InvalidInputError as error:
         raise UsageError(f"{option} {error}") from error
+
+
+def per_rank_of(text: str | None) -> Literal["same", "drop"] | int:
+    """Return the `per_rank` of a restore that `--per-rank` asks for.
+
+    Raises:
+        UsageError: the text is neither the number of a rank nor `drop`.
+    """
+    if text is None:
+        return "same"
+    if text == "drop":
+        return "drop"
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise UsageError(f"--per-rank {text!r}: expected the number of a rank, or drop")
+    return int(text)
 
 
 def _version(wanted: bool) -> None:

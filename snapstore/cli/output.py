@@ -164,10 +164,14 @@ def note_left_out(unknown: Mapping[str, str]) -> bool:
     return bool(unknown)
 
 
-def note_changes(exported: Exported, what: str) -> None:
-    """Print which values are left out of a file, or have another type there; `what` is "file" or "format"."""
+def note_changes(exported: Exported, to: str) -> None:
+    """Print which values are left out of an export, or have another type there; `to` is the format."""
     if exported.dropped:
-        note(f"left out {counted(len(exported.dropped), 'value')}: the {what} holds tensors only")
+        left_out = f"left out {counted(len(exported.dropped), 'value')}"
+        if to in ("torch", "dcp"):
+            note(f"{left_out} of each rank's own: {some(exported.dropped, NAMED)}")
+        else:
+            note(f"{left_out}: {to} holds tensors only")
     if exported.changed:
         changes = [f"{value.path} ({value.was} as {value.written_as})" for value in exported.changed]
         note(f"written as another type for torch.load(weights_only=True): {some(changes, NAMED)}")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from ..text import counted, human_bytes
-from .app import Place, Ref, Shell, UsageError, size_of, verb
+from .app import PerRank, Place, Ref, Shell, UsageError, per_rank_of, size_of, verb
 from .output import fields_json, line, note_changes, print_json, snapshot_json, spinner
 
 if TYPE_CHECKING:
-    from ..convert import Exported
+    from ..convert import Exported, ExportOptions
     from ..repository import Repository
     from ..state.fit import Fit
 
@@ -149,24 +149,26 @@ def restore(
     tensors_only: Annotated[
         bool, typer.Option("--tensors-only", help="Leave out values that .safetensors cannot hold.")
     ] = False,
+    per_rank: PerRank = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
     """Verify the state of a snapshot and write it to a file; or a saved folder, to a new folder."""
     from ..storage.urls import expand_home
 
-    output, names = Path(expand_home(output)), _names(rename or [])
+    output, names, rank = Path(expand_home(output)), _names(rename or []), per_rank_of(per_rank)
     with shell.repository() as repository:
-        from ..convert import files
+        from ..convert import ExportOptions, files
         from ..state.fit import Fit
 
         fit = Fit(keys or None, part, names or None)
-        if not files.is_known(output) and fit == Fit() and _unpack(shell, repository, ref, output):
+        if not files.is_known(output) and fit == Fit() and per_rank is None and _unpack(shell, repository, ref, output):
             return
         files.check_output(output, force=force)
         snapshot = repository.snapshot(ref)
         with spinner(f"restoring {snapshot.ref}"):
             # By id: the reference may name another snapshot now.
-            written = _write(repository, f"id:{snapshot.id}", output, fit, force=force, only=tensors_only)
+            options = ExportOptions(tensors_only=tensors_only, force=force, per_rank=rank)
+            written = _write(repository, f"id:{snapshot.id}", output, fit, options)
     if shell.as_json:
         counts = fields_json(written, "tensors", "bytes", "dropped")
         changed = [value._asdict() for value in written.changed]
@@ -174,7 +176,7 @@ def restore(
         return
     what = f"{counted(written.tensors, 'tensor')}, {human_bytes(written.bytes)}"
     line(f"restored {snapshot.ref} (id:{snapshot.id[:12]}) to {output}: {what}")
-    note_changes(written, "file")
+    note_changes(written, _format_of(output))
 
 
 def _unpack(shell: Shell, repository: Repository, ref: str, output: Path) -> bool:
@@ -211,16 +213,23 @@ def _names(given: list[str]) -> dict[str, str]:
     return found
 
 
-def _write(repository: Repository, ref: str, output: Path, fit: Fit, *, force: bool, only: bool) -> Exported:
+def _write(repository: Repository, ref: str, output: Path, fit: Fit, options: ExportOptions) -> Exported:
     """Write a snapshot to a file."""
     from ..check.newest_whole import newest_whole_named
     from ..convert import files
-    from ..restore.sources import ALONE
+    from ..convert.exporting import rank_for
     from ..restore.streaming import TensorReader
 
+    to = _format_of(output)
     with newest_whole_named(repository.context, ref):
-        if output.suffix.lower() != files.SAFETENSORS:
-            reader = TensorReader(repository.context, ref, keys=fit, as_rank=ALONE)
-            return files.write_torch(output, reader, force=force)
-        reader = TensorReader(repository.context, ref, keys=fit)
-        return files.write_safetensors(output, reader, force=force, tensors_only=only)
+        reader = TensorReader(repository.context, ref, keys=fit, as_rank=rank_for(to, options.per_rank))
+        if to == "torch":
+            return files.write_torch(output, reader, force=options.force)
+        return files.write_safetensors(output, reader, force=options.force, tensors_only=options.tensors_only)
+
+
+def _format_of(output: Path) -> Literal["torch", "safetensors"]:
+    """Return the format of a file by its name."""
+    from ..convert import files
+
+    return "safetensors" if output.suffix.lower() == files.SAFETENSORS else "torch"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..text import counted, human_bytes, some
-from .app import Ref, Shell, size_of, verb
+from .app import PerRank, Ref, Shell, per_rank_of, size_of, verb
 from .output import NAMED, fields_json, line, note, note_changes, print_json, snapshot_json, spinner
 
 if TYPE_CHECKING:
@@ -105,6 +105,7 @@ def export(
     tensors_only: Annotated[
         bool, typer.Option("--tensors-only", help="Leave out values that the format cannot hold.")
     ] = False,
+    per_rank: PerRank = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the output if it exists.")] = False,
 ) -> None:
     """Verify the state of a snapshot and write it in the format of another program."""
@@ -122,6 +123,7 @@ def export(
             config=None if config is None else Path(expand_home(config)),
             tensors_only=tensors_only,
             force=force,
+            per_rank=per_rank_of(per_rank),
         )
         with spinner(f"exporting {ref}"):
             exported = export_snapshot(repository, ref, output, to=to, options=options)  # type: ignore[arg-type]
@@ -139,6 +141,6 @@ def _print_exported(exported: Exported, output: Path, to: str) -> None:
     line(f"exported {snapshot.ref} (id:{snapshot.id[:12]}) to {output}: {what}, {human_bytes(exported.bytes)}")
     if exported.tied:
         note(f"not written, because they are tied to others: {some(exported.tied, NAMED)}")
-    note_changes(exported, "format")
+    note_changes(exported, to)
     if to == "hf" and "config.json" not in exported.files:
         note("no config.json: from_pretrained needs one; export with --config DIR, such as the base model's folder")

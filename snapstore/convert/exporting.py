@@ -18,7 +18,7 @@ from typing import Literal, get_args
 from ..check.newest_whole import newest_whole_named
 from ..errors import AlreadyExistsError, InvalidInputError, OutputError
 from ..repository import Repository
-from ..restore.sources import ALONE, SHARED_ONLY
+from ..restore.sources import SHARED_ONLY, AsRank
 from ..restore.streaming import TensorReader
 from ..state.fit import Fit
 from ..text import some
@@ -27,6 +27,7 @@ from .dcp_folder import METADATA
 from .files import Exported
 
 To = Literal["hf", "safetensors", "torch", "dcp"]
+PerRankOption = Literal["same", "drop"] | int
 #: `torch.compile` puts this before the names of a module's parameters, at any depth.
 COMPILED = "_orig_mod."
 #: Prefixes that "hf" takes off: those of torch.compile and of DistributedDataParallel.
@@ -49,6 +50,8 @@ class ExportOptions:
         config: a folder whose config and tokenizer files "hf" copies; None: the imported ones are written.
         tensors_only: leave out values that "hf" and "safetensors" cannot hold.
         force: replace an output that exists.
+        per_rank: which rank's own values (`PerRank`, `RngState`) are exported; see `Repository.restore`. With "same",
+            "hf" and "safetensors" leave them out, as values that they cannot hold.
     """
 
     part: str | None = None
@@ -57,6 +60,7 @@ class ExportOptions:
     config: str | Path | None = None
     tensors_only: bool = False
     force: bool = False
+    per_rank: PerRankOption = "same"
 
 
 def export_snapshot(
@@ -70,8 +74,8 @@ def export_snapshot(
             `torch.load(weights_only=True)` loads; "dcp": a folder that `torch.distributed.checkpoint.load` reads.
 
     Raises:
-        InvalidInputError: an argument is invalid, the format cannot hold the state, two tensors get one name, or no
-            name has a prefix to strip. Nothing was written.
+        InvalidInputError: an argument is invalid, the format cannot hold the state, two tensors get one name, no name
+            has a prefix to strip, or "torch" and "dcp" lack values of each rank's own. Nothing was written.
         AlreadyExistsError: the output exists, and `force` is not set or it is not an export.
         NotFoundError: the reference or the part names nothing.
         IntegrityError: the snapshot is damaged; nothing was written.
@@ -85,6 +89,7 @@ def export_snapshot(
         raise InvalidInputError(
             f"strip {options.strip!r}: expected a sequence of prefixes, such as [{options.strip!r}]"
         )
+    as_rank = rank_for(to, options.per_rank)
     files.check_new(path, force=options.force, is_folder=to in ("hf", "dcp"))
     snapshot = repository.snapshot(ref)
     ref = f"id:{snapshot.id}"
@@ -95,14 +100,22 @@ def export_snapshot(
         strip = (*options.strip, *(WRAPPERS if to == "hf" else ()))
         found_prefixes: set[str] = set()
         fit = Fit(None, part, partial(stripped, prefixes=strip, found=found_prefixes) if strip else None)
-        whose = SHARED_ONLY if to in ("hf", "safetensors") else ALONE
-        reader = TensorReader(repository.context, ref, keys=fit, as_rank=whose)
+        reader = TensorReader(repository.context, ref, keys=fit, as_rank=as_rank)
         if lacking := [prefix for prefix in options.strip if prefix not in found_prefixes]:
             names = some([name for name, _ in reader.specs], 3) or "none"
             raise InvalidInputError(f"strip: no name begins with {lacking[0]!r}; the names are {names}")
         exported = _write(repository, reader, path, to, options)
     exported.part = part
     return exported
+
+
+def rank_for(to: To, per_rank: PerRankOption) -> AsRank:
+    """Return whose own values an export in a format has.
+
+    Raises:
+        InvalidInputError: `per_rank` is invalid.
+    """
+    return SHARED_ONLY if per_rank == "same" and to in ("hf", "safetensors") else AsRank(per_rank)
 
 
 def _model_part(reader: TensorReader) -> str | None:
@@ -140,7 +153,7 @@ def _write(repository: Repository, reader: TensorReader, path: Path, to: To, opt
 
         publish_folder(path, lambda temp: write(temp, reader), force=force)
         names = sorted(child.name for child in path.iterdir())
-        return Exported(snapshot, names, len(reader.specs), _size_of(path, names))
+        return Exported(snapshot, names, len(reader.specs), _size_of(path, names), reader.of_ranks)
     beside = hf_export.other_files(repository, snapshot, options.config)
     plan = hf_export.plan(path, reader, beside, options.max_shard_bytes, tensors_only=options.tensors_only)
     about = {"format": "pt", **files.safetensors_metadata(snapshot)}

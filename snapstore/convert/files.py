@@ -256,7 +256,7 @@ def write_torch(path: Path, reader: TensorReader, *, force: bool) -> Exported:
 
     publish(path, fill, force=force)
     count = sum(is_array(leaf) for _, leaf in leaves(state, ()))
-    return Exported(reader.snapshot, [path.name], count, path.stat().st_size, changed=changed)
+    return Exported(reader.snapshot, [path.name], count, path.stat().st_size, reader.of_ranks, changed=changed)
 
 
 def write_safetensors(path: Path, reader: TensorReader, *, force: bool, tensors_only: bool) -> Exported:

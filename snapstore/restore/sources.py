@@ -83,8 +83,8 @@ class AsRank:
             )
         return (
             f"each rank's own (PerRank, RngState): {counted(saved, 'rank')} saved, and {self.world_size} restore, so "
-            f"none is this rank; pass per_rank=<rank> (0 to {saved - 1}) for that rank's values, or per_rank='drop' "
-            "to leave them out"
+            f"none is this rank; pass per_rank=<rank> (0 to {saved - 1}; in the shell: --per-rank) for that rank's "
+            "values, or per_rank='drop' to leave them out"
         )
 
 

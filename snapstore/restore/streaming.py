@@ -15,12 +15,14 @@ from typing import Any
 from ..chunks import limits
 from ..context import Context
 from ..engine.cuda import require_device
-from ..errors import FormatError, IntegrityError, out_of_memory
+from ..errors import FormatError, IntegrityError, InvalidInputError, out_of_memory
 from ..format.records import SWEPT, Snapshot
 from ..state.containers import CONTAINERS, display, leaves
 from ..state.fit import Fit
 from ..state.restore_buffers import RestoreBuffers, Want, slots_of
 from ..state.tensors import Slot, StoredPart, TensorSpec, family
+from ..state.tree_decode import ELSEWHERE
+from ..text import some
 from .manifests import decoding_of
 from .overlaps import Overlap
 from .pipeline import deleted_meanwhile, load, opened, require_decoding_of, ruling_now
@@ -41,9 +43,12 @@ class OpenSnapshot:
         tree, decoded: the decoded tree, with slots for arrays, and notes about its containers.
         places: for each stored array, in the order of the manifests, its (dotted path, slot); tied arrays have several.
         others: dotted paths of the selected leaves that are neither tensors nor arrays.
+        of_ranks: those among them that each rank keeps for itself, and that no part has.
 
     Raises:
         NotFoundError: a key names nothing.
+        InvalidInputError: values of each rank's own are selected; `as_rank` neither gives a rank that saved nor drops
+            them.
         IntegrityError, FormatError: the snapshot is damaged.
     """
 
@@ -63,6 +68,7 @@ class OpenSnapshot:
         self.tree, self.selection = fit.decode(self.parts, self.decoded)
         places: dict[tuple[int, int], list[Named]] = {}
         self.others: list[str] = []
+        self.of_ranks: list[str] = []
         for path, leaf in leaves(self.tree, ()):
             if not self.selection.matches(path):
                 continue
@@ -70,6 +76,10 @@ class OpenSnapshot:
                 places.setdefault((leaf.part, leaf.index), []).append((display(path), leaf))
             elif type(leaf) not in CONTAINERS:  # an empty container is a leaf too
                 self.others.append(display(path))
+                if leaf is ELSEWHERE:
+                    self.of_ranks.append(display(path))
+        if self.of_ranks and self.sources.elsewhere is not None:
+            raise InvalidInputError(f"{some(self.of_ranks, 5)}: {self.sources.elsewhere}")
         self.places = [places[place] for place in sorted(places)]
 
     @classmethod
@@ -117,9 +127,12 @@ class TensorReader:
         snapshot: as it was read last.
         specs: (dotted path, spec) of every tensor and array, in the order of reading.
         others: dotted paths of the selected leaves that are neither.
+        of_ranks: those among them that each rank keeps for itself, and that are not read.
 
     Raises:
         NotFoundError: the reference or a key names nothing.
+        InvalidInputError: values of each rank's own are selected; `as_rank` neither gives a rank that saved nor drops
+            them.
         CapabilityError: `device` is not there, a tensor does not fit into memory, or the tensors take more decoding
             than their stored bytes explain.
         IntegrityError, FormatError: the snapshot is damaged.
@@ -136,7 +149,7 @@ class TensorReader:
     ) -> None:
         self._context, self._device = context, device
         self._use(OpenSnapshot.of(context, ref, keys, as_rank))
-        self.others = self._opened.others
+        self.others, self.of_ranks = self._opened.others, self._opened.of_ranks
         if device is not None and any(family(spec.kind) == "tensor" for _, spec in self.specs):
             require_device(device)
         most = max((sum(self._opened.spec(slot).nbytes for _, slot in group) for group in self._groups), default=0)

@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.tensor import Shard
 
 from kit import foreign, rank_saves
@@ -21,7 +22,8 @@ from kit.rank_saves import sharded
 from kit.rank_snapshots import manifests_of
 from kit.repositories import opened
 from kit.shell import invoke
-from snapstore import IntegrityError, Repository
+from snapstore import IntegrityError, InvalidInputError, Repository
+from snapstore.convert import ExportOptions, export_snapshot, import_checkpoints
 from snapstore.format import manifest
 from snapstore.format.keys import pack_key
 from snapstore.state.per_rank import PerRank
@@ -246,6 +248,71 @@ def test_show_names_values_of_each_rank(tmp_path):
         assert result.exit_code == 0, result.output
         assert "<each rank's own>" in result.output
     assert json.loads(result.output)["ranks"] == RANKS
+
+
+@pytest.mark.parametrize("verb", ["restore", "torch", "dcp"])
+def test_values_of_each_rank_are_left_out_only_if_that_is_asked_for(tmp_path, verb):
+    """They are also at the beginning of a list, whose other members would move up without a word."""
+
+    def make(rank):
+        own = {"w": torch.ones(3000), "rng": PerRank(torch.full((3,), float(rank)))}
+        return {"o": own, "l": {"states": [PerRank(rank), "second"]}}
+
+    root, out = tmp_path / "repository", tmp_path / ("out" if verb == "dcp" else "out.pt")
+    with Repository.create(root) as repository:
+        rank_saves.save(repository, [partial(make, rank) for rank in range(2)], 0)
+    line = ["restore" if verb == "restore" else "export", "r@0", "--repo", str(root), "-o", str(out), "--json"]
+    line += [] if verb == "restore" else ["--to", verb]
+
+    def run(*options, code=0):
+        result = invoke([*line, *options])
+        assert result.exit_code == code, result.output
+        return result
+
+    def exported():
+        if verb != "dcp":
+            return torch.load(out)
+        with Repository.create(MemoryStore()) as repository:
+            (one,) = import_checkpoints(repository, [out], run="r")
+            return repository.restore(one.snapshot.ref)
+
+    error = json.loads(run(code=1).stdout)["error"]["message"]
+    assert error.startswith("o.rng, l.states.0: each rank's own")
+    assert "--per-rank" in error
+    for wrong, code in (("", 2), ("all", 2), ("-1", 2), ("2", 1)):
+        run("--per-rank", wrong, code=code)
+    assert not out.exists()
+
+    assert json.loads(run("--per-rank", "1").stdout)["dropped"] == []
+    state = exported()
+    assert state["l"]["states"] == [1, "second"]
+    assert state["o"]["rng"].tolist() == [1, 1, 1]
+    assert sorted(json.loads(run("--per-rank", "drop", "--force").stdout)["dropped"]) == ["l.states.0", "o.rng"]
+    state = exported()
+    assert state["l"]["states"] == ["second"]
+    assert list(state["o"]) == ["w"]
+    line.remove("--json")
+    assert "left out 2 values of each rank's own: " in run("--per-rank", "drop", "--force").stderr
+
+
+def test_safetensors_name_or_hold_values_of_each_rank(tmp_path):
+    def make(rank):
+        return {"model": {"w": torch.ones(3), "own": PerRank(torch.full((3,), float(rank)))}}
+
+    with Repository.create(MemoryStore()) as repository:
+        rank_saves.save(repository, [partial(make, rank) for rank in range(2)], 0)
+        for to in ("safetensors", "hf"):
+            out = tmp_path / to
+            with pytest.raises(InvalidInputError, match=r"own would be lost"):
+                export_snapshot(repository, "r@0", out, to=to)
+            options = ExportOptions(tensors_only=True)
+            assert export_snapshot(repository, "r@0", out, to=to, options=options).dropped[-1:] == [
+                "own" if to == "hf" else "model.own"
+            ]
+            options = ExportOptions(per_rank=1, force=True)
+            assert export_snapshot(repository, "r@0", out, to=to, options=options).dropped == []
+            file = out / "model.safetensors" if to == "hf" else out
+            assert load_file(file)["own" if to == "hf" else "model.own"].tolist() == [1, 1, 1]
 
 
 def test_diff_sees_what_has_changed(store):

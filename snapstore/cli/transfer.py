@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..text import counted, human_bytes, some
-from .app import PerRank, Ref, Shell, per_rank_of, size_of, verb
+from .app import PerRank, Ref, Shell, UsageError, per_rank_of, size_of, verb
 from .output import NAMED, fields_json, line, note, note_changes, print_json, snapshot_json, spinner
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def import_(
     shell: Shell,
     sources: Annotated[
-        list[Path],
+        list[str],
         typer.Argument(metavar="SRC...", help="Checkpoints: files, or folders."),
     ],
     run: Annotated[
@@ -39,13 +39,15 @@ def import_(
     """
     from ..storage.urls import expand_home
 
+    if not all(sources):  # an unset variable of a script; as a path it would be the current folder
+        raise UsageError("SRC: expected the path of a checkpoint, got an empty one")
     paths = [Path(expand_home(source)) for source in sources]
     with shell.repository() as repository:
         from ..convert import import_checkpoints
         from ..convert.importing import default_run
 
         found: list[Imported] = []
-        run = run or default_run(paths)
+        run = default_run(paths) if run is None else run
         with spinner(f"importing {len(paths)} into {run}"):
             for one in import_checkpoints(repository, paths, run=run, step=step, bases=base or [], format=format):
                 found.append(one)
@@ -100,7 +102,7 @@ def export(
         str, typer.Option("--max-shard-size", metavar="SIZE", help="Limit for one file of hf, such as 5G.")
     ] = "5G",
     config: Annotated[
-        Path | None, typer.Option("--config", metavar="DIR", help="Copy config and tokenizer files from here.")
+        str | None, typer.Option("--config", metavar="DIR", help="Copy config and tokenizer files from here.")
     ] = None,
     tensors_only: Annotated[
         bool, typer.Option("--tensors-only", help="Leave out values that the format cannot hold.")
@@ -111,6 +113,8 @@ def export(
     """Verify the state of a snapshot and write it in the format of another program."""
     from ..storage.urls import expand_home
 
+    if config == "":  # an unset variable of a script; as a path it would be the current folder
+        raise UsageError("--config: expected a folder, got an empty name")
     output = Path(expand_home(output))
     shard_bytes = size_of(max_shard_size, "--max-shard-size")
     with shell.repository() as repository:

@@ -99,9 +99,9 @@ class SaveRequest:
         """
         context.index.check_process()
         self.last, self.first_seq = lineage.saved(self.run), lineage.first_seq(self.run)
-        view = context.index.refresh() if self.parent or self.bases else None
+        view = context.index.refresh() if self.parent is not None or self.bases else None
         self.bases = [view.resolve(ref).id for ref in self.bases] if view else []
-        self.parent = view.resolve(self.parent).id if self.parent and view else lineage.parent(self.run)
+        self.parent = view.resolve(self.parent).id if view and self.parent is not None else lineage.parent(self.run)
 
 
 class BoxOf(msgspec.Struct, frozen=True, gc=False):

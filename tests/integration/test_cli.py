@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from kit import foreign
 from kit.objects import flip_file
@@ -1584,6 +1585,11 @@ def test_not_found_error_is_plain(sh):
     ("verb", "code"),
     [
         (["save", "", "--run", "a", "--step", "1"], 2),
+        (["save", "state.pt", "--run", "exp", "--step", "5", "--parent", ""], 1),
+        (["import", "", "--run", "exp"], 2),
+        (["import", "state.pt", "", "--run", "exp"], 2),
+        (["import", "state.pt", "--run", ""], 1),
+        (["export", "exp@1", "--to", "hf", "-o", "out", "--config", ""], 2),
         (["--repo", "", "forget", "--run", "exp", "--keep-last", "1"], 2),
         (["forget", "--run", "exp", "--keep-last", "1", "--repo", ""], 2),
         (["init", ""], 2),
@@ -1592,11 +1598,13 @@ def test_not_found_error_is_plain(sh):
     ],
 )
 def test_an_empty_name_is_no_default(series, monkeypatch, tmp_path, verb, code):
-    """A script passes it for a variable that is not set."""
+    """A script passes it for a variable that is not set. The current folder is one that an import takes."""
     monkeypatch.chdir(tmp_path)
+    save_file({"w": torch.ones(3)}, "model.safetensors")
     before = series.json("log", "--all")
     series.fails(*verb, code=code) if verb[0] != "doctor" else series(*verb, code=code)
     assert series.json("log", "--all") == before
+    assert not Path("out").exists()
 
 
 def run_with(series, arguments, **streams):

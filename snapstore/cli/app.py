@@ -96,10 +96,12 @@ class _Verbs(TyperGroup):
         """Return the names of all verbs."""
         return sorted(super().list_commands(ctx), key=VERBS.index)
 
-    def make_context(self, *args: Any, **options: Any) -> Any:
+    def make_context(self, info_name: str | None, args: list[str], *more: Any, **options: Any) -> Any:
         """Parse the arguments before the verb."""
+        if not args:  # click raises the help as an error, which repeats no argument
+            return super().make_context(info_name, args, *more, **options)
         with _printable_usage_errors():
-            return super().make_context(*args, **options)
+            return super().make_context(info_name, args, *more, **options)
 
     def invoke(self, ctx: Any) -> Any:
         """Parse the arguments of the verb, and run it."""

@@ -118,6 +118,12 @@ def test_every_verb_has_help_and_stands_in_the_list():
         assert all(option in text for option in ("--repo", "--json", "--verbose")), verb
 
 
+def test_without_arguments_it_prints_its_help(sh):
+    printed = invoke([], env=sh.env)
+    assert printed.exit_code == 2
+    assert printed.stderr + printed.stdout == invoke(["--help"]).stdout
+
+
 def test_usage_errors_are_2(sh):
     for args in (["nonsense"], ["log", "--nonsense"], ["show"], ["save", "x.pt", "--run", "r", "--step", "many"], []):
         result = invoke(args, env=sh.env)

@@ -30,7 +30,8 @@ from .safetensors_file import laters
 #: A number that stands at the end of a name, such as in checkpoint-500, step_500, epoch=3-step=500.ckpt or 500. The
 #: end of a decimal number is none: loss=0.35, lr=1e-05.
 _NUMBER = re.compile(r"(?:^|[_=]|(?<!\d[eE])-|(?<!\d)\.|(?<=[-_.=])(?:step|iter|epoch))(\d{1,18})$")
-_STEP = re.compile(r"step[-_=]?(\d{1,18})")
+#: A number after "step". One with a unit or decimals is none: step10k, step2M, step1e5, step=0.35.
+_STEP = re.compile(r"step[-_=]?(\d{1,18})(?!\d|\.\d|[eE][-+]?\d|[kKmMbB](?![A-Za-z0-9]))")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +105,8 @@ def import_checkpoints(
 
     Args:
         sources: files and folders of checkpoints.
-        step: the step of the only source. None: a number after "step" or at the end of its name, else the step that the
-            checkpoint states, else 0 if there is one source.
+        step: the step of the only source. None: a whole number after "step" or at the end of its name, else the step
+            that the checkpoint states, else 0 if there is one source.
         bases: references of snapshots of any run to dedup against, such as the model that these checkpoints fine-tune.
         format: one of FORMATS; None: `format_of` finds it.
 
@@ -158,7 +159,10 @@ def _in_order(formats: dict[Path, str], step: int | None) -> list[tuple[int, Pat
     for path, kind in formats.items():
         number = check_step(step) if step is not None else _step_of(path, kind)
         if number is None and len(formats) > 1:
-            raise InvalidInputError(f"{path}: no step found: its name ends in no number; import it alone, with --step")
+            raise InvalidInputError(
+                f"{path}: no step found: its name has no whole number after 'step' or at its end; import it "
+                "alone, with --step"
+            )
         number = number or 0
         if number in found:
             raise InvalidInputError(

@@ -474,6 +474,17 @@ def test_steps_come_from_names_and_contents(repository, tmp_path):
     for number, name in enumerate(("loss=0.35.pt", "v1.5.pt", "lr=1e-05.pt")):
         torch.save({"w": torch.zeros(1)}, tmp_path / name)
         assert imported(repository, tmp_path / name, run=f"r{number}")[0].snapshot.step == 0
+    for number, name in enumerate(
+        ("step10k", "step2M", "model_step1e5", "ckpt_step=0.35", "step-3.5", "step" + 19 * "1")
+    ):
+        torch.save({"w": torch.zeros(1), **({"global_step": 10_000} if number == 0 else {})}, tmp_path / f"{name}.pt")
+        step = imported(repository, tmp_path / f"{name}.pt", run=f"no{number}")[0].snapshot.step
+        assert step == (10_000 if number == 0 else 0), name
+    for name, step in (("step5b1", 5), ("step100ema", 100), ("step10kept_x", 10), ("step2k_step7", 7), ("step8.v2", 8)):
+        torch.save({"w": torch.zeros(1)}, tmp_path / f"{name}.pt")
+        assert imported(repository, tmp_path / f"{name}.pt", run=name)[0].snapshot.step == step
+    with pytest.raises(InvalidInputError, match=r"step2M\.pt: no step found: its name has no whole"):
+        imported(repository, tmp_path / "step2M.pt", tmp_path / "b-12.pt", run="x")
     torch.save({}, tmp_path / "c-12.pt")
     with pytest.raises(InvalidInputError, match="has step 12, as"):
         imported(repository, tmp_path / "c-12.pt", tmp_path / "b-12.pt", run="x")

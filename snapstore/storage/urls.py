@@ -17,12 +17,16 @@ from .base import ObjectStore, is_component
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
+#: The beginning of a path that was meant to be a URL, such as s3:bucket, s3//bucket, or str(Path("s3://bucket")).
+_MISTYPED = re.compile(r"(s3|file|memory)(:|//)", re.IGNORECASE)
+
 
 def open_store(url: str | Path | ObjectStore, *, create: bool = False) -> ObjectStore:
     """Return the store at `url`: a path, `file:///path`, `s3://bucket/prefix`, or `memory://NAME` (this process only).
 
     Args:
-        url: Anything without `scheme://` is a path; `~` at its start is the home folder. A store is returned as it is.
+        url: Anything without `scheme://` is a path; `~` at its start is the home folder. A path that begins like a
+            mistyped URL (`s3:`, `s3//`) is refused. A store is returned as it is.
         create: Make a missing local directory.
 
     Raises:
@@ -74,8 +78,11 @@ def _open_local(path: str, *, create: bool) -> ObjectStore:
 
     if not path or "\0" in path:
         raise InvalidInputError(f"{path!r}: expected the path of a directory")
-    if re.match(r"(s3|file|memory):/", path):  # str(Path("s3://bucket/prefix")) has lost a slash
-        raise InvalidInputError("a URL that went through pathlib, which removed a slash; pass it as a str")
+    if _MISTYPED.match(path):  # it is not repeated: it may carry a password
+        raise InvalidInputError(
+            "looks like a URL, expected s3://bucket/prefix, file:///path or memory://NAME, as a str (pathlib removes a "
+            "slash); pass a folder of such a name by its absolute path"
+        )
     try:
         os.fsencode(path)
     except UnicodeEncodeError as error:

@@ -1023,6 +1023,30 @@ def test_open_store_refuses(url, error):
     assert "secret" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("url", "kind"),
+    [
+        *((url, kind) for url in ("s3:bucket/x", "s3:b", "S3:/b", "file:x", "memory:x") for kind in (str, Path)),
+        ("s3//secret@bucket/x", str),
+        ("s3:key:secret@bucket/x", str),
+        ("memory//x", str),
+    ],
+)
+def test_a_mistyped_url_is_no_path(tmp_path, monkeypatch, url, kind):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidInputError, match=r"looks like a URL.*absolute path") as caught:
+        open_store(kind(url), create=True)
+    assert "secret" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["s3", "s3/x", "files:x", "my-s3:x"])
+def test_a_path_that_only_begins_like_a_url(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    assert open_store(name, create=True).url == str(tmp_path / name)
+    assert open_store(tmp_path / "s3:x", create=True).url == str(tmp_path / "s3:x")
+
+
 def test_create_over_a_file(tmp_path):
     (tmp_path / "file").write_bytes(b"x")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):

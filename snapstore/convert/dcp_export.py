@@ -33,7 +33,7 @@ def write(temp: Path, reader: TensorReader) -> None:
     """Write a snapshot into a folder.
 
     Raises:
-        InvalidInputError: the state is not a dict, or two values would get one name.
+        InvalidInputError: the state is not a dict, two values would get one name, or DCP cannot hold a dtype.
         IntegrityError: the snapshot is damaged.
         OSError: the folder cannot be written.
     """
@@ -92,8 +92,16 @@ class _Planner(DefaultSavePlanner):
         self._value: Any = None
 
     def create_local_plan(self) -> SavePlan:
-        """Return the plan, with the tensors in the order of the reader."""
+        """Return the plan, with the tensors in the order of the reader.
+
+        Raises:
+            ValueError: a tensor has a dtype whose size DCP does not know.
+        """
         planned = super().create_local_plan()
+        for item in planned.items:
+            dtype = item.tensor_data.properties.dtype if item.tensor_data is not None else None
+            if str(dtype).startswith("torch.bits"):
+                raise ValueError(f"{item.index.fqn}: a tensor of {dtype}")
         others = [item for item in planned.items if item.type == WriteItemType.BYTE_IO]
         self._pickled = {position for item in others for position in self._positions_in(item)}
         return dataclasses.replace(planned, items=sorted(planned.items, key=self._position))

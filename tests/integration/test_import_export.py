@@ -311,6 +311,11 @@ def test_what_dcp_cannot_hold_is_named(repository, tmp_path, monkeypatch):
     repository.save({"a": {1: torch.zeros(2), "1": torch.ones(2)}}, run="a", step=1)
     with pytest.raises(InvalidInputError, match=r"a@1: DCP cannot hold this state: .*duplicate"):
         export_snapshot(repository, "a@1", tmp_path / "d", to="dcp")
+    for step, dtype in enumerate((torch.bits8, torch.bits16), start=3):
+        bits = torch.arange(64, dtype=torch.uint8).view(dtype)
+        repository.save({"a": {"w": bits}}, run="a", step=step)
+        with pytest.raises(InvalidInputError, match=rf"DCP cannot hold this state: a\.w: a tensor of {dtype}; write a"):
+            export_snapshot(repository, f"a@{step}", tmp_path / "d", to="dcp")
     repository.save({"a": torch.zeros(2)}, run="a", step=2)
 
     def damaged(self):

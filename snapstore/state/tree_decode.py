@@ -212,8 +212,6 @@ class _Decoder:
         if len(_expect(keys, list)) != len(_expect(nodes, list)):
             raise ValueError(f"{len(keys)} keys, {len(nodes)} values")
         read = self._hashables(keys, path, depth)
-        if len(set(read)) != len(keys):
-            raise ValueError("a key occurs twice")
         for key, node in zip(read, nodes, strict=True):
             child = self.value(node, (*path, step(key)), depth + 1)
             if child is not ABSENT:
@@ -221,10 +219,15 @@ class _Decoder:
         return new
 
     def _hashables(self, nodes: list[Node], path: Path, depth: int) -> list[Any]:
-        """Return keys or members; refuse too many of one hash, which take quadratic time to put into a container."""
+        """Return keys or members; refuse equal ones.
+
+        Too many of one hash, which take quadratic time to put into a container, are refused first.
+        """
         values = [self.value(node, path, depth + 1) for node in _expect(nodes, list)]
         if crowded(values):
             raise ValueError(f"more than {MAX_ALIKE} keys or members have one hash")
+        if len(set(values)) != len(values):
+            raise ValueError("a key or member occurs twice")
         return values
 
     def read_dict(self, path: Path, depth: int, keys: list[Node], nodes: list[Node]) -> Any:

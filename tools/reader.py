@@ -50,6 +50,12 @@ TORCH |= {f"float8_{name}": (1, 1) for name in ("e4m3fn", "e4m3fnuz", "e5m2", "e
 TORCH |= dict.fromkeys(("float4_e2m1fn_x2", "bool", "uint8", "int8", "bits8"), (1, 1))
 TORCH |= {"complex32": (4, 2), "complex64": (8, 4), "complex128": (16, 8)}
 RAW = re.compile(r"bfloat16|bits.*|float8.*|float4.*|complex32")
+#: Any dtype of torch, and the name of a device.
+DTYPE = re.compile(r"bool|(?:b?float|complex|q?u?int|bits)\d+(?:x\d+|_\w+)?")
+DEVICE = re.compile(r"([a-z]+)(?::([0-9]+))?")
+#: The types of the plain form of a class of each kind, and of a member of an enum.
+PLAIN = {"dataclass": (dict,), "namedtuple": (tuple,), "namespace": (dict,), "subclass": (dict, list, str, int, float)}
+SCALARS = (type(None), bool, int, float, str, bytes)
 ARRAY = re.compile(r"\|[biu]1|[<>](?:[iuf][248]|c8|c16|[mM]8(?:\[\w+\])?|U\d+)|\|S\d+")
 
 
@@ -91,6 +97,17 @@ def typed(found: Any, types: Types) -> dict[str, Any]:
         for name in names.split():
             need(type(found.get(name)) in ((int, float) if kind is float else (kind,)), f"{name} is no {kind.__name__}")
             need(kind is not int or found[name] >= 0, f"{name} is negative")
+    return found  # type: ignore[no-any-return]
+
+
+def require_chunk_bytes(found: dict[str, Any]) -> None:
+    """Check the chunk_bytes of a config or a header."""
+    need(found["chunk_bytes"] % 16 == 0 and 64 <= found["chunk_bytes"] <= CHUNK, "chunk_bytes is out of bounds")
+
+
+def number(found: Any) -> int:
+    """Return an int that is no bool; a pattern `int()` matches both."""
+    need(type(found) is int, "no number")
     return found  # type: ignore[no-any-return]
 
 
@@ -439,13 +456,15 @@ class Entry:
         """Put disjoint boxes that cover the whole together."""
         size = self.numpy.itemsize
         need(sum(len(data) for _, _, data in pieces) == math.prod(self.shape) * size, "boxes do not cover a tensor")
-        out, seen = np.zeros([*self.shape, size], np.uint8), np.zeros(self.shape, bool)
+        if size == 0:
+            return np.zeros(self.shape, self.numpy)
+        out, seen = np.zeros(self.shape, f"V{size}"), np.zeros(self.shape, bool)
         for offsets, sizes, data in pieces:
             where = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
             need(not seen[where].any(), "boxes overlap")
             seen[where] = True
-            out[where] = np.frombuffer(data, np.uint8).reshape([*sizes, size])
-        return out.view(self.numpy).reshape(self.shape) if size else np.zeros(self.shape, self.numpy)
+            out[where] = np.frombuffer(data, out.dtype).reshape(sizes)
+        return out.view(self.numpy)
 
 
 # --- manifests ---
@@ -471,8 +490,10 @@ class Manifest:
         need(set(header["features"]) <= KNOWN_FEATURES, f"features {header['features']}", UnknownError)
         for field in ("part", "rank", "logical_bytes"):
             need(header[field] == reference[field], f"a manifest's {field} contradicts its reference")
-        for field in ("chunk_bytes", "digest_seed"):
-            need(header[field] == repository.config[field], f"a manifest's {field} contradicts the config")
+        need(
+            header["digest_seed"] == repository.config["digest_seed"], "a manifest's digest_seed contradicts the config"
+        )
+        require_chunk_bytes(header)
         need(all(len(integers(fields[1:], 4)) for fields in header["sections"]), "a section")
         self.sections = {fields[0]: self._section(data[begin:], *fields) for fields in header["sections"]}
         need(len(self.sections) == len(header["sections"]), "a manifest has a section twice")
@@ -604,6 +625,7 @@ class Part:
         need(self.root.pack_sizes == packs, "a root's packs are not its own and its children's")
         for h, child in zip(found, self.children.values(), strict=True):
             need(h["part"] == header["part"] and h["world_size"] == self.world_size, "a child of another root")
+            need(h["chunk_bytes"] == header["chunk_bytes"], "a child whose chunk_bytes are not its root's")
             need("ranks" in h["features"] and not h["children"], "a child with children")
             self._require_sums(child)
 
@@ -708,7 +730,8 @@ class Tree:
             case ["complex", float(real), float(imag)]:
                 return complex(real, imag)
             case ["np", str(dtype), bytes(data)]:
-                need(len(data) == layout_of("array", dtype)[0].itemsize, "a scalar of another length")
+                form = layout_of("array", dtype)[0]
+                need(form.kind not in "SU" and len(data) == form.itemsize, "no scalar of its dtype")
                 return np.frombuffer(data, dtype)[0]
             case ["npstr", inner]:
                 return np.str_(self.value(inner, 0))
@@ -717,12 +740,15 @@ class Tree:
             case ["npdtype", str(dtype)]:
                 return layout_of("array", dtype)[0]
             case ["dtype", str(name)]:
+                need(DTYPE.fullmatch(name), f"dtype {name}", UnknownError)
                 return Torch("dtype", f"torch.{name}")
             case ["size", list(sizes)]:
-                return Torch("Size", f"torch.Size({sizes})")
+                return Torch("Size", f"torch.Size({[number(size) for size in sizes]})")
             case ["device", str(name)]:
-                kind, _, index = name.partition(":")
-                return Torch("device", f"device(type={kind!r}" + (f", index={index})" if index else ")"))
+                match = DEVICE.fullmatch(name)
+                need(match, f"device {name}")
+                kind, index = match.groups() if match else ("", None)
+                return Torch("device", f"device(type={kind!r}" + (")" if index is None else f", index={index})"))
         return None
 
     def _named(self, node: list[Any]) -> Any:
@@ -735,11 +761,11 @@ class Tree:
             case ["date", str(iso)]:
                 return datetime.date.fromisoformat(iso)
             case ["time", str(iso), int(fold), zone]:
-                return datetime.time.fromisoformat(iso).replace(fold=fold, tzinfo=self.value(zone, 0))
+                return datetime.time.fromisoformat(iso).replace(fold=number(fold), tzinfo=self.value(zone, 0))
             case ["datetime", str(iso), int(fold), zone]:
-                return datetime.datetime.fromisoformat(iso).replace(fold=fold, tzinfo=self.value(zone, 0))
+                return datetime.datetime.fromisoformat(iso).replace(fold=number(fold), tzinfo=self.value(zone, 0))
             case ["timedelta", int(days), int(seconds), int(microseconds)]:
-                return datetime.timedelta(days, seconds, microseconds)
+                return datetime.timedelta(*map(number, (days, seconds, microseconds)))
             case ["timezone", offset, *name] if len(name) <= 1:
                 return datetime.timezone(self.value(offset, 0), *(self.value(text, 0) for text in name))
         return None
@@ -771,7 +797,7 @@ class Tree:
                 hashable(members)
                 return set(members) if tag == "set" else frozenset(members)
             case ["deque", None | int() as maxlen, list(items)]:
-                need(maxlen is None or len(items) <= maxlen, "a deque beyond its maxlen")
+                need(maxlen is None or len(items) <= number(maxlen), "a deque beyond its maxlen")
                 return deque(self._values(items, depth), maxlen)
             case ["dict", list(keys), list(values)]:
                 return dict(self._pairs(keys, values, depth))
@@ -786,8 +812,11 @@ class Tree:
                 need(name is None or name in FACTORIES, f"a factory {name}", UnknownError)
                 return defaultdict(FACTORIES[name] if name else None, self._pairs(keys, values, depth))
             case ["enum", str(), str(), None | str(), inner]:
-                return self.value(inner, depth - 1)
+                plain = self.value(inner, depth - 1)
+                need(type(plain) in SCALARS, "the plain form of an enum's member")
+                return plain
             case ["object", str(kind), str(module), str(name), inner, *fields]:
+                need(not isinstance(inner, list) or inner[:1] != ["object"], "the plain form of an object is an object")
                 return self._object(kind, (module, name), self.value(inner, depth - 1), fields)
             case ["part", str(name)] if depth == 2 and self.part == "" and self.rank is None:
                 return self.snapshot.tree(name)
@@ -810,8 +839,12 @@ class Tree:
 
     def _object(self, kind: str, name: tuple[str, str], value: Any, fields: list[Any]) -> Any:
         """Return the plain form of a value of a class; a namespace is built."""
-        need(kind in ("dataclass", "namedtuple", "namespace", "subclass"), f"an object of kind {kind}", UnknownError)
+        need(kind in PLAIN, f"an object of kind {kind}", UnknownError)
         need(len(fields) == (kind == "namedtuple"), "an object has another number of elements", UnknownError)
+        need(type(value) in PLAIN[kind], f"the plain form of a {kind}")
+        names = fields[0] if fields else [] if kind == "subclass" else list(value)
+        need(isinstance(names, list) and all(isinstance(name, str) for name in names), "a name of a field is no str")
+        need(kind != "namedtuple" or len(names) == len(value), "a named tuple of other numbers of names and values")
         if kind != "namespace":
             return value
         need(name in NAMESPACES, f"a namespace {name}", UnknownError)
@@ -945,13 +978,15 @@ class Snapshot:
     def own(self, part: str, i: int) -> Any:
         """Decode value i of the rank's own."""
         nodes = self.parts[part].own.get(self.rank, [])
-        need(0 <= i < len(nodes), f"rank {self.rank} has no own value {i} in part {part!r}")
+        need(0 <= number(i) < len(nodes), f"rank {self.rank} has no own value {i} in part {part!r}")
         return Tree(self, part, self.rank).value(nodes[i], 0)
 
     def array(self, part: str, rank: int | None, index: int, family: str) -> tuple[Entry, np.ndarray[Any, Any]]:
         """Return an entry of this family, and its array: that of the entry to which it is tied."""
         entries = self.parts[part].entries(rank)
-        need(0 <= index < len(entries) and entries[index].family == family, "a node names no entry of its family")
+        need(
+            0 <= number(index) < len(entries) and entries[index].family == family, "a node names no entry of its family"
+        )
         entry, array = entries[index], self.parts[part].array(rank, index)
         if entry.tie is None or rank is not None:
             return entry, array
@@ -973,8 +1008,7 @@ class Repository:
         self.config = self.small("config", 1, CONFIG)
         need(self.config["version"] == 1, f"format version {self.config['version']}", UnknownError)
         need(not self.config["features"], f"features {self.config['features']}", UnknownError)
-        chunk_bytes = self.config["chunk_bytes"]
-        need(chunk_bytes % 16 == 0 and 64 <= chunk_bytes <= CHUNK, "chunk_bytes of the config")
+        require_chunk_bytes(self.config)
 
     def keys(self, under: str) -> Iterator[str]:
         """Yield the keys of regular files; a symbolic link is refused."""
@@ -1121,6 +1155,7 @@ def main() -> int:
     parser.add_argument("--id", help="only the snapshot of this id")
     args = parser.parse_args()
     sys.setrecursionlimit(20 * DEPTH)
+    sys.set_int_max_str_digits(0)  # an int of a state may have any number of digits
     repository, refused = Repository(args.repository), dict[str, Exception]()
     for record in repository.records(refused):
         if args.id in (None, record["id"]):

@@ -21,9 +21,11 @@ import xxhash
 from kit import forge
 from kit.processes import ROOT
 from snapstore import Repository, SaveOptions
-from snapstore.errors import IntegrityError
+from snapstore.errors import FormatError, IntegrityError
 from snapstore.format import blob as stored_blob
 from snapstore.format import chain_decode, hashing, planes
+from snapstore.state.tensors import StoredPart
+from snapstore.state.tree_decode import decode
 
 sys.path.insert(0, str(ROOT / "tools"))
 
@@ -370,11 +372,89 @@ def test_what_is_unknown_is_refused():
         tree.value(["set", [["int", ((2**61 - 1) * i).to_bytes(16, "little")] for i in range(257)]], 0)
 
 
-def test_an_unknown_feature_is_refused(tmp_path):
-    shutil.copytree(V1, tmp_path / "repo")
-    config = tmp_path / "repo" / "config"
-    payload = config.read_bytes()[24:].replace(b"\xa8features\x90", b"\xa8features\x91\xa5later")
+@pytest.mark.parametrize(
+    "node",
+    [
+        ["np", "|S3", b"abc"],
+        ["np", "<U1", b"a\0\0\0"],
+        ["dtype", "nothing"],
+        ["device", "No Such"],
+        ["device", "cuda:"],
+        ["size", ["a"]],
+        ["size", [True]],
+        ["deque", True, []],
+        ["time", "01:02:03", True, None],
+        ["timedelta", True, 0, 0],
+        ["set", [1, True]],
+        ["enum", "m", "n", "x", ["list", []]],
+        ["object", "subclass", "m", "n", ["object", "subclass", "m", "n", 1]],
+        ["object", "subclass", "m", "n", True],
+        ["object", "dataclass", "m", "n", ["dict", [1], [2]]],
+        ["object", "dataclass", "m", "n", 1],
+        ["object", "namedtuple", "m", "n", ["tuple", [1]], ["a", "b"]],
+        ["object", "namedtuple", "m", "n", ["tuple", [1]], [1]],
+        ["object", "namespace", "types", "SimpleNamespace", 5],
+    ],
+    ids=str,
+)
+def test_nodes_that_the_page_rules_out(node):
+    """The package refuses them as well."""
+    with pytest.raises(reader.DamagedError):
+        reader.Tree(snapshot(V1, "main", 0)).value(node, 0)
+    with pytest.raises(FormatError):
+        decode([StoredPart("", node, [])])
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        ["dtype", "qint8"],
+        ["dtype", "bits2x4"],
+        ["device", "cuda"],
+        ["size", [2, -1]],
+        ["enum", "m", "n", None, 5],
+        ["object", "namedtuple", "m", "n", ["tuple", [1]], ["a"]],
+        ["object", "subclass", "m", "n", "text"],
+    ],
+    ids=str,
+)
+def test_nodes_that_the_page_allows(node):
+    reader.Tree(snapshot(V1, "main", 0)).value(node, 0)
+    decode([StoredPart("", node, [])])
+
+
+def test_the_most_dimensions_and_digits(tmp_path):
+    """The ints have more digits than Python prints by default."""
+    state = {"w": torch.arange(2000.0).reshape([1] * 63 + [2000]), "b": torch.ones([1] * 64), "i": -(10**5000)}
+    with Repository.create(tmp_path / "repo") as repository:
+        repository.save(state, run="r", step=0, metadata={"i": 10**5000})
+    (line,) = read(tmp_path / "repo")
+    assert [line["leaves"][f"/'{name}'"][2] for name in "wb"] == [[1] * 63 + [2000], [1] * 64]
+    assert line["leaves"]["/'i'"] == ["int", "-1" + "0" * 5000]
+
+
+def test_a_manifest_may_have_other_chunk_bytes_than_the_config(tmp_path):
+    """A config that a repair has reconstructed has those of most manifests."""
+    with Repository.create(tmp_path / "repo", chunk_bytes=4096) as repository:
+        repository.save({"w": torch.arange(9000.0)}, run="r", step=0)
+    wanted = read(tmp_path / "repo")
+    rewrite_config(tmp_path / "repo", b"\xabchunk_bytes\xcd\x10\x00", b"\xabchunk_bytes\xcd\x20\x00")
+    assert read(tmp_path / "repo") == wanted
+    with Repository.open(tmp_path / "repo") as repository:
+        assert torch.equal(repository.restore("r@0")["w"], torch.arange(9000.0))
+        assert repository.check("restore").ok
+
+
+def rewrite_config(folder, old, new):
+    """Replace bytes of the config by others, and sign it again."""
+    config = folder / "config"
+    payload = config.read_bytes()[24:].replace(old, new)
     begin = b"SNAP\1\1\0\0" + len(payload).to_bytes(8, "little")
     config.write_bytes(begin + xxhash.xxh3_64_digest(begin + payload)[::-1] + payload)
+
+
+def test_an_unknown_feature_is_refused(tmp_path):
+    shutil.copytree(V1, tmp_path / "repo")
+    rewrite_config(tmp_path / "repo", b"\xa8features\x90", b"\xa8features\x91\xa5later")
     with pytest.raises(reader.UnknownError, match="later"):
         reader.Repository(tmp_path / "repo")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -176,7 +176,7 @@ def restore(
         return
     what = f"{counted(written.tensors, 'tensor')}, {human_bytes(written.bytes)}"
     line(f"restored {snapshot.ref} (id:{snapshot.id[:12]}) to {output}: {what}")
-    note_changes(written, _format_of(output))
+    note_changes(written, files.format_of(output))
 
 
 def _unpack(shell: Shell, repository: Repository, ref: str, output: Path) -> bool:
@@ -220,16 +220,9 @@ def _write(repository: Repository, ref: str, output: Path, fit: Fit, options: Ex
     from ..convert.exporting import rank_for
     from ..restore.streaming import TensorReader
 
-    to = _format_of(output)
+    to = files.format_of(output)
     with newest_whole_named(repository.context, ref):
         reader = TensorReader(repository.context, ref, keys=fit, as_rank=rank_for(to, options.per_rank))
         if to == "torch":
             return files.write_torch(output, reader, force=options.force)
         return files.write_safetensors(output, reader, force=options.force, tensors_only=options.tensors_only)
-
-
-def _format_of(output: Path) -> Literal["torch", "safetensors"]:
-    """Return the format of a file by its name."""
-    from ..convert import files
-
-    return "safetensors" if output.suffix.lower() == files.SAFETENSORS else "torch"

@@ -90,6 +90,10 @@ def export_snapshot(
             f"strip {options.strip!r}: expected a sequence of prefixes, such as [{options.strip!r}]"
         )
     as_rank = rank_for(to, options.per_rank)
+    if to in ("torch", "safetensors") and files.is_known(path) and files.format_of(path) != to:
+        raise InvalidInputError(
+            f"{path}: is the name of a file of {files.format_of(path)}, but the export is to {to}; choose another name"
+        )
     files.check_new(path, force=options.force, is_folder=to in ("hf", "dcp"))
     snapshot = repository.snapshot(ref)
     ref = f"id:{snapshot.id}"

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 
@@ -71,6 +71,11 @@ class Exported:
     tied: list[str] = field(default_factory=list)
     changed: list[Changed] = field(default_factory=list)
     part: str | None = None
+
+
+def format_of(path: Path) -> Literal["torch", "safetensors"]:
+    """Return the format of a file that `is_known` by its name."""
+    return "safetensors" if path.suffix.lower() == SAFETENSORS else "torch"
 
 
 def is_known(path: Path) -> bool:

@@ -513,6 +513,20 @@ def test_a_source_that_is_no_checkpoint(tmp_path):
             format_of(path)
 
 
+@pytest.mark.parametrize("to", ["torch", "safetensors"])
+def test_an_export_has_no_name_of_another_format(repository, tmp_path, to):
+    repository.save(model(), run="a", step=1)
+    others = ("x.pt", "x.PTH", "x.bin", "x.ckpt") if to == "safetensors" else ("x.safetensors",)
+    for name in others:
+        with pytest.raises(InvalidInputError, match=rf"{name}: is the name of a file of .* but the export is to {to}"):
+            export_snapshot(repository, "a@1", tmp_path / name, to=to)
+    assert list(tmp_path.iterdir()) == []
+    for name in ("x", "x.1", "x.pt" if to == "torch" else "x.safetensors"):
+        export_snapshot(repository, "a@1", tmp_path / name, to=to)
+    for name in ("hf.pt", "dcp.pt"):
+        export_snapshot(repository, "a@1", tmp_path / name, to=name.partition(".")[0])
+
+
 def test_many_tensors_pass_one_by_one(tmp_path, monkeypatch):
     large = {f"large.{i}": torch.full((17 * 2**20,), i, dtype=torch.uint8) for i in range(2)}
     small = {f"small.{i}": torch.tensor([float(i)]) for i in range(600)}

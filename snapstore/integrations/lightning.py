@@ -3,9 +3,10 @@
     Trainer(plugins=[SnapstoreCheckpointIO("/data/snapshots", run="exp1")])          # ModelCheckpoint stays as it is
     Trainer(callbacks=[SnapshotCallback(partial(SnapshotManager, "/data/snapshots", run="exp1", ...))])
 
-In: the checkpoint that a Trainer dumps. Out: snapshots. Invariant: a reference file is written after the snapshot that
-it names is durable, and a snapshot is forgotten after the last file that this process wrote for it is gone. Both
-namespaces work, `lightning` and `pytorch_lightning`: the one that the program imported first, or both.
+In: the checkpoint that a Trainer dumps. Out: snapshots. Invariants: a reference file is written after the snapshot that
+it names is durable, and a snapshot is forgotten after the last file that this process wrote for it is gone. After each
+call the same files are there as with files of Lightning, which looks at the disk for a free name. Both namespaces work,
+`lightning` and `pytorch_lightning`: the one that the program imported first, or both.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ class SnapstoreCheckpointIO(_CheckpointIO):  # type: ignore[misc]  # a class of 
     Args:
         repository: a URL or path, where a repository is made if there is none; or an open Repository.
         run: the name of the run.
-        async_save: `save_checkpoint` returns once the state is copied. The reference appears after the commit.
+        async_save: a save in place of a file returns once the state is copied; the new reference appears after the
+            commit. A save to a path without a file always waits for the commit: Lightning would use the name again.
         types: classes of values in a checkpoint, such as hyperparameters, that a load creates again.
         options: how saves are stored, if the repository is opened here.
 
@@ -95,10 +97,12 @@ class SnapstoreCheckpointIO(_CheckpointIO):  # type: ignore[misc]  # a class of 
         self._where, self._options, self._types, self._async = repository, options, types, async_save
         self._manager: SnapshotManager | None = None
         self._worker: ThreadPoolExecutor | None = None
-        self._pending: list[Future[None]] = []
+        self._pending: dict[Future[None], str | None] = {}  # work -> the path of the file that it replaces
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Save a checkpoint, and write a reference to it at `path` once it is committed.
+
+        With `async_save` it does not wait for the commit if there is a file at `path`.
 
         Args:
             checkpoint: containers of tensors and plain values; its `global_step` is the step.
@@ -111,10 +115,15 @@ class SnapstoreCheckpointIO(_CheckpointIO):  # type: ignore[misc]  # a class of 
         """
         if storage_options is not None:
             raise TypeError("storage_options: SnapstoreCheckpointIO takes none; pass options=SaveOptions(...) to it")
-        self._wait(only_ended=True)
+        path = os.fspath(path)
+        replaces = references.exists(path)
+        self._wait(only_ended=replaces or path not in self._pending.values())
         step = checkpoint.get("global_step", checkpoint.get("step", 0))
-        handle = self._opened().save(step, checkpoint, force=True, metadata={"path": os.fspath(path)})
-        self._do(partial(self._publish, handle, os.fspath(path)))
+        handle = self._opened().save(step, checkpoint, force=True, metadata={"path": path})
+        if replaces:
+            self._do(partial(self._publish, handle, path), path)
+        else:
+            self._publish(handle, path)
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
@@ -137,12 +146,19 @@ class SnapstoreCheckpointIO(_CheckpointIO):  # type: ignore[misc]  # a class of 
         return cast(dict[str, Any], references.restore(os.fspath(path), where, map_location, self._types))
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove the reference at `path`, forget its snapshot, and run gc; with `async_save`, in the background.
+        """Remove the reference at `path`; forget its snapshot and run gc, with `async_save` in the background.
 
         A tagged snapshot is kept. If there is no file, do nothing. An error of forget or gc is only logged.
+
+        Raises:
+            SnapstoreError: an earlier save failed in the background.
         """
-        self._wait(only_ended=True)
-        self._do(partial(self._remove, os.fspath(path)))
+        path = os.fspath(path)
+        self._wait(only_ended=path not in self._pending.values())
+        named = references.find(path)
+        references.remove(path)
+        if named is not None:
+            self._do(partial(self._forget, named))
 
     def teardown(self) -> None:
         """Wait for all saves and removals, close the repository, and raise their first error. Later calls reopen it."""
@@ -165,19 +181,21 @@ class SnapstoreCheckpointIO(_CheckpointIO):  # type: ignore[misc]  # a class of 
             )
         return self._manager
 
-    def _do(self, work: Callable[[], None]) -> None:
+    def _do(self, work: Callable[[], None], path: str | None = None) -> None:
+        """Work in the background, with `async_save`; `path` is that of the file that the work replaces."""
         if not self._async:
             work()
             return
         self._opened()
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="snapstore-references")
-        self._pending.append(self._worker.submit(work))
+        self._pending[self._worker.submit(work)] = path
 
     def _wait(self, *, only_ended: bool = False) -> None:
         """Wait for the work in the background, or with `only_ended` only for finished work; raise its first error."""
         ended = [one for one in self._pending if one.done() or not only_ended]
-        self._pending = [one for one in self._pending if one not in ended]
+        for one in ended:
+            del self._pending[one]
         for error in filter(None, [one.exception() for one in ended]):
             raise error
 
@@ -195,12 +213,6 @@ class SnapstoreCheckpointIO(_CheckpointIO):  # type: ignore[misc]  # a class of 
         references.write(path, repository, snapshot)
         if before is not None and before["snapshot"] != snapshot.id:
             self._forget(before)
-
-    def _remove(self, path: str) -> None:
-        named = references.find(path)
-        references.remove(path)
-        if named is not None:
-            self._forget(named)
 
     def _forget(self, named: dict[str, Any]) -> None:
         """Forget the snapshot of a reference that is gone, and run gc."""

@@ -79,6 +79,12 @@ def read(path: str) -> dict[str, Any]:
     return named
 
 
+def exists(path: str) -> bool:
+    """Return whether there is a file or folder at a path, of any kind; a symbolic link that leads nowhere is none."""
+    fs, place = _file_system(path)
+    return bool(fs.exists(place))
+
+
 def find(path: str) -> dict[str, Any] | None:
     """Return the values of the reference at a path; None: there is none, or the path is a symbolic link."""
     if Path(_file_system(path)[1]).is_symlink():

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from types import SimpleNamespace
 
@@ -128,7 +129,7 @@ def test_trainings_resume_bit_exact(tmp_path):
         worker.log.close()
 
 
-def fit(epochs, *callbacks, loader=DataLoader, **more):
+def fit(epochs, *callbacks, loader=DataLoader, ckpt_path=None, **more):
     """Train a net with dropout on shuffled data, and validate it after each epoch; return the weights."""
     import lightning.pytorch
 
@@ -139,7 +140,9 @@ def fit(epochs, *callbacks, loader=DataLoader, **more):
             self.net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 1))
 
         def training_step(self, batch, index):
-            return self.net(batch[0]).square().mean()
+            loss = self.net(batch[0]).square().mean()
+            self.log("loss", loss)
+            return loss
 
         def validation_step(self, batch, index):
             self.log("val_loss", self.net(batch[0]).square().mean())
@@ -152,7 +155,7 @@ def fit(epochs, *callbacks, loader=DataLoader, **more):
     options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False}
     options |= {"enable_model_summary": False, "enable_checkpointing": bool(callbacks)} | more
     trainer = lightning.pytorch.Trainer(max_epochs=epochs, callbacks=list(callbacks), **options)
-    trainer.fit(net, loader(data, 4, shuffle=True), DataLoader(data, 4))
+    trainer.fit(net, loader(data, 4, shuffle=True), DataLoader(data, 4), ckpt_path=ckpt_path)
     return net.state_dict()
 
 
@@ -258,8 +261,12 @@ def test_a_reference_is_never_ahead_of_its_commit(adapter, tmp_path):
     Repository.create(store.inner).close()
     with Repository.open(store) as repository:
         io = adapter.SnapstoreCheckpointIO(repository, run="r")
+        store.may.set()
+        io.save_checkpoint(checkpoint(0), path)  # there is no file, so it waits
+        assert json.loads(path.read_text())["step"] == 0
+        store.may.clear()
         io.save_checkpoint(checkpoint(1), path)
-        assert not path.exists()
+        assert json.loads(path.read_text())["step"] == 0
         store.may.set()
         assert io.load_checkpoint(path)["global_step"] == 1  # it waits
         old = path.read_text()
@@ -274,6 +281,50 @@ def test_a_reference_is_never_ahead_of_its_commit(adapter, tmp_path):
         assert json.loads(path.read_text())["step"] == 3
         assert io.load_checkpoint(path)["global_step"] == 3
         io.teardown()
+
+
+class LateStore(FaultStore):
+    """Commits each snapshot late, so that Lightning chooses the next name in the meantime if nothing waits."""
+
+    def put(self, key, *args, **kwargs):
+        if key.startswith("snapshots/"):
+            time.sleep(0.1)
+        return super().put(key, *args, **kwargs)
+
+
+CHECKPOINTS = {
+    "two callbacks, equal names": [{"monitor": "loss"}, {"monitor": "step", "mode": "max", "save_top_k": -1}],
+    "names without the step": [{"monitor": "loss", "filename": "{epoch}", "save_top_k": 2}],
+    "links": [{"monitor": "loss", "save_last": "link"}],
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning warns about the number of workers
+@pytest.mark.parametrize("options", CHECKPOINTS.values(), ids=CHECKPOINTS)
+def test_the_same_checkpoints_as_with_files_of_lightning(adapter, tmp_path, options):
+    """`ModelCheckpoint` looks at the disk for a free name, and removes by name."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    kept = {}
+    for kind in ("files", "sync", "async"):
+        store, folder = LateStore(MemoryStore()), tmp_path / kind
+        Repository.create(store.inner).close()
+        with Repository.open(store) as repository:
+            io = adapter.SnapstoreCheckpointIO(repository, run="r", async_save=kind == "async")
+            more = {} if kind == "files" else {"plugins": [io]}
+            for epochs in (1, 2):  # the second training resumes, and removes files of the first
+                callbacks = [ModelCheckpoint(folder, every_n_train_steps=2, **one) for one in options]
+                path = max(folder.glob("*.ckpt"), key=lambda file: file.stat().st_mtime_ns, default=None)
+                fit(epochs, *callbacks, ckpt_path=path, **more)
+            load = (lambda file: torch.load(file, weights_only=False)) if kind == "files" else io.load_checkpoint
+            files = sorted(folder.iterdir())
+            steps = {file.name: (load(file)["global_step"], file.is_symlink()) for file in files}
+            kept[kind] = steps, [sorted(one.best_k_models.values()) for one in callbacks]
+            if kind != "files":
+                assert len(repository.snapshots("r")) == sum(not file.is_symlink() for file in files)
+            io.teardown()
+    assert kept["sync"] == kept["files"]
+    assert kept["async"] == kept["files"]
 
 
 @pytest.mark.parametrize("async_save", [True, False])

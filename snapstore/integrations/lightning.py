@@ -245,7 +245,7 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
             are known: on several ranks pass a function. The callback closes a manager that the function made.
         when: "step": save after a batch if the manager's `should_save` says so; if a batch makes several optimizer
             steps, and one of them is a multiple of the interval, save after it too. "validation": save after each
-            validation, when its metrics are there.
+            validation, when its metrics are there. After the last batch of an epoch, both save at the end of the epoch.
         resume: "latest": `fit` resumes from the newest snapshot, if there is one and no `ckpt_path` is given; a step or
             tag: from that snapshot; None: it does not resume.
         metrics: names in `trainer.callback_metrics` that are stored with a snapshot; the metrics of `KeepBest` policies
@@ -276,6 +276,7 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         self._manager: SnapshotManager | None = None
         self._restored: dict[str, Any] | None = None  # the checkpoint that is being loaded
         self._last_step = self._seen_step = 0
+        self._ends_epoch = False  # a save is due at the end of the epoch
 
     # -- hooks of a fit, in this order
 
@@ -308,9 +309,12 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Set the random generators again, unless an epoch begins: making a loader's iterator has drawn a number."""
-        if self._restored is not None and not self._restored[_OWN]["begins_epoch"]:
+        if self._restored is not None and self._restored[_OWN]["begins_epoch"]:
+            trainer.fit_loop.restarting = False  # with max_steps, Lightning makes it true again
+            trainer.fit_loop.epoch_loop.restarting = False  # else it would take the epoch for one that has ended
+        else:
             self._set_generators()
-        self._restored = None
+        self._restored, self._ends_epoch = None, False
         self._last_step = self._seen_step = trainer.global_step  # until it grows, gradients are accumulated
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
@@ -319,12 +323,18 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         before, self._seen_step = self._seen_step // manager.save_interval_steps, step
         due = manager.should_save(step) or (step // manager.save_interval_steps > before and not manager.read_only)
         if self._when == "step" and step != self._last_step and due:
-            self._save(trainer, step)
+            self._save_or_wait(trainer)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Save after a validation within a fit."""
         if self._when == "validation" and trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._save(trainer, trainer.global_step)
+            self._save_or_wait(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Save if a save is due; Lightning calls this hook of checkpoint callbacks last."""
+        if self._ends_epoch:
+            self._ends_epoch = False
+            self._save(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Wait for the last save, and raise an error of a save in the background."""
@@ -354,15 +364,39 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         if self._restored is not None:
             RngState().load_state_dict(self._restored[_OWN]["rng"])
 
-    def _save(self, trainer: Any, step: int) -> None:
-        manager = self._opened()
+    def _save_or_wait(self, trainer: Any) -> None:
+        """Save; after the last batch of an epoch, only note that the end of the epoch is to save.
+
+        A resume begins the next epoch, so the validation and the hooks of the end must be in the snapshot. In a job
+        that is told to end there may be no time for them.
+        """
+        step, self._ends_epoch = trainer.global_step, bool(trainer.is_last_batch)
+        if self._ends_epoch and self._is_told_to_end(step):
+            self._ends_epoch = False
+            log.warning(
+                "run=%s step=%d is saved before the end of its epoch: the resumed training leaves out its validation "
+                "and its hooks",
+                self._opened().run,
+                step,
+            )
+        if not self._ends_epoch:
+            self._save(trainer)
+
+    def _is_told_to_end(self, step: int) -> bool:
+        try:
+            return self._opened().reached_preemption(step)
+        except InvalidInputError:  # handle_preemption() was not called
+            return False
+
+    def _save(self, trainer: Any) -> None:
+        manager, step = self._opened(), trainer.global_step
         names = [*self._metrics, *(policy.metric for policy in manager.keep if isinstance(policy, KeepBest))]
         logged = trainer.callback_metrics
         metrics = {name: logged[name] for name in dict.fromkeys(names) if name in logged}
         state = _connector(trainer).dump_checkpoint(weights_only=False)
         if _is_sharded(trainer.strategy):
             _require_sharded(state)
-        own = {"rng": RngState(), "begins_epoch": self._when == "step" and bool(trainer.is_last_batch)}
+        own = {"rng": RngState(), "begins_epoch": bool(trainer.is_last_batch)}
         kept = {key: value if key in _TENSORS else PerRank(value) for key, value in state.items()}
         metadata = {"lightning": [key for key in state if key not in _TENSORS]}
         self._last_step = step
@@ -386,18 +420,29 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
 
 
 def _checkpoint_of(restored: dict[str, Any]) -> dict[str, Any]:
-    """Return the checkpoint of Lightning that a snapshot holds.
-
-    At the end of an epoch Lightning loads the position of a loader, and takes its first iterator for the next epoch.
-    The iterator of a StatefulDataLoader would be at its end there, so the whole epoch would be skipped. If its state
-    says that it has ended, the loader makes a new one.
-    """
+    """Return the checkpoint of Lightning that a snapshot holds."""
     checkpoint = {key: value for key, value in restored.items() if key != _OWN}
     if restored[_OWN]["begins_epoch"]:
-        for position in checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", ()):
-            if isinstance(position, dict) and _ENDED in position:
-                position[_ENDED] = True
+        _begin_epoch(checkpoint["loops"]["fit_loop"])
     return checkpoint
+
+
+def _begin_epoch(loop: dict[str, Any]) -> None:
+    """Change the state of a fit loop after the last batch of an epoch to the state at the start of the next epoch.
+
+    From the state after the last batch, Lightning repeats hooks, leaves out an epoch, or adds one. The iterator of a
+    StatefulDataLoader is at its end there: if its state says so, the loader makes a new one.
+    """
+    batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]
+    if epochs["total"]["processed"] < epochs["total"]["started"]:  # saved before the end of the epoch
+        loop["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
+    for which in ("total", "current"):
+        batches[which]["completed"] = batches[which]["processed"]
+        ended = epochs[which]["started"]
+        epochs[which] |= {"ready": ended + 1, "processed": ended, "completed": ended}
+    for position in loop["state_dict"].get("combined_loader", ()):
+        if isinstance(position, dict) and _ENDED in position:
+            position[_ENDED] = True
 
 
 def _connector(trainer: Any) -> Any:

@@ -7,6 +7,7 @@ this process.
 import importlib.util
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -170,10 +171,77 @@ def test_the_next_epoch_draws_as_if_nothing_had_happened(adapter, tmp_path, when
         found = fit(3, adapter.SnapshotCallback(manager, when=when))
         assert manager.all_steps() == [6, 12, 18]
         assert len(manager.repository.snapshots("r")) == 3
-        metrics = [snapshot.metrics for snapshot in manager.repository.snapshots("r")]
-        # After a batch the metrics are those of the last validation in this process.
-        assert [bool(one) for one in metrics] == ([True] * 3 if when == "validation" else [False, True, False])
+        assert all(snapshot.metrics for snapshot in manager.repository.snapshots("r"))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def hooks(seen):
+    """Return a callback that notes the hooks of a training, with the epoch and the step."""
+    import lightning.pytorch
+
+    def noted(name):
+        def hook(self, trainer, *_):
+            if not trainer.sanity_checking:
+                seen.append((name, trainer.current_epoch, trainer.global_step))
+
+        return hook
+
+    names = ("on_train_epoch_start", "on_train_batch_end", "on_validation_start", "on_validation_end")
+    names += ("on_train_epoch_end", "on_train_end")
+    return type("Hooks", (lightning.pytorch.Callback,), {name: noted(name) for name in names})()
+
+
+ENDS = {"epochs": {}, "steps": {"max_steps": 24}, "early stopping": {}, "validations": {"val_check_interval": 0.5}}
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning warns about the number of workers
+@pytest.mark.parametrize("when", ["step", "validation"])
+@pytest.mark.parametrize("end", ENDS)
+def test_a_resume_at_the_end_of_an_epoch_leaves_out_no_hook_and_repeats_none(adapter, tmp_path, end, when):
+    from lightning.pytorch.callbacks import EarlyStopping
+
+    def train(*callbacks):
+        seen = []
+        stops = [EarlyStopping("val_loss", mode="max", patience=2)] if end == "early stopping" else []
+        options = {"enable_checkpointing": bool(callbacks)} | ENDS[end]
+        weights = fit(-1 if "max_steps" in options else 4, hooks(seen), *stops, *callbacks, **options)
+        return seen, weights, torch.rand(1)
+
+    expected = train()
+    assert expected[0][-1][2] == (18 if end == "early stopping" else 24)
+    with SnapshotManager(tmp_path, run="r", save_interval_steps=6) as manager:
+        for step in (None, 6, 12):
+            seen, weights, number = train(adapter.SnapshotCallback(manager, when=when, resume=step))
+            assert seen == expected[0][-len(seen) :]
+            assert seen[0] == ("on_train_epoch_start", (step or 0) // 6, step or 0)
+            assert all(torch.equal(weights[name], expected[1][name]) for name in weights)
+            assert torch.equal(number, expected[2])
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning warns about the number of workers
+def test_a_job_that_is_told_to_end_saves_before_the_validation(adapter, tmp_path, caplog):
+    """The resumed training leaves out the end of that epoch, and no batch of the next ones."""
+    import lightning.pytorch
+
+    class End(lightning.pytorch.Callback):
+        def on_train_batch_start(self, trainer, *_):
+            if trainer.global_step == 11:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    seen = []
+    with SnapshotManager(tmp_path, run="r", save_interval_steps=6) as manager:
+        manager.handle_preemption()
+        with pytest.raises(SystemExit):
+            fit(4, hooks(seen), End(), adapter.SnapshotCallback(manager))
+    assert seen[-1] == ("on_train_batch_end", 1, 12)
+    assert "step=12 is saved before the end of its epoch" in caplog.text
+    for more in ({"epochs": 4}, {"epochs": -1, "max_steps": 24}):
+        seen.clear()
+        with SnapshotManager(tmp_path, run="r", save_interval_steps=6) as manager:
+            fit(more.pop("epochs"), hooks(seen), adapter.SnapshotCallback(manager, resume=12), **more)
+        assert seen[0] == ("on_train_epoch_start", 2, 12)
+        assert [step for name, _, step in seen if name == "on_train_batch_end"] == list(range(13, 25))
+        assert [epoch for name, epoch, _ in seen if name == "on_train_epoch_end"] == [2, 3]
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning warns about the number of workers

@@ -14,6 +14,7 @@ import time
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from multiprocessing.pool import ThreadPool
+from pathlib import Path
 
 import pytest
 
@@ -155,6 +156,27 @@ def test_a_program_that_hangs_when_it_renews_credentials(server, monkeypatch, tm
             with suppress(AlreadyExistsError):
                 opened.put("a", b"x")
     assert time.monotonic() - began < 50, "it waited for the program"
+
+
+def test_credentials_are_renewed_again_after_a_failure(server, monkeypatch, tmp_path):
+    """They expire within ten minutes, and the program, or the server of an instance's role, fails twice."""
+    script, config = tmp_path / "credentials.py", tmp_path / "config"
+    expires = [(datetime.now(UTC) + timedelta(seconds=left_s)).isoformat() for left_s in (300, 3600)]
+    told = [json.dumps({"Version": 1, "AccessKeyId": "a", "SecretAccessKey": "b", "Expiration": e}) for e in expires]
+    script.write_text(
+        "import pathlib, sys\nruns = pathlib.Path(sys.argv[0] + '.runs')\n"
+        "done = len(runs.read_text()) if runs.exists() else 0\nruns.write_text('x' * (done + 1))\n"
+        f"if done in (1, 2): sys.exit('no answer')\nprint({told!r}[min(done, 1)])\n"
+    )
+    config.write_text(f"[profile slow]\ncredential_process = {sys.executable} {script}\n")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    monkeypatch.setenv("AWS_PROFILE", "slow")
+    opened = store(connect_timeout_s=HANGS_S, read_timeout_s=HANGS_S, attempts=10)
+    opened.put("a", b"x")
+    assert opened.get("a") == b"x"
+    assert len(Path(f"{script}.runs").read_text()) == 4, "each failed attempt renewed them again"
 
 
 def test_bodies_that_give_a_byte_an_attempt(server):

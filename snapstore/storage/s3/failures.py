@@ -183,7 +183,9 @@ def failure_of(error: Exception) -> Failure:
     if isinstance(error, aws.NoCredentialsError | aws.PartialCredentialsError):
         return Failure(name, "no credentials found; set AWS_PROFILE, or AWS_ACCESS_KEY_ID and its secret")
     if isinstance(error, aws.CredentialRetrievalError | aws.TokenRetrievalError | aws.SSOError):
-        return Failure(name, f"the credentials could not be fetched ({name}); log in again")
+        # The server of an instance's role may be back for the next attempt; to log in takes a person.
+        retryable = isinstance(error, aws.CredentialRetrievalError)
+        return Failure(name, f"the credentials could not be fetched ({name}); log in again", retryable=retryable)
     if isinstance(error, aws.ReadTimeoutError | aws.ConnectTimeoutError):
         return Failure(name, "no answer in time; check the network and the server, then try again", retryable=True)
     if isinstance(error, FileNotFoundError | PermissionError):

@@ -66,7 +66,8 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         manager: a SnapshotManager; under torch.distributed one on every rank. Close it after the training.
 
     Raises:
-        InvalidInputError: when the training begins: the callback does not support an option of TrainingArguments.
+        InvalidInputError: when the training begins: the callback does not support an option of TrainingArguments; or
+            the Trainer has two of these callbacks.
         CapabilityError: when the training begins: FSDP, DeepSpeed, or a device other than CPU and CUDA.
         SnapstoreError: at a later event: a save failed.
     """
@@ -82,6 +83,7 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         _refuse(args, state)
         self._due = self._prepared = False
         if (handler := self._handler()) is not None:  # a new list: the handler iterates over the old one
+            _require_single(handler.callbacks)
             others = [one for one in handler.callbacks if not isinstance(one, _SaveFirst)]
             handler.callbacks = [_SaveFirst(self), *others]
         self._best = self._best_saved(state) if args.load_best_model_at_end else None
@@ -290,6 +292,16 @@ def _refuse(args: Any, state: Any) -> None:
         raise CapabilityError(
             f"SnapshotCallback: covers one process and DDP, on CPU and CUDA; got {kind} on {args.device.type}; for "
             "FSDP2 use snapstore.integrations.accelerate, or see docs/guides/distributed.md"
+        )
+
+
+def _require_single(callbacks: list[Any]) -> None:
+    """Raise InvalidInputError if there are several SnapshotCallbacks: only the first would save."""
+    count = sum(isinstance(one, SnapshotCallback) for one in callbacks)
+    if count > 1:
+        raise InvalidInputError(
+            f"callbacks: expected one SnapshotCallback, got {count}: only the first would save; pass one, and for a "
+            "second copy mirror= and mirror_keep= to its manager"
         )
 
 

@@ -288,6 +288,17 @@ def test_options_that_are_refused(hf, tmp_path, options, message, monkeypatch):
         hf.trainer(tmp_path / "out", hf.SnapshotCallback(manager), **options).train()
 
 
+def test_two_callbacks_are_refused(hf, tmp_path):
+    """The second would never save."""
+    with open_manager(tmp_path) as one, SnapshotManager(tmp_path / "second", run="a") as two:
+        callbacks = [hf.SnapshotCallback(one), hf.SnapshotCallback(two)]
+        made = hf.trainer(tmp_path / "out", *callbacks, save_total_limit=2)
+        with pytest.raises(InvalidInputError, match=r"expected one SnapshotCallback, got 2: .* mirror= and"):
+            made.train()
+        assert one.all_steps() == two.all_steps() == []
+        assert not one.keep
+
+
 def test_weights_alone_and_snapshots_of_others(hf, tmp_path):
     with open_manager(tmp_path) as manager:
         hf.trainer(tmp_path / "out", hf.SnapshotCallback(manager), save_only_model=True, max_steps=3).train()

@@ -253,7 +253,8 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         per_rank: if another number of ranks resumes: the rank whose loops, callbacks and generators all ranks take.
 
     Raises:
-        InvalidInputError: by `fit`: the strategy keeps its state in a way that this callback does not know.
+        InvalidInputError: by `fit`: the strategy keeps its state in a way that this callback does not know; or another
+            callback of this kind is to resume, too.
         CapabilityError: by `fit`: this release of Lightning lacks what the callback calls.
     """
 
@@ -285,6 +286,7 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         if stage != "fit":
             return
         _require_known(trainer.strategy)
+        _require_one_resume([one for one in trainer.callbacks if isinstance(one, SnapshotCallback)])
         if self._manager is None:
             self._manager = self._given if isinstance(self._given, SnapshotManager) else self._given()
         manager, self._restored = self._manager, None
@@ -473,6 +475,16 @@ def _require_known(strategy: Any) -> None:
         raise InvalidInputError(
             f"{refused[0]}: SnapshotCallback saves with strategies of one device, DDP, FSDP and ModelParallel; for "
             "DeepSpeed see docs/guides/deepspeed.md"
+        )
+
+
+def _require_one_resume(callbacks: list[SnapshotCallback]) -> None:
+    """Raise InvalidInputError if several callbacks are to resume: the snapshot of the last one would be loaded."""
+    count = sum(one._resume is not None for one in callbacks)
+    if count > 1:
+        raise InvalidInputError(
+            f"callbacks: {count} SnapshotCallbacks would resume, maybe from different steps; pass resume=None to all "
+            "but one"
         )
 
 

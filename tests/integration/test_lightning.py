@@ -245,6 +245,25 @@ def test_a_job_that_is_told_to_end_saves_before_the_validation(adapter, tmp_path
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning warns about the number of workers
+def test_only_one_of_two_callbacks_resumes(adapter, tmp_path):
+    """With two, the training would go on from the snapshot of the last callback, which may be an older one."""
+    expected = fit(3)
+    with (
+        SnapshotManager(tmp_path / "new", run="r", save_interval_steps=6) as new,
+        SnapshotManager(tmp_path / "old", run="r", save_interval_steps=12) as old,
+    ):
+        both = [adapter.SnapshotCallback(new), adapter.SnapshotCallback(old, resume=None)]
+        fit(3, *both)
+        assert (new.all_steps(), old.all_steps()) == ([6, 12, 18], [12])
+        with pytest.raises(InvalidInputError, match=r"2 SnapshotCallbacks would resume.* resume=None to all but one"):
+            fit(4, *[adapter.SnapshotCallback(manager) for manager in (new, old)])
+        seen = []
+        found = fit(3, hooks(seen), adapter.SnapshotCallback(new, resume=6), both[1])
+        assert seen[0] == ("on_train_epoch_start", 1, 6)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning warns about the number of workers
 def test_a_stateful_loader_skips_no_epoch(adapter, tmp_path):
     """A resume at the end of an epoch goes on with the batches of the next epoch."""
     import lightning.pytorch

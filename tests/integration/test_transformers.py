@@ -156,6 +156,22 @@ def trained(hf, folder, *callbacks, path=None, train_dataset=None, **options):
     return made
 
 
+@pytest.mark.parametrize("restores", [True, False])
+def test_the_patience_of_early_stopping_is_restored_only_on_demand(hf, tmp_path, restores):
+    """The evaluations get worse from the first on, and the patience is 5. The guide says what the default does."""
+    options = {"max_steps": 12, "eval_steps": 1, "save_steps": 4, "greater_is_better": True}
+    options["restore_callback_states_from_checkpoint"] = restores
+    whole = hf.trainer(tmp_path / "whole", **options | {"save_strategy": "no"})
+    whole.train()
+    expected = end_of(whole)
+    assert whole.state.global_step == 6
+    with open_manager(tmp_path) as manager:
+        hf.trainer(tmp_path / "first", hf.SnapshotCallback(manager), **options).train()
+    found = resumed(hf, tmp_path, 4, **options)
+    assert found.state.global_step == (6 if restores else 9)
+    assert same(end_of(found), expected) is restores
+
+
 def test_the_count_of_tokens_changes_no_save(hf, tmp_path):
     """With it, every log entry has the speed of the training, as otherwise only the last entry has."""
     options = {"include_num_input_tokens_seen": "all", "load_best_model_at_end": True}

@@ -132,7 +132,9 @@ class SnapstoreLoadPlanner(DefaultLoadPlanner):
         before. That puts None before a tensor in a list where the state has only empty dicts and lists, and then the
         snapshot lacks the key of None.
         """
+        self.flatten_state_dict = True
         super().set_up_planner(state_dict, metadata, is_coordinator)
+        self.flatten_state_dict = False  # DCP puts the values into its flat view then, and `load_bytes` into the state
         self.state_dict = _flatten_sharded_tensors(self.state_dict)
 
     def create_local_plan(self) -> LoadPlan:
@@ -151,8 +153,10 @@ class SnapstoreLoadPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put a value into its place."""
-        container, key = self._places[self.mappings[read_item.dest_index.fqn]]
-        container[key] = torch.load(value, weights_only=False)  # made by SnapstoreReader
+        super().load_bytes(read_item, value)
+        name = read_item.dest_index.fqn
+        container, key = self._places[self.mappings[name]]
+        container[key] = self.state_dict[name]
 
 
 def _add_places(container: Any, path: Path, leaves: Mapping[Path, Any], places: dict[Path, _Place]) -> None:

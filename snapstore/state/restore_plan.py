@@ -11,6 +11,7 @@ Rules that users see:
 - With `into`, dict keys must be the same on both sides. A list, tuple or deque without arrays and objects is one value,
   so its length may differ; with arrays inside, the length must be equal. Lists and dicts are changed in place.
 - With `keys` and no `into`, lists and tuples contain only the selected items: the next ones move up.
+- A container or object that `into` has at several places gets one value: the snapshot must have equal values there.
 - Sharded tensors of `into` get the boxes that they hold; no rank communicates. An optimizer that has no state yet gets
   the state of its sharded parameters in their sharding.
 - Values of other ranks are left out, and `into` keeps its values in their places.
@@ -28,10 +29,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 
-from ..errors import InvalidInputError, SnapstoreError
+from ..errors import InvalidInputError
 from ..text import some
 from . import classes
 from .arrays import OnDevice, dtype_name, mismatch
@@ -39,17 +39,16 @@ from .containers import CONTAINERS, MAX_DEPTH, Path, children, is_mapping, leave
 from .differences import IN_INTO, IN_SNAPSHOT, MAX_LINES, Differences, advice, renamed
 from .fit import Fit, Mismatches
 from .per_rank import PerRank, has_objects
+from .repeated_places import RepeatedPlaces, same_plain
 from .restore_buffers import RestoreBuffers, Want, slots_of
 from .sharded_optimizer import with_sharded_state
 from .stateful import is_stateful, is_strict_module, state_of
 from .tensors import Slot, StoredPart, family, is_array
 from .tree_decode import ELSEWHERE, Decoded
-from .tree_encode import encode_plain
 
 if TYPE_CHECKING:
     import torch
 
-_EXACT = frozenset({type(None), bool, int, str, bytes})  # values of these are the same if they are equal
 _FILL_DTENSORS = (
     "to fill DTensors, restore without a target and call torch.distributed.checkpoint.state_dict.set_model_state_dict("
     "model, state, options=StateDictOptions(full_state_dict=True))"
@@ -124,6 +123,7 @@ class RestorePlan:
         self._differences = Differences()
         self._updates: list[Callable[[], None]] = []
         self._loads: list[_Load] = []
+        self._repeated = RepeatedPlaces(self.buffers, self._selection, exact=self._all_selected)
         others = (path for path, leaf in leaves(stored, ()) if leaf is ELSEWHERE) if decoded.elsewhere else ()
         missing = [shown(path) for path in others if self._selection.matches(path)]
         if missing and elsewhere is not None:
@@ -189,6 +189,11 @@ class RestorePlan:
             return self._plan_value(stored, target, path)
         return self._plan_container(stored, target, path)
 
+    def _note_place(self, stored: Any, target: Any, path: Path) -> None:
+        """Note a container or object that changes in place: another place of the target may be the same one."""
+        if (text := self._repeated.note(stored, target, path)) is not None:
+            self._differ(path, text)
+
     def _plan_missing(self, target: Any, path: Path) -> None:
         """Note the leaves of `into` that `keys` selects and the snapshot lacks."""
         for leaf, _ in leaves(target, path):
@@ -207,17 +212,19 @@ class RestorePlan:
         if type(target) in CONTAINERS or is_array(target):
             self._differ(path, f"type: expected {type(target).__name__} as in the target, got {_stored_name(stored)}")
             return None
-        return None if _same(stored, target) else lambda: self.buffers.build(stored)
+        return None if same_plain(stored, target) else lambda: self.buffers.build(stored)
 
     def _plan_view(self, stored: Any, target: Any, view: Any, path: Path) -> Replace | None:
         """Plan a dataclass, namespace, named tuple, or subclass of dict or list by its members; it stays the object."""
         replaced = self._plan(stored, view, path)
         if type(view) is not tuple:
+            self._note_place(stored, target, path)
             self._updates.append(lambda: classes.put_back(target, view))
         return None if replaced is None else lambda: target._make(replaced())
 
     def _plan_per_rank(self, stored: Any, target: PerRank, path: Path) -> None:
         """Plan a rank's own value with objects in it: they stay, and each loads its own state."""
+        self._note_place(stored, target, path)
         replaced = self._plan(stored, target.value, path)
         if replaced is not None:
             self._updates.append(lambda: setattr(target, "value", replaced()))
@@ -227,8 +234,9 @@ class RestorePlan:
         if type(target) is not type(stored) or getattr(target, "maxlen", 0) != getattr(stored, "maxlen", 0):
             self._differ(path, f"type: expected {type(target).__name__} as in the target, got {type(stored).__name__}")
         elif type(target) is tuple:
-            return None if _same(stored, target) else lambda: self.buffers.build(stored)
+            return None if same_plain(stored, target) else lambda: self.buffers.build(stored)
         else:
+            self._note_place(stored, target, path)
             self._updates.append(lambda: _refill(target, self.buffers.build(stored)))
         return None
 
@@ -237,6 +245,8 @@ class RestorePlan:
         if not alike:
             self._differ(path, f"type: expected {type(target).__name__} as in the target, got {_stored_name(stored)}")
             return None
+        if type(target) is not tuple:
+            self._note_place(stored, target, path)
         present = {key: (element, child) for element, key, child in children(target)}
         replacements: dict[Any, Replace] = {}
         absent: dict[str | int, Any] = {}
@@ -271,6 +281,7 @@ class RestorePlan:
             self.buffers.remove(slot)
 
     def _plan_object(self, stored: Any, target: Any, path: Path, extent: str) -> None:
+        self._note_place(stored, target, path)
         needed = extent == "some" or not _is_plain(stored) or is_strict_module(target)
         present = state_of(target, path) if needed else None  # may be slow: a loader starts its workers
         if is_strict_module(target) and is_mapping(stored):
@@ -372,6 +383,7 @@ class RestorePlan:
         if self._into is None:
             return self.buffers.build(self._stored)
         try:
+            self._repeated.check()
             self.buffers.fill_overlapping()
             for update in self._updates:
                 update()
@@ -444,15 +456,3 @@ def _is_plain(tree: Any, path: Path = ()) -> bool:
         (type(leaf) is Slot and family(leaf.tag) != "bytes") or leaf is ELSEWHERE or is_array(leaf) or is_stateful(leaf)
         for _, leaf in leaves(tree, path)
     )
-
-
-def _same(stored: Any, present: Any) -> bool:
-    """Return whether two plain values are equal in every bit and type."""
-    if type(stored) is type(present) and type(stored) in _EXACT:
-        return bool(stored == present)
-    if not all(type(leaf) is not Slot for _, leaf in leaves(stored, ())):
-        return False  # long bytes are not read yet
-    try:
-        return msgspec.msgpack.encode(encode_plain(stored)) == msgspec.msgpack.encode(encode_plain(present))
-    except SnapstoreError:
-        return False

@@ -1,6 +1,9 @@
 """A state restores from its parts, the target is filled in place, and every difference is named before any write."""
 
 import collections
+import copy
+import re
+import types
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from torch import nn
 from kit.device_memory import CHECKS, check_any_places, everywhere, sources
 from kit.states import Saved, again, random_tensor, same
 from snapstore.errors import FormatError, InvalidInputError
+from snapstore.state.per_rank import PerRank
 from snapstore.state.restore_buffers import Want
 from snapstore.state.restore_plan import RestorePlan
 from snapstore.state.tensors import TORCH_DTYPES, StoredPart, TensorSpec
@@ -240,6 +244,74 @@ def test_views_saved_as_copies_go_back_into_views():
     assert torch.equal(memory, flat)
     with pytest.raises(InvalidInputError, match=r"shares memory with another array[^/]*may be partly filled"):
         again({"a": torch.ones(2), "b": torch.zeros(2)}, into={"a": memory[:2], "b": memory[:2]})
+
+
+class Item:
+    """An object whose state is one value."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+def stored(state):
+    """Return what a save stores of a state, to compare values of any class."""
+    saved = Saved({"state": state})
+    return [repr(part.tree) for part in saved.parts], [bytes(one) for of_part in saved.bytes for one in of_part]
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda value: {"x": value},
+        lambda value: [value],
+        lambda value: collections.deque([value]),
+        lambda value: types.SimpleNamespace(x=value),
+        lambda value: Item(value),
+        lambda value: PerRank(Item(value)),
+        lambda value: {"t": torch.ones(1), "deep": [{"x": value}]},
+    ],
+)
+@pytest.mark.parametrize(("one", "other"), [(1, 2), (b"a" * 100_000, b"b" * 100_000), ([1], [1, 2]), (0.0, -0.0)])
+def test_a_container_or_object_that_a_target_has_twice_gets_one_value(hold, one, other):
+    """With another value at its second place, this would silently replace the first."""
+
+    def made(value):
+        return hold(copy.deepcopy(value))
+
+    def twice(shared, n):
+        return {"a": shared, "b": {"c": shared, "n": n}}
+
+    target = made(other)
+    again(twice(made(one), 5), into=twice(target, 0))
+    assert stored(target) == stored(made(one))
+    target = made(one)
+    into = twice(target, 0)
+    with pytest.raises(InvalidInputError) as caught:
+        again({"a": made(one), "b": {"c": made(other), "n": 5}}, into=into)
+    assert re.search(
+        r"b.c\S*: is the same \w+ as a\S* in the target, but the snapshot has different", str(caught.value)
+    )
+    if "may be partly filled" not in str(caught.value):  # long bytes are compared once they are read
+        assert into["b"]["n"] == 0
+        assert stored(target) == stored(made(one))
+
+
+def test_a_place_that_is_not_selected_may_have_another_value():
+    target = {"x": 0, "y": 0}
+    into = {"a": target, "b": target}
+    again({"a": {"x": 1, "y": 2}, "b": {"x": 3, "y": 4}}, into=into, keys=["a.x", "b.y"])
+    assert target == {"x": 1, "y": 4}
+    with pytest.raises(InvalidInputError, match="is the same dict"):
+        again({"a": {"x": 1, "y": 2}, "b": {"x": 3, "y": 4}}, into=into, keys=["a.*", "b.y"])
+    value = (1,)
+    into = {"a": value, "b": value}
+    assert again({"a": (2,), "b": (3,)}, into=into) == {"a": (2,), "b": (3,)}
 
 
 def test_device_is_for_new_tensors():

@@ -32,6 +32,8 @@ def save(
 ) -> Metadata:
     """Save the state of all ranks as one snapshot, and wait until it is committed; every rank calls it.
 
+    It first waits for an `async_save` of this writer that runs.
+
     Args:
         state: a dict of tensors, DTensors, plain values, objects with state_dict/load_state_dict, and containers of
             these.
@@ -55,6 +57,7 @@ def save(
             raise
         return metadata
 
+    writer.idle.wait()
     with _alone_is_meant():
         try:
             return call()
@@ -69,22 +72,30 @@ def async_save(
 ) -> Future[Metadata]:
     """Save the state of all ranks as one snapshot in the background; return once the state may change.
 
+    It first waits for an `async_save` of this writer that runs.
+
     Args:
         state: see `save`.
         process_group: a gloo group that is used only here: a background thread calls its collectives during the
             training.
 
     Returns:
-        A future. Wait for it before the next save; its result raises the errors of `save`, also those of the copy.
+        A future. Its result raises the errors of `save`, also those of the copy; no other call does.
     """
-    future: Any = state_dict_saver.async_save(  # DCP returns another type only if a stager returns a future
-        closed(state),
-        checkpoint_id=str(step),
-        storage_writer=writer,
-        planner=SnapstorePlanner(),
-        process_group=process_group,
-        async_checkpointer_type=AsyncCheckpointerType.THREAD,
-    )
+    writer.idle.wait()
+    writer.idle.clear()
+    try:
+        future: Any = state_dict_saver.async_save(  # DCP returns another type only if a stager returns a future
+            closed(state),
+            checkpoint_id=str(step),
+            storage_writer=writer,
+            planner=SnapstorePlanner(),
+            process_group=process_group,
+            async_checkpointer_type=AsyncCheckpointerType.THREAD,
+        )
+    except BaseException:
+        writer.idle.set()
+        raise
     done: Future[Metadata] = Future()
     done.set_running_or_notify_cancel()  # it cannot be cancelled
     future.add_done_callback(partial(_finish, done, writer))
@@ -94,13 +105,12 @@ def async_save(
 def _finish(done: Future[Metadata], writer: SnapstoreWriter, future: Future[Metadata]) -> None:
     """Give a future the result of DCP's, once no session is left of a save that failed."""
     error = future.exception()  # to raise it here would add the caller's frames, which hold the state
-    if error is None:
-        done.set_result(future.result())
-        return
     try:
-        writer.reset()
+        if error is not None:
+            writer.reset()
     finally:
-        done.set_exception(error)
+        done.set_result(future.result()) if error is None else done.set_exception(error)
+        writer.idle.set()
 
 
 def load(state: dict[str, Any], reader: SnapstoreReader, step: int | str | None = None) -> None:

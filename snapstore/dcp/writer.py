@@ -69,6 +69,10 @@ from .target import Place, Target, Url, job_ranks_of, place_in
 log = logging.getLogger("snapstore")
 
 _LEFT_OPEN = "another rank failed, or an interrupt ended the save"
+_OVERTAKEN = (
+    "another save of this SnapstoreWriter began before this one had ended; nothing of this one was committed: wait for "
+    "the future of async_save before the next save, as snapstore.dcp.save does"
+)
 _ALONE = (
     "use_collectives=False: each rank would commit a snapshot of its own part, which no restore could put together; "
     "leave it out: what the ranks exchange does not grow with the state"
@@ -96,6 +100,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
 
     Attributes:
         snapshot: the one that was committed last (only on rank 0).
+        idle: is set while no save of `snapstore.dcp.async_save` runs.
     """
 
     def __init__(
@@ -112,6 +117,9 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         check_choice("replicas", replicas, ("check", "rank0"))
         super().__init__(repository, run, partial(Repository.open_or_create, options=options))
         self.snapshot: Snapshot | None = None
+        self.idle = threading.Event()
+        self.idle.set()
+        self._began_in = 0  # the thread of the save that began last; DCP makes all calls of a save in one thread
         self._group = process_group
         self._saver = Saver(
             self.repository,
@@ -186,7 +194,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         DCP calls it when a save begins. Call it without arguments after a save of DCP's own functions that has failed:
         until then gc takes that save for a running one.
         """
-        self._end_session(_LEFT_OPEN)
+        self._begin_in_this_thread()
         super().reset(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta:
@@ -199,17 +207,29 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         Raises:
             InvalidInputError: with use_collectives=False; or the checkpoint id names no step.
         """
-        self._end_session(_LEFT_OPEN)
+        self._begin_in_this_thread()
         if kwargs.get("use_collectives") is False:
             raise InvalidInputError(_ALONE)
         step_of(self.checkpoint_id)
+
+    def _begin_in_this_thread(self) -> None:
+        """Begin a save: end a session that a failed save has left open, or one that is overtaken."""
+        self._began_in = threading.get_ident()
+        self._end_session(_LEFT_OPEN)
+
+    def _require_last(self) -> None:
+        """Check that no other save has begun since this one, with the session and the checkpoint id of this writer."""
+        if threading.get_ident() != self._began_in:
+            raise InvalidInputError(_OVERTAKEN)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Keep this rank's plan; return an empty one.
 
         Raises:
+            InvalidInputError: another save of this writer has begun.
             Exception: the error of `stage`.
         """
+        self._require_last()
         self._plan = plan
         staged = self._staged() if self._staged else None
         if staged is not None and [item.index.fqn for item in plan.items] == [staged.key]:
@@ -227,8 +247,10 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
 
         Raises:
             InvalidInputError: DCP calls only this rank, which is not the only one of the job or of `process_group`.
+            InvalidInputError: another save of this writer has begun.
             StorageError, RanksError: the save cannot begin.
         """
+        self._require_last()
         rank, count = self._place()
         if len(plans) == 1 and count > 1:
             raise InvalidInputError(_NO_DIST.format(rank, count))
@@ -263,10 +285,11 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
             A future that is complete.
 
         Raises:
-            InvalidInputError: the state cannot be saved, or the ranks do not save alike.
+            InvalidInputError: the state cannot be saved, the ranks do not save alike, or another save has begun.
             RanksError: see `Saver.write`.
             StorageError: the store failed.
         """
+        self._require_last()
         try:
             with self._writing:
                 told = self._write(decode(plan.storage_data, Answer), planner)
@@ -327,10 +350,12 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         """Commit the save. Only rank 0 calls it, with the reports of all ranks.
 
         Raises:
-            InvalidInputError: the reports of the ranks contradict each other; nothing was committed.
+            InvalidInputError: the reports of the ranks contradict each other, or another save of this writer has begun;
+                nothing was committed.
             ConflictError: a gc has expired this save; nothing was committed.
             StorageError: the store failed.
         """
+        self._require_last()
         try:
             self.snapshot = self._commit({rank: decode(of[0].storage_data, Told) for rank, of in enumerate(results)})
         except BaseException as error:

@@ -766,6 +766,55 @@ def test_async_saves_follow_each_other_and_the_second_is_a_delta(writer: Any, re
     assert loaded(reader, 3, state)["w"].equal(state["w"])
 
 
+class Blocked:
+    """Blocks the first call of a method of a writer until it is released."""
+
+    def __init__(self, writer: Any, name: str) -> None:
+        self.reached, self.go = threading.Event(), threading.Event()
+        call = getattr(writer, name)
+
+        def first(*args: Any, **kwargs: Any) -> Any:
+            delattr(writer, name)
+            self.reached.set()
+            assert self.go.wait(30)
+            return call(*args, **kwargs)
+
+        setattr(writer, name, first)
+
+
+@pytest.mark.parametrize("way", ["save", "async_save"])
+def test_a_save_waits_for_an_async_save_that_runs(way: str, writer: Any, repository: Repository) -> None:
+    for step, hook in enumerate(HOOKS):
+        blocked = Blocked(writer, hook)
+        future = snap.async_save({"a": torch.ones(3000) * step}, writer, 2 * step)
+        assert blocked.reached.wait(30)
+        timer = threading.Timer(0.05, blocked.go.set)
+        timer.start()
+        done = getattr(snap, way)({"a": torch.ones(3000) / 2}, writer, 2 * step + 1)
+        assert future.done()
+        future.result()
+        done.result() if way == "async_save" else None
+        timer.join()
+    assert [s.step for s in repository.snapshots("r")] == list(range(2 * len(HOOKS)))
+
+
+def test_a_save_of_dcp_that_begins_before_another_has_ended(writer: Any, store: MemoryStore) -> None:
+    """DCP does not tell a writer that its save has ended: the later save is committed, the other one says why not."""
+    for step, hook in enumerate(HOOKS):
+        blocked = Blocked(writer, hook)
+        future = dcp.async_save({"a": torch.ones(3000)}, storage_writer=writer, checkpoint_id=2 * step)
+        assert blocked.reached.wait(30)
+        dcp.save({"a": torch.ones(3000) / 2}, storage_writer=writer, checkpoint_id=2 * step + 1)
+        blocked.go.set()
+        if hook == "set_up_storage_writer":  # nothing has begun
+            future.exception()
+            continue
+        with pytest.raises(dcp.CheckpointException, match="another save of this SnapstoreWriter began"):
+            future.result()
+        assert writer.snapshot.step == 2 * step + 1
+        assert not sessions(store)
+
+
 def test_the_writer_is_its_own_stager(writer: Any) -> None:
     assert isinstance(writer, AsyncStager)
     assert not writer.should_synchronize_after_execute

@@ -273,6 +273,18 @@ def case_own_functions(world: World) -> None:
         snap.async_save(state, writer, step, process_group=world.gloo).result()
 
     _save_and_load(world, "own-async", world.mesh(), world.mesh(), save)
+    writer = world.writer("own-overlapping")
+    futures = []
+    for step in (1, 3):  # each save waits for the one that runs
+        futures.append(snap.async_save({"a": whole((3000, 40), step)}, writer, step, process_group=world.gloo))
+        snap.save({"a": whole((3000, 40), step + 1)}, writer, step + 1)
+        assert futures[-1].done()
+    for step, future in zip((1, 3), futures, strict=True):
+        future.result()
+        target = {"a": whole((3000, 40), 9)}
+        snap.load(target, world.reader("own-overlapping"), step)
+        expect_whole(target["a"], whole((3000, 40), step))
+    writer.close()
 
 
 def case_hsdp(world: World) -> None:

@@ -6,8 +6,9 @@ reader checks the digest. It sends only the wanted bytes of the chunk. `pipeline
 needs.
 
 All ranks of a node compute the same plan from the same lists, so they call the same collectives. They work in rounds:
-in each, a rank reads, sends and receives at most ROUND_BYTES together. Before each collective the ranks tell each other
-by messages that they have reached it. So a rank that fails is noticed, and no rank waits for it in a collective.
+what a rank reads, sends and receives in one, and reads ahead for the next, is at most ROUND_BYTES. Before each
+collective the ranks tell each other by messages that they have reached it. So a rank that fails is noticed, and no rank
+waits for it in a collective.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ if TYPE_CHECKING:
     from ..distributed.node_group import NodeGroup
 
 log = logging.getLogger("snapstore")
-#: In a round, a rank decodes, sends and receives at most so much together; one run of chunks may be more [bytes].
+#: A rank holds at most so much together: what it decodes, sends and receives in a round, and what it decodes meanwhile
+#: for the next round, at most a quarter; one run of chunks may be more [bytes].
 ROUND_BYTES = 256 * 1024 * 1024
 #: A rank reads at most so much of neighbouring chunks before the turn of another rank [plain bytes].
 RUN_BYTES = 8 * 1024 * 1024
@@ -283,16 +285,18 @@ class Plan:
 
     def _assign(self, is_needed: Bytes, stored: Column) -> int:
         """Give each run of shared chunks to the rank, among its needers, that reads least; return the rounds."""
-        load, used = np.zeros(self.count, np.int64), np.zeros(self.count, np.int64)
-        number = done = 0
+        load, used, read = (np.zeros(self.count, np.int64) for _ in range(3))
+        number, done, ahead = 0, 0, ROUND_BYTES // 4
         for who, chunks in self._runs(is_needed):
             reader = who[np.argmin(load[who])]
             load[reader] += stored[chunks].sum()
-            moved = self._wanted[chunks].sum(axis=0)
-            moved[reader] = moved.sum() - moved[reader] + self.length[self._first[chunks]].sum()
-            if used.any() and (used + moved).max() > ROUND_BYTES:
-                number, used = number + 1, np.zeros_like(used)
+            moved, length = self._wanted[chunks].sum(axis=0), self.length[self._first[chunks]].sum()
+            moved[reader] = moved.sum() - moved[reader] + length
+            is_full = (used + moved).max() > ROUND_BYTES - ahead or read[reader] + length > ahead
+            if used.any() and is_full:
+                number, used, read = number + 1, np.zeros_like(used), np.zeros_like(read)
             used = used + moved
+            read[reader] += length
             self.reader[chunks], self.round[chunks] = reader, number
             self.order[chunks] = np.arange(done, done + len(chunks))
             done += len(chunks)

@@ -69,6 +69,8 @@ def check(
     """Verify the repository and list the restorable snapshots."""
     share, subset = _portion(ALL if read_data is None else read_data)
     most = None if max_decoded is None else size_of(max_decoded, "--max-decoded")
+    if most is not None and not restore:
+        raise UsageError("--max-decoded: needs --restore, which decodes")
     level = "restore" if restore else "metadata" if read_data is None else "data"
     with shell.repository(damaged=True) as repository, spinner(f"checking, level {level}"):
         result = repository.check(level, share=share, subset=subset, max_decoded_bytes=most)

@@ -64,8 +64,7 @@ def save(
         str | None, typer.Option("--parent", metavar="REF", help="The parent; default: the newest of the run.")
     ] = None,
     base: Annotated[
-        list[str] | None,
-        typer.Option("--base", metavar="REF", help="Also dedup against REF; may be repeated."),
+        list[str] | None, typer.Option("--base", metavar="REF", help="Also dedup against REF; may be repeated.")
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="Store no deltas.")] = False,
     follow_links: Annotated[
@@ -88,6 +87,8 @@ def save(
 
         with spinner(f"saving {path}"):
             is_folder = path.is_dir()
+            if follow_links and not is_folder:
+                raise UsageError(f"--follow-links: {path} is not a folder")
             state, about = (pack_folder(path, follow_links=follow_links), {}) if is_folder else files.read(path)
             snapshot = repository.save(
                 state,
@@ -164,6 +165,8 @@ def restore(
         if not files.is_known(output) and fit == Fit() and per_rank is None and _unpack(shell, repository, ref, output):
             return
         files.check_output(output, force=force)
+        if tensors_only and files.format_of(output) == "torch":
+            raise UsageError(f"--tensors-only: {output} holds values of all types; name a .safetensors file")
         snapshot = repository.snapshot(ref)
         with spinner(f"restoring {snapshot.ref}"):
             # By id: the reference may name another snapshot now.

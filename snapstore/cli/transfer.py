@@ -14,6 +14,13 @@ from .output import NAMED, fields_json, line, note, note_changes, print_json, sn
 if TYPE_CHECKING:
     from ..convert import Exported, Imported
 
+#: The options of `export` that have no effect in some formats.
+WITHOUT_EFFECT = {
+    "--config": ("safetensors", "torch", "dcp"),
+    "--max-shard-size": ("safetensors", "torch", "dcp"),
+    "--tensors-only": ("torch", "dcp"),
+}
+
 
 @verb()
 def import_(
@@ -99,8 +106,8 @@ def export(
         list[str] | None, typer.Option("--strip", metavar="PREFIX", help="Remove it from names; may be repeated.")
     ] = None,
     max_shard_size: Annotated[
-        str, typer.Option("--max-shard-size", metavar="SIZE", help="Limit for one file of hf, such as 5G.")
-    ] = "5G",
+        str | None, typer.Option("--max-shard-size", metavar="SIZE", help="Limit for one file of hf; default: 5G.")
+    ] = None,
     config: Annotated[
         str | None, typer.Option("--config", metavar="DIR", help="Copy config and tokenizer files from here.")
     ] = None,
@@ -116,7 +123,11 @@ def export(
     if config == "":  # an unset variable of a script; as a path it would be the current folder
         raise UsageError("--config: expected a folder, got an empty name")
     output = Path(expand_home(output))
-    shard_bytes = size_of(max_shard_size, "--max-shard-size")
+    given = {"--config": config, "--max-shard-size": max_shard_size, "--tensors-only": tensors_only or None}
+    for option, value in given.items():
+        if value is not None and to in WITHOUT_EFFECT[option]:
+            raise UsageError(f"{option}: has no effect with --to {to}")
+    shard_bytes = size_of("5G" if max_shard_size is None else max_shard_size, "--max-shard-size")
     with shell.repository() as repository:
         from ..convert import ExportOptions, export_snapshot
 

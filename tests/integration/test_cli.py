@@ -1613,6 +1613,32 @@ def test_an_empty_name_is_no_default(series, monkeypatch, tmp_path, verb, code):
     assert not Path("out").exists()
 
 
+@pytest.mark.parametrize(
+    ("verb", "option"),
+    [
+        (["check", "--max-decoded", "1G"], "--max-decoded: needs --restore"),
+        (["check", "--read-data", "--max-decoded", "1G"], "--max-decoded: needs --restore"),
+        (["save", "state.pt", "--run", "exp", "--step", "9", "--follow-links"], "--follow-links: "),
+        (["restore", "exp@1", "-o", "out.pt", "--tensors-only"], "--tensors-only: "),
+        *(
+            (["export", "exp@1", "--to", to, "-o", "out", *option], f"{option[0]}: ")
+            for to, options in {
+                "torch": (["--config", "."], ["--max-shard-size", "5G"], ["--tensors-only"]),
+                "dcp": (["--config", "."], ["--max-shard-size", "1G"], ["--tensors-only"]),
+                "safetensors": (["--config", "."], ["--max-shard-size", "1G"]),
+            }.items()
+            for option in options
+        ),
+    ],
+)
+def test_an_option_without_effect_is_an_error(series, monkeypatch, verb, option):
+    monkeypatch.chdir(series.folder)
+    before = series.json("log", "--all")
+    assert series.fails(*verb, code=2).startswith(option)
+    assert series.json("log", "--all") == before
+    assert not list(series.folder.glob("out*"))
+
+
 def run_with(series, arguments, **streams):
     command = [sys.executable, "-m", "snapstore", *arguments]
     return subprocess.run(command, env={**os.environ, **series.env}, text=True, check=False, **streams)

@@ -76,8 +76,12 @@ class NodeGroup:
         """Return the position of this rank among those of the node."""
         return self.ranks.index(distributed.get_rank())
 
-    def gather(self, mine: bytes) -> list[bytes]:
-        """Return the bytes of every rank of the node."""
+    def gather(self, mine: bytes, step: Callable[[], None]) -> list[bytes]:
+        """Return the bytes of every rank of the node. The ranks must have agreed to call this.
+
+        Args:
+            step: waits until all of them have called it; it is called when the memory for their bytes is allocated.
+        """
         size = torch.tensor([len(mine)], device=self.device)
         sizes = [torch.empty_like(size) for _ in self.ranks]
         self._checked(self.ranks, lambda: distributed.all_gather(sizes, size, group=self._group))
@@ -85,6 +89,7 @@ class NodeGroup:
         padded = torch.zeros(max(counts), dtype=torch.uint8, device=self.device)
         padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         every = [torch.empty_like(padded) for _ in self.ranks]
+        step()
         self._checked(self.ranks, lambda: distributed.all_gather(every, padded, group=self._group))
         return [one[:count].cpu().numpy().tobytes() for one, count in zip(every, counts, strict=True)]
 

@@ -123,7 +123,8 @@ class Exchange:
             load(context, wants, overlaps, target)
             return
         try:
-            plan = Plan([decode_needs(data) for data in group.gather(needs)], group.place)
+            every = group.gather(needs, lambda: self._call.step(group.ranks))
+            plan = Plan([decode_needs(data) for data in every], group.place)
             rounds = _Rounds(context, group, self._call, mine, plan, target)
             rounds.run()
         except BaseException:

@@ -281,6 +281,27 @@ def case_rewritten(world: World) -> None:
         expect_whole(snapshots.restore(1, read="exchange")["a"], state["a"])
 
 
+def case_no_memory_for_the_lists(world: World) -> None:
+    """A rank that has no memory for the lists of the others tells them before they wait for it in a collective."""
+    import torch
+
+    from snapstore.distributed.torch_ranks import TorchRanks
+
+    state, ranks = {"a": whole((30_000,), 80)}, TorchRanks(silent_s=60.0)
+    with manager(world, "lists", ranks=ranks, async_save=False) as snapshots:
+        snapshots.save(1, state)
+        for _ in range(2):
+            began = time.monotonic()
+            with ExitStack() as stack:
+                if world.rank == 1:
+                    stack.enter_context(mock.patch.object(torch, "zeros", side_effect=MemoryError("no memory")))
+                with raises(Exception, "no memory"):
+                    snapshots.restore(1, read="exchange")
+            assert time.monotonic() - began < 40
+            expect_whole(snapshots.restore(1, read="exchange")["a"], state["a"])
+    ranks.close()
+
+
 def case_failures_leave_no_group(world: World) -> None:
     """After exchanges that failed on one rank, no process group of them is left, with its descriptors and threads."""
     import gc

@@ -269,7 +269,7 @@ class SnapshotManager(Steps):
         from .save.streaming import inputs_of_stream, is_stream
         from .state.flatten import flatten
 
-        context = self.repository.context
+        context, self._running = self.repository.context, request
         request.resolve(context, self.repository.lineage)
         learn = None if self._job is None else self._job.learner(request, self._staging)
         work: list[Callable[[], Sequence[PartInput]]] = []  # `_run` pops it, so that errors do not hold the state
@@ -325,7 +325,7 @@ class SnapshotManager(Steps):
 
         inputs: Sequence[PartInput] = ()
         handled = sys.exception()
-        context, lineage, self._running = self.repository.context, self.repository.lineage, request
+        context, lineage = self.repository.context, self.repository.lineage
         try:
             inputs = work.pop()()
             if self._job is not None and not inputs[0].once:
@@ -396,7 +396,7 @@ class SnapshotManager(Steps):
             SnapstoreError: a save failed, or was given up.
             TimeoutError: the store does not answer, so the save still runs; its memory is kept.
         """
-        self._close(timeout, None)
+        self._close(None if timeout is None else min(timeout, threading.TIMEOUT_MAX), None)
 
     def _close(self, timeout: float | None, error: BaseException | None) -> None:
         """Close; if an error has ended this rank, tell it to the other ranks."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Unpack
 
 from . import retention
+from .catalog import policy_store
 from .errors import InvalidInputError, NotFoundError, StorageError
 from .format import records
 from .format.argument_checks import check_choice, check_step
@@ -114,12 +115,25 @@ class Steps:
                     log.warning(
                         "run=%s its policies cannot be stored, so only this manager has them: %s", self.run, error
                     )
-            if parent is not None and (view := repository.view()).newest(self.run) is None:
-                view.require_known(f"parent {parent} of a new run {self.run}", self.run)  # it may be no new run
-                repository.lineage.go_on_from(self.run, view.resolve(parent))
+            elif not self.read_only:
+                policy_store.warn_if_stored(repository.store, self.run)
             if mirror is not None:
                 self._start_mirror(repository, mirror, mirror_keep, read_only=self.read_only)
+            if parent is not None:
+                try:
+                    self._begin_from(repository, parent)
+                except BaseException:
+                    if self._mirror is not None:
+                        self._mirror.close(0)
+                    raise
         return repository
+
+    def _begin_from(self, repository: Repository, parent: str) -> None:
+        """Make a snapshot the parent of the first save of the run, if it is new in the repository and in its mirror."""
+        view, there = repository.view(), self._mirror.view() if self._mirror is not None else None
+        if view.newest(self.run) is None and (there is None or there.newest(self.run) is None):
+            view.require_known(f"parent {parent} of a new run {self.run}", self.run)  # it may be no new run
+            repository.lineage.go_on_from(self.run, view.resolve(parent))
 
     def _wait_idle(self) -> None:
         """Wait until no save runs; raise an error if this object is closed."""

@@ -18,6 +18,7 @@ from ..errors import (
     IntegrityError,
     InvalidInputError,
     NotFoundError,
+    SnapstoreError,
     StorageError,
 )
 from ..format import records
@@ -69,6 +70,17 @@ def store(objects: ObjectStore, run: str, keep: Sequence[retention.Policy]) -> N
         with suppress(AlreadyExistsError):  # another process may have been first: read again
             objects.put(records.key_of(policy), data)
     raise ConflictError(f"policies of run {run!r}: other processes keep storing policies; try again")
+
+
+def warn_if_stored(objects: ObjectStore, run: str) -> None:
+    """Warn if policies are stored for a run whose manager has none: `snapstore forget` applies them."""
+    with suppress(SnapstoreError):
+        if stored := read(objects, run):
+            text = (
+                "run=%s this manager keeps all snapshots, but 'snapstore forget --run' applies the policies of an "
+                "earlier one: %s, stored in %s; give the manager policies, or remove those: set_policies(run, [])"
+            )
+            log.warning(text, run, ", ".join(map(str, stored)), objects.url)
 
 
 def are_damaged(objects: ObjectStore, run: str) -> bool:

@@ -111,7 +111,9 @@ class Findings:
 
     def stray(self, kind: str, key: str) -> None:
         """Add an object whose key is not one of a repository."""
-        self.problem(kind, key, f"{key}: not the key of a snapstore object; remove it", command="")
+        self.problem(
+            kind, key, f"{key}: not the key of a snapstore object; if nothing else needs it, remove it", command=""
+        )
 
 
 def require_level(level: str) -> None:

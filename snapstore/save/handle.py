@@ -45,7 +45,7 @@ class SaveHandle:
             TimeoutError: not finished by then.
             SnapstoreError: the save failed. The next `save` does not raise this error again.
         """
-        if not self._finished.wait(timeout):
+        if not self._finished.wait(None if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
             raise TimeoutError(f"the save has not finished within {timeout} s")
         if self._error is not None:
             self._has_raised = True

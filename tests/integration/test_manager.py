@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import itertools
+import math
 import os
 import signal
 import subprocess
@@ -36,6 +37,7 @@ from snapstore import (
     Repository,
     SaveOptions,
     SnapshotManager,
+    SnapstoreError,
     StorageError,
     StorageFullError,
 )
@@ -270,6 +272,23 @@ def test_close_twice_and_use_after_close(store):
     for use in (lambda: snapshots.save(1, big(1)), snapshots.restore):
         with pytest.raises(InvalidInputError, match="closed"):
             use()
+
+
+@pytest.mark.parametrize("timeout", [0, 1e-9])
+def test_a_save_that_has_just_begun_is_given_up_by_close(store, timeout):
+    """Its thread sleeps first, so the caller goes on at once."""
+    snapshots = manager(store)
+    handle = snapshots.save(0, big(0))
+    with suppress(SnapstoreError):
+        snapshots.close(timeout)
+    with pytest.raises(SnapstoreError, match="given it up; nothing was committed"):
+        handle.result(600)
+
+
+def test_no_timeout_is_too_long(store):
+    with manager(store) as snapshots:
+        assert snapshots.save(0, big(0)).result(math.inf).step == 0
+        snapshots.close(math.inf)
 
 
 def test_no_more_threads(store, monkeypatch):
@@ -654,6 +673,19 @@ def test_damaged_policies_do_not_stop_training(store):
     manager(store, keep=[KeepLast(1)]).close()
     with opened(store) as repository:
         assert repository.policies("a") == [KeepLast(1)]
+
+
+def test_a_manager_without_policies_says_that_an_earlier_one_stored_some(store, caplog):
+    with manager(store, keep=KeepLast(2)):
+        pass
+    assert "an earlier one" not in caplog.text
+    with manager(store):
+        assert "KeepLast(2)" in caplog.text
+    with opened(store) as repository:
+        repository.set_policies("a", [])
+    caplog.clear()
+    with manager(store):
+        assert not caplog.text
 
 
 def test_a_disk_that_takes_no_policies_does_not_prevent_a_restore(store, monkeypatch, caplog):

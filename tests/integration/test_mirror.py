@@ -123,6 +123,22 @@ def test_the_first_store_is_lost(tmp_path, caplog):
     check_clean(Repository.open(tmp_path / "fast").store)
 
 
+def test_the_first_store_of_a_branch_is_lost(tmp_path):
+    """The run began from a snapshot of another run, which the mirror does not have."""
+    with Repository.open_or_create(tmp_path / "fast", options=OPTIONS) as repository:
+        repository.save(values("exp1", 0), run="exp1", step=0)
+    options = {"parent": "exp1@0", "mirror": tmp_path / "slow", "options": OPTIONS, "ranks": False}
+    with SnapshotManager(tmp_path / "fast", run="a", **options) as snapshots:
+        saved(snapshots, [1])
+    shutil.rmtree(tmp_path / "fast")
+    with SnapshotManager(tmp_path / "fast", run="a", **options) as snapshots:
+        assert same(snapshots.restore(), values("a", 1))
+    shutil.rmtree(tmp_path / "fast")
+    with pytest.raises(NotFoundError, match="exp1"):
+        SnapshotManager(tmp_path / "fast", run="b", **options)
+    assert not [thread for thread in threading.enumerate() if thread.name == "snapstore-mirror-b"]
+
+
 def test_a_mirror_that_fails_stalls_nothing_and_says_what_is_lost(caplog):
     fast, slow = created(), MemoryStore()
     with opened(fast) as repository:

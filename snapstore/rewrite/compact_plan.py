@@ -151,6 +151,7 @@ class LiveBlobs:
         self._store, self._digest_seed, self._view, self._chosen = store, digest_seed, view, chosen
         self.damaged: dict[str, str] = {}
         self._deltas: dict[bytes, Edge] = {}
+        self._delta_bases: set[bytes] = set()
         self._survey()
         while any(snapshot.id in self.damaged for snapshot, _, _ in self.full):  # its first parts were noted as sound
             self._survey()
@@ -261,6 +262,8 @@ class LiveBlobs:
     def add_deltas(self, ref: ManifestRef, m: Manifest, rows: Column, bases: Bytes, shares: Column) -> None:
         """Note full chunks that may become deltas to their neighbours.
 
+        A chunk that is the base of its neighbour, also through other deltas, stays full: one of a circle must.
+
         Args:
             rows: (k,) of the chunks in the manifest.
             bases: (k, 16) digests of the neighbours.
@@ -271,8 +274,17 @@ class LiveBlobs:
         estimates = (shares * lengths).astype(np.int64)
         columns = (column.tolist() for column in (rows, self._keys_of(m)[at], lengths, estimates))
         for digest, base, row, key, length, estimate in zip(m.table.digests[rows], bases, *columns, strict=True):
-            if (name := digest.tobytes()) not in self._edges:
+            if (name := digest.tobytes()) not in self._edges and not self._is_base_of(name, base.tobytes()):
                 self._deltas[name] = Edge(name, (ref, row), base.tobytes(), {key}, length, estimate)
+                self._delta_bases.add(base.tobytes())
+
+    def _is_base_of(self, digest: bytes, other: bytes) -> bool:
+        """Return whether a noted delta needs a chunk, `digest`, as its base or as one below it."""
+        if digest not in self._delta_bases:
+            return False
+        while other != digest and other in self._deltas:
+            other = self._deltas[other].base
+        return other == digest
 
     # -- choose
 

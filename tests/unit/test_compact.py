@@ -225,6 +225,27 @@ def test_full_chunks_become_deltas(store):
         assert repository.compact().freed_bytes >= 0
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_dry_run_plans_no_circle_of_deltas(count):
+    """Each chunk is the neighbour of another one, in a circle: one of them stays full."""
+    rng = np.random.default_rng(0)
+    states = [rng.standard_normal(1 << 16).astype(np.float32)]
+    for _ in range(count - 1):
+        states.append(states[-1].copy())
+        states[-1][rng.integers(0, 1 << 16, 300)] += 1
+    with opened(created(chunk_bytes=16384)) as repository:
+        first = repository.save({str(i): states[i] for i in range(count)}, run="b", step=0)
+        moved = {str(i): states[(i + 1) % count] for i in range(count)}
+        repository.save(moved, run="a", step=0, parent=f"id:{first.id}")
+        dry, real = repository.compact(dry_run=True), repository.compact()
+        assert dry.bytes_before > 0.8 * count * states[0].nbytes
+        assert dry.bytes_after == pytest.approx(real.bytes_after, rel=0.1)
+        assert dry.encoded == real.encoded
+        repository.gc()
+        assert needed(repository) == real.bytes_after
+        assert repository.check("restore").ok
+
+
 def test_a_nan_in_the_state_does_not_fail_compact():
     """A state with a NaN is compacted.
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -26,9 +27,10 @@ from ..state.containers import display
 from ..state.tree_decode import ELSEWHERE
 from ..state.tree_encode import encode_plain
 from ..text import brief
-from .plain_values import Chained, decode_tree, dotted, plain_values, show_value
+from .plain_values import Chained, container_types, decode_tree, dotted, plain_values, show_value
 from .stored_tensors import StoredTensor, naming, read_tensors, tensor_bytes
 
+T = TypeVar("T")
 #: Two tensors are compared in pieces of this size [bytes].
 COMPARED_BYTES = 1024 * 1024
 
@@ -58,8 +60,8 @@ class DiffResult:
 
     Attributes:
         tensors: one entry for each tensor of a or b.
-        plain: (path, before, after) of each plain value that differs. Values that each rank has for itself are left
-            out.
+        plain: (path, before, after) of each plain value that differs, and of each container of another type, such as
+            "list" and "tuple". Values that each rank has for itself are left out.
     """
 
     a: Snapshot
@@ -97,7 +99,7 @@ def _diff(context: Context, a: Snapshot, b: Snapshot) -> DiffResult:
         else:
             pieces = pieces_of(context, before[key]), pieces_of(context, after[key])
             tensors.append(_compare(path, before[key], after[key], pieces))
-    plain = _plain_changes(_packed(context, a, manifests_a), _packed(context, b, manifests_b))
+    plain = _plain_changes(_tree(context, a, manifests_a), _tree(context, b, manifests_b))
     return DiffResult(a, b, tensors, plain)
 
 
@@ -153,24 +155,33 @@ def pieces_of(context: Context, stored: StoredTensor) -> Iterator[Bytes]:
 _Packed = dict[tuple[Chained, int], tuple[bytes, str]]
 
 
-def _plain_changes(before: _Packed, after: _Packed) -> list[tuple[str, str, str]]:
-    """Return (path, before, after) of plain values that differ; "" stands for a value that does not exist."""
+def _tree(context: Context, snapshot: Snapshot, manifests: Sequence[Manifest]) -> Any:
+    with naming(snapshot):
+        return decode_tree(context, manifests, snapshot.ref)
+
+
+def _plain_changes(tree_a: Any, tree_b: Any) -> list[tuple[str, str, str]]:
+    """Return (path, before, after) of plain values and types of containers that differ; "": it does not exist."""
     gone = (b"", "")
-    return [
+    before, after = _packed(tree_a), _packed(tree_b)
+    types_a, types_b = (dict(_numbered(container_types(tree))) for tree in (tree_a, tree_b))
+    changed = [p for p in types_a if types_b.get(p, types_a[p]) != types_a[p]]
+    return [(dotted(p[0]), types_a[p], types_b[p]) for p in changed] + [
         (dotted(p[0]), before.get(p, gone)[1], after.get(p, gone)[1])
         for p in before | after
         if before.get(p, gone)[0] != after.get(p, gone)[0]
     ]
 
 
-def _packed(context: Context, snapshot: Snapshot, manifests: Sequence[Manifest]) -> _Packed:
-    """Return (packed, shown) of every plain value, by path and a number: keys such as 1.0 and "1.0" give one path."""
-    with naming(snapshot):
-        tree = decode_tree(context, manifests, snapshot.ref)
+def _packed(tree: Any) -> _Packed:
+    """Return (packed, shown) of every plain value by its numbered path."""
+    shared = ((path, value) for path, value in plain_values(tree) if value is not ELSEWHERE)
+    return {p: (msgspec.msgpack.encode(encode_plain(value)), show_value(value)) for p, value in _numbered(shared)}
+
+
+def _numbered(found: Iterable[tuple[Chained, T]]) -> Iterator[tuple[tuple[Chained, int], T]]:
+    """Yield ((path, number), value): keys such as 1.0 and "1.0" give one path."""
     seen: Counter[Chained] = Counter()
-    found: _Packed = {}
-    for path, value in plain_values(tree):
-        if value is not ELSEWHERE:
-            found[path, seen[path]] = msgspec.msgpack.encode(encode_plain(value)), show_value(value)
-            seen[path] += 1
-    return found
+    for path, value in found:
+        yield (path, seen[path]), value
+        seen[path] += 1

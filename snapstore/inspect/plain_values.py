@@ -46,6 +46,14 @@ def plain_values(tree: Any, path: Chained = None, *, whole_lists: bool = False) 
         yield path, tree
 
 
+def container_types(tree: Any, path: Chained = None) -> Iterator[tuple[Chained, str]]:
+    """Yield (path, name of its type) of every container that is not empty."""
+    if type(tree) in CONTAINERS and tree:
+        yield path, type(tree).__name__
+        for element, _, child in children(tree):
+            yield from container_types(child, (path, element))
+
+
 def _is_flat_list(tree: Any) -> bool:
     return not is_mapping(tree) and not any(isinstance(child, Slot) or type(child) in CONTAINERS for child in tree)
 

@@ -1,6 +1,7 @@
 """diff gives exact numbers on known tensors, the figures of stats add up, and every result prints as one line."""
 
 import math
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -214,6 +215,23 @@ def test_values_under_keys_of_one_text_are_compared_one_by_one(repo):
     assert found.plain == [("k.1.5", "1", "5")]
     found = diff(repo, {2.0: 1, "2.0": 2}, {2.0: 1})
     assert found.plain == [("2.0", "2", "")]
+
+
+def test_containers_of_another_type(repo):
+    """Only types that differ are named, and not those of containers that come or go."""
+    tensor = torch.ones(3)
+    repo.save({"l": [1, [2]], "t": (tensor,), "d": {"a": 1}, "same": [1], "gone": [1]}, run="c", step=0)
+    after = {"l": (1, [2]), "t": [tensor], "d": OrderedDict(a=1), "same": [1], "new": (2,), "empty": []}
+    repo.save(after, run="c", step=1)
+    assert sorted(repo.diff("c@0", "c@1").plain) == [
+        ("d", "dict", "OrderedDict"),
+        ("empty", "", "[]"),
+        ("gone.0", "1", ""),
+        ("l", "list", "tuple"),
+        ("new.0", "", "2"),
+        ("t", "tuple", "list"),
+    ]
+    assert repo.diff("c@1", "c@1").plain == []
 
 
 def test_only_what_differs_is_read(repo):

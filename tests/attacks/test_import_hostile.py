@@ -149,7 +149,7 @@ def test_a_tensor_larger_than_memory(folder, repository):
 
 
 def test_a_path_of_dcp_without_end(folder, fails):
-    altered(folder, lambda metadata: metadata.planner_data.update({"model.w": ("x",) * 5000}))
+    altered(folder, lambda metadata: metadata.planner_data.update({"model.w": ("x",) * 50_000}))
     assert "damaged, or of an unknown version of DCP: RecursionError" in fails(folder)
 
 

@@ -736,7 +736,7 @@ def _any_history(draw):
         assert limit is None or report.bytes_written <= limit
         grown = 512 * len(report.rewritten)
         if limit is not None:  # if the cost exceeds the estimate, compact stops before a pack is empty
-            grown += 3 * report.bytes_written // 2  # blobs, and their share of the other bytes of a pack
+            grown += 2 * report.bytes_written  # blobs, and their share of the other bytes of a pack
         assert report.bytes_after <= size + grown
         repo.gc()
         assert needed(repo) == report.bytes_after

@@ -1,8 +1,8 @@
 """When a rank of a gloo job is killed or stopped in a save, the others do not hang, and the next attempt resumes.
 
 The ranks are real processes. After each attempt: no rank that lives hangs; none reports the save as committed if it is
-not; every snapshot is whole to the bit; the job resumes from the newest, also on another number of ranks; gc frees the
-rest.
+not; no save and no restore has called a collective; every snapshot is whole to the bit; the job resumes from the
+newest, also on another number of ranks; gc frees the rest.
 """
 
 from __future__ import annotations
@@ -99,6 +99,8 @@ def check(folder, ranks, hit, repository=None):
         if number == hit and "ended" not in words:
             continue
         assert "ended" in words, rank.text()
+        before, after = words["collectives"]
+        assert after == before, f"a save or a restore has called collectives: {rank.text()}"
         if "committed" in words:
             assert words["committed"] in steps, rank.text()
         if "failed" in words and words["failed"] in steps:
@@ -125,6 +127,14 @@ def test_a_job_saves_and_resumes_on_other_numbers_of_ranks(tmp_path, parallel):
             assert words.get("restored", 0) == last
         last += 2
         assert check(tmp_path, ranks, None) == set(range(1, last + 1))
+
+
+def test_collectives_of_every_kind_are_counted(tmp_path):
+    """`check` rejects a save or a restore that calls a collective; without this, that would prove nothing."""
+    for rank in job(tmp_path, 2, steps=1, call=True):
+        seen = rank.words()["seen"]
+        assert "full_tensor" in seen
+        assert all(seen.values()), seen
 
 
 CASES = [(rank, point, sent) for sent in ("SIGKILL", "SIGSTOP") for rank in (0, 1) for point in POINTS[rank]]

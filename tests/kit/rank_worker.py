@@ -2,9 +2,10 @@
 
 Options as JSON: place (the rendezvous), repository, rank, count, parallel ("fsdp", "ddp"), steps, silent_s, and strike.
 strike is [save, point, signal]: the rank sends itself the signal at a point of that save (POINTS). preempt: it saves
-only when a preemption asks for it. same: whether it restores its own values. It resumes from the newest snapshot, and
-prints a line of JSON for each event. The weights after a step are known (`expected`), so any snapshot can be compared
-bit for bit.
+only when a preemption asks for it. same: whether it restores its own values. call: it calls collectives of each kind at
+the end. It resumes from the newest snapshot, and prints a line of JSON for each event; the last one has the collectives
+before its first restore and after its last save. The weights after a step are known (`expected`), so any snapshot can
+be compared bit for bit.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def main(options: dict[str, Any]) -> None:
     manager = SnapshotManager(
         options["repository"], run="job", ranks=ranks, save_interval_steps=every, options=SaveOptions(threads=1)
     )
-    forbid_collectives()
+    before = collectives()
     if options.get("preempt"):
         manager.handle_preemption()
     step = manager.latest_step() or 0
@@ -142,21 +143,39 @@ def main(options: dict[str, Any]) -> None:
     except SnapstoreError as error:
         say(closed=str(error))
     ranks.close()
-    say(ended=True)
+    say(ended=True, collectives=[before, collectives()])
+    if options.get("call"):
+        say(seen=call_collectives(next(iter(model.state_dict().values()))))
     sys.stdout.flush()
     os._exit(0)  # gloo waits for dead peers
 
 
-def forbid_collectives() -> None:
-    """Make every collective an error from here on: a save calls none."""
+def collectives() -> dict[str, int]:
+    """Return how many collectives and messages between ranks each process group has had: a save has none.
 
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise AssertionError("a save or a restore has called a collective")
+    gloo itself counts them. So this also sees calls that bypass the functions of torch.distributed, as DTensor's do.
+    """
+    of_torch: Any = dist.distributed_c10d
+    return {of_torch._world.pg_names[group]: group._get_sequence_number_for_group() for group in of_torch._world.pg_map}
 
-    names = [name for name in dir(dist) if name.startswith(("all_", "broadcast", "barrier", "gather", "reduce"))]
-    for name in [*names, "scatter", "scatter_object_list", "send", "recv", "monitored_barrier", "new_group"]:
-        setattr(dist, name, refuse)
-        setattr(dist.distributed_c10d, name, refuse)
+
+def call_collectives(sharded: DTensor) -> dict[str, bool]:
+    """Call collectives of each kind on two ranks; return whether `collectives` has seen each."""
+    one, peer, group = torch.ones(2), 1 - dist.get_rank(), dist.GroupMember.WORLD
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: dist.all_reduce(one),
+        "all_gather_object": lambda: dist.all_gather_object([None, None], 1),
+        "full_tensor": sharded.full_tensor,
+        "a method of the group": lambda: group.allreduce([one]).wait(),
+        "isend": lambda: (dist.isend(one, peer) if peer else dist.irecv(one, peer)).wait(),
+        "new_group": lambda: dist.new_group([0, 1]),
+    }
+    seen = {}
+    for name, call in calls.items():
+        before = collectives()
+        call()
+        seen[name] = collectives() != before
+    return seen
 
 
 def local_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:

@@ -71,7 +71,8 @@ class RankWriter:
         self._note(written)
         if not rank:  # rank 0's manifests that a base has already; `take_report` reads those of the other ranks
             self._child_headers.start([ref for ref in written.manifests if ref.sha256 not in self.headers])
-        self._trees = encode_trees(trees_of(self._inputs))
+        self._own_trees = trees_of(self._inputs)
+        self._trees = encode_trees(self._own_trees)
         return report_of(
             begin,
             written,
@@ -104,7 +105,7 @@ class RankWriter:
             InvalidInputError: plain values, or dtypes or shapes of tensors, differ between ranks.
         """
         if len(trees) == 1:  # all ranks have the same as this one
-            self._states = [(trees[0][0], trees_of(self._inputs))]
+            self._states = [(trees[0][0], self._own_trees)]
         else:
             self._states = [(ranks, decode_trees(data)) for ranks, data in trees]
         self._parts = merge_trees(self._states)

@@ -27,6 +27,13 @@ def plan(monkeypatch):
     return ranks_plan
 
 
+@pytest.fixture
+def commits(plan):
+    from benchmarks import ranks_commit
+
+    return ranks_commit
+
+
 def job(plan, count):
     shapes = [((name,), shape, "") for name, shape in SHAPES.items()]
     return plan.Job("", count, shapes=shapes, copies=[("m", ())], chunk_bytes=CHUNK)
@@ -66,3 +73,11 @@ def test_a_planned_job_of_a_llama(plan):
     assert round(found["worst_rank"], 2) == 1.41
     assert found["manifests_a_rank"] == 2 * 4
     assert found["box_map_bytes"] < 1000
+
+
+def test_rank_0_commits_a_planned_job(plan, commits):
+    with Repository.create(MemoryStore(), chunk_bytes=CHUNK) as repository:
+        found = commits.measure(job(plan, 4), repository, pack_bytes=16 * CHUNK, times=2, slow=[(0.001, 0.01)])
+        assert [len(found["seconds"]), len(found["slow"]), found["ranks"], found["tensors"]] == [2, 1, 4, len(SHAPES)]
+        nbytes = sum(math.prod(shape) * 4 for shape in SHAPES.values())
+        assert [one.logical_bytes for one in repository.snapshots()] == [nbytes] * 3

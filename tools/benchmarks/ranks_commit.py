@@ -103,7 +103,7 @@ class _Side(RankWriter):
     def __init__(
         self,
         *args: Any,
-        trees: bytes,
+        trees: list[PartTree],
         own: Written,
         told: dict[str, Any],
         reports: dict[str, bytes],
@@ -111,7 +111,8 @@ class _Side(RankWriter):
         spread_s: float,
     ) -> None:
         super().__init__(*args)
-        self._trees, self._own, self._told, self._reports, self._others = trees, own, told, reports, others
+        self._own_trees, self._trees = trees, encode_trees(trees)
+        self._own, self._told, self._reports, self._others = own, told, reports, others
         self._spread_s, self.began = spread_s, 0.0
 
     def write(self, session: AnySession, begin: Begin) -> Report:
@@ -180,13 +181,11 @@ def measure(
         for name, specs in job.specs.items()
         if name
     ]
-    packed = encode_trees(trees)
-    seconds = []
+    trees_digest, seconds = xxhash.xxh3_128_digest(encode_trees(trees)), []
     for number, (latency_s, spread_s) in enumerate([(0.0, 0.0)] * times + list(slow)):
         ranks = local_ranks(job.world)
         request = SaveRequest(f"bench{number}", number)  # in a run of its own: without a base it shares no children
-        trees_digest, held_bytes = xxhash.xxh3_128_digest(packed), _held(refs[0])
-        told = {"request": request_digests(request), "trees": trees_digest, "held_bytes": held_bytes}
+        told = {"request": request_digests(request), "trees": trees_digest, "held_bytes": _held(refs[0])}
         reports = {f"0/report/{rank}": _report(number, told, refs[rank]) for rank in refs if rank}
         store: Any = _Slow(repository.store, latency_s) if latency_s else repository.store
         context = replace(repository.context, store=store)
@@ -197,7 +196,7 @@ def measure(
             request,
             [],
             None,
-            trees=packed,
+            trees=trees,
             own=own,
             told=told,
             reports=reports,

@@ -1,8 +1,13 @@
 """`tools/bench ranks` measures what its rows say; the worlds of processes that it starts are replaced."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
+
+from snapstore import SnapshotManager
 
 
 @pytest.fixture
@@ -11,6 +16,15 @@ def ranks(monkeypatch):
     from benchmarks import ranks
 
     return ranks
+
+
+@pytest.fixture
+def worker(ranks):
+    from benchmarks import ranks_worker
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield ranks_worker
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("count", "pairs"), [(4, "4>4 4>2 4>1 2>4"), (2, "2>2 2>1 1>2"), (1, "1>1")])
@@ -29,3 +43,19 @@ def test_restores_are_measured_on_fewer_and_on_more_ranks(ranks, monkeypatch, tm
     assert found == pairs.split()
     assert [one["name"] for one in rows] == [f"restore_over_dcp, {pair.replace('>', ' -> ')}" for pair in found]
     assert len(details) == len(rows)
+
+
+@pytest.mark.parametrize("fault", ["", "order", "nothing", "other rank"])
+def test_restores_count_only_if_each_element_of_each_rank_is_equal(worker, monkeypatch, tmp_path, fault):
+    values, tensors = torch.arange(1.0, 9), {"w": torch.arange(1.0, 9)}
+    with SnapshotManager(tmp_path / "repository", run="bench", ranks=False) as snapshots:
+        snapshots.save(0, {"w": values})
+    loaded = {"order": values.flip(0), "nothing": torch.zeros(8)}.get(fault, values)
+    monkeypatch.setattr(worker.dcp, "load", lambda state, checkpoint_id: state["w"].copy_(loaded))
+    if fault == "nothing":
+        monkeypatch.setattr(worker.Repository, "restore_into", lambda self, name, state: None)
+    if fault == "other rank":
+        monkeypatch.setattr(worker, "all_of", lambda value: [value, False if value is True else value])
+    found = worker.measure_restore(SimpleNamespace(state=lambda: dict(tensors)), tmp_path)
+    assert found["equal"] is (not fault)
+    assert [len(times) for times in found["seconds"].values()] == [3, 3]

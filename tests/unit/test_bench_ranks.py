@@ -59,3 +59,29 @@ def test_restores_count_only_if_each_element_of_each_rank_is_equal(worker, monke
     found = worker.measure_restore(SimpleNamespace(state=lambda: dict(tensors)), tmp_path)
     assert found["equal"] is (not fault)
     assert [len(times) for times in found["seconds"].values()] == [3, 3]
+
+
+def test_own_shares_are_saved_at_the_same_time_and_one_after_the_other(ranks, worker, monkeypatch, tmp_path):
+    """Each ratio compares the same saves: deltas get smaller while a model trains."""
+    monkeypatch.setattr(worker, "STALLS", 4)
+    monkeypatch.setattr(worker, "SHARES", 3)
+    run = SimpleNamespace(device=torch.device("cpu"), train=lambda: None, state=lambda: {"w": torch.ones(8)})
+    save = worker.measure_saves(run, tmp_path, {})
+    lengths = {"together": 4, "own_share": 3, "own_share_in_turn": 3}
+    assert {name: len(save[name]["durable_s"]) for name in lengths} == lengths
+    save["together"]["durable_s"] = [9.0, 9.0, 4.0, 100.0]
+    save["own_share"]["durable_s"], save["own_share_in_turn"]["durable_s"] = [1.0, 1.0, 4.0], [1.0, 1.0, 2.0]
+    found = {one["name"]: (one["value"], one["met"]) for one in ranks.share_rows(save | {"tensors": 4980})}
+    title = "durable_over_own_share, 4,980 tensors: over the slowest rank's own share, saved "
+    assert found == {f"{title}at the same time": (1.0, True), f"{title}one after the other": (2.0, False)}
+
+
+def test_ranks_that_save_in_turn_wait_for_each_other(worker, monkeypatch):
+    log = []
+    monkeypatch.setattr(worker.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(worker, "synchronize", lambda: log.append("all"))
+    monkeypatch.setattr(worker, "all_of", lambda value: [value, 60.0])
+    wait, save = lambda: log.append("durable"), lambda step, state: log.append(step)
+    saves = SimpleNamespace(save=save, wait_until_finished=wait)
+    assert worker.save_timed(saves, 7, {}, [[0], [1], [2]]) == {"stalls_s": 60.0, "durable_s": 60.0}
+    assert log == ["all", "all", 7, "durable", "all"]

@@ -12,7 +12,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,6 +33,7 @@ from snapstore.save.rank_writer import RankWriter
 
 SAVES, WARM = 6, 2
 STALLS = 14  # saves whose stalls are measured: on shared machines many of them are slow
+SHARES = 8  # the first of them, in which each rank also saves its own share: the files of all saves are in memory
 #: A core counts as undisturbed if the loop before the save took at most so many times as long as the fastest loop.
 UNDISTURBED = 1.2
 dcp: Any = import_module("torch.distributed.checkpoint")
@@ -141,9 +142,8 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def stalled(save: Callable[[], Any]) -> tuple[float, Any]:
+def stall_of(save: Callable[[], Any]) -> tuple[float, Any]:
     """Seconds from the call until the training stream has passed the copy; and what the call returned."""
-    synchronize()
     began = time.perf_counter()
     returned = save()
     if torch.cuda.is_available():
@@ -151,6 +151,12 @@ def stalled(save: Callable[[], Any]) -> tuple[float, Any]:
         event.record()
         event.synchronize()
     return time.perf_counter() - began, returned
+
+
+def stalled(save: Callable[[], Any]) -> tuple[float, Any]:
+    """Wait for all ranks, then return the same as `stall_of`."""
+    synchronize()
+    return stall_of(save)
 
 
 def loop_s() -> float:
@@ -168,41 +174,62 @@ def copy_floor(nbytes: int, device: torch.device) -> float:
     return statistics.median(stalled(lambda: target.copy_(source))[0] for _ in range(5))
 
 
-def measure_saves(run: Run, folder: Path, mode: dict[str, Any]) -> dict[str, Any]:
-    """Stalls and durable times of snapstore, and of each rank's own share in a repository of its own, in turn.
+def save_timed(snapshots: SnapshotManager, step: int, state: Any, turns: Sequence[Sequence[int]]) -> dict[str, float]:
+    """Save by each rank; return the stall and the seconds until the save is durable, of the slowest rank.
 
-    Both save the same values, since deltas get smaller while a model trains. Each rank runs a fixed loop right before
-    each save, which shows whether other programs of the machine slow its core.
+    Args:
+        turns: the ranks that save at the same time, while the others wait.
+    """
+    found = {"stalls_s": 0.0, "durable_s": 0.0}
+    for ranks in turns:
+        synchronize()
+        if dist.get_rank() in ranks:
+            began = time.perf_counter()
+            found["stalls_s"], _ = stall_of(lambda: snapshots.save(step, state))
+            snapshots.wait_until_finished()
+            found["durable_s"] = time.perf_counter() - began
+    return {name: max(all_of(value)) for name, value in found.items()}
+
+
+def measure_saves(run: Run, folder: Path, mode: dict[str, Any]) -> dict[str, Any]:
+    """Stalls and durable times of snapstore, and of the ranks' own shares, each in a repository of its own.
+
+    The shares are saved by all ranks at the same time, and once more by one rank after the other. All save the same
+    values, since deltas get smaller while a model trains. Each rank runs a fixed loop right before each joint save,
+    which shows whether other programs of the machine slow its core.
     """
     rank, state = dist.get_rank(), run.state()
     nbytes, count = sum(t.nbytes for t in leaves(state) if t.device == run.device), sum(1 for _ in leaves(state))
     floor = copy_floor(nbytes, run.device)
     found: dict[str, Any] = {"bytes": all_of(nbytes), "tensors": count, "floor_s": max(all_of(floor))}
     places = {"together": folder / "repository", "own_share": folder / f"own-{rank}"}
+    places["own_share_in_turn"] = folder / f"turn-{rank}"
+    found |= {name: {"stalls_s": [], "durable_s": []} for name in places}
+    loops = found["together"]["loops_s"] = list[float]()
+    ranks = range(dist.get_world_size())
     with (
         SnapshotManager(places["together"], run="bench", **mode) as job,
-        SnapshotManager(places["own_share"], run="bench", ranks=False, **mode) as alone,
+        SnapshotManager(places["own_share"], run="bench", ranks=False, **mode) as own,
+        SnapshotManager(places["own_share_in_turn"], run="bench", ranks=False, **mode) as alone,
     ):
-        times: dict[str, Any] = {name: {"stalls_s": [], "durable_s": [], "loops_s": []} for name in places}
         for step in range(STALLS):
             run.train()
             state = run.state()
-            local = {"own": list(leaves(state))}
-            for name, snapshots, saved in (("together", job, state), ("own_share", alone, local)):
-                synchronize()
-                times[name]["loops_s"].append(max(all_of(loop_s())))
-                began = time.perf_counter()
-                stall, _ = stalled(lambda to=snapshots, s=saved, n=step: to.save(n, s))  # type: ignore[misc]
-                times[name]["stalls_s"].append(max(all_of(stall)))
-                snapshots.wait_until_finished()
-                times[name]["durable_s"].append(max(all_of(time.perf_counter() - began)))
-    found |= times
+            synchronize()
+            loops.append(max(all_of(loop_s())))
+            took = {"together": save_timed(job, step, state, [ranks])}
+            if step < SHARES:
+                local = {"own": list(leaves(state))}
+                took["own_share"] = save_timed(own, step, local, [ranks])
+                took["own_share_in_turn"] = save_timed(alone, step, local, [[one] for one in ranks])
+            for name, one in took.items():
+                for kind, value in one.items():
+                    found[name][kind].append(value)
     for at in places.values():
         remove(at)
     goal = 1.5 * found["floor_s"] + 0.002 + 1e-6 * count
-    stalls, loops = (found["together"][name][WARM:] for name in ("stalls_s", "loops_s"))
-    fastest = min(min(times[name]["loops_s"]) for name in places)
-    calm = [stall for stall, loop in zip(stalls, loops, strict=True) if loop <= UNDISTURBED * fastest]
+    stalls = found["together"]["stalls_s"][WARM:]
+    calm = [stall for stall, loop in zip(stalls, loops[WARM:], strict=True) if loop <= UNDISTURBED * min(loops)]
     found["stall_over_goal"] = statistics.median(stalls) / goal
     found["undisturbed"] = {"saves": len(calm), "of": len(stalls)}
     if calm:

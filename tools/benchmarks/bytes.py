@@ -276,21 +276,35 @@ def positions_and_values(before: Arrays, after: Arrays) -> int:
     return min(sizes)
 
 
-def by_program(before: Arrays, after: Arrays) -> dict[str, int]:
-    """Measure programs that are on the PATH on the two states as files."""
-    commands = {
-        "xdelta3 -9": "xdelta3 -e -9 -S djw -B 67108864 -s before after out",
-        "zstd -19 --patch-from": "zstd -qq -19 --long=27 --patch-from before after -o out",
-    }
-    found = {}
-    for name, command in commands.items():
-        if shutil.which(command.split()[0]):
-            with tempfile.TemporaryDirectory() as folder:
-                for file, arrays in (("before", before), ("after", after)):
-                    (Path(folder) / file).write_bytes(b"".join(a.tobytes() for a in arrays))
-                subprocess.run(command.split(), cwd=folder, check=True)
-                found[name] = (Path(folder) / "out").stat().st_size
-    return found
+def patch(before: Arrays, after: Arrays) -> int:
+    """Do what `zstd -19 --long=27 --patch-from` does, with the library: same window, same long-distance matches."""
+    base, data = (b"".join(a.tobytes() for a in arrays) for arrays in (before, after))
+    prefix = zstandard.ZstdCompressionDict(base, dict_type=zstandard.DICT_TYPE_RAWCONTENT)
+    options = zstandard.ZstdCompressionParameters.from_level(
+        19, window_log=27, enable_ldm=True, dict_size=len(base), source_size=len(data)
+    )
+    return len(zstandard.ZstdCompressor(dict_data=prefix, compression_params=options).compress(data))
+
+
+def xdelta(before: Arrays, after: Arrays) -> int:
+    """xdelta3 -9, on the two states as files."""
+    with tempfile.TemporaryDirectory() as folder:
+        for file, arrays in (("before", before), ("after", after)):
+            (Path(folder) / file).write_bytes(b"".join(a.tobytes() for a in arrays))
+        command = "xdelta3 -e -9 -S djw -B 67108864 -s before after out"
+        subprocess.run(command.split(), cwd=folder, check=True)
+        return (Path(folder) / "out").stat().st_size
+
+
+def by_tool(before: Arrays, after: Arrays) -> dict[str, int]:
+    """Bytes of the second state by tools for files that know the first one."""
+    found = {"zstd -19 --patch-from": patch(before, after)}
+    return found if missing_tools() else found | {"xdelta3 -9": xdelta(before, after)}
+
+
+def missing_tools() -> dict[str, str]:
+    """Return the tools that `by_tool` leaves out on this machine, and why."""
+    return {} if shutil.which("xdelta3") else {"xdelta3 -9": "xdelta3 is not on the PATH"}
 
 
 # -- figures
@@ -312,7 +326,7 @@ def measure(series: str, before: gpu_train.State, after: gpu_train.State) -> dic
             found[f"{kind}: {name}"] = sum(coding(x, y) for x, y in chunks(a, b)) / plain
         if series == "rl":
             found[f"{kind}: positions and values, best zstd level"] = positions_and_values(a, b) / plain
-            found |= {f"{kind}: {name}": size / plain for name, size in by_program(a, b).items()}
+            found |= {f"{kind}: {name}": size / plain for name, size in by_tool(a, b).items()}
     return found
 
 

@@ -198,11 +198,11 @@ def rl_run(model: str, scale: Scale, folder: Path, device: torch.device, say: Ca
         return state
 
     run = run_of(folder, state_of, device, scale.chunk_bytes)
+    measured = [peer.result() for peer in peers]  # while none of them uses a core, restores are timed
     restored = restore_figures(run, before, device)
     plain, full = gpu_train.nbytes(before), run.saved[0].stored_bytes
     steps = len(run.saved) - 1
     floor = full + sum(entropies)
-    measured = [peer.result() for peer in peers]
     shares = {name: statistics.mean(p[name] for p in measured) for name in measured[0]}
     of_peers = {name: full + steps * share * plain for name, share in shares.items()}
     found = {
@@ -210,7 +210,8 @@ def rl_run(model: str, scale: Scale, folder: Path, device: torch.device, say: Ca
         "stored_bytes": run.stored_bytes, "full_bytes": full,
         "entropy_bytes_of_steps": sum(entropies), "over_entropy": run.stored_bytes / floor,
         "manifest_bytes": sum(ref.size_bytes for s in run.saved for ref in s.manifests),
-        "peer_bytes": of_peers, "over_best_peer": run.stored_bytes / min(of_peers.values()), "restore": restored,
+        "peer_bytes": of_peers, "missing_peers": codings.missing_tools(),
+        "over_best_peer": run.stored_bytes / min(of_peers.values()), "restore": restored,
     }  # fmt: skip
     say(f"rl {model}: {found}")
     run.repository.close()
@@ -232,7 +233,7 @@ def some_of(before: State, after: State) -> tuple[codings.Arrays, codings.Arrays
 def peer_shares(a: codings.Arrays, b: codings.Arrays) -> dict[str, float]:
     """Bytes of one step by other tools, as shares of the plain bytes."""
     size = sum(y.nbytes for y in b)
-    found = {"positions and values, zstd": codings.positions_and_values(a, b), **codings.by_program(a, b)}
+    found = {"positions and values, zstd": codings.positions_and_values(a, b), **codings.by_tool(a, b)}
     return {name: value / size for name, value in found.items()}
 
 

@@ -81,6 +81,42 @@ def test_a_snapshot_of_an_unchanged_state_takes_two_small_objects(fresh):
     check_clean(store, level="restore")
 
 
+def unchanged(count, in_ranks):
+    """Save a state with parts beside the root three times; return the last snapshot, and the bytes that it adds."""
+    store = MemoryStore()
+    with Repository.create(store, chunk_bytes=1024) as repository:
+
+        def state(rank=None):
+            tensors = [torch.arange(2000.0) + number for number in range(count)]
+            if rank is not None:
+                tensors = [sharded(one, [2], [Shard(0)]) for one in tensors[1:]] + [PerRank(torch.ones(9) * rank)]
+            return {"step": 3, **{f"part_name{number:02d}": {"w": one} for number, one in enumerate(tensors)}}
+
+        def act(step):
+            if in_ranks:
+                rank_saves.save(repository, [partial(state, rank) for rank in range(2)], step)
+            else:
+                repository.save(state(), run="pretraining", step=step)
+
+        for step in range(100_000, 100_003):
+            new = put_by(store, partial(act, step))
+        assert len(new) == 2
+        return repository.snapshots()[-1], sum(new.values())
+
+
+@pytest.mark.parametrize("in_ranks", [False, True])
+def test_a_part_costs_an_unchanged_snapshot_229_bytes_and_its_name(in_ranks):
+    """Five small parts beside the root take at most 2 KiB, or four of any size. freeze.md states these figures."""
+    sizes = {count: unchanged(count, in_ranks)[1] for count in (4, 5, 6)}
+    assert sizes[5] <= 2048 < sizes[6]
+    each = 229 + len("part_name00")
+    assert all(each - 2 <= sizes[count + 1] - sizes[count] <= each + 4 for count in (4, 5)), sizes
+    snapshot, nbytes = unchanged(4, in_ranks)
+    large = [msgspec.structs.replace(ref, size_bytes=1 << 33, logical_bytes=1 << 40) for ref in snapshot.manifests]
+    huge = msgspec.structs.replace(snapshot, manifests=large, chunks=1 << 33, logical_bytes=1 << 43)
+    assert len(records.encode(huge)) + nbytes - len(records.encode(snapshot)) <= 2048
+
+
 def test_only_what_has_changed_is_written(store):
     state = copy.deepcopy(values("a", 0))
     first = of(store, "a@0")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +31,7 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record system calls within the block."""
+        """Record system calls within the block, of all threads, one after the other."""
         real = {name: getattr(os, name) for name in ("open", "write", "fsync", "link", "unlink", "mkdir")}
 
         def open_(path: Any, flags: int, *rest: Any, **options: Any) -> int:
@@ -71,10 +72,19 @@ class Recorder:
             if (name := self._name(path, options.get("dir_fd"))) is not None:
                 self.events.append(("mkdir", name, None))
 
+        lock = threading.RLock()  # the events are in the order of their effects
+
+        def in_turn(call: Callable[..., Any]) -> Callable[..., Any]:
+            def locked(*args: Any, **options: Any) -> Any:
+                with lock:
+                    return call(*args, **options)
+
+            return locked
+
         with pytest.MonkeyPatch.context() as patch:
             for name, ours in {"open": open_, "write": write, "fsync": fsync, "link": link, "unlink": unlink,
                                "mkdir": mkdir}.items():  # fmt: skip
-                patch.setattr(os, name, ours)
+                patch.setattr(os, name, in_turn(ours))
             yield
 
     def _name(self, path: Any, folder: int | None = None) -> str | None:

@@ -15,10 +15,11 @@ import pytest
 from kit import foreign, power
 from kit.faults import one_thread
 from kit.objects import flip, keys_of
+from kit.ranks import save_shared
 from kit.repositories import OPTIONS, check_whole, lasting, opened, save, values
 from kit.samples import SEED, THOROUGH, sampled
 from kit.tally import tally
-from snapstore import KeepLast, Repository
+from snapstore import KeepLast, Repository, Snapshot
 from snapstore.catalog.lmdb_file import Environment
 from snapstore.format import pack
 from snapstore.storage.base import is_key
@@ -94,6 +95,21 @@ def _rewriting(do, verb):
     do("last gc", verb(lambda r: r.gc()))
 
 
+def _ranks(do, verb):
+    """Saves of several ranks: on other numbers of ranks, of content that gc has deleted, and on one rank after them."""
+    for step, count in enumerate((3, 2, 3)):
+        do(f"save a@{step}", verb(lambda r, step=step, count=count: _save_on(count, r, step, step)))
+    do("forget", verb(lambda r: r.forget([KeepLast(2)], run="a")))
+    do("gc", verb(lambda r: r.gc()))
+    do("save again", verb(lambda r: _save_on(2, r, 3, 0)))
+    do("save alone", verb(lambda r: save(r, "a", 4, 4)))
+
+
+def _save_on(count, repository, step, version):
+    words = save_shared([LocalStore(repository.store.root) for _ in range(count)], "a", step, version)
+    assert all(isinstance(word, Snapshot) for word in words), words
+
+
 def _did(something):
     assert something
 
@@ -109,7 +125,7 @@ def _damage(repository):
 #: These need a repair, whatever the power loss has done.
 DAMAGED = {"damage", "repair", "purge", "last gc"}
 PAGE_BYTES = 4096
-HISTORIES = {"verbs": _verbs, "rewriting": _rewriting}
+HISTORIES = {"verbs": _verbs, "rewriting": _rewriting, "ranks": _ranks}
 
 
 @cache

@@ -16,16 +16,20 @@ from kit import dcp_ranks
 from kit.samples import some
 from snapstore import Repository
 
-#: The cases of the first world; and of the second, which finds what the first has left, and runs a sample of the rest.
-FIRST = [name for name in dcp_ranks.CASES if name != "load_of_another_world"]
-SECOND = ["load_of_another_world", *some([name for name in FIRST if name != "process_mode"], 8)]
+#: The cases of the first world; of the second, which finds what the first has left, and runs a sample of the rest; and
+#: of the third, which finds what both have left.
+SEVERAL = ["load_of_another_world", "write_for_another_world"]
+FIRST = [name for name in dcp_ranks.CASES if name != SEVERAL[0]]
+SECOND = [*SEVERAL, *some([name for name in FIRST if name not in ("process_mode", *SEVERAL)], 8)]
+THIRD = SEVERAL[:1]
 
 
 @pytest.mark.timeout(600)
-def test_on_four_ranks_then_on_two(tmp_path: Path) -> None:
-    """One test: each world takes seconds to start, and the second reads what the first has saved."""
+def test_on_four_ranks_then_on_two_then_on_three(tmp_path: Path) -> None:
+    """One test: each world takes seconds to start, and reads what those before it have saved."""
     failed = []
-    for ranks, cases in ((4, FIRST), (2, SECOND)):
+    Repository.create(tmp_path / dcp_ranks.OTHER_WORLDS, chunk_bytes=32 * 1024).close()
+    for ranks, cases in ((4, FIRST), (2, SECOND), (3, THIRD)):
         found = dcp_ranks.run(tmp_path, ranks, cases)
         failed += [f"{name} on {ranks} ranks:\n{text}" for name in cases for text in found[name] if text]
     assert not failed, "\n".join(failed)
@@ -33,4 +37,6 @@ def test_on_four_ranks_then_on_two(tmp_path: Path) -> None:
         repository.gc()
         assert not repository.check("restore").problems
         assert len(repository.snapshots()) > 50
-        repository.restore("other-world-4@2")
+    with Repository.open(tmp_path / dcp_ranks.OTHER_WORLDS) as repository:
+        assert not repository.check("restore").problems
+        assert {s.ref for s in repository.snapshots()} == {"of-4@1", "of-4@2", "of-4@3", "of-2@1", "of-2@3"}

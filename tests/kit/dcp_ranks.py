@@ -25,6 +25,8 @@ from kit.processes import environment
 
 #: A world that hangs is given up after this long [s].
 HANG_S = 240.0
+#: The folder of the repository that worlds of several sizes share; the test makes it, with small chunks.
+OTHER_WORLDS = "other-worlds"
 
 
 def run(
@@ -1568,37 +1570,49 @@ def case_the_managers_snapshots(world: World) -> None:
     writer.close()
 
 
+def of_other_worlds() -> dict[str, Any]:
+    """Return tensors of any number of rows and columns, some of fewer than there are ranks, and one of many chunks."""
+    rows = {f"rows{n}": whole((n, 160 if n > 4000 else 3), n) for n in (0, 1, 2, 3, 4, 5, 7, 1001, 4001)}
+    return rows | {f"columns{n}": whole((5, n), 50 + n) for n in (1, 2, 3, 7, 901)}
+
+
 def case_write_for_another_world(world: World) -> None:
     from torch.distributed.tensor import Shard
 
-    from snapstore.dcp import save
+    from snapstore.dcp import SnapstoreWriter, save
 
-    values = whole((1001, 9), 7)
-    writer = world.writer("other-world")
-    save({"a": sharded(values, world.mesh(), [Shard(0)]), "b": values[:3].clone(), "n": world.size}, writer, 1)
+    writer, mesh = SnapstoreWriter(world.folder / OTHER_WORLDS, run=f"of-{world.size}"), world.mesh()
+    state = {name: sharded(value, mesh, [Shard(int("columns" in name))]) for name, value in of_other_worlds().items()}
+    save(state | {"n": world.size}, writer, 1)
     writer.close()
 
 
 def case_load_of_another_world(world: World) -> None:
-    """The world that ran before had another number of ranks."""
-    from torch.distributed.tensor import Shard
+    """Load what the worlds before this one have saved, on more ranks or fewer; then save rows in the same run."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.tensor import Replicate, Shard
 
-    from snapstore.dcp import load, save
+    from snapstore.dcp import SnapstoreReader, SnapstoreWriter, load, save
 
-    values, before = whole((1001, 9), 7), 6 - world.size
-    mesh = world.mesh()
-    target = {"a": sharded(values * 0, mesh, [Shard(0)]), "b": values[:3] * 0, "n": 0}
-    load(target, world.reader("other-world", before), 1)
-    expect_whole(target["a"], values)
-    expect_whole(target["b"], values[:3])
-    assert target["n"] == before
-    from snapstore.dcp import SnapstoreWriter
-
-    writer = SnapstoreWriter(world.url, run=f"other-world-{before}")  # which goes on in the same run
-    save(target, writer, 2)
-    if world.rank == 0:
-        assert writer.snapshot.new_chunks <= 0.2 * writer.snapshot.chunks + 2, writer.snapshot
-    writer.close()
+    url, expected, mesh = world.folder / OTHER_WORLDS, of_other_worlds(), world.mesh()
+    for before in {2: (4,), 3: (4, 2)}[world.size]:
+        reader = SnapstoreReader(url, run=f"of-{before}")
+        target: dict[str, Any] = {}
+        for along, is_ours in ((Shard(1), True), (Replicate(), False), (Shard(0), True)):
+            target = {name: sharded(value * 0, mesh, [along]) for name, value in expected.items()} | {"n": 0}
+            load(target, reader, 1) if is_ours else dcp.load(target, storage_reader=reader, checkpoint_id=1)
+            assert target["n"] == before
+            for name, value in expected.items():
+                expect_whole(target[name], value, (before, along, name))
+        writer = SnapstoreWriter(url, run=f"of-{before}")
+        save({name: value for name, value in target.items() if "columns" not in name}, writer, world.size)
+        if world.rank == 0:
+            assert writer.snapshot.chunks > 40, writer.snapshot
+            assert writer.snapshot.new_chunks <= 0.2 * writer.snapshot.chunks, (
+                writer.snapshot.new_chunks,
+                writer.snapshot.chunks,
+            )
+        writer.close()
 
 
 CASES = [name.removeprefix("case_") for name in list(globals()) if name.startswith("case_")]

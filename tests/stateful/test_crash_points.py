@@ -38,6 +38,7 @@ from snapstore import (
 )
 from snapstore.catalog import policy_store
 from snapstore.catalog.lmdb_file import Environment
+from snapstore.format import manifest
 from snapstore.storage.base import ObjectStore
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
@@ -63,6 +64,15 @@ def history() -> MemoryStore:
         for step in range(4):
             save(repository, "a", step, step, tags=("good",) if step == 1 else ())
         save(repository, "b", 0, 50, parent="a@1")
+    return store
+
+
+@cache
+def longer() -> MemoryStore:
+    """As `history`, with a@4: the next save of version 61 makes a skip, see `test_the_skip_save_skips`."""
+    store = clone(history())
+    with opened(store) as repository:
+        save(repository, "a", 4, 60)
     return store
 
 
@@ -237,6 +247,7 @@ def _tag(repository: Repository) -> None:
 VERBS: dict[str, tuple[Callable[[], MemoryStore], Callable[[Repository], Any]]] = {
     "first save": (created, lambda r: save(r, "a", 0, 0)),
     "delta save": (history, lambda r: save(r, "a", 4, 4)),
+    "skip save": (longer, lambda r: save(r, "a", 5, 61)),
     "step again": (history, lambda r: save(r, "a", 2, 12)),
     "tagged": (history, lambda r: save(r, "a", 4, 4, tags=("best",))),
     "fork": (history, lambda r: save(r, "c", 0, 1, parent="a@1", bases=["b@0"])),
@@ -277,6 +288,7 @@ MAY_FORGET = {"forget", "forget and gc", "forget, ranks"}
 MAY_ADD = {
     "first save",
     "delta save",
+    "skip save",
     "step again",
     "tagged",
     "fork",
@@ -365,6 +377,24 @@ ALIKE = {
     "unchanged save",
     "gc, shared",
 }
+
+
+def test_the_skip_save_skips():
+    """A new delta is against an older chunk than the last one, so its chain does not grow."""
+    store = clone(longer())
+    with opened(store) as repository:
+        before, after = (_chains(store, s) for s in (repository.snapshot("a@4"), VERBS["skip save"][1](repository)))
+    assert [b for a, b in zip(before, after, strict=True) if len(b) > 1 and b[0] != a[0] != b[1] and b[1] in a]
+
+
+def _chains(store: ObjectStore, snapshot: Snapshot) -> list[list[Any]]:
+    """Return the digests of the blobs of each chunk's chain, the newest first."""
+    found = []
+    for ref in snapshot.manifests:
+        table = manifest.read(store, ref, None).table
+        digests = table.ref_digests.tolist()
+        found += [digests[a:b] for a, b in zip(table.starts[:-1], table.starts[1:], strict=True)]
+    return found
 
 
 def points(verb: str, mode: str, total: int) -> range:

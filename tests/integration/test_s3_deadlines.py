@@ -119,14 +119,18 @@ def test_a_resolver(server, monkeypatch):
         over.set()
 
 
-def test_a_program_that_tells_credentials(server, monkeypatch, tmp_path):
-    monkeypatch.setattr("snapstore.storage.s3.client.CREDENTIALS_TIMEOUT_S", 0.5)
-    config = tmp_path / "config"
-    config.write_text("[profile slow]\ncredential_process = sleep 2\n")
+def ask_for_credentials(command, monkeypatch, folder):
+    """Let a program tell the credentials."""
+    (folder / "config").write_text(f"[profile slow]\ncredential_process = {command}\n")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(folder / "config"))
     monkeypatch.setenv("AWS_PROFILE", "slow")
+
+
+def test_a_program_that_tells_credentials(server, monkeypatch, tmp_path):
+    monkeypatch.setattr("snapstore.storage.s3.client.CREDENTIALS_TIMEOUT_S", 0.5)
+    ask_for_credentials("sleep 2", monkeypatch, tmp_path)
     with pytest.raises(SnapstoreError, match="TimeoutError"):
         store()
 
@@ -134,18 +138,14 @@ def test_a_program_that_tells_credentials(server, monkeypatch, tmp_path):
 @pytest.mark.parametrize(("left_s", "fails"), [(300, True), (800, False)])
 def test_a_program_that_hangs_when_it_renews_credentials(server, monkeypatch, tmp_path, left_s, fails):
     """Cached credentials are used until ten minutes before they expire."""
-    script, config = tmp_path / "credentials.py", tmp_path / "config"
+    script = tmp_path / "credentials.py"
     expires = datetime.now(UTC) + timedelta(seconds=left_s)
     told = {"Version": 1, "AccessKeyId": "a", "SecretAccessKey": "b", "Expiration": expires.isoformat()}
     script.write_text(
         "import pathlib, sys, time\nrun = pathlib.Path(sys.argv[0] + '.run')\n"
         f"if run.exists(): time.sleep(60)\nrun.touch()\nprint({json.dumps(told)!r})\n"
     )
-    config.write_text(f"[profile slow]\ncredential_process = {sys.executable} {script}\n")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
-    monkeypatch.setenv("AWS_PROFILE", "slow")
+    ask_for_credentials(f"{sys.executable} {script}", monkeypatch, tmp_path)
     opened, began = store(), time.monotonic()
     monkeypatch.setattr("snapstore.storage.s3.client.CREDENTIALS_TIMEOUT_S", 0.5)
     for _ in range(2):
@@ -160,7 +160,7 @@ def test_a_program_that_hangs_when_it_renews_credentials(server, monkeypatch, tm
 
 def test_credentials_are_renewed_again_after_a_failure(server, monkeypatch, tmp_path):
     """They expire within ten minutes, and the program, or the server of an instance's role, fails twice."""
-    script, config = tmp_path / "credentials.py", tmp_path / "config"
+    script = tmp_path / "credentials.py"
     expires = [(datetime.now(UTC) + timedelta(seconds=left_s)).isoformat() for left_s in (300, 3600)]
     told = [json.dumps({"Version": 1, "AccessKeyId": "a", "SecretAccessKey": "b", "Expiration": e}) for e in expires]
     script.write_text(
@@ -168,11 +168,7 @@ def test_credentials_are_renewed_again_after_a_failure(server, monkeypatch, tmp_
         "done = len(runs.read_text()) if runs.exists() else 0\nruns.write_text('x' * (done + 1))\n"
         f"if done in (1, 2): sys.exit('no answer')\nprint({told!r}[min(done, 1)])\n"
     )
-    config.write_text(f"[profile slow]\ncredential_process = {sys.executable} {script}\n")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
-    monkeypatch.setenv("AWS_PROFILE", "slow")
+    ask_for_credentials(f"{sys.executable} {script}", monkeypatch, tmp_path)
     opened = store(connect_timeout_s=HANGS_S, read_timeout_s=HANGS_S, attempts=10)
     opened.put("a", b"x")
     assert opened.get("a") == b"x"

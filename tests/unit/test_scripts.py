@@ -9,6 +9,7 @@ import inspect
 
 import pytest
 
+import snapstore
 from kit import processes
 from snapstore import Repository, SnapshotManager
 
@@ -36,7 +37,10 @@ SCRIPTS = scripts()
 def keywords(name):
     """Return the arguments that the public methods of this name take; None if there is no such method."""
     methods = [getattr(of, name) for of in (Repository, SnapshotManager) if callable(getattr(of, name, None))]
-    return {key for method in methods for key in inspect.signature(method).parameters} if methods else None
+    found = [one for method in methods for one in inspect.signature(method).parameters.values()]
+    texts = [str(one.annotation) for one in found]
+    options = [getattr(snapstore, text[7:-1]) for text in texts if text.startswith("Unpack[")]
+    return {one.name for one in found}.union(*(option.__annotations__ for option in options)) if methods else None
 
 
 def test_the_scripts_are_found():

@@ -272,6 +272,7 @@ THEIRS = {
     "TOTAL": "TOTAL: int",
     "config": "config: dict[str, typing.Any]",
     "data": "data: typing.Any",
+    "make_model": "make_model: typing.Callable[[], typing.Any]",
     "model": "model: torch.nn.Module",
     "optimizer": "optimizer: torch.optim.Optimizer",
     "rank": "rank: int",
@@ -286,6 +287,7 @@ THEIRS = {
     "state": "state: dict[str, typing.Any]",
     "step": "step: int",
     "total": "total: int",
+    "torch": "",
     "train": "train: typing.Callable[[torch.nn.Module, torch.optim.Optimizer], torch.Tensor]",
 }
 

@@ -78,28 +78,34 @@ def cache(request, monkeypatch):
     """The test's own cache folder, which is not there yet. Fixtures of modules have one together."""
     folder = request.config.stash[_CACHES] / str(next(_NUMBERS))
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(folder))
+    before = open_indexes()
     yield folder
     try:
-        require_closed(request, folder)
+        require_closed(request, before)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def require_closed(request, folder):
-    """A repository that a test leaves open changes what later tests of this process find."""
+def open_indexes():
+    """Return the indexes that are open in this process."""
     indexes = sys.modules.get("snapstore.catalog.lmdb_file")
+    return (
+        {index for index in list(indexes.Environment._open.values()) if index._name[0] == os.getpid()}
+        if indexes
+        else set()
+    )
 
-    def left():
-        mine = (os.getpid(), str(folder.resolve()))
-        return [name for name in list(indexes.Environment._open) if (name[0], name[1][: len(mine[1])]) == mine]
 
-    if indexes is not None and left():
+def require_closed(request, before):
+    """A repository or an index that a test leaves open, in any folder, changes what later tests of this process find."""
+    if open_indexes() - before:
         request.node.funcargs.clear()  # what fixtures return, which pytest drops after this
         gc.collect()
         until = time.monotonic() + PATIENCE_S
-        while left() and time.monotonic() < until:
+        while open_indexes() - before and time.monotonic() < until:
             time.sleep(0.01)
-        assert not left(), "the test leaves a repository open: close it, or what keeps it"
+        left = [index._name[1] for index in open_indexes() - before]
+        assert not left, f"the test leaves the indexes of {left} open: close each repository, or what keeps it"
 
 
 def pytest_terminal_summary(terminalreporter, config):

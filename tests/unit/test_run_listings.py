@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -282,10 +282,12 @@ def test_no_gc_acts_on_a_view_of_one_run(store, monkeypatch):
 @pytest.mark.parametrize("ending", ["known from a listing", "known from the cache"])
 def test_a_record_of_another_run_that_is_gone_stops_the_next_gc(store, tmp_path, monkeypatch, ending):
     """A save does not miss it, and no later listing of one run makes the index forget it."""
-    with opened(store) as repository:
+    with opened(store) as repository, ExitStack() as stack:
         index = repository.context.index
         if ending == "known from the cache":
-            Index(store, index.uuid, tmp_path).refresh()
+            with closing(Index(store, index.uuid, tmp_path)) as earlier:
+                earlier.refresh()
+            stack.enter_context(closing(index))  # the repository closes the one that takes its place
             index = Index(store, index.uuid, tmp_path)
             monkeypatch.setattr(repository, "context", replace(repository.context, index=index))
         else:

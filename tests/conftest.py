@@ -97,7 +97,7 @@ def open_indexes():
 
 
 def require_closed(request, before):
-    """A repository or an index that a test leaves open, in any folder, changes what later tests of this process find."""
+    """A repository or index that a test leaves open, in any folder, changes what later tests of this process find."""
     if open_indexes() - before:
         request.node.funcargs.clear()  # what fixtures return, which pytest drops after this
         gc.collect()

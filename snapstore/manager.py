@@ -255,14 +255,7 @@ class SnapshotManager(Steps):
         with self._background.holding_slot("") as slot:
             parts = flatten(state, of_rank=self._job is not None)
             self.repository.context.engines.start_loading()
-            self._background.start(partial(self._take_memory, partial(self._staging.prepare, parts)), slot)
-
-    def _take_memory(self, take: Callable[[], object]) -> None:
-        """Allocate memory for the copies of a later save, in the background."""
-        try:
-            take()
-        except Exception as error:  # noqa: BLE001  the next save meets the same error, and raises it
-            log.warning("run=%s the memory for copies could not be allocated ahead: %s", self.run, error)
+            self._background.start(partial(self._background.take_memory, partial(self._staging.prepare, parts)), slot)
 
     def _begin(self, handle: SaveHandle, request: SaveRequest, state: Any, slot: Slot) -> None:
         """Run the save, or copy the state and leave the rest to a thread."""
@@ -355,7 +348,7 @@ class SnapshotManager(Steps):
                 log.error("run=%s nothing is forgotten or deleted until this is repaired: %s", self.run, error)
                 self._retention_error = error
         if in_background:
-            self._take_memory(self._staging.prepare_next)
+            self._background.take_memory(self._staging.prepare_next)
 
     def _retain(self) -> None:
         """Forget snapshots and run gc. A failure costs only space, so only damage is raised, and never by `save`."""
@@ -394,7 +387,7 @@ class SnapshotManager(Steps):
 
         Raises:
             SnapstoreError: a save failed, or was given up.
-            TimeoutError: the store does not answer, so the save still runs; its memory is kept.
+            TimeoutError: the store does not answer, so the save still runs; at its end it releases both.
         """
         self._close(None if timeout is None else min(timeout, threading.TIMEOUT_MAX), None)
 
@@ -416,12 +409,16 @@ class SnapshotManager(Steps):
         if self._job is not None:
             limit_s = None if end is None else max(GIVE_UP_S, end - time.monotonic())
             self._job.close(error, ends_channel=self._made_ranks, limit_s=limit_s)
-        if not ended:
+        if not ended and not self._background.at_end(self._release):
             raise TimeoutError(f"run {self.run!r}: the running save has not ended {timeout:.6g} s after close")
+        self._release()
+        self.check_for_errors()
+
+    def _release(self) -> None:
+        """Release memory and repository; no save runs any more."""
         self._staging.clear()
         if self._owned and (self._mirror is None or self._mirror.has_ended):
             self.repository.close()
-        self.check_for_errors()
 
     # -- preemption
 

@@ -100,10 +100,10 @@ def require_closed(request, before):
     """A repository or index that a test leaves open, in any folder, changes what later tests of this process find."""
     if open_indexes() - before:
         request.node.funcargs.clear()  # what fixtures return, which pytest drops after this
-        gc.collect()
         until = time.monotonic() + PATIENCE_S
         while open_indexes() - before and time.monotonic() < until:
-            time.sleep(0.01)
+            gc.collect()  # again and again: a thread that ends meanwhile leaves cycles
+            time.sleep(0.2)
         left = [index._name[1] for index in open_indexes() - before]
         assert not left, f"the test leaves the indexes of {left} open: close each repository, or what keeps it"
 

@@ -37,6 +37,7 @@ class Background:
         self.saving = threading.Lock()
         self._failed: list[tuple[SaveHandle, str, BaseException]] = []  # saves whose errors the caller has not seen yet
         self._inside: set[int] = set()  # threads that are inside save
+        self._at_end: Callable[[], object] = lambda: None
         self._pid = os.getpid()
 
     def note(self, handle: SaveHandle, ref: str, error: BaseException) -> None:
@@ -109,6 +110,7 @@ class Background:
                         function()
                 finally:
                     lock.release()
+                    self._at_end()
 
         # Not a daemon: the interpreter's exit waits for it, and the snapshot is whole.
         try:
@@ -116,6 +118,13 @@ class Background:
             slot.handed_over = True
         except RuntimeError as error:
             raise no_threads() from error
+
+    def take_memory(self, take: Callable[[], object]) -> None:
+        """Allocate memory for the copies of a later save, in the background."""
+        try:
+            take()
+        except Exception as error:  # noqa: BLE001  the next save meets the same error, and raises it
+            log.warning("run=%s the memory for copies could not be allocated ahead: %s", self._name, error)
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait until no save runs, for at most `timeout` seconds; return whether none does."""
@@ -129,6 +138,11 @@ class Background:
             self.saving.release()
             return True
         return False
+
+    def at_end(self, function: Callable[[], object]) -> bool:
+        """Let a function run after the running save; return whether none runs any more: then call it now."""
+        self._at_end = function
+        return self.join(0.0)
 
     def check_inside(self) -> None:
         """Raise InvalidInputError if this thread is inside `save`: the call would wait for itself."""

@@ -319,6 +319,34 @@ def test_the_timeout_is_an_error_of_its_own_in_a_job_too(monkeypatch):
         first.result(60)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_save_that_outlives_its_manager_releases_memory_and_repository(monkeypatch, fails):
+    """The program may keep the manager and go on, in a notebook."""
+    monkeypatch.setattr("snapstore.manager.GIVE_UP_S", 0.1)
+    gate, done = threading.Event(), threading.Event()
+    manager = SnapshotManager(Held(created(), gate), run="a", options=OPTIONS)
+    if not fails:
+        monkeypatch.setattr(manager, "_retain", lambda: done.wait(60))  # the save itself has committed by then
+        manager.keep = [KeepLast(1)]
+        gate.set()
+    saved = manager.save(1, {"w": torch.ones(5000)})
+    if not fails:
+        saved.result(60)
+    with pytest.raises(TimeoutError, match="has not ended"):
+        manager.close(timeout=0.1)
+    assert manager.repository.context.index._environment is not None
+    for event in (gate, done):
+        event.set()
+    until = time.monotonic() + 60
+    while manager.repository.context.index._environment is not None and time.monotonic() < until:
+        time.sleep(0.01)
+    assert manager.repository.context.index._environment is None
+    assert manager._staging._base.keys() == manager._staging._spare.keys() == set()
+    if fails:
+        with pytest.raises(SnapstoreError, match="has given it up; nothing was committed"):
+            saved.result(60)
+
+
 @pytest.mark.parametrize("what", ["gc", "prepare"])
 def test_other_work_in_the_background_costs_no_last_save(monkeypatch, what):
     """The timeout bounds saves. A gc or a preparation that runs at the signal is waited for."""
@@ -335,7 +363,7 @@ def test_other_work_in_the_background_costs_no_last_save(monkeypatch, what):
         monkeypatch.setattr(manager, "_retain", slow)
         manager.save(1, state).result(60)
     else:
-        monkeypatch.setattr(manager, "_take_memory", slow)
+        monkeypatch.setattr(manager._background, "take_memory", slow)
         manager.prepare(state)
     assert begun.wait(60)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -403,7 +403,7 @@ def points(verb: str, mode: str, total: int) -> range:
     if verb.endswith(", ranks"):
         return sampled(total, 20)
     # a recode has sixty operations, each of which some other verb has too
-    return sampled(total, 12 if verb.startswith(("recode", "compact", "copy")) else 6 if sparse else 3)
+    return sampled(total, 16 if verb.startswith(("recode", "compact", "copy")) else 8 if sparse else 4)
 
 
 @untraced
@@ -456,7 +456,7 @@ def test_the_same_verb_again(verb, mode, monkeypatch):
     there = _ids(clone(prepare()))
     wanted = _known(undisturbed, there)
     total = operations(verb)
-    for k in sampled(total, 20 if verb in MAY_ADD else 8):
+    for k in sampled(total, 24 if verb in MAY_ADD else 11):
         inner = clone(prepare())
         store, repository, outcome = run_until_fault(verb, inner, k, mode)
         about = f"{verb} again, {mode} at {k} of {total}: {store.log[-1]}, {outcome}"

@@ -98,7 +98,7 @@ def test_another_process_changes_what_is_read(verb, change, monkeypatch):
             expected.append(VERBS[verb](repository))
         except NotFoundError:
             assert change is forget
-    for k in sampled(total, 3 + total // 16):
+    for k in sampled(total, 3 + total // 9):
         inner = clone(history())
 
         def meanwhile(store=inner):

@@ -119,7 +119,7 @@ def repair_until_fault(inner: ObjectStore, k: int, mode: str) -> tuple[FaultStor
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "torn"])
 def test_every_fault(mode, monkeypatch):
     one_thread(monkeypatch, index=False)
-    for k in points(2, 29 if mode in CRASHES else 17):
+    for k in points(3, 37 if mode in CRASHES else 23):
         inner = clone(wounded())
         store, outcome = repair_until_fault(inner, k, mode)
         about = f"{mode} at {k}: {store.log[-1]}, {outcome}"

@@ -688,8 +688,9 @@ def test_no_such_bucket():
             call("s3://no-such-bucket/x")
 
 
-def test_bytes_that_are_damaged_on_the_way_are_refused(world):
+def test_bytes_that_are_damaged_on_the_way_are_refused(world, monkeypatch):
     """The server checks the SHA-256 that a request is signed with."""
+    monkeypatch.setattr("snapstore.storage.s3.failures._LONGEST_PAUSE_S", 0.1)
 
     def damage(request, **_) -> None:
         request.body = b"other bytes"

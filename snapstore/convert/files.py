@@ -58,7 +58,7 @@ class Exported:
         tensors: number of tensors.
         bytes: size of the files [bytes].
         dropped: dotted paths of the values that were left out.
-        tied: names that were left out because they are tied to one in the export.
+        tied: names that were left out because `from_pretrained` ties them to one in the export.
         changed: values of another type than in the snapshot.
         part: the top-level key that was exported; None: the whole state.
     """

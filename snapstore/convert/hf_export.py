@@ -1,8 +1,8 @@
 """Write a folder of Hugging Face that `from_pretrained` loads: weights in safetensors, an index, config and tokenizer.
 
 In: the tensors of a snapshot in their stored order, and the other files of the folder. Out: shards of a limited size;
-memory holds one tensor. Tied tensors are written once, under the first of their names, as `save_pretrained` does. If
-the config says that the model ties none, they are written under each name.
+memory holds one tensor. Tied tensors are written under each of their names, since transformers ties only names that the
+class of a model declares. Only the output embedding is left out, as `save_pretrained` does, if the config ties it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from .checkpoint import file_inside
 from .hf_folder import ADAPTER, ADAPTER_COPY, INDEX, ONE_FILE, STATES, TORCH_INDEX, TRAINER_STATE
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+#: The output embedding; transformers ties it to the input embedding if the config says so.
+OUTPUT_EMBEDDING = "lm_head.weight"
 #: Endings of files in the folder of --config that hold weights or a state.
 _WEIGHTS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".ot"),
@@ -42,7 +44,7 @@ class HfPlan:
         shards: file -> (name, spec) of each of its tensors, in the order of reading.
         names: the name of each tensor that is read, in the order of reading; None: it is not written.
         dropped: dotted paths of the values that are left out.
-        tied: names that are left out because they are tied to one in the export.
+        tied: names that are left out because `from_pretrained` ties them to one in the export.
     """
 
     shards: dict[str, list[tuple[str, TensorSpec]]]
@@ -104,7 +106,7 @@ def plan(
     """
     if type(max_shard_bytes) is not int or max_shard_bytes < 1:
         raise InvalidInputError(f"max_shard_bytes {max_shard_bytes!r}: expected an int of 1 or more")
-    tied = _tied(reader.specs) if _ties(beside) else set()
+    tied = _tied(reader.specs, beside)
     kept: list[str | None] = [None if name in tied else name for name, _ in reader.specs]
     specs = [(name, spec) for name, spec in reader.specs if name not in tied]
     dropped = safetensors_file.check(path, reader, specs, tensors_only=tensors_only)
@@ -137,18 +139,22 @@ def _is_adapter(beside: Mapping[str, bytes]) -> bool:
     return ADAPTER_CONFIG in beside and not {CONFIG, ADAPTER, ADAPTER_COPY}.intersection(beside)
 
 
-def _tied(every: list[tuple[str, TensorSpec]]) -> set[str]:
-    """Return the names that are tied to an earlier one: the paths of tied tensors follow each other, with one spec."""
-    return {name for (_, before), (name, spec) in pairwise(every) if spec is before}
+def _tied(every: list[tuple[str, TensorSpec]], beside: Mapping[str, bytes]) -> set[str]:
+    """Return the names that `from_pretrained` ties to an earlier one: the output embedding, if it is tied here too.
+
+    The paths of tied tensors follow each other, with one spec.
+    """
+    again = {name for (_, before), (name, spec) in pairwise(every) if spec is before and name == OUTPUT_EMBEDDING}
+    return again if _ties_embeddings(beside) else set()
 
 
-def _ties(beside: Mapping[str, bytes]) -> bool:
-    """Return whether the model of a config ties its tensors, which is the default of transformers."""
+def _ties_embeddings(beside: Mapping[str, bytes]) -> bool:
+    """Return whether a config says that the model ties its embeddings. Without a word, it depends on the model."""
     try:
         config = json.JSONDecoder().decode(beside.get(CONFIG, b"{}").decode())
     except (ValueError, RecursionError):
-        return True
-    return not isinstance(config, dict) or config.get("tie_word_embeddings") is not False
+        return False
+    return isinstance(config, dict) and config.get("tie_word_embeddings") is True
 
 
 def write(

@@ -361,6 +361,43 @@ def test_from_pretrained_loads_an_export_without_a_warning(repository, tmp_path,
     assert load_file(tmp_path / "again" / "model.safetensors").keys() == found.keys()
 
 
+@pytest.mark.parametrize("ties", [True, False])
+def test_ties_that_a_model_does_not_declare_are_written(repository, tmp_path, monkeypatch, ties):
+    """`from_pretrained` would leave random values in a tensor that is missing."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=ties)
+    model = transformers.LlamaForCausalLM(config)
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    if not ties:  # the user's own tie, against the config
+        model.lm_head.weight = model.model.embed_tokens.weight
+    config.save_pretrained(tmp_path / "config")
+    repository.save({"model": model}, run="a", step=1)
+    exported = export_snapshot(
+        repository, "a@1", tmp_path / "h", to="hf", options=ExportOptions(config=tmp_path / "config")
+    )
+    assert exported.tied == (["lm_head.weight"] if ties else [])
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "h")
+    assert same(dict(loaded.state_dict()), dict(model.state_dict()))
+
+
+def test_without_a_config_all_tied_names_are_written(repository, tmp_path):
+    layer, head = torch.nn.Linear(2, 2), torch.nn.Linear(3, 3)
+    names = {"k": layer, "q": layer, "embed_tokens": head, "lm_head": head}
+    repository.save({"model": torch.nn.ModuleDict(names)}, run="a", step=1)
+    for name, config in (("h1", None), ("h2", "{"), ("h3", "[]"), ("h4", "{}")):
+        options = ExportOptions()
+        if config is not None:
+            (tmp_path / f"c{name}").mkdir()
+            (tmp_path / f"c{name}" / "config.json").write_text(config)
+            options = ExportOptions(config=tmp_path / f"c{name}")
+        exported = export_snapshot(repository, "a@1", tmp_path / name, to="hf", options=options)
+        found = load_file(tmp_path / name / "model.safetensors")
+        assert (exported.tied, exported.tensors) == ([], 8)
+        assert all(same(found[f"{name}.weight"], layer.weight.detach()) for name, layer in names.items())
+
+
 @pytest.mark.parametrize("to", ["hf", "safetensors", "torch", "dcp"])
 def test_a_file_that_cannot_grow_fails_an_export(repository, tmp_path, to):
     """The second export would replace the first one."""

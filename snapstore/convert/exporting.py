@@ -7,6 +7,7 @@ on disk. Tensors are read one by one, so a snapshot may be larger than memory.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Sequence
@@ -33,8 +34,11 @@ COMPILED = "_orig_mod."
 #: Prefixes that "hf" takes off: those of torch.compile and of DistributedDataParallel.
 WRAPPERS = (COMPILED, "module.")
 DEFAULT_SHARD_BYTES = 5 * 10**9
-#: Files of the weights in an older export, which may have had other shards.
-_WEIGHTS = (f"*{files.SAFETENSORS}", f"*{files.SAFETENSORS}.index.json", "*.distcp", METADATA)
+#: Files of the weights in an older export, which may have had other shards or another format.
+_WEIGHTS = re.compile(
+    r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json|adapter_model\.safetensors|"
+    r"\.metadata|__0_0\.distcp"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,13 +198,13 @@ def publish_folder(path: Path, fill: Callable[[Path], None], *, force: bool) -> 
             _require_export(path, temp)
             path.rename(old)
         temp.rename(path)
-        shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
-        if old.exists() and not path.exists():
-            old.rename(path)
         raise OutputError(f"{path}: cannot be written: {error.strerror or error}; nothing was left behind") from error
     finally:
-        shutil.rmtree(temp, ignore_errors=True)
+        if old.exists() and not os.path.lexists(path):  # an error, or a signal, between the two renames
+            old.rename(path)
+        for rest in (temp, old):
+            shutil.rmtree(rest, ignore_errors=True)
 
 
 def _require_export(path: Path, new: Path) -> None:
@@ -217,7 +221,7 @@ def _require_export(path: Path, new: Path) -> None:
         )
     for old in sorted(path.rglob("*")):
         name = old.relative_to(path)
-        if not (new / name).exists() and not any(name.match(pattern) for pattern in _WEIGHTS):
+        if not (new / name).exists() and not _WEIGHTS.fullmatch(name.as_posix()):
             raise AlreadyExistsError(
                 f"{path}: has {name}, which this export does not write, so --force does not delete it; move it away, "
                 "or choose another name"

@@ -497,6 +497,54 @@ def test_an_export_replaces_nothing_but_an_export(repository, tmp_path, monkeypa
         export_snapshot(repository, "a@1", tmp_path / "none", to="torch", options=ExportOptions(strip="model."))
 
 
+def test_an_export_deletes_only_files_that_an_export_makes(repository, tmp_path):
+    """Other weights may have endings of the same formats."""
+    repository.save({"w": torch.zeros(3)}, run="a", step=1)
+    shard, what = "model-00001-of-00002.safetensors", "which this export does not write"
+    older = ("model.safetensors", shard, "model.safetensors.index.json", "adapter_model.safetensors", "__0_0.distcp")
+    mine = (
+        "a.safetensors",
+        "v_head.safetensors",
+        "x/" + shard,
+        "a.safetensors.index.json",
+        "__1_0.distcp",
+        "y/.metadata",
+    )
+    for to in ("hf", "dcp"):
+        for name in mine:
+            out = tmp_path / to
+            write_files(out, {".metadata": b"", "model.safetensors": b"", name: b"mine"})
+            with pytest.raises(
+                AlreadyExistsError, match=rf"has {name.split('/')[0]}.*, which this export does not write"
+            ):
+                export_snapshot(repository, "a@1", out, to=to, options=ExportOptions(force=True))
+            assert (out / name).read_bytes() == b"mine"
+            shutil.rmtree(out)
+        write_files(out, {".metadata": b"", **dict.fromkeys(older, b"")})
+        export_snapshot(repository, "a@1", out, to=to, options=ExportOptions(force=True))
+        assert len(list(out.iterdir())) == (1 if to == "hf" else 2)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_an_export_that_ends_between_its_renames_leaves_the_old_one(repository, tmp_path, monkeypatch, error):
+    for step in (1, 2):
+        repository.save({"w": torch.full((3,), step)}, run="a", step=step)
+    export_snapshot(repository, "a@1", tmp_path / "out", to="hf")
+    rename = Path.rename
+
+    def interrupted(path, target):
+        renamed = rename(path, target)
+        if target.suffix == ".old":
+            raise error
+        return renamed
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(OutputError if error is OSError else error):
+        export_snapshot(repository, "a@2", tmp_path / "out", to="hf", options=ExportOptions(force=True))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert load_file(tmp_path / "out" / "model.safetensors")["w"].tolist() == [1, 1, 1]
+
+
 def test_steps_come_from_names_and_contents(repository, tmp_path):
     for name, content in (
         ("a.ckpt", 7),

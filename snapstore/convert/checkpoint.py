@@ -73,12 +73,20 @@ def file_inside(folder: Path, name: Any, named_by: Path) -> Path:
     return path
 
 
-def names_below(folder: Path) -> set[str]:
-    """Return the names of all files below a folder, except hidden ones, and of links to folders elsewhere."""
-    root = folder.resolve()
-    paths = (path for path in folder.rglob("*") if not path.is_dir() or not path.resolve().is_relative_to(root))
-    found = (path.relative_to(folder) for path in paths)
-    return {path.as_posix() for path in found if not any(part.startswith(".") for part in path.parts)}
+def names_below(folder: Path) -> tuple[set[str], set[str]]:
+    """Return (the names of all files below a folder, the names of what is hidden and no file, such as `.git`).
+
+    Nothing below a hidden folder is among the files. A link to a folder elsewhere is, unless it is hidden.
+    """
+    root, names, hidden = folder.resolve(), set[str](), set[str]()
+    for path in folder.rglob("*"):
+        parts = path.relative_to(folder).parts
+        dotted = next((at for at, part in enumerate(parts) if part.startswith(".")), None)
+        if dotted is not None and (dotted < len(parts) - 1 or not path.is_file()):
+            hidden.add("/".join(parts[: dotted + 1]))
+        elif not path.is_dir() or not path.resolve().is_relative_to(root):
+            names.add("/".join(parts))
+    return names, hidden
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -133,7 +133,8 @@ def open_dcp(folder: Path) -> Checkpoint:
         used.add(path)
         meta = files.read_torch(path)
         state = {**(meta if isinstance(meta, dict) else {"meta": meta}), **state}
-    left_out = names_below(folder) - {path.relative_to(folder).as_posix() for path in used}
+    names, hidden = names_below(folder)
+    left_out = names.union(hidden) - {path.relative_to(folder).as_posix() for path in used}
     size = sum(path.stat().st_size for path in used)
     return Checkpoint(state, size, step_in(state), left_out=sorted(left_out))
 

@@ -4,9 +4,10 @@ In: a folder with weights in safetensors, or else in files of torch, whole or in
 
     {"model": {name: tensor}, "optimizer": ..., "scheduler": ..., "files": {name: bytes}}
 
-where `files` has all other files of the folder, unchanged: configs, tokenizers, the Trainer's own state. Copies of the
-weights in other formats are left out. They are known by names that Hugging Face's libraries give to the weights of one
-model: another file of weights, such as `model_1.safetensors` of Accelerate, may belong to another model.
+where `files` has all other files of the folder, unchanged: configs, tokenizers, the Trainer's own state. Left out are
+hidden folders, such as `.git`, and copies of the weights in other formats. Copies are known by names that the libraries
+of Hugging Face give to the weights of one model: another file of weights, such as `model_1.safetensors` of Accelerate,
+may belong to another model.
 """
 
 from __future__ import annotations
@@ -53,10 +54,12 @@ def open_hf(folder: Path) -> Checkpoint:
             path = file_inside(folder, name, folder)
             state[key] = files.read_torch(path)
             used.append(path)
-    left_out, others = [], {}
+    others = {}
+    names, hidden = names_below(folder)
+    left_out = list(hidden)
     taken = {path.relative_to(folder).as_posix() for path in used}
     is_model = _COPIES.fullmatch(used[0].name) or any((folder / index).exists() for index in (INDEX, TORCH_INDEX))
-    for name in sorted(names_below(folder) - taken):
+    for name in sorted(names - taken):
         if name in (INDEX, TORCH_INDEX):  # an export makes a new one
             continue
         is_copy = name == ADAPTER_COPY if used[0].name == ADAPTER else is_model and _COPIES.fullmatch(name)
@@ -71,7 +74,7 @@ def open_hf(folder: Path) -> Checkpoint:
     size = sum(path.stat().st_size for path in used)
     trainer, imported = folder / TRAINER_STATE, {"files": len(others)}
     step = step_in(read_json(trainer)) if trainer.is_file() else None
-    return Checkpoint(state, size, step, about, imported, left_out, files.let_go)
+    return Checkpoint(state, size, step, about, imported, sorted(left_out), files.let_go)
 
 
 def _safetensors(folder: Path) -> list[str]:

@@ -253,6 +253,24 @@ def test_a_folder_may_hold_other_weights_than_those_of_its_model(repository, tmp
     assert state.get("files", {}) == kept
 
 
+def test_no_hidden_file_is_lost_in_silence(repository, tmp_path):
+    """A folder of DCP in a checkpoint, such as FSDP's, is nothing without its `.metadata`."""
+    folder = tmp_path / "m"
+    write_files(folder, {"model.safetensors": ONE, ".gitattributes": b"a", ".git/config": b"g", ".git/x/.y": b"g"})
+    save_dcp({"model": model()}, folder / "pytorch_model_fsdp_0")
+    (folder / "pytorch_model_fsdp_0" / ".cache").mkdir()
+    (folder / ".#notes").symlink_to("nowhere")  # of an editor
+    (folder / ".env").symlink_to(tmp_path)
+    (found,) = imported(repository, folder, step=0)
+    assert found.left_out == [".#notes", ".env", ".git", "pytorch_model_fsdp_0/.cache"]
+    export_snapshot(repository, "r@0", tmp_path / "out", to="hf")
+    kept = [".gitattributes", "pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0/__0_0.distcp"]
+    assert sorted(repository.restore("r@0")["files"]) == kept
+    assert all((tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes() for name in kept)
+    imported(repository, tmp_path / "out" / "pytorch_model_fsdp_0", run="fsdp")
+    assert same(repository.restore("fsdp@0"), {"model": model()})
+
+
 def test_a_second_optimizer_is_one_of_the_files(repository, tmp_path):
     write_files(tmp_path / "m", {"model.safetensors": ONE, "optimizer.pt": {"a": 1}, "optimizer.bin": {"b": 2}})
     imported(repository, tmp_path / "m", step=0)
@@ -500,7 +518,7 @@ def test_an_export_replaces_nothing_but_an_export(repository, tmp_path, monkeypa
 def test_an_export_deletes_only_files_that_an_export_makes(repository, tmp_path):
     """Other weights may have endings of the same formats."""
     repository.save({"w": torch.zeros(3)}, run="a", step=1)
-    shard, what = "model-00001-of-00002.safetensors", "which this export does not write"
+    shard = "model-00001-of-00002.safetensors"
     older = ("model.safetensors", shard, "model.safetensors.index.json", "adapter_model.safetensors", "__0_0.distcp")
     mine = (
         "a.safetensors",
@@ -674,9 +692,11 @@ def test_a_folder_of_lightning_has_its_values_in_a_file(repository, tmp_path):
 def test_files_that_dcp_does_not_name_are_reported(repository, tmp_path):
     """Megatron keeps the arguments, the schedulers and the iteration in a file beside those of DCP."""
     save_dcp({"model": model()}, tmp_path / "ckpt-1")
-    write_files(tmp_path / "ckpt-1", {"common.pt": {"iteration": 1}, "more/metadata.json": b"{}"})
+    write_files(
+        tmp_path / "ckpt-1", {"common.pt": {"iteration": 1}, "more/metadata.json": b"{}", ".x/y": b"", ".z": b""}
+    )
     (one,) = imported(repository, tmp_path / "ckpt-1")
-    assert one.left_out == ["common.pt", "more/metadata.json"]
+    assert one.left_out == [".x", ".z", "common.pt", "more/metadata.json"]
     assert same(repository.restore("r@1"), {"model": model()})
 
 

@@ -18,7 +18,7 @@ import sys
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +31,7 @@ from ..errors import AlreadyExistsError, InvalidInputError, OutputError, Unsuppo
 from ..format.records import Snapshot
 from ..restore.streaming import TensorReader
 from ..state.arrays import as_bytes, extent_of
-from ..state.containers import leaves
+from ..state.containers import CONTAINERS, children, leaves, metadata_of
 from ..state.tensors import is_array
 from ..state.weights_only import Changed, to_weights_only
 from . import safetensors_file
@@ -319,9 +319,7 @@ def _fill_torch(temp: Path, state: Any, reader: TensorReader, tensors: Sequence[
     unread = {_memory_of(tensor) for tensor in tensors if not isinstance(tensor, np.ndarray)}
     with temp.open("r+b") as file:
         places = _records(file)
-        for _, tensor in leaves(state, ()):
-            if not is_array(tensor):
-                continue
+        for tensor in _arrays_of(state):
             number = numbers.setdefault(_memory_of(tensor), len(numbers))
             if _memory_of(tensor) not in unread:  # an array of NumPy, or long bytes
                 _put(file, places[number], as_bytes(tensor))
@@ -330,6 +328,16 @@ def _fill_torch(temp: Path, state: Any, reader: TensorReader, tensors: Sequence[
             if place is not None:
                 _put(file, places[place], as_bytes(value))
             del value
+
+
+def _arrays_of(state: Any) -> Iterator[Any]:
+    """Yield the arrays of a state in the order in which pickle meets them: attributes come last."""
+    if is_array(state):
+        yield state
+    elif type(state) in CONTAINERS:
+        for _, _, child in children(state):
+            yield from _arrays_of(child)
+        yield from _arrays_of(metadata_of(state))
 
 
 def _memory_of(tensor: Any) -> int:

@@ -143,7 +143,7 @@ class StoredState:
     def _values(self, keys: Sequence[str]) -> list[Any]:
         buffers, values = self._buffers(), [self.leaves[key].value for key in keys]
         for value in values:
-            for _, slot in slots_of(value, (), self._decoded.plain):
+            for slot in slots_of(value, self._decoded.plain):
                 buffers.add(slot)
         self._read(buffers)
         return [buffers.build(value) for value in values]

@@ -232,12 +232,12 @@ class TensorReader:
         opened = self._opened
         buffers = RestoreBuffers(opened.parts, opened.selection, None, decoded=opened.decoded)
         tree = opened.selection.prune(opened.tree, ())
-        for _, slot in slots_of(tree, (), opened.decoded.plain):
+        for slot in slots_of(tree, opened.decoded.plain):
             buffers.add(slot)
         others, most = [], 0
         for want in buffers.wants():
             spec = opened.parts[want.part].specs[want.entry]
-            if family(spec.kind) == "tensor":
+            if family(spec.kind) == "tensor" and want in self._overlaps:  # else it lies in the `_metadata` of a dict
                 buffers.buffer(want)
             else:
                 others.append(want)

@@ -75,6 +75,11 @@ def is_mapping(value: Any) -> bool:
     return type(value) in _MAPPINGS
 
 
+def metadata_of(container: Any) -> Any:
+    """Return the `_metadata` of an OrderedDict, which torch's state dicts have; None: there is none."""
+    return vars(container).get("_metadata") if type(container) is OrderedDict else None
+
+
 def crowded(keys: Collection[Any]) -> bool:
     """Return whether more than MAX_ALIKE of these keys or members share a hash; equal ones are counted each.
 
@@ -93,8 +98,8 @@ def like(container: Any, items: Iterable[tuple[Any, Any]]) -> Any:
         new: Any = defaultdict(container.default_factory) if kind is defaultdict else kind()
         for key, child in items:  # not update(), which adds counts in a Counter
             new[key] = child
-        if kind is OrderedDict and "_metadata" in vars(container):
-            new._metadata = container._metadata
+        if (metadata := metadata_of(container)) is not None:
+            new._metadata = metadata
         return new
     values = (child for _, child in items)
     return deque(values, container.maxlen) if kind is deque else kind(values)

@@ -14,7 +14,7 @@ state. torch is imported only when there are tensors.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,7 +38,7 @@ from .arrays import (
     new_memory,
     torch_dtype,
 )
-from .containers import CONTAINERS, Path, children, like, shown
+from .containers import CONTAINERS, Path, children, like, metadata_of, shown
 from .selection import Selection
 from .sharded import Boxes, local_of, locals_of, sharding_of
 from .tensors import Slot, StoredPart, TensorSpec, family
@@ -351,9 +351,16 @@ class RestoreBuffers:
             for _, key, child in children(tree):
                 if child is not ELSEWHERE:
                     items.append((key, self.build(child)))
-            new = like(tree, items)
+            new = self.like(tree, items)
         _, make = self._decoded.makers.get(id(tree), (None, None))
         return new if make is None else make(new)
+
+    def like(self, tree: Any, items: Iterable[tuple[Any, Any]]) -> Any:
+        """Return a new container like a decoded one with `items` (key, child), and with its `_metadata` built."""
+        new = like(tree, items)
+        if (metadata := metadata_of(tree)) is not None:
+            new._metadata = self.build(metadata)
+        return new
 
     def _value(self, slot: Slot) -> Any:
         target = self._sharded.get(slot, self._targets.get(slot))
@@ -374,13 +381,14 @@ class RestoreBuffers:
         return source.parameters[slot.requires_grad]
 
 
-def slots_of(tree: Any, path: Path, plain: Container[int]) -> Iterator[tuple[Path, Slot]]:
-    """Yield (path, slot) of every array of a decoded tree; `plain` has the ids of containers without any."""
+def slots_of(tree: Any, plain: Container[int] = ()) -> Iterator[Slot]:
+    """Yield the slot of every array of a decoded tree; `plain` has the ids of containers without any."""
     if type(tree) is Slot:
-        yield path, tree
+        yield tree
     elif type(tree) in CONTAINERS and id(tree) not in plain:
-        for element, _, child in children(tree):
-            yield from slots_of(child, (*path, element), plain)
+        for _, _, child in children(tree):
+            yield from slots_of(child, plain)
+        yield from slots_of(metadata_of(tree), plain)
 
 
 def _cast_from(spec: TensorSpec, target: Any) -> torch.dtype | None:

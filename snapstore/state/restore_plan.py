@@ -35,7 +35,7 @@ from ..errors import InvalidInputError
 from ..text import some
 from . import classes
 from .arrays import OnDevice, dtype_name, mismatch
-from .containers import CONTAINERS, MAX_DEPTH, Path, children, is_mapping, leaves, like, shown
+from .containers import CONTAINERS, MAX_DEPTH, Path, children, is_mapping, leaves, like, metadata_of, shown
 from .differences import IN_INTO, IN_SNAPSHOT, MAX_LINES, Differences, advice, renamed
 from .fit import Fit, Mismatches
 from .per_rank import PerRank, has_objects
@@ -128,10 +128,10 @@ class RestorePlan:
         missing = [shown(path) for path in others if self._selection.matches(path)]
         if missing and elsewhere is not None:
             raise InvalidInputError(f"{some(missing, 5)}: {elsewhere}")
-        self._stored = self._selection.prune(stored, ()) if into is None else stored
-        for path, slot in slots_of(stored, (), decoded.plain):
-            if self._selection.matches(path):
-                self.buffers.add(slot)
+        selected = self._selection.prune(stored, ())
+        self._stored = selected if into is None else stored
+        for slot in slots_of(selected, decoded.plain):
+            self.buffers.add(slot)
         if into is not None:
             self._plan_root()
         self.wants: list[Want] = self.buffers.wants()
@@ -271,13 +271,13 @@ class RestorePlan:
         if type(target) is tuple and replacements:
             return lambda: tuple(replacements[i]() if i in replacements else old for i, old in enumerate(target))
         self._updates.extend(_setter(target, key, make) for key, make in replacements.items())
-        if type(stored) is type(target) is OrderedDict and hasattr(stored, "_metadata"):
-            self._updates.append(lambda: setattr(target, "_metadata", stored._metadata))
+        if type(target) is OrderedDict and (metadata := metadata_of(stored)) is not None:
+            self._updates.append(lambda: setattr(target, "_metadata", self.buffers.build(metadata)))
         return None
 
     def _leave_out(self, stored: Any) -> None:
         """Do not read the arrays of a stored value, unless another place wants them."""
-        for _, slot in slots_of(stored, (), ()):
+        for slot in slots_of(stored):
             self.buffers.remove(slot)
 
     def _plan_object(self, stored: Any, target: Any, path: Path, extent: str) -> None:
@@ -343,7 +343,7 @@ class RestorePlan:
                 self._leave_out(child)
             elif self._selection.matches((*path, element)):
                 items[key] = self._builder(child)
-        return lambda: like(stored, [(key, make()) for key, make in items.items()])
+        return lambda: self.buffers.like(stored, [(key, make()) for key, make in items.items()])
 
     def _merge(self, stored: Any, present: Any, path: Path) -> Replace:
         """Plan an object's state that is selected in part: the rest stays as the object has it."""

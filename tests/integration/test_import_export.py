@@ -1,5 +1,6 @@
 """States are imported from the checkpoints of other programs, and exported to them, equal in every bit."""
 
+import collections
 import dataclasses
 import json
 import pickle
@@ -196,6 +197,24 @@ def test_nested_states_of_a_training_run_go_to_torch_and_dcp(repository, tmp_pat
         dcp.load(target, checkpoint_id=str(tmp_path / "d"), no_dist=True)
     assert same(target["model"], dict(layer.state_dict()))
     assert (target["plain"]["lr"], len(target["plain"]["blob"])) == (0.5, 9000)
+
+
+def test_arrays_in_the_metadata_of_an_ordered_dict_go_to_torch(repository, tmp_path):
+    tied = torch.randn(4)
+    state = collections.OrderedDict(a=collections.OrderedDict(w=torch.randn(3)), tied=tied, n=np.arange(2.0))
+    state["a"]._metadata = {"scale": torch.randn(5), "array": np.arange(3.0), "blob": b"\1" * 9000}
+    state._metadata = {"tied": tied, "scale": torch.randn(6)}
+    repository.save({"m": state, "last": torch.randn(7)}, run="a", step=1)
+    export_snapshot(repository, "a@1", tmp_path / "x.pt", to="torch")
+    loaded = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert same(
+        {**loaded["m"], "a": dict(loaded["m"]["a"])},
+        {**state, "n": torch.arange(2.0, dtype=torch.float64), "a": dict(state["a"])},
+    )
+    expected = state["a"]._metadata | {"array": torch.arange(3.0, dtype=torch.float64)}
+    assert same(loaded["m"]["a"]._metadata, expected)
+    assert same(loaded["m"]._metadata, state._metadata)
+    assert loaded["m"]._metadata["tied"].data_ptr() == loaded["m"]["tied"].data_ptr()
 
 
 def test_one_file_wins_over_shards_as_in_transformers(repository, tmp_path):

@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import dataclasses
 import re
 import types
 
@@ -15,10 +16,13 @@ from torch import nn
 from kit.device_memory import CHECKS, check_any_places, everywhere, sources
 from kit.states import Saved, again, random_tensor, same
 from snapstore.errors import FormatError, InvalidInputError
+from snapstore.state.classes import Types
+from snapstore.state.fit import Fit
 from snapstore.state.per_rank import PerRank
 from snapstore.state.restore_buffers import Want
 from snapstore.state.restore_plan import RestorePlan
 from snapstore.state.tensors import TORCH_DTYPES, StoredPart, TensorSpec
+from snapstore.state.tree_decode import Decoded
 
 dtypes = st.sampled_from(sorted(TORCH_DTYPES))
 shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
@@ -323,6 +327,62 @@ def test_device_is_for_new_tensors():
 def test_finish_before_complete_is_a_bug():
     with pytest.raises(RuntimeError, match=r"a: finish\(\)"):
         Saved({"a": torch.ones(1)}).target().finish()
+
+
+# --- `_metadata` of an OrderedDict
+
+
+def annotated(fill, **values):
+    """Return an OrderedDict with arrays, long bytes, an object and a value of a class in its `_metadata`."""
+    state = collections.OrderedDict(values or {"a": fill, "t": torch.full((2,), fill)})
+    state._metadata = {
+        "tensor": torch.full((3,), fill),
+        "array": np.full(2, fill),
+        "bytes": bytes([int(fill)]) * 5000,
+        "item": Item(torch.full((1,), fill)),
+        "point": [Point(fill, 0)],
+    }
+    return state
+
+
+@dataclasses.dataclass
+class Point:
+    x: float
+    y: float
+
+
+def check_metadata(found, fill, point):
+    metadata = found._metadata
+    same(metadata.pop("point"), point)
+    expected = annotated(fill)._metadata | {"item": {"value": torch.full((1,), fill)}}
+    del expected["point"]
+    same(metadata, expected)
+
+
+def test_metadata_of_an_ordered_dict_has_its_arrays():
+    saved = Saved({"m": annotated(5.0)})
+    plain = [{"x": 5.0, "y": 0}]
+    check_metadata(saved.restore()["m"], 5.0, plain)
+    check_metadata(saved.restore(keys="m.a")["m"], 5.0, plain)
+    found = saved.restore(decoded=Decoded(types=Types([Point])))["m"]
+    assert found._metadata["point"] == [Point(5.0, 0)]
+    for keys in (None, "m.t"):
+        into = {"m": annotated(0.0)}
+        saved.restore(into=into, keys=keys)
+        check_metadata(into["m"], 5.0, plain)
+    into = {"m": {"a": 0.0, "t": torch.zeros(2)}}
+    saved.restore(into=into)
+    same(into["m"]["t"], torch.full((2,), 5.0))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_metadata_of_a_module_has_its_arrays(strict):
+    module, seen = nn.Linear(2, 2), []
+    state = module.state_dict()
+    state._metadata[""]["scale"] = torch.ones(3)
+    module._load_from_state_dict = lambda state, prefix, metadata, *_: seen.append(metadata["scale"])
+    again({"m": state}, into={"m": module}, keys=Fit(strict=strict))
+    same(seen, [torch.ones(3)])
 
 
 # --- device memory

@@ -1,8 +1,8 @@
 """Repeated places: a container or object that a target has at several places can take only one value.
 
 In: such places, each with what is stored for it. Out: the difference if the snapshot has other values for a second
-place: restored one after the other, the second would replace the first. Immutable values are replaced at each place,
-and arrays that share memory are compared once they are read (restore_buffers.py), so both are none of these.
+place: restored one after the other, the second would replace the first. Arrays and long bytes in them are compared once
+they are read. Immutable values are replaced at each place, so they are none of these.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class RepeatedPlaces:
     """The places of one restore that change in place.
 
     Args:
-        buffers: have the long bytes, once they are read.
+        buffers: have the arrays and long bytes, once they are read.
         selection: what is restored.
         exact: whether everything is restored; else keys that only one of two values has do not count.
     """
@@ -33,7 +33,7 @@ class RepeatedPlaces:
     def __init__(self, buffers: RestoreBuffers, selection: Selection, *, exact: bool) -> None:
         self._buffers, self._selection, self._exact = buffers, selection, exact
         self._first: dict[int, tuple[Path, Any, Any]] = {}  # by id: the first place, what is stored for it, the object
-        self._long: list[tuple[Slot, Slot, str]] = []  # bytes that are still to be read, and the error
+        self._unread: list[tuple[Slot, Slot, str]] = []  # what is still to be read, and the error
 
     def note(self, stored: Any, target: Any, path: Path) -> str | None:
         """Note a place; return the difference, if the target has this container or object elsewhere too."""
@@ -48,20 +48,19 @@ class RepeatedPlaces:
         return None if self._agree(one, other, f"{shown(path)}: {text}") else text
 
     def check(self) -> None:
-        """Compare long bytes, which are read now.
+        """Compare arrays and long bytes, which are read now.
 
         Raises:
             InvalidInputError: two differ.
         """
-        for one, other, error in self._long:
-            if self._buffers.build(one) != self._buffers.build(other):
+        for one, other, error in self._unread:
+            if not self._buffers.is_alike(one, other):
                 raise InvalidInputError(error)
 
     def _agree(self, one: Any, other: Any, error: str) -> bool:
         """Return whether two stored values are equal, as far as this is known before arrays and long bytes are read."""
         if type(one) is Slot and type(other) is Slot:
-            if family(one.tag) == family(other.tag) == "bytes":
-                self._long.append((one, other, error))
+            self._unread.append((one, other, error))
             return family(one.tag) == family(other.tag)
         if type(one) is not type(other) or type(one) not in CONTAINERS:
             return one is other or same_plain(one, other)

@@ -126,7 +126,7 @@ class RestoreBuffers:
 
     def remove(self, slot: Slot) -> None:
         """Remove a place, if it was added; an array that no other place wants is then not read."""
-        source = self._sources.get(Want(*self._origin(slot.part, slot.index), self._boxes.get(slot)))
+        source = self._sources.get(self._want(slot))
         if source is not None and slot in source.slots:
             source.slots.remove(slot)
             if not source.slots:
@@ -175,8 +175,11 @@ class RestoreBuffers:
         """Return whether the array of `into` for a place shares memory with another array."""
         return slot in self._overlapping
 
+    def _want(self, slot: Slot) -> Want:
+        return Want(*self._origin(slot.part, slot.index), self._boxes.get(slot))
+
     def _source(self, slot: Slot) -> _Source:
-        want = Want(*self._origin(slot.part, slot.index), self._boxes.get(slot))
+        want = self._want(slot)
         if want not in self._sources:
             self._sources[want] = _Source(want, self._parts[want.part].specs[want.entry])
         return self._sources[want]
@@ -311,12 +314,38 @@ class RestoreBuffers:
         Raises:
             InvalidInputError: The snapshot has different values for them.
         """
-        slots = [slot for slot in self._overlapping if slot in self._targets]
-        for slot in slots:
+        for slot in self._overlapping & self._targets.keys():
             source, array = self._source(slot), self._targets[slot]
             assign(array, self.buffer(source.want), _cast_from(source.spec, array))
-        for slot in slots:
+        self.check_overlapping()
+
+    def check_overlapping(self) -> None:
+        """Check that the arrays that `fill_overlapping` has filled still have the values that are stored for them.
+
+        Raises:
+            InvalidInputError: One has other values: an object that shares its memory has loaded them.
+        """
+        for slot in self._overlapping & self._targets.keys():
             self.require_equal(slot, self._targets[slot], self._source(slot).spec.path)
+
+    def is_alike(self, one: Slot, other: Slot) -> bool:
+        """Return whether two places get equal arrays or bytes, once every entry of `wants` is complete.
+
+        Places that are left out are alike, and so are those whose arrays `fill_overlapping` compares.
+        """
+        sources = [self._sources.get(self._want(slot)) for slot in (one, other)]
+        compared = self._sharded.keys() | (self._overlapping & self._targets.keys())
+        for slot, source in zip((one, other), sources, strict=True):
+            if source is None or slot not in source.slots or slot in compared:
+                return True
+        if sources[0] is sources[1]:
+            return True
+        first, second = self._value(one), self._value(other)
+        if family(one.tag) == "bytes":
+            return bool(first == second)
+        specs = self.spec(one), self.spec(other)
+        is_same = (specs[0].dtype, specs[0].shape) == (specs[1].dtype, specs[1].shape)
+        return is_same and np.array_equal(as_bytes(first), as_bytes(second))
 
     def require_equal(self, slot: Slot, value: Any, path: Path) -> None:
         """Check that an array has the values that are stored for an overlapping place.

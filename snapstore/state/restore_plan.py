@@ -390,6 +390,7 @@ class RestorePlan:
             # Generators come last: loading the others (a loader that starts its workers) may draw random numbers.
             for load in sorted(self._loads, key=lambda load: getattr(type(load.object), "load_last", False) is True):
                 self._run_load(load)
+            self._check_overlapping()
         except InvalidInputError as error:
             error.args = (*error.args, _PARTLY_FILLED)
             raise
@@ -403,15 +404,28 @@ class RestorePlan:
         except Exception as error:
             advice = [_FILL_DTENSORS] if "DTensor" in str(error) else []
             raise InvalidInputError(f"{name} failed: {' '.join(str(error).split())}", *advice) from error
-        if _is_plain(load.stored):
-            return
+        if not _is_plain(load.stored):
+            self._check_load(load)
+
+    def _check_load(self, load: _Load) -> None:
+        """Check that an object has the dtypes that are stored, and in memory that it shares also the values."""
         casts = list(self._casts(load.stored, state_of(load.object, load.path), load.path))
         if casts:
             raise InvalidInputError(
-                f"{name} changed dtypes, so the state differs from the snapshot; build the object with the dtypes it "
-                "was saved with:",
+                f"{shown(load.path)}: {type(load.object).__name__}.load_state_dict changed dtypes, so the state differs "
+                "from the snapshot; build the object with the dtypes it was saved with:",
                 *(f"  {line}" for line in casts[:MAX_LINES]),
             )
+
+    def _check_overlapping(self) -> None:
+        """Check memory that several places share once more: a later load may have replaced what an earlier one wrote.
+
+        Only objects with such memory are asked for their state: asking a loader for it may draw random numbers.
+        """
+        self.buffers.check_overlapping()
+        for load in self._loads:
+            if any(map(self.buffers.is_overlapping, slots_of(load.stored))):
+                self._check_load(load)
 
     def _casts(self, stored: Any, present: Any, path: Path) -> Iterator[str]:
         for below, slot, array in self._arrays_of_both(stored, present, path):

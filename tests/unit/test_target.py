@@ -250,6 +250,47 @@ def test_views_saved_as_copies_go_back_into_views():
         again({"a": torch.ones(2), "b": torch.zeros(2)}, into={"a": memory[:2], "b": memory[:2]})
 
 
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_memory_of_two_objects_gets_one_value(order):
+    """Each object has the stored value when it has loaded it; the next load may replace it."""
+
+    def places(a, b):
+        return {name: {"a": a, "b": b}[name] for name in order}
+
+    one, other = nn.Linear(3, 3), nn.Linear(3, 3)
+    target, tied = nn.Linear(3, 3), nn.Linear(3, 3)
+    tied.weight = target.weight
+    for into in (places(target, tied), places(target, target), places(target, target.weight.data)):
+        stored = places(one, other.weight.detach() if isinstance(into["b"], torch.Tensor) else other)
+        with pytest.raises(InvalidInputError, match=r"different values[^/]*may be partly filled"):
+            again(stored, into=into)
+        again(places(one, one if isinstance(into["b"], nn.Module) else one.weight.detach()), into=into)
+        assert torch.equal(target.weight, one.weight)
+
+
+class Copies:
+    """An object whose `state_dict` has a copy of its tensor, or nothing until it has loaded one."""
+
+    def __init__(self, tensor=None):
+        self.tensor = tensor
+
+    def state_dict(self):
+        return {} if self.tensor is None else {"tensor": self.tensor.clone()}
+
+    def load_state_dict(self, state):
+        self.tensor = state["tensor"].clone()
+
+
+@pytest.mark.parametrize("tensor", [None, torch.zeros(2)])
+def test_an_object_at_two_places_whose_memory_is_not_in_its_state(tensor):
+    target = Copies(tensor)
+    for other in (torch.zeros(2), torch.ones(2).double(), torch.ones(2).int()):
+        with pytest.raises(InvalidInputError, match=r"b: is the same Copies as a|b.tensor: dtype"):
+            again({"a": Copies(torch.ones(2)), "b": Copies(other)}, into={"a": target, "b": target})
+    again({"a": Copies(torch.ones(2)), "b": Copies(torch.ones(2))}, into={"a": target, "b": target})
+    assert torch.equal(target.tensor, torch.ones(2))
+
+
 class Item:
     """An object whose state is one value."""
 

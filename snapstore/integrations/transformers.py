@@ -30,7 +30,15 @@ from typing import Any
 
 import torch
 
-from ..errors import CapabilityError, InvalidInputError, NotFoundError, RanksError, needs
+from ..errors import (
+    CapabilityError,
+    IntegrityError,
+    InvalidInputError,
+    NotFoundError,
+    RanksError,
+    StorageError,
+    needs,
+)
 from ..format.records import Snapshot
 from ..manager import SnapshotManager
 from ..ranks import place
@@ -86,7 +94,7 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
             _require_single(handler.callbacks)
             others = [one for one in handler.callbacks if not isinstance(one, _SaveFirst)]
             handler.callbacks = [_SaveFirst(self), *others]
-        self._best = self._best_saved(state) if args.load_best_model_at_end else None
+        self._best = self._returned_to(args, state)
         limit = args.save_total_limit
         if limit is not None and limit > 0:
             keep = (KeepLast(limit),)
@@ -179,6 +187,31 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         except NotFoundError:
             return None
         return tagged if tagged <= state.global_step else None
+
+    def _returned_to(self, args: Any, state: Any) -> int | None:
+        """Return the step of the best snapshot so far, and let it have the tag; None: no snapshot has it.
+
+        After a return to an earlier step, the tag may be on a later one, and a policy would forget the best snapshot.
+
+        Raises:
+            IntegrityError, StorageError: as for `_best_saved`, if the best model is to be loaded.
+        """
+        if args.metric_for_best_model is None:
+            return None
+        try:
+            best = self._best_saved(state)
+        except (IntegrityError, StorageError):
+            if args.load_best_model_at_end:
+                raise
+            return None
+        if args.process_index == 0:
+            repository, run = self.manager.repository, self.manager.run
+            with suppress(NotFoundError):  # only a mirror has the best, or no snapshot has the tag
+                if best is None:
+                    repository.untag(f"{run}@{BEST}", BEST)
+                elif BEST not in repository.snapshot(f"{run}@{best}").tags:
+                    repository.tag(f"{run}@{best}", BEST)
+        return best
 
     def _is_told_to_end(self, step: int) -> bool:
         try:

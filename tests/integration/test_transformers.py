@@ -247,6 +247,26 @@ def test_limits_and_the_best_model(hf, tmp_path):
             hf.trainer(tmp_path / "out", callback, save_total_limit=3).train()
 
 
+def test_a_return_to_an_earlier_step_returns_to_its_best_model(hf, tmp_path):
+    """The loss falls: the first training finds its last step best, and the second one the step where it begins."""
+    options = {"eval_steps": 2, "save_steps": 2, "load_best_model_at_end": True}
+    with open_manager(tmp_path) as manager:
+        callback = hf.SnapshotCallback(manager)
+        first = hf.trainer(tmp_path / "out", callback, max_steps=6, greater_is_better=False, **options)
+        first.train()
+        assert manager.repository.snapshot("a@best-model").step == 6
+    made = resumed(hf, tmp_path, 2, greater_is_better=True, save_total_limit=2, **options)
+    assert made.state.best_global_step == 2
+    with open_manager(tmp_path) as manager:
+        assert manager.repository.snapshot("a@best-model").step == 2
+        assert manager.all_steps() == [2, 6, 8]
+        assert same(dict(made.model.state_dict()), dict(manager.restore(2)["model"]))
+        made.args.load_best_model_at_end = False
+        hf.SnapshotCallback(manager).on_train_begin(made.args, hf.transformers.TrainerState(), made.control)
+        with pytest.raises(NotFoundError):
+            manager.repository.snapshot("a@best-model")
+
+
 def test_the_best_evaluation_may_be_of_a_step_that_is_not_saved(hf, tmp_path):
     """The loss falls and greater is better, so the best evaluation is that of step 2."""
     options = {"eval_steps": 2, "load_best_model_at_end": True, "greater_is_better": True}

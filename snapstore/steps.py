@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .catalog.history import View
     from .context import Context
     from .copy.mirror import Mirror
+    from .distributed.questions import V
     from .restore.exchange import Exchange
     from .restore.sources import AsRank
     from .save.rank_job import RankJob
@@ -295,7 +296,7 @@ class Steps:
             views[0].require_known(f"best step of {self.run}", self.run)
         return best(here)
 
-    def _answered(self, question: str, find: Callable[[], int | None]) -> int | None:
+    def _answered(self, question: str, find: Callable[[], V]) -> V:
         """Return what `find` returns; with several ranks, what it returns on rank 0."""
         return find() if self._job is None else self._job.questions.ask(question, find)
 

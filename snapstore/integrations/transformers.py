@@ -66,7 +66,7 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
 
     With `save_strategy="steps"` or `"epoch"` the Trainer decides when to save, with `"no"` the manager's
     `save_interval_steps`. The step of a snapshot is `TrainerState.global_step`. Its metrics are the numbers that the
-    Trainer has logged at this step, such as `loss` and `eval_loss`, except speeds.
+    Trainer has logged at this step, such as `loss` and `eval_loss`, except speeds; with several ranks those of rank 0.
 
     Put it last in `callbacks`: it also saves in place of the checkpoints that earlier callbacks ask for.
 
@@ -226,13 +226,14 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         step, rank = state.global_step, place()
         parts = _parts(args, kwargs)
         parts["trainer"] = PerRank(self._texts(state, control, kwargs["model"]))
-        is_best = state.best_global_step == step
+        logged = partial(json.dumps, [_metrics(state), state.best_global_step == step])
+        metrics, is_best = json.loads(self.manager._answered(f"what step {step} has logged", logged))
         if is_best:
             self._best = step
         self.manager.save(
             step,
             parts,
-            metrics=_metrics(state),
+            metrics=metrics,
             metadata={"transformers": transformers.__version__, "ranks": rank[1], "parts": sorted(parts)},
             tags=[BEST] if is_best else [],
             force=is_best or control.should_training_stop or not self.manager.should_save(step),
@@ -355,7 +356,7 @@ def _is_of_training(logs: dict[str, Any]) -> bool:
 
 
 def _metrics(state: Any) -> dict[str, float]:
-    """Return the numbers that were logged at this step, except those which depend on a rank's clock."""
+    """Return the numbers that were logged at this step, except speeds; other ranks may have others."""
     found: dict[str, float] = {}
     for entry in reversed(state.log_history):
         if entry.get("step") != state.global_step:

@@ -19,7 +19,8 @@ pytest.importorskip("transformers")
 
 from kit.objects import flip
 from kit.processes import ROOT, environment
-from kit.repositories import same
+from kit.ranks import Managers
+from kit.repositories import created, opened, same
 from snapstore import (
     CapabilityError,
     IntegrityError,
@@ -441,6 +442,31 @@ def test_the_best_and_the_last_step_wait_for_a_running_save(hf, tmp_path, monkey
             callback.on_step_end(args, state, control, **kwargs)
             callback.on_step_begin(args, state, control, **kwargs)
     assert saved == [(1, False), (2, True), (3, False), (4, True)]
+
+
+def test_ranks_that_log_other_numbers_save_those_of_rank_0(hf):
+    """Such as the time that a rank's evaluation before the training has taken."""
+    store, model = created(), torch.nn.Linear(1, 1)
+    args = SimpleNamespace(save_only_model=True, save_strategy="steps")
+
+    def train(manager, rank):
+        callback, control = hf.SnapshotCallback(manager), hf.transformers.TrainerControl()
+        for step in (1, 2):
+            logged = [{"step": step, "eval_model_preparation_time": 0.5 + rank, "loss": float("inf")}]
+            best = step if rank == 0 else None
+            state = hf.transformers.TrainerState(global_step=step, log_history=logged, best_global_step=best)
+            control.should_save = True
+            callback.on_step_end(args, state, control, model=model)
+            callback.on_step_begin(args, state, control, model=model)
+        return callback._best
+
+    managers = Managers(store, 2)
+    assert managers.all(train) == [2, 2]
+    assert managers.end() == [None, None]
+    with opened(store) as repository:
+        assert repository.snapshot("a@best-model").step == 2
+        expected = {"eval_model_preparation_time": 0.5, "loss": float("inf")}
+        assert [one.metrics for one in repository.snapshots("a")] == [expected] * 2
 
 
 def test_generators_of_gpus(hf, tmp_path, monkeypatch):

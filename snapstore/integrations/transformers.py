@@ -159,11 +159,12 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         self._due = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Wait for the last save, then load the best model if `load_best_model_at_end` says so.
+        """Save the last step, if `on_log` did not; wait, then load the best model if `load_best_model_at_end` says so.
 
         Raises:
             SnapstoreError: a save failed in the background.
         """
+        self._save_if_due(args, state, control, kwargs)
         self.manager.wait_until_finished()
         if not args.load_best_model_at_end:
             return
@@ -275,7 +276,7 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
 
 
 class _SaveFirst(TrainerCallback):  # type: ignore[misc]  # transformers has no types
-    """Lets a SnapshotCallback save before any other callback hears of a step or an epoch that begins.
+    """Lets a SnapshotCallback save before any other callback hears of a step or epoch that begins, or of the end.
 
     A resumed Trainer tells them again. If one draws a random number there, or changes its state or the model, it would
     do it twice.
@@ -292,7 +293,7 @@ class _SaveFirst(TrainerCallback):  # type: ignore[misc]  # transformers has no 
         """Save the previous step, if a save is due."""
         self.owner.on_step_begin(args, state, control, **kwargs)
 
-    on_epoch_begin = on_step_begin
+    on_epoch_begin = on_train_end = on_step_begin
 
 
 def _refuse(args: Any, state: Any) -> None:

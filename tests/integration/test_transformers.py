@@ -227,6 +227,25 @@ def test_a_save_that_a_callback_asks_for_after_an_evaluation_or_a_log(hf, tmp_pa
     assert not list((tmp_path / "out").glob("checkpoint-*"))
 
 
+def test_the_last_step_is_saved_if_the_trainer_logs_its_end_in_another_way(hf, tmp_path):
+    """Such as in a `log` that renames the numbers. Callbacks that change the model at the end see it saved."""
+
+    class Renaming(hf.Trainer):
+        def log(self, logs, *arguments):
+            super().log({f"train/{name}": value for name, value in logs.items()}, *arguments)
+
+    class Clear(hf.TrainerCallback):
+        def on_train_end(self, args, state, control, model, **kwargs):
+            model.lm_head.weight.data.zero_()
+
+    with open_manager(tmp_path) as manager:
+        made = hf.trainer(tmp_path / "out", Clear(), hf.SnapshotCallback(manager))
+        made.__class__ = Renaming
+        made.train()
+        assert manager.all_steps() == [3, 6, 8]
+        assert manager.restore(8)["model"]["lm_head.weight"].any()
+
+
 def test_limits_and_the_best_model(hf, tmp_path):
     """The loss falls, so the first evaluation is the best one if greater is better."""
     options = {"eval_steps": 2, "save_steps": 2, "save_total_limit": 2, "load_best_model_at_end": True}

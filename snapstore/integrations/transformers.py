@@ -50,7 +50,7 @@ from ..state.rng import RngState
 with needs("transformers, accelerate", 'pip install "snapstore[transformers]"'):
     import safetensors.torch
     import transformers
-    from accelerate.state import AcceleratorState
+    from accelerate.state import AcceleratorState, DistributedType, PartialState
     from transformers.trainer_callback import CallbackHandler, ExportableState, TrainerCallback, TrainerState
 
 log = logging.getLogger("snapstore")
@@ -419,7 +419,7 @@ def _write_files(manager: SnapshotManager, step: int, path: Path) -> None:
     if "rng" in metadata["parts"]:
         if count == metadata["ranks"]:
             name = "rng_state.pth" if count == 1 else f"rng_state_{rank}.pth"
-            torch.save(_rng_of(manager, step, count), path / name)
+            torch.save(_rng_of(manager, step), path / name)
         else:
             log.warning("%s: %d ranks saved, %d resume: random numbers differ", snapshot.ref, metadata["ranks"], count)
     write = partial(_write_common, manager.repository, snapshot, path)
@@ -480,7 +480,7 @@ def _write_model(state: dict[str, Any], path: Path) -> None:
     safetensors.torch.save_file(state, path / "model.safetensors", metadata={"format": "pt"})
 
 
-def _rng_of(manager: SnapshotManager, step: int, count: int) -> dict[str, Any]:
+def _rng_of(manager: SnapshotManager, step: int) -> dict[str, Any]:
     """Return the states of the random generators in the form in which the Trainer stores them."""
     rng = manager.restore(step, keys="rng", device="cpu")["rng"]
     python, numpy = rng["python"], rng["numpy"]
@@ -490,6 +490,7 @@ def _rng_of(manager: SnapshotManager, step: int, count: int) -> dict[str, Any]:
         "numpy": (numpy["bit_generator"], words["key"], words["pos"], numpy["has_gauss"], numpy["gauss"]),
         "cpu": rng["torch"],
     }
-    if "cuda" in rng:  # one process without ranks: those of its device
-        states["cuda"] = rng["cuda"] if count > 1 else rng["cuda"][torch.cuda.current_device()]
+    if "cuda" in rng:  # one process without a launcher: those of its device
+        is_alone = PartialState().distributed_type == DistributedType.NO
+        states["cuda"] = rng["cuda"][torch.cuda.current_device()] if is_alone else rng["cuda"]
     return states

@@ -489,7 +489,10 @@ def test_ranks_that_log_other_numbers_save_those_of_rank_0(hf):
 
 
 def test_generators_of_gpus(hf, tmp_path, monkeypatch):
-    """One process gets the generator of its device, as the Trainer stores it; each of several ranks gets all."""
+    """One process gets the generator of its device, as the Trainer stores it; processes of a launcher get all."""
+    from accelerate.state import DistributedType, PartialState
+
+    PartialState(cpu=True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     states = {"cuda": [torch.tensor([1]), torch.tensor([2])], **RngState().state_dict()}
     given = {"rng": states, "trainer": {"trainer_state.json": "{}"}}
@@ -497,6 +500,9 @@ def test_generators_of_gpus(hf, tmp_path, monkeypatch):
         manager.save(1, given, metadata={"transformers": "5", "ranks": 1, "parts": ["rng"]})
         with hf.checkpoint_dir(manager) as path:
             assert torch.load(Path(path, "rng_state.pth"), weights_only=False)["cuda"] == 2
+        monkeypatch.setitem(PartialState._shared_state, "distributed_type", DistributedType.MULTI_GPU)
+        with hf.checkpoint_dir(manager) as path:
+            assert torch.load(Path(path, "rng_state.pth"), weights_only=False)["cuda"] == states["cuda"]
         monkeypatch.setattr("snapstore.integrations.transformers.place", lambda: (1, 2))
         monkeypatch.setattr("torch.distributed.all_gather_object", lambda found, mine: found.__init__([mine] * 2))
         manager.save(2, given, metadata={"transformers": "5", "ranks": 2, "parts": ["rng"]})

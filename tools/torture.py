@@ -6,8 +6,9 @@
     tools/torture --fresh              forget what was tried before
 
 The result (docs/benchmarks/torture.json) is written after every harness, so you can stop it at any moment. It has the
-sums of all runs, and the last run of each harness: commit, seed, seconds, and what it tried. A failure is kept with its
-seed and the command that repeats it. The exit code is 1 if the file has a failure.
+sums of all runs, and the last run of each harness: commit, seed, seconds, what it tried and what it skipped. A run
+fails if a test fails, if it skips a test for a reason that its harness does not allow, or if it tried nothing. A
+failure is kept with its seed and the command that repeats it. The exit code is 1 if the file has a failure.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from pathlib import Path
 from random import SystemRandom
@@ -56,6 +58,8 @@ HARNESSES: dict[str, tuple[list[str], int]] = {
 }
 #: These want the server of `tools/s3-server start`; without one they are left out.
 NEED_S3 = {"chaos-s3", "ranks-s3", "lying-s3"}
+#: Harness -> the reasons for which it may skip a test.
+ALLOWED_SKIPS = {"fuzz": {"no CUDA device"}}
 FAILURES_KEPT = 100
 
 
@@ -111,13 +115,14 @@ def run(name: str, args: argparse.Namespace, report: dict[str, Any]) -> None:
         "SNAPSTORE_TEST_THOROUGH": "1", "SNAPSTORE_TEST_SEED": str(seed),
         "SNAPSTORE_TEST_EXAMPLES": str(max(1, round(factor * args.examples))),
     }  # fmt: skip
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "--show-capture=no", "--no-header", "-rN",
-               "-p", "no:cacheprovider", "--timeout", "7200",
-               f"--hypothesis-seed={seed}", "-n", str(args.workers), "--dist", "worksteal",
-               *tests]  # fmt: skip
     print(f"{time.strftime('%H:%M:%S')} {name}, seed {seed}", flush=True)
     began, commit = time.monotonic(), commit_of()
     with tempfile.TemporaryDirectory(prefix="snapstore-tally-") as folder:
+        junit = Path(folder, "junit.xml")
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "--show-capture=no", "--no-header", "-rN",
+                   "-p", "no:cacheprovider", "--timeout", "7200", f"--junitxml={junit}",
+                   f"--hypothesis-seed={seed}", "-n", str(args.workers), "--dist", "worksteal",
+                   *tests]  # fmt: skip
         done = subprocess.run(
             command, cwd=ROOT, env={**os.environ, **settings, "SNAPSTORE_TEST_TALLY": folder}, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
@@ -125,25 +130,28 @@ def run(name: str, args: argparse.Namespace, report: dict[str, Any]) -> None:
         counts: Counter[str] = Counter()
         for file in Path(folder).glob("*.json"):
             counts.update(json.loads(file.read_text()))
+        skips = skips_of(junit)
     took = time.monotonic() - began
     lines = done.stdout.splitlines()
     print(f"         {lines[-1] if lines else 'no output'}; {dict(counts)}, {took:.0f} s", flush=True)
     report["tried"] = dict(Counter(report["tried"]) + counts)
     report["runs"][name] = report["runs"].get(name, 0) + 1
     report["seconds"] = round(report["seconds"] + took, 1)
-    if done.returncode:
+    faults = [f"skipped {n} tests: {why}" for why, n in skips.items() if why not in ALLOWED_SKIPS.get(name, ())]
+    faults += ["it tried nothing"] * (not counts)
+    if done.returncode or faults:
         shown = " ".join(f"{key}={value}" for key, value in settings.items())
         again = f"{shown} python -m pytest --hypothesis-seed={seed} {shlex.join(tests)}"
         with tempfile.NamedTemporaryFile("w", prefix=f"torture-{seed}-", suffix=".txt", delete=False) as whole:
             whole.write(done.stdout)
-        print(f"{done.stdout[-6000:]}\nall of it: {whole.name}", flush=True)
+        print("\n".join([done.stdout[-6000:], *faults, f"all of it: {whole.name}"]), flush=True)
         report["failed_runs"] += 1
-        said = [line for line in lines if line.startswith(("E  ", "FAILED", "ERROR"))]
+        said = [line for line in lines if line.startswith(("E  ", "FAILED", "ERROR"))] + faults
         failure = {"harness": name, "seed": seed, "again": again, "said": said[:20] or lines[-5:]}
         report["failures"] = [*report["failures"], failure][-FAILURES_KEPT:]
     report.setdefault("last", {})[name] = {
-        "commit": commit, "seed": seed, "seconds": round(took, 1), "tried": dict(counts),
-        "failed": bool(done.returncode),
+        "commit": commit, "seed": seed, "seconds": round(took, 1), "tried": dict(counts), "skipped": dict(skips),
+        "failed": bool(done.returncode or faults),
     }  # fmt: skip
     if commit not in report["commits"]:
         report["commits"].append(commit)
@@ -153,6 +161,14 @@ def run(name: str, args: argparse.Namespace, report: dict[str, Any]) -> None:
     }  # fmt: skip
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def skips_of(junit: Path) -> Counter[str]:
+    """Return how many tests pytest's report says were skipped, by reason; the report is missing if pytest died."""
+    if not junit.exists():
+        return Counter()
+    skips = ElementTree.parse(junit).iter("skipped")
+    return Counter(skip.get("message", "") for skip in skips if skip.get("type") == "pytest.skip")
 
 
 def commit_of() -> str:

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from kit.samples import THOROUGH
+from kit.tally import tally
 from snapstore import KeepLast, Repository
 from snapstore.catalog import index
 
@@ -49,6 +50,7 @@ def test_compact_leaves_what_fresh_encodings_take(tmp_path, monkeypatch):
         rows = compact.figures(tmp_path, tmp_path / "runs", 40 if THOROUGH else 12, 5)
     finally:
         torch.set_num_threads(threads)
+    tally("figures")
     found = {row["name"]: row["value"] for row in rows}
     assert found["KeepLast(3): retained / the smaller of the two"] <= compact.GOAL
     before, after = (found[f"KeepLast(3): retained {when}"] for when in ("before, 3 snapshots", "after compact and gc"))
@@ -99,6 +101,7 @@ def test_log_forget_and_gc_do_not_grow_with_the_chunks(tmp_path):
                 costs[name].append(process.submit(cost_of, folder, name).result(PATIENCE_S))
             with Repository.open(folder) as repository:
                 assert len(list(repository.store.list("packs/"))) == 10 + 9, "gc keeps the packs of ten snapshots"
+    tally("figures", len(costs))
     for name, (_, few, many) in costs.items():
         assert many[0] < 1.2 * few[0], f"{name}: {few[0]} bytes, with 20 times the chunks {many[0]}"
         assert many[0] < 16 * 1024 * snapshots, f"{name}: {many[0]} bytes for {snapshots} snapshots"

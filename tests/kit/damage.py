@@ -11,6 +11,7 @@ import pytest
 from kit.faults import Crash, FaultStore, Unreadable
 from kit.objects import clone, flip, keys_of
 from kit.repositories import created, opened, same, save, snapshots_of, values, version_of
+from kit.tally import tally
 from snapstore import KeepLast, Repository
 from snapstore.errors import SnapstoreError
 from snapstore.format import blob, pack, records
@@ -144,6 +145,7 @@ def cases() -> list[tuple[str, str]]:
 
 def damaged(name: str, how: str) -> tuple[MemoryStore, Any, str]:
     """Copy `repository` and damage one object; return (the store of the objects, the store to use, the key)."""
+    tally("damaged objects")
     store = clone(repository())
     key = CLASSES[name][1](store)
     data = store.get(key)

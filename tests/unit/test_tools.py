@@ -1,4 +1,4 @@
-"""Each command under tools/ prints its help and sets up nothing for it: no environment, no package, no file."""
+"""The commands under tools/: help sets up nothing (no environment, no package, no file), and exit codes are right."""
 
 import shutil
 import subprocess
@@ -31,3 +31,38 @@ def test_bench_refuses_a_name_that_is_no_benchmark(checkout):
     assert done.returncode == 2
     assert "expected cpu, s3, scale, compact, gpu, ranks, bytes or import, got 'speed'" in done.stderr
     assert not (checkout / ".venv").exists()
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    """Return a function that copies the tools beside a .venv whose Python runs a shell script instead."""
+
+    def prepare(script):
+        shutil.copytree(ROOT / "tools", tmp_path / "tools", ignore=shutil.ignore_patterns("__pycache__"))
+        (tmp_path / "pyproject.toml").touch()
+        python = tmp_path / ".venv" / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.write_text(f"#!/usr/bin/env bash\ncase $* in *'-m pip'*) exit ;; -c*) echo 0; exit ;; esac\n{script}\n")
+        python.chmod(0o755)
+        return tmp_path
+
+    return prepare
+
+
+@pytest.mark.parametrize(
+    ("script", "returncode", "said"),
+    [
+        ("exit 0", 0, "passed"),
+        ("echo 'INTERNALERROR> worker crashed'; exit 3", 1, "FAILED"),
+        ("echo 'FAILED tests/a.py::test_b - no'; exit 1", 1, "1 FAILED tests/a.py::test_b\n"),
+    ],
+    ids=["passes", "crashes", "fails"],
+)
+def test_flicker_ends_with_1_if_a_run_of_this_call_failed(prepared, script, returncode, said):
+    folder = prepared(script)
+    (folder / ".flicker").mkdir()
+    (folder / ".flicker" / "run7.log").write_text("FAILED tests/a.py::test_b - of an earlier call\n")
+    done = subprocess.run([folder / "tools" / "flicker", "1"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == returncode, done.stderr
+    assert said in done.stdout
+    assert [log.name for log in (folder / ".flicker").iterdir()] == ["run1.log"] * returncode

@@ -109,8 +109,8 @@ def _finish(done: Future[Metadata], writer: SnapstoreWriter, future: Future[Meta
         if error is not None:
             writer.reset()
     finally:
+        writer.idle.set()  # first: the caller's callbacks of the future run in this thread, and may save again
         done.set_result(future.result()) if error is None else done.set_exception(error)
-        writer.idle.set()
 
 
 def load(state: dict[str, Any], reader: SnapstoreReader, step: int | str | None = None) -> None:

@@ -798,6 +798,28 @@ def test_a_save_waits_for_an_async_save_that_runs(way: str, writer: Any, reposit
     assert [s.step for s in repository.snapshots("r")] == list(range(2 * len(HOOKS)))
 
 
+@pytest.mark.parametrize("way", ["save", "async_save"])
+@pytest.mark.parametrize("first", [{"a": torch.ones(3000)}, {"a": object()}], ids=["committed", "failed"])
+def test_a_callback_of_an_async_save_may_save_again(first: Any, way: str, writer: Any, repository: Repository) -> None:
+    seconds: list[Any] = []
+    ended = threading.Event()
+
+    def again(future: Any) -> None:
+        seconds.append(getattr(snap, way)({"a": torch.zeros(3000)}, writer, 2))
+        ended.set()
+
+    future = snap.async_save(first, writer, 1)
+    future.add_done_callback(again)
+    try:
+        assert ended.wait(30)
+    finally:
+        writer.idle.set()  # the thread ends, also if it hangs
+    if way == "async_save":
+        seconds[0].result()
+    steps = [1, 2] if future.exception() is None else [2]
+    assert [s.step for s in repository.snapshots("r")] == steps
+
+
 def test_a_save_of_dcp_that_begins_before_another_has_ended(writer: Any, store: MemoryStore) -> None:
     """DCP does not tell a writer that its save has ended: the later save is committed, the other one says why not."""
     for step, hook in enumerate(HOOKS):

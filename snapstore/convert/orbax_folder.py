@@ -71,8 +71,9 @@ def _tree(folder: Path) -> Any:
     found: dict[Key, Any] = {}
     for key, leaf in leaves.items():
         if not _is_array(leaf):
-            plain.append(key)
-            found[key] = None
+            found[key] = leaf
+            if not _is_empty(leaf):
+                plain.append(key)
             continue
         nbytes = math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
         if group and size + nbytes > GROUP_BYTES:
@@ -144,9 +145,16 @@ def _is_array(leaf: Any) -> bool:
     return type(leaf).__name__ == "ArrayMetadata"
 
 
+def _is_empty(node: Any) -> bool:
+    """Return whether a node of a tree is a container with nothing in it."""
+    return isinstance(node, dict | list | tuple) and not node
+
+
 def _walk(node: Any, path: Key, leaves: dict[Key, Any]) -> None:
-    """Note the leaves of nested dicts, lists and tuples by their paths."""
-    if isinstance(node, dict):
+    """Note the leaves of nested dicts, lists and tuples by their paths. An empty one in another is a leaf."""
+    if path and _is_empty(node):
+        leaves[path] = node
+    elif isinstance(node, dict):
         for key, child in node.items():
             _walk(child, (*path, str(key)), leaves)
     elif isinstance(node, list | tuple):

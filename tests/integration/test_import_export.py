@@ -23,7 +23,8 @@ from safetensors.torch import load_file, save_file
 from kit.repositories import OPTIONS, same
 from kit.shell import invoke
 from snapstore import InvalidInputError, NotFoundError, Repository
-from snapstore.convert import ExportOptions, export_snapshot, import_checkpoints, safetensors_file
+from snapstore.convert import ExportOptions, export_snapshot, import_checkpoints, orbax_folder, safetensors_file
+from snapstore.convert.checkpoint import nest
 from snapstore.convert.importing import default_run, format_of
 from snapstore.errors import AlreadyExistsError, IntegrityError, OutputError
 from snapstore.restore.streaming import TensorReader
@@ -288,6 +289,17 @@ def test_no_hidden_file_is_lost_in_silence(repository, tmp_path):
     assert all((tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes() for name in kept)
     imported(repository, tmp_path / "out" / "pytorch_model_fsdp_0", run="fsdp")
     assert same(repository.restore("fsdp@0"), {"model": model()})
+
+
+def test_empty_containers_of_orbax_are_leaves():
+    tree = {"stats": {}, "layers": [[1, 2], (), {"w": 3, "none": None}, [{}]], "list": []}
+    leaves = {}
+    orbax_folder._walk(tree, (), leaves)
+    assert nest(leaves, Path("x")) == tree
+    assert leaves["layers", 1] == ()
+    leaves = {}
+    orbax_folder._walk({}, (), leaves)
+    assert nest(leaves, Path("x")) == {}
 
 
 def test_a_second_optimizer_is_one_of_the_files(repository, tmp_path):

@@ -14,6 +14,8 @@ from snapstore.storage.memory import MemoryStore
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's event loops
 ocp = pytest.importorskip("orbax.checkpoint")
+#: A layer without parameters is an empty tuple in stax.
+EMPTY = {"batch_stats": {}, "layers": [[1, 2], (), [3, 4], ()], "list": []}
 
 
 def state(step):
@@ -45,7 +47,7 @@ def test_steps_of_a_manager_become_a_run(tmp_path, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for step in (5, 12):
-            plain = {"name": "x", "none": None, "n": step}
+            plain = {"name": "x", "none": None, "n": step, "empty": EMPTY}
             ocp.PyTreeCheckpointer().save(tmp_path / "one" / str(step), {**state(step), **plain})
         with ocp.CheckpointManager(tmp_path / "manager") as manager:
             items = ocp.args.Composite(state=ocp.args.PyTreeSave(state(7)), about=ocp.args.JsonSave({"a": [1]}))
@@ -59,6 +61,7 @@ def test_steps_of_a_manager_become_a_run(tmp_path, monkeypatch):
         for step in (5, 12):
             restored = repository.restore(f"r@{step}")
             assert (restored.pop("name"), restored.pop("none"), restored.pop("n")) == ("x", None, step)
+            assert restored.pop("empty") == EMPTY
             assert same({key: restored[key] for key in sorted(restored)}, expected(step))
         list(import_checkpoints(repository, [tmp_path / "manager" / "7"], run="m"))
         restored = repository.restore("m@7")

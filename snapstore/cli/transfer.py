@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..text import counted, human_bytes, some
-from .app import PerRank, Ref, Shell, UsageError, per_rank_of, size_of, verb
+from .app import PARTIAL, PerRank, Ref, Shell, UsageError, per_rank_of, size_of, verb
 from .output import NAMED, fields_json, line, note, note_changes, print_json, snapshot_json, spinner
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def import_(
     format: Annotated[
         str | None, typer.Option("--format", metavar="FORMAT", help="dcp, hf, orbax or file; default: detected.")
     ] = None,
-) -> None:
+) -> int | None:
     """Import checkpoints of other programs; a series becomes the steps of a run.
 
     Files that hold Python objects are refused, because they could run any code. Steps that the run has are skipped.
@@ -60,6 +60,12 @@ def import_(
                 found.append(one)
                 if not shell.as_json:
                     _print_imported(one)
+                if one.differs:
+                    there = f"{one.snapshot.ref} (id:{one.snapshot.id[:12]})"
+                    note(
+                        f"snapstore: warning: {one.source}: its files are not those of {there}, and were not imported; "
+                        "import them with another --run or --step"
+                    )
     taken = [one for one in found if not one.skipped]
     read, stored = (sum(values) for values in ([o.bytes_read for o in taken], [o.snapshot.stored_bytes for o in taken]))
     if shell.as_json:
@@ -70,6 +76,7 @@ def import_(
                 "skipped": one.skipped,
                 "bytes": one.bytes_read,
                 "left_out": one.left_out,
+                "differs": one.differs,
             }
             for one in found
         ]
@@ -79,6 +86,7 @@ def import_(
             f"imported {counted(len(taken), 'checkpoint')} into {run}: {human_bytes(read)} in, {human_bytes(stored)} "
             f"stored, {read / max(stored, 1):.2f} times smaller"
         )
+    return PARTIAL if any(one.differs for one in found) else None
 
 
 def _print_imported(one: Imported) -> None:

@@ -6,13 +6,19 @@ it may name, or link to, no file outside itself.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidInputError
+
+#: `fingerprint` reads so many samples of so many bytes of a file, and a smaller file whole.
+SAMPLES, SAMPLE_BYTES = 64, 4096
 
 
 def _keep(value: Any) -> None:
@@ -87,6 +93,34 @@ def names_below(folder: Path) -> tuple[set[str], set[str]]:
         elif not path.is_dir() or not path.resolve().is_relative_to(root):
             names.add("/".join(parts))
     return names, hidden
+
+
+def fingerprint(source: Path) -> str:
+    """Return a hash of the names, the sizes and samples of the files of a checkpoint; a copy of it has the same.
+
+    A file that cannot be read, or does not lie in the folder, counts with its name only.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(names_below(source)[0]) if source.is_dir() else [""]:
+        digest.update(os.fsencode(name) + b"\0")
+        with suppress(OSError, InvalidInputError):
+            path = file_inside(source, name, source) if name else source
+            if path.is_file():
+                digest.update(_sample(path))
+    return digest.hexdigest()
+
+
+def _sample(path: Path) -> bytes:
+    """Return the size of a file and samples of it, the first and the last bytes among them."""
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size <= SAMPLES * SAMPLE_BYTES:
+            return size.to_bytes(8, "little") + file.readall()
+        found = [size.to_bytes(8, "little")]
+        for number in range(SAMPLES):
+            file.seek((size - SAMPLE_BYTES) * number // (SAMPLES - 1))
+            found.append(file.read(SAMPLE_BYTES))
+        return b"".join(found)
 
 
 def read_json(path: Path) -> dict[str, Any]:

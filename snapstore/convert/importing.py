@@ -2,7 +2,7 @@
 
 In: files and folders, in any order. Out: one snapshot each, saved in the order of their steps. Each is read tensor by
 tensor, so a checkpoint may be larger than memory. Steps that the run has already are skipped, so an import that was
-interrupted can be repeated.
+interrupted can be repeated. A fingerprint in the snapshot tells whether the source of a skipped step is still the same.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..errors import InvalidInputError, out_of_memory
 from ..format.argument_checks import check_name, check_step
@@ -20,7 +21,7 @@ from ..save.inputs import SaveRequest
 from ..save.pipeline import save
 from ..text import some
 from . import files
-from .checkpoint import Checkpoint, step_in
+from .checkpoint import Checkpoint, fingerprint, step_in
 from .dcp_folder import is_dcp, open_dcp
 from .hf_folder import is_hf, open_hf
 from .lazy_state import inputs_of_lazy
@@ -44,6 +45,7 @@ class Imported:
         skipped: whether the run had a snapshot of this step already.
         bytes_read: size of its files, 0 if it was skipped [bytes].
         left_out: names of its files or items that were not imported.
+        differs: whether it was skipped although its files are not those that were imported as this step.
     """
 
     source: str
@@ -51,6 +53,7 @@ class Imported:
     skipped: bool
     bytes_read: int
     left_out: list[str]
+    differs: bool = False
 
 
 def _open_file(path: Path) -> Checkpoint:
@@ -134,19 +137,28 @@ def _import(
     view = repository.view()
     there = {snapshot.step: snapshot for snapshot in view.snapshots(run)}
     for step, path, kind in ordered:
+        source = fingerprint(path)
         if step in there:
-            yield Imported(str(path), there[step], True, 0, [])
+            yield Imported(str(path), there[step], True, 0, [], _source_of(there[step]) not in (None, source))
             continue
         view.require_known(f"{path}: step {step} of run {run!r}", run, step=step)
         with out_of_memory(f"{path}: open", "free memory; or the file is damaged, and claims too much"):
             opened = FORMATS[kind][1](path)
-        about = {"imported": {"from": path.name, "format": kind, **opened.imported}, **opened.about}
+        imported = {"from": path.name, "format": kind, "source": source, **opened.imported}
+        about = {"imported": imported, **opened.about}
         request = SaveRequest(run, step, None, bases, None, about)
         request.resolve(repository.context, repository.lineage)
         inputs = inputs_of_lazy(opened.state, repository.context.engines, opened.let_go)
         size, left_out, opened.state = opened.bytes_read, opened.left_out, None
         snapshot = save(repository.context, repository.lineage, request, [inputs], None)
         yield Imported(str(path), snapshot, False, size, left_out)
+
+
+def _source_of(snapshot: Snapshot) -> str | None:
+    """Return the fingerprint of the files from which a snapshot was imported; None: it has none."""
+    about: Any = snapshot.metadata
+    imported = about.get("imported") if isinstance(about, dict) else None
+    return imported.get("source") if isinstance(imported, dict) else None
 
 
 def _in_order(formats: dict[Path, str], step: int | None) -> list[tuple[int, Path, str]]:

@@ -698,6 +698,28 @@ def test_an_import_that_fails_goes_on_where_it_was(repository, tmp_path):
     assert [one.skipped for one in imported(repository, *sources)] == [True, False, False]
 
 
+def test_a_skipped_step_with_other_files_is_reported(repository, tmp_path):
+    """Two trainings may have folders of one name, and files of one size."""
+    sizes = {"x": 3, "y": 3}
+    for name, size in sizes.items():
+        source = tmp_path / name / "output" / "checkpoint-5"
+        large = torch.zeros(100_000)
+        large[50_000:] = ord(name)
+        write_files(source, {"model.safetensors": {"w": large}, "a.txt": b"a" * size})
+    first, second = (tmp_path / name / "output" / "checkpoint-5" for name in sizes)
+    assert not imported(repository, first)[0].differs
+    shutil.copytree(first, tmp_path / "copy" / "checkpoint-5")
+    again = [imported(repository, source)[0] for source in (first, tmp_path / "copy" / "checkpoint-5", second)]
+    assert [(one.skipped, one.differs) for one in again] == [(True, False), (True, False), (True, True)]
+    torch.save({"s": 1}, first / "optimizer.pt")  # a training that went on writing
+    assert imported(repository, first)[0].differs
+    write_files(tmp_path, {"z-5.pt": {"w": 1}})
+    for metadata in (None, {"imported": {"from": "older"}}, {"imported": 1}, [1]):
+        repository.save({}, run="other", step=5, metadata=metadata)
+        assert [one.differs for one in imported(repository, tmp_path / "z-5.pt", run="other")] == [False]
+        repository.forget_snapshots(["other@5"], force=True)
+
+
 def test_weights_in_files_of_torch_with_an_index(repository, tmp_path):
     tensors = model()
     names = sorted(tensors)
@@ -763,10 +785,16 @@ def test_the_verbs_print_what_they_did(tmp_path):
     sources = [tmp_path / "checkpoint-1", tmp_path / "checkpoint-2"]
     document = json.loads(shell("import", *sources, "--run", "old", "--json").stdout)
     assert [one["snapshot"]["step"] for one in document["imported"]] == [1, 2]
-    assert set(document["imported"][0]) == {"source", "snapshot", "skipped", "bytes", "left_out"}
+    assert set(document["imported"][0]) == {"source", "snapshot", "skipped", "bytes", "left_out", "differs"}
     assert document["bytes"] == sum(one["bytes"] for one in document["imported"])
     assert document["stored_bytes"] == sum(one["snapshot"]["stored_bytes"] for one in document["imported"])
     assert "skipped, old@2 is there" in shell("import", *sources, "--run", "old").stdout
+    (tmp_path / "checkpoint-2" / "new").touch()
+    for format in ([], ["--json"]):
+        warned = shell("import", *sources, "--run", "old", *format, code=3)
+        assert "checkpoint-2: its files are not those of old@2 (id:" in warned.stderr
+        assert "checkpoint-1: its files" not in warned.stderr
+    assert [one["differs"] for one in json.loads(warned.stdout)["imported"]] == [False, True]
     text = shell("import", sources[0], "--run", "one", "--base", "old@2", "--format", "hf").stdout
     assert "imported 1 checkpoint into one: " in text
     assert " times smaller" in text

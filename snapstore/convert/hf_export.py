@@ -22,7 +22,17 @@ from ..restore.streaming import TensorReader
 from ..state.tensors import TensorSpec
 from . import safetensors_file
 from .checkpoint import file_inside
-from .hf_folder import ADAPTER, ADAPTER_COPY, INDEX, ONE_FILE, STATES, TORCH_INDEX, TRAINER_STATE
+from .hf_folder import (
+    ADAPTER,
+    ADAPTER_COPY,
+    INDEX,
+    ONE_FILE,
+    STATES,
+    TORCH_INDEX,
+    TOTAL_SIZE,
+    TRAINER_STATE,
+    index_metadata,
+)
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 #: The output embedding; transformers ties it to the input embedding if the config says so.
@@ -65,10 +75,7 @@ def other_files(repository: Repository, snapshot: Snapshot, config: str | Path |
     """
     if config is not None:
         return _of_folder(Path(config))
-    about: Any = snapshot.metadata
-    imported = about.get("imported") if isinstance(about, dict) else None
-    if not isinstance(imported, dict) or imported.get("format") != "hf":
-        return {}
+    imported = _imported(snapshot)
     top = repository.restore(f"id:{snapshot.id}", keys="files") if imported.get("files") else {}
     found = {name: data for name, data in top.get("files", {}).items() if isinstance(data, bytes)}
     for name in found:
@@ -79,6 +86,13 @@ def other_files(repository: Repository, snapshot: Snapshot, config: str | Path |
                 "--keys instead"
             )
     return found
+
+
+def _imported(snapshot: Snapshot) -> dict[str, Any]:
+    """Return what the import of a folder of Hugging Face has noted about a snapshot; {} if it was none."""
+    about: Any = snapshot.metadata
+    imported = about.get("imported") if isinstance(about, dict) else None
+    return imported if isinstance(imported, dict) and imported.get("format") == "hf" else {}
 
 
 def _of_folder(folder: Path) -> dict[str, bytes]:
@@ -175,7 +189,7 @@ def write(
     if len(plan.shards) > 1:
         total = sum(spec.nbytes for specs in plan.shards.values() for _, spec in specs)
         index = {
-            "metadata": {"total_size": total},
+            "metadata": {**index_metadata(_imported(reader.snapshot).get("index")), TOTAL_SIZE: total},
             "weight_map": {name: file for file, specs in plan.shards.items() for name, _ in specs},
         }
         (temp / INDEX).write_text(json.dumps(index, indent=2) + os.linesep)

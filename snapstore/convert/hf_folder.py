@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import InvalidInputError
 from ..text import some
@@ -24,6 +24,8 @@ from .checkpoint import Checkpoint, file_inside, names_below, read_json, step_in
 from .lazy_state import Later
 
 INDEX, TORCH_INDEX, TORCH_WEIGHTS = "model.safetensors.index.json", "pytorch_model.bin.index.json", "pytorch_model.bin"
+#: The metadata of an index that an export computes.
+TOTAL_SIZE = "total_size"
 ONE_FILE = "model.safetensors"
 TRAINER_STATE = "trainer_state.json"
 #: Files of the Trainer with tensors that change from step to step, and their keys in the state.
@@ -48,7 +50,8 @@ def open_hf(folder: Path) -> Checkpoint:
         CapabilityError: the library safetensors is not installed.
     """
     state: dict[str, Any] = {}
-    state["model"], used, about = _weights(folder)
+    weights = _weights(folder)
+    state["model"], used = weights.tensors, weights.paths
     for name, key in STATES.items():
         if key not in state and (folder / name).exists():  # else it is among the files
             path = file_inside(folder, name, folder)
@@ -56,7 +59,7 @@ def open_hf(folder: Path) -> Checkpoint:
             used.append(path)
     others = {}
     names, hidden = names_below(folder)
-    left_out = list(hidden)
+    left_out = [*weights.left_out, *hidden]
     taken = {path.relative_to(folder).as_posix() for path in used}
     is_model = _COPIES.fullmatch(used[0].name) or any((folder / index).exists() for index in (INDEX, TORCH_INDEX))
     for name in sorted(names - taken):
@@ -72,7 +75,11 @@ def open_hf(folder: Path) -> Checkpoint:
     if others:
         state["files"] = others
     size = sum(path.stat().st_size for path in used)
-    trainer, imported = folder / TRAINER_STATE, {"files": len(others)}
+    trainer, imported = (
+        folder / TRAINER_STATE,
+        {"files": len(others), **({"index": weights.index} if weights.index else {})},
+    )
+    about = {"safetensors": weights.metadata} if weights.metadata else {}
     step = step_in(read_json(trainer)) if trainer.is_file() else None
     return Checkpoint(state, size, step, about, imported, sorted(left_out), files.let_go)
 
@@ -84,27 +91,45 @@ def _safetensors(folder: Path) -> list[str]:
     return preferred[:1] or names
 
 
-def _weights(folder: Path) -> tuple[dict[str, Any], list[Path], dict[str, Any]]:
-    """Return the weights by name, their files, and the metadata of those files."""
+class _Weights(NamedTuple):
+    """The weights of a folder by name, and their files.
+
+    Attributes:
+        metadata: of the files, as one.
+        index: metadata of the index.
+        left_out: metadata that is not among these.
+    """
+
+    tensors: dict[str, Any]
+    paths: list[Path]
+    metadata: dict[str, str]
+    index: dict[str, Any]
+    left_out: list[str]
+
+
+def _weights(folder: Path) -> _Weights:
     if (folder / INDEX).exists() and not (folder / ONE_FILE).exists():  # transformers prefers the one file too
         return _indexed(folder, INDEX)
     if names := _safetensors(folder):
         paths = [file_inside(folder, name, folder) for name in names]
-        return _merged(paths), paths, _metadata(paths[0])
+        tensors = _merged(paths)
+        metadata, left_out = _metadata(paths)
+        return _Weights(tensors, paths, metadata, {}, left_out)
     if (folder / TORCH_INDEX).exists() and not (folder / TORCH_WEIGHTS).exists():
         return _indexed(folder, TORCH_INDEX)
     path = file_inside(folder, TORCH_WEIGHTS, folder)
-    return dict(_of_file(path)), [path], {}
+    return _Weights(dict(_of_file(path)), [path], {}, {}, [])
 
 
-def _indexed(folder: Path, index: str) -> tuple[dict[str, Any], list[Path], dict[str, Any]]:
-    """Return the weights of the shards that an index names; see `_weights`.
+def _indexed(folder: Path, index: str) -> _Weights:
+    """Return the weights of the shards that an index names.
 
     Raises:
         InvalidInputError: the index and the shards do not fit together.
     """
     where = file_inside(folder, index, folder)
-    weight_map = read_json(where).get("weight_map")
+    content = read_json(where)
+    weight_map, about = content.get("weight_map"), content.get("metadata")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InvalidInputError(f"{where}: expected an object 'weight_map' of names and files; download it again")
     names = sorted(set(map(str, weight_map.values())))
@@ -115,7 +140,21 @@ def _indexed(folder: Path, index: str) -> tuple[dict[str, Any], list[Path], dict
             f"{where}: names {some(missing, 3)}, but {weight_map[missing[0]]!r} does not hold it; a shard is not of "
             "this model, or was cut off: download it again"
         )
-    return found, paths, _metadata(paths[0]) if index == INDEX else {}
+    metadata, left_out = _metadata(paths)
+    kept, all_keys = index_metadata(about), about if isinstance(about, dict) else {}
+    left_out += [f"{index} (metadata {key!r})" for key in all_keys if key not in kept and key != TOTAL_SIZE]
+    return _Weights(found, paths, metadata, kept, left_out)
+
+
+def index_metadata(about: Any) -> dict[str, Any]:
+    """Return the plain values among the metadata of an index, without the size of the weights."""
+    if not isinstance(about, dict):
+        return {}
+    return {
+        key: value
+        for key, value in about.items()
+        if type(key) is str and key != TOTAL_SIZE and type(value) in (str, int, float, bool)
+    }
 
 
 def _merged(paths: list[Path]) -> dict[str, Any]:
@@ -142,6 +181,13 @@ def _of_file(path: Path) -> Iterator[tuple[str, Any]]:
     yield from state.items()
 
 
-def _metadata(path: Path) -> dict[str, Any]:
-    metadata = safetensors_file.read(path)[1]
-    return {"safetensors": metadata} if metadata else {}
+def _metadata(paths: list[Path]) -> tuple[dict[str, str], list[str]]:
+    """Return (the metadata of files of weights, each key of the first that has it; what others have in its place)."""
+    found: dict[str, str] = {}
+    left_out: list[str] = []
+    for path in paths:
+        about = safetensors_file.read(path)[1] if path.suffix == files.SAFETENSORS else {}
+        left_out += [
+            f"{path.name} (metadata {key!r})" for key in about if about[key] != found.setdefault(key, about[key])
+        ]
+    return found, left_out

@@ -733,6 +733,35 @@ def test_weights_in_files_of_torch_with_an_index(repository, tmp_path):
     assert same(flat(repository.restore("r@0")["model"]), flat(tensors))
 
 
+@pytest.mark.parametrize("ending", ["safetensors", "bin"])
+def test_metadata_of_all_shards_and_of_the_index_comes_back(repository, tmp_path, ending):
+    folder, stem = tmp_path / "m", "model" if ending == "safetensors" else "pytorch_model"
+    folder.mkdir()
+    names = [f"{stem}-0000{number}-of-00002.{ending}" for number in (1, 2)]
+    for name, key, about in zip(names, "ab", ({"format": "pt", "one": "1"}, {"format": "x", "two": "2"}), strict=True):
+        if ending == "bin":
+            torch.save({key: torch.ones(2)}, folder / name)
+        else:
+            save_file({key: torch.ones(2)}, folder / name, about)
+    about = {"total_size": 3, "total_parameters": 4, "note": "x", "nested": {"y": 1}}
+    index = {"metadata": about, "weight_map": dict(zip("ab", names, strict=True))}
+    (folder / f"{stem}.{ending}.index.json").write_text(json.dumps(index))
+    (found,) = imported(repository, folder, step=1)
+    safetensors = ending == "safetensors"
+    conflict = ["model-00002-of-00002.safetensors (metadata 'format')"] if safetensors else []
+    assert found.left_out == [*conflict, f"{stem}.{ending}.index.json (metadata 'nested')"]
+    export_snapshot(repository, "r@1", tmp_path / "out", to="hf", options=ExportOptions(max_shard_bytes=8))
+    expected = {"format": "pt", "one": "1", "two": "2"} if safetensors else {"format": "pt"}
+    for shard in (tmp_path / "out").glob("*.safetensors"):
+        assert safetensors_file.read(shard)[1] == expected
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_bytes())
+    assert index["metadata"] == {"total_parameters": 4, "note": "x", "total_size": 16}
+    for number, value in enumerate(([1], None, "x", 10**40)):
+        index["metadata"] = {"n": value} if value == 10**40 else value
+        (tmp_path / "out" / "model.safetensors.index.json").write_text(json.dumps(index))
+        assert imported(repository, tmp_path / "out", run=f"again-{number}", step=1)[0].left_out == []
+
+
 def test_a_folder_of_lightning_has_its_values_in_a_file(repository, tmp_path):
     folder = tmp_path / "epoch=0-step=4.ckpt"
     save_dcp({"state_dict": model()}, folder)

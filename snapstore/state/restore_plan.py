@@ -465,8 +465,12 @@ def _stored_name(stored: Any) -> str:
 
 
 def _is_plain(tree: Any, path: Path = ()) -> bool:
-    """Return whether a tree has neither arrays nor objects; long bytes are plain."""
-    return not any(
-        (type(leaf) is Slot and family(leaf.tag) != "bytes") or leaf is ELSEWHERE or is_array(leaf) or is_stateful(leaf)
-        for _, leaf in leaves(tree, path)
-    )
+    """Return whether a tree has neither arrays nor objects, also in values of classes; long bytes are plain."""
+    for below, leaf in leaves(tree, path):
+        if (type(leaf) is Slot and family(leaf.tag) != "bytes") or leaf is ELSEWHERE:
+            return False
+        if is_array(leaf) or is_stateful(leaf):
+            return False
+        if (view := classes.view_of(leaf)) is not None and not _is_plain(view, below):
+            return False
+    return True

@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import re
 import types
+import typing
 
 import numpy as np
 import pytest
@@ -368,6 +369,53 @@ def test_device_is_for_new_tensors():
 def test_finish_before_complete_is_a_bug():
     with pytest.raises(RuntimeError, match=r"a: finish\(\)"):
         Saved({"a": torch.ones(1)}).target().finish()
+
+
+class Fields(typing.NamedTuple):
+    x: typing.Any
+    y: typing.Any = 0
+
+
+class Dict(dict):
+    pass
+
+
+class List(list):
+    pass
+
+
+@pytest.mark.parametrize(
+    "outer", [lambda x: [x], lambda x: (x,), lambda x: collections.deque([x]), lambda x: [{"k": [x]}]]
+)
+@pytest.mark.parametrize(
+    "inner",
+    [
+        lambda value: Point(value, 0),
+        lambda value: Fields(value),
+        lambda value: Dict(x=value),
+        lambda value: List([value]),
+        lambda value: types.SimpleNamespace(x=value),
+        lambda value: Fields(Point(List([value]), 0)),
+    ],
+)
+def test_objects_and_tensors_in_values_of_classes_in_sequences(outer, inner):
+    target, tensor = Item(0), torch.zeros(2)
+    into = {"item": outer(inner(target)), "tensor": outer(inner(tensor))}
+    again({"item": outer(inner(Item(7))), "tensor": outer(inner(torch.ones(2)))}, into=into)
+    assert target.value == 7
+    assert torch.equal(tensor, torch.ones(2))
+    assert stored(into) == stored({"item": outer(inner(Item(7))), "tensor": outer(inner(torch.ones(2)))})
+    into = {"tensor": outer(inner(tensor))}
+    with pytest.raises(InvalidInputError, match="type: expected Tensor as in the target, got int"):
+        again({"tensor": outer(inner(5))}, into=into)
+    assert stored(into) == stored({"tensor": outer(inner(torch.ones(2)))})
+
+
+def test_a_target_whose_values_contain_themselves():
+    cycle = Point(1, 2)
+    cycle.x = [cycle]
+    with pytest.raises(InvalidInputError, match="contains itself"):
+        again({"a": [Point(1, 2)]}, into={"a": [cycle]})
 
 
 # --- `_metadata` of an OrderedDict

@@ -100,11 +100,13 @@ class Form:
     fields: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Check that `form_of` can have made this form, which comes from a store.
+        """Check that this is a form of a value; it may come from a store.
 
         Raises:
             ValueError: It cannot.
         """
+        if {type(self.module), type(self.name)} != {str}:
+            raise ValueError("the name of its class or module is no str")
         if type(self.plain) not in KINDS.get(self.kind, ()):
             raise ValueError(f"a {self.kind[:40]!r} with a {type(self.plain).__name__} as its plain form")
         if self.kind in ("dataclass", "namespace") and not set(map(type, self.plain)) <= {str}:
@@ -120,8 +122,20 @@ def form_of(value: Any) -> Form | None:
     """Return the plain form of a value, or None if its class has none; for an enum see `enum_form`.
 
     Raises:
-        UnsupportedLeafError: It has attributes that its plain form does not hold.
+        UnsupportedLeafError: It has attributes that its plain form does not hold; or a restore would refuse the form.
     """
+    form = _unchecked_form_of(value)
+    try:
+        if form is not None:
+            form.check()
+    except ValueError as error:
+        raise UnsupportedLeafError(
+            f"{type(value).__name__} has no stored form: {error}; convert it to a plain value"
+        ) from error
+    return form
+
+
+def _unchecked_form_of(value: Any) -> Form | None:
     kind = type(value)
     base = next((base for base in (str, int, float) if isinstance(value, base)), None)
     plain = view_of(value) if base is None else _as_base(base, value)

@@ -543,6 +543,34 @@ def test_a_value_that_would_lose_a_part_is_refused(value):
     assert flatten({"v": [WithSlots(a=1), TextWithSlots("x"), FieldsAndSlots()]})[0].name == ""
 
 
+class TwoNames(tuple):
+    _fields = ("x", "y")
+
+
+class NumberedNames(tuple):
+    _fields = (1,)
+
+
+class NoModule(dict):
+    __module__ = None
+
+
+def _numbered():
+    namespace = types.SimpleNamespace(x=1)
+    vars(namespace)[2] = 3
+    return namespace
+
+
+@pytest.mark.parametrize(
+    "value",
+    [TwoNames((1,)), TwoNames(), NumberedNames((1,)), NoModule(a=1), _numbered()],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_form_that_no_restore_accepts_is_refused(value):
+    with pytest.raises(UnsupportedLeafError, match=rf"^v: {type(value).__name__} has no stored form: .*convert it"):
+        flatten({"v": value})
+
+
 class Ordered(OrderedDict):
     pass
 

@@ -100,10 +100,10 @@ class Form:
     fields: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Check that this is a form of a value; it may come from a store.
+        """Check that this is the form of a value; it may come from a store.
 
         Raises:
-            ValueError: It cannot.
+            ValueError: It is none.
         """
         if {type(self.module), type(self.name)} != {str}:
             raise ValueError("the name of its class or module is no str")

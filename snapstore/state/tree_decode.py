@@ -380,7 +380,7 @@ class _Decoder:
         make = self._decoded.types.maker(form, path)
         if make is None:
             return plain
-        if type(plain) in SCALARS:
+        if type(plain) in SCALARS or plain == ():  # one object is every () of the state: its id names no place
             return make(plain)
         self._decoded.makers[id(plain)] = plain, make
         return plain

@@ -571,6 +571,23 @@ def test_a_form_that_no_restore_accepts_is_refused(value):
         flatten({"v": value})
 
 
+class NoFields(typing.NamedTuple):
+    pass
+
+
+def test_a_named_tuple_without_fields_leaves_empty_tuples_alone():
+    state = {"a": (), "none": NoFields(), "b": [1, ()], "c": [NoFields()], "deep": {"x": ()}}
+    same(again(state), {"a": (), "none": (), "b": [1, ()], "c": [()], "deep": {"x": ()}})
+    decoded = Decoded(types=Types([NoFields]))
+    made = again(state, decoded=decoded)
+    into = {"a": (), "none": NoFields(), "b": [0, ()], "c": [], "deep": {"x": (1,)}}
+    again(state, into=into, decoded=Decoded(types=Types(into=into)))
+    for found in (made, into):
+        assert found == state
+        empty = (found["a"], found["b"][1], found["deep"]["x"], found["none"], found["c"][0])
+        assert [type(value) for value in empty] == [tuple, tuple, tuple, NoFields, NoFields]
+
+
 class Ordered(OrderedDict):
     pass
 

@@ -113,6 +113,15 @@ class UnknownFormatError(FormatError, CapabilityError):
     """Intact bytes of a format that this release does not know; not damage, although DAMAGE includes FormatError."""
 
 
+def add_line(error: Exception, line: str) -> None:
+    """Add a line to the message of an error, or a note to one of another library, unless it has this line."""
+    if not isinstance(error, SnapstoreError):
+        if line not in getattr(error, "__notes__", ()):
+            error.add_note(line)
+    elif line not in error.args:
+        error.args = (*error.args, line)
+
+
 #: The errors of reading a damaged repository.
 DAMAGE = (IntegrityError, FormatError, NotFoundError)
 

@@ -157,7 +157,8 @@ class Snapshots:
                 Or `per_rank` names no rank (see `restore`); nothing was written.
                 Or a `load_state_dict` failed, or tensors of `target` share memory and those of the snapshot differ:
                 `target` may be partly filled, and the error says so.
-            IntegrityError: the snapshot is damaged; `target` may be partly filled.
+            IntegrityError: the snapshot is damaged. This and every other error says so if `target` may be partly
+                filled by now.
         """
         from .check.newest_whole import newest_whole_named
         from .restore.pipeline import read_into

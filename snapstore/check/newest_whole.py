@@ -48,7 +48,8 @@ def newest_whole_named(context: Context, ref: str, is_others: Callable[[], bool]
             advice = ""
         if not advice:
             raise
-        raise type(error)(f"{error}{advice}") from error
+        first, *more = error.args
+        raise type(error)(f"{first}{advice}", *more) from error
 
 
 def _advice(context: Context, ref: str, *, maybe_whole: bool) -> str:

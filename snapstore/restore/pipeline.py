@@ -15,18 +15,47 @@ from ..chunks import limits
 from ..chunks.reader import ChunkReader, Wanted
 from ..context import Context
 from ..engine.cuda import require_device
-from ..errors import FormatError, IntegrityError, InvalidInputError, NotFoundError, SnapstoreError, out_of_memory
+from ..errors import (
+    FormatError,
+    IntegrityError,
+    InvalidInputError,
+    NotFoundError,
+    SnapstoreError,
+    add_line,
+    out_of_memory,
+)
 from ..format.records import SWEPT, Snapshot
 from ..state.classes import Types
 from ..state.fit import Fit
 from ..state.restore_buffers import RestoreBuffers, Want
-from ..state.restore_plan import RestorePlan
+from ..state.restore_plan import PARTLY_FILLED, RestorePlan
 from .manifests import decoding_of, spend_decoding
 from .overlaps import Overlap, Reads
 from .sources import ALONE, AsRank, Sources
 
 log = logging.getLogger("snapstore")
 T = TypeVar("T")
+
+
+class _Target:
+    """The state that a restore fills, or None; as a context, it lets an error say that it may be partly filled.
+
+    A read is tried again if the snapshot is rewritten meanwhile, so the error may come before the later try has begun.
+    """
+
+    def __init__(self, into: Any) -> None:
+        self.into, self._has_begun = into, False
+
+    def begin(self) -> None:
+        """Note that all that follows may change the state."""
+        self._has_begun = self.into is not None
+
+    def __enter__(self) -> _Target:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._has_begun and isinstance(error, Exception):
+            add_line(error, PARTLY_FILLED)
 
 
 def read(
@@ -43,16 +72,30 @@ def read(
 
     Raises:
         NotFoundError: the reference names nothing.
-        See `restore` for the other errors.
+        See `restore` for the other errors. Each of them says so if `into` may be partly filled.
     """
+    with _Target(into) as target:
+        return _read(context, ref, target, keys=keys, device=device, types=types, as_rank=as_rank)
+
+
+def _read(
+    context: Context,
+    ref: str | Snapshot,
+    target: _Target,
+    *,
+    keys: str | Sequence[str] | Fit | None,
+    device: Any,
+    types: Sequence[type],
+    as_rank: AsRank,
+) -> tuple[Snapshot, Any]:
     snapshot = ref if isinstance(ref, Snapshot) else context.index.refresh().resolve(ref)
     while True:
         try:
             with out_of_memory(
                 f"restore {snapshot.ref}", "free memory, restore parts of it with keys, or onto a device"
             ):
-                options = {"into": into, "keys": keys, "device": device, "types": types, "as_rank": as_rank}
-                return snapshot, restore(context, snapshot, **options)
+                options = {"keys": keys, "device": device, "types": types, "as_rank": as_rank}
+                return snapshot, restore(context, snapshot, target, **options)
         except (IntegrityError, FormatError) as error:
             exchange = as_rank.exchange
             if exchange is not None and exchange.has_heard:
@@ -141,17 +184,17 @@ def read_into(
 def restore(
     context: Context,
     snapshot: Snapshot,
+    target: _Target,
     *,
-    into: Any = None,
     keys: str | Sequence[str] | Fit | None = None,
     device: Any = None,
     types: Sequence[type] = (),
     as_rank: AsRank = ALONE,
 ) -> Any:
-    """Return the state of a snapshot, or `into` filled with it.
+    """Return the state of a snapshot, or the state `into` of a target filled with it.
 
     Args:
-        into: its sharded tensors get the boxes that they hold.
+        target: sharded tensors of `into` get the boxes that they hold.
         keys: or a `Fit`, which also has new names.
         types: classes of which values are made, beside those of values in `into`. Values of other classes come back in
             their plain forms.
@@ -166,28 +209,31 @@ def restore(
     """
     fit = Fit.of(keys)
     sources = Sources(context, snapshot, fit.parts_keys, as_rank)
-    target = RestorePlan(
+    plan = RestorePlan(
         sources.parts,
-        into=into,
+        into=target.into,
         keys=fit,
         device=device,
         on_device=context.engines.on_device,
-        decoded=decoding_of(snapshot.ref, Types(types, into)),
+        decoded=decoding_of(snapshot.ref, Types(types, target.into)),
         elsewhere=sources.elsewhere,
     )
-    specs = (sources.parts[want.part].specs[want.entry] for want in target.wants)
+    specs = (sources.parts[want.part].specs[want.entry] for want in plan.wants)
     if device is not None and any(spec.kind in ("tensor", "parameter") for spec in specs):
         require_device(device)
-    limits.require_memory(target.buffers.fresh_bytes(), f"{snapshot.ref}: restoring {len(target.wants)} tensors")
-    overlaps = sources.overlaps(target.wants)
+    limits.require_memory(plan.buffers.fresh_bytes(), f"{snapshot.ref}: restoring {len(plan.wants)} tensors")
+    overlaps = sources.overlaps(plan.wants)
     require_decoding_of(context, overlaps, f"{snapshot.ref}: restoring")
+    if plan.buffers.fills_at_once():
+        target.begin()
     try:
-        (as_rank.exchange.load if as_rank.exchange else load)(context, target.wants, overlaps, target.buffers)
+        (as_rank.exchange.load if as_rank.exchange else load)(context, plan.wants, overlaps, plan.buffers)
     finally:
         context.engines.release_memory()
-    if target.left_out:
-        log.warning("%s: restored with strict=False: %s", snapshot.ref, target.left_out)
-    return target.finish()
+    if plan.left_out:
+        log.warning("%s: restored with strict=False: %s", snapshot.ref, plan.left_out)
+    target.begin()
+    return plan.finish()
 
 
 def load(

@@ -228,6 +228,10 @@ class RestoreBuffers:
                 if slot in self._owned and slot not in self._sharded:  # its object decides how to load it
                     del self._targets[slot]
 
+    def fills_at_once(self) -> bool:
+        """Return whether arrays of `into` are filled while bytes arrive, before all of them are complete."""
+        return not self._overlapping.issuperset(self._targets)
+
     def fresh_bytes(self) -> int:
         """Return how many bytes of host memory are needed for arrays that `into` lacks, or has only overlapping.
 

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import InvalidInputError
+from ..errors import InvalidInputError, add_line
 from ..text import some
 from . import classes
 from .arrays import OnDevice, dtype_name, mismatch
@@ -53,7 +53,7 @@ _FILL_DTENSORS = (
     "to fill DTensors, restore without a target and call torch.distributed.checkpoint.state_dict.set_model_state_dict("
     "model, state, options=StateDictOptions(full_state_dict=True))"
 )
-_PARTLY_FILLED = "the target may be partly filled by now: restore into it again, or make a new one, before you use it"
+PARTLY_FILLED = "the target may be partly filled by now: restore into it again, or make a new one, before you use it"
 
 
 @dataclass(slots=True)
@@ -391,8 +391,8 @@ class RestorePlan:
             for load in sorted(self._loads, key=lambda load: getattr(type(load.object), "load_last", False) is True):
                 self._run_load(load)
             self._check_overlapping()
-        except InvalidInputError as error:
-            error.args = (*error.args, _PARTLY_FILLED)
+        except Exception as error:
+            add_line(error, PARTLY_FILLED)
             raise
         return self._into
 

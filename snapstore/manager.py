@@ -340,6 +340,7 @@ class SnapshotManager(Steps):
         del inputs
         if self._mirror is not None:
             self._mirror.note(snapshot)
+        self._warn_of_unapplied()
         is_ending = self._preemption is not None and self._preemption.noticed  # then no gc delays the last save
         if self.keep and not is_ending and (self._job is None or self._job.leads):
             try:

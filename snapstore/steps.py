@@ -87,6 +87,7 @@ class Steps:
     repository: Repository
     keep: Sequence[retention.Policy]
     read_only: bool
+    _unapplied = ""  # a warning of stored policies, if this manager has none
     if TYPE_CHECKING:
         _job: RankJob | None
         _exchange: Exchange | None
@@ -117,7 +118,7 @@ class Steps:
                         "run=%s its policies cannot be stored, so only this manager has them: %s", self.run, error
                     )
             elif not self.read_only:
-                policy_store.warn_if_stored(repository.store, self.run)
+                self._unapplied = policy_store.warning_if_stored(repository.store, self.run)
             if mirror is not None:
                 self._start_mirror(repository, mirror, mirror_keep, read_only=self.read_only)
             if parent is not None:
@@ -128,6 +129,12 @@ class Steps:
                         self._mirror.close(0)
                     raise
         return repository
+
+    def _warn_of_unapplied(self) -> None:
+        """Warn of stored policies once, at the first save: a program may give the manager policies before that."""
+        text, self._unapplied = self._unapplied, ""
+        if text and not self.keep:
+            log.warning("%s", text)
 
     def _begin_from(self, repository: Repository, parent: str) -> None:
         """Make a snapshot the parent of the first save of the run, if it is new in the repository and in its mirror."""

@@ -72,15 +72,16 @@ def store(objects: ObjectStore, run: str, keep: Sequence[retention.Policy]) -> N
     raise ConflictError(f"policies of run {run!r}: other processes keep storing policies; try again")
 
 
-def warn_if_stored(objects: ObjectStore, run: str) -> None:
-    """Warn if policies are stored for a run whose manager has none: `snapstore forget` applies them."""
+def warning_if_stored(objects: ObjectStore, run: str) -> str:
+    """Return a warning if policies are stored for a run whose manager has none, else "": `forget` applies them."""
     with suppress(SnapstoreError):
         if stored := read(objects, run):
-            text = (
-                "run=%s this manager keeps all snapshots, but 'snapstore forget --run' applies the policies of an "
-                "earlier one: %s, stored in %s; give the manager policies, or remove those: set_policies(run, [])"
+            return (
+                f"run={run} this manager keeps all snapshots, but 'snapstore forget --run' applies the policies of an "
+                f"earlier one: {', '.join(map(str, stored))}, stored in {objects.url}; give the manager policies, or "
+                "remove those: set_policies(run, [])"
             )
-            log.warning(text, run, ", ".join(map(str, stored)), objects.url)
+    return ""
 
 
 def are_damaged(objects: ObjectStore, run: str) -> bool:

@@ -141,8 +141,8 @@ class Mirror:
         if self._keep and not self._is_stored:
             with confirmed(target):
                 policy_store.store(target.store, self.run, list(self._keep))
-        elif not self._is_stored:
-            policy_store.warn_if_stored(target.store, self.run)
+        elif not self._is_stored and (text := policy_store.warning_if_stored(target.store, self.run)):
+            log.warning("%s", text)
         self._is_stored = True
 
     def _opened(self) -> Context:

@@ -27,6 +27,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -58,6 +59,8 @@ log = logging.getLogger("snapstore")
 #: The tag of the best model, which no policy forgets.
 BEST = "best-model"
 _DISTRIBUTED = ("NO", "MULTI_CPU", "MULTI_GPU")
+#: The policies that a Trainer has set; the next Trainer may set others.
+_LIMITS: WeakKeyDictionary[SnapshotManager, tuple[KeepLast]] = WeakKeyDictionary()
 _FILES = {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "scaler": "scaler.pt"}
 
 
@@ -97,13 +100,14 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         self._best = self._returned_to(args, state)
         limit = args.save_total_limit
         if limit is not None and limit > 0:
-            keep = (KeepLast(limit),)
-            if self.manager.keep and tuple(self.manager.keep) != keep:
+            keep, found = (KeepLast(limit),), tuple(self.manager.keep)
+            if found not in (keep, _LIMITS.get(self.manager, ())):
                 raise InvalidInputError(
-                    f"save_total_limit={limit}: the manager has policies of its own, {list(self.manager.keep)}; "
-                    "leave one of the two out"
+                    f"save_total_limit={limit}: the manager has policies of its own, {list(found)}; leave one of the "
+                    "two out"
                 )
-            self.manager.keep = keep
+            if found != keep:
+                self.manager.keep = _LIMITS[self.manager] = keep
             if args.process_index == 0:
                 self.manager.repository.set_policies(self.manager.run, keep)
 

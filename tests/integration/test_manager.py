@@ -679,13 +679,20 @@ def test_a_manager_without_policies_says_that_an_earlier_one_stored_some(store, 
     with manager(store, keep=KeepLast(2)):
         pass
     assert "an earlier one" not in caplog.text
-    with manager(store):
-        assert "KeepLast(2)" in caplog.text
+    with manager(store) as snapshots:
+        snapshots.keep = [KeepLast(2)]  # as an integration does that knows the policies later
+        snapshots.save(0, big(0))
+    assert "an earlier one" not in caplog.text
+    with manager(store) as snapshots:
+        for step in (1, 2):
+            snapshots.save(step, big(step))
+    assert caplog.text.count("KeepLast(2)") == 1
     with opened(store) as repository:
         repository.set_policies("a", [])
     caplog.clear()
-    with manager(store):
-        assert not caplog.text
+    with manager(store) as snapshots:
+        snapshots.save(3, big(3))
+    assert not caplog.text
 
 
 def test_a_disk_that_takes_no_policies_does_not_prevent_a_restore(store, monkeypatch, caplog):

@@ -263,6 +263,11 @@ def test_limits_and_the_best_model(hf, tmp_path):
         assert not Path(path).exists()
         with pytest.raises(NotFoundError), hf.checkpoint_dir(manager, 4):
             pass
+        made.args.save_total_limit = 3  # a second Trainer may have another limit
+        hf.SnapshotCallback(manager).on_train_begin(made.args, made.state, made.control)
+        assert manager.repository.policies("a") == list(manager.keep) == [KeepLast(3)]
+    with open_manager(tmp_path, keep=KeepLast(2)) as manager:
+        callback = hf.SnapshotCallback(manager)
         with pytest.raises(InvalidInputError, match="save_total_limit=3: the manager has policies"):
             hf.trainer(tmp_path / "out", callback, save_total_limit=3).train()
 

@@ -174,7 +174,11 @@ class _Prepared:
 
 
 class _Loader:
-    """The epoch of a prepared loader, the seed of its shuffling, and its position if it is a StatefulDataLoader."""
+    """The epoch of a prepared loader, the seed of its shuffling, and its position if it is a StatefulDataLoader.
+
+    The position is empty if the loader is not inside an epoch: then the next epoch makes one iterator, which draws one
+    random number. A loader that was never iterated has no position, since it holds its first iterator already.
+    """
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -182,9 +186,11 @@ class _Loader:
     def _epoch(self) -> int:
         """Return the epoch of the next batch; at the last batch of an epoch, the loader still names that epoch."""
         epoch: int = getattr(self.loader, "iteration", 0)
-        if not getattr(self.loader, "end_of_dataloader", False):
-            return epoch
-        return epoch + any(one is self.loader for one in self.loader.gradient_state.dataloader_references)
+        return epoch + (self._is_iterated() and self.loader.end_of_dataloader)
+
+    def _is_iterated(self) -> bool:
+        state = getattr(self.loader, "gradient_state", None)
+        return state is not None and any(one is self.loader for one in state.dataloader_references)
 
     def _sampler(self) -> Any:
         sampler = self.loader.get_sampler() if hasattr(self.loader, "get_sampler") else None
@@ -199,8 +205,10 @@ class _Loader:
         state: dict[str, Any] = {"iteration": self._epoch()}
         if (sampler := self._sampler()) is not None:
             state["sampler"] = {"initial_seed": sampler.initial_seed, "epoch": sampler.epoch}
-        if getattr(self.loader, "use_stateful_dataloader", False):
-            state["position"] = self.loader.state_dict()
+        is_stateful = getattr(self.loader, "use_stateful_dataloader", False)
+        if is_stateful and not getattr(self.loader, "_initial_iter_for_state_dict", False):
+            is_inside = self._is_iterated() and not self.loader.end_of_dataloader
+            state["position"] = self.loader.state_dict() if is_inside else {}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -95,7 +95,7 @@ def test_a_training_resumes_to_the_bit(ours, tmp_path, stateful):
         manager.wait_until_finished()
         assert manager.all_steps() == [2, 4, 6, 8, 10, 12, 14]
         expected = first.end()
-        for step in (4, 10) if stateful else (4, 6, 10):  # at the end of an epoch torchdata makes two iterators
+        for step in (4, 6, 10):
             again = Training(seed=7, use_stateful_dataloader=stateful)
             assert not same(again.end(), expected)
             assert ours.load_state(again.accelerator, manager, step).step == step
@@ -128,6 +128,30 @@ def test_a_resume_at_the_end_of_an_epoch_goes_on_with_the_next(ours, tmp_path, s
         expected = run(first, 3, lambda: ours.save_state(first.accelerator, manager, 6))
         ours.load_state(again.accelerator, manager)
         assert run(again, 2) == expected[6:]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("evaluations", [0, 1, 2])
+def test_a_stateful_loader_outside_an_epoch_changes_no_random_number(ours, tmp_path, evaluations):
+    """Such as the loader of an evaluation, while the training is inside an epoch."""
+
+    def made():
+        training = Training(use_stateful_dataloader=True)
+        return training, training.accelerator.prepare(torch.utils.data.DataLoader(torch.arange(4.0), batch_size=2))
+
+    def evaluate(loader):
+        return [batch.tolist() for batch in loader], torch.rand(1).item()
+
+    first, loader = made()
+    next(iter(first.prepared[3]))
+    for _ in range(evaluations):
+        evaluate(loader)
+    with SnapshotManager(tmp_path, run="a") as manager:
+        ours.save_state(first.accelerator, manager, 1)
+        expected = [evaluate(loader) for _ in range(2)]
+        again, loader = made()
+        ours.load_state(again.accelerator, manager)
+        assert [evaluate(loader) for _ in range(2)] == expected
 
 
 def test_parts_skipped_steps_and_gradients(ours, tmp_path, caplog):

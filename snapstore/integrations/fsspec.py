@@ -172,9 +172,22 @@ class SnapstoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         if mode != "rb":
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
         ref, name = self._split(path)
-        virtual = self._file(self._snapshot(ref, path), name, path)
-        options.pop("autocommit", None)
-        return SnapshotFile(self, path, virtual, block_size, **options)
+        snapshot = self._snapshot(ref, path)
+        virtual = self._file(snapshot, name, path)
+        for known in ("autocommit", "size"):  # fsspec gives them when it reads a pickle
+            options.pop(known, None)
+        return SnapshotFile(self, f"id:{snapshot.id}/{name}", virtual, block_size, **options)
+
+    def _rm(self, path: str) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+
+    def cp_file(self, path1: str, path2: str, **options: Any) -> None:
+        """Raise OSError, as all methods that write: nothing can be written."""
+        self._rm(path2)
+
+    def mkdir(self, path: str, create_parents: bool = True, **options: Any) -> None:
+        """Raise OSError, as all methods that write: nothing can be written."""
+        self._rm(path)
 
     def _split(self, path: str) -> tuple[str, str]:
         """Return (the reference, the name of a file) of a path."""
@@ -215,7 +228,10 @@ class SnapstoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
 
 class SnapshotFile(AbstractBufferedFile):  # type: ignore[misc]
-    """An open file of a snapshot; the cache of fsspec decides which ranges are read."""
+    """An open file of a snapshot; the cache of fsspec decides which ranges are read.
+
+    Its path names the snapshot by the id, so a pickled file reads the same snapshot.
+    """
 
     DEFAULT_BLOCK_SIZE = 1024 * 1024
 

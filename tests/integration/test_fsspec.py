@@ -7,6 +7,7 @@ import importlib
 import io
 import json
 import os
+import pickle
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -215,8 +216,33 @@ def test_nothing_can_be_written(files):
         with pytest.raises(OSError, match="Read-only") as caught:
             files.open("exp1@2/model.safetensors", mode)
         assert caught.value.errno == errno.EROFS
-    with pytest.raises(NotImplementedError):
-        files.rm_file("exp1@2/model.safetensors")
+    path = "exp1@2/model.safetensors"
+    for write in (
+        lambda: files.rm(path),
+        lambda: files.rm_file(path),
+        lambda: files.mv(path, "exp1@2/other"),
+        lambda: files.cp_file(path, "exp1@2/other"),
+        lambda: files.mkdir("exp1@2/folder"),
+        lambda: files.touch(path),
+    ):
+        with pytest.raises(OSError, match="Read-only") as caught:
+            write()
+        assert caught.value.errno == errno.EROFS
+
+
+def test_an_open_file_can_be_pickled(tmp_path):
+    """The other process reads the same snapshot at the same place, also if it was opened as the newest."""
+    with Repository.create(tmp_path / "r") as repository:
+        repository.save(state(0), run="a", step=0)
+        files = SnapstoreFileSystem(repository=str(tmp_path / "r"), skip_instance_cache=True)
+        with files.open("a@latest/model.safetensors") as file:
+            file.seek(10)
+            pickled, rest = pickle.dumps(file), file.read()
+        repository.save(state(1), run="a", step=1)
+        with pickle.loads(pickled) as file:
+            assert file.read() == rest
+        with files.open("a@latest/model.safetensors", size=3) as file:
+            assert file.read()[10:] != rest
 
 
 def test_tables_and_text_wrappers(files):

@@ -152,7 +152,8 @@ def _first_byte(context: Context, a: StoredTensor, b: StoredTensor) -> tuple[int
     require_decoding(context.store, [*a.pieces, *b.pieces], f"comparing {a.snapshot.ref} and {b.snapshot.ref}:")
     itemsize, chunked = a.spec.itemsize, (_chunked(a), _chunked(b))
     start, pieces = 0, (pieces_of(context, a), pieces_of(context, b))
-    if chunked[0] is not None and chunked[1] is not None:
+    are_whole = context.config.chunk_bytes % itemsize == 0  # else an element may lie in two chunks
+    if are_whole and chunked[0] is not None and chunked[1] is not None:
         whole = chunked[0], chunked[1]
         rows = [slice(box.first_chunk, box.first_chunk + box.chunks) for _, box in whole]
         tables = [m.table for m, _ in whole]

@@ -109,6 +109,21 @@ def test_nans_of_other_bits_and_scalars(repository):
     assert (found.path, found.index, found.before, found.after) == ("x", (), "nan (0x7fc00000)", "nan (0x7fc00001)")
 
 
+@pytest.mark.parametrize("dtype", ["<U3", "<U7", "S5", "S17"])
+def test_an_element_that_crosses_the_border_of_a_chunk(repository, dtype):
+    """It differs in the second of its two chunks only."""
+    size = np.dtype(dtype).itemsize
+    at = 1024 // size
+    before, after = (np.zeros(4096 // size + 9, dtype) for _ in range(2))
+    after.view(np.uint8)[1024] = 1
+    assert at * size < 1024 < (at + 1) * size
+    repository.save({"x": before}, run="a", step=0)
+    repository.save({"x": after}, run="b", step=0)
+    found = repository.first_difference("a", "b")
+    assert (found.path, found.index, found.chunk) == ("x", (at,), 0)
+    assert (found.before, found.after) == (str(before[at]), str(after[at]))
+
+
 def test_boxes_of_ranks():
     """One run by three ranks, the other by two with other boxes: bytes are compared where digests cannot be."""
     store, rng = created(1024), np.random.default_rng(SEED)

@@ -18,6 +18,7 @@ import math
 import os
 import pathlib
 import re
+import stat
 import struct
 import sys
 import types
@@ -68,7 +69,7 @@ class UnknownError(DamagedError):
 
 
 #: The errors of an object that this reader refuses.
-REFUSED = (ArithmeticError, LookupError, OSError, TypeError, ValueError, struct.error)
+REFUSED = (ArithmeticError, LookupError, MemoryError, OSError, TypeError, ValueError, struct.error)
 #: Keys of maps by their type.
 Types = dict[type, str]
 REFERENCE: Types = {str: "part sha256 header_sha256", int: "rank size_bytes logical_bytes"}
@@ -424,6 +425,7 @@ class Entry:
         self.path = tuple(path)
         self.family = "tensor" if self.kind == "parameter" else self.kind
         self.numpy, self.element = layout_of(self.kind, self.dtype)
+        need(self.numpy.itemsize, f"an array of dtype {self.dtype}", UnknownError)  # a leaf may be such a dtype
         need(type(self.requires_grad) is bool and len(integers(self.shape)) <= 64, "an entry's fields")
         self.inline = (0, 0) if inline is None else tuple(integers(inline, 2))
         self.pieces: list[tuple[list[int], list[int], bytes]] = []
@@ -456,8 +458,6 @@ class Entry:
         """Put disjoint boxes that cover the whole together."""
         size = self.numpy.itemsize
         need(sum(len(data) for _, _, data in pieces) == math.prod(self.shape) * size, "boxes do not cover a tensor")
-        if size == 0:
-            return np.zeros(self.shape, self.numpy)
         out, seen = np.zeros(self.shape, f"V{size}"), np.zeros(self.shape, bool)
         for offsets, sizes, data in pieces:
             where = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
@@ -478,8 +478,7 @@ class Manifest:
 
     def __init__(self, repository: Repository, reference: dict[str, Any]) -> None:
         self.repository, self.reference = repository, typed(reference, REFERENCE)
-        data = repository.named("manifests", reference["sha256"])
-        need(len(data) == reference["size_bytes"], "a manifest's size contradicts its reference")
+        data = repository.named("manifests", reference["sha256"], reference["size_bytes"])
         magic, version, _, length, checksum = struct.unpack_from("<8sHHIQ", data)
         need(magic == b"SNAPMANI", "a manifest's magic")
         need(version == 1, f"a manifest has version {version}", UnknownError)
@@ -954,8 +953,8 @@ class Snapshot:
             need(name != "", "a record names a manifest of another snapshot, but no manifest list")
             name = name if isinstance(name, str) else ""
             need(re.fullmatch("[0-9a-f]{64}", name), "the name of a manifest list")
-            repository.named("manifests", name)  # its bytes are those of its name
             names = repository.small(f"manifests/{name[:2]}/{name}", 10, LIST)
+            repository.named("manifests", name)  # its bytes are those of its name
             need(names["snapshot"].hex() == record["id"], "a manifest list of another snapshot")
             need(names["revision"] <= record["revision"], "a manifest list of a later revision")
             need(names["manifests"].hex() == "".join(m["sha256"] for m in references), "a list of other manifests")
@@ -1021,26 +1020,27 @@ class Repository:
             elif item.is_file():
                 yield f"{under}/{item.name}"
 
-    def read(self, key: str) -> bytes:
-        """Read an object; no symbolic link below the root is followed."""
+    def read(self, key: str, size: int | None = None) -> bytes:
+        """Read a regular file, of this size if one is given; no symbolic link below the root is followed."""
         path = self.folder
         for name in key.split("/"):
             path /= name
             need(not path.is_symlink(), f"{key} is a symbolic link")
+        found = path.stat()
+        need(stat.S_ISREG(found.st_mode), f"{key} is no regular file")
+        need(size in (None, found.st_size), f"{key} has {found.st_size} bytes, a reference says {size}")
         return path.read_bytes()
 
-    def named(self, folder: str, sha256: str) -> bytes:
-        """Read a pack or manifest, and compare it with its name."""
-        data = self.read(f"{folder}/{sha256[:2]}/{sha256}")
+    def named(self, folder: str, sha256: str, size: int | None = None) -> bytes:
+        """Read a pack or manifest, and compare it with its name, and with the size that its reference says."""
+        data = self.read(f"{folder}/{sha256[:2]}/{sha256}", size)
         need(hashlib.sha256(data).hexdigest() == sha256, f"{folder} {sha256} has another SHA-256")
         return data
 
     @cache  # noqa: B019  (packs of a small repository are kept)
     def pack(self, sha256: str, size: int) -> Pack:
         """Read a pack and check its header and footer."""
-        data = self.named("packs", sha256)
-        need(len(data) == size, f"pack {sha256} has another size than its manifest says")
-        return Pack(data)
+        return Pack(self.named("packs", sha256, size))
 
     def digest(self, data: np.ndarray[Any, Any]) -> bytes:
         """Return the seeded XXH3-128."""

@@ -5,6 +5,7 @@ import dataclasses
 import datetime
 import enum
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -265,6 +266,48 @@ def test_a_record_that_is_refused_hides_its_own_snapshot_only(tmp_path, harm):
     assert run(folder, "--id", victim["id"]).returncode == 1
     with pytest.raises(reader.DamagedError):
         restore_all(folder)
+
+
+@pytest.mark.parametrize("harm", ["a sparse file of 8 TiB", "a FIFO"])
+def test_a_manifest_that_cannot_be_read_hides_its_own_snapshots_only(tmp_path, harm):
+    folder = tmp_path / "repo"
+    shutil.copytree(V1, folder)
+    name = record_of(V1, "main", 1)["manifests"][0]["sha256"]
+    records = reader.Repository(V1).records()
+    hidden = {r["id"] for r in records if name in (m["sha256"] for m in r["manifests"])}
+    path = folder / "manifests" / name[:2] / name
+    if harm == "a FIFO":
+        path.unlink()
+        os.mkfifo(path)
+    else:
+        os.truncate(path, 8 << 40)
+    done = run(folder)
+    found = {json.loads(line)["id"] for line in done.stdout.splitlines()}
+    hidden -= {r["id"] for r in records if r["state"] not in ("committed", "forgotten")}
+    assert (found, done.returncode) == ({r["id"] for r in records} - hidden, 1)
+    assert done.stderr.count(f"DamagedError: manifests/{name[:2]}/{name} ") == len(hidden)
+
+
+def test_an_object_for_which_memory_is_too_small_is_refused(monkeypatch, capsys):
+    def fails(*_):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(reader.Snapshot, "state", fails)
+    monkeypatch.setattr(sys, "argv", ["reader.py", str(V1)])
+    monkeypatch.setattr(sys, "setrecursionlimit", lambda _: None)
+    monkeypatch.setattr(sys, "set_int_max_str_digits", lambda _: None)
+    assert reader.main() == 1
+    assert "MemoryError: no room" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", ["<U0", "|S0"])
+def test_only_a_leaf_may_be_a_dtype_of_no_bytes(tmp_path, dtype):
+    """NumPy makes arrays of "<U0" as "<U1": terabytes that no stored bytes pay for. snapstore stores no such array."""
+    with pytest.raises(reader.UnknownError, match="an array of dtype"):
+        reader.Entry([["x"], "array", dtype, [2**40], False, None, [], None])
+    with Repository.create(tmp_path / "repo") as repository:
+        repository.save({"x": np.dtype(dtype), "y": np.str_(""), "z": np.array([""])}, run="r", step=0)
+    assert read(tmp_path / "repo")[0]["leaves"]["/'x'"] == [type(np.dtype(dtype)).__name__, repr(np.dtype(dtype))]
 
 
 def test_lower_revisions_mean_nothing(tmp_path):

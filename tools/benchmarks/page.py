@@ -36,9 +36,12 @@ def row(name: str, value: float, unit: str, goal: str = "", met: bool | None = N
 
 
 def publish(bench: str, rows: list[Row], began: float, packages: tuple[str, ...], *, quick: bool) -> None:
-    """Print the table; unless `quick`, write `docs/benchmarks/<bench>.json` and the table between its two marks."""
+    """Print the table; unless `quick`, write `docs/benchmarks/<bench>.json` and the table between its two marks.
+
+    A row that says no machine and versions has those of the report.
+    """
     report = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}",
+        "machine": machine(),
         "versions": {"python": platform.python_version(), "snapstore": snapstore.__version__}
         | {name: version(name) for name in packages},
         "seconds": round(time.time() - began),
@@ -52,10 +55,16 @@ def publish(bench: str, rows: list[Row], began: float, packages: tuple[str, ...]
     place(bench, text)
 
 
+def machine() -> str:
+    """Return what the record says of this machine."""
+    return f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}"
+
+
 def recorded(bench: str) -> list[Row]:
-    """Return the rows that `publish` wrote last."""
-    rows: list[Row] = json.loads((ROOT / "docs" / "benchmarks" / f"{bench}.json").read_text())["figures"]
-    return rows
+    """Return the rows that `publish` wrote last, each with the machine and the versions of its run."""
+    report = json.loads((ROOT / "docs" / "benchmarks" / f"{bench}.json").read_text())
+    of_run = {name: report[name] for name in ("machine", "versions")}
+    return [of_run | one for one in report["figures"]]
 
 
 def figures(rows: Iterable[Row]) -> str:

@@ -27,7 +27,7 @@ import boto3
 import numpy as np
 import torch
 
-from benchmarks.page import Figure
+from benchmarks.page import Figure, machine
 from snapstore import Repository, SnapshotManager
 from snapstore.format import manifest
 from snapstore.format.records import Snapshot, encode, new_id
@@ -204,7 +204,7 @@ def main() -> None:
         figures = transfers(url, state, 1 if args.quick else 5) + beside
         figures += cold_cache(f"{url}-many", 100 if args.quick else 1000)
     report = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}",
+        "machine": machine(),
         "server": "Ceph radosgw 16.2 on the same cores, memstore, plain HTTP on loopback (tools/s3-server)",
         "versions": {"python": platform.python_version()} | {n: version(n) for n in ("torch", "boto3", "urllib3")},
         "seconds": round(time.time() - began),

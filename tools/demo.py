@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import uuid4
 
+import caller
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -318,12 +319,17 @@ STORY: list[tuple[str, Callable[[Demo], None]]] = [
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--keep", metavar="DIR", type=Path, help="leave logs, losses and (not of S3) the repository in this new folder"
+        "--keep",
+        metavar="DIR",
+        type=caller.path,
+        help="leave logs, losses and (not of S3) the repository in this new folder",
     )
     parser.add_argument(
         "--s3", action="store_true", help="on a real S3 server, which tools/demo starts; else in a folder"
     )
-    parser.add_argument("--svg", metavar="FILE", type=Path, help="save a picture of the output, such as docs/demo.svg")
+    parser.add_argument(
+        "--svg", metavar="FILE", type=caller.path, help="save a picture of the output, such as docs/demo.svg"
+    )
     args = parser.parse_args()
     if args.svg:
         console.record, console.width = True, 108

@@ -29,6 +29,8 @@ from pathlib import Path
 from random import SystemRandom
 from typing import Any
 
+import caller
+
 import snapstore
 
 ROOT = Path(__file__).parents[1]
@@ -76,7 +78,7 @@ def main() -> None:
         help="factor on fuzz inputs, random schedules, kills, attempts of ranks, and seconds of chaos",
     )
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes of a harness")
-    parser.add_argument("--out", type=Path, default=OUT, help="the JSON")
+    parser.add_argument("--out", type=caller.path, default=OUT, help="the JSON")
     parser.add_argument("--fresh", action="store_true", help="forget what was tried before")
     args = parser.parse_args()
     chosen = [name.strip() for name in args.only.split(",")] if args.only else list(HARNESSES)

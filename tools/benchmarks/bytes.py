@@ -23,6 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import caller
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -371,7 +372,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="little models, few steps; writes no record")
     parser.add_argument("--only", choices=(*MODELS, "moe"), help="this model alone; writes no record without --out")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON here")
+    parser.add_argument("--out", type=caller.path, metavar="FILE", help="write the figures as JSON here")
     parser.add_argument(
         "--wide", action="store_true", help="on a CPU: only a GPT of 67 M parameters; no record without --out"
     )
@@ -382,7 +383,9 @@ def main() -> None:
         metavar="N",
         help="of the repositories, instead of 1 MiB",
     )
-    parser.add_argument("--folder", type=Path, help="where repositories lie, by default the folder for temporary files")
+    parser.add_argument(
+        "--folder", type=caller.path, help="where repositories lie, by default the folder for temporary files"
+    )
     parser.add_argument("--codings", action="store_true", help="tables of codings of single steps, on the CPU")
     parser.add_argument("--history", action="store_true", help="entropies given earlier changes, on the CPU")
     args = parser.parse_args()

@@ -20,6 +20,7 @@ from typing import Any
 
 os.environ.setdefault("SNAPSTORE_THREADS", "2")
 
+import caller
 import torch
 
 from benchmarks.data import gpt_series, tensors_of
@@ -111,7 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure what compact frees.")
     parser.add_argument("--quick", action="store_true", help="fewer snapshots; nothing is written to docs/")
     parser.add_argument("--survey", action="store_true", help="measure the survey only; other figures stay as they are")
-    parser.add_argument("--runs", type=Path, help="a folder that keeps the trained repositories, or has them")
+    parser.add_argument("--runs", type=caller.path, help="a folder that keeps the trained repositories, or has them")
     args = parser.parse_args()
     torch.set_num_threads(2)
     folder = Path(tempfile.mkdtemp(prefix=".bench-", dir=ROOT))

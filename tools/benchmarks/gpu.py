@@ -31,6 +31,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import caller
 import torch
 
 import snapstore
@@ -666,8 +667,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", default="", help=f"comma-separated sections: {', '.join(SECTIONS)}")
     parser.add_argument("--steps", type=int, help="of pretraining before its first snapshot (default 300, tiny 20)")
     parser.add_argument("--tiny", action="store_true", help="a model of 1 M parameters, on a CPU if need be: a dry run")
-    parser.add_argument("--folder", type=Path, help="where repositories are written (default: a temporary one)")
-    parser.add_argument("--out", type=Path, help="the JSON (default docs/benchmarks/gpu.json)")
+    parser.add_argument("--folder", type=caller.path, help="where repositories are written (default: a temporary one)")
+    parser.add_argument("--out", type=caller.path, help="the JSON (default docs/benchmarks/gpu.json)")
     parser.add_argument(
         "--limit", type=float, default=420, help="no section begins after so many seconds (default 420)"
     )

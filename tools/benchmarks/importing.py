@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import caller
 import numpy as np
 import torch
 import zstandard
@@ -210,7 +211,7 @@ def peak_bytes() -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure imports of old checkpoints.")
     parser.add_argument("--quick", action="store_true", help="fewer checkpoints; nothing is written to docs/")
-    parser.add_argument("--runs", type=Path, help="a folder that keeps the trained checkpoints, or has them")
+    parser.add_argument("--runs", type=caller.path, help="a folder that keeps the trained checkpoints, or has them")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import caller
 import torch
 
 from benchmarks.page import ROOT, Row, figures, place, row
@@ -269,9 +270,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, help="default: the number of GPUs, or 4")
     parser.add_argument("--quick", action="store_true", help="small states; nothing is written to docs/")
     parser.add_argument("--only", default=SECTIONS, help=f"comma-separated sections (default: {SECTIONS})")
-    parser.add_argument("--folder", type=Path, help="where repositories are written (default: a temporary folder)")
-    parser.add_argument("--out", type=Path, help="put figures and details into this JSON, and nothing into docs/")
-    parser.add_argument("--publish", type=Path, help="measure nothing: put what --out has written into docs/")
+    parser.add_argument(
+        "--folder", type=caller.path, help="where repositories are written (default: a temporary folder)"
+    )
+    parser.add_argument(
+        "--out", type=caller.path, help="put figures and details into this JSON, and nothing into docs/"
+    )
+    parser.add_argument("--publish", type=caller.path, help="measure nothing: put what --out has written into docs/")
     args = parser.parse_args()
     if args.publish:
         publish(json.loads(args.publish.read_text()))

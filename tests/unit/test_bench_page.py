@@ -107,11 +107,32 @@ def test_the_whole_bench_writes_its_record_and_the_page(tools, copy, monkeypatch
     assert tools.gpu_page.section(records) in page.decode()
 
 
-def whole_bench(tools, copy, monkeypatch, tmp_path, arguments):
+def test_a_failed_section_leaves_the_record_and_the_page_alone(tools, copy, monkeypatch, tmp_path):
+    before = [path.read_bytes() for path in sorted(copy.rglob("*.*"))]
+
+    def run(bench, *_):
+        bench.sections |= {"limits": {"status": "ok"}, "steps": {"status": "failed", "error": "RuntimeError: none"}}
+
+    with pytest.raises(SystemExit, match=r"these sections failed.*: steps; see .*gpu.json"):
+        whole_bench(tools, copy, monkeypatch, tmp_path, [], run)
+    assert [path.read_bytes() for path in sorted(copy.rglob("*.*"))] == before
+
+
+def test_a_section_that_does_not_exist_is_refused(monkeypatch, capsys, tools):
+    monkeypatch.setenv("SNAPSTORE_THREADS", "2")  # cpu sets it
+    from benchmarks import cpu
+
+    monkeypatch.setattr(sys, "argv", ["tools/bench cpu", "--quick", "--only", "comapre"])
+    with pytest.raises(SystemExit):
+        cpu.main()
+    assert "--only: no section comapre; sections: compare, retained, memory, plain" in capsys.readouterr().err
+
+
+def whole_bench(tools, copy, monkeypatch, tmp_path, arguments, run=lambda *_: None):
     """Run the GPU benchmark with sections that do nothing; return the page after it."""
     monkeypatch.setattr(sys, "argv", ["tools/bench gpu", *(a.format(tmp_path) for a in arguments)])
     monkeypatch.setattr(tools.gpu, "ROOT", copy.parent)
-    monkeypatch.setattr(tools.gpu, "run", lambda *_: None)
+    monkeypatch.setattr(tools.gpu, "run", run)
     monkeypatch.setattr(tools.gpu.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(tools.gpu.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(tools.gpu, "head", lambda _: {k: record("gpu")[k] for k in ("date", "machine", "versions")})

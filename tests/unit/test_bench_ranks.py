@@ -1,5 +1,6 @@
 """`tools/bench ranks` measures what its rows say; the worlds of processes that it starts are replaced."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -85,3 +86,28 @@ def test_ranks_that_save_in_turn_wait_for_each_other(worker, monkeypatch):
     saves = SimpleNamespace(save=save, wait_until_finished=wait)
     assert worker.save_timed(saves, 7, {}, [[0], [1], [2]]) == {"stalls_s": 60.0, "durable_s": 60.0}
     assert log == ["all", "all", 7, "durable", "all"]
+
+
+@pytest.mark.parametrize(("machine", "replaced"), [("2 x H100", True), ("no GPU", False)])
+def test_rows_of_gpus_are_replaced_by_rows_of_gpus_only(ranks, monkeypatch, tmp_path, machine, replaced):
+    def row(name, value, machine):
+        return ranks.row(name, value, "s") | {"machine": f"8 cores, {machine}; torch 2"}
+
+    record = tmp_path / "docs" / "benchmarks" / "ranks.json"
+    record.parent.mkdir(parents=True)
+    record.write_text(json.dumps({"figures": [row("stall", 1.0, "4 x H100"), row("plan", 2.0, "no GPU")]}))
+    monkeypatch.setattr(ranks, "ROOT", tmp_path)
+    monkeypatch.setattr(ranks, "place", lambda *_: None)
+    monkeypatch.setattr(ranks.tempfile, "gettempdir", lambda: str(tmp_path))
+    before = record.read_bytes()
+    found = {"figures": [row("stall", 3.0, machine), row("new", 4.0, machine)], "details": {}}
+    if not replaced:
+        with pytest.raises(SystemExit, match=r"another kind of device: stall\n.*--publish"):
+            ranks.publish_beside(found)
+        assert record.read_bytes() == before
+        monkeypatch.setattr("sys.argv", ["ranks", "--publish", str(tmp_path / "snapstore-bench-ranks.json")])
+        ranks.main()
+    else:
+        ranks.publish_beside(found)
+    values = {one["name"]: one["value"] for one in json.loads(record.read_text())["figures"]}
+    assert values == {"stall": 3.0, "plan": 2.0, "new": 4.0}

@@ -43,6 +43,7 @@ from snapstore.format.records import Snapshot
 
 ROOT = Path(__file__).parents[2]
 MiB = 1024 * 1024
+SECTIONS = ("compare", "retained", "memory", "plain")
 
 
 @contextmanager
@@ -310,10 +311,12 @@ def main() -> None:
     """Run the chosen sections."""
     parser = argparse.ArgumentParser(description="Measure snapstore beside its peers.")
     parser.add_argument("--quick", action="store_true", help="fewer snapshots; nothing is written to docs/")
-    parser.add_argument("--only", default="", help="comma-separated: compare, retained, memory, plain")
+    parser.add_argument("--only", default="", help=f"comma-separated: {', '.join(SECTIONS)}")
     args = parser.parse_args()
+    chosen = set(filter(None, args.only.split(","))) or set(SECTIONS)
+    if unknown := chosen - set(SECTIONS):
+        parser.error(f"--only: no section {', '.join(sorted(unknown))}; sections: {', '.join(SECTIONS)}")
     torch.set_num_threads(THREADS)
-    chosen = set(args.only.split(",")) if args.only else {"compare", "retained", "memory", "plain"}
     figures: list[Figure] = []
     rows: list[dict[str, Any]] = []
     began = time.time()

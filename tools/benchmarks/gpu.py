@@ -2,8 +2,9 @@
 
 Sections run one after the other. If one fails, its error is recorded and the next one runs. The report so far is
 written as JSON after every section. A GB is 1e9 bytes. Times include the device's work: the bench waits for it before
-and after. It writes docs/benchmarks/gpu.json and its section of docs/benchmarks.md. With --tiny or --only it writes a
-file in the temporary folder, with --out that file, and no section. `--page` writes the section from the records.
+and after. The JSON is a file in the temporary folder, or that of --out. If no section failed, a run without --tiny,
+--only and --out copies it to docs/benchmarks/gpu.json and writes its section of docs/benchmarks.md; if one failed, the
+exit code is 1. `--page` writes the section from the records.
 """
 
 from __future__ import annotations
@@ -668,7 +669,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="of pretraining before its first snapshot (default 300, tiny 20)")
     parser.add_argument("--tiny", action="store_true", help="a model of 1 M parameters, on a CPU if need be: a dry run")
     parser.add_argument("--folder", type=caller.path, help="where repositories are written (default: a temporary one)")
-    parser.add_argument("--out", type=caller.path, help="the JSON (default docs/benchmarks/gpu.json)")
+    parser.add_argument("--out", type=caller.path, help="the JSON; nothing is written to docs/")
     parser.add_argument(
         "--limit", type=float, default=420, help="no section begins after so many seconds (default 420)"
     )
@@ -690,8 +691,7 @@ def main() -> None:
     if args.page:
         page.write()
         return
-    partial = Path(tempfile.gettempdir()) / "snapstore-bench-gpu.json"
-    out = args.out or (partial if args.tiny or args.only else ROOT / "docs" / "benchmarks" / "gpu.json")
+    out = args.out or Path(tempfile.gettempdir()) / "snapstore-bench-gpu.json"
     if args.folder:
         args.folder.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="snapstore-bench-", dir=args.folder))
@@ -704,7 +704,10 @@ def main() -> None:
         finally:
             print(page.section({"measured": bench.write()}))
             bench.say(f"wrote {out}")
+        if failed := [name for name, section in bench.sections.items() if section["status"] == "failed"]:
+            sys.exit(f"bench: these sections failed, so docs/ stays as it is: {', '.join(failed)}; see {out}")
         if not (args.out or args.tiny or args.only):
+            shutil.copyfile(out, ROOT / "docs" / "benchmarks" / "gpu.json")
             page.write()
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -310,7 +310,7 @@ def main() -> None:
             args.out.write_text(json.dumps(merged(earlier, measured(rows, details, gpus)), indent=1) + "\n")
     print(figures(rows))
     if not args.quick and not args.out:
-        publish(measured(rows, details, gpus))
+        publish_beside(measured(rows, details, gpus))
 
 
 def measured(rows: list[Row], details: dict[str, Any], gpus: int) -> dict[str, Any]:
@@ -332,6 +332,23 @@ def merged(record: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     new = {one["name"]: one for one in found["figures"]}
     rows = [new.pop(one["name"], one) for one in record.get("figures", [])] + list(new.values())
     return {"figures": rows, "details": record.get("details", {}) | found["details"]}
+
+
+def publish_beside(found: dict[str, Any]) -> None:
+    """Publish, unless rows of a CPU would replace rows of GPUs, or the reverse: then only --publish does so."""
+    record = json.loads((ROOT / "docs" / "benchmarks" / "ranks.json").read_text())
+    on_cpu = {one["name"]: "no GPU" in one["machine"] for one in found["figures"]}
+    others = [
+        one["name"] for one in record["figures"] if on_cpu.get(one["name"]) not in (None, "no GPU" in one["machine"])
+    ]
+    if others:
+        kept = Path(tempfile.gettempdir()) / "snapstore-bench-ranks.json"
+        kept.write_text(json.dumps(found, indent=1) + "\n")
+        sys.exit(
+            f"docs/benchmarks/ranks.json: not changed: these rows are of another kind of device: {'; '.join(others)}\n"
+            f"to replace them: tools/bench ranks --publish {kept}"
+        )
+    publish(found)
 
 
 def publish(found: dict[str, Any]) -> None:

@@ -147,29 +147,37 @@ class Steps:
         """Wait until no save runs; raise an error if this object is closed."""
 
     def all_steps(self) -> list[int]:
-        """Return the steps that have a committed snapshot, ascending, each once.
+        """Return the steps that have a committed snapshot, ascending, each once. All ranks call it; rank 0 answers.
 
         Raises:
             IntegrityError, StorageError: a record of another step is gone, or cannot be read.
         """
-        views = self._views()
-        found = self._committed(views)
-        steps = {snapshot.step for snapshot in found}
-        self._require_known(f"steps of {self.run}", views, found, lambda step: step not in steps)
-        return sorted(steps)
+
+        def find() -> list[int]:
+            views = self._views()
+            found = self._committed(views)
+            steps = {snapshot.step for snapshot in found}
+            self._require_known(f"steps of {self.run}", views, found, lambda step: step not in steps)
+            return sorted(steps)
+
+        return self._answered("all_steps", find)
 
     def has_step(self, step: int) -> bool:
-        """Return whether a step has a committed snapshot.
+        """Return whether a step has a committed snapshot. All ranks call it; rank 0 answers.
 
         Raises:
             IntegrityError, StorageError: it may have one, whose record is gone or cannot be read.
         """
-        views = self._views()
-        found = self._committed(views)
-        if any(snapshot.step == step for snapshot in found):
-            return True
-        self._require_known(f"step {step} of {self.run}", views, found, lambda other: other == step)
-        return False
+
+        def find() -> bool:
+            views = self._views()
+            found = self._committed(views)
+            if any(snapshot.step == step for snapshot in found):
+                return True
+            self._require_known(f"step {step} of {self.run}", views, found, lambda other: other == step)
+            return False
+
+        return self._answered(f"has_step {step}", find)
 
     def _snapshots(self) -> list[Snapshot]:
         """Return the committed snapshots of the run, each once: those of a mirror first."""
@@ -206,7 +214,8 @@ class Steps:
     def latest_step(self) -> int | None:
         """Return the step of the newest committed snapshot, by the order of the saves; None if there is none.
 
-        After a return to an older step this may not be the highest step, which Orbax calls the latest.
+        After a return to an older step this may not be the highest step, which Orbax calls the latest. All ranks call
+        it; rank 0 answers.
 
         Raises:
             IntegrityError, StorageError: a record that may be newer is gone, or cannot be read.
@@ -219,11 +228,14 @@ class Steps:
         return self._answered("latest_step", find)
 
     def highest_step(self) -> int | None:
-        """Return the highest step that has a committed snapshot; None if there is none.
+        """Return the highest step with a committed snapshot; None if there is none. All ranks call it; rank 0 answers.
 
         Raises:
             IntegrityError, StorageError: a record of a higher step is gone, or cannot be read.
         """
+        return self._answered("highest_step", self._highest)
+
+    def _highest(self) -> int | None:
         views = self._views()
         found = self._committed(views)
         highest = max((snapshot.step for snapshot in found), default=-1)
@@ -275,6 +287,8 @@ class Steps:
 
     def best_step(self) -> int | None:
         """Return the step of the best committed snapshot by the first KeepBest policy; None if none has its metric.
+
+        All ranks call it; rank 0 answers.
 
         Raises:
             InvalidInputError: no KeepBest among the policies.
@@ -421,7 +435,7 @@ class Steps:
         if not (found := self._snapshots()) or any(step in snapshot.tags for snapshot in found):
             return step
         if step == "highest" or policy is None:
-            return self.highest_step()
+            return self._highest()
         best = self._best_by(policy)
         if best is None:
             raise NotFoundError(f"{self.run}@best: no snapshot of run {self.run!r} has the metric {policy.metric!r}")

@@ -24,10 +24,10 @@ from .messages import Answer, Failed, Word, decode, encode
 log = logging.getLogger("snapstore")
 #: The longest time that rank 0 waits for ranks to ask again: they may be in a collective that waits for rank 0 [s].
 MEET_S = 60.0
-V = TypeVar("V", bound=str | int | None)
+V = TypeVar("V", bound=str | int | list[int] | None)
 _ADVICE = (
-    "call the methods of a SnapshotManager in the same order on all ranks, also latest_step, best_step and restore; "
-    "a rank that looks or restores alone uses a snapstore.Repository"
+    "call the methods of a SnapshotManager in the same order on all ranks, also restore, latest_step, has_step and the "
+    "others that look at steps; a rank that looks or restores alone uses a snapstore.Repository"
 )
 
 

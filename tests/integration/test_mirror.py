@@ -453,6 +453,21 @@ def test_rank_0_mirrors_and_brings_back_for_all():
         assert repository.check("restore").ok
 
 
+def test_ranks_see_the_same_steps_when_the_first_store_is_lost():
+    """Only rank 0 has the mirror, and a program restores on each rank that sees the step."""
+    fast = created()
+    slow = created_like(fast)
+    with manager(fast, slow) as one:
+        saved(one, (1, 2))
+        one.wait_until_mirrored()
+    ranks = Managers(created_like(slow), 2, mirror=slow)
+    found = ranks.all(lambda m, _: (m.latest_step(), m.all_steps(), m.has_step(2), m.has_step(3), m.highest_step()))
+    assert found == [(2, [1, 2], True, False, 2)] * 2
+    restored = ranks.all(lambda m, _: m.restore(2) if m.has_step(2) else None)
+    assert all(same(state, values("a", 2)) for state in restored)
+    assert ranks.end() == [None, None]
+
+
 def test_ranks_find_the_highest_and_the_best_step_in_the_mirror():
     fast = created()
     slow = created_like(fast)

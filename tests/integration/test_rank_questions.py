@@ -28,7 +28,16 @@ def restored(managers, **options):
     return managers.all(lambda m, _: m.restore(**options)["step"])
 
 
-@pytest.mark.parametrize("alone", [lambda m: m.restore(), lambda m: m.latest_step()], ids=["restore", "latest_step"])
+#: The questions about steps, by name.
+LOOKS = {
+    "latest_step": lambda m: m.latest_step(),
+    "highest_step": lambda m: m.highest_step(),
+    "all_steps": lambda m: m.all_steps(),
+    "has_step 50": lambda m: m.has_step(50),
+}
+
+
+@pytest.mark.parametrize("alone", [lambda m: m.restore(), *LOOKS.values()], ids=["restore", *LOOKS])
 def test_an_answer_that_rank_0_got_alone_is_for_no_later_call(store, alone, caplog):
     managers = Managers(store)
     saved(managers, 1)
@@ -76,20 +85,43 @@ def test_ranks_that_take_an_older_answer_to_the_same_question_are_noticed(store)
     managers.end()
 
 
-def test_another_rank_that_asks_alone_hears_that_rank_0_goes_on(store):
+def test_no_rank_looks_at_the_store_by_itself(store):
+    """Another process saves after rank 0 has looked: the others see what rank 0 has seen, and all go the same way."""
+    managers = Managers(store)
+    saved(managers, 1)
+    expected = [look(managers[0]) for look in LOOKS.values()]
+    with opened(store) as repository:
+        repository.save({"step": 50}, run="a", step=50)
+    for rank in (1, 2):
+        assert [look(managers[rank]) for look in LOOKS.values()] == expected == [1, 1, [1], False]
+    assert managers.all(lambda m, _: [look(m) for look in LOOKS.values()]) == [[50, 50, [1, 50], True]] * 3
+    managers.end()
+
+
+def test_each_step_is_a_question_of_its_own(store):
+    managers = Managers(store)
+    saved(managers, 1)
+    error = managers.all(lambda m, rank: m.has_step(min(rank, 1)))[1]
+    assert isinstance(error, InvalidInputError)
+    assert "asks for has_step 1, and rank 0 has asked for has_step 0" in str(error)
+    managers.all(lambda m, _: m.close(timeout=0.1))
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_another_rank_that_asks_alone_hears_that_rank_0_goes_on(name, store):
     managers = Managers(store)
     saved(managers, 1)
     handles = [None] * 3
 
     def work(manager, rank):
         if rank == 1:
-            return manager.latest_step()
+            return LOOKS[name](manager)
         handles[rank] = manager.save(2, {"step": 2})
         return None
 
     error = managers.all(work)[1]
     assert isinstance(error, RanksError)
-    assert "rank 1 asks for latest_step, and rank 0 has begun the next save without it" in str(error)
+    assert f"rank 1 asks for {name}, and rank 0 has begun the next save without it" in str(error)
     handles[1] = managers[1].save(2, {"step": 2})
     assert [handle.result().step for handle in handles] == [2] * 3
     assert restored(managers) == [2] * 3

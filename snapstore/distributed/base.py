@@ -123,7 +123,7 @@ class Heart:
 
     def __init__(self, ranks: Ranks | None = None) -> None:
         self._calls: list[Callable[[], object]] = [] if ranks is None else [ranks.beat]
-        self._period_s = CALL_S if ranks is None else _period_s(ranks)
+        self._period_s = CALL_S if ranks is None else period_s(ranks)
         self._soon, self._stopped = threading.Event(), False
         try:
             threading.Thread(target=self._run, name="snapstore-heart", daemon=True).start()
@@ -267,7 +267,7 @@ def say_ended(ranks: Ranks, prefix: str, error: BaseException | None, limit_s: f
 
 def wait_for_ends(ranks: Ranks, prefix: str, limit_s: float) -> None:
     """Wait until all ranks have said that they have ended, or the others send no heartbeats, or the time is over."""
-    patience_s, began, next_look = 2.5 * _period_s(ranks), time.monotonic(), 0.0
+    patience_s, began, next_look = 2.5 * period_s(ranks), time.monotonic(), 0.0
     keys = {rank: f"{prefix}ended/{rank}" for rank in range(ranks.count)}
     has_warned, pause_s = False, POLL_S
     with suppress(SnapstoreError):
@@ -284,7 +284,7 @@ def wait_for_ends(ranks: Ranks, prefix: str, limit_s: float) -> None:
             pause_s = min(2 * pause_s, POLL_MAX_S)
 
 
-def _period_s(ranks: Ranks) -> float:
+def period_s(ranks: Ranks) -> float:
     """Return the period of a rank's heartbeats [s]."""
     return min(ranks.silent_s / BEATS, BEAT_S)
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import InvalidInputError, RanksError
-from .base import ChannelError, Ranks, named, wait_for
+from .base import ChannelError, Ranks, named, period_s, wait_for
 
 log = logging.getLogger("snapstore")
 #: Rank 0 waits so long for the steps of the other ranks; then it decides from the steps it knows [s].
@@ -103,7 +103,7 @@ class Preemption:
             ranks.post(f"{told}/last/{ranks.rank}", str(self._last_step).encode())
             if ranks.rank == 0:
                 ranks.post(f"{told}/step", str(self._decide(ranks, told)).encode())
-            return int(wait_for(lambda: ranks.look(f"{told}/step"), _until(deadline)))
+            return int(wait_for(lambda: ranks.look(f"{told}/step"), _until(ranks, deadline)))
         except RanksError as error:
             log.warning("rank %d ends by itself: %s", ranks.rank, error)
             return self._last_step + 1
@@ -113,7 +113,7 @@ class Preemption:
         keys = [f"{told}/last/{rank}" for rank in range(ranks.count)]
         found: list[bytes | None] = []
         try:
-            found += wait_for(lambda: ranks.look_all(keys), _until(time.monotonic() + AGREE_S))
+            found += wait_for(lambda: ranks.look_all(keys), _until(ranks, time.monotonic() + AGREE_S))
         except ChannelError:
             raise
         except RanksError:
@@ -124,12 +124,21 @@ class Preemption:
         return max([self._last_step, *(int(last) for last in found if last is not None)]) + 1
 
 
-def _until(deadline: float) -> Callable[[], None]:
-    """Return a function that raises RanksError after a time [s, time.monotonic]."""
+def _until(ranks: Ranks, deadline: float) -> Callable[[], None]:
+    """Return a function that raises RanksError after a time [s, time.monotonic].
+
+    It sends the heartbeats, since the thread that does so otherwise is the one that waits.
+    """
+    next_beat = 0.0
 
     def watch() -> None:
-        if time.monotonic() > deadline:
+        nonlocal next_beat
+        now = time.monotonic()
+        if now > deadline:
             raise RanksError("the ranks have not agreed when to end")
+        if now >= next_beat:
+            next_beat = now + period_s(ranks)
+            ranks.beat()
 
     return watch
 

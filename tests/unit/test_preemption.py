@@ -92,6 +92,27 @@ def test_ranks_in_a_collective_agree_all_the_same(monkeypatch):
     assert steps[0] >= 5
 
 
+@pytest.mark.parametrize("told", [0, 1])
+def test_a_rank_that_waits_for_the_others_to_agree_stays_alive(monkeypatch, told):
+    """It sends heartbeats meanwhile: else the others take it for dead where `silent_s` is shorter than the wait."""
+    monkeypatch.setattr(preemption, "AGREE_S", 2.5)
+    monkeypatch.setattr(preemption, "LATE_S", 2.5)
+    ranks = LocalRanks(2, silent_s=1.0)
+    end = Preemption(ranks[told], "p/")
+    end.notice()
+    heart = base.Heart(ranks[told])
+    try:
+        heart.add(end.poll)
+        silences, began = [0.0], time.monotonic()
+        while time.monotonic() < began + 2.5:
+            silences += ranks[1 - told].silences([told])
+            time.sleep(0.02)
+        assert end.reached(0)
+    finally:
+        heart.close()
+    assert max(silences) < 1.0
+
+
 def test_a_rank_that_does_not_agree_keeps_the_others_for_some_seconds_at_most(monkeypatch):
     monkeypatch.setattr(preemption, "AGREE_S", 0.2)
     end = Preemption(LocalRanks(3)[0], "p/")

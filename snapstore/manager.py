@@ -63,7 +63,8 @@ class SnapshotManager(Steps):
             step that only the mirror has is copied back when it is restored.
         mirror_keep: the policies of the mirror; (): it keeps everything; None: those of `keep`.
         async_save: save in the background; else `save` returns after the commit.
-        on_busy: while a save runs, `save` waits for it ("wait"), or skips ("skip"); with `force` it waits.
+        on_busy: while a save runs, or forgets and runs gc after its commit, `save` waits for it ("wait"), or skips
+            ("skip"); with `force` it waits. While memory is taken for a save (`prepare`), `save` always waits.
         staging: where the copies of CUDA tensors lie. "device": in device memory, up to twice their size; takes
             milliseconds. "host": in pinned memory, at the speed of the bus. "auto": on the device if there is room.
             If CuPy or nvCOMP is missing, "auto" copies them to host memory, and the others raise CapabilityError.
@@ -231,7 +232,7 @@ class SnapshotManager(Steps):
 
     def _skips(self, step: int) -> bool:
         """Return whether to skip a save because the last one still runs; rank 0 decides for all ranks."""
-        is_busy = self._background.saving.locked
+        is_busy = self._background.is_busy
         return is_busy() if self._job is None else self._job.decide_skip(f"{self.run}@{step}", is_busy)
 
     def prepare(self, state: Any) -> None:

@@ -29,13 +29,14 @@ class Background:
     """The saves of one manager that run, or have failed, in the background.
 
     Attributes:
-        saving: locked while a save runs; see `Slot`.
+        saving: locked while a save or a preparation runs; see `Slot`.
     """
 
     def __init__(self, name: str, engines: Engines) -> None:
         self._name, self._engines = name, engines
         self.saving = threading.Lock()
         self._failed: list[tuple[SaveHandle, str, BaseException]] = []  # saves whose errors the caller has not seen yet
+        self._prepares = False  # whether the thread that holds the slot only prepares for a later save
         self._inside: set[int] = set()  # threads that are inside save
         self._at_end: Callable[[], object] = lambda: None
         self._pid = os.getpid()
@@ -85,6 +86,7 @@ class Background:
         try:
             self._inside.add(thread)
             slot.acquire()
+            self._prepares = not begins
             self.raise_errors(begins)
             yield slot
         finally:
@@ -121,10 +123,15 @@ class Background:
 
     def take_memory(self, take: Callable[[], object]) -> None:
         """Allocate memory for the copies of a later save, in the background."""
+        self._prepares = True
         try:
             take()
         except Exception as error:  # noqa: BLE001  the next save meets the same error, and raises it
             log.warning("run=%s the memory for copies could not be allocated ahead: %s", self._name, error)
+
+    def is_busy(self) -> bool:
+        """Return whether a save runs, or forgets and runs gc; not whether one prepares for a later save."""
+        return self.saving.locked() and not self._prepares
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait until no save runs, for at most `timeout` seconds; return whether none does."""

@@ -144,6 +144,32 @@ def test_on_busy_wait_and_skip(store):
             assert snapshots.all_steps() == ([0] if on_busy == "skip" else [0, 1])
 
 
+@pytest.mark.parametrize("what", ["prepare", "prepare_next", "gc"])
+def test_a_save_is_skipped_for_a_save_or_its_gc_but_not_for_a_preparation(store, monkeypatch, what):
+    begun, go = threading.Event(), threading.Event()
+
+    def held(*_):
+        begun.set()
+        assert go.wait(30)
+
+    with manager(store, on_busy="skip", keep=[KeepLast(9)]) as snapshots:
+        monkeypatch.setattr(*(snapshots, "_retain") if what == "gc" else (snapshots._staging, what), held)
+        if what == "prepare":
+            snapshots.prepare(big(0))  # the next save comes before the thread has begun
+        else:
+            snapshots.save(0, big(0)).result()
+            assert begun.wait(30)
+        timer = threading.Timer(0.2, go.set)
+        timer.start()
+        assert snapshots.save(1, big(1)).skipped == (what == "gc")
+        timer.join()
+        snapshots.wait_until_finished()
+        store.gate.clear()
+        snapshots.save(2, big(2))
+        assert snapshots.save(3, big(3)).skipped
+        store.gate.set()
+
+
 def test_result_times_out_and_can_be_asked_again(store):
     with manager(store) as snapshots:
         store.gate.clear()

@@ -19,6 +19,7 @@ from ..errors import DAMAGE, CapabilityError, FormatError, SnapstoreError, Stora
 from ..format import blob
 from ..format.keys import pack_key
 from ..format.manifest import Manifest, manifest_name
+from ..format.tensor_layout import check_ties
 from ..restore.manifests import decoding_of, pages_of, part_of, read_pages
 from ..state.tensors import StoredPart
 from ..state.tree_decode import decode, unpack_nodes
@@ -96,6 +97,7 @@ def check_tree(context: Context, manifests: Sequence[Manifest], *, with_pages: b
     Raises:
         FormatError: they do not hold one whole state.
     """
+    check_ties({m.header.part: m.tensors for m in reversed(manifests)})  # of the roots, which come first
     parts: list[StoredPart] = []
     for m in manifests:
         if m.header.world_size and any(part.name == m.header.part for part in parts):

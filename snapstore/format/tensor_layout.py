@@ -1,4 +1,4 @@
-"""Tensor layout: check that the boxes, chunks and inline bytes of a tensor are exactly its bytes.
+"""Tensor layout: check that the boxes, chunks and inline bytes of a tensor are exactly its bytes, and check its ties.
 
 In: a manifest that was read and checked (manifest.py). Out: nothing, or FormatError. A restore relies on these checks:
 it sizes memory by a tensor's entry, and puts each chunk at the place that its box declares.
@@ -7,15 +7,15 @@ it sizes memory by a tensor's entry, and puts each chunk at the place that its b
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import FormatError, UnknownFormatError
-from ..state.tensors import TensorSpec
+from ..state.tensors import TensorSpec, can_tie
 from .chunk_table import ChunkTable
-from .manifest import Box, Manifest, TensorEntry
+from .manifest import Box, Manifest, TensorEntry, part_name
 
 
 def spec_of(entry: TensorEntry) -> TensorSpec:
@@ -49,6 +49,25 @@ def check_layouts(m: Manifest, where: str) -> None:
     sums = ChunkSums(m.table)
     for entry in held:
         check_whole(entry, sums, where)
+
+
+def check_ties(parts: Mapping[str, Sequence[TensorEntry]]) -> None:
+    """Check the ties of all parts of a state; a tie to a part that is not among them says nothing.
+
+    Raises:
+        FormatError: an entry is tied to one of another kind, dtype or shape.
+    """
+    for name, entries in parts.items():
+        for entry in entries:
+            if entry.tie is None or entry.tie[0] not in parts:
+                continue
+            part, index = entry.tie
+            others = parts[part]
+            if part == name or not 0 <= index < len(others) or not can_tie(spec_of(entry), spec_of(others[index])):
+                raise FormatError(
+                    f"{_name(entry, part_name(name))}: tied to entry {index} of {part_name(part)}, which has another "
+                    "kind, dtype or shape"
+                )
 
 
 class ChunkSums:

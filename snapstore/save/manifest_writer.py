@@ -26,6 +26,7 @@ from ..format.chunking import INLINE_BYTES, PAGED_BYTES, page_ends
 from ..format.keys import pack_key
 from ..format.manifest import Box, Manifest, TensorEntry
 from ..format.records import RANKS, ManifestList, ManifestRef
+from ..format.tensor_layout import check_ties
 from ..state.arrays import as_bytes
 from ..state.tensors import TensorSpec
 from ..state.tree_encode import pack
@@ -291,6 +292,8 @@ def _write_manifests(
 ) -> Written:
     """Put one manifest per part, after every pack that it names; `writer` is (rank, world size)."""
     rank, world_size = writer
+    if not world_size:
+        check_ties({layout.part: layout.entries for layout in layouts})
     written = Written.of_chunks(chunks)
     rows = Rows.concatenate(chunks.done)
     puts = list[tuple[str, bytes]]()

@@ -24,6 +24,7 @@ from ..format.chunk_table import ChunkTable
 from ..format.chunking import PAGED_BYTES
 from ..format.manifest import Manifest, ManifestHeader, manifest_name, read_header
 from ..format.records import RANKS, ManifestRef
+from ..format.tensor_layout import check_ties
 from ..state.containers import shown
 from ..state.tree_encode import pack
 from ..text import some
@@ -174,6 +175,7 @@ def _write_trees(
             chunks.begin_part(part.name)
             add_tree(chunks, layouts[-1], tree)
             chunks.end_part()
+        check_ties({layout.part: layout.entries for layout in layouts})
         chunks.finish()
         rows = Rows.concatenate(chunks.done)
         return Written.of_chunks(chunks), [(layout, table_of(chunks, rows, layout)) for layout in layouts]

@@ -8,8 +8,8 @@ Rules that users see:
 
 - An object with `state_dict` and `load_state_dict` is stored as its state; names inside belong to the object.
 - Arrays are values: shape, dtype, requires_grad and ties are stored; strides, device, gradients, grad_fn and Python
-  attributes are not. Tied arrays have the same memory, shape, stride and dtype; arrays that only overlap are stored
-  separately.
+  attributes are not. Tied arrays have the same memory, shape, stride and dtype, and are sharded alike; arrays that only
+  overlap are stored separately.
 - Functions in the state of a torch lr_scheduler are code that its constructor sets (SWALR in older releases). They are
   left out, as torch leaves them out of the state of LambdaLR. `load_state_dict` only updates, so the constructor's
   functions remain.
@@ -23,7 +23,7 @@ Invariants: the part "" comes first, and a tie refers to an earlier part. torch 
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -113,13 +113,37 @@ def flatten_and_learn(state: Any, *, of_rank: bool = False) -> tuple[list[Part],
         return parts, None
 
 
+class _Memories:
+    """The memories of arrays, and where each was put first."""
+
+    def __init__(self) -> None:
+        self._at: dict[int, tuple[Any, tuple[str, int]]] = {}  # address -> (first array there, (part, index))
+        self._first: dict[tuple[Any, ...] | None, tuple[Any, tuple[str, int]]] = {}  # memory_key -> the same
+
+    def put_first(self, value: Any, here: tuple[str, int]) -> tuple[str, int]:
+        """Return the (part, index) where this memory was put first, which may be `here`."""
+        address = address_of(value)
+        if not address:
+            return here
+        other, place = self._at.setdefault(address, (value, here))
+        if other is value:
+            return place
+        # Few arrays share an address. Only they need the whole key, which takes a dozen calls of torch.
+        self._first.setdefault(memory_key(other), (other, place))
+        key = memory_key(value)
+        first, place = self._first.setdefault(key, (value, here))
+        if memory_key(first) == key:
+            return place
+        self._first[key] = (value, here)  # a `state_dict()` moved the first array; its old memory was reused
+        return here
+
+
 class _Flattener:
     """One walk over a state; `_part` is the part being filled."""
 
     def __init__(self) -> None:
         self._part = Part("", None, [], [])
-        self._at: dict[int, tuple[Any, tuple[str, int]]] = {}  # address -> (first array there, (part, index))
-        self._first: dict[tuple[Any, ...] | None, tuple[Any, tuple[str, int]]] = {}  # memory_key -> the same
+        self._memories = _Memories()
         self._tied: dict[tuple[str, int], int] = {}  # (earlier part, index) -> index of the array tied to it
         self._held: dict[tuple[str, int], Held] = {}  # (part, index) -> array
         self.states: dict[int, Any] = {}  # id of an object -> what its `state_dict` returned
@@ -192,20 +216,7 @@ class _Flattener:
 
     def _put_first(self, value: Any, here: tuple[str, int]) -> tuple[str, int]:
         """Return the (part, index) where this memory was put first, which may be `here`."""
-        address = address_of(value)
-        if not address:
-            return here
-        other, place = self._at.setdefault(address, (value, here))
-        if other is value:
-            return place
-        # Few arrays share an address. Only they need the whole key, which takes a dozen calls of torch.
-        self._first.setdefault(memory_key(other), (other, place))
-        key = memory_key(value)
-        first, place = self._first.setdefault(key, (value, here))
-        if memory_key(first) == key:
-            return place
-        self._first[key] = (value, here)  # a `state_dict()` moved the first array; its old memory was reused
-        return here
+        return self._memories.put_first(value, here)
 
 
 class _RankFlattener(_Flattener):
@@ -215,6 +226,7 @@ class _RankFlattener(_Flattener):
         super().__init__()
         self._encoder = Encoder(self._put, self._expand, self._special, columnar=True)
         self._own: dict[str, Part] = {}  # by the name of the part
+        self._sharded = defaultdict[tuple[Any, ...], _Memories](_Memories)  # by the form of the sharding
         self._empty: dict[tuple[Any, ...], tuple[str, int]] = {}  # place of an empty local tensor -> (part, index)
         self._sharding: Sharding | None = None  # of the array that is being put
         self._locals: list[Any] = []  # its local tensors
@@ -264,20 +276,26 @@ class _RankFlattener(_Flattener):
         self._part.arrays.append(held[0])
 
     def _put_first(self, value: Any, here: tuple[str, int]) -> tuple[str, int]:
-        if self._sharding is None or address_of(value):
+        sharding = self._sharding
+        if sharding is None:
             return super()._put_first(value, here)
+        # The same rows may be a whole tensor, and a rank's share of a larger one.
+        others = tuple(map(memory_key, self._locals[1:]))
+        form = (sharding.global_shape, sharding.boxes, sharding.group, others)
+        if address_of(value):
+            return self._sharded[form].put_first(value, here)
         # A tied tensor of which this rank holds nothing has no address; but another rank may hold some of it.
-        place = (value.untyped_storage()._cdata, value.storage_offset(), self._sharding.global_shape)
+        place = (value.untyped_storage()._cdata, value.storage_offset(), value.dtype, form)
         return self._empty.setdefault(place, here)
 
     def _put_own(self, value: Any, path: Path) -> Node:
         """Put a value that is this rank's own into the part of such values; return the node that stands for it."""
         shared, name = self._part, self._part.name
         own = self._own.setdefault(name, Part(name, ["own", []], [], [], own_nodes=[]))
-        outer = self._at, self._first, self._tied
-        self._part, self._at, self._first, self._tied = own, {}, {}, {}  # it is tied to nothing outside
+        outer = self._memories, self._tied
+        self._part, self._memories, self._tied = own, _Memories(), {}  # it is tied to nothing outside
         node = self._encoder.node(value, path)  # in this part it is an object like any other
-        self._part, (self._at, self._first, self._tied) = shared, outer
+        self._part, (self._memories, self._tied) = shared, outer
         own.tree[1].append(node)
         return ["rank", len(own.tree[1]) - 1]
 

@@ -41,7 +41,7 @@ from .arrays import (
 from .containers import CONTAINERS, Path, children, like, metadata_of, shown
 from .selection import Selection
 from .sharded import Boxes, local_of, locals_of, sharding_of
-from .tensors import Slot, StoredPart, TensorSpec, family
+from .tensors import Slot, StoredPart, TensorSpec, can_tie, family
 from .tree_decode import ELSEWHERE, Decoded
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ class RestoreBuffers:
         if found is None:
             return part, index
         specs = self._parts[found].specs
-        same = found != part and 0 <= other < len(specs) and _ties_to(spec, specs[other])
+        same = found != part and 0 <= other < len(specs) and can_tie(spec, specs[other])
         if not same:
             raise FormatError(
                 f"{shown(spec.path)}: tied to entry {other} of part {name!r}, which has another kind, dtype or shape"
@@ -428,8 +428,3 @@ def _cast_from(spec: TensorSpec, target: Any) -> torch.dtype | None:
     """Return the stored dtype if the values are cast to that of the target, a tensor; None: both are the same."""
     is_same = isinstance(target, np.ndarray) or dtype_name(target) == spec.dtype
     return None if is_same else torch_dtype(spec)
-
-
-def _ties_to(spec: TensorSpec, origin: TensorSpec) -> bool:
-    alike = (family(spec.kind), spec.dtype, spec.shape) == (family(origin.kind), origin.dtype, origin.shape)
-    return alike and origin.tie is None

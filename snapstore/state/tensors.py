@@ -203,3 +203,9 @@ def array_node(tag: str, index: int, requires_grad: bool) -> list[Any]:
 def family(kind: str) -> str:
     """Return `tensor`, `array` or `bytes`: which kinds can be tied to each other."""
     return {"parameter": "tensor", "bytearray": "bytes"}.get(kind, kind)
+
+
+def can_tie(spec: TensorSpec, origin: TensorSpec) -> bool:
+    """Return whether a tensor can be tied to another one: they have one form, and the other is tied to none."""
+    alike = (family(spec.kind), spec.dtype, spec.shape) == (family(origin.kind), origin.dtype, origin.shape)
+    return alike and origin.tie is None

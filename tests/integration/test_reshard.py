@@ -17,7 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # noqa: E402
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor  # noqa: E402
 from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
 
 import snapstore  # noqa: E402
@@ -26,6 +26,7 @@ from kit.rank_saves import as_rank  # noqa: E402
 from kit.rank_snapshots import RankWriter, rows, strided  # noqa: E402
 from snapstore import FormatError, InvalidInputError, NotFoundError, PerRank, Repository, RngState  # noqa: E402
 from snapstore.chunks import reader  # noqa: E402
+from snapstore.dcp.planner import Shards  # noqa: E402
 from snapstore.format import boxes, manifest  # noqa: E402
 from snapstore.restore.pipeline import read, read_into  # noqa: E402
 from snapstore.restore.sources import AsRank  # noqa: E402
@@ -163,6 +164,48 @@ def test_tied(repository):
         read_into(repository.context, ref, into)
         for part in into.values():
             assert torch.equal(local_of(part["w"]), expected(part["w"], whole))
+
+
+@pytest.mark.parametrize("first", range(4))
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_one_memory_in_several_tensors(repository, in_parts, first):
+    """A rank's rows may be a whole tensor, its share of a longer one and of a wider one: all are restored as they were.
+
+    Each of them is in the state twice, and stays tied to itself.
+    """
+
+    def make(rank):
+        x, mesh = torch.arange(4.0).reshape(2, 2) + 10 * rank, init_device_mesh("cpu", (2,))
+        of = {"rows": Shard(0), "columns": Shard(1), "copy": Replicate()}
+        made = {name: DTensor.from_local(x, mesh, [p], run_check=False) for name, p in of.items()} | {"plain": x}
+        names = [*made][first:] + [*made][:first]
+        found = {name: made[name] for name in names} | {f"{name} again": made[name] for name in reversed(names)}
+        return {name: {"w": value} for name, value in found.items()} if in_parts else {"m": found}
+
+    makes = [lambda rank=rank: make(rank) for rank in (0, 1)]
+    ref = rank_saves.save(repository, makes, 1, replicas="rank0")[0].ref
+    state = repository.restore(ref)
+    found = {name: part["w"] for name, part in state.items()} if in_parts else state["m"]
+    x, y = (torch.arange(4.0).reshape(2, 2) + 10 * rank for rank in (0, 1))
+    expected = {"plain": x, "copy": x, "rows": torch.cat([x, y]), "columns": torch.cat([x, y], 1)}
+    for name, whole in expected.items():
+        assert torch.equal(found[name], whole), name
+        assert found[f"{name} again"].data_ptr() == found[name].data_ptr(), name
+    assert len({value.data_ptr() for value in found.values()}) == 4
+
+
+def test_boxes_of_which_the_first_share_memory(repository):
+    """Tensors with several local tensors are tied only if they share all of them."""
+    boxes = ((0, 0), (2, 3)), ((2, 0), (2, 3))
+    first, second, other = (torch.full((2, 3), float(i)) for i in range(3))
+
+    def make():
+        tensors = {"a": [first, second], "b": [first, other], "c": [first, second]}
+        return {"m": {name: Shards((4, 3), boxes, of) for name, of in tensors.items()}}
+
+    state = repository.restore(rank_saves.save(repository, [make], 1)[0].ref)["m"]
+    assert [value[::2, 0].tolist() for value in state.values()] == [[0, 1], [0, 2], [0, 1]]
+    assert state["a"].data_ptr() == state["c"].data_ptr()
 
 
 class Counted:

@@ -382,3 +382,35 @@ def test_meshes_of_a_job_whose_ranks_save_in_a_group(tmp_path):
     """
     said, codes = run(program, 4, tmp_path)
     assert codes == [0] * 4, "\n".join(said)
+
+
+@pytest.mark.slow
+def test_a_master_copy_that_is_the_memory_of_the_model(tmp_path):
+    """`.float()` of a float32 parameter is its own memory: a plain tensor of each rank, and its rows of a DTensor."""
+    program = f"""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor import DTensor, Shard
+
+        mesh = init_device_mesh("cpu", (2,))
+        model = torch.nn.Linear(4, 4, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        fully_shard(model, mesh=mesh)
+        rows = torch.arange(4.0) + 10 * rank
+        for run, is_async in (("a", False), ("b", True)):
+            with SnapshotManager({str(tmp_path / "repository")!r}, run=run, async_save=is_async) as snapshots:
+                for step in (1, 2, 3):
+                    master = {{key: value.to_local().detach().float() for key, value in model.named_parameters()}}
+                    buffers = {{"running_mean": rows, "running_var": rows.clone()}}
+                    buffers["w"] = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False)
+                    snapshots.save(step, {{"model": model.state_dict(), "master": master, "m": buffers}})
+                    snapshots.wait_until_finished()
+                    found = snapshots.restore(step)
+                    assert found["m"]["w"].tolist() == [0, 1, 2, 3, 10, 11, 12, 13], found
+                    assert found["m"]["running_mean"].tolist() == [0, 1, 2, 3], found
+                    assert torch.equal(found["model"]["weight"], torch.zeros(4, 4)), found
+                    assert torch.equal(found["master"]["weight"], torch.zeros(2, 4)), found
+        dist.barrier()
+    """
+    said, codes = run(program, 2, tmp_path)
+    assert codes == [0, 0], "\n".join(said)

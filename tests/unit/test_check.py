@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -15,6 +16,7 @@ from snapstore.format.keys import parse_record_key
 from snapstore.format.records import Snapshot
 from snapstore.options import SaveOptions
 from snapstore.repository import Repository
+from snapstore.save import manifest_writer
 from snapstore.storage.memory import MemoryStore
 
 LEVELS = ("metadata", "data", "restore")
@@ -301,14 +303,36 @@ def test_a_tree_that_does_not_fit_its_parts(store):
     """A record that lacks one of its manifests is well-formed, but no state can be built from it."""
     with Repository.open(store, options=SaveOptions(threads=1)) as repo:
         s = repo.snapshot("a@0")
-    import msgspec
-
     left = [m for m in s.manifests if m.part != "frozen"]
     forged = msgspec.structs.replace(s, manifests=left, logical_bytes=sum(m.logical_bytes for m in left))
     replace(store, s.key, records.encode(forged))
     assert isinstance(forged, Snapshot)
     for level in LEVELS:
         found(check(store, level), "manifest", s.key, ["a@0"])
+
+
+def test_a_tie_to_another_form(store, monkeypatch):
+    """A save refuses to write it. If a snapshot has it all the same, no level calls the snapshot restorable."""
+    entry_of = manifest_writer.entry_of
+
+    def tied(spec, *places):
+        tie = ("model", 0) if spec.path == ("master", "w") else None
+        return entry_of(msgspec.structs.replace(spec, tie=tie), *places)
+
+    monkeypatch.setattr(manifest_writer, "entry_of", tied)
+    state = {"model": {"w": floats(1)}, "master": {"w": floats(1)[:10]}}
+    with Repository.open(store, options=SaveOptions(threads=1)) as repo:
+        with pytest.raises(FormatError, match=r"part 'master': master\.w: tied to entry 0 of part 'model', which has"):
+            repo.save(state, run="a", step=2)
+        with monkeypatch.context() as unchecked:
+            unchecked.setattr(manifest_writer, "check_ties", lambda parts: None)
+            s = repo.save(state, run="a", step=2)
+        with pytest.raises(FormatError, match=r"has another kind, dtype or shape; the newest whole .* is a@1 "):
+            repo.restore(s.ref)
+    for level in LEVELS:
+        result = check(store, level)
+        found(result, "manifest", s.key, ["a@2"])
+        assert names(result.restorable) == ["a@0", "a@1", "b@0"]
 
 
 def test_two_damages_are_both_found(store):

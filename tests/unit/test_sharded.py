@@ -24,6 +24,8 @@ from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from snapstore.errors import UnsupportedLeafError  # noqa: E402
+from snapstore.state.flatten import flatten_and_learn  # noqa: E402
+from snapstore.state.learner import DifferentStructureError  # noqa: E402
 from snapstore.state.sharded import Sharding, local_of, locals_of, sharding_of  # noqa: E402
 
 
@@ -246,3 +248,20 @@ def test_chunk_list():
     boxes = (((0, 0), (4, 3)), ((5, 1), (2, 1)))
     assert sharding_of(several) == Sharding((8, 3), boxes, 0, 1, (), is_apart=True)
     assert [one.tolist() for one in locals_of(several)] == [[[0.0] * 3] * 4, [[5.0]] * 2]
+
+
+def test_a_known_state_in_which_tensors_share_memory():
+    """Its tensors must be tied as they were; if some share memory that are not tied, it is flattened each time."""
+    with played(0, 2):
+        mesh, x = init_device_mesh("cpu", (2,)), torch.arange(4.0)
+        rows, copy = (DTensor.from_local(x, mesh, [p], run_check=False) for p in (Shard(0), Replicate()))
+        for state in ({"a": x, "b": rows}, {"a": rows, "b": copy}):
+            _, learnt = flatten_and_learn(state, of_rank=True)
+            assert learnt is not None
+            with pytest.raises(DifferentStructureError):
+                learnt[0].match(state)
+        _, learnt = flatten_and_learn({"a": rows, "b": rows}, of_rank=True)
+        assert learnt is not None
+        learnt[0].match({"a": rows, "b": rows}).confirm()
+        with pytest.raises(DifferentStructureError):
+            learnt[0].match({"a": rows, "b": copy})

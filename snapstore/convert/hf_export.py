@@ -1,8 +1,9 @@
 """Write a folder of Hugging Face that `from_pretrained` loads: weights in safetensors, an index, config and tokenizer.
 
 In: the tensors of a snapshot in their stored order, and the other files of the folder. Out: shards of a limited size;
-memory holds one tensor. Tied tensors are written under each of their names, since transformers ties only names that the
-class of a model declares. Only the output embedding is left out, as `save_pretrained` does, if the config ties it.
+memory holds one tensor, and all of the other files. Tied tensors are written under each of their names, since
+transformers ties only names that the class of a model declares. Only the output embedding is left out, as
+`save_pretrained` does, if the config ties it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Import checkpoints of other programs: a series becomes a run with steps, deltas and dedup.
 
 In: files and folders, in any order. Out: one snapshot each, saved in the order of their steps. Each is read tensor by
-tensor, so a checkpoint may be larger than memory. Steps that the run has already are skipped, so an import that was
-interrupted can be repeated. A fingerprint in the snapshot tells whether the source of a skipped step is still the same.
+tensor, and file by file beside the weights, so a checkpoint may be larger than memory. Steps that the run has already
+are skipped, so an import that was interrupted can be repeated. A fingerprint in the snapshot tells whether the source
+of a skipped step is still the same.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Imported:
         skipped: whether the run had a snapshot of this step already.
         bytes_read: size of its files, 0 if it was skipped [bytes].
         left_out: names of its files or items that were not imported.
-        differs: whether it was skipped although its files are not those that were imported as this step.
+        differs: whether it was skipped although other files were imported as this step.
     """
 
     source: str

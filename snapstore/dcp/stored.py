@@ -21,7 +21,6 @@ from ..restore.pipeline import deleted_meanwhile, load, opened, require_decoding
 from ..restore.sources import AsRank, Sources
 from ..state.arrays import torch_dtype
 from ..state.restore_buffers import RestoreBuffers, slots_of
-from ..state.selection import Selection
 from ..state.tensors import Slot
 from ..state.tree_decode import ELSEWHERE, decode
 from .names import Leaf, ObjectTypes, flat_leaves
@@ -150,7 +149,7 @@ class StoredState:
 
     def _buffers(self) -> RestoreBuffers:
         engines = self._context.engines
-        return RestoreBuffers(self._parts, Selection(None), None, on_device=engines.on_device, decoded=self._decoded)
+        return RestoreBuffers(self._parts, None, on_device=engines.on_device, decoded=self._decoded)
 
     def _read(self, buffers: RestoreBuffers) -> None:
         wants, what = buffers.wants(), f"{self.snapshot.ref}: loading"

@@ -160,8 +160,11 @@ class TensorReader:
         """Plan the reads of a snapshot."""
         self._opened, self.snapshot, self.specs = opened, opened.snapshot, opened.specs
         self._groups = list(self._grouped(opened.places))
-        wants = dict.fromkeys(Want(slot.part, slot.index) for group in self._groups for _, slot in group)
-        self._overlaps: dict[Want, list[Overlap]] = opened.sources.overlaps(wants)
+        buffers = RestoreBuffers(opened.parts, None)
+        for group in self._groups:
+            for _, slot in group:
+                buffers.add(slot)
+        self._overlaps: dict[Want, list[Overlap]] = opened.sources.overlaps(buffers.wants())
 
     def _grouped(self, sources: Sequence[list[Named]]) -> Iterator[list[Named]]:
         """Yield the paths and slots of stored tensors, in groups that are read together."""
@@ -202,7 +205,7 @@ class TensorReader:
         """Return (dotted path, array) of a group; the arrays of one stored tensor share memory."""
         engines, opened = self._context.engines, self._opened
         with out_of_memory(f"restore {self.snapshot.ref}", "free memory, then read the rest of it with keys"):
-            buffers = RestoreBuffers(opened.parts, opened.selection, self._device, on_device=engines.on_device)
+            buffers = RestoreBuffers(opened.parts, self._device, on_device=engines.on_device)
             for _, slot in group:
                 buffers.add(slot)
             load(self._context, buffers.wants(), self._overlaps, buffers)
@@ -230,7 +233,7 @@ class TensorReader:
 
     def _read_others(self) -> tuple[Any, list[Any]]:
         opened = self._opened
-        buffers = RestoreBuffers(opened.parts, opened.selection, None, decoded=opened.decoded)
+        buffers = RestoreBuffers(opened.parts, None, decoded=opened.decoded)
         tree = opened.selection.prune(opened.tree, ())
         for slot in slots_of(tree, opened.decoded.plain):
             buffers.add(slot)

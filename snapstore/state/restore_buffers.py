@@ -39,7 +39,6 @@ from .arrays import (
     torch_dtype,
 )
 from .containers import CONTAINERS, Path, children, like, metadata_of, shown
-from .selection import Selection
 from .sharded import Boxes, local_of, locals_of, sharding_of
 from .tensors import Slot, StoredPart, TensorSpec, can_tie, family
 from .tree_decode import ELSEWHERE, Decoded
@@ -88,7 +87,6 @@ class RestoreBuffers:
 
     Args:
         parts: The decoded parts; slots contain their positions.
-        selection: Which leaves are restored.
         device: The device of new tensors; CPU by default.
         on_device: Whether bytes for arrays on a device arrive in memory of that device; None: all arrive in host
             memory.
@@ -98,14 +96,12 @@ class RestoreBuffers:
     def __init__(
         self,
         parts: Sequence[StoredPart],
-        selection: Selection,
         device: str | torch.device | None,
         *,
         on_device: OnDevice = None,
         decoded: Decoded | None = None,
     ) -> None:
         self._parts = list(parts)
-        self._selection = selection
         self._device = device
         self._on_device = on_device
         self._decoded = decoded or Decoded()
@@ -185,7 +181,7 @@ class RestoreBuffers:
         return self._sources[want]
 
     def _origin(self, part: int, index: int) -> tuple[int, int]:
-        """Follow a tie to its origin if that is selected too."""
+        """Follow a tie to its origin if the part of that is read: its path need not be selected."""
         spec = self._parts[part].specs[index]
         if spec.tie is None:
             return part, index
@@ -199,7 +195,7 @@ class RestoreBuffers:
             raise FormatError(
                 f"{shown(spec.path)}: tied to entry {other} of part {name!r}, which has another kind, dtype or shape"
             )
-        return (found, other) if self._selection.matches(specs[other].path) else (part, index)
+        return found, other
 
     def find_overlaps(self) -> None:
         """Find targets that share memory although the snapshot stores them as separate arrays.

@@ -119,7 +119,7 @@ class RestorePlan:
         self.left_out = fit.strict if isinstance(fit.strict, Mismatches) else None if fit.strict else Mismatches()
         decoded = decoded or Decoded()
         stored, self._selection = fit.decode(parts, decoded)
-        self.buffers = RestoreBuffers(parts, self._selection, device, on_device=on_device, decoded=decoded)
+        self.buffers = RestoreBuffers(parts, device, on_device=on_device, decoded=decoded)
         self._differences = Differences()
         self._updates: list[Callable[[], None]] = []
         self._loads: list[_Load] = []

@@ -240,6 +240,20 @@ def test_keys_read_only_what_they_need(repo):
     assert (nothing, no_bytes, no_packs) == ({"x": 5}, 0, set())
 
 
+def test_tied_tensors_of_several_parts_are_read_once_whatever_keys_select(repo):
+    weight = floats(1)
+    repo.save({"a": {"w": weight, "v": weight}, "b": {"w": weight, "n": floats(2)}}, run="r", step=0)
+    _, once, _ = counted(repo, lambda: repo.restore("r@0", keys="a.w"))
+    for keys in (["b.w"], ["a.v"], ["a.v", "b.w"], ["a", "b.w"]):
+        restored, read, _ = counted(repo, lambda keys=keys: repo.restore("r@0", keys=keys))
+        assert read == pytest.approx(once, rel=0.02)
+        arrays = [child for part in restored.values() for child in part.values()]
+        assert len({array.data_ptr() for array in arrays}) == 1
+        assert len(dict(repo.named_tensors("r@0", keys=keys))) == len(arrays)
+        for array in [*arrays, *dict(repo.named_tensors("r@0", keys=keys)).values()]:
+            same(array, weight)
+
+
 def test_keys_into_fill_only_what_they_name(repo):
     state = {"model": {"a": floats(1), "b": floats(2)}, "optimizer": {"m": floats(3)}}
     repo.save(state, run="r", step=0)

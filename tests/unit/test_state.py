@@ -12,6 +12,7 @@ from torch import nn
 
 from kit.states import Saved, again, same
 from snapstore.errors import InvalidInputError, UnsupportedLeafError
+from snapstore.state.fit import Fit
 from snapstore.state.flatten import flatten
 
 # --- parts
@@ -85,6 +86,19 @@ def test_ties_across_parts():
     saved.restore(into=into)
     same(into, state)
     assert into["a"][0].data_ptr() != into["top"].data_ptr()
+
+
+@pytest.mark.parametrize("rename", [None, {"v": "x", "w": "y"}])
+def test_a_tie_holds_if_the_first_of_its_places_is_not_selected(rename):
+    weight = torch.randn(3)
+    saved = Saved({"a": {"first": weight, "v": weight}, "b": {"w": weight}})
+    v, w = ("x", "y") if rename else ("v", "w")
+    restored = saved.restore(keys=Fit([f"a.{v}", f"b.{w}"], rename=rename))
+    assert len(saved.buffers) == 1
+    same(restored, {"a": {v: weight}, "b": {w: weight}})
+    assert restored["a"][v].data_ptr() == restored["b"][w].data_ptr()
+    same(saved.restore(keys=Fit(f"b.{w}", rename=rename)), {"b": {w: weight}})
+    assert len(saved.buffers) == 1
 
 
 def test_no_tie_where_values_differ_or_nothing_is_shared():

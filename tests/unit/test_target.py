@@ -130,6 +130,40 @@ def test_into_fills_in_place_and_replaces_plain_leaves():
     assert into["tuple"] is unchanged
 
 
+def test_into_keeps_what_its_containers_and_tensors_are():
+    into = {
+        "order": {"b": 0, "a": 0},
+        "class": collections.OrderedDict(x=0),
+        "key": {1: 0},
+        "factory": collections.defaultdict(list, x=0),
+        "maxlen": collections.deque([torch.zeros(1)], 9),
+        "grad": nn.Parameter(torch.zeros(1)),
+        "list": [{"b": 0, "a": 0}],
+    }
+    state = {
+        "order": {"a": 1, "b": 2},
+        "class": {"x": 3},
+        "key": {True: 4},
+        "factory": collections.defaultdict(int, x=5),
+        "maxlen": collections.deque([torch.ones(1)], 3),
+        "grad": torch.ones(1),
+        "list": [{"a": 1, "b": 2}],
+    }
+    expected = {
+        "order": {"b": 2, "a": 1},
+        "class": collections.OrderedDict(x=3),
+        "key": {1: 4},
+        "factory": collections.defaultdict(list, x=5),
+        "maxlen": collections.deque([torch.ones(1)], 9),
+        "grad": nn.Parameter(torch.ones(1)),
+        "list": [{"a": 1, "b": 2}],
+    }
+    same(again(state, into=into), expected)
+    assert (into["factory"].default_factory, into["maxlen"].maxlen) == (list, 9)
+    with pytest.raises(InvalidInputError, match="p: type"):
+        again({"p": collections.deque([1], 3)}, into={"p": collections.deque([1], 9)})
+
+
 def test_into_parameters_and_strided_memory():
     parameter = nn.Parameter(torch.zeros(3, 2))
     base, array = torch.zeros(2, 6), np.zeros((2, 6))

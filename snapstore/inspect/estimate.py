@@ -98,7 +98,7 @@ class Estimate:
         lost_share: share of the time that is lost at `interval_steps`: stalls, steps done again, restarts.
         year_bytes: bytes stored after a year if all snapshots are kept.
         kept_bytes: bytes stored at any time if `keep` snapshots are kept.
-        year_puts: put requests in a year.
+        year_puts: put requests in a year: a lower bound, since further parts and ranks put manifests of their own.
         storage_usd, puts_usd: price of a year, for `kept_bytes` and for `year_puts` [USD].
         codec: the codec of the estimate.
         auto_codec: the codec that codec="auto" chooses.

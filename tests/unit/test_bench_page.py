@@ -197,6 +197,39 @@ def test_the_sustained_step_waits_for_every_save(tools, monkeypatch):
     assert now[0] == 2 * (14 + 5) + 4 * 10 + 4 * 14, "the steps of the blocks and of the first saves, and no others"
 
 
+@pytest.mark.parametrize("peer", ["torch.save", "dcp.save, dcp.load"])
+def test_peers_save_and_load_as_warm_as_snapstore(tools, monkeypatch, tmp_path, peer):
+    """Each time is the median of three calls after a cold one, and each save finds nothing at its path."""
+    import torch
+    from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+
+    from benchmarks import gpu_limits, gpu_peers
+
+    now, calls = [0.0], {"save": [], "load": []}
+
+    def slow(verb, real):
+        def call(*args, **options):
+            calls[verb].append(sorted(tmp_path.rglob("*")))
+            now[0] += [100.0, 1.0, 9.0, 2.0][len(calls[verb]) - 1]
+            return real(*args, **options)
+
+        return call
+
+    saver, loader = (torch, torch) if peer == "torch.save" else (state_dict_saver, state_dict_loader)
+    monkeypatch.setattr(saver, "save", slow("save", saver.save))
+    monkeypatch.setattr(loader, "load", slow("load", loader.load))
+    monkeypatch.setattr(gpu_peers, "coders", lambda _: ([], {}))
+    for other in ("_dcp_async", "_dcp" if peer == "torch.save" else "_torch_save"):  # DCP calls torch.save, too
+        monkeypatch.setattr(gpu_peers, other, lambda *_: {})
+    monkeypatch.setattr(gpu_limits, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    state = {"p": {"w": torch.arange(8.0)}}
+    rows = gpu_peers.times(state, torch.device("cpu"), tmp_path, lambda _: None)
+    (row,) = (one for one in rows if one["peer"] == peer)
+    assert (row["total_s"], row["load_s"]) == (2.0, 2.0), row
+    assert calls["save"] == [[]] * 4
+    assert len(calls["load"]) == 4
+
+
 class Managed(SimpleNamespace):
     """A manager that only saves."""
 

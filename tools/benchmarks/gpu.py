@@ -671,7 +671,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--folder", type=caller.path, help="where repositories are written (default: a temporary one)")
     parser.add_argument("--out", type=caller.path, help="the JSON; nothing is written to docs/")
     parser.add_argument(
-        "--limit", type=float, default=420, help="no section begins after so many seconds (default 420)"
+        "--limit", type=float, default=500, help="no section begins after so many seconds (default 500)"
     )
     parser.add_argument(
         "--page", action="store_true", help="measure nothing: write the page from the JSON that is there"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
+import statistics
 import threading
 import time
 import warnings
@@ -24,11 +25,12 @@ import numpy as np
 import torch
 import zstandard
 
-from benchmarks.gpu_limits import MiB, fsync_tree, seconds, synchronize
+from benchmarks.gpu_limits import MiB, fsync_tree, median, seconds, synchronize
 from benchmarks.gpu_train import State, tensors
 
 CORES = os.cpu_count() or 1
 DCP_THREADS = min(8, CORES)
+CALLS = 3  # of torch.save, DCP and their loads, after one that is not counted
 RECIPES = ("nvCOMP Zstd", "nvCOMP ANS")  # the ones that snapstore must beat
 _TYPES = {torch.float32: "<f4", torch.bfloat16: "<f2", torch.float16: "<f2"}
 
@@ -171,7 +173,7 @@ def times(state: State, device: torch.device, folder: Path, say: Callable[[str],
         rows.append({"peer": name, **row})
         say(f"{name}: {row}")
         for path in folder.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            _remove(path)
     return rows + [{"peer": name, "skipped": reason} for name, reason in missing.items()]
 
 
@@ -180,8 +182,17 @@ def _torch_save(state: State, device: torch.device, path: Path) -> dict[str, flo
         torch.save(state, path)
         fsync_tree(path)
 
-    total = seconds(device, save)
-    return {"total_s": total, "bytes": _stored(path), "load_s": seconds(device, lambda: torch.load(path))}
+    total = _median_of_saves(device, save, path)
+    return {"total_s": total, "bytes": _stored(path), "load_s": median(device, lambda: torch.load(path), CALLS)}
+
+
+def _median_of_saves(device: torch.device, save: Callable[[], object], path: Path) -> float:
+    """Return the median time of saves to a path at which there is nothing, after one that is not counted."""
+    times = []
+    for _ in range(1 + CALLS):
+        _remove(path)
+        times.append(seconds(device, save))
+    return statistics.median(times[1:])
 
 
 def _coded(coder: Coder, state: State, device: torch.device, path: Path) -> dict[str, float]:
@@ -196,10 +207,12 @@ def _dcp(state: State, device: torch.device, path: Path) -> dict[str, float]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        total = seconds(device, lambda: state_dict_saver.save(state, storage_writer=_writer(path), no_dist=True))
+        total = _median_of_saves(
+            device, lambda: state_dict_saver.save(state, storage_writer=_writer(path), no_dist=True), path
+        )
         into = {kind: {name: torch.empty_like(t) for name, t in group.items()} for kind, group in state.items()}
-        load = seconds(
-            device, lambda: state_dict_loader.load(into, storage_reader=FileSystemReader(path), no_dist=True)
+        load = median(
+            device, lambda: state_dict_loader.load(into, storage_reader=FileSystemReader(path), no_dist=True), CALLS
         )
     return {"total_s": total, "bytes": _stored(path), "load_s": load, "threads": DCP_THREADS}
 
@@ -248,6 +261,10 @@ def _writer(path: Path) -> Any:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
     return FileSystemWriter(path, thread_count=DCP_THREADS, sync_files=True)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def _stored(path: Path) -> int:

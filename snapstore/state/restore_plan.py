@@ -412,8 +412,8 @@ class RestorePlan:
         casts = list(self._casts(load.stored, state_of(load.object, load.path), load.path))
         if casts:
             raise InvalidInputError(
-                f"{shown(load.path)}: {type(load.object).__name__}.load_state_dict changed dtypes, so the state differs "
-                "from the snapshot; build the object with the dtypes it was saved with:",
+                f"{shown(load.path)}: {type(load.object).__name__}.load_state_dict changed dtypes, so the state "
+                "differs from the snapshot; build the object with the dtypes it was saved with:",
                 *(f"  {line}" for line in casts[:MAX_LINES]),
             )
 

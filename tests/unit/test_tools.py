@@ -34,7 +34,7 @@ def test_bench_refuses_a_name_that_is_no_benchmark(checkout):
     assert not (checkout / ".venv").exists()
 
 
-#: What setup.sh asks of Python.
+#: Answers the questions that setup.sh asks of Python.
 SETUP = "case $* in *'-m pip'*) exit ;; -c*) echo 0; exit ;; esac\n"
 
 

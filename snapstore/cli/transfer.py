@@ -60,12 +60,7 @@ def import_(
                 found.append(one)
                 if not shell.as_json:
                     _print_imported(one)
-                if one.differs:
-                    there = f"{one.snapshot.ref} (id:{one.snapshot.id[:12]})"
-                    note(
-                        f"snapstore: warning: {one.source}: its files are not those of {there}, and were not imported; "
-                        "import them with another --run or --step"
-                    )
+                _warn_if_other(one)
     taken = [one for one in found if not one.skipped]
     read, stored = (sum(values) for values in ([o.bytes_read for o in taken], [o.snapshot.stored_bytes for o in taken]))
     if shell.as_json:
@@ -87,6 +82,15 @@ def import_(
             f"stored, {read / max(stored, 1):.2f} times smaller"
         )
     return PARTIAL if any(one.differs for one in found) else None
+
+
+def _warn_if_other(one: Imported) -> None:
+    if one.differs:
+        there = f"{one.snapshot.ref} (id:{one.snapshot.id[:12]})"
+        note(
+            f"snapstore: warning: {one.source}: its files are not those of {there}, and were not imported; import them "
+            "with another --run or --step"
+        )
 
 
 def _print_imported(one: Imported) -> None:

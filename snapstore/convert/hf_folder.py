@@ -75,10 +75,9 @@ def open_hf(folder: Path) -> Checkpoint:
     if others:
         state["files"] = others
     size = sum(path.stat().st_size for path in used)
-    trainer, imported = (
-        folder / TRAINER_STATE,
-        {"files": len(others), **({"index": weights.index} if weights.index else {})},
-    )
+    trainer, imported = folder / TRAINER_STATE, dict[str, Any](files=len(others))
+    if weights.index_metadata:
+        imported["index"] = weights.index_metadata
     about = {"safetensors": weights.metadata} if weights.metadata else {}
     step = step_in(read_json(trainer)) if trainer.is_file() else None
     return Checkpoint(state, size, step, about, imported, sorted(left_out), files.let_go)
@@ -96,14 +95,14 @@ class _Weights(NamedTuple):
 
     Attributes:
         metadata: of the files, as one.
-        index: metadata of the index.
+        index_metadata: of the index.
         left_out: metadata that is not among these.
     """
 
     tensors: dict[str, Any]
     paths: list[Path]
     metadata: dict[str, str]
-    index: dict[str, Any]
+    index_metadata: dict[str, Any]
     left_out: list[str]
 
 

@@ -4,9 +4,11 @@ In: a DTensor of any mesh; FSDP1's ShardedTensor; Megatron's ShardedTensor (`meg
 tensor with torch.distributed.checkpoint's `__create_chunk_list__`. Out: a `Sharding`, and the local tensor, or several
 of them, one for each box. Nothing communicates. torch.distributed is used only if the program has imported it.
 
-A box is (offsets, sizes), in elements, one pair per dimension. Along a dimension the placements of a DTensor cut from
-left to right as torch cuts: `Shard` takes one of n pieces as torch.chunk does; `_StridedShard` (FSDP on top of tensor
-parallelism) takes a piece of each of `split_factor` pieces. So a rank holds runs of indices, and a run is a box.
+A box is (offsets, sizes), in elements, one pair per dimension. Along a dimension the placements of a DTensor cut as
+torch cuts: `Shard` takes one of n pieces as torch.chunk does; `_StridedShard` (FSDP on top of tensor parallelism) takes
+a piece of each of `split_factor` pieces. So a rank holds runs of indices, and a run is a box. If the sizes cannot be
+divided, placements with `_StridedShard` have two meanings. `fully_shard` cuts a piece of tensor parallelism, and
+`full_tensor` puts the tensor together so; distribute_tensor cuts from left to right. `_layouts_of` tells the two apart.
 
 A tensor on a part of a larger mesh (a LayerNorm under FSDP on mesh["dp"] beside tensor parallelism) counts as
 replicated along the dimensions that its mesh lacks, as in torch.distributed.checkpoint. Dimensions of pipeline stages
@@ -19,7 +21,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
+from itertools import accumulate, product
+from math import prod
+from operator import mul
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UnsupportedLeafError
@@ -33,6 +37,8 @@ Offsets = tuple[int, ...]
 Sizes = tuple[int, ...]
 Boxes = tuple[tuple[Offsets, Sizes], ...]
 Run = tuple[int, int]  # (first index, count)
+#: One step in which a tensor is cut: its dimension, of how many pieces a shard takes a part, the dimension of the mesh.
+Cut = tuple[int, int, int]
 
 #: The modules of torch.Tensor, torch.nn.Parameter and numpy.ndarray.
 _PLAIN_MODULES = frozenset({"torch", "torch.nn.parameter", "numpy"})
@@ -42,7 +48,7 @@ _STAGES = frozenset({"pp", "pipe", "pipeline", "stage", "stages"})
 
 _PARTIAL = "holds sums that are not reduced yet: call tensor.redistribute(placements=[Replicate(), ...]) first"
 _COLUMNS = "holds several runs of dimension {dim}: redistribute it to Shard or Replicate, and pass that"
-_UNEVEN = "its placements {placements} give this rank {expected}, but it holds {got}: redistribute it to Shard"
+_UNEVEN = "its placements {placements} give this rank {expected}, but it holds {got}: cut it as fully_shard does"
 _HYBRID = (
     "its group has {size} of the job's {world} ranks, so the others may hold copies that nothing here names: give FSDP "
     "a device_mesh, which makes its state dict of DTensors"
@@ -137,28 +143,39 @@ def _is_megatron(value: Any) -> bool:
 
 
 def _of_dtensor(value: Any) -> Sharding:
-    mesh = value.device_mesh
-    placements = tuple(value.placements)
-    found = _mesh_sharding(tuple(value.shape), mesh, _root_of(mesh), mesh.get_rank(), placements)
-    local = value._local_tensor
+    mesh, local = value.device_mesh, value._local_tensor
+    form = tuple(value.shape), mesh, _root_of(mesh), mesh.get_rank(), tuple(value.placements)
+    found = _mesh_sharding(*form)
     if hasattr(local, "__create_chunk_list__"):
         boxes = _chunk_boxes(local)
         return replace(found, boxes=boxes, is_apart=len(boxes) > 1)
-    expected = _local_shape(found)
-    got = tuple(local.shape)
-    if got != expected and (expected is not None or local.numel()):
-        raise UnsupportedLeafError(
-            f"DTensor of shape {found.global_shape}: "
-            + _UNEVEN.format(placements=placements, expected=expected or "nothing", got=got)
-        )
-    return found
+    if _fits(local, found):
+        return found
+    layouts = _layouts_of(form[0], tuple(mesh.shape), form[-1])
+    for other in (_mesh_sharding(*form, number) for number in range(1, len(layouts))):
+        if _fits(local, other):
+            return other
+    text = _UNEVEN.format(placements=form[-1], expected=_local_shape(found) or "nothing", got=tuple(local.shape))
+    raise UnsupportedLeafError(f"DTensor of shape {form[0]}: {text}")
+
+
+def _fits(local: Any, sharding: Sharding) -> bool:
+    """Return whether a local tensor has the shape that the boxes of a sharding give it."""
+    expected = _local_shape(sharding)
+    return tuple(local.shape) == expected or (expected is None and not local.numel())
 
 
 @lru_cache(maxsize=4096)  # a state has thousands of tensors of a few forms
-def _mesh_sharding(shape: tuple[int, ...], mesh: Any, root: Any, rank: int, placements: tuple[Any, ...]) -> Sharding:
-    """Return the sharding of a DTensor for a rank.
+def _layouts_of(
+    shape: tuple[int, ...], counts: tuple[int, ...], placements: tuple[Any, ...]
+) -> tuple[tuple[Cut, ...], ...]:
+    """Return the ways in which a DTensor may be cut, each as steps; the shape of a local tensor tells which one it is.
 
-    The rank is an argument for the cache: in Python, parts of one mesh compare equal though they have other ranks.
+    The result depends only on what all ranks know. It has a second way only if each rank on which the boxes of the two
+    differ has another shape in either.
+
+    Args:
+        counts: the sizes of the dimensions of the mesh.
     """
     what = f"DTensor of shape {shape}, placements {placements}:"
     for placement in placements:
@@ -166,17 +183,68 @@ def _mesh_sharding(shape: tuple[int, ...], mesh: Any, root: Any, rank: int, plac
             raise UnsupportedLeafError(f"{what} {_PARTIAL}")
         if not placement.is_replicate() and not hasattr(placement, "dim"):
             raise UnsupportedLeafError(f"{what} placement {placement!r} is unknown: redistribute it to Shard")
-    coordinate = _coordinate(mesh, rank)
+    to_right = tuple(
+        (placement.dim, int(getattr(placement, "split_factor", 1)), axis)
+        for axis, placement in enumerate(placements)
+        if not placement.is_replicate()
+    )
+    in_order = _chunks_in_order(to_right, counts)
+    parts = {dim: prod(counts[axis] for of, _, axis in to_right if of == dim) for dim in range(len(shape))}
+    if in_order is None or not any(shape[dim] % count for dim, count in parts.items()):
+        return (to_right,)
+    axes = {axis for *_, axis in to_right}
+    places = product(*(range(count) if axis in axes else (0,) for axis, count in enumerate(counts)))
+    runs = ([_runs(shape, cuts, counts, place) for cuts in (in_order, to_right)] for place in places)
+    unlike = [(_counts_of(one), _counts_of(other)) for one, other in runs if one != other]
+    if any(one == other for one, other in unlike):
+        return (in_order,)
+    return (in_order, to_right) if unlike else (to_right,)
+
+
+def _chunks_in_order(cuts: Sequence[Cut], counts: Sequence[int]) -> tuple[Cut, ...] | None:
+    """Return the order of plain chunks that the cuts of strided shards stand for; None: there are none, or no order.
+
+    A strided shard is cut after the shards of which `split_factor` is the product, though these come later.
+    """
+    axes: dict[int, list[int]] = {}
+    for dim, pieces, axis in reversed(cuts):
+        before = axes.setdefault(dim, [])
+        products = list(accumulate((counts[one] for one in before), mul, initial=1))
+        if pieces not in products:
+            return None
+        before.insert(products.index(pieces), axis)
+    is_strided = any(pieces > 1 for _, pieces, _ in cuts)
+    return tuple((dim, 1, axis) for dim, of in axes.items() for axis in of) if is_strided else None
+
+
+def _runs(shape: Sequence[int], cuts: Sequence[Cut], counts: Sequence[int], place: Sequence[int]) -> list[list[Run]]:
+    """Return the runs of each dimension at a place in the mesh."""
+    runs: list[list[Run]] = [[(0, size)] for size in shape]
+    for dim, pieces, axis in cuts:
+        runs[dim] = _cut(runs[dim], pieces, counts[axis], place[axis])
+    return runs
+
+
+def _counts_of(runs: Sequence[Sequence[Run]]) -> list[int]:
+    """Return the size of each dimension of a local tensor."""
+    return [sum(size for _, size in found) for found in runs]
+
+
+@lru_cache(maxsize=4096)
+def _mesh_sharding(
+    shape: tuple[int, ...], mesh: Any, root: Any, rank: int, placements: tuple[Any, ...], layout: int = 0
+) -> Sharding:
+    """Return the sharding of a DTensor for a rank, in one of `_layouts_of`.
+
+    The rank is an argument for the cache: in Python, parts of one mesh compare equal though they have other ranks.
+    """
+    cuts, coordinate = _layouts_of(shape, tuple(mesh.shape), placements)[layout], _coordinate(mesh, rank)
     if coordinate is None:
         return Sharding(shape, (), 0, 1, ())
-    runs: list[list[Run]] = [[(0, size)] for size in shape]
-    for position, count, placement in zip(coordinate, mesh.shape, placements, strict=True):
-        if not placement.is_replicate():
-            pieces = getattr(placement, "split_factor", 1)
-            runs[placement.dim] = _cut(runs[placement.dim], int(pieces), count, position)
+    runs = _runs(shape, cuts, mesh.shape, coordinate)
     for dim, found in enumerate(runs[1:], 1):
         if len(found) > 1:
-            raise UnsupportedLeafError(f"{what} {_COLUMNS.format(dim=dim)}")
+            raise UnsupportedLeafError(f"DTensor of shape {shape}, placements {placements}: {_COLUMNS.format(dim=dim)}")
     ranks = _group(mesh, root, rank, tuple(placement.is_replicate() for placement in placements))
     group = tuple(sorted(ranks))
     return Sharding(shape, _boxes_of_runs(runs), group.index(rank), len(group), group, group.index(ranks[0]))

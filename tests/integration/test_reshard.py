@@ -53,14 +53,27 @@ SHARDINGS = {
     "fsdp x columns": ((2, 2), [Shard(0), Shard(-1)]),
     "fsdp x rows": ((2, 3), [_StridedShard(0, split_factor=3), Shard(0)]),
     "several boxes": ((2,), [_StridedShard(0, split_factor=3)]),
+    "fully_shard x rows": ((3, 2), [_StridedShard(0, split_factor=2), Shard(0)]),
 }
 
 
 def placed(whole, name):
     """Return a whole tensor in one of SHARDINGS, for the rank that is played."""
     mesh, placements = SHARDINGS[name]
+    if name.startswith("fully_shard"):
+        return fully_sharded(whole, mesh, placements)
     own = [Shard(whole.dim() - 1) if p == Shard(-1) else p for p in placements]
     return distribute_tensor(whole, init_device_mesh("cpu", mesh), own, src_data_rank=None)
+
+
+def fully_sharded(whole, counts, placements):
+    """Return a whole tensor cut as fully_shard cuts the rows that tensor parallelism has cut."""
+    mesh, local = init_device_mesh("cpu", counts), whole
+    for count, at in reversed([*zip(counts, mesh.get_coordinate(), strict=True)]):
+        size = max(1, -(-len(local) // count))
+        local = local[size * at :][:size]
+    form = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
+    return DTensor.from_local(local.clone(), mesh, placements, **form)
 
 
 def sharded_state(name):

@@ -88,6 +88,28 @@ MESHES = textwrap.dedent("""
             assert compare_model(f"fsdp + tp {hidden}", one) >= 4
 """)
 
+UNEVEN = textwrap.dedent("""
+    from snapstore import SnapshotManager
+
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+    one = model(7)
+    parallelize_module(one, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(one, mesh=mesh["dp"])
+    compare_model("fsdp + tp", one)
+    full = {name: value.full_tensor() for name, value in one.state_dict().items()}
+    with SnapshotManager(f"{folder}/repository", run="r") as snapshots:
+        snapshots.save(1, {"model": one.state_dict()})
+        snapshots.wait_until_finished()
+        restored = snapshots.restore()["model"]
+        assert all(torch.equal(restored[name], whole) for name, whole in full.items()), restored
+        with torch.no_grad():
+            for parameter in one.parameters():
+                local_of(parameter).fill_(99)
+        snapshots.restore_into({"model": one.state_dict()})
+    again = {name: value.full_tensor() for name, value in one.state_dict().items()}
+    assert all(torch.equal(again[name], whole) for name, whole in full.items()), again
+""")
+
 SHARDED_TENSOR = textwrap.dedent("""
     from torch.distributed._shard import sharded_tensor
     from torch.distributed._shard.sharding_spec import ChunkShardingSpec
@@ -162,6 +184,12 @@ def run_ranks(folder, script: str, world: int) -> None:
 def test_meshes(tmp_path, world):
     """The boxes of each parameter give the place of the local tensor in `full_tensor()`."""
     run_ranks(tmp_path, MESHES, world)
+
+
+@pytest.mark.slow
+def test_uneven_rows_of_tensor_parallelism(tmp_path):
+    """FSDP2 cuts uneven rows of tensor parallelism in its own order; a snapshot has all of them, at their places."""
+    run_ranks(tmp_path, UNEVEN, 6)
 
 
 @pytest.mark.slow

@@ -19,10 +19,13 @@ if not torch.distributed.is_available():
     pytest.skip("torch has no torch.distributed", allow_module_level=True)
 
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor  # noqa: E402
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module  # noqa: E402
 from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
+from kit.rank_saves import as_rank  # noqa: E402
 from snapstore.errors import UnsupportedLeafError  # noqa: E402
 from snapstore.state.flatten import flatten_and_learn  # noqa: E402
 from snapstore.state.learner import DifferentStructureError  # noqa: E402
@@ -113,6 +116,64 @@ def test_two_dimensions(mesh, rows):
     check((rows, 6), mesh, [Shard(0), Shard(1)])
     check((rows, 6), mesh, [Shard(0), Shard(0)])
     check((rows, 6), mesh, [_StridedShard(0, split_factor=mesh[1]), Shard(0)])
+
+
+@pytest.mark.parametrize(("mesh", "rows"), [((3, 2), 7), ((4, 2), 50257), ((3, 4), 27), ((2, 3, 2), 13)])
+def test_fully_shard_over_rows_of_tensor_parallelism(mesh, rows):
+    """FSDP2 cuts each piece of tensor parallelism: other rows than from left to right, if the rows are uneven."""
+    names, whole, counts = ("replicate", "dp", "tp")[-len(mesh) :], torch.arange(rows), torch.zeros(rows)
+    for rank in range(math.prod(mesh)):
+        with as_rank(rank, math.prod(mesh)):
+            device_mesh = init_device_mesh("cpu", mesh, mesh_dim_names=names)
+            layer = torch.nn.Sequential(torch.nn.Linear(1, rows, bias=False))
+            with torch.no_grad():
+                layer[0].weight.copy_(whole[:, None])
+            parallelize_module(layer, device_mesh["tp"], {"0": ColwiseParallel()}, src_data_rank=None)
+            fully_shard(layer, mesh=device_mesh[names[:-1]])
+            value = layer.state_dict()["0.weight"]
+            sharding, held = sharding_of(value), local_of(value)[:, 0].long()
+            assert sharding is not None
+            assert [row for (at, _), (n, _) in sharding.boxes for row in range(at, at + n)] == held.tolist()
+            if sharding.replica == 0:
+                counts[held] += 1
+    assert (counts == 1).all()
+
+
+@pytest.mark.parametrize("rows", [16, 13, 5])
+def test_fully_shard_over_two_dimensions_of_parallelism(rows):
+    """A strided shard is cut after all shards of which its split factor is the product."""
+    mesh, held = (3, 2, 2), []
+    for rank in range(12):
+        with as_rank(rank, 12):
+            device_mesh, local = init_device_mesh("cpu", mesh), torch.arange(rows)
+            for axis in (1, 2, 0):
+                size = max(1, -(-len(local) // mesh[axis]))
+                local = local[size * device_mesh.get_coordinate()[axis] :][:size]
+            placements = [_StridedShard(0, split_factor=4), Shard(0), Shard(0)]
+            form = {"run_check": False, "shape": (rows,), "stride": (1,)}
+            sharding = sharding_of(DTensor.from_local(local, device_mesh, placements, **form))
+            assert sharding is not None
+            assert [row for (at,), (n,) in sharding.boxes for row in range(at, at + n)] == local.tolist()
+            held += local.tolist()
+    assert sorted(held) == list(range(rows))
+
+
+def test_rows_whose_number_does_not_tell_how_they_were_cut():
+    """fully_shard and distribute_tensor give rank 10 another row, but one row: then those of fully_shard are meant.
+
+    A tensor that was cut in the other way is refused on the ranks that hold another number of rows.
+    """
+    for rank in range(12):
+        with as_rank(rank, 12):
+            mesh, placements = init_device_mesh("cpu", (3, 4)), [_StridedShard(0, split_factor=4), Shard(0)]
+            value = distribute_tensor(torch.arange(27), mesh, placements, src_data_rank=None)
+            if rank in (8, 9, 11):
+                with pytest.raises(UnsupportedLeafError, match=r"but it holds .*: cut it as fully_shard does"):
+                    sharding_of(value)
+            else:
+                sharding = sharding_of(value)
+                assert sharding is not None
+                assert (sharding.boxes == (((20,), (1,)),)) == (rank == 10)
 
 
 def test_several_boxes():

@@ -102,6 +102,7 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
         replicas: by group of ranks, the digest of the tensors of which these ranks hold replicas.
         held_bytes: how many bytes of the job's tensors it has stored, without values of its own.
         bases: positions in `Begin.bases` of the bases that it has used.
+        asked: how many answers of rank 0 it has read: it looks none of these up again.
     """
 
     step: int
@@ -115,6 +116,7 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
     new_chunks: int = 0
     stored_bytes: int = 0
     depth: int = 0
+    asked: int = 0
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True):

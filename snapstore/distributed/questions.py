@@ -50,6 +50,7 @@ class Questions:
     ) -> None:
         self._ranks, self._prefix, self._saves, self._agree = ranks, prefix, saves, agree
         self._number = 0
+        self._forgotten = 0  # rank 0's answers below this number are removed
         self._told: tuple[int, dict[str, object]] = (0, {})  # rank 0's answers since a save, by question
 
     def next_prefix(self) -> str:
@@ -99,6 +100,10 @@ class Questions:
         number, _, question = data.decode(errors="replace").partition(" ")
         return question if int(number) >= self._number else ""
 
+    def asked(self) -> int:
+        """Return the number of the next answer: this rank looks up none below it again."""
+        return self._number
+
     def _is_old(self, found: Answer) -> bool:
         """Return whether an answer is older than the last save of this rank: rank 0 has asked that question alone."""
         return found.saves[1] < self._saves()[0]
@@ -139,6 +144,11 @@ class Questions:
         return error
 
     # -- rank 0
+
+    def forget(self, number: int) -> None:
+        """Remove the answers below a number: each other rank has `asked` as many. One thread at a time calls it."""
+        self._ranks.remove([f"{self._prefix}answer/{old}" for old in range(self._forgotten, number)])
+        self._forgotten = max(self._forgotten, number)
 
     def _answer(self, question: str, answer: Callable[[], V]) -> V:
         saves = self._saves()
@@ -188,3 +198,4 @@ class Questions:
         limit_s = min(self._ranks.total_s, MEET_S)
         watch = Watch(self._ranks, what, missing, limit_s, self._prefix, look_for_error, WARN_S)
         wait_for(lambda: self._ranks.look_all([*keys.values()]), watch)
+        self._ranks.remove([*keys.values()])

@@ -125,7 +125,7 @@ class RankJob:
                 f"rank {self.ranks.rank}: the repository at {repository.context.store.url} is not the one of rank 0 "
                 f"(uuid: expected {expected}, got {uuid}); pass one repository on all ranks, in a place that all share"
             )
-        self._job = Job(repository.context, self.ranks, self.prefix, self._answer, self.questions.asked_unheard)
+        self._job = Job(repository.context, self.ranks, self.questions, self.prefix, self._answer)
         return repository
 
     def shares(self) -> RankShares:

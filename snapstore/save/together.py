@@ -43,6 +43,7 @@ from ..distributed.messages import (
     decode,
     encode,
 )
+from ..distributed.questions import Questions
 from ..errors import DAMAGE, InvalidInputError, RanksError, SnapstoreError, StorageError
 from ..format import records
 from ..format.keys import quarantined_names
@@ -68,9 +69,9 @@ class Job:
     """The saves of one run by the ranks of a job, on one of them.
 
     Attributes:
+        questions: of the same ranks.
         prefix: of all keys of these saves.
         answer: called with a save's number while rank 0 waits for reports: answers ranks that cannot report before it.
-        unheard: returns the question that rank 0 waits for this rank to ask, from rank 0's message; "": there is none.
         known_trees: the trees of the last save's ranks by digest, so that rank 0 asks for each once (only on rank 0).
         old_keys: posted by this rank, with the numbers of their saves: no rank looks them up again once all take part
             in a later save.
@@ -79,9 +80,9 @@ class Job:
 
     context: Context
     ranks: Ranks
+    questions: Questions
     prefix: str = ""
     answer: Callable[[int], object] = lambda _: None
-    unheard: Callable[[bytes], str] = lambda _: ""
     known_trees: dict[bytes, bytes] = field(default_factory=dict)
     old_keys: dict[str, int] = field(default_factory=dict)
     warned: set[frozenset[str]] = field(default_factory=set)
@@ -118,7 +119,8 @@ class Job:
         """Raise InvalidInputError if rank 0 waits for a question instead of the save; it looks twice a second."""
         if self.ranks.rank and time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + LOOK_S
-            if (data := self.ranks.look(self.key(number, "asks"))) is not None and (question := self.unheard(data)):
+            data = self.ranks.look(self.key(number, "asks"))
+            if data is not None and (question := self.questions.asked_unheard(data)):
                 raise InvalidInputError(
                     f"save {request.ref}: rank {self.ranks.rank} saves, and rank 0 waits until all ranks ask for "
                     f"{question}: call it on all ranks, or use a snapstore.Repository on one; nothing was committed"
@@ -240,6 +242,7 @@ class _Save:
 
         wait_for(look, self._watch_ranks(session, "reports", missing))
         self._remove_old_keys()
+        self._job.questions.forget(min((report.asked for report in reports.values()), default=0))
         return dict(sorted(reports.items()))
 
     def _digests(self, session: Session, asked: Sequence[int], group: str) -> dict[int, dict[str, bytes]]:
@@ -303,6 +306,7 @@ class _Save:
             begin = self._wait_for_begin()
             with shared_session(self._context, self._request.run, begin, self._watch_outcome) as session:
                 report = self._data.write(session, begin)
+            report = msgspec.structs.replace(report, asked=self._job.questions.asked())
             if report.manifests is not None and len(report.manifests) > messages.MAX_REPORTED_MANIFESTS:
                 ranks.post(self._key(f"manifests/{rank}"), encode(report.manifests))
                 report = msgspec.structs.replace(report, manifests=None)

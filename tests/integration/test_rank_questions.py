@@ -107,6 +107,38 @@ def test_each_step_is_a_question_of_its_own(store):
     managers.all(lambda m, _: m.close(timeout=0.1))
 
 
+def left(managers):
+    return [key for key in managers.ranks.keys if "/answer/" in key or "/heard/" in key]
+
+
+def test_answers_do_not_stay_for_the_whole_job(store):
+    managers = Managers(store, on_busy="skip")
+    for step in range(1, 8):
+        saved(managers, step)
+        assert managers.all(lambda m, _: m.latest_step()) == [step] * 3
+        assert len(left(managers)) <= 4, left(managers)
+    with opened(store) as repository:
+        repository.save({"step": 50}, run="a", step=50)
+    assert managers.all(lambda m, _: m.latest_step()) == [50] * 3
+    assert not [key for key in left(managers) if "/heard/" in key]
+    managers.end()
+
+
+def test_an_answer_stays_until_the_last_rank_has_read_it(store):
+    """Rank 0 asks alone before each save, and rank 1 sees none of its answers until it asks: then it walks past all."""
+    managers = Managers(store, 2)
+    for step in range(1, 6):
+        saved(managers, step)
+        managers[0].latest_step()
+    assert len(left(managers)) >= 5
+    saved(managers, 6)
+    assert managers.all(lambda m, _: m.latest_step()) == [6] * 2
+    saved(managers, 7)
+    assert left(managers) == []
+    assert restored(managers) == [7] * 2
+    managers.end()
+
+
 @pytest.mark.parametrize("name", LOOKS)
 def test_another_rank_that_asks_alone_hears_that_rank_0_goes_on(name, store):
     managers = Managers(store)

@@ -29,6 +29,7 @@ from snapstore import Repository, SaveOptions, Snapshot, SnapshotManager
 from snapstore.chunks.uploader import put_once
 from snapstore.distributed.base import Heart, Ranks
 from snapstore.distributed.messages import DIGEST_BYTES, REQUEST_FIELDS, Report
+from snapstore.distributed.questions import Questions
 from snapstore.format import records
 from snapstore.format.hashing import checksum
 from snapstore.format.records import ManifestList
@@ -180,7 +181,7 @@ class Member:
         self.store, self.ranks = RankStore(store), ranks
         self.store.ranks, ranks.die = ranks, self.store.die
         self.repository = Repository.open(self.store, options=OPTIONS)
-        self.job = Job(self.repository.context, ranks)
+        self.job = Job(self.repository.context, ranks, Questions(ranks, ""))
         self.heart = Heart(ranks)
 
     def save(self, number: int, run: str, step: int, version: int, **options: Any) -> Snapshot:

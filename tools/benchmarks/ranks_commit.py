@@ -21,6 +21,7 @@ from benchmarks.ranks_plan import STORED, Job
 from snapstore import Repository
 from snapstore.distributed.local import local_ranks
 from snapstore.distributed.messages import Begin, Ref, Report, encode
+from snapstore.distributed.questions import Questions
 from snapstore.format import manifest
 from snapstore.format.chunk_table import ChunkTable
 from snapstore.format.manifest import Box, ManifestContents, TensorEntry
@@ -203,7 +204,7 @@ def measure(
             others=ranks,
             spread_s=spread_s,
         )
-        snapshot = Saves(context, ranks[0]).save(0, request, side)
+        snapshot = Saves(context, ranks[0], Questions(ranks[0], "")).save(0, request, side)
         seconds.append(time.perf_counter() - side.began)
     roots = [ref.size_bytes for ref in snapshot.manifests]
     return {

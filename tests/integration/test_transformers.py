@@ -469,7 +469,7 @@ def test_the_best_and_the_last_step_wait_for_a_running_save(hf, tmp_path, monkey
 
 
 def test_ranks_that_log_other_numbers_save_those_of_rank_0(hf):
-    """Such as the time that a rank's evaluation before the training has taken."""
+    """Such as a term of a rank's own loss, or the time that its evaluation has taken."""
     store, model = created(), torch.nn.Linear(1, 1)
     args = SimpleNamespace(save_only_model=True, save_strategy="steps")
 

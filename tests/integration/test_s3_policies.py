@@ -597,8 +597,9 @@ def denied(policy, calls):
     return [(a, r, o, p) for a, r, o, p in calls if not allows(policy, a, r, overwrites=o, prefix=p)]
 
 
-def test_the_documents_and_the_calls(moto, calls, tmp_path):
+def test_the_documents_and_the_calls(moto, calls, tmp_path, monkeypatch):
     """Each policy allows all calls of its user, and the user calls each of its actions."""
+    monkeypatch.setattr("snapstore.cli.doctor.probes.RACERS", 1)  # moto may let several writers of one key win
     calls.clear()
     with Repository.create(moto, chunk_bytes=1024, options=OPTIONS) as repository:
         for step in range(3):
@@ -612,7 +613,8 @@ def test_the_documents_and_the_calls(moto, calls, tmp_path):
         repository.compact()
         repository.gc()
         repository.repair(apply=True)
-    assert invoke(["doctor", moto]).exit_code == 0
+    told = invoke(["doctor", moto])
+    assert told.exit_code == 0, told.output
     trusted = document(TRUSTED, moto)
     assert not denied(trusted, calls)
     assert named(trusted) == {action for action, *_ in calls}

@@ -2,8 +2,10 @@
 
     .venv/bin/python tools/make_golden.py
     .venv/bin/python tools/make_golden.py --deltas   # tests/golden/v<version>-deltas/, with every kind of delta
+    python3 tools/make_golden.py --gpu   # tests/golden/v<version>-gpu/: the same deltas, written by the GPU engine
+    python3 tools/make_golden.py --ans   # tests/golden/ans-v<version>/, which only a GPU can read
 
-Run both when a format version is made, and never again for that version: later releases must read the committed copies.
+Run all when a format version is made, and never again for that version: later releases must read the committed copies.
 The states are the same in every run. Ids and times are not, and neither are the names of objects.
 """
 
@@ -40,6 +42,8 @@ FOLDER = Path(__file__).resolve().parents[1] / "tests" / "golden" / f"v{FORMAT_V
 MAX_BYTES = 448 * 1024
 DELTAS = FOLDER.with_name(f"{FOLDER.name}-deltas")
 MAX_DELTA_BYTES = 300 * 1000
+BY_GPU = FOLDER.with_name(f"{FOLDER.name}-gpu")
+ANS = FOLDER.with_name(f"ans-{FOLDER.name}")
 OPTIONS = SaveOptions(restore_cost=4.0, threads=2)
 #: Step of the run "job" -> how many ranks save it.
 JOB = {0: 3, 1: 3, 2: 2}
@@ -51,6 +55,8 @@ FEW_STEPS = 4
 KINDS = ("first", "few", "most", "far", "few", "near")
 #: Snapshots of the run "long".
 LONG_STEPS = 20
+#: Snapshots of the run "ans".
+ANS_STEPS = 5
 
 
 def describe(value: Any) -> dict[str, list[Any]]:
@@ -230,6 +236,22 @@ def long_chain(step: int) -> dict[str, Any]:
     return {"model": part}
 
 
+def ans(step: int) -> dict[str, Any]:
+    """Return weights that change a little at every step, and others that change at the fourth step only."""
+    part = {}
+    for name, count, dtype, bits in (
+        ("w", 12_000, torch.float32, torch.int32),
+        ("h", 24_000, torch.bfloat16, torch.int16),
+        ("f", 9_000, torch.float32, torch.int32),
+    ):
+        rng = np.random.default_rng(count)
+        part[name] = torch.from_numpy(rng.normal(0, 0.02, count)).to(dtype)
+        for at in range(1, step + 1):
+            if name != "f" or at == 3:
+                part[name].view(bits).add_(torch.from_numpy(rng.integers(-2, 3, count)).to(bits))
+    return {"model": part}
+
+
 @dataclass
 class Settings:
     """A user's class, which a reader does not import."""
@@ -403,18 +425,31 @@ def write(folder: Path) -> None:
     save_job(folder, 2, 1, JOB[2])
 
 
-def write_deltas(folder: Path) -> None:
-    """Write a repository with the kinds of deltas and chains that `write` does not make."""
+def write_deltas(folder: Path, device: str = "cpu") -> None:
+    """Write a repository with the kinds of deltas and chains that `write` does not make, from tensors on `device`."""
     with Repository.create(folder, chunk_bytes=8192, options=replace(OPTIONS, restore_cost=100.0)) as repo:
         for step in range(len(KINDS)):
-            repo.save(delta_kinds(step), run="kinds", step=step)
+            repo.save(on_device(delta_kinds(step), device), run="kinds", step=step)
     with Repository.open(folder, options=replace(OPTIONS, restore_cost=2.0)) as repo:  # so skips are due early
         for step in range(LONG_STEPS):
-            repo.save(long_chain(step), run="long", step=step)
+            repo.save(on_device(long_chain(step), device), run="long", step=step)
+
+
+def write_ans(folder: Path) -> None:
+    """Write a repository with full chunks and differences in nvCOMP's ANS; it needs a GPU."""
+    options = replace(OPTIONS, restore_cost=100.0, codec="ans")
+    with Repository.create(folder, chunk_bytes=32_768, options=options) as repo:
+        for step in range(ANS_STEPS):
+            repo.save(on_device(ans(step), "cuda"), run="ans", step=step)
+
+
+def on_device(state: dict[str, Any], device: str) -> dict[str, Any]:
+    """Move the tensors of the part "model"; arrays of NumPy stay where they are."""
+    return {"model": {name: x.to(device) if torch.is_tensor(x) else x for name, x in state["model"].items()}}
 
 
 #: Run -> the state of a step.
-STATES = {"main": state, "fork": state, "few": few_changes, "kinds": delta_kinds, "long": long_chain}
+STATES = {"main": state, "fork": state, "few": few_changes, "kinds": delta_kinds, "long": long_chain, "ans": ans}
 
 
 def expectations(folder: Path) -> dict[str, Any]:
@@ -451,9 +486,18 @@ def require_job(repo: Repository, step: int) -> None:
 def main() -> int:
     """Make a golden repository of a new version."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--deltas", action="store_true", help="make the one with every kind of delta")
-    of_deltas = parser.parse_args().deltas
-    folder, make, most = (DELTAS, write_deltas, MAX_DELTA_BYTES) if of_deltas else (FOLDER, write, MAX_BYTES)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--deltas", action="store_true", help="make the one with every kind of delta")
+    which.add_argument("--gpu", action="store_true", help="make the same deltas on a GPU")
+    which.add_argument("--ans", action="store_true", help="make the one with nvCOMP's ANS, on a GPU")
+    chosen = parser.parse_args()
+    folder, make, most = FOLDER, write, MAX_BYTES
+    if chosen.deltas:
+        folder, make, most = DELTAS, write_deltas, MAX_DELTA_BYTES
+    elif chosen.gpu:
+        folder, make, most = BY_GPU, partial(write_deltas, device="cuda"), MAX_DELTA_BYTES
+    elif chosen.ans:
+        folder, make, most = ANS, write_ans, MAX_DELTA_BYTES
     if folder.exists():
         print(f"{folder} is there: the golden repository of a frozen version never changes", file=sys.stderr)
         return 2

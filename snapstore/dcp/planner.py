@@ -2,7 +2,8 @@
 
 In: the state of a save. Out, for the writer: the state to store. DCP's flat keys keep only lists, and dicts with text
 as keys. They lose an OrderedDict, a key that is an int, and an empty dict. `state_of` returns the state of any planner.
-In a load, values go to the keys that the state has.
+In a load, values go to the keys that the state has. `read_items` corrects the plans of `DefaultLoadPlanner`s:
+for strided shards (FSDP2 over tensor parallelism), DCP may take rows that this rank does not hold.
 """
 
 from __future__ import annotations
@@ -21,8 +22,23 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_local_load_plan,
 )
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.tensor import DTensor
 
 from ..errors import InvalidInputError
@@ -170,6 +186,62 @@ def _add_places(container: Any, path: Path, leaves: Mapping[Path, Any], places: 
             _add_places(child, below, leaves, places)
 
 
+def read_items(plan: LoadPlan, planner: LoadPlanner) -> list[ReadItem]:
+    """Return the items of a load plan; those of strided shards have the boxes that this rank holds.
+
+    DCP takes one box for each DTensor, cut from left to right. A strided shard may have several boxes, or others (see
+    `state.sharded`); then DCP would read rows of other ranks, or none.
+
+    Raises:
+        UnsupportedLeafError: no box can be told from the shape of a strided shard.
+    """
+    metadata: Metadata | None = getattr(planner, "metadata", None)
+    if not isinstance(planner, DefaultLoadPlanner) or metadata is None:
+        return list(plan.items)
+    names = {item.dest_index.fqn: item.storage_index.fqn for item in plan.items}
+    corrected: dict[str, list[ReadItem]] = {}
+    for key, value in planner.state_dict.items():
+        name = names.get(key, key)
+        if not _is_strided(value) or not isinstance(metadata.state_dict_metadata.get(name), TensorStorageMetadata):
+            continue
+        of_dcp = _boxes_of_dcp(value)
+        if key not in names and of_dcp:
+            continue  # the planner leaves it out
+        sharding = sharding_of(value)
+        if sharding is not None and sharding.boxes != of_dcp:
+            corrected[key] = _items_of_boxes(key, name, sharding.boxes)
+    kept = [item for item in plan.items if item.dest_index.fqn not in corrected]
+    return kept + [item for items in corrected.values() for item in items]
+
+
+def _is_strided(value: Any) -> bool:
+    return isinstance(value, DTensor) and any(hasattr(placement, "split_factor") for placement in value.placements)
+
+
+def _boxes_of_dcp(value: Any) -> Boxes:
+    """Return the boxes of a DTensor as DCP finds them."""
+    chunks = value.__create_chunk_list__() if value.device_mesh.get_coordinate() is not None else []
+    return tuple((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks if all(chunk.sizes))
+
+
+def _items_of_boxes(key: str, name: str, boxes: Boxes) -> list[ReadItem]:
+    """Return the items that read boxes of a stored tensor into the rows of a local tensor, one after the other."""
+    items, row = list[ReadItem](), 0
+    for number, (offsets, sizes) in enumerate(boxes):
+        items.append(
+            ReadItem(
+                type=LoadItemType.TENSOR,
+                dest_index=MetadataIndex(key, offsets, number),
+                dest_offsets=torch.Size((row, *(0 for _ in sizes[1:]))),
+                storage_index=MetadataIndex(name, [0] * len(sizes), 0),
+                storage_offsets=torch.Size(offsets),
+                lengths=torch.Size(sizes),
+            )
+        )
+        row += sizes[0]
+    return items
+
+
 def is_plain(planner: SavePlanner) -> bool:
     """Return whether a planner leaves the state as it is: it overrides no method that sets names or values."""
     kind = type(planner)
@@ -231,7 +303,10 @@ def _resolved(planner: DefaultSavePlanner, key: str, held: Any, items: Sequence[
     old = [held] if sharding is None else locals_of(held)
     boxes = [one.tensor_data.chunk for one in items if one.tensor_data is not None]
     parts = [(box, value) for box, value in zip(boxes, values, strict=True) if value.numel()]
-    there = [_box_in(sharding, old, box) for box, _ in parts]
+    if _is_strided(held) and len(items) == len(old) == 1:  # DCP's box may be another one: see `read_items`
+        there = [old[0] for _ in parts]
+    else:
+        there = [_box_in(sharding, old, box) for box, _ in parts]
     for place, (_, value) in zip(there, parts, strict=True):
         if place is None or value.shape != place.shape:
             raise InvalidInputError(

@@ -6,7 +6,8 @@ The reader finds the stored bytes of each box. `no_dist=True` works, and then no
 
     1 reset(checkpoint_id)       2 read_metadata: reads the manifests       3 set_up_storage_reader: nothing to do
     4 prepare_local_plan, prepare_global_plan: all ranks get the snapshot that the coordinator has found
-    5 read_data: reads the boxes that the plan names, and checks each chunk against its digest
+    5 read_data: reads the boxes that the plan names (see `planner.read_items`), and checks each chunk against its
+      digest
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from ..repository import Repository
 from ..restore.sources import AsRank
 from ..text import some
 from .names import is_tensor, refs_of
+from .planner import read_items
 from .stored import Piece, StoredState
 from .target import Target, Url, place_in
 
@@ -129,8 +131,10 @@ class SnapstoreReader(Target, StorageReader):
             InvalidInputError: the coordinator has found a snapshot of other keys or shapes; the planner gives a tensor
                 of another shape than the item's; the plan wants a tensor, and the snapshot has a value; or this is
                 called before `read_metadata`.
+            UnsupportedLeafError: see `read_items`.
             IntegrityError, FormatError: a chunk is damaged; the tensors may be half written.
         """
+        plan = replace(plan, items=read_items(plan, planner))
         stored = self._agreed(plan)
         pieces, values, cast = [], [], []
         for item in plan.items:

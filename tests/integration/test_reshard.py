@@ -7,6 +7,7 @@ other bytes before a restore, so a byte that it does not write is found.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -16,6 +17,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor  # noqa: E402
 from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
@@ -25,8 +28,9 @@ from kit import rank_saves  # noqa: E402
 from kit.rank_saves import as_rank  # noqa: E402
 from kit.rank_snapshots import RankWriter, rows, strided  # noqa: E402
 from snapstore import FormatError, InvalidInputError, NotFoundError, PerRank, Repository, RngState  # noqa: E402
+from snapstore import dcp as snap  # noqa: E402
 from snapstore.chunks import reader  # noqa: E402
-from snapstore.dcp.planner import Shards  # noqa: E402
+from snapstore.dcp.planner import Shards, state_of  # noqa: E402
 from snapstore.format import boxes, manifest  # noqa: E402
 from snapstore.restore.pipeline import read, read_into  # noqa: E402
 from snapstore.restore.sources import AsRank  # noqa: E402
@@ -132,6 +136,68 @@ def test_every_sharding(repository, saved):
 def test_from_one_process(repository, name):
     """A snapshot of one process fills every sharding."""
     check_into(repository, repository.save({"model": WHOLE}, run="r", step=1, ranks=False).ref, name)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_through_dcp(repository, name):
+    """DCP fills every sharding with the rows that each rank holds, with its own planner and with ours."""
+    repository.save({"model": WHOLE}, run="r", step=1, ranks=False)
+    world = math.prod(SHARDINGS[name][0])
+    for rank, is_ours in itertools.product(range(world), (False, True)):
+        with as_rank(rank, world):
+            into = {"model": {key: spoilt(placed(whole, name)) for key, whole in WHOLE.items()}}
+            source = snap.SnapstoreReader(repository, run="r")
+            if is_ours:
+                snap.load(into, source, 1)
+            else:
+                dcp.load(into, storage_reader=source, checkpoint_id=1, no_dist=True)
+            for key, whole in WHOLE.items():
+                value = into["model"][key]
+                assert torch.equal(local_of(value), expected(value, whole)), (rank, is_ours, key)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("name", ["fully_shard x rows", "several boxes"])
+def test_tensors_that_a_planner_of_dcp_leaves_out(repository, name):
+    """They keep what they held: a planner has no item for one, and the snapshot lacks another."""
+
+    class FewTensors(DefaultLoadPlanner):
+        def create_local_plan(self):
+            plan = super().create_local_plan()
+            return dataclasses.replace(plan, items=[i for i in plan.items if i.dest_index.fqn != "model.even"])
+
+    repository.save({"model": {k: v for k, v in WHOLE.items() if k != "uneven"}}, run="r", step=1, ranks=False)
+    world = math.prod(SHARDINGS[name][0])
+    for rank in range(world):
+        with as_rank(rank, world):
+            into = {"model": {key: spoilt(placed(whole, name)) for key, whole in WHOLE.items()}}
+            planner, source = FewTensors(allow_partial_load=True), snap.SnapstoreReader(repository, run="r")
+            dcp.load(into, storage_reader=source, checkpoint_id=1, planner=planner, no_dist=True)
+            for key, whole in WHOLE.items():
+                local = local_of(into["model"][key])
+                left = torch.full_like(local.view(torch.uint8), 0xA5).view(local.dtype)
+                wanted = left if key in ("even", "uneven") else expected(into["model"][key], whole)
+                assert torch.equal(local.view(torch.uint8), wanted.view(torch.uint8)), (rank, key)
+
+
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_a_planner_of_dcp_that_changes_values(name):
+    """Each rank saves the changed values at the places of its own."""
+
+    class Halving(DefaultSavePlanner):
+        def resolve_data(self, write_item):
+            return super().resolve_data(write_item).half()
+
+    world = math.prod(SHARDINGS[name][0])
+    for rank in range(world):
+        with as_rank(rank, world):
+            given, planner = {key: placed(whole, name) for key, whole in WHOLE.items()}, Halving()
+            planner.set_up_planner(given)
+            changed = state_of(planner, planner.create_local_plan())
+            for key, whole in WHOLE.items():
+                assert sharding_of(changed[key]) == sharding_of(given[key]), (rank, key)
+                assert torch.equal(local_of(changed[key]), expected(given[key], whole).half()), (rank, key)
 
 
 def test_into_whole_tensors_and_arrays(repository):

@@ -26,16 +26,18 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, get_args
 from . import retention
 from .distributed.base import Ranks
 from .distributed.preemption import Preemption, SignalHandler
-from .errors import CapabilityError, IntegrityError, InvalidInputError, SnapstoreError
+from .errors import CapabilityError, InvalidInputError
 from .format.argument_checks import check_choice, check_name, check_step
 from .options import SaveOptions
 from .ranks import check as check_ranks
 from .ranks import choose
 from .repository import Repository
 from .save.background import Background, clear_frames
-from .save.handle import SaveHandle, Slot
+from .save.handle import SaveHandle
+from .save.upkeep import forget_and_collect
 from .steps import Steps
 from .storage.base import ObjectStore
+from .threads import Slot
 
 if TYPE_CHECKING:
     from .save.inputs import PartInput, SaveRequest
@@ -249,9 +251,11 @@ class SnapshotManager(Steps):
         """
         self._check_open()
         self._background.check_inside()
-        if self.read_only:
-            return
+        from .save.streaming import is_stream
         from .state.flatten import flatten
+
+        if self.read_only or is_stream(state):  # the tensors of an iterator are not copied
+            return
 
         with self._background.holding_slot("") as slot:
             parts = flatten(state, of_rank=self._job is not None)
@@ -342,27 +346,20 @@ class SnapshotManager(Steps):
         if self._mirror is not None:
             self._mirror.note(snapshot)
         self._warn_of_unapplied()
-        is_ending = self._preemption is not None and self._preemption.noticed  # then no gc delays the last save
-        if self.keep and not is_ending and (self._job is None or self._job.leads):
-            try:
-                self._retain()
-            except Exception as error:  # noqa: BLE001  raised at the caller's next call, but not by `save`
-                log.error("run=%s nothing is forgotten or deleted until this is repaired: %s", self.run, error)
-                self._retention_error = error
+        if self.keep and not self._stops_upkeep() and (self._job is None or self._job.leads):
+            self._retain()
         if in_background:
             self._background.take_memory(self._staging.prepare_next)
 
     def _retain(self) -> None:
-        """Forget snapshots and run gc. A failure costs only space, so only damage is raised, and never by `save`."""
-        try:
-            self._retention_error = None
-            here = partial(self.repository.forget, run=self.run) if self._mirror is None else self._mirror.forget_here
-            if here(self.keep).forgotten:
-                self.repository.gc()
-        except IntegrityError:
-            raise
-        except SnapstoreError as error:
-            log.warning("run=%s retention failed, the next save tries again: %s", self.run, error)
+        """Forget snapshots and run gc."""
+        here = partial(self.repository.forget, run=self.run) if self._mirror is None else self._mirror.forget_here
+        context, stops = self.repository.context, self._stops_upkeep
+        self._retention_error = forget_and_collect(context, self.run, partial(here, self.keep), stops)
+
+    def _stops_upkeep(self) -> bool:
+        """Return whether to forget and delete no more: it would delay the last save, or `close(timeout=)`."""
+        return self._background.is_given_up or (self._preemption is not None and self._preemption.is_told)
 
     # -- wait
 
@@ -389,7 +386,7 @@ class SnapshotManager(Steps):
 
         Raises:
             SnapstoreError: a save failed, or was given up.
-            TimeoutError: the store does not answer, so the save still runs; at its end it releases both.
+            TimeoutError: the store does not answer, so the save still runs, or its gc; at its end it releases both.
         """
         self._close(None if timeout is None else min(timeout, threading.TIMEOUT_MAX), None)
 
@@ -399,8 +396,10 @@ class SnapshotManager(Steps):
             return
         end = None if timeout is None else time.monotonic() + timeout
         ended = self._background.join(timeout)
-        if not ended and self._running is not None:
-            self._running.unwanted = f"close(timeout={timeout:.6g}) has given it up"
+        if not ended:
+            self._background.is_given_up = True
+            if self._running is not None:
+                self._running.unwanted = f"close(timeout={timeout:.6g}) has given it up"
             ended = self._background.join(GIVE_UP_S)
         if self._mirror is not None:
             self._mirror.close(None if end is None else max(0.0, end - time.monotonic()))
@@ -412,7 +411,8 @@ class SnapshotManager(Steps):
             limit_s = None if end is None else max(GIVE_UP_S, end - time.monotonic())
             self._job.close(error, ends_channel=self._made_ranks, limit_s=limit_s)
         if not ended and not self._background.at_end(self._release):
-            raise TimeoutError(f"run {self.run!r}: the running save has not ended {timeout:.6g} s after close")
+            what = "running save" if self._running is not None else "gc behind the last save, which is committed,"
+            raise TimeoutError(f"run {self.run!r}: the {what} has not ended {timeout:.6g} s after close")
         self._release()
         self.check_for_errors()
 
@@ -462,10 +462,10 @@ class SnapshotManager(Steps):
         return ending if ending is not None and ending.ends and self.reached_preemption(step) else None
 
     def _await_running(self, step: int) -> None:
-        """Wait for what runs; once the process is to end, for a save only as long as the timeout allows."""
+        """Wait for what runs; once the process is to end, for saves and gcs only as long as the timeout allows."""
         while not self._background.join(LOOK_S):
-            if (ending := self._ending_at(step)) and self._running is not None and not ending.left_s():
-                log.error("run=%s step=%d is not saved: the save before it still runs", self.run, step)
+            if (ending := self._ending_at(step)) and self._background.is_busy() and not ending.left_s():
+                log.error("run=%s step=%d is not saved: the save before it still runs, or its gc", self.run, step)
                 self._end()
 
     def _end(self) -> None:

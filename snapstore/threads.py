@@ -15,7 +15,9 @@ import os
 import sys
 import threading
 import weakref
+from _thread import LockType
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -50,6 +52,36 @@ def hold_in_forks(lock: Any) -> None:
     """
     os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
     after_fork_in_child(lambda: lock._is_owned() or lock._at_fork_reinit())
+
+
+class Slot:
+    """Holds a lock for one use, whatever thread unlocks it.
+
+    Ctrl-C may raise between any two steps of Python code. So `acquire` and `release` are each one call of C code: the
+    first locks and notes that this use holds the lock, the second takes the note out and unlocks. Only the thread that
+    takes the note out may unlock. Waiting for a lock is used instead of `Thread.join`: CPython 3.11 counts a thread as
+    ended when a join is interrupted.
+
+    Args:
+        timeout: the longest wait of `acquire` [s]; -1: it has no end.
+    """
+
+    def __init__(self, lock: LockType, timeout: float = -1) -> None:
+        held: dict[str, LockType] = {}
+        locked = filter(partial(LockType.acquire, timeout=timeout), [lock])
+        self.acquire = partial(held.update, zip(["lock"], locked, strict=False))
+        self.release = partial(any, map(LockType.release, filter(None, map(held.pop, ["lock"], [None]))))
+        self._held = held
+        self.handed_over = False  # whether a thread in the background was started, which unlocks it
+
+    @property
+    def is_held(self) -> bool:
+        """Return whether `acquire` has locked it, and nobody has unlocked it since."""
+        return bool(self._held)
+
+    def hand_over(self) -> LockType | None:
+        """Return the lock to the thread in the background, which unlocks it; None if the caller was interrupted."""
+        return self._held.pop("lock", None)
 
 
 _decoders: dict[Any, Any] = {}

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import InvalidInputError, RanksError
+from ..threads import Slot
 from .base import ChannelError, Ranks, named, period_s, wait_for
 
 log = logging.getLogger("snapstore")
@@ -45,6 +46,11 @@ class Preemption:
         self._asked_at: float | None = None  # when the loop first asked after the signal [s, time.monotonic]
         self._lock = threading.Lock()  # held while the ranks agree: no step begins
 
+    @property
+    def is_told(self) -> bool:
+        """Return whether the job is to end: this process was told, or the ranks have agreed."""
+        return self.noticed or self._agreed is not None
+
     def notice(self, *_: object) -> None:
         """Note that the job must end. A signal handler may call this: it only sets a flag."""
         self.noticed = True
@@ -57,15 +63,15 @@ class Preemption:
         if self._ranks is None:
             return self.noticed
         if self._agreed is None:
-            held = self._lock.acquire(timeout=LATE_S + GRACE_S)
+            slot = Slot(self._lock, LATE_S + GRACE_S)
             try:
-                if self._agreed is None and (not held or self._is_overdue()):
+                slot.acquire()
+                if self._agreed is None and (not slot.is_held or self._is_overdue()):
                     log.warning("rank %d ends by itself: the channel does not answer", self._ranks.rank)
                     self._agreed = step
                 self._last_step = step
             finally:
-                if held:
-                    self._lock.release()
+                slot.release()
         return self._agreed is not None and step >= self._agreed
 
     def _is_overdue(self) -> bool:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -55,6 +55,8 @@ DEFAULT_FENCE_AFTER_S = 3600.0
 DROPPED = "damaged: "
 #: With FEW_OBJECTS packs or manifests, or more, they are listed in parallel, by the first two digits of their names.
 FEW_OBJECTS, LISTINGS_AT_ONCE = 8000, 16
+#: Between so many deletes, a gc asks whether to stop.
+DELETED_AT_ONCE = 1000
 #: Objects of other names were put by another program, and are left alone.
 OBJECT_NAME = re.compile(r"(?:packs|manifests)/[0-9a-f]{2}/[0-9a-f]{64}")
 
@@ -87,19 +89,22 @@ def collect(
     dry_run: bool = False,
     fence_after_s: float = DEFAULT_FENCE_AFTER_S,
     unexplained: bool = False,
+    stops: Callable[[], bool] = lambda: False,
 ) -> GcResult:
     """Delete every pack and manifest that no committed snapshot needs.
 
     Args:
         fence_after_s: a session of another host whose heartbeat is older counts as dead [s].
         unexplained: delete also objects that no record explains (unexplained_objects.py).
+        stops: whether to stop; it is asked between the steps. The next gc goes on.
 
     Raises:
         IntegrityError: a manifest is unreadable, a live object is missing, the listing lacks known records, or no
             record explains an object; nothing was deleted.
         StorageError: a listing failed; nothing was deleted.
+        SnapstoreError: it was told to stop.
     """
-    gc = _Gc(context, fence_after_s, unexplained, GcResult(dry_run=dry_run))
+    gc = _Gc(context, fence_after_s, unexplained, GcResult(dry_run=dry_run), stops)
     if dry_run:
         gc.look()
     else:
@@ -115,9 +120,13 @@ class _Gc:
     fence_after_s: float
     unexplained: bool
     result: GcResult
+    stops: Callable[[], bool]
 
     @property
     def store(self) -> ObjectStore:
+        """Return the store; raise SnapstoreError if this gc is to stop: it can at each of its steps."""
+        if self.stops():
+            raise SnapstoreError("gc was stopped; the next one goes on")
         return self.context.store
 
     def look(self) -> None:
@@ -198,7 +207,7 @@ class _Gc:
 
     def _sweep(self, mark: Mark) -> bool:
         """Complete a mark; return False if it must wait."""
-        store, waited = self.store, _wait_list(self.store, mark).sessions
+        store, waited = self.context.store, _wait_list(self.store, mark).sessions
         left = self._still_running(sorted(set(waited).intersection(listed_sessions(store)))) if waited else []
         if left:
             self.result.waiting_for.extend(left)
@@ -215,7 +224,9 @@ class _Gc:
             store.stat(records.key_of(mark))
         except NotFoundError:
             return True  # another gc has completed this mark; the objects that it kept may be live by now
-        store.delete(sorted(doomed))
+        keys = sorted(doomed)
+        for first in range(0, len(keys), DELETED_AT_ONCE):
+            self.store.delete(keys[first : first + DELETED_AT_ONCE])
         deleted_bytes = sum(sizes[key] for key in doomed)
         self.result.deleted_objects += len(doomed)
         self.result.deleted_bytes += deleted_bytes

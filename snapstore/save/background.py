@@ -1,7 +1,7 @@
 """Background: the thread of a manager's save, and the slot that lets one save run at a time.
 
 In: a function to run in the background. Out: its error, at the caller's next call that saves or waits for saves.
-The slot survives Ctrl-C between any two steps of Python code (handle.py, `Slot`).
+The slot survives Ctrl-C between any two steps of Python code (threads.py, `Slot`).
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from _thread import LockType
+from collections.abc import Callable
+from functools import partial
 
 from ..engine.registry import Engines
 from ..errors import InvalidInputError, SnapstoreError
-from ..threads import no_threads
-from .handle import SaveHandle, Slot
+from ..threads import Slot, no_threads
+from .handle import SaveHandle
 
 log = logging.getLogger("snapstore")
 #: The thread of a save first sleeps so long, so that its caller goes on at once; else Python lets it wait for 5 ms [s].
@@ -29,12 +30,14 @@ class Background:
     """The saves of one manager that run, or have failed, in the background.
 
     Attributes:
-        saving: locked while a save or a preparation runs; see `Slot`.
+        saving: locked while a save or a preparation runs; each of them has a `Slot`.
+        is_given_up: whether `close(timeout=)` waits no longer for what runs.
     """
 
     def __init__(self, name: str, engines: Engines) -> None:
         self._name, self._engines = name, engines
         self.saving = threading.Lock()
+        self.is_given_up = False
         self._failed: list[tuple[SaveHandle, str, BaseException]] = []  # saves whose errors the caller has not seen yet
         self._prepares = False  # whether the thread that holds the slot only prepares for a later save
         self._inside: set[int] = set()  # threads that are inside save
@@ -72,29 +75,13 @@ class Background:
                 continue
             raise _as_raised_by(begins, ref, error) if begins else error
 
-    @contextmanager
-    def holding_slot(self, begins: str) -> Iterator[Slot]:
-        """Wait for the running save, and hold the slot until a thread in the background takes it over.
+    def holding_slot(self, begins: str) -> _Holding:
+        """Return a context: it waits for the running save, and holds the slot until a thread takes it over.
 
         Args:
-            begins: see `raise_errors`.
-
-        Raises:
-            The error of an earlier save; see `raise_errors`.
+            begins: see `raise_errors`. The context raises the error of an earlier save in the same way.
         """
-        thread, slot = threading.get_ident(), Slot(self.saving)
-        try:
-            self._inside.add(thread)
-            slot.acquire()
-            self._prepares = not begins
-            self.raise_errors(begins)
-            yield slot
-        finally:
-            try:
-                if not slot.handed_over:
-                    slot.release()
-            finally:
-                self._inside.discard(thread)
+        return _Holding(self, begins)
 
     def start(self, function: Callable[[], object], slot: Slot) -> None:
         """Run a function in a thread of its own, which holds the slot.
@@ -141,10 +128,8 @@ class Background:
         if timeout is None:
             with self.saving:
                 return True
-        if self.saving.acquire(timeout=max(0.0, timeout)):
-            self.saving.release()
-            return True
-        return False
+        lock = filter(partial(LockType.acquire, timeout=max(0.0, timeout)), [self.saving])
+        return bool(list(map(LockType.release, lock)))  # one call of C code: Ctrl-C cannot leave it locked
 
     def at_end(self, function: Callable[[], object]) -> bool:
         """Let a function run after the running save; return whether none runs any more: then call it now."""
@@ -158,6 +143,37 @@ class Background:
                 "SnapshotManager was called while this thread is inside save (from a signal handler?); "
                 "set a flag in the handler, and save or close from the training loop"
             )
+
+
+class _Holding:
+    """Holds the slot in a `with` block; a class, since Ctrl-C may come between contextlib's `__enter__` and the block.
+
+    Args:
+        background, begins: see `Background.holding_slot`.
+    """
+
+    def __init__(self, background: Background, begins: str) -> None:
+        self._background, self._begins = background, begins
+        self._slot, self._thread = Slot(background.saving), threading.get_ident()
+
+    def __enter__(self) -> Slot:
+        background = self._background
+        try:
+            background._inside.add(self._thread)
+            self._slot.acquire()
+            background._prepares = not self._begins
+            background.raise_errors(self._begins)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self._slot
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if not self._slot.handed_over:
+                self._slot.release()
+        finally:
+            self._background._inside.discard(self._thread)
 
 
 def clear_frames(error: BaseException, outer: BaseException | None = None) -> None:

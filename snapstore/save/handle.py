@@ -1,14 +1,11 @@
-"""One save of a SnapshotManager: the handle that its caller gets, and the slot that lets one save run at a time.
+"""The handle of one save of a SnapshotManager, which its caller gets.
 
-In: the end of a save in the background. Out: its snapshot or its error, at the caller's call. `Slot` survives Ctrl-C
-between any two steps of Python code.
+In: the end of a save in the background. Out: its snapshot or its error, at the caller's call.
 """
 
 from __future__ import annotations
 
 import threading
-from _thread import LockType
-from functools import partial
 
 from ..format.records import Snapshot
 
@@ -59,24 +56,3 @@ class SaveHandle:
     def _finish(self, snapshot: Snapshot | None, error: BaseException | None) -> None:
         self._snapshot, self._error = snapshot, error
         self._finished.set()
-
-
-class Slot:
-    """Lets one save run at a time: its caller's thread holds the slot first, then the thread in the background.
-
-    Ctrl-C may raise between any two steps of Python code. So `acquire` and `release` are each one call of C code: the
-    first locks and notes that this save holds the lock, the second takes the note out and unlocks. Only the thread that
-    takes the note out may unlock. Waiting for a lock is used instead of `Thread.join`: CPython 3.11 counts a thread as
-    ended when a join is interrupted.
-    """
-
-    def __init__(self, lock: LockType) -> None:
-        held: dict[str, LockType] = {}
-        self.acquire = partial(held.update, zip(["lock"], filter(LockType.acquire, [lock]), strict=False))
-        self.release = partial(any, map(LockType.release, filter(None, map(held.pop, ["lock"], [None]))))
-        self._held = held
-        self.handed_over = False  # whether a thread in the background was started, which unlocks it
-
-    def hand_over(self) -> LockType | None:
-        """Return the lock to the thread in the background, which unlocks it; None if the caller was interrupted."""
-        return self._held.pop("lock", None)

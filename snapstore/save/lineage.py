@@ -1,8 +1,8 @@
 """Lineage: the parent of a run's next save.
 
 In: the snapshots that this process committed, or that a manager restored for its run. Out: the parent of the next save
-of a run, and the manifests of each run's last save, so that the next one need not read them again. Any thread may use
-it.
+of a run, and the manifests of the last saves of a few runs, so that the next ones need not read them again. Any thread
+may use it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from ..format.records import ManifestRef, Snapshot
 
 if TYPE_CHECKING:
     from ..format.manifest import Manifest
+
+
+#: The manifests of the runs that were saved last are kept, of so many. A process may save thousands of runs.
+CACHED_RUNS = 8
 
 
 class Lineage:
@@ -50,7 +54,7 @@ class Lineage:
             self._seqs[run] = lowest
 
     def cached_manifests(self) -> Mapping[str, Manifest]:
-        """Return the manifests of every run's last save, by SHA-256."""
+        """Return the manifests of the last saves of a few runs, by SHA-256."""
         with self._lock:
             return {name: m for of_run in self._manifests.values() for name, m in of_run.items()}
 
@@ -70,5 +74,9 @@ class Lineage:
         """Make this snapshot, with these manifests by SHA-256, the parent of the run's next save."""
         self.go_on_from(snapshot.run, snapshot)
         with self._lock:
+            self._manifests.pop(snapshot.run, None)  # else a run keeps its place in the dict
             self._manifests[snapshot.run], self._named[snapshot.run] = manifests, snapshot.manifests
+            while len(self._manifests) > CACHED_RUNS:
+                oldest = next(iter(self._manifests))
+                del self._manifests[oldest], self._named[oldest]
             self._saved[snapshot.run] = snapshot.id

@@ -1416,3 +1416,21 @@ def test_one_job_that_forgets_and_goes_back_is_not_warned(store, caplog):
         one.restore_into(big(9), 5)
         one.save(6, big(6)).result(30)
     assert "two jobs" not in caplog.text
+
+
+def test_a_process_that_saves_many_runs_keeps_the_manifests_of_few():
+    """Runs that it saves again still build on their last saves."""
+    with Repository.create(MemoryStore(), options=OPTIONS) as repository:
+        for step in range(2):
+            for run in range(12):
+                saved = repository.save({"w": torch.full((3000,), float(run))}, run=f"r{run}", step=step)
+                assert (saved.new_chunks > 0) == (step == 0)
+        assert len(repository.lineage.cached_manifests()) == len(repository.lineage._named) == 8
+
+
+def test_prepare_takes_an_iterator_as_save_does():
+    state = {"w": torch.ones(3000)}
+    with SnapshotManager(MemoryStore(), run="a", options=OPTIONS) as manager:
+        manager.prepare(iter(state.items()))
+        manager.save(1, iter(state.items()))
+        assert torch.equal(manager.restore()["w"], state["w"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import threading
 import time
 
@@ -368,9 +369,8 @@ def test_a_save_that_outlives_its_manager_releases_memory_and_repository(monkeyp
             saved.result(60)
 
 
-@pytest.mark.parametrize("what", ["gc", "prepare"])
-def test_other_work_in_the_background_costs_no_last_save(monkeypatch, what):
-    """The timeout bounds saves. A gc or a preparation that runs at the signal is waited for."""
+def test_a_preparation_in_the_background_costs_no_last_save(monkeypatch):
+    """The timeout bounds saves. A preparation that runs at the signal is waited for."""
     inner, begun = created(), threading.Event()
 
     def slow(*_, **__):
@@ -380,12 +380,8 @@ def test_other_work_in_the_background_costs_no_last_save(monkeypatch, what):
     manager = SnapshotManager(inner, run="a", keep=[KeepLast(1)], options=OPTIONS)
     manager.handle_preemption(timeout=0.3)
     state = {"w": torch.ones(5000)}
-    if what == "gc":
-        monkeypatch.setattr(manager, "_retain", slow)
-        manager.save(1, state).result(60)
-    else:
-        monkeypatch.setattr(manager._background, "take_memory", slow)
-        manager.prepare(state)
+    monkeypatch.setattr(manager._background, "take_memory", slow)
+    manager.prepare(state)
     assert begun.wait(60)
     os.kill(os.getpid(), signal.SIGTERM)
     close = manager.close
@@ -394,6 +390,129 @@ def test_other_work_in_the_background_costs_no_last_save(monkeypatch, what):
         manager.save(2, state)
     with opened(inner) as repository:
         assert [s.step for s in repository.snapshots()][-1] == 2
+
+
+class SlowGc:
+    """A store whose gcs wait at one put or delete of theirs, until they may go on."""
+
+    def __init__(self, inner, at):
+        self._inner, self._at = inner, at
+        self.begun, self.gate = threading.Event(), threading.Event()
+        self.deleted = []
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def _wait(self, verb, keys):
+        kind = {"put": "gc/", "delete": "packs/"}[verb]
+        if self._at == verb and any(key.startswith(kind) for key in keys) and not self.begun.is_set():
+            self.begun.set()
+            assert self.gate.wait(60)
+
+    def put(self, key, data):
+        self._wait("put", [key])
+        return self._inner.put(key, data)
+
+    def delete(self, keys):
+        self._inner.delete(keys)
+        self.deleted += keys
+        self._wait("delete", keys)
+
+
+def beside_a_gc(inner, at):
+    """Return a manager whose gc waits, and its store; step 2 has committed, step 1 was forgotten."""
+    store = SlowGc(inner, at)
+    manager = SnapshotManager(store, run="a", keep=[KeepLast(1)], options=OPTIONS)
+    manager.save(1, {"w": torch.rand(5000)}).result(60)
+    manager.wait_until_finished()
+    manager.save(2, {"w": torch.rand(5000)}).result(60)
+    assert store.begun.wait(60)
+    return manager, store
+
+
+@pytest.mark.parametrize("at", ["put", "delete"])
+def test_a_gc_stops_for_the_last_save(monkeypatch, at):
+    """It ends at its next step, wherever it is; the next gc goes on."""
+    monkeypatch.setattr("snapstore.protocol.gc.DELETED_AT_ONCE", 1)
+    inner = created()
+    manager, store = beside_a_gc(inner, at)
+    manager.handle_preemption(timeout=60)
+    os.kill(os.getpid(), signal.SIGTERM)
+    store.gate.set()
+    with pytest.raises(SystemExit):
+        manager.save(3, {"w": torch.rand(5000)})
+    with opened(inner) as repository:
+        assert [s.step for s in repository.snapshots()] == [2, 3]
+        assert [info.key for info in inner.list("gc/") if info.key.endswith(".mark")], "the gc has not ended"
+        before = len([key for key in store.deleted if key.startswith(("packs/", "manifests/"))])
+        assert (before > 0) == (at == "delete")
+        assert repository.gc().deleted_objects > 0
+        assert repository.check("restore").ok
+
+
+def test_the_timeout_bounds_the_wait_for_a_gc_that_does_not_stop(monkeypatch, caplog):
+    """Its store does not answer. The error says that the save before it is committed."""
+    monkeypatch.setattr("snapstore.manager.GIVE_UP_S", 0.2)
+    inner = created()
+    manager, store = beside_a_gc(inner, "put")
+    manager.handle_preemption(timeout=0.3)
+    os.kill(os.getpid(), signal.SIGTERM)
+    try:
+        with pytest.raises(TimeoutError, match="the gc behind the last save, which is committed, has not ended"):
+            manager.save(3, {"w": torch.rand(5000)})
+        assert "a step=3 is not saved: the save before it still runs, or its gc" in caplog.text
+    finally:
+        store.gate.set()
+        manager._ending.close()
+
+
+def test_close_with_a_timeout_stops_a_gc(monkeypatch):
+    monkeypatch.setattr("snapstore.manager.GIVE_UP_S", 60)
+    inner = created()
+    manager, store = beside_a_gc(inner, "put")
+    threading.Timer(0.3, store.gate.set).start()
+    manager.close(timeout=0.1)
+    assert [info.key for info in inner.list("gc/") if info.key.endswith(".mark")], "the gc has not ended"
+
+
+class Struck:
+    """Raises KeyboardInterrupt once, right after a call of C code in a function of the package returns."""
+
+    def __init__(self, function, called):
+        self._function, self._called = function, called
+        self.is_done = False
+
+    def __call__(self, frame, event, arg):
+        if event == "c_return" and frame.f_code.co_name == self._function and self._called in repr(arg):
+            sys.setprofile(None)
+            self.is_done = True
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("function", "called"),
+    [("join", "acquire"), ("join", "list"), ("join", "bool"), ("reached", "acquire"), ("__enter__", "next")],
+)
+def test_ctrl_c_leaves_no_lock(function, called):
+    """A handler of `SIGINT` runs right after any call; after it, a save begins, and the manager closes."""
+    with SnapshotManager(created(), run="a", ranks=LocalRanks(1)[0], options=OPTIONS) as manager:
+        manager.handle_preemption(end=False)
+        manager.save(1, {"w": torch.ones(50)}).result(60)
+        manager.wait_until_finished()
+        struck = Struck(function, called)
+        sys.setprofile(struck)
+        try:
+            manager.reached_preemption(2)
+            manager.save(2, {"w": torch.ones(50)})
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        assert manager._background.join(60)
+        assert manager._preemption._lock.acquire(timeout=60)
+        manager._preemption._lock.release()
+        assert manager._background._inside == set()
+        manager.save(3, {"w": torch.ones(50)}).result(60)
 
 
 def test_a_signal_that_comes_while_a_save_waits_counts_too(monkeypatch, caplog):

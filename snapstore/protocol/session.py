@@ -70,10 +70,12 @@ class Session(Claim):
     def _look(self) -> None:
         """Choose lineage, bases and sequence number.
 
-        The records of the run suffice, unless the parent or another base is in another run.
+        The records of the run suffice, unless the parent or another base is in another run. They are listed twice: if
+        one listing lacks what other processes have saved, the save would count as older than that, and policies would
+        forget it.
         """
         marked = self.marked()
-        view = self._index.refresh(self.run)
+        view = self._index.refresh(self.run, list_twice=True)
         if any(view.get(name) is None for name in (self.parent, *self._also) if name):
             view = self._index.refresh()
         self._warn_of_others(view)

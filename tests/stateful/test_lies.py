@@ -174,6 +174,28 @@ def verb(act: Callable[[Repository], Any], *, may_go: set[tuple[str, int]] = fro
     return scenario
 
 
+def outdated(look: Callable[[Repository], Any], run: str) -> Callable[[World], None]:
+    """Return a save by a process that has looked at the store before another process has saved the run twice."""
+
+    def scenario(world: World) -> None:
+        k, lie = world.liar.lie_at, world.liar.lie
+        world.liar.lie_at = None
+        with Repository.open(world.liar, options=FULL) as repository:
+            if isinstance(seen := look(repository), Snapshot):
+                world.told.append(seen)
+            world.liar.asked.clear()
+            if k is not None:
+                world.liar.lie_once(k, lie)  # a stale listing lacks what follows
+            with opened(world.store) as other:
+                world.told += [save(other, run, step, step) for step in (10, 11)]
+            try:
+                world.outcome = save(repository, run, 20, 20)
+            except SnapstoreError as error:
+                world.outcome = error
+
+    return scenario
+
+
 def warm(act: Callable[[Repository], Any], *, may_go: set[tuple[str, int]] = frozenset()) -> Callable[[World], None]:
     """Return a verb in a process that has saved before; the lie is told after that save."""
 
@@ -231,6 +253,8 @@ SCENARIOS: dict[str, tuple[Callable[[], MemoryStore], Callable[[World], None]]] 
     "first save": (created, verb(lambda r: save(r, "a", 0, 0))),
     "save": (history, verb(lambda r: save(r, "a", 4, 4))),
     "save, warm": (history, warm(lambda r: save(r, "a", 5, 5))),
+    "save, outdated": (history, outdated(lambda r: save(r, "a", 4, 4), "a")),
+    "save, outdated, new run": (history, outdated(lambda r: r.view(), "c")),
     "save, marked": (marked, verb(lambda r: save(r, "a", 4, 4))),
     "save of what a gc wants": (history, of_what_a_gc_wants),
     "save by ranks, rank 0 lied to": (history, by_ranks(0)),
@@ -303,7 +327,7 @@ def _look(name: str, world: World, before: dict[str, Any]) -> None:
         return
     if name.startswith(("save", "first save")):
         with opened(world.store) as repository:
-            assert repository.snapshot("a@latest").id == world.outcome.id
+            assert repository.snapshot(f"{world.outcome.run}@latest").id == world.outcome.id
     tags = {(of[1], tag) for of in after.values() for tag in of[2]}
     if name == "tag":
         assert (("a", 3), "good") in tags

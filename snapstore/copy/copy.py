@@ -30,6 +30,7 @@ from ..catalog.read_twice import settled
 from ..context import Context
 from ..errors import (
     DAMAGE,
+    AlreadyExistsError,
     ConflictError,
     IntegrityError,
     InvalidInputError,
@@ -114,9 +115,9 @@ def copy(
     for snapshot in in_order(snapshots):
         try:
             copier.copy(snapshot, named=named)
-        except (*DAMAGE, ConflictError, UnreadObjectError) as error:
+        except (*DAMAGE, AlreadyExistsError, ConflictError, UnreadObjectError) as error:  # a new session may be "taken"
             log.info("run=%s step=%d: copy failed: %s", snapshot.run, snapshot.step, error)
-            result.failed.append((snapshot, f"{snapshot.ref}: {error}"))
+            result.failed.append((snapshot, f"{snapshot.ref}: {str(error).removeprefix(f'{snapshot.ref}: ')}"))
     return result
 
 
@@ -257,6 +258,8 @@ class Copier:
         before = self._target.index.refresh()
         there = before.get(snapshot.id)
         before.require_record(snapshot.id)
+        if there is not None:
+            before.require_last(there)
         if there is not None and (there.run, there.step) != (ruling.run, ruling.step):
             raise IntegrityError(f"{there.key} in {self._target.store.url}: has the same id, but is another snapshot")
         names = self._tags_of(here, before, ruling)
@@ -284,8 +287,14 @@ class Copier:
     def _present(self, names: Sequence[str], there: Snapshot) -> Snapshot:
         """Give a snapshot that is there some tags, and return it."""
         lacking = [] if self.result.dry_run else [name for name in names if name not in there.tags]
-        for name in lacking:
-            there = tags.tag(self._target, f"id:{there.id}", name)
+        try:
+            for name in lacking:
+                there = tags.tag(self._target, f"id:{there.id}", name)
+        except (NotFoundError, InvalidInputError) as error:  # it was forgotten since, or has too many tags
+            ruling = self._target.index.refresh().get(there.id)
+            if ruling is not None and ruling.state == COMMITTED:
+                raise
+            raise ConflictError(str(error)) from error
         if all(copied.id != there.id for copied in self.result.copied):  # else this copy has put it there
             self.result.present.append(there)
         self._last[there.run] = there
@@ -392,7 +401,7 @@ def _ruling(view: View, snapshot: Snapshot) -> Snapshot:
     """Return the ruling record of a snapshot of the source.
 
     Raises:
-        IntegrityError: it is damaged or gone.
+        IntegrityError: it is damaged or gone, or a later one is.
         UnreadRecordError: it cannot be read now.
         NotFoundError: its bytes are gone.
     """
@@ -400,4 +409,5 @@ def _ruling(view: View, snapshot: Snapshot) -> Snapshot:
     ruling = view.get(snapshot.id)
     if ruling is None or ruling.state not in (COMMITTED, FORGOTTEN):
         raise NotFoundError(f"was {ruling.state if ruling else 'removed'} meanwhile; nothing of it was copied")
+    view.require_last(ruling)
     return ruling

@@ -23,6 +23,7 @@ from kit.ranks import save_shared
 from kit.repositories import OPTIONS, check_clean, created, lasting, objects_of, opened, same, save, values
 from kit.s3_stores import fresh_url, moto_bucket, needs_server
 from snapstore import (
+    AlreadyExistsError,
     ConflictError,
     FormatError,
     IntegrityError,
@@ -388,3 +389,83 @@ def test_a_copy_that_is_killed_is_taken_up_by_the_next(tmp_path):
         assert len(left) <= 1
         assert len(repository.snapshots()) == 12
         check_clean(repository.store)
+
+
+class StaleOnce(MemoryStore):
+    """A store of which one listing of records lacks some."""
+
+    lacking: frozenset[str] = frozenset()
+
+    def list(self, prefix):
+        lacking = self.lacking if prefix.startswith("snapshots/") else frozenset()
+        self.lacking = frozenset() if lacking else self.lacking
+        return (info for info in super().list(prefix) if info.key not in lacking)
+
+
+def test_one_stale_listing_of_the_destination_makes_nothing_present(source):
+    """The destination has swept the snapshot; one listing shows it as committed, and the index knows better."""
+    store = StaleOnce()
+    with opened(source) as here, Repository.create(store, like=here, options=OPTIONS) as there:
+        here.copy(["a@0", "a@3"], to=there)
+        there.forget_snapshots(["a@0"])
+        there.gc()
+        swept = next(s for s in there.view().snapshots(states=("swept",)))
+        store.lacking = frozenset({swept.key, swept.key[:-1] + str(swept.revision - 1)})
+        result = here.copy(["a@0"], to=there)
+        assert (result.copied, result.present) == ([], [])
+        assert [why for _, why in result.failed if "its last record" in why and why.count("a@0") == 1]
+        assert [s.ref for s in here.copy(["a@0"], to=there).copied] == ["a@0"]
+    check_clean(store)
+
+
+def test_one_stale_listing_of_the_source_drops_no_tag(source, monkeypatch):
+    store = StaleOnce()
+    store._objects.update(clone(source)._objects)
+    with opened(store) as here, Repository.create(MemoryStore(), like=here, options=OPTIONS) as there:
+        tagged = here.tag("a@3", "best")
+        real = Copier._attempt
+
+        def attempt(copier, *args):
+            store.lacking = frozenset({tagged.key})
+            return real(copier, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Copier, "_attempt", attempt)
+            result = here.copy(["a@3"], to=there)
+        assert not result.copied
+        assert "its last record" in result.failed[0][1]
+        assert here.copy(["a@3"], to=there).copied[0].tags == ["best"]
+
+
+def test_a_forget_in_the_destination_ends_no_copy(source, monkeypatch):
+    """The destination forgets a snapshot after the copy has listed it, before the copy tags it."""
+    with opened(source) as here, Repository.create(MemoryStore(), like=here, options=OPTIONS) as there:
+        here.copy(["a@0", "a@3"], to=there)
+        here.tag("a@0", "late")
+        real = Copier._present
+
+        def present(copier, names, found):
+            if found.step == 0 and found.run == "a":
+                there.forget_snapshots([f"id:{found.id}"])
+            return real(copier, names, found)
+
+        monkeypatch.setattr(Copier, "_present", present)
+        result = here.copy(to=there)
+        assert ([s.ref for s in result.left_out], result.failed) == (["a@0"], [])
+        assert [s.ref for s in result.copied] == ["a@1", "a@2", "b@0"]
+
+
+def test_a_session_that_is_called_taken_fails_one_copy_alone(source):
+    class Taken(MemoryStore):
+        left = 1
+
+        def lock(self, key, data):
+            if self.left:
+                self.left = 0
+                raise AlreadyExistsError(f"{key}: taken")
+            super().lock(key, data)
+
+    with opened(source) as here, Repository.create(Taken(), like=here, options=OPTIONS) as there:
+        result = here.copy(["a@0", "a@1"], to=there)
+        assert [s.ref for s, _ in result.failed] == ["a@0"]
+        assert [s.ref for s in result.copied] == ["a@1"]

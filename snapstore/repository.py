@@ -372,6 +372,8 @@ class Repository(Snapshots):
         """
         from .copy.copy import CopyResult, copy
 
+        if refs is not None and run is not None:
+            raise InvalidInputError(f"run {run!r}: pass either refs or run")
         chosen, unknown = self._chosen(refs, run)
         if isinstance(to, Repository):
             return copy(self.context, to.context, chosen, unknown, named=refs is not None, dry_run=dry_run)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from .. import retention
 from ..context import Context
-from ..errors import DAMAGE, ConflictError, InvalidInputError, StorageError
+from ..errors import DAMAGE, ConflictError, InvalidInputError, StorageError, StorageFullError
 from ..protocol import gc
 from ..protocol.forget import forget
 from ..protocol.same_repository import confirmed
@@ -41,12 +41,22 @@ class Retention:
         try:
             with confirmed(target):
                 if self._keep and (forget(target, self._keep, run=self._run).forgotten or self.has_left):
-                    gc.collect(target)
-                    self.has_left = False
+                    self._collect(target)
         except InvalidInputError as error:  # the policies would keep nothing
             log.warning("run=%s nothing is deleted in %s: %s", self._run, target.store.url, error)
         except DAMAGE as error:
             log.warning("run=%s nothing is deleted in %s until it is repaired: %s", self._run, target.store.url, error)
+
+    def _collect(self, target: Context) -> None:
+        """Run gc. If it cannot read an object, the next copy tries again: this only costs space."""
+        try:
+            gc.collect(target)
+            self.has_left = False
+        except StorageFullError:
+            raise
+        except StorageError as error:
+            self.has_left = True
+            log.warning("run=%s gc fails in %s, the next copy tries again: %s", self._run, target.store.url, error)
 
     def make_room(self, target: Context) -> None:
         """Run gc in a full mirror, unless it has run lately: a process that was killed may have left a copy there."""

@@ -89,6 +89,8 @@ def forget_snapshots(
     context: Context, refs: Sequence[str], *, dry_run: bool = False, force: bool = False
 ) -> ForgetResult:
     """Forget the named snapshots; see `Repository.forget_snapshots`."""
+    if isinstance(refs, str):
+        raise InvalidInputError(f"refs {refs!r}: expected a list of str, got one str")
     view = context.index.refresh()
     chosen = list({s.id: s for s in (view.resolve(ref, (COMMITTED,)) for ref in refs)}.values())
     for snapshot in chosen:

@@ -33,7 +33,9 @@ from snapstore import (
     Repository,
     StorageError,
 )
+from snapstore.copy import mirror_retention
 from snapstore.copy.copy import Copier
+from snapstore.copy.mirror_retention import Retention
 from snapstore.copy.moving import move
 from snapstore.errors import UnreadRecordError
 from snapstore.format import manifest
@@ -469,3 +471,26 @@ def test_a_session_that_is_called_taken_fails_one_copy_alone(source):
         result = here.copy(["a@0", "a@1"], to=there)
         assert [s.ref for s, _ in result.failed] == ["a@0"]
         assert [s.ref for s in result.copied] == ["a@1"]
+
+
+def test_refs_and_run_are_refused_together_and_one_str_is_no_list(source):
+    with opened(source) as here:
+        with pytest.raises(InvalidInputError, match="pass either refs or run"):
+            here.copy(["a@0"], run="b", to=MemoryStore())
+        with pytest.raises(InvalidInputError, match="expected a list of str, got one str"):
+            here.forget_snapshots("a@0")
+
+
+def test_a_gc_that_cannot_read_an_object_stops_no_mirror(source, monkeypatch):
+    def unreadable(context):
+        raise StorageError("snapshots/b: 503")
+
+    retention = Retention("a", [KeepLast(1)])
+    with opened(source) as there:
+        monkeypatch.setattr(mirror_retention.gc, "collect", unreadable)
+        retention.apply(there.context)
+        assert retention.has_left
+        monkeypatch.undo()
+        retention.apply(there.context)
+        assert not retention.has_left
+    check_clean(source)

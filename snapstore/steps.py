@@ -398,7 +398,9 @@ class Steps:
             (context, ref), as_rank = self._place_of(step, read), self._as_rank(per_rank)
             is_others = partial(getattr, exchange, "has_heard", False)
             named = ref if isinstance(ref, str) else f"id:{ref.id}"
-            with newest_whole_named(context, named, is_others), exchange.told() if exchange else nullcontext():
+            elsewhere = self._mirror.advice if self._mirror and context is self.repository.context else lambda ref: ""
+            naming = newest_whole_named(context, named, is_others, elsewhere)
+            with naming, exchange.told() if exchange else nullcontext():
                 yield context, ref, replace(as_rank, exchange=exchange)
 
     def _exchange_of(self, read: str) -> Exchange | None:

@@ -24,12 +24,18 @@ log = logging.getLogger("snapstore")
 
 
 @contextmanager
-def newest_whole_named(context: Context, ref: str, is_others: Callable[[], bool] = lambda: False) -> Iterator[None]:
+def newest_whole_named(
+    context: Context,
+    ref: str,
+    is_others: Callable[[], bool] = lambda: False,
+    elsewhere: Callable[[str], str] = lambda ref: "",
+) -> Iterator[None]:
     """Run the block; if it fails to restore the newest snapshot of a run, add the newest whole one to the error.
 
     Args:
         ref: the reference of the snapshot that the block restores.
         is_others: returns whether the error is another rank's; that rank looks for the whole snapshot itself.
+        elsewhere: returns how to get the snapshot of a reference from another store, or nothing.
 
     Raises:
         IntegrityError, FormatError, StorageError: the error of the restore, with the name.
@@ -46,6 +52,7 @@ def newest_whole_named(context: Context, ref: str, is_others: Callable[[], bool]
         except SnapstoreError as failure:  # the error of the restore is the one to see
             log.info("found no whole snapshot to name: %s", failure)
             advice = ""
+        advice += elsewhere(ref)
         if not advice:
             raise
         first, *more = error.args

@@ -46,6 +46,7 @@ from ..protocol import tags
 from ..protocol.commit import Claim
 from ..protocol.forget import unforget
 from ..protocol.liveness import aborted
+from ..protocol.quarantine import has_bytes, in_need_of_quarantined, is_dropped, remove_note
 from ..protocol.revisions import create, retry_conflicts, same_content
 from ..protocol.same_repository import confirmed
 from ..protocol.session import Session
@@ -66,7 +67,8 @@ class CopyResult:
         url: URL of the destination.
         copied: the new snapshots there (of a dry run: those of the source).
         present: snapshots that were there already, by the destination's records.
-        left_out: snapshots that the destination has forgotten, and that were not named.
+        left_out: snapshots that the destination has forgotten, and that were not named. One that a repair there has
+            dropped because it was damaged is copied.
         failed: (snapshot of the source, why) for each that could not be copied; nothing of these was committed.
         unknown: key -> why, of records of the source that cannot be read or are gone; at most an older one was copied.
         read_bytes: bytes read of packs and manifests of the source.
@@ -160,7 +162,7 @@ class CopySession(Session):
     """The session of a copy: a claim to the next revision of a record. It chooses bases as a save does.
 
     Args:
-        there: the ruling record in the destination, which is not committed.
+        there: the ruling record in the destination. If it is committed, the copy uses its chunks that are not lost.
         source: the snapshot in its source.
         near: ids of snapshots that are likely to share chunks with it.
     """
@@ -168,7 +170,7 @@ class CopySession(Session):
     def __init__(self, context: Context, there: Snapshot, source: Snapshot, near: Sequence[str]) -> None:
         key = record_key(there.run, there.step, there.id, there.revision + 1)
         Claim.__init__(self, context, key, "copy", lambda _: there.revised())
-        self._index, self._also, self.parent = context.index, [*source.bases, *near], source.parent
+        self._index, self._also, self.parent = context.index, [there.id, *source.bases, *near], source.parent
         self.usable_bases: list[Snapshot] = []
         self.seq = 0
 
@@ -231,10 +233,11 @@ class Copier:
         return there
 
     def copy(self, snapshot: Snapshot, *, named: bool) -> Snapshot | None:
-        """Copy one snapshot as it is now, unless it is there.
+        """Copy one snapshot as it is now, unless it is there and seems to be whole.
 
         Args:
-            named: copy it even if the destination has forgotten it.
+            named: copy it even if the destination has forgotten it; and if it is there, look whether its packs and
+                manifests are. Without this, only the notes of a repair there count.
 
         Returns:
             The snapshot in the destination; None: it is forgotten there, and not `named`; or this is a dry run.
@@ -263,15 +266,15 @@ class Copier:
         if there is not None and (there.run, there.step) != (ruling.run, ruling.step):
             raise IntegrityError(f"{there.key} in {self._target.store.url}: has the same id, but is another snapshot")
         names = self._tags_of(here, before, ruling)
-        if there is not None and there.state == COMMITTED:
+        if there is not None and there.state == COMMITTED and self._seems_whole(there, named):
             return self._present(names, there)
-        if there is not None and there.state in (FORGOTTEN, SWEPT) and not named:
+        if there is not None and there.state in (FORGOTTEN, SWEPT) and not named and not is_dropped(there):
             self.result.left_out.append(there)
             return None
         if self.result.dry_run:
             self.result.copied.append(ruling)
             return None
-        if there is not None and there.state == FORGOTTEN:
+        if there is not None and there.state == FORGOTTEN and not is_dropped(there) and has_bytes(self._target, there):
             try:
                 there = unforget(self._target, f"id:{there.id}")
             except (NotFoundError, InvalidInputError) as error:  # it was collected, or brought back, since
@@ -283,6 +286,10 @@ class Copier:
             if same_content(self._source.index.refresh().get(ruling.id), ruling):
                 raise
             raise ConflictError(str(error)) from error  # it was rewritten or collected while we read it
+
+    def _seems_whole(self, there: Snapshot, named: bool) -> bool:
+        """Return whether a committed snapshot of the destination needs no copy; look for its objects if it is named."""
+        return has_bytes(self._target, there) if named else not in_need_of_quarantined(self._target, [there])
 
     def _present(self, names: Sequence[str], there: Snapshot) -> Snapshot:
         """Give a snapshot that is there some tags, and return it."""
@@ -300,13 +307,17 @@ class Copier:
         self._last[there.run] = there
         return there
 
-    def _copied(self, ruling: Snapshot, there: Snapshot | None, before: View, names: list[str]) -> Snapshot:
-        """Copy the blobs of a snapshot, and commit it in the destination with some tags."""
+    def _copied(self, ruling: Snapshot, known: Snapshot | None, before: View, names: list[str]) -> Snapshot:
+        """Copy the blobs of a snapshot, and commit it in the destination with some tags.
+
+        Args:
+            known: its record there; if it is committed, its bytes there are lost, and it keeps its tags.
+        """
         started = time.monotonic()
         found = list(all_manifests(ruling, self._read))
         with confirmed(self._target):
-            there = there or self.announce(ruling)
-            if there.state == COMMITTED:
+            there = known or self.announce(ruling)
+            if known is None and there.state == COMMITTED:
                 raise ConflictError("another process has copied it")
             if _is_fence(there):
                 there = msgspec.structs.replace(there, seq=self._begun(ruling).seq)
@@ -316,13 +327,15 @@ class Copier:
                 bases = load_bases(self._target, session, self._manifests)
                 moved = move(self._target, session, self._source.store, found, bases)
                 record = self._record(ruling, there, moved)
-                record = msgspec.structs.replace(record, tags=names)
+                record = msgspec.structs.replace(record, tags=[*dict.fromkeys([*there.tags, *names])])
                 session.confirm(moved.sizes)
                 session.publish(record)
             self._target.index.add(record, moved.top.headers | moved.below.headers)
             self._note(record, moved)
-            if record.tags and self._takes_tags:
-                record = tags.take(self._target, record.tags, record, before)
+            if known is not None:
+                remove_note(self._target.store, record)
+            if names and self._takes_tags:
+                record = tags.take(self._target, names, record, before)
         text = "run=%s step=%d copied to %s: %s read, %s stored, total=%.2fs"
         sizes = human_bytes(moved.read_bytes), human_bytes(sum(moved.sizes.values()))
         log.info(text, record.run, record.step, self._target.store.url, *sizes, time.monotonic() - started)

@@ -27,6 +27,7 @@ from ..errors import (
     IntegrityError,
     InvalidInputError,
     NotFoundError,
+    SnapstoreError,
     StorageError,
     StorageFullError,
     UnreadObjectError,
@@ -34,12 +35,12 @@ from ..errors import (
 from ..format.keys import parse_record_key
 from ..format.records import ABORTED, COMMITTED, FORGOTTEN, Snapshot
 from ..protocol.forget import ForgetResult, forget
-from ..protocol.quarantine import in_need_of_quarantined
+from ..protocol.quarantine import in_need_of_quarantined, is_dropped
 from ..protocol.same_repository import confirmed
 from ..text import some
 from .copy import COPY_BEGUN, Copier, require_same_seed
 from .mirror_failures import Failures
-from .mirror_order import MIRRORED, due_tags, free_tags, is_later, lacks, only_there, wanted
+from .mirror_order import MIRRORED, due_tags, free_tags, is_later, is_mirrored, lacks, only_there, wanted
 from .mirror_retention import Retention
 
 if TYPE_CHECKING:
@@ -382,8 +383,7 @@ class Mirror:
         """Note the snapshots whose records in the first store are not known, and which are not in the mirror."""
 
         def is_absent(name: str) -> bool:
-            known = there.get(name)
-            return known is None or known.state not in MIRRORED
+            return not is_mirrored(there.get(name))
 
         unknown = {name: step for name, step in here.unknown_steps(self.run).items() if is_absent(name)}
         with self._changed:
@@ -440,7 +440,7 @@ class Mirror:
                 is_newer = known.seq >= theirs.seq
             if is_newer if held is None else ours.seq >= held.seq:
                 return ours, False
-        return theirs, held is None or held.state not in (COMMITTED, FORGOTTEN)
+        return theirs, held is None or held.state not in (COMMITTED, FORGOTTEN) or is_dropped(held)
 
     def view(self) -> View | None:
         """Return what the mirror has; None if it cannot be reached."""
@@ -449,6 +449,17 @@ class Mirror:
         except (StorageError, NotFoundError) as error:
             self._warn(error)
             return None
+
+    def advice(self, ref: str) -> str:
+        """Return the end of an error of a restore from the first store: how the mirror helps; empty if it does not."""
+        there, found = self.view(), None
+        with suppress(SnapstoreError):  # the error of the restore is the one to see
+            found = self._source.index.refresh().resolve(ref)
+        known = there.get(found.id) if there is not None and found is not None else None
+        if found is None or known is None or known.state not in (COMMITTED, FORGOTTEN) or is_dropped(known):
+            return ""
+        copy = f"snapstore copy id:{found.id[:12]} --repo {self.url} --to {self._source.store.url}"
+        return f"; {self.url} has {found.ref} too: to bring it back, run 'snapstore repair --apply', then '{copy}'"
 
     def nearest(self, name: str) -> Context:
         """Return the repository from which a snapshot of the run is to be restored.

@@ -18,15 +18,25 @@ from .. import retention
 from ..catalog.history import View
 from ..errors import InvalidInputError, NotFoundError
 from ..format.records import COMMITTED, FORGOTTEN, SWEPT, Snapshot
+from ..protocol.quarantine import is_dropped
 
 #: The states, in the mirror, of a snapshot that was mirrored once.
 MIRRORED = (COMMITTED, FORGOTTEN, SWEPT)
 
 
+def is_mirrored(known: Snapshot | None) -> bool:
+    """Return whether a mirror has a snapshot, or had it and did not lose it, by its record there."""
+    return known is not None and known.state in MIRRORED and not is_dropped(known)
+
+
 def lacks(here: View, there: View, snapshot: Snapshot) -> bool:
-    """Return whether a mirror is to get a committed snapshot: it never had it, or it has forgotten a tagged one."""
+    """Return whether a mirror is to get a committed snapshot.
+
+    It never had it, or a repair has dropped it there, or the mirror has forgotten it and it is tagged.
+    """
     known = there.get(snapshot.id)
-    return known is None or known.state not in ((COMMITTED,) if due_tags(here, there, snapshot) else MIRRORED)
+    is_due = known is not None and known.state != COMMITTED and bool(due_tags(here, there, snapshot))
+    return is_due or not is_mirrored(known)
 
 
 def wanted(
@@ -115,7 +125,8 @@ def is_later(there: Snapshot, here: Snapshot) -> bool:
 def only_there(here: View, view_of_mirror: Callable[[], View | None], run: str, name: str) -> Snapshot | None:
     """Return the snapshot that a step, a tag or a word names, if only the mirror has it; None: read the first store.
 
-    A forgotten snapshot of the first store counts only if no store has a committed one.
+    A forgotten snapshot of the first store counts only if no store has a committed one. One that a repair has dropped
+    there counts only if the mirror does not have it.
 
     Args:
         view_of_mirror: returns what the mirror has; None if it cannot be reached. It is called only if it matters.
@@ -141,5 +152,5 @@ def only_there(here: View, view_of_mirror: Callable[[], View | None], run: str, 
         return there.resolve(ref)
     with suppress(NotFoundError):
         found = there.resolve(ref, (COMMITTED,))
-        return None if found.id == forgotten.id else found
+        return None if found.id == forgotten.id and not is_dropped(forgotten) else found
     return None

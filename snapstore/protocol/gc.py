@@ -46,13 +46,11 @@ from ..text import brief, counted, some, strip_hint
 from ..threads import Threads
 from .liveness import examine, fence_if_dead, listed_sessions
 from .marks import MARK_LIMIT_BYTES, standing_marks
-from .quarantine import in_quarantine, remove_notes_of_swept
+from .quarantine import in_quarantine, is_dropped, remove_notes_of_swept
 from .revisions import hidden_revision, put, retry_conflicts, revise
 from .unexplained_objects import find_damaged, find_unexplained, require_explained
 
 DEFAULT_FENCE_AFTER_S = 3600.0
-#: The reason of a snapshot begins with this if a repair has forgotten it because it stays damaged.
-DROPPED = "damaged: "
 #: With FEW_OBJECTS packs or manifests, or more, they are listed in parallel, by the first two digits of their names.
 FEW_OBJECTS, LISTINGS_AT_ONCE = 8000, 16
 #: Between so many deletes, a gc asks whether to stop.
@@ -332,7 +330,7 @@ def _write_swept(context: Context, view: View, doomed: set[str]) -> None:
     """
     for snapshot, keys in all_needed_keys(context.index, view.snapshots(states=(FORGOTTEN,))):
         # A bad sector must not stop every gc: a snapshot that a repair has dropped may be deleted unread.
-        if isinstance(keys, StorageError) and not snapshot.reason.startswith(DROPPED):
+        if isinstance(keys, StorageError) and not is_dropped(snapshot):
             raise keys  # it cannot be read, which does not say that it is gone
         # Another error: its manifest is gone, because an earlier sweep died before it wrote this revision.
         if isinstance(keys, SnapstoreError) or not keys.isdisjoint(doomed):

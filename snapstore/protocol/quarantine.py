@@ -1,7 +1,7 @@
-"""Quarantine: which packs a repair has found damaged, and which snapshots need one.
+"""Quarantine: which packs a repair has found damaged, which snapshots need one, and which a repair has given up.
 
-In: the notes below `gc/`. Out: keys of packs, or ids of snapshots. No save builds on a pack in quarantine, and no gc
-deletes it.
+In: the notes below `gc/`, and records. Out: keys of packs, ids of snapshots, or answers about one. No save builds on a
+pack in quarantine, and no gc deletes it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,13 @@ from collections.abc import Iterable, Sequence
 from ..catalog.needed_keys import all_needed_keys
 from ..catalog.read_twice import listed
 from ..context import Context
-from ..format.keys import lost_names, quarantined_names
-from ..format.records import SWEPT, Lost, Snapshot
+from ..errors import SnapstoreError
+from ..format.keys import lost_names, pack_key, quarantined_names
+from ..format.records import FORGOTTEN, SWEPT, Lost, Snapshot
 from ..storage.base import ObjectStore
+
+#: The reason of a snapshot begins with this if a repair has forgotten it because it stays damaged.
+DROPPED = "damaged: "
 
 
 def in_quarantine(store: ObjectStore) -> set[str]:
@@ -33,6 +37,27 @@ def in_need_of_quarantined(context: Context, snapshots: Sequence[Snapshot]) -> s
             s.id for s, keys in all_needed_keys(context.index, snapshots) if not isinstance(keys, set) or keys & damaged
         }
     return found
+
+
+def is_dropped(snapshot: Snapshot) -> bool:
+    """Return whether a repair has forgotten a snapshot because it stays damaged: nobody chose to be without it."""
+    return snapshot.state in (FORGOTTEN, SWEPT) and snapshot.reason.startswith(DROPPED)
+
+
+def has_bytes(context: Context, snapshot: Snapshot) -> bool:
+    """Return whether the packs and manifests of a snapshot are there with their sizes, and not in quarantine."""
+    sizes = {ref.key: ref.size_bytes for ref in snapshot.manifests}
+    for header in context.index.headers(snapshot.manifests):
+        if isinstance(header, SnapstoreError):
+            return False
+        sizes |= {child.key: child.size_bytes for child in header.children}
+        sizes |= zip(map(pack_key, header.pack_names), header.pack_size_list, strict=True)
+    return context.store.sizes(list(sizes)) == sizes and not in_need_of_quarantined(context, [snapshot])
+
+
+def remove_note(store: ObjectStore, snapshot: Snapshot) -> None:
+    """Delete the note of a snapshot that lacked a manifest, if there is one: it has all its manifests again."""
+    store.delete([Lost(id=snapshot.id, found=0, reason="").key])
 
 
 def remove_notes_of_swept(context: Context, keys: Iterable[str]) -> None:

@@ -64,6 +64,7 @@ from ..format import records
 from ..format.keys import UNKNOWN_RUN, lost_names, quarantined_names
 from ..format.records import ABORTED, COMMITTED, FORGOTTEN, Config, Lost, Quarantine, Session, Snapshot
 from ..protocol import gc, liveness, revisions
+from ..protocol.quarantine import DROPPED
 from ..text import strip_hint
 from .heal import Healer, Healing, renew_list
 from .report import RepairAction, RepairResult
@@ -451,7 +452,7 @@ class _Repair:
 
     def _forget(self, snapshot: Snapshot, why: str) -> None:
         # Only this revision: a later one may be healed.
-        revisions.revise(self._context, snapshot, state=FORGOTTEN, policy="", reason=f"{gc.DROPPED}{why}"[:500])
+        revisions.revise(self._context, snapshot, state=FORGOTTEN, policy="", reason=f"{DROPPED}{why}"[:500])
 
     def _purge(self) -> None:
         """Take packs that no snapshot needs out of quarantine, so that gc deletes them."""

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from kit.damage import three
 from kit.faults import READ_FAULTS, FaultStore, Unreadable
 from kit.objects import clone, flip, keys_of
 from kit.processes import environment
@@ -494,3 +495,62 @@ def test_a_gc_that_cannot_read_an_object_stops_no_mirror(source, monkeypatch):
         retention.apply(there.context)
         assert not retention.has_left
     check_clean(source)
+
+
+# --- lost in the destination -----------------------------------------------------------------------------------------
+
+
+def lost(store, ref, kind="packs/"):
+    """Delete the objects of a kind that only one snapshot needs; return the snapshot."""
+    with opened(store) as repository:
+        snapshot = repository.snapshot(ref)
+        others = {key for s in repository.snapshots() if s.id != snapshot.id for key in objects_of(store, s)}
+    keys = [key for key in objects_of(store, snapshot) if key not in others and key.startswith(kind)]
+    assert keys
+    store.delete(keys)
+    return snapshot
+
+
+@pytest.mark.parametrize("collected", [False, True], ids=["forgotten", "swept"])
+@pytest.mark.parametrize("kind", ["packs/", "manifests/"])
+@pytest.mark.parametrize("named", [True, False], ids=["named", "run"])
+def test_what_a_repair_has_dropped_in_the_destination_is_copied_again(kind, collected, named):
+    to, _ = copied(source := three(), run="a")
+    snapshot = lost(to, "a@2", kind)
+    with opened(to) as repository:
+        assert [s.id for s in repository.repair(apply=True, drop=True).dropped] == [snapshot.id]
+        if collected:
+            repository.gc()
+    _, result = copied(source, *(["a@2"] if named else []), to=to, **({} if named else {"run": "a"}))
+    assert [s.id for s in result.copied] == [snapshot.id]
+    with opened(to) as repository:
+        assert same(repository.restore("a@2"), values("a", 2))
+        assert repository.in_need_of_quarantined(repository.snapshots()) == set()  # else policies would not count it
+
+
+@pytest.mark.parametrize("kind", ["packs/", "manifests/"])
+@pytest.mark.parametrize("repaired", [False, True], ids=["unnoticed", "noted"])
+def test_a_committed_snapshot_that_lost_bytes_is_copied_again(kind, repaired):
+    to, _ = copied(source := three(), run="a")
+    with opened(to) as repository:
+        repository.tag("a@2", "mine")
+    snapshot = lost(to, "a@2", kind)
+    if repaired:
+        with opened(to) as repository:
+            repository.repair(apply=True)
+    _, result = copied(source, *([] if repaired else ["a@2"]), to=to, **({"run": "a"} if repaired else {}))
+    assert [s.id for s in result.copied] == [snapshot.id]
+    with opened(to) as repository:
+        assert same(repository.restore("a@mine"), values("a", 2))
+        assert repository.in_need_of_quarantined(repository.snapshots()) == set()
+
+
+def test_a_forgotten_snapshot_that_lost_bytes_is_copied_and_not_brought_back():
+    to, _ = copied(source := three(), run="a")
+    snapshot = lost(to, "a@2")
+    with opened(to) as repository:
+        repository.forget_snapshots(["a@2"], force=True)
+    _, result = copied(source, "a@2", to=to)
+    assert [s.id for s in result.copied] == [snapshot.id]
+    with opened(to) as repository:
+        assert same(repository.restore("a@2"), values("a", 2))

@@ -9,9 +9,10 @@ from contextlib import suppress
 
 import pytest
 
+from kit.damage import three, wound
 from kit.faults import READ_FAULTS, FaultStore, Unreadable
 from kit.mirrored import manager, saved, steps_in, until
-from kit.repositories import OPTIONS, check_clean, created, objects_of, opened, save
+from kit.repositories import OPTIONS, check_clean, created, objects_of, opened, same, save, values
 from snapstore import IntegrityError, KeepLast, Repository, StorageError, StorageFullError
 from snapstore.copy import mirror as mirrors
 from snapstore.copy.copy import Copier
@@ -217,3 +218,58 @@ def test_two_threads_open_the_mirror_once(monkeypatch):
         for thread in threads:
             thread.join()
     assert len(count) == 1
+
+
+# --- lost in one store -----------------------------------------------------------------------------------------------
+
+
+def dropped(store, step, *, collected):
+    """Delete the objects that only one step needs, and let a repair drop the step."""
+    with opened(store) as repository:
+        snapshot = repository.snapshot(f"a@{step}")
+        others = {key for s in repository.snapshots() if s.id != snapshot.id for key in objects_of(store, s)}
+        store.delete([key for key in objects_of(store, snapshot) if key not in others])
+        assert [s.step for s in repository.repair(apply=True, drop=True).dropped] == [step]
+        if collected:
+            repository.gc()
+
+
+@pytest.mark.parametrize("collected", [False, True], ids=["forgotten", "swept"])
+@pytest.mark.parametrize("ref", [None, 2, 1])
+def test_a_step_that_a_repair_has_dropped_comes_back_from_the_mirror(ref, collected):
+    fast, slow = three(), MemoryStore()
+    with manager(fast, slow) as snapshots:
+        assert snapshots.wait_until_mirrored(20) == []
+    dropped(fast, 2 if ref is None else ref, collected=collected)
+    with manager(fast, slow) as snapshots:
+        assert snapshots.latest_step() == 2
+        assert same(snapshots.restore(ref), values("a", 2 if ref is None else ref))
+    assert steps_in(fast) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("collected", [False, True], ids=["forgotten", "swept"])
+def test_a_mirror_gets_back_what_a_repair_has_dropped_there(collected):
+    fast, slow = three(), MemoryStore()
+    with manager(fast, slow) as snapshots:
+        assert snapshots.wait_until_mirrored(20) == []
+    dropped(slow, 2, collected=collected)
+    with manager(fast, slow) as snapshots:
+        assert snapshots.wait_until_mirrored(20) == []
+    assert steps_in(slow) == [0, 1, 2]
+    with opened(slow) as repository:
+        assert same(repository.restore("a@2"), values("a", 2))
+
+
+def test_the_error_of_a_damaged_step_names_the_mirror_that_has_it():
+    fast, slow = three(), MemoryStore()
+    with manager(fast, slow) as snapshots:
+        assert snapshots.wait_until_mirrored(20) == []
+    wound(fast, "a@2")
+    with manager(fast, slow) as snapshots:
+        for ref in (None, 2):
+            with pytest.raises(IntegrityError, match="'snapstore repair --apply', then 'snapstore copy id:"):
+                snapshots.restore(ref)
+        with opened(fast) as repository, opened(slow) as mirror:
+            repository.repair(apply=True)
+            assert [s.step for s in mirror.copy(["a@2"], to=repository).copied] == [2]
+        assert same(snapshots.restore(), values("a", 2))

@@ -187,6 +187,7 @@ class _Mover:
         ends = np.cumsum([len(part.keys) for part in self._parts])
         of = np.searchsorted(ends, firsts, "right")
         names = list(self._names)
+        self._require_packs(names, np.unique(self._keys >> OFFSET_BITS).tolist())
         with Threads(READ_AHEAD) as readers:
             for number, part in enumerate(self._parts):
                 chosen = np.flatnonzero(of == number)
@@ -204,6 +205,17 @@ class _Mover:
         self._packs.finish()
         self.moved.blobs = len(self._keys)
         self.moved.sizes = dict(zip(map(pack_key, self._packs.names), self._packs.sizes, strict=True))
+
+    def _require_packs(self, names: Sequence[str], packs: Sequence[int]) -> None:
+        """Look before the first put whether the source has the packs: a copy that fails leaves what it has put.
+
+        Raises:
+            IntegrityError: one is missing, or damaged.
+        """
+        found = self._source.sizes([pack_key(names[n]) for n in packs])
+        for n in packs:
+            if found.get(pack_key(names[n])) != self._sizes[n]:
+                self._pack_of(names[n], self._sizes[n])  # raises, unless the answer was wrong
 
     def _part(self, ref: ManifestRef, m: Manifest, known: _Known) -> _Part:
         """Choose, for each chunk, the links of its chain that are copied, and the links of the bases that follow."""

@@ -554,3 +554,16 @@ def test_a_forgotten_snapshot_that_lost_bytes_is_copied_and_not_brought_back():
     assert [s.id for s in result.copied] == [snapshot.id]
     with opened(to) as repository:
         assert same(repository.restore("a@2"), values("a", 2))
+
+
+@pytest.mark.parametrize("is_cut", [False, True], ids=["missing", "cut"])
+def test_a_source_that_lacks_a_pack_leaves_nothing_in_the_destination(is_cut):
+    source, to = three(), MemoryStore()
+    with opened(source) as repository:
+        for key in [key for key in objects_of(source, repository.snapshot("a@2")) if key.startswith("packs/")][-1:]:
+            data = source.get(key)
+            source.delete([key])
+            if is_cut:
+                source.put(key, data[:-1])
+        assert [s.step for s, _ in repository.copy(["a@2"], to=to).failed] == [2]
+    assert keys_of(to, "packs/") == []

@@ -64,7 +64,7 @@ def test_restored_by_a_gpu(golden, device, recoded):
     expected = json.loads((HERE / "ans-v1" / "expected.json").read_text())["snapshots"]
     if recoded:
         golden.recode([f"ans@{step}" for step in range(ANS_STEPS)], codec="portable")
-        assert golden.gc().deleted
+        assert golden.gc().deleted_objects
     assert golden.check("restore").ok
     for e in expected:
         found = golden.restore(f"ans@{e['step']}", device=device)["model"]

@@ -16,6 +16,7 @@ from benchmarks.page import MET, ROOT, place, table
 
 RECORDS = (
     "gpu", "gpu-slower-host", "gpu-third-host", "gpu-newest", "gpu-h100", "gpu-32-cores", "gpu-llamas", "gpu-sparse",
+    "gpu-peers",
 )  # fmt: skip
 Record = Mapping[str, Any]
 
@@ -97,11 +98,13 @@ def figures(record: Record) -> dict[str, tuple[float | None, bool | None]]:
 
 
 def section(records: Mapping[str, Record]) -> str:
-    """Machines and figures of all records; stored bytes of the newest that has them; peers of the first."""
-    first = next(iter(records.values()))
-    newest = max(records.values(), key=lambda record: ("sizes" in record["sections"], record["date"]))
+    """Machines and figures of all records; stored bytes and peers of the newest that has them."""
+    newest, peers = (
+        max(records.values(), key=lambda record: (name in record["sections"], record["date"]))
+        for name in ("sizes", "peers")
+    )
     machines = [f"- {name}: {_machine(record)}\n" for name, record in records.items()]
-    return "\n".join(["", "".join(machines), _figures(records), _stored(newest), _peers(first), ""])
+    return "\n".join(["", "".join(machines), _figures(records), _stored(newest), _peers(peers), ""])
 
 
 def _machine(record: Record) -> str:

@@ -327,7 +327,8 @@ class Copier:
                 bases = load_bases(self._target, session, self._manifests)
                 moved = move(self._target, session, self._source.store, found, bases)
                 record = self._record(ruling, there, moved)
-                record = msgspec.structs.replace(record, tags=[*dict.fromkeys([*there.tags, *names])])
+                kept = there.tags if there.state == COMMITTED else []  # others may have the tags of a dropped one
+                record = msgspec.structs.replace(record, tags=[*dict.fromkeys([*kept, *names])])
                 session.confirm(moved.sizes)
                 session.publish(record)
             self._target.index.add(record, moved.top.headers | moved.below.headers)

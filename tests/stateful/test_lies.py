@@ -457,8 +457,8 @@ def test_requests_of_a_save_beside_packs_and_manifests(monkeypatch):
     beside = [one for one in asked if one[1] not in ("packs", "manifests")]
     session, record = "sessions", "snapshots"
     assert beside == [
-        ("get", "config"), ("lock", session), ("list", "gc"), ("list", "gc"), ("list", record), ("sizes", ""),
-        ("get", session), ("put", record), ("get", record), ("release", session),
+        ("get", "config"), ("lock", session), ("list", "gc"), ("list", "gc"), ("list", record), ("list", record),
+        ("sizes", ""), ("get", session), ("put", record), ("get", record), ("release", session),
     ]  # fmt: skip
 
 

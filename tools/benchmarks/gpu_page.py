@@ -12,11 +12,11 @@ from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
 from benchmarks.gpu_peers import better_recipes
-from benchmarks.page import MET, ROOT, place, table
+from benchmarks.page import ROOT, place, table
 
 RECORDS = (
     "gpu", "gpu-slower-host", "gpu-third-host", "gpu-newest", "gpu-h100", "gpu-32-cores", "gpu-llamas", "gpu-sparse",
-    "gpu-peers",
+    "gpu-peers", "gpu-h100-llamas",
 )  # fmt: skip
 Record = Mapping[str, Any]
 
@@ -103,27 +103,34 @@ def section(records: Mapping[str, Record]) -> str:
         max(records.values(), key=lambda record: (name in record["sections"], record["date"]))
         for name in ("sizes", "peers")
     )
-    machines = [f"- {name}: {_machine(record)}\n" for name, record in records.items()]
-    return "\n".join(["", "".join(machines), _figures(records), _stored(newest), _peers(peers), ""])
+    return "\n".join(["", _machines(records), _figures(records), _stored(newest), _peers(peers), ""])
 
 
-def _machine(record: Record) -> str:
-    machine, versions = record["machine"], record["versions"]
-    return (
-        f"{record['date']}, {record['seconds']:.0f} s, {machine['device']}, {machine['cores']} cores, driver "
-        f"{machine['driver']}, " + ", ".join(f"{name} {version}" for name, version in versions.items())
-    )
+def _machines(records: Mapping[str, Record]) -> str:
+    rows = (
+        (f"[{name}](benchmarks/{name}.json)", record["date"][:16], f"{record['seconds']:.0f} s",
+         record["machine"]["device"], record["machine"]["cores"])
+        for name, record in records.items()
+    )  # fmt: skip
+    return table(("record, with the versions of all packages", "begun (UTC)", "took", "device", "cores"), rows)
 
 
 def _figures(records: Mapping[str, Record]) -> str:
-    every = [figures(record) for record in records.values()]
+    """A row for every figure: for each kind of device the least and the greatest value, and how many met the goal."""
+    devices: dict[str, list[dict[str, tuple[float | None, bool | None]]]] = {}
+    for record in records.values():
+        devices.setdefault(record["machine"]["device"].split(" 80GB")[0], []).append(figures(record))
     rows = []
     for name, goal in GOALS.items():
-        met = [MET[found[name][1]] for found in every if found[name][0] is not None]
-        met = met or [MET[goal.met(None)]]
-        values = [f"{_number(found[name][0], goal.scale)} {goal.unit}" for found in every]
-        rows.append((goal.label, *values, goal.goal, met[0] if len(set(met)) == 1 else ", ".join(met)))
-    return table(("figure", *records, "goal", "met"), rows)
+        cells = []
+        for found in devices.values():
+            values = sorted(value for figure in found if (value := figure[name][0]) is not None)
+            ends = dict.fromkeys(_number(value, goal.scale) for value in values[:1] + values[-1:])
+            met = [figure[name][1] for figure in found if figure[name][0] is not None]
+            count = f"**{sum(map(bool, met))}** of {len(met)}" if met.count(False) else f"{len(met)} of {len(met)}"
+            cells += [f"{' - '.join(ends)} {goal.unit}" if ends else "-", count if met and goal.sign else ""]
+        rows.append((goal.label, goal.goal, *cells))
+    return table(("figure", "goal", *(title for device in devices for title in (device, "met by"))), rows)
 
 
 def _number(value: float | None, scale: float = 1) -> str:

@@ -1,4 +1,7 @@
-"""Puts this folder on the path, so that every test finds the kit, and chooses which samples a run tries.
+"""Puts this folder on the path, so that every test finds the kit, and chooses the cases that a run tries.
+
+`@pytest.mark.sampled(n)` marks a test of many cases: a run tries n of them, other ones each time. All of them run if
+`THOROUGH`, or if the command line names a test (`FILE::TEST`, `-k`).
 
 A time limit in a test judges a hang, never speed: other processes may be busy. So hypothesis judges no example by its
 time, whatever profile the environment suggests.
@@ -18,12 +21,13 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import hypothesis
 import pytest
 
-from kit.samples import THOROUGH
+from kit.samples import SEED, THOROUGH
 from snapstore.chunks.limits import available_bytes
 
 #: Until then threads have closed what the collector found; judges a hang.
@@ -43,8 +47,7 @@ hypothesis.settings.load_profile("snapstore")
 
 
 def pytest_configure(config):
-    """Workers of xdist inherit seed and folder."""
-    os.environ.setdefault("SNAPSTORE_TEST_SEED", str(random.randrange(1_000_000)))
+    """Workers of xdist inherit the folder."""
     config.stash[_FOLDER] = None
     place = os.environ.get("SNAPSTORE_TEST_DIR") or (MEMORY if _has_room() and not THOROUGH else None)
     if place and config.option.basetemp is None:
@@ -62,9 +65,25 @@ def _has_room():
     return False
 
 
-def pytest_collection_modifyitems(items):
-    """Begin with the longest tests: at the end they would run alone, one after the other."""
+def pytest_collection_modifyitems(config, items):
+    """Drop the cases that the samples leave out. Begin with the longest tests: at the end they would run alone."""
+    if not (THOROUGH or config.option.keyword or any("::" in argument for argument in config.args)):
+        left_out = {item for cases in _sampled(items).values() for item in cases}
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: not item.path.name.startswith(LONGEST))
+
+
+def _sampled(items):
+    """Return the cases that the sample of each test leaves out."""
+    tests = defaultdict(list)
+    for item in items:
+        if mark := item.get_closest_marker("sampled"):
+            tests[item.nodeid.partition("[")[0], *mark.args].append(item)
+    for (name, count), cases in tests.items():
+        for item in random.Random(f"{SEED} {name}").sample(cases, min(count, len(cases))):
+            cases.remove(item)
+    return tests
 
 
 def pytest_unconfigure(config):
@@ -110,9 +129,7 @@ def require_closed(request, before):
 
 def pytest_terminal_summary(terminalreporter, config):
     if terminalreporter.stats.get("failed"):
-        terminalreporter.write_line(
-            f"the samples of this run again: SNAPSTORE_TEST_SEED={os.environ['SNAPSTORE_TEST_SEED']}"
-        )
+        terminalreporter.write_line(f"the samples of this run again: SNAPSTORE_TEST_SEED={SEED}")
         if config.stash[_FOLDER] and "CI" not in os.environ:
             terminalreporter.write_line(f"files of the tests that failed: {config.stash[_FOLDER]}; remove it")
             config.stash[_FOLDER] = None

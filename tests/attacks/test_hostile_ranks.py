@@ -263,6 +263,7 @@ def verbs(repository: Repository, store: MemoryStore, random: Random) -> Iterato
     yield "gc", repository.gc
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", range(FORGED))
 def test_any_manifest_of_ranks(number):
     """Mitigation: every field is typed, and children, boxes, pages and own values are compared with the root."""

@@ -224,6 +224,7 @@ HOSTILE_FIELDS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("field", [*HOSTILE_FIELDS, "all but the state", "all"])
 def test_forged_records(root, field):
     names = [
@@ -269,6 +270,7 @@ def objects(name):
     ]  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("number", range(len(objects(HOSTILE))))
 def test_forged_objects_of_other_kinds(root, number):
     key, value = objects(HOSTILE)[number]
@@ -296,6 +298,7 @@ def test_damage(root, prefix):
         shell(*args)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("folder", ["", "packs", "packs/ab", "snapshots", "snapshots/r", "sessions", "gc", "policies"])
 @pytest.mark.parametrize("kind", ["file", "link"])
 def test_foreign_files(root, folder, kind):

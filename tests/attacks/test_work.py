@@ -73,6 +73,7 @@ VERBS = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("verb", VERBS)
 def test_chains_that_share_their_blobs(verb, kept):
@@ -398,7 +399,7 @@ def hostile(draw):
     return world
 
 
-@settings(max_examples=8 * EXAMPLES, deadline=None)
+@settings(max_examples=5 * EXAMPLES, deadline=None)
 @given(hostile(), st.lists(st.sampled_from(sorted(VERBS)), min_size=1, max_size=4))
 def test_every_verb_on_every_hostile_repository(world, verbs):
     """Mitigation: all of the above. The stored bytes and the limit on decoding bound time and memory."""

@@ -21,6 +21,7 @@ SECONDS = 5.0
 ROUGH = ["links", "mounts", "renames", "everything"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.timeout(1200 + 20 * EXAMPLES)
 @pytest.mark.parametrize("kind", ["processes", *(ROUGH if THOROUGH else [ROUGH[SEED % len(ROUGH)]])])

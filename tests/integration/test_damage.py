@@ -55,6 +55,7 @@ NONE_WHOLE = "no older snapshot of run 'a' is whole"
 COMMANDS = {"policy": "snapstore forget --run a --keep-...", "manifest": "snapstore repair --drop"}
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize(("name", "how"), damage.cases())
 def test_check_tells_the_truth(name, how):
     wanted = everyone(repository())
@@ -95,6 +96,7 @@ def error_of(store, snapshot):
     return None
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize(("name", "how"), damage.cases())
 def test_the_error_of_a_damaged_newest_snapshot_names_the_newest_whole_one(name, how):
     wanted = everyone(repository())
@@ -111,6 +113,7 @@ def test_the_error_of_a_damaged_newest_snapshot_names_the_newest_whole_one(name,
     assert str(error).endswith(f"; {end or NONE_WHOLE}")
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize(("name", "how"), damage.cases())
 def test_repair_restores_what_it_can(name, how):
     wanted = everyone(repository())
@@ -191,6 +194,7 @@ def copy_of_it():
     return target
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("how", DAMAGES)
 @pytest.mark.parametrize("made", [source_of_copies, copy_of_it])
 def test_any_record_of_a_run_with_fences_rewrites_and_copies(made, how):
@@ -326,6 +330,7 @@ class Operator:
             self.objects.clock = lambda: later
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", CLASSES)
 def test_the_commands_that_check_prints_lead_to_the_end(name, monkeypatch):
     """Follow the advice of check for some rounds: it ends, and no snapshot is lost that was not reported as lost."""

@@ -89,6 +89,7 @@ def test_listings(files):
     assert len(list(files.walk(""))) == 4
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "path", ["none@1", "exp1@9/model.safetensors", "exp1@1/none.safetensors", "exp1@1/model", "exp1@1/.safetensors",
              "exp1@1/odd/part.safetensors", "exp1@1/model.safetensors/x", "exp1"]

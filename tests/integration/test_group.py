@@ -91,6 +91,7 @@ def shared(folder, name="shared"):
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("first", UMASKS)
 @pytest.mark.parametrize("second", UMASKS)
 def test_two_users_of_a_group(folder, first, second):

@@ -51,6 +51,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("background", [True, False])
 def test_many_saves_in_one_process(tmp_path, background):

@@ -194,6 +194,7 @@ def hooks(seen):
 ENDS = {"epochs": {}, "steps": {"max_steps": 24}, "early stopping": {}, "validations": {"val_check_interval": 0.5}}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore")  # Lightning warns about the number of workers
 @pytest.mark.parametrize("when", ["step", "validation"])
 @pytest.mark.parametrize("end", ENDS)

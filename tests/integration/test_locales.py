@@ -77,6 +77,7 @@ def verbs(locale, folder, *lines):
     return done.stdout.decode("ascii" if "ASCII" in locale or locale == "none" else "utf-8").splitlines()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("locale", LOCALES)
 def test_the_shell(tmp_path, locale):
     state = {"gewicht ü\u2028": torch.arange(5000), "w": torch.ones(3)}
@@ -114,6 +115,7 @@ def test_the_shell(tmp_path, locale):
         assert [s.step for s in repository.snapshots()] == [3]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("locale", LOCALES)
 def test_training(tmp_path, locale):
     done = process(locale, tmp_path, "-c", TRAIN, os.fsencode(tmp_path / NAME).hex())

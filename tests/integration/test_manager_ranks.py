@@ -531,6 +531,7 @@ def test_stages_of_a_pipeline_restore_what_they_have(store, cuts):
             assert all(same(value, values[name]) for name, value in present.items())
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("async_save", [True, False])
 @pytest.mark.parametrize("copied", ["whole", "shares"])
 @pytest.mark.parametrize("change", ["rank 1", "ranks 1, 2", "ranks 0, 2", "all", "a layer moves"])

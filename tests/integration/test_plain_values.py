@@ -316,6 +316,7 @@ def test_pages_that_hold_no_tree(node):
     hostile_tree(["pages", 0, 1], page_entry(0, 1, SIZE), packed_page(node))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("byte", "limit"), [(0x00, "64M"), (0x00, "300M"), (0x90, "2G"), (0xE0, "2G")])
 def test_pages_that_repeat_a_chunk_many_times(monkeypatch, byte, limit):
     """References to one chunk claim many MB of nodes; the values would need far more memory, and are not built."""

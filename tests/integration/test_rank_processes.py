@@ -115,6 +115,7 @@ def check(folder, ranks, hit, repository=None):
     return steps
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["fsdp", "ddp"])
 def test_a_job_saves_and_resumes_on_other_numbers_of_ranks(tmp_path, parallel):
@@ -140,6 +141,7 @@ def test_collectives_of_every_kind_are_counted(tmp_path):
 CASES = [(rank, point, sent) for sent in ("SIGKILL", "SIGSTOP") for rank in (0, 1) for point in POINTS[rank]]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("rank", "point", "sent"), some(CASES, 4))
 def test_a_rank_is_killed_or_stopped_in_a_save(tmp_path, rank, point, sent):

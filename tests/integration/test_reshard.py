@@ -118,6 +118,7 @@ def check_into(repository, ref, name):
                 assert torch.equal(local_of(value), expected(value, whole)), (name, rank, key)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("saved", SHARDINGS)
 def test_every_sharding(repository, saved):
     """From each sharding into each other one, and as whole tensors."""
@@ -347,6 +348,7 @@ def shardings(whole, name):
     return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("saved", "name"), CHANGES)
 def test_only_overlapping_chunks_are_decoded(monkeypatch, saved, name):
     """All ranks together decode as many bytes as the boxes alone predict."""

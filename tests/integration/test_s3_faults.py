@@ -138,6 +138,7 @@ def listing(method: str, target: str) -> bool:
 # --- the commit ---
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "how"),
     cases(("snapshots", "reset"), ("snapshots", "stall"), ("packs", "close"), ("manifests", "reset"),
@@ -220,6 +221,7 @@ def needed(repository) -> list[tuple[str, int]]:
     return [(s.ref, s.revision) for s in repository.snapshots()]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("what", ["lost", "stays"])
 @pytest.mark.parametrize("kind", KINDS if THOROUGH else ["snapshots", "packs"])
 @pytest.mark.parametrize("verb", REWRITES)
@@ -316,6 +318,7 @@ def test_a_storm_that_passes(world, status, code):
     world.check([0, 1, 2])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "status", "code"),
     cases(("packs", 503, "SlowDown"), ("snapshots", 500, "InternalError"), ("sessions", 500, "InternalError"),
@@ -344,6 +347,7 @@ def test_puts_that_always_break_off(world, how):
     world.check([0, 1])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "how"),
     cases(("snapshots", "reset"), ("packs", "close"), ("packs", "stall"), ("manifests", "reset"),

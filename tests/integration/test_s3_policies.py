@@ -352,6 +352,7 @@ def test_quarantine_notes(scene, rights):
     assert pack in keys_of(scene.owner, "packs/")
 
 
+@pytest.mark.sampled(1)
 @needs_server
 def test_other_runs(scene, rights):
     with opened(scene.writer) as repository:
@@ -376,6 +377,7 @@ def test_its_own_run(scene):
         assert [s.step for s in repository.forget([KeepLast(1)], run="mine").forgotten] == [0]
 
 
+@pytest.mark.sampled(2)
 @needs_server
 @pytest.mark.parametrize("run", ["mine", "theirs"])
 def test_a_damaged_base(scene, rights, run):
@@ -447,6 +449,7 @@ def test_stopping_gc(scene):
     assert len(check_restores(scene.repository)) == 1
 
 
+@pytest.mark.sampled(2)
 @needs_server
 @pytest.mark.parametrize("how", ["deleted", "replaced"])
 def test_the_session_of_a_running_save(scene, how):

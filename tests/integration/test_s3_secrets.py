@@ -223,6 +223,7 @@ def raise_(error: BaseException) -> None:
         raise error
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.__name__)
 def test_no_secret_is_repeated(quick, server, monkeypatch, tmp_path, caplog, capfd, setting):
     for name in FORMS if THOROUGH else random.Random(f"{SEED} {setting.__name__}").sample(list(FORMS), 1):

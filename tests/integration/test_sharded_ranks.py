@@ -198,6 +198,7 @@ def run_ranks(folder, script: str, world: int) -> None:
     assert [text.strip().splitlines()[-1:] for text in texts] == [[f"done {r}"] for r in range(world)], "\n".join(texts)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [4, 3])
 def test_meshes(tmp_path, world):

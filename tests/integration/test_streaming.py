@@ -177,6 +177,7 @@ def test_tied_tensors_become_equal_ones_and_cost_once(repository):
 T = torch.ones(3000)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("given", "says"),
     [
@@ -219,6 +220,7 @@ def nothing_left(repository: Repository) -> None:
     assert same(repository.restore("a@1"), dict(pairs()))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("error", [KeyError("mine"), OSError(5, "a shard"), KeyboardInterrupt()])
 @pytest.mark.usefixtures("small_batches")
 def test_an_iterator_that_raises_in_the_middle(repository, error):

@@ -115,6 +115,7 @@ def test_messages_that_are_late_or_doubled_do_no_harm(seed):
     check_clean(store, expected=of_all(3))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(8))
 def test_lost_messages_end_a_save_on_all_ranks(seed):
     """A rank that misses a message ends in time, and reports a commit only if the record shows it."""

@@ -217,6 +217,7 @@ def test_a_rank_0_that_does_not_answer_is_an_error_in_bounded_time(tmp_path, sen
     assert codes[1] == 0, said[1]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", ["SIGSTOP", "SIGKILL"])
 def test_a_rank_ends_in_time_after_rank_0_has_ended_or_stopped(tmp_path, sent):
@@ -256,6 +257,7 @@ def test_a_rank_ends_in_time_after_rank_0_has_ended_or_stopped(tmp_path, sent):
     assert said[1].count("TCPStore.cpp") <= 3, said[1]  # torch prints a trace for each connection, not for each call
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", ["SIGSTOP", "SIGKILL"])
 @pytest.mark.parametrize("when", ["before its call", "after its answer"])

@@ -117,6 +117,7 @@ class Fifty(torch.utils.data.IterableDataset):
             yield {"input_ids": text, "labels": text}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options",
     [

@@ -160,6 +160,7 @@ def test_one_failed_read_condemns_no_blob(store):
             )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("level", ["metadata", "data", "restore"])
 @pytest.mark.parametrize("damaged", [False, True])
 @pytest.mark.parametrize("lies", [False, True])
@@ -1329,6 +1330,7 @@ def test_gc_deletes_no_object_that_it_may_not_read(store):
     assert pack in keys_of(store)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["packs/", "manifests/"])
 def test_an_object_that_is_withheld_from_some_moment_of_a_repair_on_drops_no_snapshot(monkeypatch, kind):
     """A pack is damaged, and a repair can heal its snapshots; the store gives out the other objects only at first."""

@@ -96,6 +96,7 @@ VERBS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_tensor_comes_back_after(verb, store):
     with opened(store) as repository:
@@ -325,6 +326,7 @@ def test_diff_sees_what_has_changed(store):
         assert {t.status for t in repository.diff("r@1", "r@1").tensors} == {"same"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("part", ["rng", "model"])
 @pytest.mark.parametrize("is_root", [True, False])
 @pytest.mark.parametrize("is_cached", [True, False])

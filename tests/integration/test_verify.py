@@ -56,6 +56,7 @@ def undo(monkeypatch_of_spoil, state):
     monkeypatch_of_spoil(state * 0 - 1, 0)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("number", [0, 1, 77, CHUNKS - 1])
 @pytest.mark.parametrize("is_delta", [False, True])
 @pytest.mark.parametrize("batch_chunks", [7, 1024])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Sequence
 from typing import TypeVar
 
 #: Whether every test tries all its cases.
 THOROUGH = bool(os.environ.get("SNAPSTORE_TEST_THOROUGH"))
-#: Chooses the sample. conftest.py draws it, so that each run of pytest tries other cases.
-SEED = int(os.environ.get("SNAPSTORE_TEST_SEED", "0"))
+#: Chooses the sample: each run of pytest tries other cases. Processes that a run begins inherit it.
+SEED = int(os.environ.setdefault("SNAPSTORE_TEST_SEED", str(random.randrange(1_000_000))))
 
 
 T = TypeVar("T")

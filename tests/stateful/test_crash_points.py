@@ -406,6 +406,7 @@ def points(verb: str, mode: str, total: int) -> range:
     return sampled(total, 16 if verb.startswith(("recode", "compact", "copy")) else 8 if sparse else 4)
 
 
+@pytest.mark.sampled(24)
 @untraced
 @pytest.mark.parametrize("mode", CRASHES)
 @pytest.mark.parametrize("verb", VERBS)
@@ -443,6 +444,7 @@ AGAIN = [
 ]
 
 
+@pytest.mark.sampled(18)
 @untraced
 @pytest.mark.parametrize("mode", [*CRASHES, "lost", "fail"])
 @pytest.mark.parametrize("verb", AGAIN)
@@ -497,6 +499,7 @@ def _known(store: ObjectStore, ids: set[str]) -> Any:
         return old, new, [repository.policies(run) for run in ("a", "b", "c")]
 
 
+@pytest.mark.sampled(3)
 @untraced
 @pytest.mark.parametrize("mode", [*CRASHES, *FAILURES, "torn", "late"])
 def test_the_next_recode_finishes_what_one_has_begun(mode, monkeypatch):
@@ -515,6 +518,7 @@ def test_the_next_recode_finishes_what_one_has_begun(mode, monkeypatch):
         assert _left_over(inner) == wanted, about
 
 
+@pytest.mark.sampled(3)
 @untraced
 @pytest.mark.parametrize("mode", [*CRASHES, *FAILURES, "torn", "late"])
 def test_the_next_compact_finishes_what_one_has_begun(mode, monkeypatch):
@@ -562,6 +566,7 @@ def _left_over(store: MemoryStore) -> tuple[int, dict[str, int]]:
     return found.snapshots, found.codecs
 
 
+@pytest.mark.sampled(60)
 @untraced
 @pytest.mark.parametrize("mode", FAILURES)
 @pytest.mark.parametrize("verb", VERBS)
@@ -585,6 +590,7 @@ def test_the_process_lives_on(verb, mode, monkeypatch):
         check_clean(inner, about)
 
 
+@pytest.mark.sampled(4)
 @untraced
 @pytest.mark.parametrize("mode", ["outage", "lost-outage", "full"])
 @pytest.mark.parametrize("verb", ["delta save", "gc, marked", "recode", "compact"])
@@ -615,6 +621,7 @@ def on_a_disk(source: MemoryStore, root: Path) -> LocalStore:
     return store
 
 
+@pytest.mark.sampled(10)
 @untraced
 @pytest.mark.parametrize("mode", ["crash-before", "crash-after", "lost", "fail"])
 @pytest.mark.parametrize("verb", ON_A_DISK)

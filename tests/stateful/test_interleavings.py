@@ -52,6 +52,7 @@ def history() -> MemoryStore:
 # --- random schedules ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.no_cover  # see test_crash_points.py
 @pytest.mark.parametrize("first", range(0, SCHEDULES, PER_TEST))
 def test_random_schedules(first, actors):
@@ -182,6 +183,7 @@ def test_the_cast_does_what_is_said_of_it(actors):
     assert stage.check().keys() == {"b@0", "b@1", "c@1"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.no_cover
 @pytest.mark.parametrize("first", ALL)
 def test_one_stops_once_and_up_to_two_others_run_whole(first, actors):
@@ -192,6 +194,7 @@ def test_one_stops_once_and_up_to_two_others_run_whole(first, actors):
                 break
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.no_cover
 @pytest.mark.parametrize(("first", "second"), [*permutations(ALL, 2)])
 def test_two_stop_once_each(first, second, actors):

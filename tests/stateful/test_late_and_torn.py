@@ -30,6 +30,7 @@ def _readable(monkeypatch):
 STALLED = {"delta save": "a@3", "skip save": "a@4", "forget": "a@2", "recode": "a@2", "compact": "a@8"}
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("where", ["before", "behind"])
 @pytest.mark.parametrize("meanwhile", ["gc", "forget and gc", "forget and fence"])
 @pytest.mark.parametrize("verb", STALLED)
@@ -64,6 +65,7 @@ def test_stalled(verb, meanwhile, where, monkeypatch):
         check_whole(inner, about)
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("others", ["alone", "after a gc"])
 @pytest.mark.parametrize("verb", WRITING)
 def test_late(verb, others, monkeypatch):
@@ -92,6 +94,7 @@ def test_late(verb, others, monkeypatch):
         check_clean(inner, about)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("verb", WRITING)
 def test_torn(verb, monkeypatch):
     """Snapshots that were there restore; check names torn objects; repair replaces them, and space comes back."""

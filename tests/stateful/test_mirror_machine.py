@@ -599,6 +599,7 @@ def is_gone(row: Row | None) -> bool:
     return row is not None and row.state in (FORGOTTEN, SWEPT)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.no_cover  # see test_crash_points.py
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("part", range(16 if THOROUGH else 2))  # so that several cores share the work

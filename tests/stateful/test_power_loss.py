@@ -217,6 +217,7 @@ def _readable(monkeypatch):
     foreign.readable(monkeypatch)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("which", HISTORIES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_at_every_system_call(monkeypatch, kind, which):

@@ -95,6 +95,7 @@ def expected(run: str, version: int):
     return of_all(COUNT if run == "a" else 2)(run, version)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", STORE_MODES)
 @pytest.mark.parametrize("rank", range(COUNT))
@@ -119,6 +120,7 @@ def test_a_fault_at_any_operation_of_any_rank(rank, mode):
         tally("ranks: store faults")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MESSAGE_MODES)
 @pytest.mark.parametrize("rank", range(COUNT))

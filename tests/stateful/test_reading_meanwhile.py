@@ -83,6 +83,7 @@ def history() -> MemoryStore:
     return store
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("change", [forget, rewrite])
 @pytest.mark.parametrize("verb", VERBS)
 def test_another_process_changes_what_is_read(verb, change, monkeypatch):

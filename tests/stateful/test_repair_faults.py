@@ -115,6 +115,7 @@ def repair_until_fault(inner: ObjectStore, k: int, mode: str) -> tuple[FaultStor
     return store, outcome
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.no_cover
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "torn"])
 def test_every_fault(mode, monkeypatch):
@@ -148,6 +149,7 @@ def test_every_torn_put(monkeypatch):
         finish(inner, about, level="restore", committed=6 if "snapshots/a/000000000001-" in store.log[-1][1] else 5)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.no_cover
 @pytest.mark.parametrize("mode", ["crash-before", "crash-after", "lost"])
 def test_every_fault_on_a_disk(mode, monkeypatch, tmp_path):
@@ -200,6 +202,7 @@ def _swept(store: ObjectStore) -> set[str]:
 # --- beside others ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("first", range(0, SCHEDULES // 4, PER_TEST))
 def test_random_schedules(first, actors):
     def cast(gc, _):
@@ -229,6 +232,7 @@ def _unless_damaged(gc: Any, store: ObjectStore) -> None:
 STANDS = ["lock", "list gc/", "list snapshots/", "get_range packs/", "put packs/", "put manifests/", "put snapshots/a"]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("stand", STANDS)
 @pytest.mark.parametrize("marked", [False, True])
 def test_the_source_of_a_repair_is_forgotten_and_collected_meanwhile(stand, marked, actors):

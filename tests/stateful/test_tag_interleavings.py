@@ -95,6 +95,7 @@ def all_schedules(name: str, cast: list[Actor]) -> None:
         prefix = [*made[:-1], 1] if made else None
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.no_cover  # see test_crash_points.py
 @pytest.mark.parametrize("name", CASTS)
 def test_it_is_on_one_in_the_end_and_never_on_none(name, actors):

@@ -178,6 +178,7 @@ def operations(made, folder: Path, verb) -> int:
     return len(store.log) - begun
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("verb", VERBS)
 def test_at_every_operation(made, tmp_path, monkeypatch, verb, way):
@@ -264,6 +265,7 @@ with SnapshotManager(url, run="r", async_save=True) as snapshots:
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("at", [1, 3])
 def test_a_training_process_whose_volume_is_unmounted(made, tmp_path, at):
     """A real process and a real mount, at its first pack and at its record: the manager raises at its next call, and

@@ -167,6 +167,7 @@ def test_only_the_named_snapshots_are_rewritten(repo):
     check_clean(repo.store)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("share", [0, 0.01, 0.1, 0.3, 0.6, 1.0])
 def test_no_more_is_written_than_allowed(repo, share):
     dry, size = repo.compact(dry_run=True), needed(repo)
@@ -202,6 +203,7 @@ def test_the_most_profitable_comes_first():
         assert [s.run for s in repository.compact().rewritten] == ["a"]
 
 
+@pytest.mark.sampled(1)
 def test_full_chunks_become_deltas(store):
     """Snapshots that were saved full become deltas to each other, and need fewer bytes.
 

@@ -130,6 +130,7 @@ SLOW = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++, which compiles the kernels for this CPU")
 @pytest.mark.parametrize("names", RUNS, ids=["codecs", "memory", "staging"])

@@ -175,6 +175,7 @@ print("flipped", len(places))
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("start", range(3))
 def test_any_flipped_byte(root, start):
     """A flipped bit in the data file of an index changes no answer.
@@ -1053,6 +1054,7 @@ def remove(data: Path) -> None:
     data.unlink()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("use", ["save", "read"])
 @pytest.mark.parametrize("harm", [cut_off, cut_short, overwrite, flip_a_byte, remove])
 def test_an_index_that_is_damaged_while_it_is_open(root, tmp_path, harm, use):

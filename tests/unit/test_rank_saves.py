@@ -242,6 +242,7 @@ def llama(shape, placements):
 SIZES = {"wq": (128, 128), "wk": (32, 128), "wo": (128, 128), "w1": (352, 128), "w2": (128, 352), "norm": (128,)}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("placement", [Shard(0), Replicate()])
 def test_few_chunks_are_new_on_another_number_of_ranks(tmp_path, placement):
     for count, most in ((2, 0.1), (1, 0.1), (3, 0.14)):

@@ -128,8 +128,8 @@ class Background:
         if timeout is None:
             with self.saving:
                 return True
-        lock = filter(partial(LockType.acquire, timeout=max(0.0, timeout)), [self.saving])
-        return bool(list(map(LockType.release, lock)))  # one call of C code: Ctrl-C cannot leave it locked
+        taken = filter(partial(LockType.acquire, timeout=max(0.0, timeout)), [self.saving])
+        return bool(list(map(LockType.release, taken)))  # one call of C code: Ctrl-C cannot leave it locked
 
     def at_end(self, function: Callable[[], object]) -> bool:
         """Let a function run after the running save; return whether none runs any more: then call it now."""

@@ -25,13 +25,10 @@ def forget_and_collect(
         if forget().forgotten:
             with context.store.pinned():
                 collect(context, stops=stops)
-    except SnapstoreError as error:
-        if not isinstance(error, IntegrityError):
-            log.warning("run=%s retention failed, the next save tries again: %s", run, error)
-            return None
-        log.error("run=%s nothing is forgotten or deleted until this is repaired: %s", run, error)
-        return error
     except Exception as error:  # noqa: BLE001  raised at the caller's next call, but not by `save`
+        if isinstance(error, SnapstoreError) and not isinstance(error, IntegrityError):
+            log.warning("run=%s retention ended early, the next save tries again: %s", run, error)
+            return None
         log.error("run=%s nothing is forgotten or deleted until this is repaired: %s", run, error)
         return error
     return None

@@ -26,7 +26,6 @@ from ..restore.streaming import TensorReader
 from ..state.arrays import as_bytes
 from ..state.containers import is_mapping, leaves
 from .files import save_torch
-from .safetensors_file import first_line
 
 
 def write(temp: Path, reader: TensorReader) -> None:
@@ -50,7 +49,7 @@ def write(temp: Path, reader: TensorReader) -> None:
             cause = error.failures[0][0]
             if isinstance(cause, ValueError):
                 raise InvalidInputError(
-                    f"{reader.snapshot.ref}: DCP cannot hold this state: {first_line(cause)}; write a .pt file"
+                    f"{reader.snapshot.ref}: DCP cannot hold this state: {cause}; write a .pt file"
                 ) from cause
             raise cause from error
 

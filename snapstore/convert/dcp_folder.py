@@ -162,7 +162,7 @@ def _damaged(where: Path) -> Iterator[None]:
     except (OSError, MemoryError, InvalidInputError):
         raise
     except Exception as error:  # a pickle may hold values of any types in any place
-        detail = f"{type(error).__name__}: {first_line(error)}"
+        detail = first_line(error)
         raise InvalidInputError(f"{where}: damaged, or of an unknown version of DCP: {detail}") from error
 
 

@@ -136,7 +136,7 @@ class _Reader:
         except MemoryError:
             raise
         except Exception as error:
-            detail = f"{type(error).__name__}: {first_line(error)}"
+            detail = first_line(error)
             raise InvalidInputError(f"{self._folder}: Orbax cannot read it: {detail}; copy it again") from error
 
 

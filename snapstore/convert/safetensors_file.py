@@ -126,8 +126,8 @@ def _damaged(path: Path) -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or the name of its type."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+    """Return the name of an error's type, and the first line of its message if it has one."""
+    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])[:200]
 
 
 def check(

@@ -17,8 +17,9 @@ from .base import ObjectStore, is_component
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
-#: The beginning of a path that was meant to be a URL, such as s3:bucket, s3//bucket, or str(Path("s3://bucket")).
-_MISTYPED = re.compile(r"(s3|file|memory)(:|//)", re.IGNORECASE)
+#: The beginning of a path that was meant to be a URL, such as s3:bucket, s3//bucket, str(Path("gs://bucket")), or a URL
+#: after a blank or in quotes, as it comes from a file of settings.
+_MISTYPED = re.compile(r"""[\s"']*(s3|file|memory)(:|//)|[^/]*:/""", re.IGNORECASE)
 
 
 def open_store(url: str | Path | ObjectStore, *, create: bool = False) -> ObjectStore:
@@ -26,7 +27,7 @@ def open_store(url: str | Path | ObjectStore, *, create: bool = False) -> Object
 
     Args:
         url: Anything without `scheme://` is a path; `~` at its start is the home folder. A path that begins like a
-            mistyped URL (`s3:`, `s3//`) is refused. A store is returned as it is.
+            mistyped URL (`s3:`, `s3//`, a blank or a quote before it) is refused. A store is returned as it is.
         create: Make a missing local directory.
 
     Raises:
@@ -80,8 +81,8 @@ def _open_local(path: str, *, create: bool) -> ObjectStore:
         raise InvalidInputError(f"{path!r}: expected the path of a directory")
     if _MISTYPED.match(path):  # it is not repeated: it may carry a password
         raise InvalidInputError(
-            "looks like a URL, expected s3://bucket/prefix, file:///path or memory://NAME, as a str (pathlib removes a "
-            "slash); pass a folder of such a name by its absolute path"
+            "looks like a URL, expected s3://bucket/prefix, file:///path or memory://NAME, without blanks or quotes "
+            "around it, as a str (pathlib removes a slash); pass a folder of such a name by its absolute path"
         )
     try:
         os.fsencode(path)

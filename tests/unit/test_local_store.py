@@ -1030,6 +1030,9 @@ def test_open_store_refuses(url, error):
         ("s3//secret@bucket/x", str),
         ("s3:key:secret@bucket/x", str),
         ("memory//x", str),
+        *((f"{before}s3://bucket/x", str) for before in (" ", "\t", "\n", '"', "' ")),
+        *((" file:///x", kind) for kind in (str, Path)),
+        *((Path(url), Path) for url in ("gs://bucket/x", '"s3://bucket/x"')),
     ],
 )
 def test_a_mistyped_url_is_no_path(tmp_path, monkeypatch, url, kind):
@@ -1040,7 +1043,7 @@ def test_a_mistyped_url_is_no_path(tmp_path, monkeypatch, url, kind):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["s3", "s3/x", "files:x", "my-s3:x"])
+@pytest.mark.parametrize("name", ["s3", "s3/x", "files:x", "my-s3:x", "a/b:/x"])
 def test_a_path_that_only_begins_like_a_url(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     assert open_store(name, create=True).url == str(tmp_path / name)

@@ -47,6 +47,7 @@ def test_urls(url, bucket, prefix, storage_class):
         "s3://", "s3:///x", "s3://b", "s3://bucket/../x", "s3://bucket/a//b", "s3://bucket/a b", "s3://bucket/a/./b",
         "s3://bucket/x#y", "s3://bucket/x?storage=1", "s3://bucket/x?storage_class=GLACIER", "s3://bucket/\0",
         "s3://bucket/x?storage_class=standard ia", "s3://bucket/" + "x" * 600, "s3://[::1/x", "s3://bu cket/x",
+        "s3://buc\nket/x", "s3://bucket/x\r", "s3://bucket/\tx",
     ],
 )  # fmt: skip
 def test_invalid_urls_are_refused(url):

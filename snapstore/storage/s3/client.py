@@ -77,6 +77,8 @@ def parse_url(url: str) -> BucketUrl:
         parts = guarded(urlsplit, url)
     except Failure as failure:
         raise InvalidInputError("s3://: expected s3://bucket/prefix") from failure
+    if not url.isprintable():  # urlsplit drops line ends and tabs, so that another bucket would be meant
+        raise InvalidInputError("s3://: expected s3://bucket/prefix, got a URL with a line end or a control character")
     if "@" in parts.netloc or ":" in parts.netloc:
         raise InvalidInputError(
             "s3://: expected s3://bucket/prefix, with no user, key or port before the bucket; credentials and endpoint "

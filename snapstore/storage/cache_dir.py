@@ -87,7 +87,10 @@ def refusal(cache: Path) -> str:
 
 
 def mount_of(folder: Path) -> tuple[str, str]:
-    """Return (mount point, file system type) of a folder from /proc/mounts; ("", "") without that file."""
+    """Return (mount point, file system type) of a folder from /proc/mounts; ("", "") without that file.
+
+    The last of several mounts at one point counts: an automounter mounts a network file system over its own.
+    """
     try:
         rows = [line.split(" ") for line in os.fsdecode(Path("/proc/mounts").read_bytes()).split("\n")]
         mounts = [[_ESCAPED.sub(lambda code: chr(int(code[1], 8)), field) for field in row[1:3]] for row in rows[:-1]]
@@ -95,7 +98,7 @@ def mount_of(folder: Path) -> tuple[str, str]:
         return "", ""
     resolved = str(folder.resolve())
     inside = [m for m in mounts if resolved == m[0] or resolved.startswith(m[0].rstrip("/") + "/")]
-    point, kind = max(inside, key=lambda mount: len(mount[0]), default=["", ""])
+    point, kind = max(reversed(inside), key=lambda mount: len(mount[0]), default=["", ""])
     return point, kind
 
 

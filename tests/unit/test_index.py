@@ -393,6 +393,10 @@ def test_a_network_file_system_is_known(root, monkeypatch):
     assert cache_module.on_network(Path("/mnt/my disks/r"))
     mounts += "server:/z /mnt/a\x0bb\x85c nfs4 rw 0 0\n"  # only spaces, tabs, line feeds and backslashes are escaped
     assert cache_module.on_network(Path("/mnt/a\x0bb\x85c"))
+    mounts += "systemd-1 /home autofs rw 0 0\nserver:/home /home nfs4 rw 0 0\n"  # automounted: the last one counts
+    assert cache_module.on_network(Path("/home/me/.cache"))
+    mounts += "/dev/y /home ext4 rw 0 0\n"
+    assert not cache_module.on_network(Path("/home/me/.cache"))
     monkeypatch.undo()
     assert not cache_module.on_network(root)
 

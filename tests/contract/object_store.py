@@ -279,6 +279,11 @@ class ObjectStoreContract:
         assert store.sizes(["b"]) == {}
         assert store.sizes(["packs/03/a", "packs/01/a", "packs/09/a"]) == {"packs/01/a": 1, "packs/03/a": 3}
         assert store.sizes(["a", "packs/04/a"]) == {"a": 2, "packs/04/a": 4}
+        assert store.sizes(["packs/04/a", "packs/04/a"]) == {"packs/04/a": 4}
+        assert store.sizes({"packs/04/a", "packs/04/a/b"}) == {"packs/04/a": 4}
+        for bad in ("../x", "/x"):
+            with pytest.raises(InvalidInputError):
+                store.sizes([bad, "a"])
 
     # --- delete, keys, clock ---
 

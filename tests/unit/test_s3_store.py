@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from kit.s3_stores import moto_bucket
 from snapstore.catalog.index import folder_for
 from snapstore.errors import CapabilityError, InvalidInputError, StorageError, StorageFullError
+from snapstore.storage.base import ObjectInfo
 from snapstore.storage.cache_dir import cache_folder
 from snapstore.storage.s3 import client
 from snapstore.storage.s3.client import BODY_PIECE_BYTES, Body, parse_url
@@ -298,6 +299,16 @@ def test_the_mark_of_a_folder_is_no_content(monkeypatch):
         s3.put_object(Bucket=bucket, Key="folder/other", Body=b"x")
         with pytest.raises(InvalidInputError, match="is not empty"):
             S3Store(f"s3://{bucket}/folder").prepare()
+
+
+def test_a_place_that_is_not_empty_is_not_listed_to_its_end(store, monkeypatch):
+    def listed(prefix):
+        yield from (ObjectInfo(f"data/{number}", 1, 0.0) for number in range(5000))
+        pytest.fail("thousands of entries are enough")
+
+    monkeypatch.setattr(store._requests, "listed", listed)
+    with pytest.raises(InvalidInputError, match="is not empty"):
+        store.prepare()
 
 
 def test_another_endpoint_is_another_place(store, monkeypatch):

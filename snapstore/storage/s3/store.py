@@ -83,6 +83,8 @@ _NO_BATCHES = {403, 405, 501}
 _NO_BATCH_CODES = {"MissingContentMD5", "InvalidRequest"}
 #: `sizes` reads at most so many entries of a listing; it asks for the sizes of all other objects one by one.
 LISTED_FOR_SIZES = 5000
+#: `prepare` reads at most so many entries that make a prefix not empty: it may have a hundred million.
+LISTED_FOR_PREPARE = 1000
 #: Names in a sandbox that could not be removed, because the permission to delete is missing.
 _SANDBOX = re.compile(r"\.trial-[0-9a-f]{16}/")
 
@@ -257,7 +259,9 @@ class S3Store(Reader, ObjectStore):
         """Return the size [bytes] of each key that has an object; a listing of their common folder gives several."""
         if len(keys) <= 1:
             return super().sizes(keys)
-        folder = posixpath.commonpath(keys)
+        for key in keys:
+            check_key(key)
+        folder = posixpath.commonpath([posixpath.dirname(key) for key in keys])
         wanted, listing = set(keys), self.list(folder and f"{folder}/")
         found = {info.key: info.size_bytes for info in islice(listing, LISTED_FOR_SIZES) if info.key in wanted}
         if next(listing, None) is not None:
@@ -282,8 +286,9 @@ class S3Store(Reader, ObjectStore):
     def prepare(self) -> None:
         """Require an empty prefix, and a server that refuses a second put of a key."""
         keys = (info.key for info in self._requests.listed(""))
-        if others := [key for key in keys if key and not _SANDBOX.match(key)]:  # "": a console's mark of a folder
-            raise not_empty(self.url, others, "choose an empty or a new prefix")
+        others = (key for key in keys if key and not _SANDBOX.match(key))  # "": a console's mark of a folder
+        if some := list(islice(others, LISTED_FOR_PREPARE)):
+            raise not_empty(self.url, some, "choose an empty or a new prefix")
         with self.sandbox() as sandbox:
             sandbox.put("twice", b"first")
             try:

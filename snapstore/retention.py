@@ -168,6 +168,8 @@ class KeepBest(Policy):
         object.__setattr__(self, "n", _at_least_one("KeepBest", "n", self.n))
         if self.mode not in ("min", "max"):
             raise InvalidInputError(f"KeepBest: expected mode 'min' or 'max', got {self.mode!r}")
+        for field in ("metric", "mode"):  # plain: only such text can be stored
+            object.__setattr__(self, field, str.__str__(getattr(self, field)))
 
     def __repr__(self) -> str:
         return f"KeepBest({self.metric!r}, n={self.n}, mode={self.mode!r})"
@@ -384,13 +386,13 @@ def check(policies: Policy | Iterable[Policy]) -> list[Policy]:
     Raises:
         InvalidInputError: a value is no policy.
     """
-    if isinstance(policies, _CLASSES):
-        return [policies]
+    if type(policies) in _CLASSES:  # no subclass, which could not be read again
+        return [policies]  # type: ignore[list-item]
     if isinstance(policies, str) or not isinstance(policies, Iterable):
         raise InvalidInputError(f"keep: expected policies such as KeepLast(3), got {policies!r}")
     policies = list(policies)
     for policy in policies:
-        if not isinstance(policy, _CLASSES):
+        if type(policy) not in _CLASSES:
             raise InvalidInputError(f"keep: expected policies ({', '.join(_KINDS)}), got {policy!r}")
     return policies
 

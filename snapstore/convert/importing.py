@@ -122,7 +122,7 @@ def import_checkpoints(
             cannot be read. Snapshots before that are committed.
         StorageError: the store failed.
     """
-    check_name("run", run)
+    run = check_name("run", run)
     paths = [Path(source) for source in sources]
     if format is not None and format not in FORMATS:
         raise InvalidInputError(f"format {format!r}: expected one of {', '.join(FORMATS)}")

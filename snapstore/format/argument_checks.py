@@ -21,14 +21,19 @@ from .records import MAX_FIELD_BYTES, MAX_STEP
 V = TypeVar("V")
 
 
+def _text(name: object) -> str:
+    """Return a name as a plain str; of a member of an enum that is a str too, its value."""
+    return str.__str__(name) if isinstance(name, str) else str(name)
+
+
 def check_name(what: str, name: object) -> str:
-    """Return `name` if it can name a run or a tag, else raise InvalidInputError."""
+    """Return `name` as a plain str if it can name a run or a tag, else raise InvalidInputError."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
         shown = repr(name) if len(repr(name)) <= 80 else repr(name)[:77] + "..."
         raise InvalidInputError(
             f"{what} {shown}: expected 1 to 128 characters of A-Z a-z 0-9 . _ - that start with a letter or digit"
         )
-    return name
+    return _text(name)
 
 
 def check_choice(what: str, choice: object, choices: Sequence[str]) -> None:
@@ -53,8 +58,8 @@ def check_step(step: object) -> int:
 
 
 def check_tag(name: str) -> str:
-    """Return `name` if it can be a tag, else raise InvalidInputError."""
-    check_name("tag", name)
+    """Return `name` as a plain str if it can be a tag, else raise InvalidInputError."""
+    name = check_name("tag", name)
     if name == "latest" or name.isdecimal():
         raise InvalidInputError(f"tag {name!r}: it reads as a step number or as 'latest'; choose another name")
     return name
@@ -73,14 +78,14 @@ def check_metrics(metrics: Mapping[str, SupportsFloat]) -> dict[str, Read]:
     """
     if not isinstance(metrics, Mapping):
         raise InvalidInputError(f"metrics: expected a mapping of names to numbers, got {type(metrics).__name__}")
-    names = dict.fromkeys(map(str, metrics), 0.0)  # every number takes the same number of bytes
+    names = dict.fromkeys(map(_text, metrics), 0.0)  # every number takes the same number of bytes
     if len(names) < len(metrics):
         raise InvalidInputError(f"metrics: two names are the same text, of {sorted(names)[:10]}; use str as names")
     _bounded("metrics", names, "keep the metrics by which policies or people choose; save the others with the state")
     checked = {}
     for name, value in metrics.items():
         try:
-            checked[str(name)] = begin_read(value)
+            checked[_text(name)] = begin_read(value)
         except InvalidInputError as error:
             raise InvalidInputError(f"metric {name!r}: {error}") from error
     return checked

@@ -56,7 +56,7 @@ def forget(
     Args:
         held: ids of snapshots that are not mirrored yet. The oldest HELD_AT_MOST of them that no policy keeps stay.
     """
-    check_name("run", run)
+    run = check_name("run", run)
     if not (view := context.index.refresh(run)).snapshots(run):
         (view := context.index.refresh()).require_run(run)
     context.store.sync(records_prefix(run))  # no power loss may cost a newer snapshot after an older one is forgotten

@@ -68,7 +68,7 @@ class SaveRequest:
     _metrics: dict[str, Read] = field(init=False)
 
     def __post_init__(self, metrics: Mapping[str, SupportsFloat] | None) -> None:
-        check_name("run", self.run)
+        self.run = check_name("run", self.run)
         for name, given in (("tags", self.tags), ("bases", self.bases)):
             if isinstance(given, str):
                 raise InvalidInputError(f"{name} {given!r}: expected a list of str, got one str")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import pickle
 import shutil
 from functools import partial
@@ -586,6 +587,36 @@ def test_check_levels_and_shares(repository):
         with pytest.raises(InvalidInputError):
             repository.check(**arguments)
     assert repository.check("data", share=0.2).ok
+
+
+class Word(str, enum.Enum):  # noqa: UP042 - its text is not its value
+    A = "a"
+    LOSS = "loss"
+    BEST = "good"
+
+
+@pytest.mark.parametrize(
+    ("run", "metric", "tag"),
+    [(Word.A, Word.LOSS, Word.BEST), tuple(map(np.str_, ("a", "loss", "good"))), ("a", "loss", "good")],
+)
+def test_names_that_are_more_than_a_str(tmp_path, run, metric, tag):
+    """Members of an enum, or strings of NumPy: run, metric and tag get the names that they are equal to."""
+    keep = [KeepBest(metric), KeepLast(1)]
+    with Repository.create(tmp_path / "r") as repository:
+        with SnapshotManager(repository, run=run, keep=keep, async_save=False) as manager:
+            for step in range(4):
+                manager.save(step, {"step": step}, metrics={metric: step})
+            assert (manager.all_steps(), manager.best_step()) == ([0, 3], 0)
+        assert repository.policies("a") == [KeepBest("loss"), KeepLast(1)]
+        repository.save({}, run=run, step=4, tags=[tag])
+        assert repository.snapshot("a@good").step == 4
+        repository.tag("a@3", tag)
+        assert repository.snapshot("a@good").step == 3
+        assert repository.untag("a@3", tag).tags == []
+        repository.set_policies(run, KeepLast(2))
+        assert repository.policies(run) == [KeepLast(2)]
+        assert [s.step for s in repository.forget(KeepLast(1), run=run).forgotten] == [0, 3]
+        assert repository.check("restore").ok
 
 
 def test_a_metric_that_is_nan_is_no_damage(root):

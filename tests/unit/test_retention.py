@@ -1,6 +1,7 @@
 """Each retention policy keeps exactly the snapshots that its definition names."""
 
 import datetime as dt
+import enum
 import math
 import random
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snapstore.errors import FormatError, InvalidInputError
+from snapstore.format import records
+from snapstore.format.records import Policy
 from snapstore.retention import (
     Decision,
     KeepBest,
@@ -321,7 +324,14 @@ def test_every_duration_survives_its_text(duration):
     assert KeepWithin(policy.duration) == policy
 
 
-@pytest.mark.parametrize("policies", [None, 3, "KeepLast(3)", [KeepLast], [3], [KeepLast(3), None]])
+class KeepLastOfMine(KeepLast):
+    """A policy of a program; its kind is not part of the format."""
+
+
+@pytest.mark.parametrize(
+    "policies",
+    [None, 3, "KeepLast(3)", [KeepLast], [3], [KeepLast(3), None], KeepLastOfMine(3), [KeepLastOfMine(3)]],
+)
 def test_values_that_are_no_policy(policies):
     with pytest.raises(InvalidInputError, match="keep: expected"):
         apply(policies, series(1))
@@ -499,6 +509,18 @@ def test_snapshots_kept_for_long_stay(policies, snapshots):
 @given(policies)
 def test_every_policy_survives_storage(policy):
     assert from_dict(to_dict(policy)) == policy
+
+
+class Word(str, enum.Enum):  # noqa: UP042 - its text is not its value
+    LOSS = "loss"
+    MAX = "max"
+
+
+@pytest.mark.parametrize(("loss", "largest"), [(Word.LOSS, Word.MAX), (np.str_("loss"), np.str_("max"))])
+def test_texts_of_other_types(loss, largest):
+    policy = KeepBest(loss, 2, largest)
+    assert records.encode(Policy(run="r", revision=0, policies=[to_dict(policy)]))
+    assert (type(policy.metric), policy) == (str, KeepBest("loss", 2, "max"))
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda number: type(number).__name__)

@@ -11,6 +11,7 @@ import random
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -37,7 +38,7 @@ from ..format.tensor_layout import check_layouts
 from ..text import some, strip_hint
 from .damaged_packs import DamagedPacks, check_tree
 from .report import COPY, DROP, GC, REPAIR, REPAIR_CHUNKS, CheckResult, Findings, stand_in
-from .scan_records import RecordScan, read_failure
+from .scan_records import RecordScan, read_again, read_failure
 from .verify_chunks import ChunkRebuilder, tensor_of
 
 #: The report names at most so many damaged chunks of a manifest, and counts the rest.
@@ -190,22 +191,20 @@ class _ObjectScanner:
             if share < 1:
                 keys = random.sample(keys, max(1, round(share * len(keys)))) if keys else []
         chosen = sorted(self._records.quarantined.union(keys))
-        read = len(self._sizes.keys() & chosen)
         for key in chosen:
             try:
-                data = self._store.get(key, limit_bytes=self._sizes.get(key, 0))
+                read_again(self._store, key, partial(self._read_pack, key))
             except NotFoundError:
-                continue  # its manifests tell whether that matters
+                self._sizes.pop(key, None)  # its manifests tell whether that matters
             except DAMAGE as error:
                 self._packs.why[key] = strip_hint(error)
-                continue
-            except StorageError as error:
-                self._packs.why[key] = strip_hint(read_failure(self._store, key, error))
-                continue
-            got = hashlib.sha256(data).hexdigest()
-            if not key.endswith(got):
-                self._packs.why[key] = f"{key}: SHA-256 is {got}: altered"
-        return len(packs), read
+        return len(packs), len(self._sizes.keys() & chosen)
+
+    def _read_pack(self, key: str) -> None:
+        """Read a pack whole; raise IntegrityError if its bytes do not match its name."""
+        got = hashlib.sha256(self._store.get(key, limit_bytes=self._sizes.get(key, 0))).hexdigest()
+        if not key.endswith(got):
+            raise IntegrityError(f"{key}: SHA-256 is {got}: altered")
 
     def _report_packs(self) -> set[str]:
         """Add one finding for each damaged pack; return the packs that need not stay in quarantine."""
@@ -302,19 +301,22 @@ class _ObjectScanner:
             return
         key = manifest_key(snapshot.manifest_list)
         try:
-            names = decode(self._store.get(key, limit_bytes=MAX_OBJECT_BYTES), ManifestList, key)
-            if (names.snapshot.hex(), names.sha256s) != (snapshot.id, [ref.sha256 for ref in snapshot.manifests]):
-                raise IntegrityError(f"{key}: lists other manifests than {snapshot.key}")
+            read_again(self._store, key, partial(self._read_list, snapshot, key))
         except UnknownFormatError as error:
             self._findings.problem("manifest", key, f"{snapshot.ref}: {error}", command="")
-        except (*DAMAGE, StorageError) as error:
-            why = read_failure(self._store, key, error) if isinstance(error, StorageError) else error
+        except DAMAGE as error:
             now = self._newest_revision(snapshot)
             if now.state not in _STATES or now.manifest_list != snapshot.manifest_list:
                 return  # rewritten or swept since the manifests were read: a gc has deleted the old list
             self._without_list.add(snapshot.id)
-            text = f"{snapshot.ref}: its list of manifests: {strip_hint(why)}; it restores, but no gc runs without it"
+            text = f"{snapshot.ref}: its list of manifests: {strip_hint(error)}; it restores, but no gc runs without it"
             self._findings.problem("manifest", key, text)
+
+    def _read_list(self, snapshot: Snapshot, key: str) -> None:
+        """Read a list of manifests; raise IntegrityError if it lists others than the snapshot's."""
+        names = decode(self._store.get(key, limit_bytes=MAX_OBJECT_BYTES), ManifestList, key)
+        if (names.snapshot.hex(), names.sha256s) != (snapshot.id, [ref.sha256 for ref in snapshot.manifests]):
+            raise IntegrityError(f"{key}: lists other manifests than {snapshot.key}")
 
     def _newest_revision(self, snapshot: Snapshot) -> Snapshot:
         """Return the revision that rules now; a rewrite, a repair or a gc may have added one since the scan began."""

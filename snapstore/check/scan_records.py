@@ -6,15 +6,16 @@ Nothing is written.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from ..catalog import policy_store
 from ..catalog.history import View, misnumbered
 from ..catalog.needed_keys import needed_keys
-from ..catalog.read_twice import answers, tried
+from ..catalog.read_twice import answers, exists, listed, tried
 from ..catalog.repeated_ids import later_snapshots
 from ..context import Context
 from ..errors import DAMAGE, IntegrityError, NotFoundError, StorageError, UnknownFormatError
@@ -28,6 +29,7 @@ from ..storage.os_errors import is_withheld
 from ..text import strip_hint
 from .report import ACCEPT, COPY, REBUILD, REPAIR, REPAIR_CHUNKS, Findings, Problem, stand_in
 
+T = TypeVar("T")
 _NOTES = {".mark": Mark, ".wait": Wait, ".done": Done, ".quarantine": Quarantine, ".lost": Lost}
 
 
@@ -100,6 +102,26 @@ def read_failure(store: ObjectStore, key: str, error: StorageError) -> Integrity
     return IntegrityError(f"{key}: cannot be read: {error}")
 
 
+def read_again(store: ObjectStore, key: str, read: Callable[[], T]) -> T:
+    """Return the result of reading one object; after any failure, read it a second time: one answer proves nothing.
+
+    Raises:
+        NotFoundError: it is missing.
+        IntegrityError, FormatError: it is damaged, or it cannot be read though the store answers.
+        StorageError: the store does not answer at all, or withholds the object.
+    """
+    with suppress(*DAMAGE, StorageError):
+        return read()
+    try:
+        return read()
+    except NotFoundError as error:
+        if exists(store, key):  # the first read may have found damage
+            raise IntegrityError(f"{key}: cannot be read, although it is there") from error
+        raise
+    except StorageError as error:
+        raise read_failure(store, key, error) from error
+
+
 def has_all(context: Context, sizes: Mapping[str, int], snapshot: Snapshot) -> bool:
     """Return whether every object that a snapshot needs is listed, as its manifests' headers say."""
     keys = tried(context.store, partial(needed_keys, context.index, snapshot))
@@ -107,7 +129,7 @@ def has_all(context: Context, sizes: Mapping[str, int], snapshot: Snapshot) -> b
 
 
 class _RecordScanner:
-    """Makes one RecordScan."""
+    """Makes one RecordScan. It lists twice, and reads an object again that is missing or damaged."""
 
     def __init__(self, context: Context) -> None:
         self._context, self._store, self._index = context, context.store, context.index
@@ -127,7 +149,7 @@ class _RecordScanner:
         if self._context.config_problem:
             self._findings.problem("config", "config", self._context.config_problem)
         self._list_objects()
-        of_gc = list(self._store.list("gc/"))
+        of_gc = list(listed(self._store, "gc/").values())
         self._read_small_objects(of_gc)
         self._read_policies()
         self._read_records()
@@ -156,35 +178,30 @@ class _RecordScanner:
 
     def _list_objects(self) -> None:
         for prefix in ("packs/", "manifests/"):
-            for info in self._store.list(prefix):
+            for info in listed(self._store, prefix).values():
                 if OBJECT_NAME.fullmatch(info.key):
                     self._sizes[info.key] = info.size_bytes
                 else:
                     self._findings.stray(prefix[:-2], info.key)
 
-    def _get(self, info: ObjectInfo, limit_bytes: int = records.MAX_OBJECT_BYTES) -> bytes:
-        """Return a listed object.
-
-        Raises:
-            IntegrityError: it is damaged, or it cannot be read though the store answers.
-        """
-        try:
-            return self._store.get(info.key, limit_bytes=limit_bytes)
-        except StorageError as error:
-            raise read_failure(self._store, info.key, error) from error
+    def _read(self, key: str, decode: Callable[[bytes], T], *, limit_bytes: int = records.MAX_OBJECT_BYTES) -> T:
+        """Return a listed object, decoded; raise as `read_again` does."""
+        return read_again(self._store, key, lambda: decode(self._store.get(key, limit_bytes=limit_bytes)))
 
     # -- small objects
 
     def _read_small_objects(self, of_gc: Iterable[ObjectInfo]) -> None:
         """Read sessions, and the objects that gcs and repairs have written."""
-        for kind, info in [("gc", i) for i in of_gc] + [("session", i) for i in self._store.list("sessions/")]:
+        sessions = listed(self._store, "sessions/").values()
+        for kind, info in [("gc", i) for i in of_gc] + [("session", i) for i in sessions]:
             suffix = "." + info.key.rpartition(".")[2]
             if kind == "gc" and not is_note(info.key):
                 self._findings.stray(kind, info.key)
                 continue
             type_: Any = _NOTES[suffix] if kind == "gc" else Session
             try:
-                found = records.decode(self._get(info, MARK_LIMIT_BYTES), type_, info.key)
+                decode = partial(records.decode, kind=type_, key=info.key)
+                found = self._read(info.key, decode, limit_bytes=MARK_LIMIT_BYTES)
             except NotFoundError:
                 continue  # it was removed since it was listed
             except UnknownFormatError as error:
@@ -201,50 +218,48 @@ class _RecordScanner:
     def _read_policies(self) -> None:
         """Read retention policies. A damaged one that a newer one replaces does no harm."""
         newest: dict[str, int] = {}
-        found: list[tuple[str, int, ObjectInfo]] = []
-        for info in self._store.list("policies/"):
-            parsed = parse_policy_key(info.key)
+        found: list[tuple[str, int, str]] = []
+        for key in listed(self._store, "policies/"):
+            parsed = parse_policy_key(key)
             if parsed is None:
-                self._findings.stray("policy", info.key)
+                self._findings.stray("policy", key)
                 continue
             run, revision = parsed
-            found.append((run, revision, info))
+            found.append((run, revision, key))
             newest[run] = max(newest.get(run, 0), revision)
-        for run, number, info in found:
+        for run, number, key in found:
             try:
-                policy_store.decode(self._get(info), info.key)
+                self._read(key, partial(policy_store.decode, key=key))
             except UnknownFormatError as error:
-                self._findings.problem("policy", info.key, error, command="")
+                self._findings.problem("policy", key, error, command="")
             except NotFoundError:
                 continue
             except DAMAGE as error:
                 if number < newest[run]:
-                    self._findings.note("policy", info.key, f"{error}; newer policies replace it, nothing is lost")
+                    self._findings.note("policy", key, f"{error}; newer policies replace it, nothing is lost")
                     continue
                 message = f"{error}; set the policies of run {run!r} again"
-                self._findings.problem("policy", info.key, message, command=f"snapstore forget --run {run} --keep-...")
+                self._findings.problem("policy", key, message, command=f"snapstore forget --run {run} --keep-...")
 
     # -- records
 
     def _read_records(self) -> None:
         """Read every record from the store itself, newest revisions first, and compare it with the index."""
         view = self._view()
-        listed: dict[str, ObjectInfo] = {}
-        for info in self._store.list("snapshots/"):
-            if parse_record_key(info.key) is None:
-                self._findings.stray("record", info.key)
-                continue
-            listed[info.key] = info
-        for key, why in later_snapshots(listed.values()).items():
+        infos = listed(self._store, "snapshots/")
+        for key in [key for key in infos if parse_record_key(key) is None]:
+            self._findings.stray("record", key)
+            del infos[key]
+        for key, why in later_snapshots(infos.values()).items():
             self._findings.problem("record", key, why, command="")
-            del listed[key]
+            del infos[key]
         decided: set[str] = set()  # ids of the snapshots whose ruling revision was read, or could not be
-        for key in sorted(listed, key=lambda key: (int(key.rpartition(".")[2]), key), reverse=True):
+        for key in sorted(infos, key=lambda key: (int(key.rpartition(".")[2]), key), reverse=True):
             name = stand_in(key).id
             rules = name not in decided
             try:
-                found = records.unpack(self._get(listed[key]), Snapshot, key)
-                if found.key in listed and found.id == name and found.key != key:
+                found = self._read_record(key)
+                if found.key in infos and found.id == name and found.key != key:
                     message = f"{key}: a copy of {found.key} under another key, which hides that record; remove it"
                     self._findings.problem("record", key, message, [name] if rules else [], command="")
                     continue
@@ -267,10 +282,16 @@ class _RecordScanner:
             self._misnumbered[key] = self._ruling.pop(stand_in(key).id)
             self._report_damaged_record(key, IntegrityError(why), rules=True)
 
+    def _read_record(self, key: str) -> Snapshot:
+        """Return the record under a key; it may be that of another key. Raises as `_read` does."""
+        decode = partial(records.unpack, kind=Snapshot, key=key)
+        found = self._read(key, decode)
+        return found if found.key == key else self._read(key, decode)
+
     def _view(self) -> View | None:
         """Return what the index shows; None: it cannot refresh, and the scan will find why."""
         try:
-            view = self._index.refresh()
+            view = self._index.refresh(list_twice=True)
         except StorageError as error:
             failure = read_failure(self._store, "snapshots/", error)
             self._findings.note("index", "snapshots/", f"not compared with the index: {failure}")

@@ -602,3 +602,47 @@ def test_a_full_store_that_does_not_delete_leaves_the_session():
         with opened(inner) as repository:
             repository.gc()
             assert repository.stats().unneeded_bytes == 0
+
+
+# --- a check that is lied to -----------------------------------------------------------------------------------------
+
+
+@cache
+def damaged() -> MemoryStore:
+    """As `history`; a pack, the newest record of a@1 and the policies of run a are damaged."""
+    store = clone(history())
+    with opened(store) as repository:
+        record = repository.snapshot("a@1").key
+    for key, at in ((keys_of(store, "packs/")[0], 300), (record, 60), (keys_of(store, "policies/")[0], 20)):
+        flip(store, key, at)
+    return store
+
+
+def _checked(store: LyingStore, level: str) -> Any:
+    """Return what a check finds; an error."""
+    try:
+        with Repository.open(store, options=OPTIONS) as repository:
+            found = repository.check(level)
+    except SnapstoreError as error:
+        return error
+    keys = [{s.key for s in some} for some in (found.restorable, found.damaged, found.unknown)]
+    return {(p.kind, p.key) for p in found.problems}, keys, found.packs, found.packs_read, found.unneeded_bytes
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("prepare", [history, damaged])
+def test_one_lie_changes_no_finding_of_a_check(prepare, monkeypatch):
+    one_thread(monkeypatch, index=False)
+    honest = LyingStore(clone(prepare()))
+    expected = _checked(honest, "data")
+    assert isinstance(expected, tuple)
+    found = every_lie(honest.asked)
+    told = 0
+    for k, lie in (found[n] for n in sampled(len(found), 7)):
+        tally("lies")
+        lying = LyingStore(clone(prepare()))
+        lying.lie_once(k, lie)
+        outcome = _checked(lying, "data")
+        told += lying.told
+        assert isinstance(outcome, SnapstoreError) or outcome == expected, (lie, honest.asked[k])
+    assert told > 10

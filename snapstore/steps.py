@@ -166,6 +166,7 @@ class Steps:
         """Return whether a step has a committed snapshot. All ranks call it; rank 0 answers.
 
         Raises:
+            InvalidInputError: the step is no integer of 0 or more.
             IntegrityError, StorageError: it may have one, whose record is gone or cannot be read.
         """
 
@@ -177,6 +178,7 @@ class Steps:
             self._require_known(f"step {step} of {self.run}", views, found, lambda other: other == step)
             return False
 
+        step = check_step(step)
         return self._answered(f"has_step {step}", find)
 
     def _snapshots(self) -> list[Snapshot]:

@@ -184,6 +184,9 @@ def test_lists_that_are_one_str(repository):
 def test_steps(repository, step):
     with pytest.raises(InvalidInputError, match="step"):
         save(repository, "a", step, 0)
+    manager = SnapshotManager(repository, run="a", read_only=True)
+    with pytest.raises(InvalidInputError, match="step"):  # a program that gets False starts at step 0
+        manager.has_step(step)
 
 
 def test_steps_that_are_fine(root):

@@ -381,18 +381,18 @@ def torch_dtype(spec: TensorSpec) -> torch.dtype:
     return dtype
 
 
-def new_array(spec: TensorSpec, device: str | torch.device | None) -> Any:
+def new_array(spec: TensorSpec, device: str | int | torch.device | None) -> Any:
     """Return an uninitialized ndarray, or tensor on `device` (CPU by default), for a stored array."""
     if spec.kind == "array":
         return np.empty(spec.shape, numpy_dtype(spec.dtype))
     import torch
 
     # Bytes first: torch warns about an empty complex32. `.data` is a tensor of its own, not a view of them.
-    memory = torch.empty(spec.nbytes, dtype=torch.uint8, device=device or "cpu")
+    memory = torch.empty(spec.nbytes, dtype=torch.uint8, device="cpu" if device is None else device)
     return memory.view(torch_dtype(spec)).view(spec.shape).data
 
 
-def from_bytes(home: Memory, spec: TensorSpec, device: str | torch.device | None) -> Any:
+def from_bytes(home: Memory, spec: TensorSpec, device: str | int | torch.device | None) -> Any:
     """Return a new array, or bytes, with the values of `home`, the bytes of a stored array in C order."""
     if spec.kind == "bytes":
         return as_bytes(home).tobytes()

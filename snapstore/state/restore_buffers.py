@@ -96,7 +96,7 @@ class RestoreBuffers:
     def __init__(
         self,
         parts: Sequence[StoredPart],
-        device: str | torch.device | None,
+        device: str | int | torch.device | None,
         *,
         on_device: OnDevice = None,
         decoded: Decoded | None = None,
@@ -235,9 +235,10 @@ class RestoreBuffers:
         when its array is complete: the largest one is counted.
         """
         total = cast = 0
+        is_cpu = self._device is None or str(self._device).startswith("cpu")
         for source in self._sources.values():
             is_new = any(slot not in self._targets or slot in self._overlapping for slot in source.slots)
-            on_device = family(source.spec.kind) == "tensor" and not str(self._device or "cpu").startswith("cpu")
+            on_device = family(source.spec.kind) == "tensor" and not is_cpu
             total += source.spec.nbytes if is_new and not on_device else 0
             if any(_cast_from(source.spec, array) for _, array in self._filled_at_once(source)):
                 cast = max(cast, source.spec.nbytes if self._temporary_device(source) is None else 0)

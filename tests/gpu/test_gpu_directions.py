@@ -113,6 +113,18 @@ def test_restored_onto_the_gpu(exchanged, name, saved_on):
             assert differing(facts(state), wanted[step]) == []
 
 
+@pytest.mark.parametrize("device", [0, "cuda", "cuda:0", torch.device("cuda")], ids=repr)
+def test_names_of_a_device(device):
+    """A number is a device too: jobs pass their local rank, and that of the first process is 0."""
+    state = {"a": torch.arange(5000.0), "b": torch.ones(())}
+    with Repository.create(MemoryStore(), options=SaveOptions(threads=1)) as repo:
+        repo.save(state, run="r", step=0)
+        found = [repo.restore("r@0", device=device), dict(repo.named_tensors("r@0", device=device))]
+    for values in found:
+        assert differing(facts(values), facts(state)) == []
+        assert {value.device for value in values.values()} == {torch.device("cuda", 0)}
+
+
 @pytest.mark.parametrize("name", CHUNKS)
 @pytest.mark.parametrize("saved_on", ["cpu", "cuda"])
 def test_restored_into_tensors(exchanged, name, saved_on):

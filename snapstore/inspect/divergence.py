@@ -79,6 +79,9 @@ def first_difference(context: Context, a: str, b: str) -> DivergenceResult:
             no step in common, and one of them has such a record.
         CapabilityError: the comparison must decode more than the limits allow.
     """
+    for name in (a, b):
+        if not isinstance(name, str):
+            raise InvalidInputError(f"run {name!r}: expected a str, got {type(name).__name__}")
     steps: list[int] = []
     view = context.index.refresh()
     for one, other in _pairs(view, a, b):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from kit.rank_snapshots import RankWriter, columns, rows
 from kit.repositories import created, opened
 from kit.samples import SEED
 from kit.shell import invoke
-from snapstore import NotFoundError, Repository
+from snapstore import InvalidInputError, NotFoundError, Repository
 from snapstore.chunks.reader import ChunkReader
 
 
@@ -150,6 +151,9 @@ def test_names_that_are_refused(repository):
         repository.first_difference("a", "none")
     with pytest.raises(NotFoundError, match="a@9"):
         repository.first_difference("a@9", "b@1")
+    for name in (None, 5, ["a"]):
+        with pytest.raises(InvalidInputError, match=re.escape(f"run {name!r}: expected a str, got ")):
+            repository.first_difference("a", name)
 
 
 def test_the_shell(tmp_path):

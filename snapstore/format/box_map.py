@@ -136,7 +136,7 @@ class BoxMap:
                     f"{where}: a box map of {size_bytes} bytes, at most {MAX_BYTES} are allowed; a newer snapstore may "
                     "read it, else it is damaged"
                 )
-            plain = zstandard.ZstdDecompressor().decompress(data, max_output_size=size_bytes)
+            plain = zstandard.ZstdDecompressor().decompress(data, max_output_size=size_bytes, allow_extra_data=False)
             packed = msgpack_decoder(_Packed).decode(plain)
             tensors = np.frombuffer(packed.tensors, "<u4").astype(np.int64)
             forms = np.frombuffer(packed.patterns, "<u4").reshape(-1, 2).astype(np.int64)

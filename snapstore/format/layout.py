@@ -119,7 +119,7 @@ def _decode_section(data: bytes, start: int, section: Section, where: str) -> by
     try:
         if zstandard.frame_content_size(stored) != plain_bytes:
             raise FormatError(f"{where}: section {name!r} does not hold {plain_bytes} bytes")
-        return zstandard.ZstdDecompressor().decompress(stored, max_output_size=plain_bytes)
+        return zstandard.ZstdDecompressor().decompress(stored, max_output_size=plain_bytes, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise FormatError(f"{where}: section {name!r}: {error}") from error
 

@@ -151,6 +151,8 @@ BAD = {
     "numbers beyond all": packed(U32(1), U32(*[64, 2**32 - 1] * 1000), I64(0)),
     "dimensions beyond all": packed(U32(1), U32(2**31, 1), I64(0)),
     "a bomb": bomb(),
+    "bytes behind the frame": packed(U32(1, 0), U32(1, 1), I64(5, 6, 7)) + b"x",
+    "two frames": packed(U32(1, 0), U32(1, 1), I64(5, 6, 7)) * 2,
 }
 
 

@@ -10,8 +10,9 @@ from pathlib import PurePosixPath
 import msgspec
 import numpy as np
 import pytest
+import zstandard
 
-from kit.forge import SIZE, World, digest, full, noise, rewrite
+from kit.forge import SIZE, World, digest, full, noise, rewrite, with_section
 from kit.repositories import created, opened, save
 from snapstore import FormatError, IntegrityError
 from snapstore.format import layout, manifest, records
@@ -112,6 +113,16 @@ def test_fields_called_zero():
     head = packed[:6] + b"\7\0" + packed[8:16]
     odd = head + checksum(head + packed[ENVELOPE.size :]).to_bytes(8, "little") + packed[ENVELOPE.size :]
     assert records.decode(odd, Snapshot, snapshot.key) == snapshot
+
+
+@pytest.mark.parametrize("behind", [b"x", zstandard.ZstdCompressor().compress(b"x")])
+def test_a_section_is_one_frame(behind):
+    plain = msgspec.msgpack.encode(["dict", [], []])
+    frame = zstandard.ZstdCompressor().compress(plain)
+    empty = World().manifest(tree=None)
+    assert manifest.decode(with_section(empty, "tree", frame, len(plain)), "x").tree == ["dict", [], []]
+    with pytest.raises(FormatError, match="x: section 'tree': "):
+        manifest.decode(with_section(empty, "tree", frame + behind, len(plain)), "x")
 
 
 def test_a_longer_section_is_refused():

@@ -272,23 +272,27 @@ class View:
         self.require_known(f"{run}@latest", run, found)
         return found
 
-    def latest_beside(self, other: View, run: str, asked: str) -> Snapshot | None:
-        """Return `newest`. Raise as `latest` does, unless the other store has the record, and it decides nothing.
+    def latest_beside(self, other: View, run: str, asked: str, besides: Container[str] = ()) -> Snapshot | None:
+        """Return the newest committed snapshot.
+
+        Raise as `latest` does, unless the other store has the record, and it decides nothing.
 
         Args:
             other: the view of the other store of the run, where `latest` is certain.
             asked: the question, for the error.
+            besides: ids of snapshots that are not to be the answer.
 
         Raises:
             IntegrityError, StorageError: a record that may be newer is gone, or cannot be read.
         """
-        found, last = self.newest(run), other.newest(run)
+        found = next((s for s in reversed(self._committed(run)) if s.id not in besides), None)
+        last = other.newest(run)
         known = [s for s in (found, self.get(last.id) if last else None) if s is not None]
         last_here = max(known, key=lambda s: (s.seq, s.id), default=None)
         for name in self.unknown_steps(run):
             held = other.get(name)
             is_older = held is not None and last is not None and (held.seq, held.id) <= (last.seq, last.id)
-            if not is_older and not other.is_unknown(name):
+            if not is_older and name not in besides and not other.is_unknown(name):
                 self.require_known(asked, run, last_here, snapshot_id=name)
         return found
 

@@ -40,7 +40,7 @@ from ..protocol.same_repository import confirmed
 from ..text import some
 from .copy import COPY_BEGUN, Copier, require_same_seed
 from .mirror_failures import Failures
-from .mirror_order import MIRRORED, due_tags, free_tags, is_later, is_mirrored, lacks, only_there, wanted
+from .mirror_order import due_tags, free_tags, is_later, is_mirrored, lacks, newest_of_both, only_there, wanted
 from .mirror_retention import Retention
 
 if TYPE_CHECKING:
@@ -418,29 +418,11 @@ class Mirror:
     def newest(self) -> tuple[Snapshot | None, bool]:
         """Return (the newest snapshot of the run in both stores, whether only the mirror has it).
 
-        If the first store knows the mirror's newest snapshot, the order in the first store decides, because the clocks
-        of two hosts may differ. Otherwise the first store may be an older backup. Then their numbers in the mirror
-        decide, or `mirror_order.is_later` if the mirror never had the first store's newest snapshot.
-
         Raises:
-            IntegrityError, StorageError: a record that may be newer is gone, or cannot be read: in the first store, or
-                in the mirror if the first store does not have it.
+            IntegrityError, StorageError: as `newest_of_both` raises them.
         """
         here = self._source.index.refresh()
-        ours, there = here.latest(self.run), self.view()
-        theirs = there.latest_beside(here, self.run, f"{self.run}@latest in {self.url}") if there else None
-        if theirs is None or there is None:
-            return ours, False
-        held = here.get(theirs.id)
-        if ours is not None:
-            known = there.get(ours.id)
-            if known is None or known.state not in MIRRORED:
-                is_newer = not is_later(theirs, ours)
-            else:
-                is_newer = known.seq >= theirs.seq
-            if is_newer if held is None else ours.seq >= held.seq:
-                return ours, False
-        return theirs, held is None or held.state not in (COMMITTED, FORGOTTEN) or is_dropped(held)
+        return newest_of_both(here, self.view, self.run, f"{self.run}@latest in {self.url}")
 
     def view(self) -> View | None:
         """Return what the mirror has; None if it cannot be reached."""

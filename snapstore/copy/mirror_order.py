@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from operator import itemgetter
 
 import msgspec
@@ -17,7 +17,8 @@ import msgspec
 from .. import retention
 from ..catalog.history import View
 from ..errors import InvalidInputError, NotFoundError
-from ..format.records import COMMITTED, FORGOTTEN, SWEPT, Snapshot
+from ..format.records import ABORTED, COMMITTED, FORGOTTEN, SWEPT, Snapshot
+from ..protocol.forget import NAMED
 from ..protocol.quarantine import is_dropped
 
 #: The states, in the mirror, of a snapshot that was mirrored once.
@@ -120,6 +121,48 @@ def is_later(there: Snapshot, here: Snapshot) -> bool:
     have begun again with low numbers.
     """
     return there.created > here.created and there.seq > here.seq
+
+
+def newest_of_both(
+    here: View, view_of_mirror: Callable[[], View | None], run: str, asked: str
+) -> tuple[Snapshot | None, bool]:
+    """Return (the newest snapshot of a run in both stores, whether only the mirror has it).
+
+    If the first store knows the mirror's newest snapshot, the order in the first store decides, because the clocks of
+    two hosts may differ. Otherwise the first store may be an older backup. Then their numbers in the mirror decide, or
+    `is_later` if the mirror never had the first store's newest snapshot.
+
+    Args:
+        view_of_mirror: returns what the mirror has; None if it cannot be reached.
+        asked: the question about the mirror, for errors.
+
+    Raises:
+        IntegrityError, StorageError: a record that may be newer is gone, or cannot be read: in the first store, or in
+            the mirror if the first store does not have it.
+    """
+    ours, there = here.latest(run), view_of_mirror()
+    theirs = there.latest_beside(here, run, asked, _forgotten_last(here, run)) if there else None
+    if theirs is None or there is None:
+        return ours, False
+    held = here.get(theirs.id)
+    if ours is not None:
+        known = there.get(ours.id)
+        if known is None or known.state not in MIRRORED:
+            is_newer = not is_later(theirs, ours)
+        else:
+            is_newer = known.seq >= theirs.seq
+        if is_newer if held is None else ours.seq >= held.seq:
+            return ours, False
+    return theirs, held is None or held.state not in (COMMITTED, FORGOTTEN) or is_dropped(held)
+
+
+def _forgotten_last(here: View, run: str) -> set[str]:
+    """Return the ids of the newest snapshots of the first store, if they were forgotten by name: nobody resumes there.
+
+    An earlier one that was forgotten by name counts in the mirror: the later ones may be damaged.
+    """
+    saved = [s for s in here.snapshots(run, states=None) if s.state != ABORTED]
+    return {s.id for s in takewhile(lambda s: s.reason == NAMED, reversed(saved))}
 
 
 def only_there(here: View, view_of_mirror: Callable[[], View | None], run: str, name: str) -> Snapshot | None:

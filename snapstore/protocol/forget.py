@@ -21,6 +21,8 @@ from .quarantine import in_need_of_quarantined
 
 #: At most so many snapshots stay only because they are held.
 HELD_AT_MOST = 8
+#: The reason of a snapshot that was forgotten by its name, not by a policy.
+NAMED = "named by the user"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,7 @@ def forget_snapshots(
         if snapshot == view.newest(snapshot.run) and not force:
             raise InvalidInputError(f"{snapshot.ref}: is the newest of its run, needed to resume; pass force (--force)")
     if not dry_run:
-        chosen = revisions.forget(context, chosen, policy="", reason="named by the user")
+        chosen = revisions.forget(context, chosen, policy="", reason=NAMED)
     return ForgetResult([], chosen, dry_run)
 
 

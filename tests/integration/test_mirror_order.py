@@ -6,7 +6,7 @@ import pytest
 
 from kit.faults import FaultStore, Unreadable
 from kit.objects import clone
-from kit.repositories import OPTIONS, check_clean, created, opened, same, values
+from kit.repositories import OPTIONS, check_clean, created, objects_of, opened, same, values
 from snapstore import KeepBest, KeepLast, SnapshotManager, StorageError
 from snapstore.copy import mirror as mirrors
 from snapstore.format import records
@@ -310,3 +310,52 @@ def test_no_forgotten_save_of_a_step_is_restored_while_the_mirror_has_a_committe
         assert snapshots.best_step() == 1
         assert same(snapshots.restore(ref), values("a", 1))
         assert same(snapshots.restore(1), values("a", 1))
+
+
+@pytest.mark.parametrize("collected", [False, True])
+def test_a_mirror_does_not_answer_with_the_newest_steps_if_they_were_forgotten_by_name(collected):
+    """Until they come back, nobody is to resume there; the mirror keeps them, and each is restored by its number."""
+    fast = created()
+    with manager(fast, MemoryStore(), mirror_keep=()) as snapshots:
+        save(snapshots, 1, 2, 3, 4)
+        assert snapshots.wait_until_mirrored() == []
+        snapshots.repository.forget_snapshots(["a@3", "a@4"], force=True)
+        if collected:
+            snapshots.repository.gc()
+        assert snapshots.latest_step() == 2
+        assert same(snapshots.restore(), values("a", 2))
+        assert same(snapshots.restore(4), values("a", 4))
+        if not collected:
+            snapshots.repository.unforget("a@4")
+        assert snapshots.latest_step() == 4
+        snapshots.repository.forget_snapshots(["a@4"], force=True)
+        assert snapshots.latest_step() == 2
+        save(snapshots, 5)
+        assert snapshots.latest_step() == 5
+
+
+def test_a_mirror_answers_with_a_step_that_was_forgotten_by_name_before_the_newest_was_lost():
+    fast, slow = created(), MemoryStore()
+    with manager(fast, slow) as snapshots:
+        save(snapshots, 1, 2)
+    with manager(fast, outage(slow)) as snapshots:
+        save(snapshots, 3)
+        others = {key for s in of_run(fast)[:2] for key in objects_of(fast, s)}
+        snapshots.repository.forget_snapshots(["a@2"])
+        fast.delete({*objects_of(fast, snapshots.repository.snapshot("a@3"))} - others)
+    with opened(fast) as repository:
+        assert [s.step for s in repository.repair(apply=True, drop=True).dropped] == [3]
+    with manager(fast, slow) as snapshots:
+        assert snapshots.latest_step() == 2
+        assert same(snapshots.restore(), values("a", 2))
+
+
+def test_a_record_of_the_mirror_that_cannot_be_read_does_not_matter_if_its_step_was_forgotten_by_name_last():
+    fast, slow = created(), MemoryStore()
+    with manager(fast, slow) as snapshots:
+        save(snapshots, 1, 2)
+    last = of_run(slow)[-1].key
+    with opened(fast) as repository:
+        repository.forget_snapshots(["a@2"], force=True)
+    with manager(fast, Unreadable(slow, last)) as snapshots:
+        assert snapshots.latest_step() == 1

@@ -41,7 +41,7 @@ from snapstore import (
 )
 from snapstore.copy import mirror as mirrors
 from snapstore.format import records
-from snapstore.protocol.forget import HELD_AT_MOST
+from snapstore.protocol.forget import HELD_AT_MOST, NAMED
 from snapstore.storage.memory import MemoryStore
 
 STEPS = st.integers(0, 5)
@@ -60,7 +60,7 @@ PLACES = st.sampled_from(["first", "mirror"])
 REFS = st.one_of(STEPS, st.sampled_from([None, "best", "highest", "good"]))
 UNREAD = (StorageError, IntegrityError)
 BYTES = ("packs/", "manifests/")
-COMMITTED, FORGOTTEN, SWEPT = "committed", "forgotten", "swept"
+ABORTED, COMMITTED, FORGOTTEN, SWEPT = "aborted", "committed", "forgotten", "swept"
 
 
 class Door(FaultStore):
@@ -110,6 +110,7 @@ class Row:
     tags: tuple[str, ...]
     metrics: dict[str, float]
     key: str
+    reason: str = ""
     run: str = "a"
 
     @property
@@ -170,7 +171,9 @@ class Machine(RuleBasedStateMachine):
         with opened(self.stores[place]) as repository:
             found = repository.view().snapshots("a", states=None)
         return {
-            s.id: Row(s.id, self.saves[s.id][0], s.step, s.seq, s.state, tuple(s.tags), self.saves[s.id][2], s.key)
+            s.id: Row(
+                s.id, self.saves[s.id][0], s.step, s.seq, s.state, tuple(s.tags), self.saves[s.id][2], s.key, s.reason
+            )
             for s in found
         }
 
@@ -208,6 +211,15 @@ class Machine(RuleBasedStateMachine):
     def both(self) -> Rows:
         """Return the committed snapshots of both stores, as far as they can be reached; those of the first count."""
         return {**(committed(self.rows["mirror"]) if self.is_reached else {}), **committed(self.rows["first"])}
+
+    def newest(self) -> Row | None:
+        """Return the last save of both stores, without the last ones of the first that were forgotten by name."""
+        unwanted = set()
+        for row in sorted(self.rows["first"].values(), key=lambda row: row.order, reverse=True):
+            if row.state != ABORTED and row.reason != NAMED:
+                break
+            unwanted.add(row.id)
+        return max((row for i, row in self.both().items() if i not in unwanted), key=lambda r: r.order, default=None)
 
     def by_step(self) -> dict[int, Row]:
         """Return the snapshot that each step names: in the first store if it has the step, else in the mirror."""
@@ -456,9 +468,9 @@ class Machine(RuleBasedStateMachine):
 
     def meant(self, ref: int | str | None) -> list[Row]:
         """Return the snapshots of which `restore` may return any."""
-        both = self.both()
         if ref is None:
-            return [max(both.values(), key=lambda row: row.order)] if both else []
+            newest = self.newest()
+            return [newest] if newest else []
         if isinstance(ref, str):
             first = committed(self.rows["first"])
             besides = first if ref in ("best", "highest") else ()  # the tags in the first store count, if it has it
@@ -510,7 +522,14 @@ class Machine(RuleBasedStateMachine):
 
     @rule(place=PLACES, data=st.data())
     def forget(self, place, data) -> None:
-        row = self.drawn(data, place, COMMITTED)
+        self.forget_row(place, self.drawn(data, place, COMMITTED))
+
+    @rule(place=PLACES)
+    def forget_last(self, place) -> None:
+        rows = committed(self.rows[place]).values()
+        self.forget_row(place, max(rows, key=lambda row: row.order, default=None))
+
+    def forget_row(self, place: str, row: Row | None) -> None:
         if row and not row.tags:
             with opened(self.stores[place]) as repository:
                 repository.forget_snapshots([f"id:{row.id}"], force=True)
@@ -566,8 +585,7 @@ class Machine(RuleBasedStateMachine):
         manager = self.manager
         if manager is None:
             return
-        both, by_step = self.both(), self.by_step()
-        newest = max(both.values(), key=lambda row: row.order, default=None)
+        newest, by_step = self.newest(), self.by_step()
         self.check_answer(manager.latest_step, [newest.step if newest else None])
         self.check_answer(manager.highest_step, [max(by_step, default=None)])
         self.check_answer(manager.all_steps, [sorted(by_step)])

@@ -1,7 +1,8 @@
 """A run with a mirror loses no snapshot that its policies, tags or the mirror need, under random programs.
 
 The mirror is often down, records, packs and manifests cannot be read for a moment or longer, and the first store is
-lost or is an older backup.
+lost or is an older backup. Packs and manifests of either store vanish or are damaged, until a repair there drops the
+snapshots that it cannot heal.
 `SNAPSTORE_TEST_THOROUGH=1` runs many more and longer programs.
 """
 
@@ -23,7 +24,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 
 from kit.faults import READ_FAULTS, FaultStore, misread, one_thread
-from kit.objects import clone, keys_of
+from kit.objects import clone, flip_in_place, keys_of
+from kit.objects import replace as replace_object
 from kit.repositories import OPTIONS, created, objects_of, opened, same, values
 from kit.samples import SEED, THOROUGH
 from kit.tally import tally
@@ -42,6 +44,7 @@ from snapstore import (
 from snapstore.copy import mirror as mirrors
 from snapstore.format import records
 from snapstore.protocol.forget import HELD_AT_MOST, NAMED
+from snapstore.protocol.quarantine import DROPPED
 from snapstore.storage.memory import MemoryStore
 
 STEPS = st.integers(0, 5)
@@ -60,6 +63,7 @@ PLACES = st.sampled_from(["first", "mirror"])
 REFS = st.one_of(STEPS, st.sampled_from([None, "best", "highest", "good"]))
 UNREAD = (StorageError, IntegrityError)
 BYTES = ("packs/", "manifests/")
+BREAKS = st.sampled_from(["gone", "cut", "flipped"])
 ABORTED, COMMITTED, FORGOTTEN, SWEPT = "aborted", "committed", "forgotten", "swept"
 
 
@@ -114,6 +118,11 @@ class Row:
     run: str = "a"
 
     @property
+    def is_dropped(self) -> bool:
+        """Whether a repair has given it up: nobody chose to be without it."""
+        return self.state in (FORGOTTEN, SWEPT) and self.reason.startswith(DROPPED)
+
+    @property
     def created(self) -> float:
         """The order of the saves."""
         return float(self.order)
@@ -154,6 +163,8 @@ class Machine(RuleBasedStateMachine):
         self.unread: set[str] = set()  # that the manager may take for not mirrored
         self.parent: str | None = None
         self.backup: MemoryStore | None = None
+        self.broken: dict[str, set[str]] = {"first": set(), "mirror": set()}  # keys of packs and manifests
+        self.broken_in_backup: set[str] = set()
         self.losing: tuple[str, str] | None = None  # how the mirror misreads the next save, and which of its objects
 
     def teardown(self) -> None:
@@ -179,7 +190,28 @@ class Machine(RuleBasedStateMachine):
 
     def check_values(self, place: str, row: Row) -> None:
         with opened(self.stores[place]) as repository:
-            assert same(repository.restore(f"id:{row.id}"), values("a", row.order)), f"{place}: step {row.step} differs"
+            try:
+                state = repository.restore(f"id:{row.id}")
+            except UNREAD:
+                assert self.is_hurt(place, row.id), f"{place}: step {row.step} is damaged"
+                return
+        assert same(state, values("a", row.order)), f"{place}: step {row.step} differs"
+
+    def is_hurt(self, place: str, name: str) -> bool:
+        """Return whether a snapshot needs an object that is broken in a store."""
+        if not self.broken[place]:
+            return False
+        with opened(self.stores[place]) as repository:
+            snapshot = repository.view().get(name)
+        if snapshot is None:
+            return False
+        if any(ref.key in self.broken[place] for ref in snapshot.manifests):
+            return True
+        return not self.broken[place].isdisjoint(objects_of(self.stores[place], snapshot))
+
+    def hurt(self, place: str) -> set[str]:
+        """Return the ids of the committed snapshots of a store that need a broken object."""
+        return {i for i in committed(self.rows[place]) if self.is_hurt(place, i)}
 
     def learn(self, place: str, *, going: Iterable[str] = (), untagged: Iterable[tuple[str, str]] = ()) -> None:
         """Look at a store after a rule, which forgets exactly `going`, and takes exactly `untagged` from others."""
@@ -214,11 +246,9 @@ class Machine(RuleBasedStateMachine):
 
     def newest(self) -> Row | None:
         """Return the last save of both stores, without the last ones of the first that were forgotten by name."""
-        unwanted = set()
-        for row in sorted(self.rows["first"].values(), key=lambda row: row.order, reverse=True):
-            if row.state != ABORTED and row.reason != NAMED:
-                break
-            unwanted.add(row.id)
+        saved = [row for row in self.rows["first"].values() if row.state != ABORTED]
+        saved.sort(key=lambda row: row.order, reverse=True)
+        unwanted = {row.id for row in itertools.takewhile(lambda row: row.reason == NAMED, saved)}
         return max((row for i, row in self.both().items() if i not in unwanted), key=lambda r: r.order, default=None)
 
     def by_step(self) -> dict[int, Row]:
@@ -258,7 +288,7 @@ class Machine(RuleBasedStateMachine):
             return
         for _ in range(3):  # an attempt from before the mirror could be reached may end only now
             left = manager.wait_until_mirrored(30)
-            if not left or not self.is_reached or not self.is_read:
+            if not left or not self.is_reached or not self.is_read or any(self.broken.values()):
                 break
         self.learn("first")
         before, now = self.rows["mirror"], self.look("mirror")
@@ -267,6 +297,8 @@ class Machine(RuleBasedStateMachine):
         self.judge_mirror(before, now)
         self.take("mirror", now)
         self.unread = {row.id for row in now.values() if row.key in self.doors["mirror"].bad}
+        if self.is_reached:
+            self.held |= {i for i, row in now.items() if row.is_dropped}
         lacking = {i for i in self.held & committed(self.rows["first"]).keys() if not is_mirrored(now.get(i))}
         steps = [self.saves[i][1] for i in lacking]
         if self.is_reached:
@@ -280,7 +312,8 @@ class Machine(RuleBasedStateMachine):
             assert {*steps} <= {*left}, "not_mirrored names too few steps"
         assert manager.not_mirrored() == left
         if self.is_reached and self.is_read:
-            assert left == []
+            hurt = {self.saves[i][1] for i in self.hurt("first")}
+            assert {*left} <= hurt, f"not mirrored: {left}, expected only {hurt}"
         if self.is_reached and not any(door.bad for door in self.doors.values()):
             self.judge_idle(now, left)
 
@@ -292,7 +325,7 @@ class Machine(RuleBasedStateMachine):
                 holders = [other for other in committed(first).values() if name in other.tags and other.id != i]
                 moved = any(i in first or other.order > row.order for other in holders)
                 assert moved, f"mirror: {self.named([i])} lost its tag {name}"
-        gone = [i for i, row in now.items() if row.state in (FORGOTTEN, SWEPT) and not is_gone(before.get(i))]
+        gone = [i for i, row in now.items() if is_gone(row) and not is_gone(before.get(i))]
         new = [row for i, row in committed(now).items() if i not in committed(before)]
         new += [now[i] for i in gone if i not in committed(before)]
         new.sort(key=lambda row: (first[row.id].seq, row.id) if row.id in first else (-1, row.id))
@@ -415,6 +448,10 @@ class Machine(RuleBasedStateMachine):
         order, metrics = len(self.saves), {} if loss is None else {"loss": loss}
         self.doors["mirror"].gate.clear()  # the policies of the first store come before the mirror
         snapshot = self.manager.save(step, values("a", order), metrics=metrics, tags=tags, force=True).result()
+        try:
+            self.manager.check_for_errors()
+        except IntegrityError:  # of a gc, which misses a pack
+            assert self.broken["first"]
         if self.losing is not None:
             (how, kind), self.losing = self.losing, None
             keys = sorted(key for key in objects_of(self.stores["first"], snapshot) if key.startswith(kind))
@@ -459,7 +496,10 @@ class Machine(RuleBasedStateMachine):
             assert not expected or not self.is_read or (ref == "best" and not self.best())
             return
         except UNREAD:
-            assert not self.is_read
+            hurt = any(self.is_hurt(place, row.id) for place in self.rows for row in expected)
+            dropped = any(row.is_dropped and row.step == ref for rows in self.rows.values() for row in rows.values())
+            assert not self.is_read or hurt or (dropped and not expected)
+            self.catch_up()
             return
         if self.is_read or expected:
             assert any(same(state, values("a", row.order)) for row in expected), f"restore({ref!r})"
@@ -485,10 +525,8 @@ class Machine(RuleBasedStateMachine):
             return [by_step[max(by_step)]] if by_step else []
         if ref in by_step:
             return [by_step[ref]]
-        left = [row for row in self.rows["first"].values() if row.state == FORGOTTEN and row.step == ref]
-        if self.is_reached:
-            left += [row for row in self.rows["mirror"].values() if row.state == FORGOTTEN and row.step == ref]
-        return left
+        left = [*self.rows["first"].values(), *(self.rows["mirror"].values() if self.is_reached else ())]
+        return [row for row in left if row.state == FORGOTTEN and row.step == ref and not row.is_dropped]
 
     def stored_best(self) -> list[Row]:
         """Return all: the stored policies may be those of an earlier manager, in either store."""
@@ -538,7 +576,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule(place=PLACES, data=st.data())
     def unforget(self, place, data) -> None:
-        if row := self.drawn(data, place, FORGOTTEN):
+        row = self.drawn(data, place, FORGOTTEN)
+        if row and not row.is_dropped and not self.is_hurt(place, row.id):
             with opened(self.stores[place]) as repository:
                 repository.unforget(f"id:{row.id}")
             self.learn(place)
@@ -548,31 +587,75 @@ class Machine(RuleBasedStateMachine):
     def gc(self, place) -> None:
         if "config" in keys_of(self.stores[place]):
             with opened(self.stores[place]) as repository:
-                repository.gc()
+                try:
+                    repository.gc()
+                except UNREAD:
+                    assert self.hurt(place)
             self.learn(place)
             for row in committed(self.rows[place]).values():
                 self.check_values(place, row)
+
+    @rule(place=PLACES, kind=st.sampled_from(BYTES), how=BREAKS, data=st.data())
+    def break_object(self, place, kind, how, data) -> None:
+        """Lose a pack or a manifest of a committed snapshot, or damage it."""
+        row = self.drawn(data, place, COMMITTED)
+        if row is None or self.is_hurt(place, row.id):
+            return
+        store = self.stores[place]
+        with opened(store) as repository:
+            keys = [key for key in objects_of(store, repository.snapshot(f"id:{row.id}")) if key.startswith(kind)]
+        if keys:
+            key = data.draw(st.sampled_from(sorted(keys)))
+            self.broken[place].add(key)
+            break_one(store, key, how)
+            tally("mirror machine broken objects")
+            self.catch_up()
+
+    @precondition(lambda self: any(self.broken.values()))
+    @rule(place=PLACES, purge=st.booleans())
+    def repair(self, place, purge) -> None:
+        """Repair a store, and let the repair drop what stays damaged; its tags go first."""
+        hurt = self.hurt(place)
+        if not hurt:
+            return
+        with opened(self.stores[place]) as repository:
+            lost = repository.repair(apply=True).left
+            untagged = [(s.id, name) for s in lost for name in s.tags]
+            for i, name in untagged:
+                repository.untag(f"id:{i}", name)
+            report = repository.repair(apply=True, drop=True, purge=purge)
+        going = {s.id for s in report.dropped}
+        assert report.left == []
+        assert going == {s.id for s in lost}
+        assert going <= hurt
+        self.learn(place, going=going, untagged=[t for t in untagged if t[0] not in going])
+        assert not self.hurt(place)
+        for row in committed(self.rows[place]).values():
+            self.check_values(place, row)
+        tally("mirror machine dropped snapshots", len(going))
+        self.catch_up()
 
     @rule()
     def lose(self) -> None:
         """Lose the first store; without a mirror nothing is left of it."""
         if "config" not in keys_of(self.stores["mirror"]):
             self.backup = None  # the seed of the new store may be another one
-        self.replace_first(MemoryStore())
+        self.replace_first(MemoryStore(), set())
 
     @rule()
     def keep_backup(self) -> None:
         if "config" in keys_of(self.stores["first"]) and "config" in keys_of(self.stores["mirror"]):
-            self.backup = clone(self.stores["first"])
+            self.backup, self.broken_in_backup = clone(self.stores["first"]), {*self.broken["first"]}
 
     @precondition(lambda self: self.backup is not None)
     @rule()
     def go_back(self) -> None:
         """Put an older backup in the place of the first store."""
-        self.replace_first(clone(self.backup))
+        self.replace_first(clone(self.backup), {*self.broken_in_backup})
 
-    def replace_first(self, store: MemoryStore) -> None:
+    def replace_first(self, store: MemoryStore, broken: set[str]) -> None:
         self.close()
+        self.broken["first"] = broken
         self.stores["first"], self.doors["first"] = store, Door(store)
         self.rows["first"] = self.look("first")
         self.open(self.keep, self.mirror_keep, None, 0)
@@ -609,12 +692,23 @@ def replaced(door: Door, store: MemoryStore) -> Door:
     return new
 
 
+def break_one(store: MemoryStore, key: str, how: str) -> None:
+    """Lose an object, its last byte, or one bit of it."""
+    data = store.get(key)
+    if how == "flipped":
+        flip_in_place(store, key, len(data) // 2)
+    elif how == "cut":
+        replace_object(store, key, data[:-1])
+    else:
+        store.delete([key])
+
+
 def is_mirrored(row: Row | None) -> bool:
-    return row is not None and row.state in (COMMITTED, FORGOTTEN, SWEPT)
+    return row is not None and row.state in (COMMITTED, FORGOTTEN, SWEPT) and not row.is_dropped
 
 
 def is_gone(row: Row | None) -> bool:
-    return row is not None and row.state in (FORGOTTEN, SWEPT)
+    return row is not None and row.state in (FORGOTTEN, SWEPT) and not row.is_dropped
 
 
 @pytest.mark.sampled(1)

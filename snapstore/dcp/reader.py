@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ..errors import InvalidInputError, NotFoundError
+from ..errors import InvalidInputError, NotFoundError, SnapstoreError
 from ..repository import Repository
 from ..restore.sources import AsRank
 from ..text import some
@@ -87,7 +87,8 @@ class SnapstoreReader(Target, StorageReader):
         """Read the manifests of the snapshot, and return DCP's description of its contents.
 
         It accepts no `kwargs`. If it did, DCP would try again as if each rank had saved alone; this rank would then
-        leave out collectives in which the others wait.
+        leave out collectives in which the others wait. An error is logged too: DCP before torch 2.13 drops it, and
+        raises "metadata is None".
 
         Raises:
             NotFoundError: the checkpoint id names no committed snapshot of the run.
@@ -96,7 +97,11 @@ class SnapstoreReader(Target, StorageReader):
             IntegrityError, StorageError: the checkpoint id may name a snapshot whose record is damaged, is gone or
                 cannot be read.
         """
-        stored = self._open(self._ref())
+        try:
+            stored = self._open(self._ref())
+        except SnapstoreError as error:
+            log.warning("checkpoint %s cannot be loaded: %s", self.checkpoint_id, error)
+            raise
         described: dict[str, Any] = {}
         for key, leaf in stored.leaves.items():
             described[key] = BytesStorageMetadata()

@@ -37,11 +37,15 @@ _KINDS = {
 }
 
 
+#: Most fields are empty: an index of many snapshots has one object for all of them.
+_EMPTY = {kind: read_only() for kind, read_only in _KINDS.items()}
+
+
 @functools.cache
 def _fields(struct: type[msgspec.Struct]) -> list[tuple[str, Any]]:
-    """Return (name, read-only class) of the fields of a struct that are lists or dicts by default."""
+    """Return (name, list or dict) of the fields of a struct that are lists or dicts by default."""
     factories = [(field.name, field.default_factory) for field in msgspec.structs.fields(struct)]
-    return [(name, _KINDS[factory]) for name, factory in factories if factory in _KINDS]
+    return [(name, factory) for name, factory in factories if factory in _KINDS]
 
 
 class ReadOnly:
@@ -50,5 +54,6 @@ class ReadOnly:
     __slots__ = ()
 
     def __post_init__(self: Any) -> None:
-        for name, read_only in _fields(self.__class__):
-            msgspec.structs.force_setattr(self, name, read_only(getattr(self, name)))
+        for name, kind in _fields(self.__class__):
+            value = getattr(self, name)
+            msgspec.structs.force_setattr(self, name, _KINDS[kind](value) if value else _EMPTY[kind])

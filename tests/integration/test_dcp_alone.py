@@ -13,12 +13,14 @@ import dataclasses
 import gc
 import io
 import pickle
+import re
 import resource
 import subprocess
 import sys
 import threading
 import weakref
 from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -133,6 +135,15 @@ def reader(repository: Repository) -> Any:
     return snap.SnapstoreReader(repository, run="r")
 
 
+@contextlib.contextmanager
+def unloadable(caplog: Any, text: str) -> Iterator[None]:
+    """Require an error with `text`; DCP before torch 2.13 drops the error of `read_metadata`, which is logged."""
+    with pytest.raises(dcp.CheckpointException) as caught:
+        yield
+    assert any(re.search(text, record.getMessage()) for record in caplog.records if record.name == "snapstore")
+    assert re.search(text, str(caught.value)) or torch.__version__ < (2, 13)
+
+
 def loaded(reader: Any, checkpoint_id: Any, like: Any) -> dict[str, Any]:
     """Return what DCP loads into a state like another one."""
     state: dict[str, Any] = blank(like)
@@ -164,7 +175,7 @@ def test_a_checkpoint_id_without_a_step_is_refused(checkpoint_id: Any, writer: A
     assert not sessions(store)
 
 
-def test_a_reader_takes_tags_and_the_newest(writer: Any, reader: Any, repository: Repository) -> None:
+def test_a_reader_takes_tags_and_the_newest(writer: Any, reader: Any, repository: Repository, caplog: Any) -> None:
     for step in (1, 2):
         snap.save({"a": torch.full((3,), float(step))}, writer, step)
     repository.tag("r@1", "good")
@@ -174,7 +185,7 @@ def test_a_reader_takes_tags_and_the_newest(writer: Any, reader: Any, repository
         assert state["a"].tolist() == [value] * 3, name
         assert reader.snapshot.step == value
     for name in ("bad", 3, "none"):
-        with pytest.raises(dcp.CheckpointException, match="no such step or tag"):
+        with unloadable(caplog, "no such step or tag"):
             snap.load({"a": torch.zeros(3)}, reader, name)
 
 
@@ -218,9 +229,9 @@ def test_the_newest_is_taken_again_if_it_is_collected_meanwhile(name: Any, write
     same(target, numbered(3))
 
 
-def test_a_step_that_is_collected_meanwhile_is_an_error(writer: Any, repository: Repository) -> None:
+def test_a_step_that_is_collected_meanwhile_is_an_error(writer: Any, repository: Repository, caplog: Any) -> None:
     snap.save(numbered(1), writer, 1)
-    with pytest.raises(dcp.CheckpointException, match="no such step or tag; last steps: 2"):
+    with unloadable(caplog, "no such step or tag; last steps: 2"):
         snap.load(numbered(0), Slow(repository, run="r"), 1)
 
 
@@ -358,15 +369,15 @@ def test_dcp_makes_the_same_keys_of_the_state(state: Any, repository: Repository
     assert reader.read_metadata().planner_data == paths
 
 
-def test_two_values_with_one_key_are_refused(repository: Repository, reader: Any) -> None:
+def test_two_values_with_one_key_are_refused(repository: Repository, reader: Any, caplog: Any) -> None:
     repository.save({"a": {"b": 1}, "a.b": 2}, run="r", step=1)
-    with pytest.raises(dcp.CheckpointException, match=r"two values have the key 'a\.b'"):
+    with unloadable(caplog, r"two values have the key 'a\.b'"):
         dcp.load({"a": {"b": 1}}, storage_reader=reader, checkpoint_id=1)
 
 
-def test_a_state_that_is_no_dict_is_refused(repository: Repository, reader: Any) -> None:
+def test_a_state_that_is_no_dict_is_refused(repository: Repository, reader: Any, caplog: Any) -> None:
     repository.save([torch.ones(2)], run="r", step=1)
-    with pytest.raises(dcp.CheckpointException, match="not a dict, so DCP cannot load it"):
+    with unloadable(caplog, "not a dict, so DCP cannot load it"):
         dcp.load({}, storage_reader=reader, checkpoint_id=1)
 
 
@@ -1300,7 +1311,7 @@ def test_a_hook_that_fails_fails_the_call_and_not_the_next_one(writer: Any, read
         assert not sessions(store), hook
     for hook in READER_HOOKS:
         setattr(reader, hook, fail)
-        with pytest.raises(dcp.CheckpointException, match="injected"):
+        with pytest.raises(dcp.CheckpointException, match=r"injected|metadata is None"):  # see `unloadable`
             loaded(reader, 2, {"a": torch.zeros(3)})
         delattr(reader, hook)
         assert loaded(reader, 2, {"a": torch.zeros(3)})["a"].tolist() == [2] * 3

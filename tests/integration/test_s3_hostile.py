@@ -16,12 +16,12 @@ from multiprocessing.pool import ThreadPool
 
 import pytest
 
-from kit.hostile_s3 import LIES, SLOW, HostileS3, Lie, mutates
+from kit.hostile_s3 import LIES, SLOW, HostileS3, Lie, error, mutates, says
 from kit.ranks import save_shared
 from kit.repositories import opened, same, values
 from kit.samples import SEED, THOROUGH
 from snapstore import Repository, SaveOptions, Snapshot
-from snapstore.errors import AlreadyExistsError, NotFoundError, SnapstoreError
+from snapstore.errors import AlreadyExistsError, NotFoundError, SnapstoreError, StorageError
 from snapstore.storage.s3.store import S3Store
 
 SMALL, LARGE = os.urandom(700), os.urandom(100_000)
@@ -217,6 +217,16 @@ def test_mutated_answers(server, store):
     """A mutated answer to a read may still be consistent: the store does not verify digests."""
     mutations = {f"mutation {seed}": mutates(seed) for seed in range(SEED, SEED + (200 if THOROUGH else 20))}
     run_all(server, store, mutations, 0.15, 12)
+
+
+def test_a_redirect_that_names_no_region_is_followed_once(server, store):
+    """botocore asks for the region by HeadBucket, and followed redirects of that, too: 80 requests deep."""
+    case = Case(server, store)
+    case.store._requests.attempts = 1
+    rule = server.lie(case.part, says(error(301, "PermanentRedirect"), goes_on=False))
+    with pytest.raises(StorageError):
+        case.store.get(KEYS[0])
+    assert rule.fired == 2
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)

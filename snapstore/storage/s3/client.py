@@ -142,6 +142,7 @@ def make_client(*, connections: int, connect_timeout_s: float, read_timeout_s: f
         ) from failure
     endpoint = client._endpoint
     endpoint.http_session = Session(endpoint.http_session, connect_timeout_s + read_timeout_s)
+    client.meta.events.register("before-call.s3.HeadBucket", _follow_no_redirect)
     client.meta.events.register("before-sign.s3", _refresh_credentials)
     client.meta.events.register("choose-signer.s3.PutObject", _choose_signer)
     client.meta.events.register("before-parse.s3.ListObjectsV2", _keep_page)
@@ -150,6 +151,11 @@ def make_client(*, connections: int, connect_timeout_s: float, read_timeout_s: f
     client.meta.events.register("after-call-error.s3", close_body)
     made: S3Client = client
     return made
+
+
+def _follow_no_redirect(context: dict[str, Any], **_: Any) -> None:
+    """Follow no redirect of botocore's own HeadBucket: it is to find the region after one, and would call itself."""
+    context["s3_redirect"]["redirected"] = True
 
 
 def _refresh_credentials(request_signer: Any, **_: Any) -> None:

@@ -263,7 +263,7 @@ def _reasons(repository: Repository, view: View, snapshot: Snapshot) -> list[str
         return [text for text in (snapshot.reason, snapshot.policy) if text]
     try:
         policies = repository.policies(snapshot.run)
-    except DAMAGE as error:  # the rest of the snapshot can still be shown
+    except (*DAMAGE, StorageError) as error:  # the rest of the snapshot can still be shown
         return [f"unknown: {error}"]
     decisions = retention.apply(policies, view.snapshots(snapshot.run), force=True)
     return next((list(d.reasons) for d in decisions if d.snapshot.id == snapshot.id), [])  # none: of an older view

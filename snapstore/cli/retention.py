@@ -135,15 +135,20 @@ def _policies(given: dict[str, Any], best: list[str], steps: str | None) -> list
     keep: list[Policy] = [getattr(retention, kind)(value) for kind, value in given.items()]
     for text in best:
         metric, *rest = text.split(":")
-        if len(rest) > 2 or not metric or (rest and not rest[0].isdecimal()) or rest[1:] not in ([], ["min"], ["max"]):
+        if len(rest) > 2 or not metric or (rest and not _is_number(rest[0])) or rest[1:] not in ([], ["min"], ["max"]):
             raise UsageError(f"--keep-best {text!r}: expected METRIC, METRIC:N, METRIC:N:min or METRIC:N:max")
         keep.append(retention.KeepBest(metric, int(rest[0]) if rest else 1, "max" if rest[1:] == ["max"] else "min"))
     if steps is not None:
         numbers = [number.strip() for number in steps.split(",")]
-        if not all(number.isdecimal() for number in numbers):
+        if not all(map(_is_number, numbers)):
             raise UsageError(f"--keep-steps {steps!r}: expected steps such as 1000,2000")
         keep.append(retention.KeepSteps(map(int, numbers)))
     return keep
+
+
+def _is_number(text: str) -> bool:
+    """Return whether a text is a number that a policy may have; Python refuses to read thousands of digits."""
+    return text.isdecimal() and len(text) <= 16
 
 
 def _stored_policies(repository: Repository, run: str, force: bool) -> list[Policy]:

@@ -74,11 +74,11 @@ class Run:
         check_choice("codec", self.codec, ("portable", "auto", "raw"))
         for name in ("parameters", "ranks", "step_s"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
+            if not 0 < value < math.inf:
                 raise InvalidInputError(f"{name} {value!r}: expected a number above 0")
         for name in ("interval_steps", "failure_s", "restart_s", "keep"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
+            if not 0 <= value < math.inf:
                 raise InvalidInputError(f"{name} {value!r}: expected a number of 0 or more")
 
 

@@ -41,18 +41,28 @@ def open_store(url: str | Path | ObjectStore, *, create: bool = False) -> Object
             return url
         raise InvalidInputError(f"{url!r}: expected a URL, a path or an object store, got {type(url).__name__}")
     url = str(url)
-    match = _SCHEME.fullmatch(url)
-    if match is None:
-        return _open_local(expand_home(url), create=create)
-    scheme, rest = match[1].lower(), match[2]
-    if scheme == "file":
-        return _open_local(_path_of_file_url(rest), create=create)
+    if (path := local_path(url)) is not None:
+        return _open_local(path, create=create)
+    scheme, _, rest = url.partition("://")
+    scheme = scheme.lower()
     if scheme == "memory":
         return _open_memory(rest)
     if scheme == "s3":
         return _open_s3(url)
     # Repeat only the scheme: the URL may carry a password.
     raise InvalidInputError(f"{scheme}://: unknown scheme, expected a path, file://, s3:// or memory://")
+
+
+def local_path(url: str) -> str | None:
+    """Return the path that a path or a `file://` URL means; None: it is a URL of another kind.
+
+    Raises:
+        InvalidInputError: the home folder is unknown, or the URL names no path on this machine.
+    """
+    match = _SCHEME.fullmatch(url)
+    if match is None:
+        return expand_home(url)
+    return _path_of_file_url(match[2]) if match[1].lower() == "file" else None
 
 
 def expand_home(path: str | Path) -> str:

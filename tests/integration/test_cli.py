@@ -23,6 +23,7 @@ from kit.objects import flip_file
 from kit.repositories import index_of
 from kit.shell import invoke
 from snapstore import KeepLast, NotFoundError, Repository, RngState, cli
+from snapstore.catalog import policy_store
 from snapstore.cli import app, inspect, maintenance, output
 from snapstore.cli.app import VERBS
 from snapstore.cli.doctor import doctor
@@ -755,13 +756,17 @@ def test_show_prints_plain_values(sh):
     assert len(sh.json("show", "exp@2")["plain"]) == 70
 
 
-def test_show_reasons_of_stored_policies_and_of_forgotten(series):
+def test_show_reasons_of_stored_policies_and_of_forgotten(series, monkeypatch):
     with Repository.open(series.url) as repository:
         repository.set_policies("exp", [KeepLast(2)])
     assert series.json("show", "exp@3")["reasons"] == ["last 2", "newest"]
     assert series.json("show", "exp@0")["reasons"] == []
     assert len(series.json("forget", "--run", "exp")["forgotten"]) == 2  # by the stored ones
     assert series.json("show", "exp@0")["reasons"] == ["kept by no policy", "KeepLast(2)"]
+    with monkeypatch.context() as unreadable:
+        error = StorageError("policies/exp.0: cannot read")
+        unreadable.setattr(policy_store, "read", lambda *_: (_ for _ in ()).throw(error))
+        assert series.json("show", "exp@3")["reasons"] == ["unknown: policies/exp.0: cannot read"]
     series("gc")
     swept = series.json("show", "exp@0")
     assert (swept["snapshot"]["state"], swept["tensors"]) == ("swept", [])
@@ -919,9 +924,10 @@ def test_policies_that_make_no_sense(series):
     assert "no snapshots" in series.fails("forget", "--run", "nope")
     assert "KeepLast" in series.fails("forget", "--run", "exp", "--keep-last", 0)
     assert "duration" in series.fails("forget", "--run", "exp", "--keep-within", "soon")
-    for bad in ("loss:x", "loss:1:best", ":1", "loss:1:min:2", ""):
+    for bad in ("loss:x", "loss:1:best", ":1", "loss:1:min:2", "", f"loss:{'9' * 5000}"):
         assert "--keep-best" in series.fails("forget", "--run", "exp", "--keep-best", bad, code=2)
-    assert "--keep-steps" in series.fails("forget", "--run", "exp", "--keep-steps", "1,x", code=2)
+    for bad in ("1,x", "9" * 5000):
+        assert "--keep-steps" in series.fails("forget", "--run", "exp", "--keep-steps", bad, code=2)
     assert "not both" in series.fails("forget", "exp@1", "--keep-last", 1, code=2)
     assert "no snapshot named" in series.fails("forget", code=2)
     assert len(series.json("log")["snapshots"]) == 4
@@ -1284,6 +1290,7 @@ def test_doctor_leaves_no_folder_where_the_cache_cannot_be_used(series, tmp_path
 def test_doctor_of_other_places(sh, tmp_path):
     (tmp_path / "empty").mkdir()
     places = {tmp_path / "empty": "no repository here", tmp_path / "a" / "b": "does not exist yet"}
+    places |= {f"{scheme}{tmp_path}/a%20b": f"{tmp_path}/a b: does not" for scheme in ("FILE://", "file://localhost")}
     for place, word in places.items():
         assert word in sh("doctor", place).stdout
     assert not list((tmp_path / "empty").iterdir())

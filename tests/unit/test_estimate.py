@@ -159,3 +159,6 @@ def test_the_verb(capsys):
     assert found["rates"]["write"] == 2**30
     commands(["estimate", "--params", "7B", *given], standalone_mode=False)
     assert "best interval" in capsys.readouterr().out
+    for huge in (["--params", "1e308"], ["--params", "7B", "--keep", "9" * 400]):
+        assert commands(["estimate", *huge, *given], standalone_mode=False) == 2
+        assert "too large" in capsys.readouterr().err

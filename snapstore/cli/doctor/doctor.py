@@ -21,7 +21,7 @@ from ...repository import Repository
 from ...storage.base import ObjectStore
 from ...storage.cache_dir import mount_of, on_network, usable_cache
 from ...storage.local import LocalStore
-from ...storage.urls import expand_home, open_store
+from ...storage.urls import local_path, open_store
 from ...text import counted, human_bytes
 from .probes import PROBES, Unfit
 
@@ -91,7 +91,7 @@ def place(url: str) -> list[Finding]:
     try:
         store = open_store(url)
     except NotFoundError:
-        return _missing(Path(expand_home(url.removeprefix("file://"))))
+        return _missing(Path(local_path(url) or "."))
     except SnapstoreError as error:
         return [Finding("place", False, str(error))]
     about = _folder(store.root) if isinstance(store, LocalStore) else [_cache()]

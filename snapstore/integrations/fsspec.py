@@ -19,7 +19,7 @@ import posixpath
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -39,7 +39,7 @@ ENDING = ".safetensors"
 #: The name of the file of all tensors; a part of this name takes precedence.
 ALL = "all"
 QUERY = "?repository="
-#: The most files whose headers are kept in memory.
+#: The most files whose headers, and snapshots whose folders, are kept in memory.
 FILES_KEPT = 32
 
 
@@ -202,10 +202,12 @@ class SnapstoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         """Return the folder that a snapshot holds; None if it holds a state."""
         if [part.part for part in snapshot.manifests] != [""]:
             return None
-        if snapshot.id not in self._folders:
-            tensors = open_tensors(self.repository.context, f"id:{snapshot.id}")
-            self._folders[snapshot.id] = _Folder(tensors) if is_folder(tensors) else None
-        return self._folders[snapshot.id]
+        with suppress(KeyError):
+            return self._folders[snapshot.id]
+        tensors = open_tensors(self.repository.context, f"id:{snapshot.id}")
+        found = _Folder(tensors) if is_folder(tensors) else None
+        _keep(self._folders, snapshot.id, found)
+        return found
 
     def _file(self, snapshot: Snapshot, name: str, path: str) -> _VirtualFile | _FileOfFolder:
         """Return a file of a snapshot."""
@@ -221,9 +223,8 @@ class SnapstoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
             fit = Fit(None, part) if part in named else None
             with _not_found(path):
                 tensors = open_tensors(repository.context, f"id:{snapshot.id}", keys=fit)
-            found = self._files[key] = _VirtualFile(tensors)
-            while len(self._files) > FILES_KEPT:
-                self._files.popitem(last=False)
+            found = _VirtualFile(tensors)
+            _keep(self._files, key, found)
         return found
 
 
@@ -332,6 +333,13 @@ class _FileOfFolder:
         for span in file_spans(self._entry, start, min(end, self.size), self._folder.block_bytes):
             found += read_span(self._folder.tensors, self._entry, span).data
         return found
+
+
+def _keep(kept: OrderedDict[Any, Any], key: Any, value: Any) -> None:
+    """Keep a value in memory; drop the oldest ones above FILES_KEPT."""
+    kept[key] = value
+    while len(kept) > FILES_KEPT:
+        kept.popitem(last=False)
 
 
 def _directory(ref: str, snapshot: Snapshot) -> dict[str, Any]:

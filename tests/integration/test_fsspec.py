@@ -23,6 +23,7 @@ from kit.rank_snapshots import RankWriter, columns
 from kit.repositories import created, decoded_chunks, opened, same
 from kit.samples import SEED
 from snapstore import InvalidInputError, Repository, pack_folder
+from snapstore.integrations import fsspec as fsspec_module
 from snapstore.integrations.fsspec import SnapstoreFileSystem
 
 CHUNK_BYTES = 4096
@@ -179,6 +180,18 @@ def test_the_files_of_a_folder(tmp_path):
     for path in ("f@1/dangling", "f@1/to-deep/large.bin", "f@1/all.safetensors", "f@1/none"):
         assert not files.exists(path)
     assert files.ls("f@2", detail=False) == ["f@2/all.safetensors"]
+
+
+def test_few_snapshots_stay_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(fsspec_module, "FILES_KEPT", 2)
+    (tmp_path / "model").mkdir()
+    with Repository.create(tmp_path / "r") as repository:
+        for step in range(4):
+            (tmp_path / "model" / "step").write_text(str(step))
+            repository.save(pack_folder(tmp_path / "model"), run="exp1", step=step)
+    files = SnapstoreFileSystem(repository=str(tmp_path / "r"))
+    assert files.cat(files.glob("*/*")) == {f"exp1@{step}/step": str(step).encode() for step in range(4)}
+    assert list(files._folders) == [s.id for s in files.repository.snapshots()][2:]
 
 
 def test_where_the_repository_is(place, monkeypatch):

@@ -24,6 +24,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from .errors import FormatError, InvalidInputError
@@ -451,8 +452,10 @@ def _parse_duration(duration: str | dt.timedelta | float) -> dt.timedelta:
             whole, _, fraction = (match["s"] or "0").partition(".")
             us = int(fraction.ljust(6, "0"))
             parsed = dt.timedelta(weeks=w, days=d, hours=h, minutes=m, seconds=int(whole), microseconds=us)
-        elif isinstance(duration, (int, float)) and not isinstance(duration, bool):
-            parsed = dt.timedelta(seconds=duration)
+        elif (seconds := as_int(duration)) is not None:
+            parsed = dt.timedelta(seconds=seconds)
+        elif isinstance(duration, Real) and not isinstance(duration, bool):
+            parsed = dt.timedelta(seconds=float(duration))
         else:
             parsed = dt.timedelta(0)
     except (OverflowError, ValueError):  # NaN, infinite, or longer than 2.7 million years

@@ -535,6 +535,7 @@ def test_integers_of_other_libraries(number):
         assert from_dict(to_dict(policy)) == policy
         assert policy in {KeepLast(3), KeepEvery(3), KeepBest("loss", 3), KeepSteps([3]), KeepDaily(3)}
     assert KeepSteps(np.arange(0, 300, 100)).steps == (0, 100, 200)
+    assert KeepWithin(number) == KeepWithin(np.float32(3)) == KeepWithin("3s")
     for wrong in (np.float64(3), np.bool_(True), torch.tensor(3.0), 3.0):
         with pytest.raises(InvalidInputError, match="expected"):
             KeepLast(wrong)

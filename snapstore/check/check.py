@@ -15,7 +15,9 @@ records a repair can write again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from ..context import Context
 from ..errors import InvalidInputError, StorageError
@@ -49,10 +51,9 @@ def check(
         InvalidInputError: an argument is out of range.
         StorageError: the store cannot be listed; a single object that cannot be read is a problem.
     """
-    if not 0 < share <= 1:
-        raise InvalidInputError(f"share {share!r}: expected more than 0 and at most 1")
-    if not 1 <= subset[0] <= subset[1]:
-        raise InvalidInputError(f"subset {subset[0]}/{subset[1]}: expected n/t with n from 1 to t")
+    _require_portion(share, subset)
+    if max_decoded_bytes is not None and (type(max_decoded_bytes) is not int or max_decoded_bytes < 0):
+        raise InvalidInputError(f"max_decoded_bytes {max_decoded_bytes!r}: expected an int of 0 or more, or None")
     require_level(level)
     records = scan_records(context)
     scan = scan_objects(context, records, level, share=share, subset=subset, max_decoded_bytes=max_decoded_bytes)
@@ -63,6 +64,15 @@ def check(
         for problem in scan.report.problems
     ]
     return _with_unexplained(context, scan, replace(scan.report, problems=problems))
+
+
+def _require_portion(share: object, subset: Any) -> None:
+    """Raise InvalidInputError if either argument of `check` is out of range, or of another type."""
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+        raise InvalidInputError(f"share {share!r}: expected a number of more than 0 and at most 1")
+    of_ints = isinstance(subset, Sequence) and len(subset) == 2 and all(type(number) is int for number in subset)
+    if not of_ints or not 1 <= subset[0] <= subset[1]:
+        raise InvalidInputError(f"subset {subset!r}: expected two ints (n, t) with n from 1 to t")
 
 
 def _with_unexplained(context: Context, scan: ScanResult, report: CheckResult) -> CheckResult:

@@ -586,9 +586,16 @@ def test_gc_waits_for_a_damaged_session(root):
 
 
 def test_check_levels_and_shares(repository):
-    for arguments in ({"level": "deep"}, {"level": "data", "share": 0.0}, {"level": "data", "share": 2.0}):
-        with pytest.raises(InvalidInputError):
-            repository.check(**arguments)
+    wrong = {
+        "level": ["deep", None],
+        "share": [0.0, 2.0, float("nan"), True, "0.5", None],
+        "subset": [(0, 1), (2, 1), (1.5, 2), (True, 1), (1,), "12", 1],
+        "max_decoded_bytes": [-1, 1.5, True, "1G"],
+    }
+    for name, values in wrong.items():
+        for value in values:
+            with pytest.raises(InvalidInputError, match=name):
+                repository.check(**{"level": "restore", name: value})
     assert repository.check("data", share=0.2).ok
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from ..arrays import Bytes
 from ..context import Context
@@ -121,18 +122,24 @@ def _compare(
     for piece_a, piece_b in zip(*pieces, strict=True):
         rows_a = piece_a.reshape(-1, spec_a.itemsize)
         changed += int((rows_a != piece_b.reshape(-1, spec_a.itemsize)).any(axis=1).sum())
-        values_a, values_b = as_float64(piece_a, spec_a), as_float64(piece_b, spec_a)
-        if values_a is not None and values_b is not None:
-            with np.errstate(all="ignore"):
-                difference += float(((values_b - values_a) ** 2).sum())
-                norm += float((values_a**2).sum())
+        with np.errstate(all="ignore"):
+            values_a, values_b = as_float64(piece_a, spec_a), as_float64(piece_b, spec_a)
+            if values_a is not None and values_b is not None:
+                difference = math.hypot(difference, _norm(values_b - values_a))
+                norm = math.hypot(norm, _norm(values_a))
     if not changed:  # the same bytes in other boxes
         return TensorDiff(path, "same")
     relative = None
     if as_float64(np.zeros(spec_a.itemsize, np.uint8), spec_a) is not None:
-        relative = math.sqrt(difference) / math.sqrt(norm) if norm else math.inf if difference else 0.0
+        relative = difference / norm if norm else math.inf if difference else 0.0
         relative = relative if math.isfinite(difference) and math.isfinite(norm) else math.nan
     return TensorDiff(path, "changed", changed / max(1, spec_a.nbytes // spec_a.itemsize), relative)
+
+
+def _norm(values: npt.NDArray[np.float64]) -> float:
+    """Return the Euclidean norm, also of numbers whose squares are too large or too small for float64."""
+    largest = float(np.abs(values).max())
+    return largest * float(np.sqrt(((values / largest) ** 2).sum())) if 0 < largest < math.inf else largest
 
 
 def pieces_of(context: Context, stored: StoredTensor) -> Iterator[Bytes]:

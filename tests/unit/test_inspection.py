@@ -110,15 +110,19 @@ def test_bool(repo):
         assert (found.changed_share, found.relative_l2) == (0.01, pytest.approx(0.1))
 
 
-def test_nan_inf_and_zero(repo):
+def test_nan_inf_zero_and_the_ends_of_float64(repo):
     zero, one = torch.zeros(10), torch.ones(10)
+    signaling = np.full(10, 0x7F800001, np.uint32).view(np.float32)
     cases = [
         (zero, one, math.inf),
         (one, zero, 1.0),
         (zero, -zero, 0.0),
         (one, one / 0, math.nan),
         (one / 0, one, math.nan),
+        (signaling, np.ones(10, np.float32), math.nan),  # NumPy warns if it casts one
     ]
+    for scale in (1e-200, 1e200):  # their squares are zero or infinite
+        cases.append((one.double() * scale, one.double() * scale * 1.5, 0.5))
     for a, b, expected in cases:
         (found,) = diff(repo, {"x": a}, {"x": b}).tensors
         assert found.status == "changed"

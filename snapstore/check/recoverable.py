@@ -23,7 +23,7 @@ from ..context import Context
 from ..errors import FormatError
 from ..format import manifest, records
 from ..format.keys import manifest_key, parse_record_key
-from ..format.manifest import Manifest
+from ..format.manifest import Manifest, ManifestHeader
 from ..format.rank_checks import read_children
 from ..format.records import ABORTED, COMMITTED, FORGOTTEN, RANKS, ManifestList, ManifestRef, Snapshot
 from ..format.tensor_layout import check_layouts
@@ -250,8 +250,11 @@ def _manifests_of(context: Context, scan: RecordScan, lost: Snapshot, earlier: S
     for key, size in sizes.items():
         if not key.startswith("manifests/"):
             continue
-        read = partial(read_unproven, store, key, size)
-        head = tried(store, partial(context.index.header, known[key]) if key in known else read)
+        head: ManifestHeader | ManifestList | None
+        if key in known:
+            head = tried(store, partial(context.index.header, known[key]))
+        else:
+            head = _read_head(store, key, size, lost.id)
         if head is None or head.snapshot.hex() != lost.id or not after < head.revision <= lost.revision:
             continue
         session = head.revision, head.save_id.hex()
@@ -270,6 +273,24 @@ def _manifests_of(context: Context, scan: RecordScan, lost: Snapshot, earlier: S
         else:
             made.append(_Made(snapshot, {key: sizes[key] for _, _, key in sorted(found[session])}, ""))
     return made
+
+
+def _read_head(store: ObjectStore, key: str, size_bytes: int, snapshot_id: str) -> ManifestHeader | ManifestList | None:
+    """Return the header of a manifest, or a list of manifests, if it was written for a snapshot; else None.
+
+    A header by itself proves nothing: one wrong answer may be that of another manifest. So it is read again if it names
+    another snapshot, and else compared with the SHA-256 of the manifest, unless the rest of the manifest is damaged.
+    """
+    for _ in range(2):
+        head = tried(store, partial(read_unproven, store, key, size_bytes))
+        if head is not None and head.snapshot.hex() == snapshot_id:
+            data = tried(store, partial(manifest.read_bytes, store, key[-64:], size_bytes))
+            if data is None:
+                return head
+            if records.is_list(data):
+                return records.decode(data, ManifestList, key)
+            return manifest.decode_header(manifest.header_bytes(data), key)
+    return None
 
 
 def _free_seq(store: ObjectStore, scan: RecordScan, key: str) -> int:

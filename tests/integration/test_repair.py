@@ -445,6 +445,34 @@ def test_one_wrong_answer_releases_no_damaged_pack(damage, level, misbuilt):
     assert told > 5
 
 
+def test_one_wrong_answer_for_a_manifest_drops_no_snapshot():
+    """Only the manifests tell what a snapshot held whose record is damaged, and no index knows it."""
+    store = MemoryStore()
+    Repository.create(store, chunk_bytes=CHUNK).close()
+    with Repository.open(store, options=ONE_PACK) as found:
+        for step in range(3):
+            found.save({"w": np.full(2 * CHUNK, step, np.uint8)}, run="c", step=step)
+        wanted = refs(found.snapshots())
+        flip(store, found.snapshot("c@1").key, 60)
+    honest = LyingStore(clone(store))
+    with Repository.open(honest, options=ONE_PACK) as found:
+        found.repair(apply=True, drop=True)
+        assert refs(found.snapshots()) == wanted
+    told = 0
+    for k, lie in every_lie(honest.asked):
+        if not honest.asked[k].key.startswith("manifests/"):
+            continue
+        lying = LyingStore(clone(store))
+        lying.lie_once(k, lie)
+        with suppress(SnapstoreError), Repository.open(lying, options=ONE_PACK) as found:
+            found.repair(apply=True, drop=True)
+        told += lying.told
+        with Repository.open(lying.inner, options=ONE_PACK) as found:
+            found.repair(apply=True, drop=True)
+            assert refs(found.snapshots()) == wanted, (lie, honest.asked[k])
+    assert told > 5
+
+
 def test_a_note_of_another_repair_stays(misbuilt, monkeypatch):
     """Another repair writes a note after ours has listed them: ours neither replaces nor deletes it."""
     store, _, key, offset = misbuilt

@@ -281,7 +281,7 @@ def _check_ranks(header: ManifestHeader, where: str) -> None:
     size, children = header.world_size, header.children
     if (RANKS in header.features) != (size > 0):
         raise FormatError(f"{where}: of {counted(size, 'rank')}, with the features {header.features}")
-    if size and header.rank >= size:
+    if header.rank >= max(size, 1):
         raise FormatError(f"{where}: rank {header.rank} of {size}")
     if not children:
         return

@@ -219,11 +219,15 @@ class _Decoder:
         return new
 
     def _hashables(self, nodes: list[Node], path: Path, depth: int) -> list[Any]:
-        """Return keys or members; refuse equal ones.
+        """Return keys or members, which have no arrays in them; refuse equal ones.
 
         Too many of one hash, which take quadratic time to put into a container, are refused first.
         """
-        values = [self.value(node, path, depth + 1) for node in _expect(nodes, list)]
+        plain = self
+        if not set(map(type, _expect(nodes, list))) <= {str, int}:
+            plain = _Decoder([], 0, {}, decoded=self._decoded)
+            plain._around = self._around
+        values = [plain.value(node, path, depth + 1) for node in nodes]
         if crowded(values):
             raise ValueError(f"more than {MAX_ALIKE} keys or members have one hash")
         if len(set(values)) != len(values):

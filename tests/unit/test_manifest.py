@@ -288,6 +288,11 @@ def test_trees_of_one_value_are_stored_in_a_64th_or_as_they_are(tree):
     assert len(data) > 10**5 * 7 / 64
 
 
+def test_a_manifest_of_one_process_has_rank_0():
+    with pytest.raises(FormatError, match="here: rank 3 of 0"):
+        manifest.decode(encode(ChunkTable.empty(), rank=3), "here")
+
+
 def test_unknown_sections_are_passed_over():
     data = encode(ChunkTable.empty(), tree=7)
     header = manifest.decode_header(data, "here")

@@ -36,7 +36,7 @@ import zstandard
 KNOWN_FEATURES = {"ranks"}
 SMALL_OBJECT, CHUNK, INLINE, BOX_MAP = 64 << 20, 64 << 20, 16 << 20, 256 << 20
 SPARSE = 1 << 24  # elements
-DEPTH, CHAIN, SAME_HASH = 200, 255, 256
+DEPTH, CHAIN, SAME_HASH, NESTING = 200, 255, 256, 96
 RECORD_KEY = re.compile(r"snapshots/([A-Za-z0-9][A-Za-z0-9._-]{0,127})/(\d{12})-([0-9a-f]{32})\.(0|[1-9]\d{0,8})")
 STATES = ("committed", "aborted", "forgotten", "swept")
 #: The run of the records that stand for damaged sessions.
@@ -69,7 +69,7 @@ class UnknownError(DamagedError):
 
 
 #: The errors of an object that this reader refuses.
-REFUSED = (ArithmeticError, LookupError, MemoryError, OSError, TypeError, ValueError, struct.error)
+REFUSED = (ArithmeticError, LookupError, MemoryError, OSError, RecursionError, TypeError, ValueError, struct.error)
 #: Keys of maps by their type.
 Types = dict[type, str]
 REFERENCE: Types = {str: "part sha256 header_sha256", int: "rank size_bytes logical_bytes"}
@@ -471,6 +471,8 @@ class Entry:
 
 COLUMNS = {"ref_counts": "<u2", "ref_kinds": "u1", "ref_packs": "<u4", "ref_offsets": "<u8", "ref_lengths": "<u4"}
 COLUMNS |= {"lengths": "<u4", "digests": "V16", "ref_digests": "V16"}
+#: Sections that this reader knows; it ignores others, whatever their codec and size.
+SECTIONS = {"tree", "tensors", "inline", *COLUMNS}
 
 
 class Manifest:
@@ -494,13 +496,17 @@ class Manifest:
         )
         require_chunk_bytes(header)
         need(all(len(integers(fields[1:], 4)) for fields in header["sections"]), "a section")
-        self.sections = {fields[0]: self._section(data[begin:], *fields) for fields in header["sections"]}
-        need(len(self.sections) == len(header["sections"]), "a manifest has a section twice")
+        names = [fields[0] for fields in header["sections"]]
+        need(len(set(names)) == len(names), "a manifest has a section twice")
+        known = [fields for fields in header["sections"] if fields[0] in SECTIONS]
+        self.sections = {fields[0]: self._section(data[begin:], *fields) for fields in known}
         end = max(offset + stored for _, offset, stored, _, _ in header["sections"])
         need(begin + end == len(data), "bytes follow the last section of a manifest")
         self.table = {name: self._column(name, form) for name, form in COLUMNS.items()}
         self.inline = self.sections["inline"]
-        self.entries = [Entry(fields) for fields in unpack(self.sections["tensors"])]
+        entries = unpack(self.sections["tensors"])
+        need(isinstance(entries, list), "the tensors of a manifest are no list")
+        self.entries = [Entry(fields) for fields in entries]
         need(len(self.entries) == header["tensors"], "a manifest has another number of tensors")
         self.tree = unpack(self.sections["tree"])
         self._read()
@@ -670,7 +676,8 @@ class Part:
             self.pieces[places_here[nth]] += entry.pieces
             self.boxes[places_here[nth]].update((rank, *offsets, *sizes) for offsets, sizes, _ in entry.pieces)
         if child.tree is not None:
-            need(len(child.tree) == 2 and child.tree[0] == "own", "a child's tree is not of own values", UnknownError)
+            is_own = isinstance(child.tree, list) and len(child.tree) == 2 and child.tree[0] == "own"
+            need(is_own and isinstance(child.tree[1], list), "a child's tree is not of own values", UnknownError)
             self.own[rank] = child.tree[1]
 
     @cache  # noqa: B019  (a part lives as long as its snapshot's restore)
@@ -689,11 +696,15 @@ class Part:
 # --- trees ---
 
 
+NOWHERE = "\0"  # no part has this name: nodes of this part have no arrays, and no values of a rank
+
+
 class Tree:
     """A decoder of the nodes of one part: of its root, or of a rank's own values."""
 
-    def __init__(self, snapshot: Snapshot, part: str = "", rank: int | None = None) -> None:
+    def __init__(self, snapshot: Snapshot, part: str = "", rank: int | None = None, around: int = 0) -> None:
         self.snapshot, self.part, self.rank = snapshot, part, rank
+        self.around = around  # how many `columns` nodes are around its nodes
 
     def root(self, node: Any) -> Any:
         """Decode the root dict of part "", whose values may be the trees of other parts."""
@@ -822,7 +833,8 @@ class Tree:
             case ["rank", int(i)] if self.rank is None:
                 return self.snapshot.own(self.part, i)
             case ["columns", list(column)]:
-                found = list(self._column(column, depth - 1))
+                need(self.around < NESTING, "columns nodes around each other are too deep")
+                found = list(Tree(self.snapshot, NOWHERE, around=self.around + 1)._column(column, depth - 1))
                 need(len(found) == 1, "columns of more than one value")
                 return found[0]
         raise UnknownError(f"a node {node[0]!r} of {len(node)} elements, at a depth of {depth}")
@@ -851,9 +863,9 @@ class Tree:
 
     # Columns
 
-    def _column(self, column: Any, depth: int) -> Iterator[Any]:
-        """Yield the values of a column; `depth` is the number of containers around them."""
-        need(depth < DEPTH or column[:1] == ["values"], "a tree is too deep")
+    def _column(self, column: Any, depth: int, nesting: int = 0) -> Iterator[Any]:
+        """Yield the values of a column; `depth` and `nesting` are the numbers of containers and columns around them."""
+        need((depth < DEPTH and nesting <= NESTING) or column[:1] == ["values"], "a tree is too deep")
         match column:
             case ["values", bytes(packed)]:
                 values = unpack(packed)
@@ -863,27 +875,30 @@ class Tree:
             case ["values", list(nodes)]:
                 yield from self._values(nodes, depth)
             case ["lists" | "tuples" as tag, lengths, inner]:
-                members, sizes = self._column(inner, depth + 1), self._scalars(lengths, depth)
+                members, sizes = self._column(inner, depth + 1, nesting + 1), self._scalars(lengths, depth)
                 for row in cut(members, sizes):
                     yield row if tag == "lists" else tuple(row)
             case ["dicts", lengths, keys, inner]:
                 counts = list(self._scalars(lengths, depth))
-                rows = cut(self._scalars(keys, depth + 1), counts), cut(self._column(inner, depth + 1), counts)
+                rows = (
+                    cut(self._scalars(keys, depth + 1), counts),
+                    cut(self._column(inner, depth + 1, nesting + 1), counts),
+                )
                 for names, values in zip(*rows, strict=True):
                     hashable(names)
                     yield dict(zip(names, values, strict=True))
             case ["list rows" | "tuple rows" as tag, bytes(which), list(columns)]:
-                for row in self._rows(which, columns, depth + 1):
+                for row in self._rows(which, columns, depth + 1, nesting + 1):
                     yield row if tag == "list rows" else tuple(row)
             case ["dict rows", names, bytes(which), list(columns)]:
                 fields = list(self._scalars(names, depth))
                 need(all(isinstance(key, str) for key in fields), "a key of dict rows is no str")
                 need(len(fields) == len(which), "dict rows have more keys than values, or fewer")
                 hashable(fields)
-                for row in self._rows(which, columns, depth + 1):
+                for row in self._rows(which, columns, depth + 1, nesting + 1):
                     yield dict(zip(fields, row, strict=True))
             case ["mixed", bytes(which), list(columns)]:
-                iterators = [self._column(inner, depth) for inner in columns]
+                iterators = [self._column(inner, depth, nesting + 1) for inner in columns]
                 yield from draw(which, iterators)
                 need(not any(list(rest) for rest in iterators), "columns of more values than are used")
             case _:
@@ -894,9 +909,9 @@ class Tree:
         need(column[:1] == ["values"], "lengths or keys in another column than of values")
         return self._column(column, depth)
 
-    def _rows(self, which: bytes, columns: list[Any], depth: int) -> Iterator[list[Any]]:
+    def _rows(self, which: bytes, columns: list[Any], depth: int, nesting: int) -> Iterator[list[Any]]:
         """Yield rows of one length: member k is the next value of column which[k]."""
-        found = [list(self._column(column, depth)) for column in columns]
+        found = [list(self._column(column, depth, nesting)) for column in columns]
         need(which and set(which) == set(range(len(found))), "rows that do not use each column")
         rows = len(found[which[0]]) // which.count(which[0])
         need(all(len(values) == rows * which.count(i) for i, values in enumerate(found)), "columns of other lengths")
@@ -962,7 +977,7 @@ class Snapshot:
         need(all(p.world_size == self.world_size for p in self.parts.values()), "manifests of other world sizes")
         depth = max(part.root.header["depth"] for part in self.parts.values())
         need(record["depth"] == depth, "a record's depth")
-        self.metadata = Tree(self, "\0").value(record["metadata"], 0)  # no part of that name: no arrays
+        self.metadata = Tree(self, NOWHERE).value(record["metadata"], 0)
 
     def state(self, rank: int | None = None) -> Any:
         """Decode the state, with the own values of one rank."""
@@ -1103,8 +1118,10 @@ class Repository:
         fields = (found["run"], found["step"], found["id"], found["revision"])
         need(fields == (run, int(step), snapshot, int(revision)), f"{key} is the record of another key")
         need(0 <= found["generation"] <= 2**53, f"{key}: its generation")
-        texts = [*found["tags"], *found["bases"], *found["features"], found["parent"] or ""]
+        parent = found["parent"]
+        texts = [*found["tags"], *found["bases"], *found["features"], "" if parent is None else parent]
         need(all(isinstance(name, str) for name in texts), f"{key}: a name that is no str")
+        need(all(type(n) in (int, float) for n in found["metrics"].values()), f"{key}: a metric that is no number")
         need(found["state"] in STATES, f"{key} has state {found['state']}", UnknownError)
         return found
 

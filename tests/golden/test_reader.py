@@ -25,7 +25,7 @@ from snapstore import Repository, SaveOptions
 from snapstore.errors import FormatError, IntegrityError
 from snapstore.format import blob as stored_blob
 from snapstore.format import chain_decode, hashing, planes
-from snapstore.state.tensors import StoredPart
+from snapstore.state.tensors import StoredPart, TensorSpec
 from snapstore.state.tree_decode import decode
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -464,6 +464,71 @@ def test_nodes_that_the_page_rules_out(node):
 def test_nodes_that_the_page_allows(node):
     reader.Tree(snapshot(V1, "main", 0)).value(node, 0)
     decode([StoredPart("", node, [])])
+
+
+def mixed(levels):
+    """Columns in columns."""
+    column = ["values", b"\x91\x07"]
+    for _ in range(levels):
+        column = ["mixed", b"\0", [column]]
+    return ["columns", column]
+
+
+def around(levels):
+    """Columns nodes around each other."""
+    node = 7
+    for _ in range(levels):
+        node = ["columns", ["values", [node]]]
+    return node
+
+
+@pytest.mark.parametrize(("nested", "most"), [(mixed, 97), (around, 96)])
+def test_how_deep_columns_may_be(nested, most):
+    assert reader.Tree(snapshot(V1, "main", 0)).value(nested(most), 0) == 7
+    assert decode([StoredPart("", nested(most), [])]) == 7
+    with pytest.raises(reader.DamagedError):
+        reader.Tree(snapshot(V1, "main", 0)).value(nested(most + 1), 0)
+    with pytest.raises(FormatError):
+        decode([StoredPart("", nested(most + 1), [])])
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        ["dict", [["tensor", 0, False]], [1]],
+        ["dict", [["tuple", [["tensor", 0, False]]]], [1]],
+        ["set", [["tensor", 0, False]]],
+        ["dict", [["rank", 0]], [1]],
+        ["columns", ["values", [["tensor", 0, False]]]],
+        ["columns", ["values", [["rank", 0]]]],
+    ],
+    ids=str,
+)
+def test_no_arrays_where_only_plain_values_may_be(node):
+    """snapstore made a key of its own record of a tensor, which the caller got."""
+    whole = snapshot(V1, "main", 0)
+    whole.rank = None
+    with pytest.raises(reader.REFUSED):
+        reader.Tree(whole, "model").value(node, 0)
+    spec = TensorSpec(("a",), "tensor", "float32", (3,), False, None)
+    with pytest.raises(FormatError):
+        decode([StoredPart("", node, [spec])])
+
+
+def plant(folder, world):
+    for key in world.store.list(""):
+        (folder / key.key).parent.mkdir(parents=True, exist_ok=True)
+        (folder / key.key).write_bytes(world.store.get(key.key))
+    return folder
+
+
+def test_sections_that_are_unknown_are_ignored(tmp_path):
+    world = forge.World()
+    data = world.manifest(tree=7, save_id=b"\xaa" * 16)
+    sections = [*forge.header_of(data).sections, ("novel", 0, 1, 2**60, 9)]
+    world.commit(forge.reheader(data, sections=sections), write_id="0" * 32, depth=0)
+    assert world.restore() == 7
+    assert snapshot(plant(tmp_path, world), "r", 0).state() == 7
 
 
 def test_the_most_dimensions_and_digits(tmp_path):

@@ -7,7 +7,7 @@ In: the run (parameters, dtypes, optimizer, ranks, failures) and rates, given or
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -17,6 +17,8 @@ from ..format.argument_checks import check_choice
 from ..format.pack import DEFAULT_PACK_BYTES, LARGE_PACK_BYTES, MANY_PACKS
 
 YEAR_S = 365.25 * 86400
+#: Bounds of the numbers of a run, so that no result overflows.
+LEAST, MOST = 1e-9, 1e24
 #: Stored bits per element, by the steps between two snapshots (GAPS); the last number is of a full snapshot. Measured
 #: on fp32 p, m and v of an HF Llama of 1.0 B parameters with AdamW, and on bf16 weights of a GPT of 269 M while lr
 #: decays (at 200 steps: extrapolated).
@@ -74,12 +76,12 @@ class Run:
         check_choice("codec", self.codec, ("portable", "auto", "raw"))
         for name in ("parameters", "ranks", "step_s"):
             value = getattr(self, name)
-            if not 0 < value < math.inf:
-                raise InvalidInputError(f"{name} {value!r}: expected a number above 0")
+            if not LEAST <= value <= MOST:
+                raise InvalidInputError(f"{name} {value!r}: expected a number from {LEAST} to {MOST}")
         for name in ("interval_steps", "failure_s", "restart_s", "keep"):
             value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise InvalidInputError(f"{name} {value!r}: expected a number of 0 or more")
+            if not 0 <= value <= MOST:
+                raise InvalidInputError(f"{name} {value!r}: expected a number from 0 to {MOST}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +125,10 @@ class Estimate:
     auto_codec: str
 
 
-def _check_prices(**prices: float) -> None:
+def _check(rates: Rates, **prices: float) -> None:
+    for name, rate in asdict(rates).items():
+        if not rate >= LEAST:
+            raise InvalidInputError(f"rate {name} {rate!r}: expected at least {LEAST} bytes a second")
     for name, price in prices.items():
         if not (math.isfinite(price) and price >= 0):
             raise InvalidInputError(f"{name} {price!r}: expected a number of 0 or more")
@@ -133,14 +138,14 @@ def estimate(run: Run, rates: Rates, *, storage_price: float = STORAGE_PRICE, pu
     """Return the estimated cost of the snapshots of a run.
 
     Args:
-        rates: speeds of this machine and the store, given or measured.
+        rates: speeds of this machine and the store, given or measured; at least 1e-9 bytes a second.
         storage_price: USD per GB (10^9 bytes) and month.
         put_price: USD per thousand requests.
 
     Raises:
-        InvalidInputError: a price is negative or no number.
+        InvalidInputError: a price is negative or no number, or a rate is too low.
     """
-    _check_prices(storage_price=storage_price, put_price=put_price)
+    _check(rates, storage_price=storage_price, put_price=put_price)
     kinds = ("p", *MOMENTS[run.optimizer], *(("w",) if run.dtype == "bfloat16" else ()))
     state_bytes = run.parameters * sum(2 if kind == "w" else 4 for kind in kinds)
     first = run.parameters / 8 * sum(BITS[kind][-1] for kind in kinds)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from snapstore import InvalidInputError, Repository, SaveOptions
 from snapstore.cli import commands
 from snapstore.engine import registry
 from snapstore.engine.rates import OBJECT_BYTES, OBJECTS, Rates, codec_for, measure
-from snapstore.inspect.estimate import BITS, FAILURE_GPU_HOURS, Run, bits_at, daly, estimate
+from snapstore.inspect.estimate import BITS, FAILURE_GPU_HOURS, LEAST, MOST, Run, bits_at, daly, estimate
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 
@@ -84,11 +84,31 @@ def test_codecs():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"dtype": "int8"}, {"optimizer": "x"}, {"parameters": 0}, {"keep": -1}, {"ranks": math.inf}]
-)
+    "wrong",
+    [
+        {"dtype": "int8"}, {"optimizer": "x"}, {"parameters": 0}, {"keep": -1}, {"ranks": math.inf},
+        {"parameters": 1e308}, {"parameters": 10**400}, {"ranks": math.nan}, {"step_s": 1e-300}, {"failure_s": 1e308},
+    ],
+    ids=str,
+)  # fmt: skip
 def test_runs_that_make_no_sense(wrong):
     with pytest.raises(InvalidInputError, match=next(iter(wrong))):
         replace(RUN, **wrong)
+
+
+@pytest.mark.parametrize("rate", [0, -1, math.nan, 1e-300])
+@pytest.mark.parametrize("name", ["write", "read", "encode", "decode", "copy"])
+def test_rates_that_make_no_sense(name, rate):
+    with pytest.raises(InvalidInputError, match=name):
+        estimate(RUN, replace(RATES, **{name: rate}))
+
+
+def test_the_extremes_give_numbers():
+    sizes = dict.fromkeys(("parameters", "interval_steps", "failure_s", "restart_s", "keep"), 1e24)
+    for run in (replace(RUN, **sizes, ranks=1, step_s=LEAST), replace(RUN, parameters=LEAST, ranks=MOST, step_s=MOST)):
+        for speed in (LEAST, math.inf):
+            found = asdict(estimate(run, Rates(**dict.fromkeys(asdict(RATES), speed))))
+            assert all(isinstance(value, str) or math.isfinite(value) for value in found.values()), found
 
 
 @pytest.mark.parametrize("wrong", [{"put_price": -1.0}, {"storage_price": math.nan}])

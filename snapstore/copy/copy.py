@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
@@ -112,6 +113,7 @@ def copy(
     """
     require_same_seed(source, target)
     copier = Copier(source, target)
+    copier.is_one_pass = True
     result = copier.result
     result.unknown, result.dry_run = unknown, dry_run
     for snapshot in in_order(snapshots):
@@ -165,14 +167,33 @@ class CopySession(Session):
         there: the ruling record in the destination. If it is committed, the copy uses its chunks that are not lost.
         source: the snapshot in its source.
         near: ids of snapshots that are likely to share chunks with it.
+        before: the records of the destination, as they were listed before.
     """
 
-    def __init__(self, context: Context, there: Snapshot, source: Snapshot, near: Sequence[str]) -> None:
+    def __init__(self, context: Context, there: Snapshot, source: Snapshot, near: Sequence[str], before: View) -> None:
         key = record_key(there.run, there.step, there.id, there.revision + 1)
         Claim.__init__(self, context, key, "copy", lambda _: there.revised())
-        self._index, self._also, self.parent = context.index, [there.id, *source.bases, *near], source.parent
+        known = [s for name in (source.parent, *source.bases, *near) if name and (s := before.get(name)) is not None]
+        self._index, self._there, self._also = context.index, there, [there.id, *(s.id for s in known)]
+        self._is_of_run = all(s.run == there.run for s in known)
+        self.parent = source.parent if before.get(source.parent or "") is not None else None
         self.usable_bases: list[Snapshot] = []
         self.seq = 0
+
+    def _look(self) -> None:
+        """Choose bases. The copy has its number, so one listing suffices.
+
+        Raises:
+            ConflictError: another process has revised the record, so this copy could not be committed.
+        """
+        marked = self.marked()
+        view = self._index.refresh(self.run if self._is_of_run else None)
+        ruling = view.get(self._there.id)
+        if ruling is not None and ruling.revision > self._there.revision:
+            raise ConflictError("another process has revised its record in the destination")
+        self._choose(view, marked)
+        if not self.usable_bases:
+            self._compare_seed()
 
 
 def tags_to_copy(here: View, there: View, snapshot: Snapshot) -> list[str]:
@@ -197,6 +218,7 @@ class Copier:
 
     Attributes:
         result: the result so far.
+        is_one_pass: whether all copies are made in one pass: then snapshots that are there need one listing together.
     """
 
     def __init__(
@@ -210,12 +232,34 @@ class Copier:
     ) -> None:
         self._source, self._target, self._watch, self._tags_of = source, target, watch, tags_of
         self._is_later, self._takes_tags = is_later, takes_tags
+        self.is_one_pass = False
+        self._listed: tuple[View, View] | None = None  # the records of both stores, as this pass has listed them
         self.result = CopyResult(target.store.url)
         self._last: dict[str, Snapshot] = {}  # run -> the snapshot that was copied last, or was there
         self._manifests: dict[str, Manifest] = {}  # of the snapshot that was copied last, by SHA-256
 
-    def announce(self, snapshot: Snapshot) -> Snapshot:
-        """Create the first record of a copy, unless the destination knows the snapshot; return its ruling record.
+    def announce(self, snapshots: Iterable[Snapshot], here: View, there: View) -> None:
+        """Create the first record of each copy, unless the destination knows the snapshot or its number is not certain.
+
+        Args:
+            here, there: the records of the source, and those of the destination.
+
+        Raises:
+            StorageError: the destination failed.
+        """
+        begun: list[Snapshot] = []
+        with confirmed(self._target):
+            for snapshot in snapshots:
+                if there.get(snapshot.id) is None:
+                    with suppress(*DAMAGE, UnreadObjectError):  # of a record there, which `copy` reports
+                        begun.append(self.begin(snapshot, here, there, begun))
+
+    def begin(self, snapshot: Snapshot, here: View, there: View, begun: Sequence[Snapshot] = ()) -> Snapshot:
+        """Create the first record of a copy, which the destination does not know; return the record that is there then.
+
+        Args:
+            here, there: the records of the source, and those of the destination.
+            begun: records that were created in the destination since `there` was listed.
 
         Raises:
             IntegrityError, FormatError: its record in the destination is damaged or gone, or so is that of a later
@@ -223,14 +267,10 @@ class Copier:
             UnreadRecordError: such a record cannot be read now.
             StorageError: the destination failed.
         """
-        view = self._target.index.refresh()
-        view.require_record(snapshot.id)
-        there = view.get(snapshot.id)
-        if there is None:
-            with confirmed(self._target):
-                there = create(self._target.store, self._begun(snapshot))
-                self._target.index.add(there)
-        return there
+        there.require_record(snapshot.id)
+        record = create(self._target.store, self._begun(snapshot, here, there, begun))
+        self._target.index.add(record)
+        return record
 
     def copy(self, snapshot: Snapshot, *, named: bool) -> Snapshot | None:
         """Copy one snapshot as it is now, unless it is there and seems to be whole.
@@ -257,8 +297,9 @@ class Copier:
 
     def _attempt(self, snapshot: Snapshot, named: bool) -> Snapshot | None:
         """Try once to copy a snapshot; raise ConflictError if another process has revised it, here or there."""
-        ruling = _ruling(here := self._source.index.refresh(), snapshot)
-        before = self._target.index.refresh()
+        earlier, self._listed = self._listed, None
+        here, before = views = earlier or (self._source.index.refresh(), self._target.index.refresh())
+        ruling = _ruling(here, snapshot)
         there = before.get(snapshot.id)
         before.require_record(snapshot.id)
         if there is not None:
@@ -267,13 +308,18 @@ class Copier:
             raise IntegrityError(f"{there.key} in {self._target.store.url}: has the same id, but is another snapshot")
         names = self._tags_of(here, before, ruling)
         if there is not None and there.state == COMMITTED and self._seems_whole(there, named):
+            self._keep(views, is_unchanged={*names} <= {*there.tags})
             return self._present(names, there)
         if there is not None and there.state in (FORGOTTEN, SWEPT) and not named and not is_dropped(there):
+            self._keep(views)
             self.result.left_out.append(there)
             return None
         if self.result.dry_run:
+            self._keep(views)
             self.result.copied.append(ruling)
             return None
+        if earlier is not None:
+            return self._attempt(snapshot, named)  # a copy is made of the records as they are now
         if there is not None and there.state == FORGOTTEN and not is_dropped(there) and has_bytes(self._target, there):
             try:
                 there = unforget(self._target, f"id:{there.id}")
@@ -281,11 +327,15 @@ class Copier:
                 raise ConflictError(str(error)) from error
             return self._present(names, there)
         try:
-            return self._copied(ruling, there, before, names)
+            return self._copied(ruling, there, views, names)
         except DAMAGE as error:
             if same_content(self._source.index.refresh().get(ruling.id), ruling):
                 raise
             raise ConflictError(str(error)) from error  # it was rewritten or collected while we read it
+
+    def _keep(self, views: tuple[View, View], *, is_unchanged: bool = True) -> None:
+        """Keep the records that show that nothing is to be done, for the next snapshot of the same pass."""
+        self._listed = views if self.is_one_pass and is_unchanged else None
 
     def _seems_whole(self, there: Snapshot, named: bool) -> bool:
         """Return whether a committed snapshot of the destination needs no copy; look for its objects if it is named."""
@@ -307,22 +357,23 @@ class Copier:
         self._last[there.run] = there
         return there
 
-    def _copied(self, ruling: Snapshot, known: Snapshot | None, before: View, names: list[str]) -> Snapshot:
+    def _copied(self, ruling: Snapshot, known: Snapshot | None, views: tuple[View, View], names: list[str]) -> Snapshot:
         """Copy the blobs of a snapshot, and commit it in the destination with some tags.
 
         Args:
             known: its record there; if it is committed, its bytes there are lost, and it keeps its tags.
+            views: the records of the source, and those of the destination.
         """
         started = time.monotonic()
         found = list(all_manifests(ruling, self._read))
         with confirmed(self._target):
-            there = known or self.announce(ruling)
+            there = known or self.begin(ruling, *views)
             if known is None and there.state == COMMITTED:
                 raise ConflictError("another process has copied it")
             if _is_fence(there):
-                there = msgspec.structs.replace(there, seq=self._begun(ruling).seq)
+                there = msgspec.structs.replace(there, seq=self._begun(ruling, *views).seq)
             near = [self._last[ruling.run].id] if ruling.run in self._last else []
-            with CopySession(self._target, there, ruling, near) as session:
+            with CopySession(self._target, there, ruling, near, views[1]) as session:
                 session.watch = self._watch
                 bases = load_bases(self._target, session, self._manifests)
                 moved = move(self._target, session, self._source.store, found, bases)
@@ -336,7 +387,7 @@ class Copier:
             if known is not None:
                 remove_note(self._target.store, record)
             if names and self._takes_tags:
-                record = tags.take(self._target, names, record, before)
+                record = tags.take(self._target, names, record, views[1])
         text = "run=%s step=%d copied to %s: %s read, %s stored, total=%.2fs"
         sizes = human_bytes(moved.read_bytes), human_bytes(sum(moved.sizes.values()))
         log.info(text, record.run, record.step, self._target.store.url, *sizes, time.monotonic() - started)
@@ -359,7 +410,7 @@ class Copier:
             stored_bytes=sum(moved.sizes.values()),
         )
 
-    def _begun(self, ruling: Snapshot) -> Snapshot:
+    def _begun(self, ruling: Snapshot, here: View, view: View, begun: Sequence[Snapshot] = ()) -> Snapshot:
         """Return the first record of a copy; its seq gives the copy its place in the order of the run.
 
         It comes after all snapshots that are there, unless a later one is there, or its copy has begun: one that is
@@ -371,13 +422,12 @@ class Copier:
             IntegrityError, UnreadRecordError: a later snapshot is there, and its number is not known, since its record
                 is damaged or gone, or cannot be read now.
         """
-        here, view = self._source.index.refresh(), self._target.index.refresh()
         numbers = {s.id: s.seq for s in here.snapshots(ruling.run, states=None)}
         after_all = 1 + max(numbers.values(), default=ruling.seq)
         later = {name: seq for name, seq in numbers.items() if (seq, name) > (ruling.seq, ruling.id)}
         unknown = view.unknown_ids(ruling.run)
         there = view.snapshots(ruling.run, states=None) + [known for _, known in unknown.values() if known is not None]
-        there = [s for s in there if not _is_fence(s)]
+        there = [s for s in (*there, *begun) if not _is_fence(s)]
         for s in there:
             is_only_there = s.id not in numbers and s.state != ABORTED  # a fence has neither a date nor a number
             if is_only_there and self._is_later(s, ruling):
@@ -393,7 +443,7 @@ class Copier:
             seq = min(number - (later[name] - ruling.seq) for name, number in found.items())
             seq = max(0, min(max(seq, before + 1), end - 1))
         else:
-            seq = view.next_seq(ruling.run, ruling.seq)
+            seq = view.next_seq(ruling.run, max([ruling.seq, *(s.seq + 1 for s in begun if s.run == ruling.run)]))
         record = aborted(ruling.run, ruling.step, ruling.id, COPY_BEGUN)
         return msgspec.structs.replace(record, seq=seq)
 

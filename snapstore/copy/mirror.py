@@ -9,6 +9,7 @@ logs a warning and tries again. If one snapshot cannot be copied, the others are
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -300,11 +301,9 @@ class Mirror:
     def _copy_due(self, target: Context) -> bool:
         self._store_policies(target)  # if the mirror could not be reached at the start
         copier = self._copier = self._copier or Copier(self._source, target, self._require_going_on, due_tags, is_later)
-        for snapshot in (due := self._due(target)):
-            if self._ends:
-                return False
-            with suppress(*DAMAGE, UnreadObjectError):  # of a record there, which `copy` reports
-                copier.announce(snapshot)
+        due, here, there = self._due(target)
+        if due:
+            copier.announce(itertools.takewhile(lambda _: not self._ends, due), here, there)
         for snapshot in due:
             if self._ends:
                 return False
@@ -345,10 +344,13 @@ class Mirror:
     def _say_left_out(self, snapshot: Snapshot, why: object) -> None:
         log.warning("run=%s step=%d cannot be mirrored, and is left out: %s", self.run, snapshot.step, why)
 
-    def _due(self, target: Context) -> list[Snapshot]:
+    def _due(self, target: Context) -> tuple[list[Snapshot], View, View]:
         """Return the snapshots to copy: committed, not in the mirror, and kept by the mirror's policies.
 
         Before them come snapshots that are in the mirror and lack a tag there, so that no policy forgets them.
+
+        Returns:
+            (the snapshots, the records of the first store, those of the mirror).
         """
         with self._changed:
             noted = {snapshot.id: snapshot for snapshot in self._pending}
@@ -377,7 +379,7 @@ class Mirror:
             self._pending = found + [s for s in self._pending if s.id not in due | noted.keys()]
             self._unlisted = []
             self._failures.keep_only({s.id for s in tagged} | due)
-        return tagged + found
+        return tagged + found, here, there
 
     def _note_unknown(self, here: View, there: View) -> None:
         """Note the snapshots whose records in the first store are not known, and which are not in the mirror."""

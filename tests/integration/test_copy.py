@@ -21,7 +21,18 @@ from kit.faults import READ_FAULTS, FaultStore, Unreadable
 from kit.objects import clone, flip, keys_of
 from kit.processes import environment
 from kit.ranks import save_shared
-from kit.repositories import OPTIONS, check_clean, created, lasting, objects_of, opened, same, save, values
+from kit.repositories import (
+    OPTIONS,
+    check_clean,
+    created,
+    created_like,
+    lasting,
+    objects_of,
+    opened,
+    same,
+    save,
+    values,
+)
 from kit.s3_stores import fresh_url, moto_bucket, needs_server
 from snapstore import (
     AlreadyExistsError,
@@ -315,11 +326,11 @@ def test_the_place_of_a_copy_before_a_record_that_cannot_be_read_may_be_known_la
     with opened(target) as repository:
         bad = Unreadable(target, *(key for key in keys_of(target) if key.startswith("snapshots/")), how=how)
     with opened(source) as repository, opened(bad) as other:
-        copier = Copier(repository.context, other.context)
+        copier, views = Copier(repository.context, other.context), (repository.view(), other.view())
         with pytest.raises(error, match="it belongs before"):
-            copier.announce(repository.snapshot("a@0"))
+            copier.begin(repository.snapshot("a@0"), *views)
         with pytest.raises(error, match="its record"):
-            copier.announce(repository.snapshot("a@3"))
+            copier.begin(repository.snapshot("a@3"), *views)
 
 
 def test_a_pack_that_is_said_to_be_too_large_is_refused(source):
@@ -567,3 +578,51 @@ def test_a_source_that_lacks_a_pack_leaves_nothing_in_the_destination(is_cut):
                 source.put(key, data[:-1])
         assert [s.step for s, _ in repository.copy(["a@2"], to=to).failed] == [2]
     assert keys_of(to, "packs/") == []
+
+
+def listings(store):
+    """Return how often records were listed, and begin to count again."""
+    count = store.log.count(("list", "snapshots/")) + store.log.count(("list", "snapshots/a/"))
+    store.log.clear()
+    return count
+
+
+@pytest.mark.parametrize("count", [5, 10])
+def test_a_copy_lists_the_records_three_times_a_snapshot_and_once_if_all_are_there(count):
+    """Each listing takes as long as there are records: a few more for each snapshot make a first copy slow."""
+    source = FaultStore(created())
+    with opened(source) as repository:
+        for step in range(count):
+            save(repository, "a", step, step, parent="a@0" if step > 2 else None)
+    target = FaultStore(created_like(source.inner))
+    with opened(source) as repository, opened(target) as other:
+        for at_most in (count, 1):
+            listings(source)
+            listings(target)
+            result = repository.copy(to=other)
+            assert len(result.copied) == (count if at_most == count else 0)
+            assert listings(source) <= at_most + 2  # the first listing of a process is made twice
+            assert listings(target) <= (2 * count if at_most == count else 1) + 2
+        repository.forget_snapshots(["a@1"])
+        other.forget_snapshots(["a@2"])
+        listings(target)
+        assert len(repository.copy(to=other).left_out) == 1
+        assert listings(target) == 1
+
+
+def test_a_copy_looks_again_before_it_copies_what_was_not_there_at_the_first_look(source):
+    """Until then others may have copied it."""
+    target, _ = copied(source, "a@0", "a@1")
+    with opened(source) as repository, opened(target) as other, opened(target) as third:
+        real = Copier._present
+
+        def present(self, names, there):
+            if not third.snapshots("b"):
+                repository.copy(["a@2", "a@3", "b@0"], to=third)
+            return real(self, names, there)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Copier, "_present", present)
+            result = repository.copy(to=other)
+    assert (len(result.present), result.copied, result.failed) == (5, [], [])
+    check_clean(target, level="restore")

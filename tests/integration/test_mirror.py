@@ -15,7 +15,7 @@ from kit.faults import FaultStore, Unreadable
 from kit.mirrored import manager, saved, steps_in, until
 from kit.objects import clone, flip
 from kit.ranks import Managers
-from kit.repositories import OPTIONS, check_clean, created, opened, same, save, values
+from kit.repositories import OPTIONS, check_clean, created, created_like, opened, same, save, values
 from snapstore import (
     IntegrityError,
     InvalidInputError,
@@ -171,13 +171,6 @@ def test_a_mirror_that_fails_stalls_nothing_and_says_what_is_lost(caplog):
     assert f"steps {left[0]}" in lost[0]
 
 
-def created_like(store):
-    new = MemoryStore()
-    with opened(store) as repository:
-        Repository.create(new, like=repository, options=OPTIONS).close()
-    return new
-
-
 def test_policies_leave_what_is_not_mirrored():
     """While the mirror fails, the first store keeps the oldest snapshots that it lacks; policies forget later ones."""
     fast = created()
@@ -246,7 +239,8 @@ def test_a_begun_copy_whose_only_record_cannot_be_read_stops_no_other_copy():
     fast = created()
     slow = created_like(fast)
     with opened(fast) as repository, opened(slow) as backup:
-        key = Copier(repository.context, backup.context).announce(save(repository, "a", 0, 0)).key
+        snapshot = save(repository, "a", 0, 0)
+        key = Copier(repository.context, backup.context).begin(snapshot, repository.view(), backup.view()).key
     bad = Unreadable(slow, key)
     with manager(fast, bad) as snapshots:
         saved(snapshots, [1, 2])
@@ -622,8 +616,8 @@ def test_an_older_step_stays_older_where_copies_of_later_ones_have_begun():
         for step in range(3):
             save(repository, "a", step, step)
         copier = Copier(repository.context, backup.context)
-        for snapshot in repository.snapshots("a")[1:]:
-            copier.announce(snapshot)
+        copier.announce(repository.snapshots("a")[1:], repository.view(), backup.view())
+        assert [s.seq for s in backup.view().snapshots("a", states=None)] == [1_000_001, 1_000_002]
     with manager(fast, slow):
         pass
     assert steps_in(slow) == [0, 1, 2]
@@ -811,3 +805,19 @@ def test_an_older_record_of_the_mirror_that_cannot_be_read_stops_no_job(how, err
     with manager(store, bad) as snapshots:
         assert snapshots.latest_step() == 2
         assert same(snapshots.restore(), values("a", 2))
+
+
+@pytest.mark.parametrize("keep", [(), (KeepLast(100),)])
+def test_a_mirror_lists_the_records_three_times_a_snapshot_and_once_more_for_its_policies(keep):
+    """Each listing takes as long as there are records: a few more for each snapshot let a mirror fall behind."""
+    first = created()
+    with opened(first) as repository:
+        for step in range(10):
+            save(repository, "a", step, step)
+    fast, slow = FaultStore(first), FaultStore(created_like(first))
+    with manager(fast, slow, mirror_keep=keep) as snapshots:
+        assert snapshots.wait_until_mirrored() == []
+    counts = [sum(name == "list" and key.startswith("snapshots/") for name, key in s.log) for s in (fast, slow)]
+    assert counts[0] <= 10 + 8  # those of the manager itself
+    assert counts[1] <= 20 + 10 * len(keep) + 8
+    assert steps_in(slow) == [*range(10)]

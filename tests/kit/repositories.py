@@ -123,6 +123,14 @@ def created(chunk_bytes: int = 1024) -> MemoryStore:
     return store
 
 
+def created_like(store: ObjectStore) -> MemoryStore:
+    """Make an empty repository in memory that copies from another one can be put into."""
+    new = MemoryStore()
+    with opened(store) as repository:
+        Repository.create(new, like=repository, options=OPTIONS).close()
+    return new
+
+
 @contextmanager
 def opened(store: ObjectStore | Path | str, *, damaged: bool = False) -> Iterator[Repository]:
     """Open a fresh Repository with `OPTIONS`, as a new process with an empty index does; close it at the end."""

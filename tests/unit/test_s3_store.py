@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -12,6 +13,7 @@ from botocore import auth
 from botocore import exceptions as aws
 from hypothesis import given
 from hypothesis import strategies as st
+from urllib3.exceptions import NewConnectionError
 
 from kit.s3_stores import moto_bucket
 from snapstore.catalog.index import folder_for
@@ -119,10 +121,19 @@ def client_error(code: str, status: int) -> aws.ClientError:
     return aws.ClientError(answer, "PutObject")
 
 
+def without_files(kind: type[aws.BotoCoreError]) -> aws.BotoCoreError:
+    """Return the error of botocore for a process that has too many open files."""
+    inner = NewConnectionError(None, "AKIASECRET")
+    inner.__cause__ = OSError(errno.EMFILE, "AKIASECRET")
+    return kind(endpoint_url="AKIASECRET", error=inner)
+
+
 @pytest.mark.parametrize(
     ("error", "kind", "word"),
     [
         (client_error("AccessDenied", 403), StorageError, "no permission"),
+        (without_files(aws.EndpointConnectionError), StorageError, "ulimit -n"),
+        (without_files(aws.ConnectionClosedError), StorageError, "ulimit -n"),
         (client_error("403", 403), StorageError, "no permission"),
         (client_error("Unheard", 403), StorageError, "no permission"),
         (client_error("ExpiredToken", 400), StorageError, "expired; renew"),

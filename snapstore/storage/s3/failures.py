@@ -20,6 +20,7 @@ from botocore.parsers import ResponseParserError
 from urllib3.exceptions import HTTPError, LocationValueError
 
 from ...errors import CapabilityError, SnapstoreError, StorageError, StorageFullError
+from ..os_errors import is_too_many_files
 from .transport import InvalidAnswerError, UnsendableError
 
 T = TypeVar("T")
@@ -178,6 +179,9 @@ def failure_of(error: Exception) -> Failure:
         return Failure("ClientError", "", status=status, code=code, retryable=retryable)
     if isinstance(error, InvalidAnswerError):
         return Failure(name, f"{error.why}; check AWS_ENDPOINT_URL_S3 and proxies, then try again", retryable=True)
+    if _lacks_files(error):
+        advice = "this process has too many open files; raise the limit (ulimit -n), then try again"
+        return Failure(name, advice, retryable=True)
     if isinstance(error, UnsendableError) or _is_unsendable(error):
         return Failure(name, _UNSENDABLE)
     if isinstance(error, aws.NoCredentialsError | aws.PartialCredentialsError):
@@ -197,6 +201,18 @@ def failure_of(error: Exception) -> Failure:
         return Failure(name, f"the client failed ({name}); check the AWS configuration")
     advice = "check AWS_ENDPOINT_URL_S3, then try again"
     return Failure(name, f"the answer is damaged or not from S3 ({name}); {advice}", retryable=True)
+
+
+def _lacks_files(error: Any) -> bool:
+    """Return whether an error comes from one that says that there are too many open files."""
+    for _ in range(8):  # botocore and urllib3 wrap it four times
+        if is_too_many_files(error):
+            return True
+        wrapped = getattr(error, "kwargs", {}).get("error")  # botocore's may be a text
+        error = wrapped if isinstance(wrapped, BaseException) else error.__cause__ or error.__context__
+        if error is None:
+            break
+    return False
 
 
 def _is_unsendable(error: Exception) -> bool:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from ..catalog.history import View
 from ..catalog.manifest_refs import all_manifests
+from ..catalog.read_twice import listed
 from ..context import Context
 from ..errors import FormatError, IntegrityError, NotFoundError
 from ..format import codecs, manifest, pack
@@ -97,7 +98,8 @@ def _revisions(view: View) -> set[str]:
 
 
 def _count(context: Context, view: View) -> StatsResult:
-    sizes = {info.key: info.size_bytes for prefix in ("packs/", "manifests/") for info in context.store.list(prefix)}
+    infos = listed(context.store, "packs/") | listed(context.store, "manifests/")
+    sizes = {key: info.size_bytes for key, info in infos.items()}
     result = StatsResult(stored_bytes=sum(sizes.values()), packs=sum(key.startswith("packs/") for key in sizes))
     result.unknown = view.unknown()
     tally = _Tally(result)

@@ -646,3 +646,24 @@ def test_one_lie_changes_no_finding_of_a_check(prepare, monkeypatch):
         told += lying.told
         assert isinstance(outcome, SnapstoreError) or outcome == expected, (lie, honest.asked[k])
     assert told > 10
+
+
+@pytest.mark.no_cover
+def test_one_lie_changes_no_count(monkeypatch):
+    """`stats` counts what is there, or names the records that it could not read, or fails."""
+    one_thread(monkeypatch, index=False)
+    honest = LyingStore(clone(forgotten()))
+    with Repository.open(honest, options=OPTIONS) as repository:
+        expected = repository.stats()
+    told = 0
+    for k, lie in every_lie(honest.asked):
+        if honest.asked[k].name != "list":
+            continue
+        tally("lies")
+        lying = LyingStore(clone(forgotten()))
+        lying.lie_once(k, lie)
+        with suppress(SnapstoreError), Repository.open(lying, options=OPTIONS) as repository:
+            found = repository.stats()
+            assert found.unknown or found == expected, (lie, honest.asked[k])
+        told += lying.told
+    assert told > 5

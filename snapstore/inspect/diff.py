@@ -122,7 +122,7 @@ def _compare(
     for piece_a, piece_b in zip(*pieces, strict=True):
         rows_a = piece_a.reshape(-1, spec_a.itemsize)
         changed += int((rows_a != piece_b.reshape(-1, spec_a.itemsize)).any(axis=1).sum())
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"):  # also a cast of a signaling NaN
             values_a, values_b = as_float64(piece_a, spec_a), as_float64(piece_b, spec_a)
             if values_a is not None and values_b is not None:
                 difference = math.hypot(difference, _norm(values_b - values_a))

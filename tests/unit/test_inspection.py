@@ -1,6 +1,7 @@
 """diff gives exact numbers on known tensors, the figures of stats add up, and every result prints as one line."""
 
 import math
+import warnings
 from collections import OrderedDict
 
 import numpy as np
@@ -84,6 +85,17 @@ def test_numpy_arrays(repo, dtype, count):
     (found,) = diff(repo, {"x": a}, {"x": b}).tensors
     assert found.changed_share == 0.25
     assert found.relative_l2 == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("<f4", 0x7FA00000), (">f4", 0x0000A07F)])
+def test_a_signaling_nan_is_no_warning(repo, dtype, bits):
+    """NumPy warns when it casts one, and a program may have made warnings errors."""
+    a = np.full(8, bits, np.uint32).view(dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (found,) = diff(repo, {"x": a}, {"x": np.zeros_like(a)}).tensors
+    assert found.changed_share == 1.0
+    assert math.isnan(found.relative_l2)
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.complex32], ids=str)

@@ -175,6 +175,42 @@ class Pending(Generic[R]):
         return self._done.is_set() and self._error is None
 
 
+class Gate:
+    """Lets jobs work on some memory, until the owner of the memory closes it.
+
+    An interrupt (Ctrl-C) may strike between the start of jobs and the moment when anybody could wait for them. So the
+    owner makes the gate before, and closes it if it cannot wait: then jobs that have not begun do nothing.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = 0
+        self.is_closed = False
+
+    def guarded(self, job: Callable[[T], object]) -> Callable[[T], None]:
+        """Return a job that does nothing once the gate is closed."""
+
+        def act(item: T) -> None:
+            with self._changed:
+                if self.is_closed:
+                    return
+                self._inside += 1
+            try:
+                job(item)
+            finally:
+                with self._changed:
+                    self._inside -= 1
+                    self._changed.notify_all()
+
+        return act
+
+    def close(self) -> None:
+        """Let no job begin any more, and wait for the jobs that have begun."""
+        self.is_closed = True
+        with self._changed:
+            self._changed.wait_for(lambda: not self._inside)
+
+
 class _Team:
     """The threads of a pool, and their work.
 

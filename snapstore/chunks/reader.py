@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
 
@@ -27,7 +27,7 @@ from ..format.keys import pack_key
 from ..state.arrays import Memory
 from ..storage.base import GetRanges
 from ..text import strip_hint
-from ..threads import Pending, Threads
+from ..threads import Gate, Pending, Threads
 from .bad_sectors import read_around
 
 #: No pack is so long [bytes]. Larger offsets, in forged tables, could overflow sums.
@@ -82,6 +82,7 @@ class _Reading:
     stored: Bytes  # the part of `buffer` that is used
     positions: Column  # (m,) of each blob in `stored`
     wait: Pending[None]
+    gate: Gate = field(default_factory=Gate)  # of its decoding
 
 
 class ChunkReader:
@@ -125,6 +126,7 @@ class ChunkReader:
                     yield self._finished(decoding)
             finally:
                 for begun in reading:  # after this, nothing may write into the memory any more
+                    begun.gate.close()  # an interrupt may have struck while its decoding began
                     _ended(begun.wait)
                     begun.engine.give_back(begun.buffer)
                 for begun, wait in decoding:
@@ -195,7 +197,14 @@ class ChunkReader:
         begun.wait()
         batch = begun.batch
         job = DecodeBatch(
-            begun.stored, begun.positions, batch.lengths, batch.counts, batch.digests, batch.outs, batch.where
+            begun.stored,
+            begun.positions,
+            batch.lengths,
+            batch.counts,
+            batch.digests,
+            batch.outs,
+            batch.where,
+            gate=begun.gate,
         )
         decoding.append((begun, begun.engine.start_decode(job)))
         reading.popleft()  # now: an error leaves the buffer where it is given back

@@ -6,7 +6,7 @@ In: memories, and columns of positions in them. Out: the same, selected or joine
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import msgspec
@@ -15,6 +15,7 @@ import numpy as np
 from ..arrays import Bytes, Column
 from ..format import planes
 from ..state.arrays import Memory
+from ..threads import Gate
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,7 @@ class DecodeBatch:
     outs: Chunks  # (n,) the memory to fill
     where: Callable[[int], str]  # names a blob in an error
     bases: Chunks | None = None  # (n,) plain bytes of the base of each last blob; None, or index -1: that blob is full
+    gate: Gate = field(default_factory=Gate)  # closed: `outs` must not be written any more
 
 
 class EncodeJob(msgspec.Struct, frozen=True, eq=False, gc=False):

@@ -136,7 +136,7 @@ class CpuEngine:
 
     def start_decode(self, batch: DecodeBatch) -> Callable[[], object]:
         """Begin to rebuild a batch on the threads."""
-        return self._threads.start(self._decode_chunk, _decode_jobs(batch))
+        return self._threads.start(batch.gate.guarded(self._decode_chunk), _decode_jobs(batch))
 
     def _decode_chunk(self, job: DecodeJob) -> None:
         with planes.scratch.borrowed():

@@ -2,12 +2,14 @@
 
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 import torch
 
 from kit.gpu_states import MIB, differing, facts, floats, repository
 from kit.interrupts import Interrupter
+from kit.samples import sampled
 from snapstore import SnapshotManager
 
 if torch.cuda.is_available():  # they import CuPy
@@ -148,3 +150,23 @@ def test_ctrl_c_in_restores_does_not_end_a_save(monkeypatch):
         made.save(2, state).result(60)
         for step, expected in enumerate((wanted, after, after)):
             assert differing(facts(made.restore(step, device="cuda")), expected) == []
+
+
+def test_a_restore_writes_nothing_after_ctrl_c():
+    """A batch that nobody waits for would go on when the next restore drives the device."""
+
+    def interrupted(at):
+        target = {"w": torch.zeros(MIB // 4, device="cuda")}
+        interrupter = Interrupter("chunks/reader.py", "engine/cuda/engine.py", at=at)
+        with suppress(KeyboardInterrupt):
+            interrupter.call(repo.restore_into, "r@0", target)
+        torch.cuda.synchronize()
+        left = target["w"].clone()
+        repo.restore("r@0", device="cuda")
+        assert torch.equal(left, target["w"]), interrupter.passed[-1]
+        return interrupter.passed
+
+    with repository(chunk_bytes=65_536) as repo:
+        repo.save({"w": floats(MIB // 4, 1, "cuda")}, run="r", step=0)
+        for at in sampled(len(interrupted(None)), 3):
+            interrupted(at)

@@ -1,20 +1,25 @@
 """Ctrl-C anywhere in a save's session leaves no session that another process would wait for.
 
-The process lives on, as a notebook does: its locks do not end with it.
+The process lives on, as a notebook does: its locks do not end with it. And after Ctrl-C in a restore, no thread writes
+into the state any more.
 """
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 
 import pytest
+import torch
 
 from kit.interrupts import Interrupter
 from kit.objects import keys_of
-from kit.repositories import OPTIONS, check_clean, opened, save
+from kit.repositories import OPTIONS, check_clean, created, opened, save
 from kit.s3_stores import moto_bucket
 from kit.samples import sampled
 from snapstore import Repository
+from snapstore.engine.cpu import CpuEngine
+from snapstore.format import chain_decode
 from snapstore.protocol.liveness import orphaned_sessions
 from snapstore.storage.local import LocalStore
 from snapstore.storage.s3.store import S3Store
@@ -66,3 +71,37 @@ def test_on_s3(monkeypatch, tmp_path):
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path))
     with moto_bucket(monkeypatch) as bucket:
         check_each(lambda name: S3Store(f"{bucket}/{name}"), None, 30)
+
+
+def interrupted_restore(store, at):
+    """Interrupt a restore; return the places that it has passed, and how many chunks were decoded after it ended."""
+    begun, ended, decode = [], [], chain_decode.decode_chain
+
+    def slowly(*args, **options):
+        begun.append(0)
+        time.sleep(0.002)
+        decode(*args, **options)
+        ended.append(0)
+
+    interrupter = Interrupter("chunks/reader.py", "engine/cpu.py", "threads.py", at=at)
+    with opened(store) as repository, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chain_decode, "decode_chain", slowly)
+        target = {"w": torch.zeros(8192)}
+        with suppress(KeyboardInterrupt):
+            interrupter.call(repository.restore_into, "a@0", target)
+        done = len(ended)
+        time.sleep(0.01)
+    return interrupter.passed, max(len(begun), len(ended)) - done
+
+
+def test_a_restore_writes_nothing_after_ctrl_c(monkeypatch):
+    """A program may handle Ctrl-C, or the exception of another handler, and fill the same state with an older step."""
+    monkeypatch.setattr(CpuEngine, "decode_bytes", 16_384)
+    store = created(1024)
+    with opened(store) as repository:
+        repository.save({"w": torch.arange(8192.0)}, run="a", step=0)
+    passed, late = interrupted_restore(store, None)
+    assert late == 0
+    for at in sampled(len(passed), 25):
+        passed, late = interrupted_restore(store, at)
+        assert late == 0, passed[-1]

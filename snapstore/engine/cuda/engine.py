@@ -22,6 +22,7 @@ from ...errors import InvalidInputError
 from ...format.codec_choice import REPEATS, RUNS, SKEWED
 from ...format.pack import Encoded
 from ...state.arrays import Memory
+from ...threads import Gate
 from ..batches import Chunks, DecodeBatch, EncodeBatch
 from ..cpu import CpuEngine
 from .decoding import Decoding
@@ -304,7 +305,7 @@ class CudaEngine:
 
         def steps(work: WorkStream) -> Generator[None, None, Column]:
             work.stream.wait_event(ready)
-            return Decoding(work, batch, self.digest_seed).run()
+            return _while_open(batch.gate, Decoding(work, batch, self.digest_seed).run())
 
         task = self._pool.start(steps)
 
@@ -340,6 +341,17 @@ class CudaEngine:
             self.sync()
 
         return finish
+
+
+def _while_open(gate: Gate, run: Generator[None, None, Column]) -> Generator[None, None, Column]:
+    """Run the stages of a batch while its gate is open; nobody waits for the result of a closed one."""
+    while not gate.is_closed:
+        try:
+            next(run)
+        except StopIteration as stop:
+            return np.asarray(stop.value)
+        yield
+    return np.empty(0, np.int64)
 
 
 def _address_of(memory: Memory) -> int:

@@ -38,7 +38,7 @@ from ..storage.cache_dir import shrink
 from ..threads import Threads
 from .history import View
 from .index_folder import folder_for, temporary_folder
-from .known_records import JUST_MADE, KnownRecord, KnownRecords, packed
+from .known_records import JUST_MADE, KnownRecord, KnownRecords, copied, packed
 from .lmdb_file import Environment
 from .repeated_ids import repeated_ids
 
@@ -145,7 +145,7 @@ class Index:
             damaged, unread = self._read_records({key: infos[key] for key in infos.keys() - known - paused.keys()})
             unknown = damaged.keys() | (unread := paused | unread).keys()
             others = self._other_revisions(unknown) if unknown else None
-            shown = [self._records[key].snapshot for key in ruling.keys() - unknown]
+            shown = [copied(self._records[key].snapshot) for key in ruling.keys() - unknown]
             view = View(shown, damaged, vanished, unread, others, repeated, self._store)
             view.only_run = run
             return view
@@ -176,7 +176,7 @@ class Index:
             if (name := name_of_record(info.key)) not in highest or (revision, info.key) > highest[name][:2]:
                 highest[name] = revision, info.key, news
         ruling = {key: news for _, key, news in highest.values()}  # older revisions are never read
-        return ruling, [known[key].snapshot for key in sorted(vanished)]
+        return ruling, [copied(known[key].snapshot) for key in sorted(vanished)]
 
     def _read_records(self, infos: Mapping[str, ObjectInfo]) -> tuple[dict[str, str], dict[str, str]]:
         """Read and cache records, given how they are listed.
@@ -292,7 +292,8 @@ class Index:
     def add(self, snapshot: Snapshot, headers: dict[str, bytes] | None = None) -> None:
         """Cache a record that this process has just created, and headers of its manifests by SHA-256."""
         data = records.encode(snapshot)
-        record = KnownRecord(snapshot, len(data), JUST_MADE, b"")  # asking the store for its tag would cost a request
+        # Its tag is not known: asking the store for it would cost a request.
+        record = KnownRecord(copied(snapshot), len(data), JUST_MADE, b"")
         with self._lock:
             self._records[snapshot.key] = record
             self._store_all(b"records", {snapshot.key: record.pack(data)})

@@ -1,7 +1,8 @@
 """Known records: what an index knows of each record, by key and by run.
 
-In: records, and how a listing shows them. Out: whether a listing still shows them so. Their number may be large, so the
-keys of one run are found without a look at those of other runs.
+In: records, and how a listing shows them. Out: whether a listing still shows them so, and copies: a program may change
+lists and dicts of a record, as to make a table of metrics, and no later answer may show that. The number of records may
+be large, so the keys of one run are found without a look at those of other runs.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+
+import msgspec
 
 from ..format import records
 from ..format.keys import records_prefix
@@ -19,6 +22,18 @@ from .index_folder import shortened
 JUST_MADE = -1.0
 #: A cached record begins with this: its size, time and tag (`KnownRecord`) in the listing.
 _LISTED = struct.Struct("<qd16s")
+
+
+def copied(snapshot: Snapshot) -> Snapshot:
+    """Return a record with lists and dicts of its own."""
+    return msgspec.structs.replace(
+        snapshot,
+        bases=[*snapshot.bases],
+        manifests=[*snapshot.manifests],
+        tags=[*snapshot.tags],
+        metrics={**snapshot.metrics},
+        features=[*snapshot.features],
+    )
 
 
 @dataclass(frozen=True, slots=True)

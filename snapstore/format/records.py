@@ -20,12 +20,12 @@ from ..threads import msgpack_decoder
 from . import open_maps
 from .keys import manifest_key, pack_key, record_key, sha256_names
 from .open_maps import NONE_UNKNOWN, Unknown
-from .read_only import ReadOnly
 
 VERSION = "0.1.0"
 FORMAT_VERSION = 1
 MAX_OBJECT_BYTES = 64 * 1024 * 1024
-#: The limit for each of a record's metadata, metrics and tags, so that no revision grows beyond what readers accept.
+#: The limit for each of a record's metadata, metrics and tags: every listing reads every record once, and no revision
+#: may grow into a record that readers refuse.
 MAX_FIELD_BYTES = 1024 * 1024
 MAX_STEP = 10**12 - 1
 MAGIC = b"SNAP"
@@ -99,7 +99,7 @@ class ManifestRef(msgspec.Struct, frozen=True, kw_only=True):
         return manifest_key(self.sha256)
 
 
-class Snapshot(msgspec.Struct, ReadOnly, frozen=True, kw_only=True):
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """One snapshot: the record that commits it, with the state, tags and reason of its highest revision.
 
     Attributes:

@@ -27,7 +27,7 @@ from kit.processes import environment
 from kit.repositories import OPTIONS, check_restores, index_of, opened, save
 from kit.s3_stores import fresh_url, moto_bucket, needs_server
 from kit.samples import SEED
-from snapstore import IntegrityError, InvalidInputError, KeepLast, Repository, StorageError
+from snapstore import IntegrityError, InvalidInputError, KeepBest, KeepLast, Repository, StorageError
 from snapstore.catalog import index as index_module
 from snapstore.catalog.lmdb_file import Environment
 from snapstore.format.records import Snapshot, encode
@@ -109,6 +109,26 @@ def test_another_record_of_the_same_size_under_a_key_that_was_just_made(tmp_path
         assert [s.state for s in repository.snapshots()] == ["committed", "committed"]
         assert repository.gc().deleted_objects == 0
         assert (repository.restore("a@0"), repository.check("restore").ok)[1]
+
+
+def test_a_program_may_change_the_records_that_it_gets(tmp_path):
+    """Neither a policy nor a later revision sees what a program writes into them, as to make a table of metrics."""
+    with Repository.create(tmp_path / "r") as repository:
+        made = [repository.save({"step": s}, run="a", step=s, metrics={"loss": s}) for s in (1, 2, 3)]
+        repository.tag("a@2", "t")
+        shown = [repository.snapshot("a@1"), *repository.snapshots(), *repository.view().snapshots(), *made]
+        for snapshot in [*shown, repository.tag("a@2", "u")]:
+            snapshot.metrics["loss"] = 100.0 - snapshot.step
+            for mine in (snapshot.tags, snapshot.bases, snapshot.manifests, snapshot.features):
+                mine.clear()
+        kept = repository.forget(KeepBest("loss"), run="a", dry_run=True).kept
+        assert [s.step for s, _ in kept] == [1, 2, 3]
+        repository.tag("a@1", "v")
+        assert [repository.restore(f"a@{s}") for s in (1, 2, 3)] == [{"step": s} for s in (1, 2, 3)]
+        assert not repository.gc().deleted_objects
+        repository.rebuild_index()
+        found = [(s.metrics, s.tags, len(s.manifests)) for s in repository.snapshots()]
+        assert found == [({"loss": 1.0}, ["v"], 1), ({"loss": 2.0}, ["t", "u"], 1), ({"loss": 3.0}, [], 1)]
 
 
 @pytest.mark.parametrize("name", ["data.mdb", "verified", "lock"])

@@ -1,10 +1,7 @@
 """Small objects, their names, steps and keys round-trip. No damaged or forged object is accepted."""
 
-import copy
 import hashlib
-import operator
 import os
-import pickle
 
 import msgspec
 import numpy as np
@@ -210,41 +207,6 @@ def test_a_revision_has_a_write_id_of_its_own():
     revised = OBJECTS[1].revised(tags=["best"])
     assert (revised.revision, revised.tags, revised.id) == (1, ["best"], ID)
     assert revised.write_id != OBJECTS[1].write_id
-
-
-def a_snapshot(**fields) -> Snapshot:
-    return Snapshot(id=ID, run="exp1", step=7, seq=3, state="committed", write_id=ID, **fields)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda s: s.tags.append("x"), lambda s: s.tags.extend(["x"]), lambda s: s.tags.insert(0, "x"),
-        lambda s: s.tags.remove("t"), lambda s: s.tags.pop(), lambda s: s.tags.clear(), lambda s: s.tags.sort(),
-        lambda s: s.tags.reverse(), lambda s: operator.setitem(s.tags, 0, "x"), lambda s: operator.delitem(s.tags, 0),
-        lambda s: operator.iadd(s.tags, ["x"]), lambda s: operator.imul(s.tags, 2), lambda s: s.bases.append("x"),
-        lambda s: s.manifests.clear(), lambda s: s.features.pop(), lambda s: operator.setitem(s.metrics, "m", 2.0),
-        lambda s: operator.delitem(s.metrics, "m"), lambda s: operator.ior(s.metrics, {"m": 2.0}),
-        lambda s: s.metrics.update(m=2.0), lambda s: s.metrics.pop("m"), lambda s: s.metrics.popitem(),
-        lambda s: s.metrics.setdefault("n", 2.0), lambda s: s.metrics.clear(),
-    ],
-)  # fmt: skip
-def test_a_record_never_changes(change):
-    """An index has cached it: policies would use the change, and the next revision would store it."""
-    made = a_snapshot(tags=["t"], metrics={"m": 1.0})
-    read = records.decode(records.encode(made), Snapshot, made.key)
-    for snapshot in (made, read, msgspec.structs.replace(made), copy.copy(read), pickle.loads(pickle.dumps(read))):
-        with pytest.raises(TypeError, match="change a copy"):
-            change(snapshot)
-        assert snapshot == a_snapshot(tags=["t"], metrics={"m": 1.0})
-
-
-def test_copies_of_the_fields_of_a_record_can_change():
-    tags, metrics = a_snapshot(tags=["t"]).tags, a_snapshot(metrics={"m": 1.0}).metrics
-    for mine in (list(tags), tags[:], tags.copy(), copy.copy(tags), copy.deepcopy(tags), [*tags]):
-        assert (type(mine), mine) == (list, ["t"])
-    for ours in (dict(metrics), metrics.copy(), copy.copy(metrics), copy.deepcopy(metrics), {**metrics}, metrics | {}):
-        assert (type(ours), ours) == (dict, {"m": 1.0})
 
 
 def test_a_session_names_this_process():

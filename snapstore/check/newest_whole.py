@@ -60,10 +60,12 @@ def newest_whole_named(
 
 
 def _advice(context: Context, ref: str, *, maybe_whole: bool) -> str:
-    """Return the end of the error; empty unless the reference names the newest snapshot of its run, and it is damaged.
+    """Return the end of the error; empty unless the reference names the newest snapshot of its run.
+
+    One wrong answer proves no damage, so the snapshot is read again first.
 
     Args:
-        maybe_whole: whether the store failed: the snapshot is damaged only if the store answers and fails again.
+        maybe_whole: whether the store failed. Then a snapshot that is whole needs no words: the error says it all.
     """
     answers(context.store)
     view = context.index.refresh()
@@ -71,10 +73,10 @@ def _advice(context: Context, ref: str, *, maybe_whole: bool) -> str:
     newest = view.newest(damaged.run)
     if newest is None or newest.id != damaged.id:
         return ""
-    log.warning("%s cannot be restored; reading older snapshots to find the newest whole one", damaged.ref)
+    log.warning("%s cannot be restored; reading it again, then older ones, to find the newest whole one", damaged.ref)
     packs, rebuilder = DamagedPacks(context.store), ChunkRebuilder(context, None)
-    if maybe_whole and _is_whole(context, damaged, packs, rebuilder):
-        return ""
+    if _is_whole(context, damaged, packs, rebuilder):
+        return "" if maybe_whole else f"; {damaged.ref} was read again and is whole: restore it again"
     older = (snapshot for snapshot in reversed(view.snapshots(damaged.run)) if snapshot.id != damaged.id)
     found = next((snapshot for snapshot in older if _is_whole(context, snapshot, packs, rebuilder)), None)
     unknown = [f"{damaged.run}@{step}" for step in sorted(view.unknown_steps(damaged.run).values())]

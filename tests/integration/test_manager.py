@@ -450,6 +450,20 @@ def test_the_error_of_a_damaged_newest_snapshot_names_the_one_to_go_on_from(stor
         monkeypatch.setattr(store, "get_range", fail_once)
         with pytest.raises(StorageError, match=r"^not now$"):  # one failed read is not taken for damage
             snapshots.restore()
+
+        def wrong_once(key, *args):
+            if key != pack or len(failed) > 1:
+                return get_range(key, *args)
+            failed.append(key)
+            flip_in_place(store, pack, 200)
+            try:
+                return get_range(key, *args)
+            finally:
+                flip_in_place(store, pack, 200)
+
+        monkeypatch.setattr(store, "get_range", wrong_once)
+        with pytest.raises(IntegrityError, match=r"; a@1 was read again and is whole: restore it again$"):
+            snapshots.restore()
         assert same(snapshots.restore(), big(1))
 
 

@@ -11,16 +11,16 @@ manifests (moving.py). A copy is a writer like any other (docs/design/protocol.m
 
 So a gc that fences a copy creates the same key as the copy, and so do two copies of one snapshot: exactly one wins. An
 interrupted copy leaves packs that no snapshot needs and that its session or its record explains; the next copy goes on
-with the snapshots that are not there yet. The source is only read. A snapshot that is rewritten meanwhile is read
-again; one whose bytes a gc has deleted is an error.
+with the snapshots that are not there yet. A copy that finds the source damaged deletes its packs. The source is only
+read. A snapshot that is rewritten meanwhile is read again; one whose bytes a gc has deleted is an error.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import msgspec
@@ -36,6 +36,7 @@ from ..errors import (
     IntegrityError,
     InvalidInputError,
     NotFoundError,
+    SnapstoreError,
     UnreadObjectError,
     UnreadRecordError,
 )
@@ -194,6 +195,19 @@ class CopySession(Session):
         self._choose(view, marked)
         if not self.usable_bases:
             self._compare_seed()
+
+    @contextmanager
+    def taking_back(self) -> Iterator[None]:
+        """Delete what was put if the source turns out to be damaged: each further attempt would leave as much.
+
+        Nothing else needs it. The record of the session explains objects that stay, or are stored late.
+        """
+        try:
+            yield
+        except (*DAMAGE, UnreadObjectError):
+            with suppress(SnapstoreError):
+                self.store.delete(sorted(self.written))
+            raise
 
 
 def tags_to_copy(here: View, there: View, snapshot: Snapshot) -> list[str]:
@@ -376,7 +390,8 @@ class Copier:
             with CopySession(self._target, there, ruling, near, views[1]) as session:
                 session.watch = self._watch
                 bases = load_bases(self._target, session, self._manifests)
-                moved = move(self._target, session, self._source.store, found, bases)
+                with session.taking_back():
+                    moved = move(self._target, session, self._source.store, found, bases)
                 record = self._record(ruling, there, moved)
                 kept = there.tags if there.state == COMMITTED else []  # others may have the tags of a dropped one
                 record = msgspec.structs.replace(record, tags=[*dict.fromkeys([*kept, *names])])

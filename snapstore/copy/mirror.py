@@ -333,7 +333,6 @@ class Mirror:
     def _note_failure(self, snapshot: Snapshot, error: Exception) -> None:
         with self._changed:
             is_news = self._failures.note(snapshot.id, str(error), RETRY_S)
-        self._retention.has_left = True
         if is_news:
             self._say_left_out(snapshot, f"{error}; the mirror tries it again, each time later")
 

@@ -29,7 +29,7 @@ class Retention:
         keep: the policies of the mirror; none: it keeps everything.
 
     Attributes:
-        has_left: whether a copy that failed may have left objects.
+        has_left: whether the last gc has failed, so that objects may be left.
     """
 
     def __init__(self, run: str, keep: Sequence[retention.Policy]) -> None:

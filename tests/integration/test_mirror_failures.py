@@ -12,7 +12,7 @@ import pytest
 from kit.damage import three, wound
 from kit.faults import READ_FAULTS, FaultStore, Unreadable
 from kit.mirrored import manager, saved, steps_in, until
-from kit.repositories import OPTIONS, check_clean, created, objects_of, opened, same, save, values
+from kit.repositories import OPTIONS, check_clean, created, created_like, objects_of, opened, same, save, values
 from snapstore import IntegrityError, KeepLast, Repository, StorageError, StorageFullError
 from snapstore.copy import mirror as mirrors
 from snapstore.copy.copy import Copier
@@ -133,13 +133,23 @@ def pack_bytes(store):
     return sum(info.size_bytes for info in store.list("packs/"))
 
 
+class WithoutManifests(FaultStore):
+    """A store that takes packs and no manifests."""
+
+    def put(self, key, data):
+        if key.startswith("manifests/"):
+            raise StorageError(f"{key}: no answer (injected)")
+        super().put(key, data)
+
+
 def test_a_full_mirror_gets_rid_of_what_a_failed_copy_has_left():
-    fast, slow = with_bad_object("packs/", "flipped"), MemoryStore()
+    fast = three()
+    slow = created_like(fast)
     with opened(fast) as repository:
-        assert len(repository.copy(to=slow).failed) == 1
+        with pytest.raises(StorageError, match="no answer"):
+            repository.copy(["a@1"], to=WithoutManifests(slow))
         left = pack_bytes(slow)
         Repository.create(whole := MemoryStore(), like=repository).close()
-        fast.bad.clear()
         repository.copy(to=whole)
     with opened(slow) as repository:
         assert repository.gc(dry_run=True).deleted_bytes > 0
@@ -150,6 +160,20 @@ def test_a_full_mirror_gets_rid_of_what_a_failed_copy_has_left():
         saved(snapshots, [3])
         assert snapshots.wait_until_mirrored(20) == [3]
     assert steps_in(slow) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("how", ["flipped", "withheld"])
+def test_a_copy_that_finds_damage_leaves_nothing_in_the_mirror_at_any_attempt(how):
+    """It finds the damage after it has put other packs; a mirror that keeps everything runs no gc."""
+    fast, slow = with_bad_object("packs/", how), MemoryStore()
+    with manager(fast, slow) as snapshots:
+        for _ in range(3):
+            assert snapshots.wait_until_mirrored(20) == [1]
+            with opened(slow) as repository:
+                assert repository.gc(dry_run=True).deleted_bytes == 0
+        fast.bad.clear()
+        assert snapshots.wait_until_mirrored(20) == []
+    check_clean(slow, level="restore")
 
 
 def test_policies_of_the_mirror_delete_what_a_failed_copy_has_left():

@@ -65,10 +65,7 @@ def estimate(
     )
     with spinner("measuring"):
         found = _measured(given, shell.chosen(place))
-    try:
-        result = planning.estimate(run, found, storage_price=storage_price, put_price=put_price)
-    except OverflowError as error:
-        raise UsageError(f"a number is too large or too small to calculate with: {error}") from error
+    result = planning.estimate(run, found, storage_price=storage_price, put_price=put_price)
     if shell.as_json:
         print_json({"run": asdict(run), "rates": asdict(found), "given": sorted(given), "estimate": asdict(result)})
     else:

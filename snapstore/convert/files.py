@@ -306,7 +306,7 @@ def save_torch(value: Any, file: BinaryIO) -> None:
     try:
         torch.save(value, file)
     except RuntimeError as error:  # torch's zip writer hides the error of a failed write
-        raise OSError(error.__context__ or str(error).partition("\n")[0]) from error
+        raise OSError(error.__context__ or "".join(str(error).splitlines()[:1])) from error
 
 
 def _fill_torch(temp: Path, state: Any, reader: TensorReader, tensors: Sequence[Any]) -> None:

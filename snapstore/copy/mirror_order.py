@@ -51,13 +51,13 @@ def wanted(
 
     Args:
         kept: the snapshots of the mirror that policies count, in order.
-        failed: ids of snapshots that could not be copied. The policies do not count them for the others, since the
+        failed: ids of snapshots that could not be copied. The policies do not count them for any other, since the
             mirror may never get them.
     """
     chosen = _chosen(keep, here, kept, [s for s in found if s.id not in failed])
-    if any(s.id in failed for s in found):
-        beside = _chosen(keep, here, kept, found)
-        chosen |= {s.id for s in found if s.id in failed and s.id in beside}
+    for one in (s for s in found if s.id in failed):
+        if one.id in _chosen(keep, here, kept, [s for s in found if s is one or s.id not in failed]):
+            chosen.add(one.id)
     return [s for s in found if s.id in chosen]
 
 

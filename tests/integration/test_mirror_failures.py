@@ -12,6 +12,7 @@ import pytest
 from kit.damage import three, wound
 from kit.faults import READ_FAULTS, FaultStore, Unreadable
 from kit.mirrored import manager, saved, steps_in, until
+from kit.objects import keys_of
 from kit.repositories import OPTIONS, check_clean, created, created_like, objects_of, opened, same, save, values
 from snapstore import IntegrityError, KeepLast, Repository, StorageError, StorageFullError
 from snapstore.copy import mirror as mirrors
@@ -97,6 +98,16 @@ def test_policies_of_the_mirror_count_no_snapshot_that_it_cannot_get():
     with manager(fast.inner, slow, mirror_keep=KeepLast(1)) as snapshots:
         assert snapshots.wait_until_mirrored(20) == []
     assert steps_in(slow) == [1]
+
+
+def test_each_attempt_wants_the_same_snapshots_while_none_can_be_copied():
+    """The first store holds only what the last attempt has wanted."""
+    fast = with_bad_object("packs/", "unread")
+    fast.bad = {key for key in keys_of(fast.inner) if key.startswith("packs/")}
+    with manager(fast, MemoryStore(), mirror_keep=KeepLast(1)) as snapshots:
+        found = [snapshots.wait_until_mirrored(20) for _ in range(6)]
+        assert found[2:] == [[0, 1, 2]] * 4
+        fast.bad.clear()
 
 
 def test_a_snapshot_that_a_gc_has_deleted_meanwhile_is_not_waited_for(monkeypatch):

@@ -433,16 +433,21 @@ def test_one_wrong_answer_releases_no_damaged_pack(damage, level, misbuilt):
     with Repository.open(honest, options=ONE_PACK) as found:
         found.repair(apply=True, level=level)
     told = 0
-    for k, lie in every_lie(honest.asked):
-        if not honest.asked[k].key.startswith(("gc/", "packs/")):
-            continue
-        lying = LyingStore(clone(store))
-        lying.lie_once(k, lie)
+    for lying, what in liars(store, honest, "gc/", "packs/"):
         with suppress(SnapstoreError), Repository.open(lying, options=ONE_PACK) as found:
             found.repair(apply=True, level=level)
         told += lying.told
-        assert quarantined_names(notes(lying.inner)) == {key}, (lie, honest.asked[k])
+        assert quarantined_names(notes(lying.inner)) == {key}, what
     assert told > 5
+
+
+def liars(store, honest, *prefixes):
+    """Yield (a copy of `store` that tells one lie, what it tells) for each request to `honest` about such keys."""
+    for k, lie in every_lie(honest.asked):
+        if honest.asked[k].key.startswith(prefixes):
+            lying = LyingStore(clone(store))
+            lying.lie_once(k, lie)
+            yield lying, (lie, honest.asked[k])
 
 
 def test_one_wrong_answer_for_a_manifest_drops_no_snapshot():
@@ -459,17 +464,13 @@ def test_one_wrong_answer_for_a_manifest_drops_no_snapshot():
         found.repair(apply=True, drop=True)
         assert refs(found.snapshots()) == wanted
     told = 0
-    for k, lie in every_lie(honest.asked):
-        if not honest.asked[k].key.startswith("manifests/"):
-            continue
-        lying = LyingStore(clone(store))
-        lying.lie_once(k, lie)
+    for lying, what in liars(store, honest, "manifests/"):
         with suppress(SnapstoreError), Repository.open(lying, options=ONE_PACK) as found:
             found.repair(apply=True, drop=True)
         told += lying.told
         with Repository.open(lying.inner, options=ONE_PACK) as found:
             found.repair(apply=True, drop=True)
-            assert refs(found.snapshots()) == wanted, (lie, honest.asked[k])
+            assert refs(found.snapshots()) == wanted, what
     assert told > 5
 
 

@@ -27,7 +27,7 @@ from kit.forge import (
     reheader,
     rewrite,
 )
-from kit.samples import THOROUGH
+from kit.samples import THOROUGH, sampled
 from kit.shell import invoke
 from kit.tally import EXAMPLES, tally
 from snapstore import Repository, SaveOptions
@@ -119,11 +119,13 @@ def test_no_chain_that_a_save_makes_reaches_the_limit(monkeypatch, tmp_path):
     monkeypatch.setattr(limits, "MIN_DECODED_BYTES", 0)
     monkeypatch.setattr(limits, "DECODED_RATIO", 1)
     rows, one = 50, np.random.default_rng(0).standard_normal(2048).astype(np.float32)
+    restored = {*sampled(60, 6), 59}
     with Repository.create(tmp_path / "repo", chunk_bytes=one.nbytes) as repo:
         for step in range(60):
             one.view(np.uint32)[step] += 1
             saved = repo.save({"w": np.tile(one, (rows, 1))}, run="r", step=step)
-            np.testing.assert_array_equal(repo.restore(saved.ref)["w"], np.tile(one, (rows, 1)))
+            if step in restored:
+                np.testing.assert_array_equal(repo.restore(saved.ref)["w"], np.tile(one, (rows, 1)))
         assert max(manifest.read(repo.store, saved.manifests[0], None).table.depths) > 16
 
 

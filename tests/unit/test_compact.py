@@ -23,6 +23,7 @@ from kit.repositories import (
     values,
     version_of,
 )
+from kit.samples import THOROUGH
 from kit.slow_survey import check_survey
 from snapstore import (
     IntegrityError,
@@ -685,7 +686,7 @@ def test_blobs_that_only_a_gpu_decodes_move_unchanged(monkeypatch):
 # --- any history -----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40 if THOROUGH else 20, deadline=None)
 @given(st.data())
 def test_any_history(data):
     """After any history, compact does not grow the repository, and all snapshots that stay restore.

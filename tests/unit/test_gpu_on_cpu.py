@@ -70,7 +70,7 @@ LEFT_OUT = {
     ],
 }
 
-#: Each of these takes four seconds or more, so a run takes only six of them. A run on a GPU takes all.
+#: Each of these takes four seconds or more, so a run takes only three of them. A run on a GPU takes all.
 SLOW = [
     *(f"gpu/test_gpu_memory.py::{name}" for name in (
         "test_many_saves_keep_nothing[device]",
@@ -135,7 +135,7 @@ SLOW = [
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++, which compiles the kernels for this CPU")
 @pytest.mark.parametrize("names", RUNS, ids=["codecs", "memory", "staging"])
 def test_the_gpu_engine_on_a_cpu(tmp_path, names):
-    others = set(SLOW) - set(some(SLOW, 6))
+    others = set(SLOW) - set(some(SLOW, 3))
     left_out = [f"--deselect=tests/{name}" for names in (*LEFT_OUT.values(), others) for name in names]
     report = tmp_path / "report.xml"
     done = subprocess.run(

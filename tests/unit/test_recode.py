@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kit import foreign
 from kit.objects import flip_in_place, keys_of, replace
 from kit.repositories import check_clean, check_restores, created, opened, same, save, values
+from kit.samples import THOROUGH
 from snapstore import AlreadyExistsError, CapabilityError, InvalidInputError, NotFoundError, Repository, StorageError
 from snapstore.engine.registry import Engines
 from snapstore.format import blob, codecs, manifest, pack, records
@@ -433,7 +434,7 @@ def test_a_recode_whose_session_is_gone_begins_again(repo, monkeypatch):
 # --- any history
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30 if THOROUGH else 15, deadline=None)
 @given(st.data())
 def test_any_history(data):
     """A recode keeps the states of any history, in any order of snapshots.

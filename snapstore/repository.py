@@ -21,7 +21,7 @@ from .context import Context
 from .engine.registry import Engines
 from .errors import AlreadyExistsError, InvalidInputError, NotFoundError
 from .format import chunking, records
-from .format.argument_checks import check_choice, check_name
+from .format.argument_checks import check_choice, check_list, check_name
 from .format.codecs import CODECS
 from .format.hashing import new_seed
 from .format.records import COMMITTED, FORGOTTEN, Config, Snapshot
@@ -395,8 +395,7 @@ class Repository(Snapshots):
 
     def _resolve_all(self, refs: Sequence[str], states: tuple[str, ...]) -> list[Snapshot]:
         """Return the named snapshots, each once."""
-        if isinstance(refs, str):
-            raise InvalidInputError(f"refs {refs!r}: expected a list of str, got one str")
+        check_list("refs", refs)
         view = self.view()
         return list({snapshot.id: snapshot for snapshot in (view.resolve(ref, states) for ref in refs)}.values())
 

@@ -42,6 +42,19 @@ def check_choice(what: str, choice: object, choices: Sequence[str]) -> None:
         raise InvalidInputError(f"{what} {choice!r}: expected one of {', '.join(choices)}")
 
 
+def check_list(what: str, given: object) -> None:
+    """Raise InvalidInputError unless `given` can be a list of str: it is not one str, and can be iterated over."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        kind = "one str" if isinstance(given, str) else type(given).__name__
+        raise InvalidInputError(f"{what} {given!r}: expected a list of str, got {kind}")
+
+
+def check_flag(what: str, given: object) -> None:
+    """Raise InvalidInputError unless `given` is a bool: a text such as "no" would count as True."""
+    if not isinstance(given, bool):
+        raise InvalidInputError(f"{what} {given!r}: expected True or False, got {type(given).__name__}")
+
+
 def check_step(step: object) -> int:
     """Return `step` as an int if it is a step number, else raise InvalidInputError."""
     try:

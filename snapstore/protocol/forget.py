@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from .. import retention
 from ..context import Context
 from ..errors import InvalidInputError, NotFoundError
-from ..format.argument_checks import check_name
+from ..format.argument_checks import check_list, check_name
 from ..format.keys import records_prefix
 from ..format.records import COMMITTED, FORGOTTEN, SWEPT, Snapshot
 from ..text import brief
@@ -91,8 +91,7 @@ def forget_snapshots(
     context: Context, refs: Sequence[str], *, dry_run: bool = False, force: bool = False
 ) -> ForgetResult:
     """Forget the named snapshots; see `Repository.forget_snapshots`."""
-    if isinstance(refs, str):
-        raise InvalidInputError(f"refs {refs!r}: expected a list of str, got one str")
+    check_list("refs", refs)
     view = context.index.refresh()
     chosen = list({s.id: s for s in (view.resolve(ref, (COMMITTED,)) for ref in refs)}.values())
     for snapshot in chosen:

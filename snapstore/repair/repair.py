@@ -61,6 +61,7 @@ from ..errors import (
     StorageError,
 )
 from ..format import records
+from ..format.argument_checks import check_flag
 from ..format.keys import UNKNOWN_RUN, lost_names, quarantined_names
 from ..format.records import ABORTED, COMMITTED, FORGOTTEN, Config, Lost, Quarantine, Session, Snapshot
 from ..protocol import gc, liveness, revisions
@@ -83,10 +84,12 @@ def repair(context: Context, *, level: str, apply: bool, drop: bool, purge: bool
         purge: let gc delete the packs in quarantine that no snapshot needs.
 
     Raises:
-        InvalidInputError: there is no such level.
+        InvalidInputError: there is no such level, or an argument is no bool.
         StorageError: the store failed; every step until then is complete.
     """
     require_level(level)
+    for name, given in (("apply", apply), ("drop", drop), ("purge", purge)):
+        check_flag(name, given)
     report = RepairResult(CheckResult(level), apply)
     _Repair(context, report).run(drop=drop, purge=purge)
     return report

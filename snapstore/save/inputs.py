@@ -17,8 +17,8 @@ import msgspec
 
 from ..arrays import Bytes
 from ..context import Context
-from ..errors import InvalidInputError, SnapstoreError
-from ..format.argument_checks import check_metrics, check_name, check_step, check_tags, encode_metadata
+from ..errors import SnapstoreError
+from ..format.argument_checks import check_list, check_metrics, check_name, check_step, check_tags, encode_metadata
 from ..state.arrays import Memory
 from ..state.flatten import Part
 from ..state.held_array import Held
@@ -70,8 +70,7 @@ class SaveRequest:
     def __post_init__(self, metrics: Mapping[str, SupportsFloat] | None) -> None:
         self.run = check_name("run", self.run)
         for name, given in (("tags", self.tags), ("bases", self.bases)):
-            if isinstance(given, str):
-                raise InvalidInputError(f"{name} {given!r}: expected a list of str, got one str")
+            check_list(name, given)
         self.step = check_step(self.step)
         self.tags = check_tags(self.tags)
         self._metrics = check_metrics(metrics or {})

@@ -171,11 +171,13 @@ def test_tags_that_a_reference_could_not_tell(repository, tag):
         save(repository, "a", 4, 4, tags=[tag])
 
 
-def test_lists_that_are_one_str(repository):
-    with pytest.raises(InvalidInputError, match="expected a list of str"):
-        save(repository, "a", 4, 4, tags="good")
-    with pytest.raises(InvalidInputError, match="expected a list of str"):
-        save(repository, "a", 4, 4, bases="a@1")
+@pytest.mark.parametrize("given", ["a@1", 5, None])
+def test_lists_that_are_one_str_or_no_list(repository, given):
+    for name in ("tags", "bases"):
+        with pytest.raises(InvalidInputError, match=f"{name} {given!r}: expected a list of str, got"):
+            save(repository, "a", 4, 4, **{name: given})
+    with pytest.raises(InvalidInputError, match=f"refs {given!r}: expected a list of str, got"):
+        repository.forget_snapshots(given)
 
 
 @pytest.mark.parametrize(

@@ -217,6 +217,18 @@ def test_drop_forgets_what_is_lost_and_nothing_else(store):
         assert found.check("restore").ok
 
 
+@pytest.mark.parametrize("name", ["apply", "drop", "purge"])
+def test_a_text_does_not_count_as_true(store, name):
+    wound(store, "a@1", -1)
+    before = clone(store)
+    with (
+        opened(store) as found,
+        pytest.raises(InvalidInputError, match=f"{name} 'no': expected True or False"),
+    ):
+        found.repair(**{"apply": True, name: "no"})
+    assert store._objects == before._objects
+
+
 def test_lost_snapshots_are_listed_in_the_order_of_their_saves(store):
     """They are sorted by run, then by sequence number; ids are random."""
     with opened(store) as found:

@@ -216,6 +216,8 @@ def test_bad_arguments(repo):
         repo.recode(codec="zip")
     with pytest.raises(InvalidInputError, match="got one str"):
         repo.recode("a@1")
+    with pytest.raises(InvalidInputError, match="refs 5: expected a list of str, got int"):
+        repo.recode(5)
     assert repo.recode([]).recoded == []
 
 

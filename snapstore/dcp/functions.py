@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from ..errors import InvalidInputError, NotFoundError
 from ..state.containers import MAX_DEPTH, Path, shown
@@ -91,7 +90,6 @@ def async_save(
             storage_writer=writer,
             planner=SnapstorePlanner(),
             process_group=process_group,
-            async_checkpointer_type=AsyncCheckpointerType.THREAD,
         )
     except BaseException:
         writer.idle.set()

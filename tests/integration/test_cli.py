@@ -22,6 +22,7 @@ from kit import foreign
 from kit.objects import flip_file
 from kit.repositories import index_of
 from kit.shell import invoke
+from kit.states import DTYPES
 from snapstore import KeepLast, NotFoundError, Repository, RngState, cli
 from snapstore.catalog import policy_store
 from snapstore.cli import app, inspect, maintenance, output
@@ -34,7 +35,6 @@ from snapstore.format.hashing import checksum
 from snapstore.format.keys import record_key
 from snapstore.protocol import tags
 from snapstore.protocol.this_process import this_session
-from snapstore.state.tensors import TORCH_DTYPES
 from snapstore.storage import cache_dir as cache_module
 from snapstore.storage.cache_dir import mount_of, on_network
 from snapstore.storage.local import LocalStore
@@ -399,7 +399,7 @@ def test_safetensors_of_every_dtype_are_the_librarys(sh):
     import numpy as np
     import safetensors.torch
 
-    dtypes = [getattr(torch, name) for name in TORCH_DTYPES if not name.startswith(("bits", "complex32", "complex128"))]
+    dtypes = [getattr(torch, name) for name in DTYPES if not name.startswith(("bits", "complex32", "complex128"))]
     numbers = torch.tensor([0, 1] * 24, dtype=torch.uint8)
     source, out, ours = (sh.folder / f"{name}.safetensors" for name in ("source", "out", "ours"))
     for step, dtype in enumerate(dtypes):

@@ -8,10 +8,9 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from kit.states import Saved, again, net, random_tensor, same, train
+from kit.states import DTYPES, Saved, again, net, random_tensor, same, train
 from snapstore.errors import InvalidInputError
 from snapstore.state.arrays import as_bytes, as_memory
-from snapstore.state.tensors import TORCH_DTYPES
 
 SHAPES = [(), (0,), (0, 3), (1,), (7, 5), (2, 3, 4)]
 
@@ -46,7 +45,7 @@ def is_own(buffer, tensor):
 
 
 def tensors_of_every_kind():
-    return {f"{name}{shape}": random_tensor(name, shape) for name in TORCH_DTYPES for shape in SHAPES}
+    return {f"{name}{shape}": random_tensor(name, shape) for name in DTYPES for shape in SHAPES}
 
 
 def contiguous_targets(device):
@@ -70,7 +69,7 @@ def contiguous_targets(device):
 
 
 def strided_targets(device):
-    for name in TORCH_DTYPES:
+    for name in DTYPES:
         base, before = noise(name, (6, 8), device), raw(noise(name, (6, 8), device))
         for view in (base.t(), base[::2, 1::3], base[:, None, :].permute(2, 1, 0), base[3:5, 2]):
             stored = random_tensor(name, tuple(view.shape))
@@ -198,7 +197,7 @@ def tensors_that_autograd_watches(device):
 
 
 def saved_memory(device):
-    for name in TORCH_DTYPES:
+    for name in DTYPES:
         for shape in SHAPES:
             value = noise(name, shape, device)
             assert is_own(as_memory(value, ours(device)), value)
@@ -237,7 +236,7 @@ def sources(devices):
     layouts = st.sampled_from(["contiguous", "transposed", "stepped", "parameter"])
     place = st.tuples(layouts, st.sampled_from(devices))
     shapes = st.lists(st.integers(0, 3), max_size=3).map(tuple)
-    source = st.tuples(st.sampled_from(sorted(TORCH_DTYPES)), shapes, st.integers(0, 99), st.lists(place, min_size=1))
+    source = st.tuples(st.sampled_from(sorted(DTYPES)), shapes, st.integers(0, 99), st.lists(place, min_size=1))
     return st.lists(source, min_size=1, max_size=4)
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from kit.objects import keys_of
 from kit.packs import scan
 from kit.processes import environment
+from kit.states import DTYPES
 from snapstore import AlreadyExistsError, Repository, SaveOptions, SnapshotManager
 from snapstore.format import manifest
 from snapstore.format.hashing import checksum
@@ -25,7 +26,6 @@ from snapstore.state.tensors import TORCH_DTYPES
 from snapstore.storage.memory import MemoryStore
 
 MIB = 1024 * 1024
-DTYPES = [name for name in TORCH_DTYPES if hasattr(torch, name)]
 OPTIONS = SaveOptions(threads=4)
 
 # --- states

@@ -17,6 +17,9 @@ from snapstore.state.tensors import TORCH_DTYPES, StoredPart, TensorSpec
 from snapstore.state.tree_decode import unpack_nodes
 from snapstore.state.tree_encode import encode_plain, pack
 
+#: The names of the dtypes that this torch has; older ones lack some that a snapshot can hold.
+DTYPES = [name for name in TORCH_DTYPES if hasattr(torch, name)]
+
 
 def packed(value):
     return msgspec.msgpack.encode(encode_plain(value))  # bytes, in which nan equals nan

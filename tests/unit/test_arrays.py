@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from kit.states import again, random_tensor, same
+from kit.states import DTYPES, again, random_tensor, same
 from snapstore.state.arrays import as_bytes, as_memory, copy_box
 from snapstore.state.flatten import flatten
 from snapstore.state.tensors import TORCH_DTYPES
 
 
-@pytest.mark.parametrize("name", TORCH_DTYPES)
+@pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (1,), (7, 5), (2, 3, 4)])
 def test_every_dtype_and_shape_bit_by_bit(name, shape):
     value = random_tensor(name, shape)
@@ -26,7 +26,7 @@ def test_every_dtype_and_shape_bit_by_bit(name, shape):
     assert not restored["a"]._is_view()
 
 
-@pytest.mark.parametrize("name", TORCH_DTYPES)
+@pytest.mark.parametrize("name", DTYPES)
 def test_strided_tensors_keep_their_bits(name):
     base = random_tensor(name, (6, 8))
     raw = as_bytes(base).reshape(6, 8, -1)

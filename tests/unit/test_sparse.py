@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kit.forge import little_memory, little_time
 from kit.sparse_deltas import GOOD, HOSTILE, forged, pair
+from kit.states import DTYPES
 from snapstore import Repository
 from snapstore.engine.batches import EncodeJob
 from snapstore.engine.cpu import encode_chunk
@@ -316,7 +317,7 @@ def test_chains_of_planes_and_sparse_deltas():
         assert chain_decode.prove_chain([memoryview(b) for b in chain], wheres, digests, out, seed=SEED) == 5
 
 
-@pytest.mark.parametrize("dtype", [name for name in TORCH_DTYPES if hasattr(torch, name)])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_every_dtype_through_a_repository(dtype):
     torch_dtype = getattr(torch, dtype)
     itemsize = TORCH_DTYPES[dtype][0]

@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 from kit.device_memory import CHECKS, check_any_places, everywhere, sources
-from kit.states import Saved, again, random_tensor, same
+from kit.states import DTYPES, Saved, again, random_tensor, same
 from snapstore.errors import FormatError, InvalidInputError
 from snapstore.state.classes import Types
 from snapstore.state.fit import Fit
 from snapstore.state.per_rank import PerRank
 from snapstore.state.restore_buffers import Want
 from snapstore.state.restore_plan import RestorePlan
-from snapstore.state.tensors import TORCH_DTYPES, StoredPart, TensorSpec
+from snapstore.state.tensors import StoredPart, TensorSpec
 from snapstore.state.tree_decode import Decoded
 
-dtypes = st.sampled_from(sorted(TORCH_DTYPES))
+dtypes = st.sampled_from(sorted(DTYPES))
 shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 tensors = st.builds(random_tensor, dtypes, shapes, st.integers(0, 99))
 plain = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=4), st.binary(max_size=4))

@@ -16,13 +16,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kit.states import again, bits, random_tensor, same
+from kit.states import DTYPES, again, bits, random_tensor, same
 from snapstore.errors import UnsupportedLeafError
 from snapstore.state import weights_only
 from snapstore.state.containers import MAX_DEPTH, children, is_mapping, shown
 from snapstore.state.flatten import flatten
 from snapstore.state.rng import RngState
-from snapstore.state.tensors import TORCH_DTYPES
 from snapstore.state.tree_decode import READERS
 from snapstore.state.weights_only import to_weights_only
 
@@ -142,7 +141,7 @@ scalars = st.one_of(
     st.sampled_from([torch.int4, torch.Size([]), torch.device("cpu"), np.dtype("U7"), np.bool_(True), np.str_("")]),
     st.sampled_from(NUMBERS).map(lambda name: np.dtype(name).type(1)),
     st.tuples(st.sampled_from([*NUMBERS, *OTHERS]), st.sampled_from([(0,), (3,)])).map(lambda a: np.ones(a[1], a[0])),
-    st.sampled_from(list(TORCH_DTYPES)).map(lambda name: random_tensor(name, (2,))),
+    st.sampled_from(DTYPES).map(lambda name: random_tensor(name, (2,))),
 )
 keys = st.recursive(
     st.one_of(st.text(max_size=3), st.integers(), st.none(), st.binary(max_size=2), st.floats(allow_nan=False)),

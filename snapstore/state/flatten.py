@@ -33,7 +33,7 @@ import msgspec
 
 from ..errors import UnsupportedLeafError
 from .arrays import Array, address_of, describe, memory_key
-from .containers import CONTAINERS, Path, children
+from .containers import CONTAINERS, Path
 from .held_array import Held
 from .learner import DifferentStructureError, own_key
 from .per_rank import is_per_rank
@@ -160,7 +160,7 @@ class _Flattener:
         else:
             # The part "" comes first, so a tie always refers to an earlier part.
             self._encoder.enter(root, ())
-            done = [self._fill("", partial(self._root, root, names))]
+            done = [self._fill("", partial(self._encoder.each, root, (), frozenset(names)))]
             done += [self._fill(name, partial(self._encoder.node, root[name], (name,))) for name in names]
         self._encoder.raise_problems()
         del self._encoder  # else the garbage collector alone would free the state's arrays
@@ -169,14 +169,6 @@ class _Flattener:
     def _fill(self, name: str, tree: Callable[[], Node]) -> Part:
         self._part, self._tied = Part(name, None, [], []), {}
         return replace(self._part, tree=tree())
-
-    def _root(self, root: Any, names: list[str]) -> Node:
-        keys, nodes = [], []
-        for element, key, child in children(root):
-            keys.append(self._encoder.key(key, (element,)))
-            in_part = type(key) is str and key in names
-            nodes.append(["part", key] if in_part else self._encoder.node(child, (element,)))
-        return self._encoder.tagged(root, keys, nodes, ())
 
     def _expand(self, value: Any, path: Path) -> tuple[Any] | None:
         if not is_stateful(value):

@@ -6,7 +6,7 @@ In: Python values. Out: the nodes of tree.py's table; or one error that names th
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import date, timedelta, timezone
 from enum import Enum
 from io import IOBase
@@ -93,7 +93,7 @@ class Encoder:
             self.leave(value)
         return node if node is not _NO_NODE else self.problem(path, f"{type_name(value)} {_advice(value)}")
 
-    def key(self, key: Any, path: Path) -> Node:
+    def _key_node(self, key: Any, path: Path) -> Node:
         """Return the node of a dict key."""
         try:
             node = _hashable(key, len(self._open))
@@ -141,30 +141,34 @@ class Encoder:
             try:
                 node, count = columns.encode(value, _leaf, _key, len(self._open) - 1)
             except columns.NotPlainError:
-                return self._each(value, path)
+                return self.each(value, path)
             if count >= columns.MIN_VALUES:
                 return node
             self._columnar = False  # nothing in it has so many values either
-            node = self._each(value, path)
+            node = self.each(value, path)
             self._columnar = True
             return node
-        return self._each(value, path)
+        return self.each(value, path)
 
-    def _each(self, value: Any, path: Path) -> Node:
-        """Return the node of a container, child by child."""
+    def each(self, value: Any, path: Path, parts: Collection[str] = ()) -> Node:
+        """Return the node of a container that `enter` has opened, child by child.
+
+        Args:
+            parts: The keys of children that are parts of the state.
+        """
         keys, nodes, mapping = [], [], is_mapping(value)
         if mapping and crowded(value):
             return self.problem(path, f"{type(value).__name__} {_CROWDED}")
         for element, key, child in children(value):
             below = (*path, element)
             if mapping:  # a key that equals its path element is its own node
-                keys.append(key if key is element else self.key(key, below))
-            nodes.append(self.node(child, below))
+                keys.append(key if key is element else self._key_node(key, below))
+            nodes.append(["part", key] if key in parts else self.node(child, below))
         if list in map(type, keys) and _ambiguous(keys):
             return self.problem(path, f"{type(value).__name__} {_AMBIGUOUS}")
-        return self.tagged(value, keys, nodes, path)
+        return self._tagged(value, keys, nodes, path)
 
-    def tagged(self, value: Any, keys: list[Node], nodes: list[Node], path: Path) -> Node:
+    def _tagged(self, value: Any, keys: list[Node], nodes: list[Node], path: Path) -> Node:
         """Return the node of a container whose children are encoded already."""
         kind: Any = type(value)
         attributes = dict(getattr(value, "__dict__", ()))

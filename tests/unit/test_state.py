@@ -1,5 +1,6 @@
 """flatten cuts a state into the right parts, finds tied arrays, and refuses what cannot be stored."""
 
+import enum
 import random
 import re
 import warnings
@@ -39,6 +40,20 @@ def test_many_parts_share_one():
     del state["p64"]
     assert len(flatten(state)) == 65
     same(again(state), state)
+
+
+class Mode(enum.Enum):
+    TRAIN = "train"
+
+
+@pytest.mark.parametrize(
+    "keys", [(Mode.TRAIN, "train"), [i * (2**61 - 1) for i in range(300)]], ids=["alike", "crowded"]
+)
+def test_the_root_has_only_keys_that_a_restore_accepts(keys):
+    state = dict.fromkeys(keys, 1) | {"model": {"w": torch.ones(1)}}
+    for one in (state, {"below": state}):
+        with pytest.raises(UnsupportedLeafError, match=r"dict has (keys or members that differ|more than 256 keys)"):
+            flatten(one)
 
 
 # --- ties

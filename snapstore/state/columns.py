@@ -24,7 +24,7 @@ user may change the state again. A container that may contain itself is not stor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, compress, cycle, islice, repeat
 from operator import not_
 from typing import Any
@@ -35,7 +35,7 @@ import numpy as np
 from ..errors import UnsupportedLeafError
 from ..threads import msgpack_decoder
 from .classes import KNOWN_LEAVES
-from .containers import MAX_ALIKE, MAX_DEPTH, crowded
+from .containers import MAX_ALIKE, MAX_DEPTH, at_once, crowded
 from .tensors import Node
 from .tree import INLINE_BYTES
 
@@ -78,8 +78,8 @@ def may_have_columns(container: Any) -> bool:
     kind = type(container)
     if kind not in _NESTED or not container:
         return False
-    members = container.values() if kind is dict else container
-    if type(next(iter(members))) not in _COLUMNABLE:  # most containers hold tensors
+    members = list(container.values()) if kind is dict else container  # another thread may change it
+    if type(next(iter(members), None)) not in _COLUMNABLE:  # most containers hold tensors
         return False
     kinds = set(map(type, members))
     return kinds <= _COLUMNABLE and (len(container) >= MIN_VALUES or not kinds.isdisjoint(_NESTED))
@@ -174,9 +174,10 @@ class _Encoder:
         if kind is dict:
             return self._dicts(group, level)
         name = "list" if kind is list else "tuple"
-        if count := _row_length(group):
-            return [name + " rows", *self._rows(list(chain.from_iterable(group)), count, level)]
-        return [name + "s", _lengths(group), self.column(list(chain.from_iterable(group)), level)]
+        lengths, members = at_once(map(len, group), chain.from_iterable(group))
+        if count := _row_length(lengths):
+            return [name + " rows", *self._rows(members, count, level)]
+        return [name + "s", ["values", Packed(lengths)], self.column(members, level)]
 
     def _rows(self, members: list[Any], count: int, level: _Level) -> tuple[bytes, list[Node]]:
         """Return the column of each member of rows, and the columns: one for all leaves, one for each other member."""
@@ -192,51 +193,59 @@ class _Encoder:
         return bytes(fields), columns
 
     def _dicts(self, group: list[Any], level: _Level) -> Node:
-        keys = list(chain.from_iterable(group))
+        values = chain.from_iterable(map(dict.values, group))
+        lengths, keys, members = at_once(map(len, group), chain.from_iterable(group), values)
         kinds = set(map(type, keys))
         if kinds == {str} and len(group) >= MIN_ROWS:
-            count = _row_length(group)
+            count = _row_length(lengths)
             if count and keys == keys[:count] * len(group):
-                return self._dict_rows(keys[:count], group, level)
-            if which := _shapes(group):
-                columns = [self._dict_rows(list(some[0]), some, level) for some in _split(group, which, max(which) + 1)]
+                return self._dict_rows(keys[:count], members, level)
+            which, shapes = _shapes(keys, lengths)
+            if shapes:
+                split = _split(list(_cut(members, lengths)), which, len(shapes))
+                rows = [list(chain.from_iterable(some)) for some in split]
+                columns = [self._dict_rows(list(shape), row, level) for shape, row in zip(shapes, rows, strict=True)]
                 return ["mixed", which, columns]
-        elif any(len(one) > MAX_ALIKE and crowded(one) for one in group):
+        elif max(lengths) > MAX_ALIKE and any(map(crowded, _cut(keys, lengths))):
             raise NotPlainError
-        column = self.column(list(chain.from_iterable(map(dict.values, group))), level)
-        return ["dicts", _lengths(group), ["values", self._leaves(keys, kinds, self._key, level)], column]
+        read = ["values", self._leaves(keys, kinds, self._key, level)]
+        return ["dicts", ["values", Packed(lengths)], read, self.column(members, level)]
 
-    def _dict_rows(self, keys: list[str], group: list[Any], level: _Level) -> Node:
-        members = list(chain.from_iterable(map(dict.values, group)))
+    def _dict_rows(self, keys: list[str], members: list[Any], level: _Level) -> Node:
         return ["dict rows", ["values", Packed(keys)], *self._rows(members, len(keys), level)]
 
 
-def _row_length(group: list[Any]) -> int:
+def _cut(members: list[Any], lengths: list[int]) -> Iterator[tuple[Any, ...]]:
+    """Return the members of each container, if those of all follow each other."""
+    rest = iter(members)
+    return (tuple(islice(rest, length)) for length in lengths)
+
+
+def _row_length(lengths: list[int]) -> int:
     """Return the number of members of containers that become rows, 0 if they do not."""
-    count = len(group[0])
-    return count if count <= MAX_FIELDS and len(group) >= MIN_ROWS and set(map(len, group)) == {count} else 0
+    count = lengths[0]
+    return count if count <= MAX_FIELDS and len(lengths) >= MIN_ROWS and set(lengths) == {count} else 0
 
 
-def _shapes(group: list[Any]) -> bytes:
-    """Return for each dict the number of its set of keys; empty if there are too many sets, or an empty dict."""
+def _shapes(keys: list[str], lengths: list[int]) -> tuple[bytes, list[tuple[str, ...]]]:
+    """Return for each dict the number of its set of keys, and these sets.
+
+    Both are empty if there are too many sets, or an empty dict.
+    """
     numbers: dict[tuple[str, ...], int] = {}
     found = bytearray()
-    for at in range(0, len(group), 4096):
-        some = group[at : at + 4096]
-        found += bytes([min(numbers.setdefault(tuple(one), len(numbers)), MAX_SHAPES) for one in some])
+    rest = _cut(keys, lengths)
+    while some := list(islice(rest, 4096)):
+        found += bytes([min(numbers.setdefault(one, len(numbers)), MAX_SHAPES) for one in some])
         if len(numbers) > MAX_SHAPES or () in numbers or max(map(len, numbers)) > MAX_FIELDS:
-            return b""
-    return bytes(found) if len(group) >= MIN_ROWS * len(numbers) else b""
+            return b"", []
+    return (bytes(found), list(numbers)) if len(lengths) >= MIN_ROWS * len(numbers) else (b"", [])
 
 
 def _split(values: list[Any], which: bytes, count: int) -> list[list[Any]]:
     """Return the values of each number, in order."""
     numbers = np.frombuffer(which, np.uint8)
     return [list(compress(values, (numbers == number).tolist())) for number in range(count)]
-
-
-def _lengths(group: list[Any]) -> Node:
-    return ["values", Packed(list(map(len, group)))]
 
 
 # --- back ---

@@ -14,6 +14,7 @@ from typing import Any
 from ..errors import InvalidInputError
 
 Path = tuple[str | int, ...]
+Items = list[tuple[Any, Any]]  # (key or position, child) of a container
 
 MAX_DEPTH = 200  # of nested containers
 #: The most keys of one dict, or members of one set, that may share a hash: each is compared with all others, so the
@@ -60,14 +61,26 @@ def _text(key: Any) -> str:
         return f"<{type(key).__name__}>"
 
 
-def children(container: Any) -> Iterator[tuple[str | int, Any, Any]]:
-    """Yield (path element, key or position, child) of a supported container."""
+def at_once(*iterables: Iterable[Any]) -> list[list[Any]]:
+    """Return the lists of some iterables over containers, all as they are at one moment.
+
+    It is one call of C code, during which no other thread can change the containers.
+    """
+    return list(map(list, iterables))
+
+
+def items_of(container: Any) -> Items:
+    """Return (key or position, child) of a supported container, as it is at one moment; see `at_once`."""
     if type(container) in _MAPPINGS:
-        for key, child in container.items():
-            yield step(key), key, child
-    else:
-        for i, child in enumerate(container):
-            yield i, i, child
+        return list(container.items())
+    return list(enumerate(list(container)))
+
+
+def children(container: Any) -> Iterator[tuple[str | int, Any, Any]]:
+    """Yield (path element, key or position, child) of a supported container, as it is before the first one."""
+    mapping = type(container) in _MAPPINGS
+    for key, child in items_of(container):
+        yield step(key) if mapping else key, key, child
 
 
 def is_mapping(value: Any) -> bool:
@@ -86,7 +99,7 @@ def crowded(keys: Collection[Any]) -> bool:
     Raises:
         TypeError: One cannot be hashed.
     """
-    if len(keys) <= MAX_ALIKE or all(type(key) is str for key in keys):
+    if len(keys) <= MAX_ALIKE or set(map(type, keys)) == {str}:
         return False
     return max(Counter(map(hash, keys)).values()) > MAX_ALIKE  # its keys are 64-bit ints: at most nine share a hash
 

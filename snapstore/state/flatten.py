@@ -33,7 +33,7 @@ import msgspec
 
 from ..errors import UnsupportedLeafError
 from .arrays import Array, address_of, describe, memory_key
-from .containers import CONTAINERS, Path
+from .containers import CONTAINERS, Items, Path, items_of
 from .held_array import Held
 from .learner import DifferentStructureError, own_key
 from .per_rank import is_per_rank
@@ -154,14 +154,15 @@ class _Flattener:
     def parts(self, state: Any) -> list[Part]:
         expanded = self._expand(state, ())
         root = state if expanded is None else expanded[0]
-        names = _part_names(root)
-        if not names:
+        items = items_of(root) if type(root) in (dict, OrderedDict) else []
+        parts = _parts_in(items)
+        if not parts:
             done = [self._fill("", partial(self._encoder.node, root, ()))]
         else:
             # The part "" comes first, so a tie always refers to an earlier part.
             self._encoder.enter(root, ())
-            done = [self._fill("", partial(self._encoder.each, root, (), frozenset(names)))]
-            done += [self._fill(name, partial(self._encoder.node, root[name], (name,))) for name in names]
+            done = [self._fill("", partial(self._encoder.each, root, (), items, parts.keys()))]
+            done += [self._fill(name, partial(self._encoder.node, child, (name,))) for name, child in parts.items()]
         self._encoder.raise_problems()
         del self._encoder  # else the garbage collector alone would free the state's arrays
         return done
@@ -292,13 +293,12 @@ class _RankFlattener(_Flattener):
         return ["rank", len(own.tree[1]) - 1]
 
 
-def _part_names(root: Any) -> list[str]:
-    if type(root) not in (dict, OrderedDict):
-        return []
-    names = [
-        key
-        for key, value in root.items()
+def _parts_in(items: Items) -> dict[str, Any]:
+    """Return the items of the root that become parts; none if there are too many."""
+    parts = {
+        key: value
+        for key, value in items
         if type(value) not in PLAIN  # a fast check: there may be a million
         and (type(key) is str and key and key.isprintable() and (type(value) in CONTAINERS or is_stateful(value)))
-    ]
-    return names if len(names) <= MAX_PARTS else []
+    }
+    return parts if len(parts) <= MAX_PARTS else {}

@@ -23,7 +23,7 @@ import numpy as np
 from ..arrays import Column
 from ..errors import InvalidInputError, UnsupportedLeafError
 from .arrays import Array, address_of, describe
-from .containers import Path
+from .containers import Path, at_once
 from .held_array import Held
 from .known_tensors import BLOCK_ARRAYS, Block, addresses_of, storages_of
 from .learner import MAPPINGS, Container, DifferentStructureError, Learner, bytes_of, is_own_key
@@ -235,12 +235,12 @@ class Structure:
             value = state_of(value, known.path)
         if type(value) is not known.kind:
             raise DifferentStructureError
-        values: Any = value
         if known.kind in MAPPINGS:
-            keys = list(value)
+            keys, values = _items_of(value)
             if keys != known.keys or list(map(type, keys)) != known.key_types:
                 raise DifferentStructureError
-            values = _values_of(value, keys)
+        else:
+            values = list(value)
         if list(map(type, values)) != known.types:
             raise DifferentStructureError
         if known.kind is OrderedDict:
@@ -356,9 +356,9 @@ def _note_own(trees: dict[str, Node], part: str | None, key: str, number: int, n
 
 def _arrays_of_table(table: tuple[list[int], list[str], list[type]], values: Sequence[Any]) -> list[Array]:
     lengths, known_keys, types = table
-    keys = list(chain.from_iterable(values))
-    arrays = list(chain.from_iterable(map(dict.values, values)))
-    if list(map(len, values)) != lengths or keys != known_keys or set(map(type, keys)) != {str}:
+    found = map(len, values), chain.from_iterable(values), chain.from_iterable(map(dict.values, values))
+    present, keys, arrays = at_once(*found)
+    if present != lengths or keys != known_keys or set(map(type, keys)) != {str}:
         raise DifferentStructureError
     if list(map(type, arrays)) != types:
         raise DifferentStructureError
@@ -383,11 +383,13 @@ def _first_places(keys: Sequence[int]) -> list[int]:
     return [first.setdefault(key, i) for i, key in enumerate(keys)]
 
 
-def _values_of(mapping: dict[Any, Any], keys: list[Any]) -> list[Any]:
-    """Return the values of a dict or OrderedDict in the order of its keys."""
-    if type(mapping) is OrderedDict and list(dict.keys(mapping)) == keys:  # its own iterator looks each key up
-        return list(dict.values(mapping))
-    return list(mapping.values())
+def _items_of(mapping: dict[Any, Any]) -> list[list[Any]]:
+    """Return the keys and the values of a dict or OrderedDict in its order."""
+    if type(mapping) is OrderedDict:  # its own iterator looks each key up
+        keys, as_dict, values = at_once(mapping, dict.keys(mapping), dict.values(mapping))
+        if keys == as_dict:
+            return [keys, values]
+    return at_once(mapping, mapping.values())
 
 
 def _check_versions(known: Container, value: Any) -> None:

@@ -18,7 +18,20 @@ import numpy as np
 from ..errors import InvalidInputError, UnsupportedLeafError
 from ..threads import imported
 from . import classes, columns
-from .containers import CONTAINERS, INT_MAX, INT_MIN, MAX_ALIKE, MAX_DEPTH, Path, children, crowded, is_mapping, shown
+from .containers import (
+    CONTAINERS,
+    INT_MAX,
+    INT_MIN,
+    MAX_ALIKE,
+    MAX_DEPTH,
+    Items,
+    Path,
+    crowded,
+    is_mapping,
+    items_of,
+    shown,
+    step,
+)
 from .tensors import Node, is_array, numpy_dtype_name
 from .tree import FACTORIES, INLINE_BYTES
 from .tree_decode import decode_plain
@@ -150,16 +163,19 @@ class Encoder:
             return node
         return self.each(value, path)
 
-    def each(self, value: Any, path: Path, parts: Collection[str] = ()) -> Node:
+    def each(self, value: Any, path: Path, items: Items | None = None, parts: Collection[str] = ()) -> Node:
         """Return the node of a container that `enter` has opened, child by child.
 
         Args:
+            items: Its children, if they were read before.
             parts: The keys of children that are parts of the state.
         """
         keys, nodes, mapping = [], [], is_mapping(value)
-        if mapping and crowded(value):
+        items = items_of(value) if items is None else items
+        if mapping and len(items) > MAX_ALIKE and crowded([key for key, _ in items]):
             return self.problem(path, f"{type(value).__name__} {_CROWDED}")
-        for element, key, child in children(value):
+        for key, child in items:
+            element = step(key) if mapping else key
             below = (*path, element)
             if mapping:  # a key that equals its path element is its own node
                 keys.append(key if key is element else self._key_node(key, below))
@@ -330,9 +346,10 @@ def _hashable(value: Any, depth: int) -> Node:
 
 
 def _set_node(value: set[Any] | frozenset[Any], depth: int) -> Node:
-    if crowded(value):
+    members = list(value)  # another thread may change it
+    if crowded(members):
         raise UnsupportedLeafError(f"{type(value).__name__} {_CROWDED}")
-    node = _members(type(value).__name__, value, depth)
+    node = _members(type(value).__name__, members, depth)
     if _ambiguous(node[1]):
         raise UnsupportedLeafError(f"{type(value).__name__} {_AMBIGUOUS}")
     node[1].sort(key=msgspec.msgpack.encode)  # the order of a set changes from process to process

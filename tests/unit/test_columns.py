@@ -1,14 +1,20 @@
 """Plain values in columns keep their values and types. Hostile columns are refused, and every cycle is found."""
 
 import contextlib
+import copy
+import itertools
 import math
 import sys
+from collections import OrderedDict, deque
+from functools import partial
+from itertools import product
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kit.interrupts import Interrupter
 from kit.states import again, same
 from snapstore.errors import FormatError, InvalidInputError, UnsupportedLeafError
 from snapstore.state import columns
@@ -117,6 +123,54 @@ def test_the_state_may_change_once_it_is_flattened():
     del value["names"]["n5"]
     parts = [StoredPart(part.name, unpack_nodes(pack(part.tree)), []) for part in (root, rows, names)]
     assert decode(parts) == {"rows": before, "names": {f"n{i}": i for i in range(400)}}
+
+
+def move_first_to_end(value):
+    key = next(iter(value))
+    value[key] = value.pop(key)
+
+
+#: A container, and what another thread does to it.
+CHANGED = {
+    "a list gets longer": ([[1, 2], [3, 4]], lambda x: x.append([5, 6])),
+    "a list gets shorter": ([[1, 2], [3, 4]], lambda x: x.pop()),
+    "a row gets longer": ([[1, 2], [3, 4]], lambda x: x[1].append(5)),
+    "a list in a list gets empty": ([[1, 2], [3]], lambda x: x[0].clear()),
+    "a row of a dict gets a key": ([{"a": 1, "b": 2}, {"a": 3, "b": 4}], lambda x: x[1].update(c=5)),
+    "a row of a dict gets another order": ([{"a": 1, "b": 2}, {"a": 3, "b": 4}], lambda x: move_first_to_end(x[1])),
+    "a form gets a key": ([{"a": 1}, {"b": 2}, {"a": 3}, {"b": 4}], lambda x: x[1].update(c=5)),
+    "a form loses its key": ([{"a": 1}, {"b": 2}, {"a": 3}, {"b": 4}], lambda x: x[1].clear()),
+    "a dict gets another order": ({"a": 1, 2: [2], "c": 3}, move_first_to_end),
+    "a dict gets a key": ({"a": 1, 2: [2], "c": 3}, lambda x: x.update(d=4)),
+    "a dict gets empty": ({"a": 1, 2: [2], "c": 3}, lambda x: x.clear()),
+    "a dict with a deque gets a key": ({"a": deque([1]), "b": 2}, lambda x: x.update(d=4)),
+    "an ordered dict gets another order": (OrderedDict(a=1, b=2), lambda x: x.move_to_end("a")),
+    "a deque gets longer": (deque([1, 2]), lambda x: x.append(3)),
+    "a set gets longer": ({1, 2}, lambda x: x.add(3)),
+}
+
+
+AT_ROOT = [name for name, (value, _) in CHANGED.items() if type(value) is dict]
+
+
+@pytest.mark.sampled(16)
+@pytest.mark.parametrize("min_values", [1, columns.MIN_VALUES])
+@pytest.mark.parametrize(("name", "at_root"), [*product(CHANGED, [False]), *product(AT_ROOT, [True])])
+def test_a_container_that_another_thread_changes(name, at_root, min_values, monkeypatch):
+    """It is stored as it was at one moment, wherever the other thread runs."""
+    monkeypatch.setattr(columns, "MIN_VALUES", min_values)
+    files = [f"state/{name}.py" for name in ("flatten", "tree_encode", "columns", "containers")]
+    for at in itertools.count():
+        before, change = copy.deepcopy(CHANGED[name])
+        value = copy.deepcopy(before)
+        thread = Interrupter(*files, at=at, strike=partial(change, value))
+        state = value if at_root else {"x": value, "more": [1]}
+        parts = thread.call(flatten, state)
+        if len(thread.passed) <= at:
+            break
+        found = decode([StoredPart(part.name, unpack_nodes(pack(part.tree)), []) for part in parts])
+        assert repr(found if at_root else found["x"]) in (repr(before), repr(value)), thread.passed[at]
+    assert at > 10
 
 
 def test_a_known_structure_gives_the_columns_that_flatten_gives():

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 from collections import OrderedDict, deque
 from contextlib import suppress
 from functools import partial
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kit.interrupts import Interrupter
 from snapstore import InvalidInputError, PerRank, RngState, SnapshotManager
 from snapstore.engine.registry import Engines
 from snapstore.save import staging as staging_module
@@ -485,6 +487,36 @@ def test_a_container_that_changes_after_it_was_flattened(name):
 def _equal(stored, live):
     same = [torch.equal(stored[k], v) if torch.is_tensor(v) else stored[k] == v for k, v in live.items() if k in stored]
     return stored.keys() == live.keys() and all(same)
+
+
+def two():
+    return {"x": A.clone(), "y": B.clone()}
+
+
+#: A container of two tensors of one form, and what another thread does to it.
+SWAPPED = {
+    "dict": (two, move_to_end),
+    "with a scalar": (lambda: {**two(), "flag": 0}, move_to_end),
+    "ordered": (lambda: OrderedDict(two()), lambda x: x.move_to_end("x")),
+    "row": (lambda: {"one": two(), "other": two()}, lambda x: move_to_end(x["other"])),
+    "list": (lambda: [A.clone(), B.clone()], lambda x: x.reverse()),
+}
+
+
+@pytest.mark.parametrize("name", SWAPPED)
+def test_a_container_that_another_thread_changes_while_it_is_recognised(name):
+    """The next save stores it as it was at one moment, wherever the other thread runs."""
+    make, change = SWAPPED[name]
+    for at in itertools.count():
+        state = {"model": make()}
+        staging = Twice(state).staging
+        before = found(flatten(state))
+        thread = Interrupter("state/structure.py", "state/containers.py", at=at, strike=partial(change, state["model"]))
+        inputs = thread.call(staging.copy_state, state)()
+        if len(thread.passed) <= at:
+            break
+        assert found(inputs) in (before, found(flatten(state))), thread.passed[at]
+    assert at > 10
 
 
 class Drawing:

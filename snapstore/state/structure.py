@@ -300,12 +300,12 @@ class Structure:
         for i, row in self._others:
             value, spec = arrays[i], self.specs[row]
             stored = bytes(value) if type(value) is bytearray else value
-            place = address_of(stored)
             grad = spec.kind in ("tensor", "parameter") and value.requires_grad
             try:
                 form = (*describe(stored), grad)
-            except UnsupportedLeafError as error:
+            except UnsupportedLeafError as error:  # `flatten` says where
                 raise DifferentStructureError from error
+            place = address_of(stored)  # of a sparse tensor there is none
             if form != (spec.kind, spec.dtype, spec.shape, spec.requires_grad) or place in places:
                 raise DifferentStructureError
             places.update([place] if place else [])

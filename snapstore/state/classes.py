@@ -238,7 +238,7 @@ class Types:
     def find(self, module: str, name: str) -> type | None:
         """Return the class of this module and qualified name, or else the only one of this qualified name."""
         if self._names is None:
-            found = [*self._given, *dict.fromkeys(_classes_in(self._into, ()))]
+            found = [*self._given, *dict.fromkeys(_classes_in(self._into, 0, {}))]
             self._names = {(kind.__module__, kind.__qualname__): kind for kind in reversed(found)}
             for kind in self._names.values():
                 self._qualified.setdefault(kind.__qualname__, []).append(kind)
@@ -275,9 +275,9 @@ class Types:
             raise _does_not_fit(path, kind, error) from error
 
 
-def _classes_in(state: Any, path: Path) -> Iterator[type]:
-    """Yield the classes of the values in nested containers, except plain types."""
-    if type(state) in SCALARS or len(path) > MAX_DEPTH:
+def _classes_in(state: Any, depth: int, seen: dict[int, Any]) -> Iterator[type]:
+    """Yield the classes of the values in nested containers, except plain types; each container is looked into once."""
+    if type(state) in SCALARS or depth > MAX_DEPTH or id(state) in seen:
         return
     if isinstance(state, (Enum, str, int, float)):
         yield type(state)
@@ -285,8 +285,9 @@ def _classes_in(state: Any, path: Path) -> Iterator[type]:
     if view is not None:
         if view is not state:
             yield type(state)
-        for element, _, child in children(view):
-            yield from _classes_in(child, (*path, element))
+        seen[id(state)] = state
+        for _, _, child in children(view):
+            yield from _classes_in(child, depth + 1, seen)
 
 
 def view_of(value: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from .classes import view_of
-from .containers import leaves
+from .containers import Path, leaves
 from .stateful import is_stateful
 
 
@@ -54,11 +54,13 @@ def is_per_rank(value: Any) -> bool:
     return getattr(type(value), "per_rank", False) is True and is_stateful(value)
 
 
-def has_objects(value: Any) -> bool:
+def has_objects(value: Any, path: Path = ()) -> bool:
     """Return whether a value is an object that is stored as its state, or has one in its containers and dataclasses.
 
     Raises:
         InvalidInputError: The value is nested too deeply, or contains itself.
     """
-    found = (leaf for _, leaf in leaves(value, ()))
-    return any(is_stateful(leaf) or ((view := view_of(leaf)) is not None and has_objects(view)) for leaf in found)
+    return any(
+        is_stateful(leaf) or ((view := view_of(leaf)) is not None and has_objects(view, below))
+        for below, leaf in leaves(value, path)
+    )

@@ -232,7 +232,9 @@ class RestorePlan:
     def _plan_value(self, stored: Any, target: Any, path: Path) -> Replace | None:
         """Plan a list, tuple or deque of plain values, whose length is part of its value."""
         if type(target) is not type(stored) or getattr(target, "maxlen", 0) != getattr(stored, "maxlen", 0):
-            self._differ(path, f"type: expected {type(target).__name__} as in the target, got {type(stored).__name__}")
+            self._differ(
+                path, f"type: expected {_sequence_name(target)} as in the target, got {_sequence_name(stored)}"
+            )
         elif type(target) is tuple:
             return None if same_plain(stored, target) else lambda: self.buffers.build(stored)
         else:
@@ -458,6 +460,11 @@ def _setter(target: Any, key: Any, make: Replace) -> Callable[[], None]:
 def _refill(target: Any, values: Any) -> None:
     target.clear()
     target.extend(values)
+
+
+def _sequence_name(value: Any) -> str:
+    name = type(value).__name__
+    return f"{name}(maxlen={value.maxlen})" if isinstance(value, deque) else name
 
 
 def _stored_name(stored: Any) -> str:

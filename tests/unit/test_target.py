@@ -269,6 +269,8 @@ def test_containers_of_other_types():
     ):
         with pytest.raises(InvalidInputError, match=r"a: type: expected"):
             again(state, into=into)
+    with pytest.raises(InvalidInputError, match=r"expected deque\(maxlen=2\) as in the target, got deque\(maxlen=1\)"):
+        again(state, into=into)
     cycle = {}
     cycle["a"] = cycle
     with pytest.raises(InvalidInputError):
@@ -450,6 +452,18 @@ def test_a_target_whose_values_contain_themselves():
     cycle.x = [cycle]
     with pytest.raises(InvalidInputError, match="contains itself"):
         again({"a": [Point(1, 2)]}, into={"a": [cycle]})
+    cycle.x = cycle
+    with pytest.raises(InvalidInputError, match="contains itself"):
+        again({"a": PerRank([Point(1, 2)])}, into={"a": PerRank([cycle])})
+
+
+def test_a_target_with_many_ways_through_it():
+    """Each of its values is looked into once for its class, not once for each way to it."""
+    tree = Point(None, Point(None, None))
+    tree.x = tree.y.x = tree.y.y = tree
+    into = {"fields": Fields(1, 2), "tree": tree}
+    again({"fields": Fields(3, 4), "tree": None}, into=into, decoded=Decoded(types=Types(into=into)))
+    assert into == {"fields": Fields(3, 4), "tree": None}
 
 
 # --- `_metadata` of an OrderedDict

@@ -15,6 +15,7 @@ state. torch is imported only when there are tensors.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -45,6 +46,10 @@ from .tree_decode import ELSEWHERE, Decoded
 
 if TYPE_CHECKING:
     import torch
+
+
+#: The bytes of an array that are compared before and after its object has loaded it; at least one row.
+SAMPLE_BYTES = 64 * 1024
 
 
 class Want(NamedTuple):
@@ -348,6 +353,20 @@ class RestoreBuffers:
         is_same = (specs[0].dtype, specs[0].shape) == (specs[1].dtype, specs[1].shape)
         return is_same and np.array_equal(as_bytes(first), as_bytes(second))
 
+    def samples(self, tree: Any) -> dict[Slot, bytes]:
+        """Return the first bytes of each array in the state of an object that was filled directly."""
+        slots = slots_of(tree, self._decoded.plain)
+        filled = (slot for slot in slots if slot in self._owned and slot in self._targets)
+        return {slot: _first_bytes(self._targets[slot]) for slot in filled}
+
+    def changed_since(self, samples: dict[Slot, bytes]) -> Slot | None:
+        """Return the place of an array that has other first bytes than before, or None."""
+        for slot, before in samples.items():
+            with suppress(RuntimeError):  # its object has released the memory
+                if _first_bytes(self._targets[slot]) != before:
+                    return slot
+        return None
+
     def require_equal(self, slot: Slot, value: Any, path: Path) -> None:
         """Check that an array has the values that are stored for an overlapping place.
 
@@ -419,6 +438,12 @@ def slots_of(tree: Any, plain: Container[int] = ()) -> Iterator[Slot]:
         for _, _, child in children(tree):
             yield from slots_of(child, plain)
         yield from slots_of(metadata_of(tree), plain)
+
+
+def _first_bytes(array: Any) -> bytes:
+    """Return the bytes of an array's first rows."""
+    rows = array[: max(1, SAMPLE_BYTES * array.shape[0] // max(1, array.nbytes))] if array.ndim else array
+    return as_bytes(rows).tobytes()
 
 
 def _cast_from(spec: TensorSpec, target: Any) -> torch.dtype | None:

@@ -42,7 +42,7 @@ from .per_rank import PerRank, has_objects
 from .repeated_places import RepeatedPlaces, same_plain
 from .restore_buffers import RestoreBuffers, Want, slots_of
 from .sharded_optimizer import with_sharded_state
-from .stateful import is_stateful, is_strict_module, state_of
+from .stateful import is_stateful, is_strict_module, loads_as_torch, state_of
 from .tensors import Slot, StoredPart, family, is_array
 from .tree_decode import ELSEWHERE, Decoded
 
@@ -376,8 +376,8 @@ class RestorePlan:
             The state, or `into`.
 
         Raises:
-            InvalidInputError: A `load_state_dict` failed, cast values or left tensors on the meta device; or arrays of
-                `into` share memory and the snapshot has different values for them.
+            InvalidInputError: A `load_state_dict` failed, cast or changed values, or left tensors on the meta device;
+                or arrays of `into` share memory and the snapshot has different values for them.
         """
         waiting = self.buffers.waiting()
         if waiting:
@@ -401,11 +401,18 @@ class RestorePlan:
     def _run_load(self, load: _Load) -> None:
         name = f"{shown(load.path)}: {type(load.object).__name__}.load_state_dict"
         state = load.assemble()
+        filled = {} if loads_as_torch(load.object) else self.buffers.samples(load.stored)
         try:
             load.object.load_state_dict(state)
         except Exception as error:
             advice = [_FILL_DTENSORS] if "DTensor" in str(error) else []
             raise InvalidInputError(f"{name} failed: {' '.join(str(error).split())}", *advice) from error
+        if (slot := self.buffers.changed_since(filled)) is not None:
+            raise InvalidInputError(
+                f"{name} changed {shown(self.buffers.spec(slot).path)}, so the state differs from the snapshot: a "
+                "restore fills the arrays that state_dict() returns, and passes them to load_state_dict, which may not "
+                "clear them or add to them; let state_dict() return copies"
+            )
         if not _is_plain(load.stored):
             self._check_load(load)
 

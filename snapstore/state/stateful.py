@@ -68,6 +68,13 @@ def is_strict_module(value: Any) -> bool:
     )
 
 
+def loads_as_torch(value: Any) -> bool:
+    """Return whether `value` is a module or optimizer whose `load_state_dict` is torch's own."""
+    torch = imported("torch")
+    kinds = () if torch is None else (torch.nn.Module, torch.optim.Optimizer)
+    return any(isinstance(value, kind) and type(value).load_state_dict is kind.load_state_dict for kind in kinds)
+
+
 def names_in_modules(objects: Mapping[Path, Any]) -> dict[Path, dict[Any, bool]]:
     """Return the names of the parameters and buffers of each module among objects, and whether each is a buffer."""
     torch = imported("torch")

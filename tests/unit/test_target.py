@@ -466,6 +466,54 @@ def test_a_target_with_many_ways_through_it():
     assert into == {"fields": Fields(3, 4), "tree": None}
 
 
+class Loading:
+    """Loads its arrays by a function of itself and the state."""
+
+    def __init__(self, load, *, copies=False):
+        self.load, self.copies = load, copies
+        self.tensor, self.array = torch.zeros(3), np.zeros(2)
+
+    def state_dict(self):
+        arrays = [self.tensor, self.array]
+        return {"deep": copy.deepcopy(arrays) if self.copies else arrays}
+
+    def load_state_dict(self, state):
+        self.load(self, *state["deep"])
+
+
+def clear_first(self, tensor, array):
+    self.tensor.zero_()
+    self.array[:] = 0
+    self.tensor.copy_(tensor)
+    self.array[:] = array
+
+
+def add(self, tensor, array):
+    self.tensor += tensor
+    self.array += array
+
+
+def put(self, tensor, array):
+    self.tensor, self.array = tensor, array
+
+
+@pytest.mark.parametrize("load", [clear_first, add, put])
+def test_an_object_that_changes_arrays_before_it_loads_them(load):
+    """It gets its own arrays, filled: a load that clears them, or adds to them, is an error."""
+    saved = Loading(load)
+    saved.tensor, saved.array = torch.full((3,), 5.0), np.full(2, 6.0)
+    for copies in (True, False):
+        into = Loading(load, copies=copies)
+        if load is put or copies:
+            again({"x": saved}, into={"x": into})
+            assert (into.tensor.tolist(), into.array.tolist()) == ([5.0] * 3, [6.0] * 2)
+        else:
+            with pytest.raises(
+                InvalidInputError, match=r"x: Loading\.load_state_dict changed x\.deep\.0, so the state"
+            ):
+                again({"x": saved}, into={"x": into})
+
+
 # --- `_metadata` of an OrderedDict
 
 

@@ -126,10 +126,11 @@ class Fit:
         tree = decode(parts, partial=self.parts_keys is not None, decoded=decoded)
         names = part_names(parts)
         if self.part is not None:
-            found = {key: child for _, key, child in children(tree)} if is_mapping(tree) else {}
-            found = {str(key): child for key, child in found.items()} | found  # a key 5 is "5", unless there is a "5"
+            items = list(children(tree)) if is_mapping(tree) else []
+            found = {str(element): child for element, _, child in items}
+            found |= {key: child for _, key, child in items}  # a key 5 is "5", unless there is a "5"
             if self.part not in found:
-                there = list(dict.fromkeys([*names, *map(str, found)]))
+                there = list(dict.fromkeys([*names, *(str(element) for element, _, _ in items)]))
                 raise NotFoundError(f"part {self.part!r}: not in this snapshot; its parts are {some(there) or 'none'}")
             tree, names = found[self.part], []
         if self.rename is not None:

@@ -85,6 +85,10 @@ def test_a_part_whose_key_is_a_number(repository):
     assert np.array_equal(repository.restore("r@0", part="5")["w"], np.ones(3))
     repository.save({5: {"w": np.ones(3)}, "5": {"w": np.zeros(2)}}, run="r", step=1)
     assert np.array_equal(repository.restore("r@1", part="5")["w"], np.zeros(2)), "the text comes first"
+    repository.save({10**5000: 1, "m": {"w": np.ones(3)}}, run="r", step=2)
+    assert np.array_equal(repository.restore("r@2", part="m")["w"], np.ones(3))
+    with pytest.raises(NotFoundError, match=r"part 'none': not in this snapshot; its parts are m, 0x"):
+        repository.restore("r@2", part="none")
 
 
 def test_parts_that_are_not_there(repository):

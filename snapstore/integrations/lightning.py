@@ -31,18 +31,14 @@ from ..state.per_rank import PerRank
 from ..state.rng import RngState
 from ..threads import imported
 from . import references
+from .lightning_loops import OWN, checkpoint_of, connector
 
 log = logging.getLogger("snapstore")
 
 _NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
-#: The releases of Lightning whose private names `_connector` knows.
-_KNOWN = ((2, 5), (2, 6))
 _SHARDED, _REFUSED = ("FSDPStrategy", "ModelParallelStrategy"), ("DeepSpeedStrategy", "XLAStrategy", "XLAFSDPStrategy")
 #: The parts of a checkpoint that all ranks hold together; each rank keeps its own of the others.
 _TENSORS = ("state_dict", "optimizer_states")
-_OWN = "snapstore"
-#: In the state of torchdata's StatefulDataLoader: whether its iterator has ended.
-_ENDED = "_iterator_finished"
 
 
 def _import() -> list[Any]:
@@ -293,7 +289,7 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         step = manager.latest_step() if self._resume == "latest" else self._resume
         if step is not None and not _is_sharded(trainer.strategy):
             self._restored = manager.restore(step, device="cpu", per_rank=self._per_rank)
-            _connector(trainer)._loaded_checkpoint = _checkpoint_of(self._restored)
+            connector(trainer)._loaded_checkpoint = checkpoint_of(self._restored)
         elif step is not None:
             self._restored = {"step": step}
 
@@ -305,13 +301,13 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
             return
         if _is_sharded(trainer.strategy):
             self._restored = self._load_sharded(trainer, self._restored["step"])
-            _connector(trainer)._loaded_checkpoint = _checkpoint_of(self._restored)
+            connector(trainer)._loaded_checkpoint = checkpoint_of(self._restored)
         self._set_generators()
         log.info("run=%s resuming at step %d", self._opened().run, self._restored["global_step"])
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Set the random generators again, unless an epoch begins: making a loader's iterator has drawn a number."""
-        if self._restored is not None and self._restored[_OWN]["begins_epoch"]:
+        if self._restored is not None and self._restored[OWN]["begins_epoch"]:
             trainer.fit_loop.restarting = False  # with max_steps, Lightning makes it true again
             trainer.fit_loop.epoch_loop.restarting = False  # else it would take the epoch for one that has ended
         else:
@@ -364,7 +360,7 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
 
     def _set_generators(self) -> None:
         if self._restored is not None:
-            RngState().load_state_dict(self._restored[_OWN]["rng"])
+            RngState().load_state_dict(self._restored[OWN]["rng"])
 
     def _save_or_wait(self, trainer: Any) -> None:
         """Save; after the last batch of an epoch, only note that the end of the epoch is to save.
@@ -395,7 +391,7 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         names = [*self._metrics, *(policy.metric for policy in manager.keep if isinstance(policy, KeepBest))]
         logged = trainer.callback_metrics
         metrics = {name: logged[name] for name in dict.fromkeys(names) if name in logged}
-        state = _connector(trainer).dump_checkpoint(weights_only=False)
+        state = connector(trainer).dump_checkpoint(weights_only=False)
         if _is_sharded(trainer.strategy):
             _require_sharded(state)
         own = {"rng": RngState(), "begins_epoch": bool(trainer.is_last_batch)}
@@ -403,7 +399,7 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         metadata = {"lightning": [key for key in state if key not in _TENSORS]}
         self._last_step = step
         force = self._when == "validation" or not manager.should_save(step)
-        manager.save(step, {**kept, _OWN: PerRank(own)}, metrics=metrics, metadata=metadata, force=force)
+        manager.save(step, {**kept, OWN: PerRank(own)}, metrics=metrics, metadata=metadata, force=force)
 
     def _load_sharded(self, trainer: Any, step: int | str) -> dict[str, Any]:
         """Fill the model and the optimizers of this rank; return the other parts of the checkpoint."""
@@ -411,7 +407,7 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
 
         manager, model, optimizers = self._opened(), trainer.strategy.model, trainer.strategy.optimizers
         names = manager.repository.snapshot(f"{manager.run}@{step}").metadata["lightning"]
-        target: dict[str, Any] = {key: PerRank(None) for key in [*names, _OWN]}
+        target: dict[str, Any] = {key: PerRank(None) for key in [*names, OWN]}
         target["state_dict"] = distributed.get_model_state_dict(model)
         target["optimizer_states"] = [distributed.get_optimizer_state_dict(model, one) for one in optimizers]
         manager.restore_into(target, step, per_rank=self._per_rank)
@@ -419,50 +415,6 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         for optimizer, state in zip(optimizers, target["optimizer_states"], strict=True):
             distributed.set_optimizer_state_dict(model, optimizer, state)
         return {key: value.value if isinstance(value, PerRank) else value for key, value in target.items()}
-
-
-def _checkpoint_of(restored: dict[str, Any]) -> dict[str, Any]:
-    """Return the checkpoint of Lightning that a snapshot holds."""
-    checkpoint = {key: value for key, value in restored.items() if key != _OWN}
-    if restored[_OWN]["begins_epoch"]:
-        _begin_epoch(checkpoint["loops"]["fit_loop"])
-    return checkpoint
-
-
-def _begin_epoch(loop: dict[str, Any]) -> None:
-    """Change the state of a fit loop after the last batch of an epoch to the state at the start of the next epoch.
-
-    From the state after the last batch, Lightning repeats hooks, leaves out an epoch, or adds one. The iterator of a
-    StatefulDataLoader is at its end there: if its state says so, the loader makes a new one.
-    """
-    batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]
-    if epochs["total"]["processed"] < epochs["total"]["started"]:  # saved before the end of the epoch
-        loop["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
-    for which in ("total", "current"):
-        batches[which]["completed"] = batches[which]["processed"]
-        ended = epochs[which]["started"]
-        epochs[which] |= {"ready": ended + 1, "processed": ended, "completed": ended}
-    for position in loop["state_dict"].get("combined_loader", ()):
-        if isinstance(position, dict) and _ENDED in position:
-            position[_ENDED] = True
-
-
-def _connector(trainer: Any) -> Any:
-    """Return the part of a Trainer that dumps and loads checkpoints. Private names of Lightning are used only here.
-
-    Raises:
-        CapabilityError: it is not the same as in the known releases.
-    """
-    version = import_module(type(trainer).__module__.partition(".")[0]).__version__
-    found = getattr(trainer, "_checkpoint_connector", None)
-    if not hasattr(found, "dump_checkpoint") or not hasattr(found, "_loaded_checkpoint"):
-        raise CapabilityError(
-            f"Lightning {version}: SnapshotCallback knows the releases 2.5 and 2.6, and this one has another "
-            "checkpoint connector; install one of these, or use SnapstoreCheckpointIO, which uses nothing private"
-        )
-    if tuple(map(int, version.split(".")[:2])) not in _KNOWN:
-        log.warning("Lightning %s: SnapshotCallback knows the private names of 2.5 and 2.6", version)
-    return found
 
 
 def _is_sharded(strategy: Any) -> bool:

@@ -36,6 +36,7 @@ from snapstore import (
     SnapshotManager,
     StorageError,
 )
+from snapstore.integrations.lightning_loops import connector
 from snapstore.storage.memory import MemoryStore
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed")
@@ -534,7 +535,7 @@ def test_what_the_callback_does_not_know_is_refused(adapter):
     with pytest.raises(InvalidInputError, match=r"DeepSpeedStrategy: .* docs/guides/deepspeed.md"):
         callback.setup(SimpleNamespace(strategy=strategy), None, "fit")
     with pytest.raises(CapabilityError, match=r"knows the releases 2\.5 and 2\.6"):
-        adapter._connector(type("Trainer", (), {"__module__": "lightning.pytorch"})())
+        connector(type("Trainer", (), {"__module__": "lightning.pytorch"})())
     with pytest.raises(InvalidInputError, match='state_dict_type="sharded"'):
         adapter._require_sharded({"state_dict": {"w": torch.ones(2)}})
     with pytest.raises(InvalidInputError, match="expected 'step' or 'validation'"):

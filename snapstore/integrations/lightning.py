@@ -236,6 +236,8 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
     hyperparameters), with the random generators of Python, NumPy and torch of each rank. Several ranks save one
     snapshot together; with FSDP and ModelParallel strategies each rank saves its shards.
 
+    With `fast_dev_run` it neither saves nor resumes.
+
     Args:
         manager: a SnapshotManager; or a function that makes one, which is called in `fit`, when the ranks of the job
             are known: on several ranks pass a function. The callback closes a manager that the function made.
@@ -270,7 +272,7 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
             raise InvalidInputError(f"when {when!r}: expected 'step' or 'validation'")
         self._given, self._when, self._resume = manager, when, resume
         self._metrics, self._per_rank = tuple(metrics), per_rank
-        self._manager: SnapshotManager | None = None
+        self._manager: SnapshotManager | None = None  # None outside a `fit`, and with `fast_dev_run`
         self._restored: dict[str, Any] | None = None  # the checkpoint that is being loaded
         self._last_step = self._seen_step = 0
         self._ends_epoch = False  # a save is due at the end of the epoch
@@ -283,9 +285,12 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
             return
         _require_known(trainer.strategy)
         _require_one_resume([one for one in trainer.callbacks if isinstance(one, SnapshotCallback)])
+        self._restored = None
+        if trainer.fast_dev_run:  # a test of some batches, which must leave no snapshot to resume from
+            return
         if self._manager is None:
             self._manager = self._given if isinstance(self._given, SnapshotManager) else self._given()
-        manager, self._restored = self._manager, None
+        manager = self._manager
         step = manager.latest_step() if self._resume == "latest" else self._resume
         if step is not None and not _is_sharded(trainer.strategy):
             self._restored = manager.restore(step, device="cpu", per_rank=self._per_rank)
@@ -317,7 +322,9 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Save if the manager wants this step, or one that a batch with several optimizer steps has passed over."""
-        manager, step = self._opened(), trainer.global_step
+        if self._manager is None:
+            return
+        manager, step = self._manager, trainer.global_step
         before, self._seen_step = self._seen_step // manager.save_interval_steps, step
         due = manager.should_save(step) or (step // manager.save_interval_steps > before and not manager.read_only)
         if self._when == "step" and step != self._last_step and due:
@@ -325,7 +332,8 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Save after a validation within a fit."""
-        if self._when == "validation" and trainer.state.fn == "fit" and not trainer.sanity_checking:
+        is_of_fit = trainer.state.fn == "fit" and not trainer.sanity_checking
+        if self._when == "validation" and is_of_fit and self._manager is not None:
             self._save_or_wait(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
@@ -336,7 +344,8 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Wait for the last save, and raise an error of a save in the background."""
-        self._opened().wait_until_finished()
+        if self._manager is not None:
+            self._manager.wait_until_finished()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Close a manager that was made here, and tell the other ranks why."""

@@ -298,6 +298,23 @@ def test_no_save_before_the_first_step_of_the_optimizer(adapter, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning warns about the number of workers
+@pytest.mark.parametrize("when", ["step", "validation"])
+def test_a_fast_dev_run_neither_saves_nor_resumes(adapter, tmp_path, when):
+    """A training would resume from its snapshot, and leave out the rest of the first epoch."""
+    seen = []
+    with SnapshotManager(tmp_path, run="r") as manager:
+        fit(2, adapter.SnapshotCallback(manager, when=when), fast_dev_run=True)
+        assert manager.all_steps() == []
+        fit(2, adapter.SnapshotCallback(manager, when=when), hooks(seen))
+        assert seen[0] == ("on_train_epoch_start", 0, 0)
+        assert manager.latest_step() == 12
+        seen.clear()
+        fit(2, adapter.SnapshotCallback(manager, when=when), hooks(seen), fast_dev_run=True)
+        assert seen[0] == ("on_train_epoch_start", 0, 0)
+        assert manager.latest_step() == 12
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning warns about the number of workers
 def test_batches_with_several_optimizer_steps_pass_over_no_save(adapter, tmp_path):
     """Here the global step is always odd, so it is never a multiple of the interval."""
     import lightning.pytorch

@@ -31,7 +31,7 @@ from ..state.per_rank import PerRank
 from ..state.rng import RngState
 from ..threads import imported
 from . import references
-from .lightning_loops import OWN, checkpoint_of, connector
+from .lightning_loops import OWN, checkpoint_of, connector, validates_next
 
 log = logging.getLogger("snapstore")
 
@@ -39,6 +39,7 @@ _NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
 _SHARDED, _REFUSED = ("FSDPStrategy", "ModelParallelStrategy"), ("DeepSpeedStrategy", "XLAStrategy", "XLAFSDPStrategy")
 #: The parts of a checkpoint that all ranks hold together; each rank keeps its own of the others.
 _TENSORS = ("state_dict", "optimizer_states")
+_END_OF_EPOCH, _VALIDATION = "the end of its epoch", "its validation"
 
 
 def _import() -> list[Any]:
@@ -242,8 +243,9 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         manager: a SnapshotManager; or a function that makes one, which is called in `fit`, when the ranks of the job
             are known: on several ranks pass a function. The callback closes a manager that the function made.
         when: "step": save after a batch if the manager's `should_save` says so; if a batch makes several optimizer
-            steps, and one of them is a multiple of the interval, save after it too. "validation": save after each
-            validation, when its metrics are there. After the last batch of an epoch, both save at the end of the epoch.
+            steps, and one of them is a multiple of the interval, save after it too; if a validation follows the batch,
+            save after that. "validation": save after each validation, when its metrics are there. After the last batch
+            of an epoch, both save at the end of the epoch.
         resume: "latest": `fit` resumes from the newest snapshot, if there is one and no `ckpt_path` is given; a step or
             tag: from that snapshot; None: it does not resume.
         metrics: names in `trainer.callback_metrics` that are stored with a snapshot; the metrics of `KeepBest` policies
@@ -275,7 +277,7 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         self._manager: SnapshotManager | None = None  # None outside a `fit`, and with `fast_dev_run`
         self._restored: dict[str, Any] | None = None  # the checkpoint that is being loaded
         self._last_step = self._seen_step = 0
-        self._ends_epoch = False  # a save is due at the end of the epoch
+        self._awaited = ""  # the event of Lightning for which a save that is due waits
 
     # -- hooks of a fit, in this order
 
@@ -317,7 +319,7 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
             trainer.fit_loop.epoch_loop.restarting = False  # else it would take the epoch for one that has ended
         else:
             self._set_generators()
-        self._restored, self._ends_epoch = None, False
+        self._restored, self._awaited = None, ""
         self._last_step = self._seen_step = trainer.global_step  # until it grows, gradients are accumulated
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
@@ -327,19 +329,21 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         manager, step = self._manager, trainer.global_step
         before, self._seen_step = self._seen_step // manager.save_interval_steps, step
         due = manager.should_save(step) or (step // manager.save_interval_steps > before and not manager.read_only)
-        if self._when == "step" and step != self._last_step and due:
-            self._save_or_wait(trainer)
+        if self._when == "step" and step != self._last_step and (due or self._awaited):
+            self._save_or_wait(trainer, before_validation=validates_next(trainer))
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save after a validation within a fit."""
-        is_of_fit = trainer.state.fn == "fit" and not trainer.sanity_checking
-        if self._when == "validation" and is_of_fit and self._manager is not None:
+        """Save after a validation within a fit, if a save is due or waits for it."""
+        if self._manager is None or trainer.state.fn != "fit" or trainer.sanity_checking:
+            return
+        if self._when == "validation":
             self._save_or_wait(trainer)
+        elif self._awaited == _VALIDATION:
+            self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save if a save is due; Lightning calls this hook of checkpoint callbacks last."""
-        if self._ends_epoch:
-            self._ends_epoch = False
+        """Save if a save waits; Lightning calls this hook of checkpoint callbacks last."""
+        if self._awaited:
             self._save(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -371,22 +375,23 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         if self._restored is not None:
             RngState().load_state_dict(self._restored[OWN]["rng"])
 
-    def _save_or_wait(self, trainer: Any) -> None:
-        """Save; after the last batch of an epoch, only note that the end of the epoch is to save.
+    def _save_or_wait(self, trainer: Any, *, before_validation: bool = False) -> None:
+        """Save; before a validation, or after the last batch of an epoch, only note what is to end before the save.
 
-        A resume begins the next epoch, so the validation and the hooks of the end must be in the snapshot. In a job
-        that is told to end there may be no time for them.
+        A resume begins the next batch or epoch, so the validation and the hooks of the end must be in the snapshot. In
+        a job that is told to end there may be no time for them.
         """
-        step, self._ends_epoch = trainer.global_step, bool(trainer.is_last_batch)
-        if self._ends_epoch and self._is_told_to_end(step):
-            self._ends_epoch = False
+        step = trainer.global_step
+        self._awaited = _END_OF_EPOCH if trainer.is_last_batch else _VALIDATION if before_validation else ""
+        if self._awaited and self._is_told_to_end(step):
             log.warning(
-                "run=%s step=%d is saved before the end of its epoch: the resumed training leaves out its validation "
-                "and its hooks",
+                "run=%s step=%d is saved before %s: the resumed training leaves out the validation and its hooks",
                 self._opened().run,
                 step,
+                self._awaited,
             )
-        if not self._ends_epoch:
+            self._awaited = ""
+        if not self._awaited:
             self._save(trainer)
 
     def _is_told_to_end(self, step: int) -> bool:
@@ -406,7 +411,7 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         own = {"rng": RngState(), "begins_epoch": bool(trainer.is_last_batch)}
         kept = {key: value if key in _TENSORS else PerRank(value) for key, value in state.items()}
         metadata = {"lightning": [key for key in state if key not in _TENSORS]}
-        self._last_step = step
+        self._last_step, self._awaited = step, ""
         force = self._when == "validation" or not manager.should_save(step)
         manager.save(step, {**kept, OWN: PerRank(own)}, metrics=metrics, metadata=metadata, force=force)
 

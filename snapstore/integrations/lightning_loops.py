@@ -64,3 +64,16 @@ def connector(trainer: Any) -> Any:
     if tuple(map(int, version.split(".")[:2])) not in _KNOWN:
         log.warning("Lightning %s: SnapshotCallback knows the private names of 2.5 and 2.6", version)
     return found
+
+
+def validates_next(trainer: Any) -> bool:
+    """Return whether the Trainer validates after this batch, by the numbers of batches.
+
+    False if it validates by time: the ranks could give different answers.
+    """
+    every, epochs = trainer.val_check_batch, trainer.check_val_every_n_epoch
+    if not trainer.enable_validation or every is None or every == float("inf"):
+        return False
+    if epochs is None:
+        return bool((trainer.fit_loop.total_batch_idx + 1) % every == 0)
+    return bool((trainer.current_epoch + 1) % epochs == 0 and (trainer.fit_loop.batch_idx + 1) % every == 0)

@@ -133,7 +133,7 @@ def test_trainings_resume_bit_exact(tmp_path):
         worker.log.close()
 
 
-def fit(epochs, *callbacks, loader=DataLoader, ckpt_path=None, **more):
+def fit(epochs, *callbacks, loader=DataLoader, validation=None, ckpt_path=None, **more):
     """Train a net with dropout on shuffled data, and validate it after each epoch; return the weights."""
     import lightning.pytorch
 
@@ -159,7 +159,8 @@ def fit(epochs, *callbacks, loader=DataLoader, ckpt_path=None, **more):
     options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False}
     options |= {"enable_model_summary": False, "enable_checkpointing": bool(callbacks)} | more
     trainer = lightning.pytorch.Trainer(max_epochs=epochs, callbacks=list(callbacks), **options)
-    trainer.fit(net, loader(data, 4, shuffle=True), DataLoader(data, 4), ckpt_path=ckpt_path)
+    loaders = loader(data, 4, shuffle=True), DataLoader(data, 4) if validation is None else validation
+    trainer.fit(net, *loaders, ckpt_path=ckpt_path)
     return net.state_dict()
 
 
@@ -220,6 +221,44 @@ def test_a_resume_at_the_end_of_an_epoch_leaves_out_no_hook_and_repeats_none(ada
             assert seen[0] == ("on_train_epoch_start", (step or 0) // 6, step or 0)
             assert all(torch.equal(weights[name], expected[1][name]) for name in weights)
             assert torch.equal(number, expected[2])
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning warns about the number of workers
+@pytest.mark.parametrize(
+    "every", [{"val_check_interval": 2}, {"val_check_interval": 4, "check_val_every_n_epoch": None}]
+)
+def test_a_resume_leaves_out_no_validation_within_an_epoch(adapter, tmp_path, every):
+    """Here a validation draws a random number, so the dropout after it would differ, too."""
+    import lightning.pytorch
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    class Draw(lightning.pytorch.Callback):
+        def on_validation_batch_end(self, *_):
+            torch.rand(1)
+
+    def train(*callbacks):
+        seen = []
+        options = {"loader": StatefulDataLoader, "enable_checkpointing": bool(callbacks)} | every
+        weights = fit(3, Draw(), hooks(seen), *callbacks, **options)
+        return seen, weights, torch.rand(1)
+
+    expected = train()
+    with SnapshotManager(tmp_path, run="r", save_interval_steps=4) as manager:
+        for step in (None, 4, 8, 16):
+            seen, weights, number = train(adapter.SnapshotCallback(manager, resume=step))
+            assert manager.all_steps() == [4, 8, 12, 16]
+            assert seen == expected[0][-len(seen) :]
+            assert next(step for name, _, step in seen if name == "on_train_batch_end") == (step or 0) + 1
+            assert all(torch.equal(weights[name], expected[1][name]) for name in weights)
+            assert torch.equal(number, expected[2])
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning warns about the number of workers
+def test_a_save_waits_for_no_validation_that_does_not_come(adapter, tmp_path):
+    """The loader of the validation has no batches, so Lightning calls none of its hooks."""
+    with SnapshotManager(tmp_path, run="r", save_interval_steps=2) as manager:
+        fit(1, adapter.SnapshotCallback(manager), val_check_interval=2, validation=[])
+        assert manager.all_steps() == [3, 5, 6]
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning warns about the number of workers

@@ -470,6 +470,11 @@ class Steps:
         chosen = records.decode(self.repository.store.get(key, limit_bytes=MAX_OBJECT_BYTES), Snapshot, key)
         return self.repository.context, chosen
 
+    def _found(self, step: int | str | None) -> tuple[Context, Snapshot]:
+        """Return where a step lies, and its snapshot; it is copied back if only a mirror has it. All ranks call it."""
+        context, ref = self._place_of(step, "own")
+        return context, ref if isinstance(ref, Snapshot) else context.index.refresh().resolve(ref)
+
     def _as_rank(self, per_rank: Literal["same", "drop"] | int) -> AsRank:
         from .restore.sources import AsRank
 

@@ -420,8 +420,8 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         from torch.distributed.checkpoint import state_dict as distributed
 
         manager, model, optimizers = self._opened(), trainer.strategy.model, trainer.strategy.optimizers
-        names = manager.repository.snapshot(f"{manager.run}@{step}").metadata["lightning"]
-        target: dict[str, Any] = {key: PerRank(None) for key in [*names, OWN]}
+        metadata: Any = manager._found(step)[1].metadata
+        target: dict[str, Any] = {key: PerRank(None) for key in [*metadata["lightning"], OWN]}
         target["state_dict"] = distributed.get_model_state_dict(model)
         target["optimizer_states"] = [distributed.get_optimizer_state_dict(model, one) for one in optimizers]
         manager.restore_into(target, step, per_rank=self._per_rank)

@@ -31,6 +31,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from ..context import Context
 from ..errors import (
     CapabilityError,
     IntegrityError,
@@ -43,7 +44,7 @@ from ..errors import (
 from ..format.records import Snapshot
 from ..manager import SnapshotManager
 from ..ranks import place
-from ..repository import Repository
+from ..restore.pipeline import read
 from ..retention import KeepLast
 from ..state.per_rank import PerRank
 from ..state.rng import RngState
@@ -98,8 +99,7 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
             others = [one for one in handler.callbacks if not isinstance(one, _SaveFirst)]
             handler.callbacks = [_SaveFirst(self), *others]
         self._best = self._returned_to(args, state)
-        limit = args.save_total_limit
-        if limit is not None and limit > 0:
+        if (limit := args.save_total_limit) is not None and limit > 0:
             keep, found = (KeepLast(limit),), tuple(self.manager.keep)
             if found not in (keep, _LIMITS.get(self.manager, ())):
                 raise InvalidInputError(
@@ -411,7 +411,7 @@ def checkpoint_dir(
 
 def _write_files(manager: SnapshotManager, step: int, path: Path) -> None:
     """Write the files of a checkpoint: those of this rank, and once per machine the files that all ranks share."""
-    snapshot = manager.repository.snapshot(f"{manager.run}@{step}")
+    context, snapshot = manager._found(step)
     metadata = snapshot.metadata
     if not isinstance(metadata, dict) or "transformers" not in metadata:
         raise InvalidInputError(
@@ -426,17 +426,17 @@ def _write_files(manager: SnapshotManager, step: int, path: Path) -> None:
             torch.save(_rng_of(manager, step), path / name)
         else:
             log.warning("%s: %d ranks saved, %d resume: random numbers differ", snapshot.ref, metadata["ranks"], count)
-    write = partial(_write_common, manager.repository, snapshot, path)
+    write = partial(_write_common, context, snapshot, path)
     if count == 1:
         write()
     else:
         _once_a_machine(write, path, rank, count)
 
 
-def _write_common(repository: Repository, snapshot: Snapshot, path: Path) -> None:
+def _write_common(context: Context, snapshot: Snapshot, path: Path) -> None:
     """Write the files that are equal on all ranks, part by part: no more than one part is in memory."""
     for part in {"model", *_FILES}.intersection(snapshot.metadata["parts"]):
-        value = repository.restore(f"id:{snapshot.id}", keys=part, device="cpu")[part]
+        value = read(context, snapshot, keys=part, device="cpu")[1][part]
         if part == "model":
             _write_model(value, path)
         else:

@@ -361,6 +361,21 @@ def test_two_callbacks_are_refused(hf, tmp_path):
         assert not one.keep
 
 
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_snapshot_that_only_the_mirror_has_is_resumed(hf, tmp_path, read_only):
+    with open_manager(tmp_path, mirror=tmp_path / "mirror") as manager:
+        hf.trainer(tmp_path / "first", hf.SnapshotCallback(manager)).train()
+    shutil.rmtree(tmp_path / "snapshots")
+    open_manager(tmp_path, mirror=tmp_path / "mirror").close()
+    with open_manager(tmp_path, mirror=tmp_path / "mirror", read_only=read_only) as manager:
+        with hf.checkpoint_dir(manager) as path:
+            found = {file.name for file in Path(path).iterdir()}
+        assert found == {
+            "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "config.json",
+        }  # fmt: skip
+        assert [s.step for s in manager.repository.snapshots("a")] == ([] if read_only else [8])
+
+
 def test_weights_alone_and_snapshots_of_others(hf, tmp_path):
     with open_manager(tmp_path) as manager:
         hf.trainer(tmp_path / "out", hf.SnapshotCallback(manager), save_only_model=True, max_steps=3).train()

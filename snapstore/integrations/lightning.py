@@ -256,6 +256,7 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         InvalidInputError: by `fit`: the strategy keeps its state in a way that this callback does not know; or another
             callback of this kind is to resume, too.
         CapabilityError: by `fit`: this release of Lightning lacks what the callback calls.
+        SnapstoreError: by `fit`: a save failed, also one of an earlier `fit` with the same manager.
     """
 
     best_model_path = ""  # so that ckpt_path="best" raises Lightning's own error, which says what to do
@@ -293,6 +294,7 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         if self._manager is None:
             self._manager = self._given if isinstance(self._given, SnapshotManager) else self._given()
         manager = self._manager
+        manager.wait_until_finished()  # a fit that an error has ended may have begun a save
         step = manager.latest_step() if self._resume == "latest" else self._resume
         if step is not None and not _is_sharded(trainer.strategy):
             self._restored = manager.restore(step, device="cpu", per_rank=self._per_rank)

@@ -307,6 +307,27 @@ def test_only_one_of_two_callbacks_resumes(adapter, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning warns about the number of workers
+def test_the_next_fit_resumes_from_a_save_that_still_runs(adapter):
+    """An error has ended the fit before it, so nothing has waited for its last save."""
+    import lightning.pytorch
+
+    class Ends(lightning.pytorch.Callback):
+        def on_train_batch_start(self, trainer, *_):
+            if trainer.global_step == 7:
+                raise RuntimeError("the training ends")
+
+    seen, store = [], HeldStore(MemoryStore())
+    Repository.create(store.inner).close()
+    with SnapshotManager(store, run="r", save_interval_steps=6) as manager:
+        with pytest.raises(RuntimeError, match="the training ends"):
+            fit(2, Ends(), adapter.SnapshotCallback(manager))
+        threading.Timer(0.5, store.may.set).start()
+        fit(2, adapter.SnapshotCallback(manager), hooks(seen))
+        assert seen[0] == ("on_train_epoch_start", 1, 6)
+        assert manager.all_steps() == [6, 12]
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning warns about the number of workers
 def test_a_stateful_loader_skips_no_epoch(adapter, tmp_path):
     """A resume at the end of an epoch goes on with the batches of the next epoch."""
     import lightning.pytorch

@@ -68,12 +68,14 @@ def file_inside(folder: Path, name: Any, named_by: Path) -> Path:
             f"{named_by}: names the file {name!r}, which is not in {folder}; import only folders that you trust, with "
             "all of their files in them"
         )
-    target = path.resolve()
+    target = Path(os.path.realpath(path))  # Path.resolve raises if a link leads to itself
     blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
     if not (target.is_relative_to(root) or target.is_relative_to(blobs)):
         raise InvalidInputError(
             f"{path}: is a link to {target}, which is not in {folder}; if you trust it, put a copy of the file there"
         )
+    if not path.is_file() and os.path.lexists(path):
+        raise InvalidInputError(f"{path}: is neither a file nor a link to one; remove it, then retry")
     if not path.is_file():
         raise InvalidInputError(f"{path}: is missing, but {named_by} names it; copy the whole checkpoint, then retry")
     return path

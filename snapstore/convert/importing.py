@@ -8,6 +8,7 @@ of a skipped step is still the same.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -202,6 +203,6 @@ def _step_of(path: Path, kind: str) -> int | None:
 
 def default_run(sources: Sequence[str | Path]) -> str:
     """Return a name for the run: that of the one source, or of the folder that holds a series of checkpoints."""
-    path = Path(sources[0]).resolve()
+    path = Path(os.path.realpath(sources[0]))  # Path.resolve raises if a link leads to itself
     name = path.stem if path.is_file() else path.name
     return path.parent.name if len(sources) > 1 or _NUMBER.search(name) else name

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import json
+import os
 import pickle
 import resource
 import shutil
@@ -319,6 +320,19 @@ def test_a_link_to_another_folder_is_refused(repository, tmp_path):
     (tmp_path / "m" / "real" / "more").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(InvalidInputError, match=r"m.real.more: is a link to .*elsewhere, which is not in .*put a copy"):
         imported(repository, tmp_path / "m", step=1)
+
+
+@pytest.mark.parametrize("target", ["nowhere", "odd", None])
+def test_a_name_that_leads_to_no_file_is_refused(repository, tmp_path, target):
+    """It is a link to nothing, a link to itself, or a pipe."""
+    write_files(tmp_path / "m", {"model.safetensors": ONE})
+    if target is None:
+        os.mkfifo(tmp_path / "m" / "odd")
+    else:
+        (tmp_path / "m" / "odd").symlink_to(target)
+    with pytest.raises(InvalidInputError, match=r"m.odd: is neither a file nor a link to one; remove it"):
+        imported(repository, tmp_path / "m", step=0)
+    assert default_run([tmp_path / "m" / "odd"]) in ("odd", "nowhere")
 
 
 def test_a_memory_that_is_shorter_than_its_tensor_is_refused(repository, tmp_path):

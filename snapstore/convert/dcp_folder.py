@@ -66,7 +66,7 @@ def _text(*args: Any) -> str:
     return "/".join(map(str, args))
 
 
-class _Reader(pickle.Unpickler):
+class _Reader(pickle._Unpickler):  # the one in C allocates as many places as a number in the file says
     """Reads `.metadata`; any name but those of DCP's records is refused."""
 
     def find_class(self, module: str, name: str) -> Any:

@@ -144,8 +144,7 @@ def _import(
             yield Imported(str(path), there[step], True, 0, [], _source_of(there[step]) not in (None, source))
             continue
         view.require_known(f"{path}: step {step} of run {run!r}", run, step=step)
-        with out_of_memory(f"{path}: open", "free memory; or the file is damaged, and claims too much"):
-            opened = FORMATS[kind][1](path)
+        opened = _open(path, kind)
         imported = {"from": path.name, "format": kind, "source": source, **opened.imported}
         about = {"imported": imported, **opened.about}
         request = SaveRequest(run, step, None, bases, None, about)
@@ -154,6 +153,11 @@ def _import(
         size, left_out, opened.state = opened.bytes_read, opened.left_out, None
         snapshot = save(repository.context, repository.lineage, request, [inputs], None)
         yield Imported(str(path), snapshot, False, size, left_out)
+
+
+def _open(path: Path, kind: str) -> Checkpoint:
+    with out_of_memory(f"{path}: open", "free memory; or the file is damaged, and claims too much"):
+        return FORMATS[kind][1](path)
 
 
 def _source_of(snapshot: Snapshot) -> str | None:
@@ -194,7 +198,7 @@ def _step_of(path: Path, kind: str) -> int | None:
     if match is None and "epoch" not in name:
         match = number
     if match is None:
-        step = FORMATS[kind][1](path).step
+        step = _open(path, kind).step
         if step is not None:
             return step
     match = match or number

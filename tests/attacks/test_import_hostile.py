@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pickle
+import resource
 import shutil
 import struct
 import warnings
@@ -145,6 +146,21 @@ def test_a_tensor_larger_than_memory(folder, repository):
     (folder / METADATA).write_bytes(b"\x80\x04\x8e" + (1 << 60).to_bytes(8, "little"))
     with pytest.raises((CapabilityError, InvalidInputError), match="dcp-1"):
         list(import_checkpoints(repository, [folder], run="r"))
+    assert repository.snapshots() == []
+
+
+def test_a_few_bytes_of_metadata_that_want_much_memory(folder, repository):
+    """They number a value 2147483647, state a frame of an exbibyte, and want an array of this size."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    unnamed = folder.rename(folder.with_name("dcp"))  # so that its step is looked for in its contents
+    for data in (b"\x02Nr\xff\xff\xff\x7f.", b"\x04\x95" + b"\0" * 7 + b"\x10", b"\x05\x96" + b"\0" * 7 + b"\x10"):
+        (unnamed / METADATA).write_bytes(b"\x80" + data)
+        resource.setrlimit(resource.RLIMIT_AS, (16 << 30, limits[1]))
+        try:
+            with pytest.raises((CapabilityError, InvalidInputError), match=r"dcp.*(out of memory|got NoneType)"):
+                list(import_checkpoints(repository, [unnamed], run="r"))
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
     assert repository.snapshots() == []
 
 

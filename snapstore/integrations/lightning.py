@@ -31,7 +31,7 @@ from ..state.per_rank import PerRank
 from ..state.rng import RngState
 from ..threads import imported
 from . import references
-from .lightning_loops import OWN, checkpoint_of, connector, validates_next
+from .lightning_loops import OWN, checkpoint_of, connector, require_ours, validates_next
 
 log = logging.getLogger("snapstore")
 
@@ -253,8 +253,8 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         per_rank: if another number of ranks resumes: the rank whose loops, callbacks and generators all ranks take.
 
     Raises:
-        InvalidInputError: by `fit`: the strategy keeps its state in a way that this callback does not know; or another
-            callback of this kind is to resume, too.
+        InvalidInputError: by `fit`: the strategy keeps its state in a way that this callback does not know; another
+            callback of this kind is to resume, too; or something else has saved the snapshot to resume from.
         CapabilityError: by `fit`: this release of Lightning lacks what the callback calls.
         SnapstoreError: by `fit`: a save failed, also one of an earlier `fit` with the same manager.
     """
@@ -296,11 +296,15 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         manager = self._manager
         manager.wait_until_finished()  # a fit that an error has ended may have begun a save
         step = manager.latest_step() if self._resume == "latest" else self._resume
-        if step is not None and not _is_sharded(trainer.strategy):
-            self._restored = manager.restore(step, device="cpu", per_rank=self._per_rank)
-            connector(trainer)._loaded_checkpoint = checkpoint_of(self._restored)
-        elif step is not None:
+        if step is None:
+            return
+        if _is_sharded(trainer.strategy):
             self._restored = {"step": step}
+        else:
+            restored = manager.restore(step, device="cpu", per_rank=self._per_rank)
+            require_ours(manager.run, step, restored, OWN)
+            self._restored = restored
+            connector(trainer)._loaded_checkpoint = checkpoint_of(self._restored)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Load the tensors of a sharded strategy, which exist only now; set the random generators."""
@@ -423,6 +427,7 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
 
         manager, model, optimizers = self._opened(), trainer.strategy.model, trainer.strategy.optimizers
         metadata: Any = manager._found(step)[1].metadata
+        require_ours(manager.run, step, metadata, "lightning")
         target: dict[str, Any] = {key: PerRank(None) for key in [*metadata["lightning"], OWN]}
         target["state_dict"] = distributed.get_model_state_dict(model)
         target["optimizer_states"] = [distributed.get_optimizer_state_dict(model, one) for one in optimizers]

@@ -10,7 +10,7 @@ import logging
 from importlib import import_module
 from typing import Any
 
-from ..errors import CapabilityError
+from ..errors import CapabilityError, InvalidInputError
 
 log = logging.getLogger("snapstore")
 
@@ -20,6 +20,19 @@ OWN = "snapstore"
 _KNOWN = ((2, 5), (2, 6))
 #: In the state of torchdata's StatefulDataLoader: whether its iterator has ended.
 _ENDED = "_iterator_finished"
+
+
+def require_ours(run: str, step: int | str, found: Any, key: str) -> None:
+    """Check that what was found of a snapshot has a key that `SnapshotCallback` gives to each of its snapshots.
+
+    Raises:
+        InvalidInputError: it lacks the key.
+    """
+    if not isinstance(found, dict) or key not in found:
+        raise InvalidInputError(
+            f"{run}@{step}: was not saved by a SnapshotCallback, so it cannot be resumed by one; use another run, or "
+            "pass the step of another snapshot, or None, as resume"
+        )
 
 
 def checkpoint_of(restored: dict[str, Any]) -> dict[str, Any]:

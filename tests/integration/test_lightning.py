@@ -328,6 +328,15 @@ def test_the_next_fit_resumes_from_a_save_that_still_runs(adapter):
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning warns about the number of workers
+def test_no_fit_resumes_from_a_snapshot_that_something_else_saved(adapter, tmp_path):
+    """Such as the plugin, if the callback has its run."""
+    with SnapshotManager(tmp_path, run="r", save_interval_steps=6) as manager:
+        manager.save(6, {"state_dict": {"w": torch.ones(2)}})
+        with pytest.raises(InvalidInputError, match=r"r@6: was not saved by a SnapshotCallback.* use another run, or"):
+            fit(1, adapter.SnapshotCallback(manager))
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning warns about the number of workers
 def test_a_stateful_loader_skips_no_epoch(adapter, tmp_path):
     """A resume at the end of an epoch goes on with the batches of the next epoch."""
     import lightning.pytorch

@@ -411,16 +411,16 @@ def checkpoint_dir(
 
 def _write_files(manager: SnapshotManager, step: int, path: Path) -> None:
     """Write the files of a checkpoint: those of this rank, and once per machine the files that all ranks share."""
-    context, snapshot = manager._found(step)
-    metadata = snapshot.metadata
-    if not isinstance(metadata, dict) or "transformers" not in metadata:
+    (context, snapshot), (rank, count) = manager._found(step), place()
+    parts = {ref.part for ref in snapshot.manifests}
+    metadata: Any = snapshot.metadata or {"transformers": "", "ranks": count}  # a repaired record has none
+    if not isinstance(metadata, dict) or "transformers" not in metadata or "trainer" not in parts:
         raise InvalidInputError(
             f"{snapshot.ref}: was not saved by a SnapshotCallback; restore it with manager.restore_into"
         )
-    rank, count = place()
     for name, text in manager.restore(step, keys="trainer", per_rank=0)["trainer"].items():
         (path / Path(name).name).write_text(text, encoding="utf-8")
-    if "rng" in metadata["parts"]:
+    if "rng" in parts:
         if count == metadata["ranks"]:
             name = "rng_state.pth" if count == 1 else f"rng_state_{rank}.pth"
             torch.save(_rng_of(manager, step), path / name)
@@ -435,7 +435,7 @@ def _write_files(manager: SnapshotManager, step: int, path: Path) -> None:
 
 def _write_common(context: Context, snapshot: Snapshot, path: Path) -> None:
     """Write the files that are equal on all ranks, part by part: no more than one part is in memory."""
-    for part in {"model", *_FILES}.intersection(snapshot.metadata["parts"]):
+    for part in {"model", *_FILES}.intersection(ref.part for ref in snapshot.manifests):
         value = read(context, snapshot, keys=part, device="cpu")[1][part]
         if part == "model":
             _write_model(value, path)

@@ -376,6 +376,22 @@ def test_a_snapshot_that_only_the_mirror_has_is_resumed(hf, tmp_path, read_only)
         assert [s.step for s in manager.repository.snapshots("a")] == ([] if read_only else [8])
 
 
+def test_a_snapshot_whose_record_was_reconstructed_is_resumed(hf, tmp_path, monkeypatch):
+    """A repair that finds the record in no index reconstructs it without its metadata."""
+    with open_manager(tmp_path) as manager:
+        hf.trainer(tmp_path / "first", hf.SnapshotCallback(manager)).train()
+        record = manager.repository.snapshot("a@8").key
+        with hf.checkpoint_dir(manager, 8) as path:
+            expected = {file.name: file.read_bytes() for file in Path(path).iterdir()}
+    flip(LocalStore(tmp_path / "snapshots"), record, 60)
+    monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cache"))
+    with open_manager(tmp_path) as manager:
+        manager.repository.repair(apply=True)
+        assert manager.repository.snapshot("a@8").metadata is None
+        with hf.checkpoint_dir(manager, 8) as path:
+            assert {file.name: file.read_bytes() for file in Path(path).iterdir()} == expected
+
+
 def test_weights_alone_and_snapshots_of_others(hf, tmp_path):
     with open_manager(tmp_path) as manager:
         hf.trainer(tmp_path / "out", hf.SnapshotCallback(manager), save_only_model=True, max_steps=3).train()

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     import torch
 
 
-#: The bytes of an array that are compared before and after its object has loaded it; at least one row.
+#: The bytes of an array that are compared before and after its object has loaded it; at least one element.
 SAMPLE_BYTES = 64 * 1024
 
 
@@ -441,9 +441,12 @@ def slots_of(tree: Any, plain: Container[int] = ()) -> Iterator[Slot]:
 
 
 def _first_bytes(array: Any) -> bytes:
-    """Return the bytes of an array's first rows."""
-    rows = array[: max(1, SAMPLE_BYTES * array.shape[0] // max(1, array.nbytes))] if array.ndim else array
-    return as_bytes(rows).tobytes()
+    """Return the bytes of an array's first elements."""
+    while array.ndim > 1 and array.nbytes > SAMPLE_BYTES:
+        rows = SAMPLE_BYTES * array.shape[0] // array.nbytes
+        array = array[:rows] if rows else array[0]
+    first = array[: max(1, SAMPLE_BYTES // array.itemsize)] if array.ndim else array
+    return as_bytes(first).tobytes()
 
 
 def _cast_from(spec: TensorSpec, target: Any) -> torch.dtype | None:

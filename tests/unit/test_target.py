@@ -17,6 +17,8 @@ from torch import nn
 from kit.device_memory import CHECKS, check_any_places, everywhere, sources
 from kit.states import DTYPES, Saved, again, random_tensor, same
 from snapstore.errors import FormatError, InvalidInputError
+from snapstore.state import restore_buffers
+from snapstore.state.arrays import as_bytes
 from snapstore.state.classes import Types
 from snapstore.state.fit import Fit
 from snapstore.state.per_rank import PerRank
@@ -512,6 +514,19 @@ def test_an_object_that_changes_arrays_before_it_loads_them(load):
                 InvalidInputError, match=r"x: Loading\.load_state_dict changed x\.deep\.0, so the state"
             ):
                 again({"x": saved}, into={"x": into})
+
+
+@pytest.mark.parametrize("array", [
+    torch.arange(60_000.0).view(1, 2, 30_000), torch.arange(60_000.0).view(30_000, 2, 1), torch.arange(6.0).view(2, 3),
+    np.arange(60_000.0).reshape(3, -1), np.array(["x" * 20_000, "y"]), torch.zeros(3, 0), torch.tensor(7.0),
+    torch.arange(60_000.0).view(300, 200).t(),
+])  # fmt: skip
+def test_few_bytes_of_an_array_are_compared(array):
+    """Its first elements, at most SAMPLE_BYTES of them, or one."""
+    found = restore_buffers._first_bytes(array)
+    whole = as_bytes(array).tobytes()
+    assert whole.startswith(found)
+    assert min(len(whole), array.itemsize) <= len(found) <= max(restore_buffers.SAMPLE_BYTES, array.itemsize)
 
 
 # --- `_metadata` of an OrderedDict

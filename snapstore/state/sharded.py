@@ -144,7 +144,7 @@ def _is_megatron(value: Any) -> bool:
 
 def _of_dtensor(value: Any) -> Sharding:
     mesh, local = value.device_mesh, value._local_tensor
-    form = tuple(value.shape), mesh, _root_of(mesh), mesh.get_rank(), tuple(value.placements)
+    form = tuple(value.shape), mesh, mesh._get_root_mesh(), mesh.get_rank(), tuple(value.placements)
     found = _mesh_sharding(*form)
     if hasattr(local, "__create_chunk_list__"):
         boxes = _chunk_boxes(local)
@@ -254,15 +254,6 @@ def _coordinate(mesh: Any, rank: int) -> tuple[int, ...] | None:
     """Return the place of a rank in a mesh; None: it is outside. A mesh may have noted its place in an earlier job."""
     found = (mesh.mesh == rank).nonzero().tolist()
     return tuple(found[0]) if found else None
-
-
-def _root_of(mesh: Any) -> Any:
-    """Return the larger mesh that a mesh is a part of; the mesh itself if there is none."""
-    if hasattr(mesh, "_get_root_mesh"):
-        return mesh._get_root_mesh()
-    from torch.distributed.device_mesh import _mesh_resources  # torch before 2.8
-
-    return _mesh_resources.get_root_mesh(mesh)
 
 
 @lru_cache(maxsize=4096)

@@ -39,7 +39,6 @@ from snapstore.storage.memory import MemoryStore
 torch = pytest.importorskip("torch")
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 
-from torch.distributed.checkpoint import staging  # noqa: E402
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # noqa: E402
 from torch.distributed.checkpoint.default_planner import (  # noqa: E402
     DefaultLoadPlanner,
@@ -53,6 +52,7 @@ from torch.distributed.checkpoint.metadata import (  # noqa: E402
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType  # noqa: E402
+from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions  # noqa: E402
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, _load_state_dict_from_keys  # noqa: E402
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType  # noqa: E402
 
@@ -62,7 +62,6 @@ from snapstore.dcp.names import refs_of, step_of  # noqa: E402
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is"),
 ]
-since_2_9 = pytest.mark.skipif(not hasattr(staging, "DefaultStager"), reason="torch before 2.9")
 
 
 class Pair(NamedTuple):
@@ -850,7 +849,7 @@ def test_a_save_of_dcp_that_begins_before_another_has_ended(writer: Any, store: 
 
 
 def test_the_writer_is_its_own_stager(writer: Any) -> None:
-    assert isinstance(writer, staging.AsyncStager)
+    assert isinstance(writer, AsyncStager)
     assert not writer.should_synchronize_after_execute
     staged = writer.stage(state_of())
     assert len(staged) == 1
@@ -876,10 +875,9 @@ def test_copies_that_a_later_stage_has_taken_over_are_refused(writer: Any, store
     assert not sessions(store)
 
 
-@since_2_9
 def test_another_stager_may_be_given(writer: Any, reader: Any) -> None:
     state = state_of(2)
-    stager = staging.DefaultStager(staging.StagingOptions(False, False, False, False))
+    stager = DefaultStager(StagingOptions(False, False, False, False))
     dcp.async_save(state, storage_writer=writer, checkpoint_id=1, async_stager=stager).result()
     same(loaded(reader, 1, state)["model"], plain(state)["model"])
     stager.close()
@@ -946,7 +944,6 @@ def test_process_mode_is_refused_with_the_reason(writer: Any, repository: Reposi
     assert "THREAD" in AsyncCheckpointerType.__members__  # the name in the error is torch's
 
 
-@since_2_9
 def test_without_collectives_is_refused_with_the_reason(writer: Any, store: MemoryStore) -> None:
     with pytest.raises(InvalidInputError, match="use_collectives=False"):
         dcp.save({"a": torch.ones(2)}, storage_writer=writer, checkpoint_id=1, use_collectives=False)
@@ -1053,7 +1050,6 @@ def test_a_planner_may_give_several_items_of_a_tensor(halve: bool, writer: Any, 
             dcp.save(state, storage_writer=writer, checkpoint_id=3, planner=Splitting(halve=True, leave_out=1))
 
 
-@since_2_9
 def test_a_planner_that_cannot_be_followed_is_refused(writer: Any, repository: Repository, store: MemoryStore) -> None:
     state = {"w": torch.rand(3, 4)}
     for planner, text in ((Foreign(), "subclass of DefaultSavePlanner"), (Reshaping(), "makes \\(1,\\) of a Tensor")):
@@ -1063,7 +1059,7 @@ def test_a_planner_that_cannot_be_followed_is_refused(writer: Any, repository: R
         dcp.async_save(state, storage_writer=writer, checkpoint_id=1, planner=Renaming()).result()
     assert not sessions(store)
     assert not repository.snapshots("r")
-    stager = staging.DefaultStager(staging.StagingOptions(False, False, False, False))
+    stager = DefaultStager(StagingOptions(False, False, False, False))
     dcp.async_save(state, storage_writer=writer, checkpoint_id=1, planner=Renaming(), async_stager=stager).result()
     same(repository.restore("r@1"), {"foo_w": state["w"]})
 

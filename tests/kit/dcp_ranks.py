@@ -8,7 +8,6 @@ wait for long: the group's time-out is short, and the cases after a broken colle
 from __future__ import annotations
 
 import copy
-import inspect
 import itertools
 import json
 import os
@@ -1283,11 +1282,10 @@ def case_modes_that_are_refused(world: World) -> None:
 
     from snapstore.errors import InvalidInputError
 
-    if "use_collectives" in inspect.signature(dcp.save).parameters:  # torch 2.9 and newer
-        writer = world.writer("modes")
-        with raises(InvalidInputError, "use_collectives=False"):
-            dcp.save({"a": whole((2, 2))}, storage_writer=writer, checkpoint_id=1, use_collectives=False)
-        writer.close()
+    writer = world.writer("modes")
+    with raises(InvalidInputError, "use_collectives=False"):
+        dcp.save({"a": whole((2, 2))}, storage_writer=writer, checkpoint_id=1, use_collectives=False)
+    writer.close()
 
 
 def case_save_with_no_dist(world: World) -> None:

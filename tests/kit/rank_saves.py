@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from snapstore.chunks.reader import ChunkReader, Wanted
@@ -40,16 +41,11 @@ from snapstore.save.shares import RankShares, Replicas
 from snapstore.state.flatten import flatten
 from snapstore.state.tensors import TensorSpec
 
-try:
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache as forget_meshes
-except ImportError:  # torch before 2.8
-    forget_meshes = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear
-
 
 @contextmanager
 def as_rank(rank: int, world_size: int) -> Iterator[None]:
     """Be one rank of a job whose collectives do nothing."""
-    forget_meshes()  # the cache of DTensors holds meshes, which know the rank that made them
+    _clear_sharding_prop_cache()  # it holds meshes, which know the rank that made them
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield

@@ -6,6 +6,7 @@ The benchmarks take an hour at full size; a change that loses their figures is s
 from __future__ import annotations
 
 import multiprocessing
+import random
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -33,9 +34,9 @@ def _tools(monkeypatch):
 
 @pytest.mark.slow
 def test_compact_leaves_what_fresh_encodings_take(tmp_path, monkeypatch):
-    """The two differ by less than 8 %: by 3 to 6 %, as the model reads other texts. (The bench judges a larger state by
-    its goal of 5 %.) Before compact, KeepLast(3) retains half as much again: the three snapshots that stay need chunks
-    of a forgotten one.
+    """The two differ by less than 5 %: here by 3.5 %, and by 3 to 6 % if the text is that of Python's sources, which
+    differ between its releases. Before compact, KeepLast(3) retains more than half as much again: the three snapshots
+    that stay need chunks of a forgotten one.
     """
     import train_gpt
 
@@ -43,6 +44,10 @@ def test_compact_leaves_what_fresh_encodings_take(tmp_path, monkeypatch):
 
     for name, small in {"WIDTH": 64, "HEADS": 4, "LAYERS": 2, "BATCH": 4, "CONTEXT": 32}.items():
         monkeypatch.setattr(train_gpt, name, small)
+    rng = random.Random(0)
+    words = ["".join(rng.choices("etaoinshrdlu", k=rng.randint(1, 8))) for _ in range(500)]
+    text = torch.frombuffer(bytearray(" ".join(rng.choices(words, k=100_000)).encode()), dtype=torch.uint8)
+    monkeypatch.setattr(train_gpt, "read_text", lambda: text)
     (tmp_path / "runs").mkdir()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # two threads would wait for each other longer than so small a model computes
@@ -52,7 +57,7 @@ def test_compact_leaves_what_fresh_encodings_take(tmp_path, monkeypatch):
         torch.set_num_threads(threads)
     tally("figures")
     found = {row["name"]: row["value"] for row in rows}
-    assert found["KeepLast(3): retained / the smaller of the two"] <= 1.08
+    assert found["KeepLast(3): retained / the smaller of the two"] <= compact.GOAL
     before, after = (found[f"KeepLast(3): retained {when}"] for when in ("before, 3 snapshots", "after compact and gc"))
     assert before > 1.2 * after, "there was little to compact: the ratio above says nothing"
 

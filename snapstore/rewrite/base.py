@@ -306,6 +306,9 @@ class Rewriting(ABC):
             work = Work(claim, ruling, packs, view, marked)
             try:
                 written = self._write_all(work, parts)
+            except DAMAGE:
+                claim.require_session()  # else a gc has fenced it, and deleted what it was about to read
+                raise
             finally:
                 packs.close()
                 for buffer in packs.idle:

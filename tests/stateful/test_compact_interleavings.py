@@ -109,6 +109,18 @@ def test_a_compact_paused_past_its_fence_does_not_publish(stage, stand):
     stage.check()
 
 
+def test_a_compact_that_is_fenced_while_it_reads_begins_again(stage):
+    """a@8 gets deltas to a@7, which is forgotten; the gc that fences the compact deletes packs that it is to read."""
+    compact = stage.enter("C", compacting(), seen_dead=True).until("release", "sessions/").until("lock")
+    compact.until("get_range", "packs/")
+    forgetting("a@7")(stage.store)
+    result = stage.enter("G", collecting(0.0), seen_dead=True).finish()
+    assert len(result.fenced) == 1
+    assert result.deleted_objects
+    assert compact.finish().failed == []
+    assert "a@7" not in stage.check()
+
+
 @pytest.mark.parametrize("stand", ["lock", "list gc/", "list snapshots/", "get_range", "put packs/", "put snapshots/"])
 def test_a_tag_is_never_lost(stage, stand):
     operation, _, part = stand.partition(" ")

@@ -115,9 +115,11 @@ def read_again(store: ObjectStore, key: str, read: Callable[[], T]) -> T:
     try:
         return read()
     except NotFoundError as error:
-        if exists(store, key):  # the first read may have found damage
-            raise IntegrityError(f"{key}: cannot be read, although it is there") from error
-        raise
+        if not exists(store, key):
+            raise
+        with suppress(NotFoundError, StorageError):  # the first read may have found damage, or a gc puts its note again
+            return read()
+        raise IntegrityError(f"{key}: cannot be read, although it is there") from error
     except StorageError as error:
         raise read_failure(store, key, error) from error
 

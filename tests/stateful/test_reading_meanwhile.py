@@ -16,10 +16,12 @@ import numpy as np
 import pytest
 
 from kit import shell
-from kit.faults import one_thread
-from kit.objects import clone
+from kit.actors import Actor
+from kit.faults import Unreadable, one_thread
+from kit.objects import clone, keys_of
 from kit.repositories import created, opened, same, values
 from kit.samples import sampled
+from kit.schedules import collecting, forgetting
 from kit.stalls import Stalling
 from snapstore import NotFoundError, Repository
 from snapstore.cli.app import Shell
@@ -113,3 +115,12 @@ def test_another_process_changes_what_is_read(verb, change, monkeypatch):
                 assert VERBS[verb](repository) in expected, f"{verb} at {k} of {total}: {store.log[first + k]}"
             except NotFoundError:
                 assert change is forget
+
+
+def test_a_note_that_one_gc_removes_and_another_puts_again_is_no_damage(actors):
+    inner = clone(history())
+    forgetting("a@1")(inner)
+    actors.append(Actor("G", inner, collecting()).until("delete", ".wait"))
+    (note,) = (key for key in keys_of(inner, "gc/") if key.endswith(".wait"))
+    with opened(Unreadable(inner, note, times=2, how="missing")) as repository:
+        assert repository.check("metadata").problems == []

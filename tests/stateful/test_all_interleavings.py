@@ -1,0 +1,154 @@
+"""All verbs beside each other: nothing is lost, and no verb reports damage where there is none."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from kit import foreign
+from kit.objects import clone
+from kit.repositories import check_clean, check_restores, created, is_whole, opened, save
+from kit.schedules import (
+    PER_TEST,
+    SCHEDULES,
+    Body,
+    forgetting,
+    played,
+    repairing,
+    saving,
+    several,
+    tagging,
+    unforgetting,
+)
+from snapstore import KeepLast
+from snapstore.storage.base import ObjectStore
+from snapstore.storage.memory import MemoryStore
+
+
+@cache
+def history() -> MemoryStore:
+    """a@7 to a@9, whose chains need blobs of collected snapshots; a@6, forgotten; forks b@0, and c@0 in codec 70."""
+    store = created()
+    with opened(store) as repository:
+        for step in range(10):
+            save(repository, "a", step, step)
+        save(repository, "b", 0, 50, parent="a@5", bases=["a@5"])
+        with foreign.written():
+            save(repository, "c", 0, 60, parent="a@8")
+        repository.forget([KeepLast(4)], run="a")
+        repository.gc()
+        repository.forget_snapshots(["a@6"])
+    return store
+
+
+@cache
+def source() -> MemoryStore:
+    """Copies of a@7 and b@0, and a@30, which builds on a@7."""
+    store = MemoryStore()
+    with opened(history()) as repository:
+        repository.copy(["a@7", "b@0"], to=store)
+    with opened(store) as repository:
+        save(repository, "a", 30, 30, parent="a@7")
+    return store
+
+
+def compacting(**options: Any) -> Body:
+    def body(store: ObjectStore) -> None:
+        with opened(store) as repository:
+            assert repository.compact(**options).failed == []
+
+    return body
+
+
+def recoding(store: ObjectStore) -> None:
+    with opened(store) as repository:
+        assert repository.recode().failed == []
+
+
+def repaired(level: str) -> Body:
+    def body(store: ObjectStore) -> None:
+        report = repairing(level=level)(store)
+        assert report.lost == []
+        assert report.dropped == []
+
+    return body
+
+
+def checking(store: ObjectStore) -> None:
+    with opened(store) as repository:
+        assert repository.check("restore").problems == []
+
+
+def restoring(*refs: str) -> Body:
+    """Restore snapshots, each as it was saved; one may be gone."""
+
+    def body(store: ObjectStore) -> None:
+        with opened(store) as repository:
+            for ref in refs:
+                snapshot = repository.snapshot(ref)
+                assert is_whole(snapshot, repository.restore(f"id:{snapshot.id}")), ref
+
+    return body
+
+
+def copying_in(store: ObjectStore) -> None:
+    with opened(clone(source())) as other, opened(store) as repository:
+        for snapshot, why in other.copy(to=repository).failed:
+            assert "keep revising" in why or "gc fenced" in why, (snapshot, why)
+
+
+def copying_out(store: ObjectStore) -> None:
+    target = MemoryStore()
+    with opened(store) as repository:
+        result = repository.copy(to=target)
+    for snapshot, why in result.failed:
+        assert "meanwhile" in why or "keep revising" in why, (snapshot, why)
+    with opened(target) as repository:
+        repository.gc()
+    check_clean(target)
+
+
+VERBS: list[Body] = [
+    saving("a", 10, 10),
+    saving("a", 11, 11, full=True),
+    saving("b", 1, 51, parent="a@8"),
+    saving("d", 0, 7),  # the values of a@7
+    forgetting("a@7"),
+    forgetting("a@8"),
+    forgetting("b@0"),
+    forgetting(),
+    unforgetting("a@6"),
+    unforgetting("a@7"),
+    tagging("a@8", "t"),
+    tagging("a@9", "t"),
+    compacting(),
+    compacting(),
+    compacting(max_repack_bytes=8000),
+    recoding,
+    repaired("metadata"),
+    repaired("restore"),
+    checking,
+    restoring("a@8", "c@0", "a@9"),
+    restoring("b@0", "a@7"),
+    copying_in,
+    copying_out,
+]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("first", range(0, SCHEDULES // 8, PER_TEST))
+def test_random_schedules(first, actors, monkeypatch):
+    foreign.readable(monkeypatch)
+
+    def cast(gc, random):
+        roles = {name: several(*random.choices([*VERBS, gc], k=3)) for name in "ABCDE"}
+        return roles | {"G": several(gc, gc), "H": several(gc)}
+
+    for store, about in played(history(), cast, actors, range(first, min(first + PER_TEST, SCHEDULES // 8))):
+        with opened(store) as repository:
+            check_restores(repository, about)
+            assert repository.compact().failed == [], about
+            repository.gc()
+        check_clean(store, about)

@@ -399,12 +399,11 @@ class _ObjectScanner:
 
     def _is_there(self, key: str) -> bool:
         """Return whether an object is listed, or was put since."""
-        if key not in self._sizes:
-            try:
-                self._sizes[key] = self._store.stat(key).size_bytes
-            except NotFoundError:
-                return False
-        return True
+        for _ in range(2):  # one answer that it is missing proves nothing
+            if key not in self._sizes:
+                with suppress(NotFoundError):
+                    self._sizes[key] = self._store.stat(key).size_bytes
+        return key in self._sizes
 
     def _note_missing(
         self,

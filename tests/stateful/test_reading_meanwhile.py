@@ -124,3 +124,34 @@ def test_a_note_that_one_gc_removes_and_another_puts_again_is_no_damage(actors):
     (note,) = (key for key in keys_of(inner, "gc/") if key.endswith(".wait"))
     with opened(Unreadable(inner, note, times=2, how="missing")) as repository:
         assert repository.check("metadata").problems == []
+
+
+class Doubtful(Stalling):
+    """A store that once denies that it has a pack."""
+
+    denied = ""
+
+    def _act(self, name: str, key: str, effect: Callable[[], Any]) -> Any:
+        if name == "stat" and key.startswith("packs/") and not self.denied:
+            self.denied = key
+            raise NotFoundError(f"{key}: no such object (injected)")
+        return super()._act(name, key, effect)
+
+
+def test_a_pack_that_is_put_after_the_packs_were_listed_is_looked_for_twice():
+    inner = clone(history())
+
+    def meanwhile() -> None:
+        with opened(inner) as other:
+            rewrite(other)
+
+    store = Doubtful(inner, meanwhile, "before")
+    with opened(store) as repository:
+        dry = Stalling(clone(inner), lambda: None, "before")
+        with opened(dry) as other:
+            first = len(dry.log)
+            other.check("metadata")
+            after = next(i for i, asked in enumerate(dry.log[first:]) if asked == ("list", "gc/"))
+        store.stalls_at = len(store.log) + after
+        assert repository.check("metadata").problems == []
+    assert store.denied

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from random import Random
 
 from kit.faults import FaultStore
 from snapstore.errors import AlreadyExistsError, IntegrityError, NotFoundError
@@ -174,6 +175,25 @@ class LyingStore(FaultStore):
 
     def is_locked(self, key: str) -> bool | None:
         return None if self._seen_dead else super().is_locked(key)
+
+
+class RandomLiar(LyingStore):
+    """A store that lies at one operation, whatever that is. It never claims to have stored a pack or a manifest.
+
+    A save notices that lie only with `verify_writes="full"`.
+    """
+
+    def __init__(self, inner: ObjectStore, at: int, random: Random) -> None:
+        super().__init__(inner)
+        self.lie_at, self._random = at, random
+
+    def _now(self, name: str, key: str) -> str:
+        if len(self.asked) == self.lie_at:
+            lies = lies_of(Asked(name, key, listed=8))
+            if name == "put" and key.startswith(("packs/", "manifests/")):
+                lies = ["taken"]
+            self.lie = self._random.choice(lies) if lies else ""
+        return super()._now(name, key)
 
 
 def lies_of(asked: Asked) -> list[str]:

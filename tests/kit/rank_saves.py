@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache, _clear_python_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from snapstore.chunks.reader import ChunkReader, Wanted
@@ -45,7 +45,8 @@ from snapstore.state.tensors import TensorSpec
 @contextmanager
 def as_rank(rank: int, world_size: int) -> Iterator[None]:
     """Be one rank of a job whose collectives do nothing."""
-    _clear_sharding_prop_cache()  # it holds meshes, which know the rank that made them
+    _clear_python_sharding_prop_cache()  # they hold meshes, which know the rank that made them
+    _clear_fast_path_sharding_prop_cache()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield

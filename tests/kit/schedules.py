@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 from kit.actors import Actor, run_randomly
+from kit.faults import FaultStore
 from kit.objects import clone
 from kit.repositories import check_clean, opened, restored, save
 from kit.samples import SEED
@@ -92,14 +93,25 @@ def repairing(**options: Any) -> Body:
 # --- all at once -----------------------------------------------------------------------------------------------------
 
 
+def honest(store: ObjectStore, random: Random) -> ObjectStore:
+    """Return the store itself: what an actor sees of it."""
+    return store
+
+
 def played(
-    made: MemoryStore, cast: Callable[[Body, Random], dict[str, Body]], actors: list[Actor], seeds: range
+    made: MemoryStore,
+    cast: Callable[[Body, Random], dict[str, Body]],
+    actors: list[Actor],
+    seeds: range,
+    *,
+    seen_as: Callable[[ObjectStore, Random], ObjectStore] = honest,
 ) -> Iterator[tuple[Any, str]]:
     """Yield (a copy of a store after a random schedule, the schedule as text) for each seed; no actor may raise.
 
     Args:
         cast: returns the bodies of the actors by name, from that of a gc and a Random.
         actors: a list that gets the actors, so that the caller can stop them at the end.
+        seen_as: returns the store as an actor sees it; if that is a `FaultStore`, the actor may raise.
     """
     for seed in seeds:
         tally("schedules")
@@ -107,13 +119,18 @@ def played(
         store = clone(made)
         impatient = random.random() < 0.5  # sessions look as if they were on another host, and are given up at once
         roles = cast(collecting(0.0 if impatient else 3600.0), random)
-        playing = [Actor(name, store, body, seen_dead=impatient) for name, body in roles.items()]
+        stores = {name: seen_as(store, random) for name in roles}
+        playing = [Actor(name, stores[name], body, seen_dead=impatient) for name, body in roles.items()]
         actors.extend(playing)
         trace = run_randomly(playing, random)
         steps = " | ".join(" ".join(step) for step in trace[-60:])
         about = f"seed {SEED} {seed}, {'impatient' if impatient else 'patient'}: {steps}"
         for actor in playing:
-            assert actor.error is None, f"{actor.name}: {actor.error!r}; {about}"
+            seen = stores[actor.name]
+            if isinstance(seen, FaultStore):
+                seen.heal()
+            else:
+                assert actor.error is None, f"{actor.name}: {actor.error!r}; {about}"
         store.drop_locks()
         yield store, about
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -147,14 +147,14 @@ def step_in(values: Any) -> int | None:
     return step if type(step) is int else None
 
 
-def nest(leaves: dict[tuple[Any, ...], Any], where: Path) -> Any:
+def nest(leaves: Iterable[tuple[tuple[Any, ...], Any]], where: Path) -> Any:
     """Return nested dicts and lists with a leaf at each path: text names a key, an int a position in a list.
 
     Raises:
         InvalidInputError: two paths do not fit into one tree, or a position of a list is missing.
     """
     root: dict[Any, Any] = {}
-    for path, leaf in leaves.items():
+    for path, leaf in leaves:
         node = root
         for element in path[:-1]:
             node = node.setdefault(element, {})

@@ -16,11 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 from ..errors import InvalidInputError, out_of_memory
 from ..format.rank_checks import Cover
-from ..state.tensors import TORCH_DTYPES
+from ..state.containers import MAX_DEPTH
+from ..state.tensors import MAX_DIMENSIONS, TORCH_DTYPES
 from . import files
 from .checkpoint import Checkpoint, file_inside, names_below, nest, step_in
 from .lazy_state import Later
@@ -29,8 +30,19 @@ from .safetensors_file import first_line
 METADATA = ".metadata"
 #: Lightning puts all values that are not tensors into this file.
 META = "meta.pt"
-_RECORDS = frozenset(
-    {
+
+
+class _Record:
+    """An object of a class of DCP: its fields, or its state by position."""
+
+    def __init__(self, *_: Any) -> None:  # a record whose fields are read has no arguments
+        self.fields: dict[str, Any] = {}
+        self.by_position: tuple[Any, ...] = ()
+
+
+_RECORDS = {
+    name: type(name, (_Record,), {})
+    for name in (
         "Metadata",
         "TensorStorageMetadata",
         "BytesStorageMetadata",
@@ -40,34 +52,47 @@ _RECORDS = frozenset(
         "StorageMeta",
         "_StorageInfo",
         "_MEM_FORMAT_ENCODING",
-    }
+    )
+}
+
+
+class _Dict(dict[Any, Any]):
+    """A dict. It takes only items whose key is text or a record: other keys may take for ever to be hashed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if isinstance(key, str | _Record):
+            super().__setitem__(key, value)
+
+
+def _numbers(numbers: Any = ()) -> tuple[int, ...]:
+    if len(numbers) > MAX_DIMENSIONS or not all(type(number) is int for number in numbers):
+        raise ValueError(f"expected at most {MAX_DIMENSIONS} numbers, got {len(numbers)} values")
+    return tuple(numbers)
+
+
+def _ignored(*args: Any) -> None:
+    """Make None of a value that is not read: the path of the checkpoint, the layout of a tensor."""
+
+
+#: Opcodes that DCP does not write: those of old protocols, sets, and dicts or objects that could take much time.
+_UNUSED = (
+    *(pickle.PUT, pickle.GET, pickle.DICT, pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX, pickle.BYTEARRAY8),
+    *(pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET),
 )
-
-
-class _Record:
-    """An object of a class of DCP: its fields, and nothing else."""
-
-    def __init__(self, *args: Any) -> None:
-        self.fields: dict[str, Any] = {}
-        self.args = args
-
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, tuple):  # TensorProperties stores its fields by position; the dtype is the first
-            self.args = state
-        elif isinstance(state, dict):
-            self.fields = state
-
-
-def _tuple(*args: Any) -> tuple[Any, ...]:
-    return tuple(args[0]) if len(args) == 1 and isinstance(args[0], tuple | list) else args
-
-
-def _text(*args: Any) -> str:
-    return "/".join(map(str, args))
+#: Arguments of an object: those of a path are the names of its folders.
+_MAX_ARGUMENTS = 1000
+#: How often `.metadata` may name each byte of the files. DCP names it once.
+_MAX_CLAIMS = 16
 
 
 class _Reader(pickle._Unpickler):  # the one in C allocates as many places as a number in the file says
-    """Reads `.metadata`; any name but those of DCP's records is refused."""
+    """Reads `.metadata`; any name but those of DCP's records is refused. It takes time and memory as the file is long.
+
+    A pickle may name one value any number of times. So nothing here copies, hashes or prints a value of any size.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a class or function that makes a plain value for a name in the pickle.
@@ -76,16 +101,41 @@ class _Reader(pickle._Unpickler):  # the one in C allocates as many places as a 
             _RefusedError: the name is not of DCP.
         """
         if module.startswith("torch.distributed.") and name in _RECORDS:
-            return type(name, (_Record,), {})  # a new class: a pickle may set attributes of it
+            return _RECORDS[name]
         if module == "torch" and name in TORCH_DTYPES:
             return f"dtype {name}"
         if (module, name) == ("torch", "Size"):
-            return partial(_tuple)
+            return _numbers
         if (module, name) == ("torch.serialization", "_get_layout") or module.partition(".")[0] == "pathlib":
-            return partial(_text)
+            return _ignored
         if (module, name) == ("collections", "OrderedDict"):
-            return type(name, (dict,), {})
+            return _Dict
         raise _RefusedError(f"{module}.{name}")
+
+    def _make(self: Any) -> None:
+        """Call a class or a function."""
+        args, make = self.stack.pop(), self.stack.pop()
+        if len(args) > _MAX_ARGUMENTS:
+            raise pickle.UnpicklingError(f"an object with {len(args)} arguments")
+        self.append(make(*args))
+
+    def _set_state(self: Any) -> None:
+        """Give a record its fields. Nothing else has a state: it could change how this module works."""
+        state, record = self.stack.pop(), self.stack[-1]
+        if not isinstance(record, _Record):
+            raise pickle.UnpicklingError(f"a state of a {type(record).__name__}")
+        if isinstance(state, tuple):  # of TensorProperties; the dtype is the first
+            record.by_position = state
+        elif isinstance(state, dict):
+            record.fields = state
+
+    dispatch: ClassVar[Any] = {
+        **{code: read for code, read in pickle._Unpickler.dispatch.items() if bytes([code]) not in _UNUSED},
+        pickle.EMPTY_DICT[0]: lambda reader: reader.append(_Dict()),
+        pickle.REDUCE[0]: _make,
+        pickle.NEWOBJ[0]: _make,
+        pickle.BUILD[0]: _set_state,
+    }
 
 
 class _RefusedError(Exception):
@@ -101,7 +151,8 @@ class _Stored:
     length: int
 
 
-Places = dict[tuple[str, tuple[int, ...] | None], _Stored]
+#: By the name of a tensor or value, and by the text of the offsets of a shard: its bytes.
+Places = dict[str, dict[str, _Stored]]
 
 
 def is_dcp(folder: Path) -> bool:
@@ -120,14 +171,22 @@ def open_dcp(folder: Path) -> Checkpoint:
         found = _read_metadata(where).fields
         places = _places(folder, where, found["storage_data"])
         paths = found.get("planner_data") or {}
-        leaves: dict[tuple[Any, ...], Any] = {}
-        for name, entry in found["state_dict_metadata"].items():
+        described = found["state_dict_metadata"]
+        shards = sum(len(entry.fields.get("chunks", ())) for entry in described.values())
+        if shards > where.stat().st_size:
+            raise InvalidInputError(f"{where}: names {shards} shards, more than it has bytes; it is damaged")
+        leaves = []
+        for name, entry in described.items():
+            if type(name) is not str:
+                raise InvalidInputError(f"{where}: expected text as a name, got {type(name).__name__}; it is damaged")
             path = paths.get(name) or (name,)
-            if type(name) is not str or not all(type(element) in (str, int) for element in path):
-                raise InvalidInputError(f"{where}: {name!r}: expected text as its name; it is damaged")
-            leaves[tuple(path)] = _leaf(where, name, entry, places)
+            if len(path) > MAX_DEPTH or not all(type(element) in (str, int) for element in path):
+                raise InvalidInputError(
+                    f"{where}: {name}: expected a path of at most {MAX_DEPTH} keys and positions; it is damaged"
+                )
+            leaves.append((tuple(path), _leaf(where, name, entry, places)))
         state = nest(leaves, where)
-    used = {stored.path for stored in places.values()} | {where}
+    used = {stored.path for shards in places.values() for stored in shards.values()} | {where}
     if (folder / META).exists() and isinstance(state, dict):
         path = file_inside(folder, META, folder)
         used.add(path)
@@ -170,24 +229,30 @@ def _places(folder: Path, where: Path, storage_data: Any) -> Places:
     """Return where each shard lies, by the name of its tensor and its offsets."""
     found: Places = {}
     checked: dict[str, Path] = {}
+    claimed = 0
     for index, info in storage_data.items():
-        name, fields = index.fields["fqn"], info.fields
+        name, offsets, fields = index.fields["fqn"], index.fields.get("offset"), info.fields
+        file, offset, length = fields["relative_path"], fields["offset"], fields["length"]
+        if not (type(name) is type(file) is str and type(offset) is type(length) is int):
+            raise InvalidInputError(f"{where}: names a file, or bytes of it, by another type; it is damaged")
         if fields.get("transform_descriptors"):
             raise InvalidInputError(
-                f"{where}: {name}: is stored through {', '.join(map(str, fields['transform_descriptors']))}; load it "
+                f"{where}: {name}: is stored through {', '.join(fields['transform_descriptors'][:5])}; load it "
                 "with torch.distributed.checkpoint, and save it without extensions"
             )
-        file = fields["relative_path"]
         if file not in checked:
             checked[file] = file_inside(folder, file, where)
-        offset, length, size = fields["offset"], fields["length"], checked[file].stat().st_size
-        if not (type(offset) is type(length) is int and 0 <= offset <= offset + length <= size):
+        size = checked[file].stat().st_size
+        if not 0 <= offset <= offset + length <= size:
             raise InvalidInputError(
                 f"{checked[file]}: {name}: expected bytes {offset} to {offset + length}, but the file has {size}; it "
                 "was cut off: copy it again"
             )
-        offsets = index.fields.get("offset")
-        found[name, None if offsets is None else tuple(offsets)] = _Stored(checked[file], offset, length)
+        claimed += length
+        place = None if offsets is None else _numbers(offsets)
+        found.setdefault(name, {})[str(place)] = _Stored(checked[file], offset, length)
+    if claimed > _MAX_CLAIMS * (there := sum(path.stat().st_size for path in checked.values())):
+        raise InvalidInputError(f"{where}: names {claimed} bytes, but its files have {there}; it is damaged")
     return found
 
 
@@ -200,22 +265,22 @@ def _leaf(where: Path, name: str, entry: Any, places: Places) -> Any:
     import torch
 
     if type(entry).__name__ == "BytesStorageMetadata":
-        if (name, None) not in places:
+        if (stored := places.get(name, {}).get("None")) is None:
             raise _missing(where, name)
-        return _load(places[name, None], name)
-    dtype = entry.fields["properties"].args[0]
-    dtype = entry.fields["properties"].fields.get("dtype", dtype) if not isinstance(dtype, str) else dtype
-    shape, dtype = tuple(entry.fields["size"]), dtype.removeprefix("dtype ")
+        return _load(stored, name)
+    properties = entry.fields["properties"]
+    dtype = (properties.by_position or (properties.fields.get("dtype"),))[0].removeprefix("dtype ")
+    shape = _numbers(entry.fields["size"])
     torch.empty(shape, dtype=getattr(torch, dtype), device="meta")  # raises if there is no such tensor
     shards: list[tuple[tuple[int, ...], tuple[int, ...], _Stored]] = []
     cover = Cover([shape])
     for chunk in entry.fields["chunks"]:
-        offsets, sizes = tuple(chunk.fields["offsets"]), tuple(chunk.fields["sizes"])
+        offsets, sizes = _numbers(chunk.fields["offsets"]), _numbers(chunk.fields["sizes"])
         if not (len(offsets) == len(sizes) == len(shape)) or any(
             not 0 <= offset <= offset + size <= full for offset, size, full in zip(offsets, sizes, shape, strict=True)
         ):
             raise InvalidInputError(f"{where}: {name}: a shard of {sizes} at {offsets} is not inside of {shape}")
-        stored = places.get((name, offsets))
+        stored = places.get(name, {}).get(str(offsets))
         if stored is None:
             raise _missing(where, f"{name} at {offsets}")
         shards.append((offsets, sizes, stored))

@@ -82,7 +82,7 @@ def _tree(folder: Path) -> Any:
         size += nbytes
         found[key] = Later(partial(reader.read, key, group))
     values = reader.values(plain) if plain else {}
-    return nest({key: values.get(key, leaf) for key, leaf in found.items()}, folder)
+    return nest(((key, values.get(key, leaf)) for key, leaf in found.items()), folder)
 
 
 class _Reader:

@@ -296,11 +296,11 @@ def test_empty_containers_of_orbax_are_leaves():
     tree = {"stats": {}, "layers": [[1, 2], (), {"w": 3, "none": None}, [{}]], "list": []}
     leaves = {}
     orbax_folder._walk(tree, (), leaves)
-    assert nest(leaves, Path("x")) == tree
+    assert nest(leaves.items(), Path("x")) == tree
     assert leaves["layers", 1] == ()
     leaves = {}
     orbax_folder._walk({}, (), leaves)
-    assert nest(leaves, Path("x")) == {}
+    assert nest(leaves.items(), Path("x")) == {}
 
 
 def test_a_second_optimizer_is_one_of_the_files(repository, tmp_path):

@@ -147,8 +147,11 @@ def step_in(values: Any) -> int | None:
     return step if type(step) is int else None
 
 
-def nest(leaves: Iterable[tuple[tuple[Any, ...], Any]], where: Path) -> Any:
+def nest(leaves: Iterable[tuple[tuple[Any, ...], Any]], where: Path, *, gaps: int = 0) -> Any:
     """Return nested dicts and lists with a leaf at each path: text names a key, an int a position in a list.
+
+    Args:
+        gaps: how many positions a list may lack; None is put there.
 
     Raises:
         InvalidInputError: two paths do not fit into one tree, or a position of a list is missing.
@@ -163,7 +166,7 @@ def nest(leaves: Iterable[tuple[tuple[Any, ...], Any]], where: Path) -> Any:
         if not path or path[-1] in node:
             raise InvalidInputError(f"{where}: {'.'.join(map(str, path))}: two values have this path; it is damaged")
         node[path[-1]] = _Leaf(leaf)
-    return _listed(root, where)
+    return _listed(root, where, (), gaps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +176,7 @@ class _Leaf:
     value: Any
 
 
-def _listed(node: Any, where: Path) -> Any:
+def _listed(node: Any, where: Path, path: tuple[Any, ...], gaps: int) -> Any:
     """Return a tree with a list in place of each dict whose keys are positions.
 
     Raises:
@@ -182,8 +185,12 @@ def _listed(node: Any, where: Path) -> Any:
     if isinstance(node, _Leaf):
         return node.value
     positions = [key for key in node if type(key) is int]
+    children = {key: _listed(child, where, (*path, key), gaps) for key, child in node.items()}
     if not positions:
-        return {key: _listed(child, where) for key, child in node.items()}
-    if len(positions) < len(node) or sorted(positions) != list(range(len(node))):
-        raise InvalidInputError(f"{where}: a list lacks some of its positions ({sorted(map(str, node))[:5]})")
-    return [_listed(node[position], where) for position in range(len(node))]
+        return children
+    size = max(positions) + 1
+    if len(positions) < len(node) or min(positions) < 0 or size - len(node) > gaps:
+        raise InvalidInputError(
+            f"{where}: {'.'.join(map(str, path))}: a list lacks some of its positions ({sorted(map(str, node))[:5]})"
+        )
+    return [children.get(position) for position in range(size)]

@@ -86,6 +86,8 @@ _UNUSED = (
 _MAX_ARGUMENTS = 1000
 #: How often `.metadata` may name each byte of the files. DCP names it once.
 _MAX_CLAIMS = 16
+#: How many positions a list may lack. DCP stores no empty dicts and lists, and puts None in their place.
+_MAX_GAPS = 1000
 
 
 class _Reader(pickle._Unpickler):  # the one in C allocates as many places as a number in the file says
@@ -185,7 +187,7 @@ def open_dcp(folder: Path) -> Checkpoint:
                     f"{where}: {name}: expected a path of at most {MAX_DEPTH} keys and positions; it is damaged"
                 )
             leaves.append((tuple(path), _leaf(where, name, entry, places)))
-        state = nest(leaves, where)
+        state = nest(leaves, where, gaps=_MAX_GAPS)
     used = {stored.path for shards in places.values() for stored in shards.values()} | {where}
     if (folder / META).exists() and isinstance(state, dict):
         path = file_inside(folder, META, folder)

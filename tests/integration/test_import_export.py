@@ -809,6 +809,21 @@ def test_files_that_dcp_does_not_name_are_reported(repository, tmp_path):
     assert same(repository.restore("r@1"), {"model": model()})
 
 
+def test_empty_containers_that_dcp_has_lost(repository, tmp_path):
+    """DCP puts None in their place in a list. A list that lacks most of its positions is not of DCP."""
+    state = {"states": [{}, model(), {}], "more": {"deep": [[[], {}, {"w": torch.ones(2)}]]}}
+    save_dcp(state, tmp_path / "ckpt-1")
+    imported(repository, tmp_path / "ckpt-1")
+    expected = {"states": [None, model()], "more": {"deep": [[[], None, {"w": torch.ones(2)}]]}}
+    assert same(repository.restore("r@1"), expected)
+    metadata = pickle.loads((tmp_path / "ckpt-1" / ".metadata").read_bytes())
+    for position in (-1, 1002, 10**18):
+        metadata.planner_data["more.deep.0.2.w"] = ("more", "deep", 0, position, "w")
+        (tmp_path / "ckpt-1" / ".metadata").write_bytes(pickle.dumps(metadata))
+        with pytest.raises(InvalidInputError, match=r"\.metadata: more\.deep\.0: a list lacks some of its positions"):
+            imported(repository, tmp_path / "ckpt-1", run="s")
+
+
 def test_shards_of_ranks_become_whole_tensors(repository, tmp_path):
     """In DCP each rank writes its own rows; a bfloat16 NaN keeps its payload."""
     rows = torch.arange(12, dtype=torch.int16).reshape(4, 3).view(torch.bfloat16)

@@ -33,6 +33,7 @@ DECODED_RATIO = 8192
 #: chain no longer than that. Equal chunks may share a long chain, and then few stored bytes explain much work.
 MAX_DEPTH_UNASKED = MAX_LINKS + 1
 
+_ADVICE = "restore parts of it with keys, onto a device, into tensors of your own, or one by one with named_tensors"
 _SIZE = re.compile(r"([0-9]{1,15})([KMGTP]?)")
 _UNLIMITED = 2**64  # above every value that means "no limit" in cgroups of version 1
 
@@ -61,11 +62,12 @@ def from_environment(name: str) -> int | None:
         raise InvalidInputError(f"{name}={error}") from error
 
 
-def require_memory(nbytes: int, what: str) -> None:
+def require_memory(nbytes: int, what: str, advice: str = _ADVICE) -> None:
     """Check that `nbytes` fit into memory, before any of it is taken.
 
     Args:
         what: names the object in the error.
+        advice: says in the error what to do.
 
     Raises:
         CapabilityError: they are more than is available, or than SNAPSTORE_MAX_MEMORY allows.
@@ -78,9 +80,8 @@ def require_memory(nbytes: int, what: str) -> None:
     if room is not None and nbytes > room:
         there = "are available here" if limit is None else f"are allowed by {MEMORY}"
         raise CapabilityError(
-            f"{what}: needs {human_bytes(nbytes)} ({nbytes} bytes) of memory, {human_bytes(room)} {there}; restore "
-            "parts of it with keys, onto a device, into tensors of your own, or one by one with named_tensors; "
-            f"set {MEMORY}={nbytes} to try it anyway"
+            f"{what}: needs {human_bytes(nbytes)} ({nbytes} bytes) of memory, {human_bytes(room)} {there}; "
+            f"{advice}; set {MEMORY}={nbytes} to try it anyway"
         )
 
 

@@ -313,10 +313,10 @@ def _assemble(
     whole: torch.Tensor | None = None
     for offsets, sizes, stored in shards:
         shard = _load(stored, name)
-        if not isinstance(shard, torch.Tensor) or str(shard.dtype) != f"torch.{dtype}" or tuple(shard.shape) != sizes:
-            got = f"{shard.dtype}{list(shard.shape)}" if isinstance(shard, torch.Tensor) else type(shard).__name__
+        form = _form(shard)
+        if form != f"torch.{dtype}{list(sizes)}":
             raise InvalidInputError(
-                f"{stored.path}: {name}: expected torch.{dtype}{list(sizes)} at byte {stored.offset}, got {got}; the "
+                f"{stored.path}: {name}: expected torch.{dtype}{list(sizes)} at byte {stored.offset}, got {form}; the "
                 "file does not belong to this checkpoint, or is damaged"
             )
         if sizes == shape:
@@ -325,8 +325,19 @@ def _assemble(
             with out_of_memory(f"{name}: {dtype}{list(shape)}", "free memory; or its shape is damaged"):
                 whole = torch.empty(shape, dtype=shard.dtype, device="cpu")
         box = whole[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
-        box.view(_integers(box.element_size())).copy_(shard.contiguous().view(_integers(box.element_size())))
+        shard = shard.detach().resolve_conj().resolve_neg()
+        box.view(_integers(box.element_size())).copy_(shard.view(_integers(box.element_size())))
     return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu") if whole is None else whole
+
+
+def _form(shard: Any) -> str:
+    """Return the dtype and shape of a tensor, or the name of another type."""
+    import torch
+
+    if not isinstance(shard, torch.Tensor):
+        return type(shard).__name__
+    without = "" if shard.layout is torch.strided and not shard.is_meta else "a tensor without memory of its own: "
+    return f"{without}{shard.dtype}{list(shard.shape)}"
 
 
 def _integers(size: int) -> Any:

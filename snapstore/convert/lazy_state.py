@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ..chunks import limits
 from ..engine.registry import Engines
 from ..save.inputs import PartInput, TensorInput
 from ..save.streaming import input_of
-from ..state.arrays import describe, memory_key
-from ..state.containers import Path
+from ..state.arrays import describe, extent_of, memory_key
+from ..state.containers import Path, shown
 from ..state.tensors import Node, array_node, is_array
 from ..state.tree_encode import Encoder
 
@@ -88,8 +89,22 @@ def _tensors(
         value = read()
         del read
         tensor = input_of(path, value, engines)
+        _require_memory(path, value)
         yield tensor
         if tensor.lent:
             tensor.array = None
         let_go(value)
         del value, tensor
+
+
+def _require_memory(path: Path, value: Any) -> None:
+    """Check that there is memory for the copy of an array that is larger than its own memory: torch can expand it.
+
+    Raises:
+        CapabilityError: there is none.
+    """
+    if is_array(value):
+        _, start, end = extent_of(value)
+        if value.nbytes > end - start:
+            advice = "a few bytes of the file are repeated: save the tensor as it was before `expand`"
+            limits.require_memory(value.nbytes, f"{shown(path)}: {value.dtype}{list(value.shape)}", advice)

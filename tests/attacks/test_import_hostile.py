@@ -149,6 +149,27 @@ def test_a_tensor_larger_than_memory(folder, repository):
     assert repository.snapshots() == []
 
 
+def test_a_few_bytes_that_are_expanded_to_more_than_memory(folder, repository, tmp_path):
+    many = torch.zeros(1).expand(10**12)
+    torch.save({"model": {"w": many}}, tmp_path / "x.pt")
+
+    def change(metadata):
+        index, info = next((index, info) for index, info in metadata.storage_data.items() if index.fqn == "model.w")
+        tensor = metadata.state_dict_metadata["model.w"]
+        tensor.size, tensor.chunks[0].sizes, tensor.chunks[0].offsets = many.shape, many.shape, torch.Size([0])
+        metadata.storage_data[dataclasses.replace(index, offset=torch.Size([0]))] = info
+        with (folder / info.relative_path).open("ab") as file:
+            info.offset = file.tell()
+            torch.save(many, file)
+            info.length = file.tell() - info.offset
+
+    altered(folder, change)
+    for source in (tmp_path / "x.pt", folder):
+        with pytest.raises(CapabilityError, match=r"model\.w: torch\.float32\[10{12}\]: needs 4.0TB .*before `expand`"):
+            list(import_checkpoints(repository, [source], run="r"))
+    assert repository.snapshots() == []
+
+
 def test_a_few_bytes_of_metadata_that_want_much_memory(folder, repository):
     """They number a value 2147483647, state a frame of an exbibyte, and want an array of this size."""
     limits = resource.getrlimit(resource.RLIMIT_AS)

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import io
 import json
 import os
 import pickle
@@ -807,6 +808,48 @@ def test_files_that_dcp_does_not_name_are_reported(repository, tmp_path):
     (one,) = imported(repository, tmp_path / "ckpt-1")
     assert one.left_out == [".x", ".z", "common.pt", "more/metadata.json"]
     assert same(repository.restore("r@1"), {"model": model()})
+
+
+def in_shards(folder, shards):
+    """Make a folder of DCP with a tensor `w`, of which it has one shard after the other as they are given."""
+    whole = torch.zeros(len(shards), *shards[0].shape[1:], dtype=shards[0].dtype)
+    save_dcp({"w": whole}, folder)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    (index, info), *_ = metadata.storage_data.items()
+    chunks, zeros = [], [0] * (whole.dim() - 1)
+    metadata.storage_data = {}
+    with (folder / info.relative_path).open("wb") as file:
+        for number, shard in enumerate(shards):
+            offsets, start = torch.Size([number, *zeros]), file.tell()
+            data = io.BytesIO()
+            torch.save(shard, data)
+            file.write(data.getvalue())
+            place = dataclasses.replace(info, offset=start, length=file.tell() - start)
+            metadata.storage_data[dataclasses.replace(index, offset=offsets)] = place
+            chunks.append(dcp.metadata.ChunkStorageMetadata(offsets, shard.shape))
+    metadata.state_dict_metadata["w"].chunks = chunks
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def test_shards_of_any_form_become_whole_tensors(repository, tmp_path):
+    """A shard may be conjugated or negated only in name, lie in other strides, or repeat its memory."""
+    values = torch.tensor([[1 + 2j, 3 - 4j]])
+    for step, shards in enumerate(
+        [
+            [values.conj(), values],
+            [values.to(torch.complex128).conj(), values.to(torch.complex128)],
+            [values.conj().imag, values.imag],
+            [torch.ones(2, 1).t(), torch.ones(1, 1).expand(1, 2), torch.ones(1, 2, requires_grad=True)],
+        ]
+    ):
+        in_shards(tmp_path / f"ckpt-{step}", shards)
+        imported(repository, tmp_path / f"ckpt-{step}")
+        assert same(repository.restore(f"r@{step}"), {"w": torch.cat(shards).detach().resolve_conj().resolve_neg()})
+    for other in (torch.ones(1, 2).to_sparse(), torch.ones(1, 2, device="meta")):
+        for number, shards in enumerate(([other], [torch.ones(1, 2), other])):
+            in_shards(tmp_path / f"{other.layout}-{other.device}-{number}", shards)
+            with pytest.raises(InvalidInputError, match=r"w: expected torch\.float32\[1, 2\] at byte \d+, got a"):
+                imported(repository, tmp_path / f"{other.layout}-{other.device}-{number}", run="s")
 
 
 def test_empty_containers_that_dcp_has_lost(repository, tmp_path):

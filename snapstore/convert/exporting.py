@@ -36,8 +36,8 @@ WRAPPERS = (COMPILED, "module.")
 DEFAULT_SHARD_BYTES = 5 * 10**9
 #: Files of the weights in an older export, which may have had other shards or another format.
 _WEIGHTS = re.compile(
-    r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json|adapter_model\.safetensors|"
-    r"\.metadata|__0_0\.distcp"
+    r"(diffusion_pytorch_)?model(-\d{5,}-of-\d{5,})?\.safetensors|"
+    r"(diffusion_pytorch_)?model\.safetensors\.index\.json|adapter_model\.safetensors|\.metadata|__0_0\.distcp"
 )
 
 

@@ -26,13 +26,15 @@ from .checkpoint import file_inside
 from .hf_folder import (
     ADAPTER,
     ADAPTER_COPY,
-    INDEX,
-    ONE_FILE,
+    DIFFUSION,
+    INDEXES,
+    MODEL,
     STATES,
-    TORCH_INDEX,
     TOTAL_SIZE,
     TRAINER_STATE,
     index_metadata,
+    index_of,
+    one_file,
 )
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
@@ -44,7 +46,7 @@ _WEIGHTS = (
     *(".onnx", ".onnx_data", ".gguf", ".tflite", ".mlmodel"),
 )
 #: Files in the folder of --config that belong to a training run, not to the model.
-_OF_TRAINING = {*STATES, TRAINER_STATE, INDEX, TORCH_INDEX}
+_OF_TRAINING = {*STATES, TRAINER_STATE, *INDEXES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +54,14 @@ class HfPlan:
     """The files of an export.
 
     Attributes:
+        index: the name of the index, if there are several shards.
         shards: file -> (name, spec) of each of its tensors, in the order of reading.
         names: the name of each tensor that is read, in the order of reading; None: it is not written.
         dropped: dotted paths of the values that are left out.
         tied: names that are left out because `from_pretrained` ties them to one in the export.
     """
 
+    index: str
     shards: dict[str, list[tuple[str, TensorSpec]]]
     names: list[str | None]
     dropped: list[str]
@@ -65,7 +69,7 @@ class HfPlan:
 
     def files(self, beside: Mapping[str, bytes]) -> list[str]:
         """Return the names of all files of the export, sorted."""
-        return sorted([*self.shards, *beside, *([INDEX] if len(self.shards) > 1 else [])])
+        return sorted([*self.shards, *beside, *([self.index] if len(self.shards) > 1 else [])])
 
 
 def other_files(repository: Repository, snapshot: Snapshot, config: str | Path | None) -> dict[str, bytes]:
@@ -78,7 +82,8 @@ def other_files(repository: Repository, snapshot: Snapshot, config: str | Path |
         return _of_folder(Path(config))
     imported = _imported(snapshot)
     top = repository.restore(f"id:{snapshot.id}", keys="files") if imported.get("files") else {}
-    found = {name: data for name, data in top.get("files", {}).items() if isinstance(data, bytes)}
+    files = top.get("files", {}).items()
+    found = {name: data for name, data in files if isinstance(data, bytes) and name not in INDEXES}
     for name in found:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or "\0" in name or name != str(path) or "\\" in name:
@@ -135,18 +140,19 @@ def plan(
         size += spec.nbytes
     if not groups:
         raise InvalidInputError(f"{path}: the state has no tensors; choose another part of it with --part")
+    model = DIFFUSION if "_diffusers_version" in _config(beside) else MODEL
     if _is_adapter(beside):
         shards = {ADAPTER: specs}
     elif len(groups) == 1:
-        shards = {ONE_FILE: groups[0]}
+        shards = {one_file(model): groups[0]}
     else:
-        shards = {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
+        shards = {f"{model}-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
     if taken := sorted(set(shards).intersection(beside)):
         raise InvalidInputError(
             f"{path}: {taken[0]} would be a file of the weights and one of the files beside them; export with another "
             "max_shard_bytes"
         )
-    return HfPlan(shards, kept, dropped, sorted(tied))
+    return HfPlan(index_of(model), shards, kept, dropped, sorted(tied))
 
 
 def _is_adapter(beside: Mapping[str, bytes]) -> bool:
@@ -160,16 +166,17 @@ def _tied(every: list[tuple[str, TensorSpec]], beside: Mapping[str, bytes]) -> s
     The paths of tied tensors follow each other, with one spec.
     """
     again = {name for (_, before), (name, spec) in pairwise(every) if spec is before and name == OUTPUT_EMBEDDING}
-    return again if _ties_embeddings(beside) else set()
+    is_tied = _config(beside).get("tie_word_embeddings") is True  # without a word, it depends on the model
+    return again if is_tied else set()
 
 
-def _ties_embeddings(beside: Mapping[str, bytes]) -> bool:
-    """Return whether a config says that the model ties its embeddings. Without a word, it depends on the model."""
+def _config(beside: Mapping[str, bytes]) -> dict[str, Any]:
+    """Return the config of a model; {} if there is none that can be read."""
     try:
         config = json.JSONDecoder().decode(beside.get(CONFIG, b"{}").decode())
     except (ValueError, RecursionError):
-        return False
-    return isinstance(config, dict) and config.get("tie_word_embeddings") is True
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def write(
@@ -193,7 +200,7 @@ def write(
             "metadata": {**index_metadata(_imported(reader.snapshot).get("index")), TOTAL_SIZE: total},
             "weight_map": {name: file for file, specs in plan.shards.items() for name, _ in specs},
         }
-        (temp / INDEX).write_text(json.dumps(index, indent=2) + os.linesep)
+        (temp / plan.index).write_text(json.dumps(index, indent=2) + os.linesep)
 
 
 def _named(reader: TensorReader, plan: HfPlan) -> Iterator[tuple[str, Any]]:

@@ -23,18 +23,35 @@ from . import files, safetensors_file
 from .checkpoint import Checkpoint, file_inside, names_below, read_json, step_in
 from .lazy_state import Later
 
-INDEX, TORCH_INDEX, TORCH_WEIGHTS = "model.safetensors.index.json", "pytorch_model.bin.index.json", "pytorch_model.bin"
+#: The names of the weights of a model, without ending: those of transformers, and those of diffusers.
+MODEL, DIFFUSION = "model", "diffusion_pytorch_model"
+TORCH_INDEX, TORCH_WEIGHTS = "pytorch_model.bin.index.json", "pytorch_model.bin"
 #: The metadata of an index that an export computes.
 TOTAL_SIZE = "total_size"
-ONE_FILE = "model.safetensors"
 TRAINER_STATE = "trainer_state.json"
 #: Files of the Trainer with tensors that change from step to step, and their keys in the state.
 STATES = {"optimizer.pt": "optimizer", "optimizer.bin": "optimizer", "scheduler.pt": "scheduler"}
 #: Names of files that hold the weights of the model in another format, or in other shards.
-_COPIES = re.compile(r"(?:model|(?:pytorch|tf|flax|rust)_model)(?:-\d+-of-\d+)?\.(?:safetensors|bin|h5|msgpack|ot)")
+_COPIES = re.compile(
+    r"(?:model|(?:(?:diffusion_)?(?:pytorch|flax)|tf|rust)_model)(?:-\d+-of-\d+)?\.(?:safetensors|bin|h5|msgpack|ot)"
+)
 ADAPTER, ADAPTER_COPY = "adapter_model.safetensors", "adapter_model.bin"
 #: Endings of formats from which no training goes on.
 _FOR_INFERENCE = (".onnx", ".onnx_data", ".gguf", ".tflite", ".mlmodel")
+
+
+def one_file(model: str) -> str:
+    """Return the name of the file of weights that are in one file."""
+    return f"{model}.safetensors"
+
+
+def index_of(model: str) -> str:
+    """Return the name of the index of weights that are in several files."""
+    return f"{model}.safetensors.index.json"
+
+
+#: The names of all indexes.
+INDEXES = (index_of(MODEL), index_of(DIFFUSION), TORCH_INDEX)
 
 
 def is_hf(folder: Path) -> bool:
@@ -61,9 +78,9 @@ def open_hf(folder: Path) -> Checkpoint:
     names, hidden = names_below(folder)
     left_out = [*weights.left_out, *hidden]
     taken = {path.relative_to(folder).as_posix() for path in used}
-    is_model = _COPIES.fullmatch(used[0].name) or any((folder / index).exists() for index in (INDEX, TORCH_INDEX))
+    is_model = _COPIES.fullmatch(used[0].name) or any((folder / index).exists() for index in INDEXES)
     for name in sorted(names - taken):
-        if name in (INDEX, TORCH_INDEX):  # an export makes a new one
+        if name in INDEXES:  # an export makes a new one
             continue
         is_copy = name == ADAPTER_COPY if used[0].name == ADAPTER else is_model and _COPIES.fullmatch(name)
         if is_copy or name.endswith(_FOR_INFERENCE):
@@ -86,7 +103,7 @@ def open_hf(folder: Path) -> Checkpoint:
 def _safetensors(folder: Path) -> list[str]:
     """Return the names of the files of weights in safetensors that need no index."""
     names = sorted(path.name for path in folder.glob("*.safetensors"))
-    preferred: list[str] = [name for name in (ONE_FILE, ADAPTER) if name in names]
+    preferred: list[str] = [name for name in (one_file(MODEL), ADAPTER, one_file(DIFFUSION)) if name in names]
     return preferred[:1] or names
 
 
@@ -107,8 +124,9 @@ class _Weights(NamedTuple):
 
 
 def _weights(folder: Path) -> _Weights:
-    if (folder / INDEX).exists() and not (folder / ONE_FILE).exists():  # transformers prefers the one file too
-        return _indexed(folder, INDEX)
+    for model in (MODEL, DIFFUSION):
+        if (folder / index_of(model)).exists() and not (folder / one_file(model)).exists():  # as transformers prefers
+            return _indexed(folder, index_of(model))
     if names := _safetensors(folder):
         paths = [file_inside(folder, name, folder) for name in names]
         tensors = _merged(paths)

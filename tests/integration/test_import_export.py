@@ -497,6 +497,33 @@ def test_a_file_that_cannot_grow_fails_an_export(repository, tmp_path, to):
         signal.signal(signal.SIGXFSZ, before)
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_model_of_diffusers_comes_back_under_its_names(repository, tmp_path, is_whole):
+    """Diffusers looks for these names only; it knows its own config by the version in it."""
+    name, about = "diffusion_pytorch_model", {"format": "pt"}
+    config = json.dumps({"_class_name": "UNet2DModel", "_diffusers_version": "0.30.0"})
+    write_files(tmp_path / "a", {"config.json": config.encode(), f"{name}.bin": {"x": torch.ones(1)}})
+    if is_whole:
+        save_file(model(), tmp_path / "a" / f"{name}.safetensors", about)
+    else:
+        numbered = enumerate(model().items(), 1)
+        shards = {f"{name}-{i:05}-of-00004.safetensors": {key: value} for i, (key, value) in numbered}
+        for shard, tensors in shards.items():
+            save_file(tensors, tmp_path / "a" / shard, about)
+        index = {"weight_map": {key: shard for shard, tensors in shards.items() for key in tensors}}
+        (tmp_path / "a" / f"{name}.safetensors.index.json").write_text(json.dumps(index))
+    (one,) = imported(repository, tmp_path / "a")
+    assert one.left_out == [f"{name}.bin"]
+    assert repository.restore("r@0")["files"] == {"config.json": config.encode()}
+    options = ExportOptions(max_shard_bytes=10**9 if is_whole else 1)
+    exported = export_snapshot(repository, "r@0", tmp_path / "b", to="hf", options=options)
+    assert exported.files == sorted(path.name for path in (tmp_path / "a").iterdir() if path.suffix != ".bin")
+    assert all(same(load_file(path), load_file(tmp_path / "a" / path.name)) for path in (tmp_path / "b").glob("*.s*rs"))
+    force = ExportOptions(config=tmp_path / "a", force=True)
+    export_snapshot(repository, "r@0", tmp_path / "b", to="hf", options=force)
+    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == ["config.json", f"{name}.safetensors"]
+
+
 def test_an_adapter_comes_back_under_its_name(repository, tmp_path):
     """PEFT loads an adapter from one file of this name only."""
     (tmp_path / "a").mkdir()

@@ -102,7 +102,7 @@ def digest_of(plan: SavePlan) -> bytes:
     for item in plan.items:
         data = item.tensor_data
         form = BytesStorageMetadata.__name__ if data is None else f"{list(data.size)} {data.properties.dtype}"
-        digest.update(f"{item.index.fqn}\0{item.type.name}\0{form}\0".encode())
+        digest.update(f"{item.index.fqn}\0{item.type.name}\0{form}\0".encode(errors="surrogatepass"))
     return digest.digest()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -46,7 +47,7 @@ def save(
         try:
             metadata: Metadata = state_dict_saver.save(
                 closed(state),
-                checkpoint_id=str(step),
+                checkpoint_id=_id_of(step),
                 storage_writer=writer,
                 planner=SnapstorePlanner(),
                 process_group=process_group,
@@ -86,7 +87,7 @@ def async_save(
     try:
         future: Any = state_dict_saver.async_save(  # DCP returns another type only if a stager returns a future
             closed(state),
-            checkpoint_id=str(step),
+            checkpoint_id=_id_of(step),
             storage_writer=writer,
             planner=SnapstorePlanner(),
             process_group=process_group,
@@ -98,6 +99,16 @@ def async_save(
     done.set_running_or_notify_cancel()  # it cannot be cancelled
     future.add_done_callback(partial(_finish, done, writer))
     return done
+
+
+def _id_of(step: Any) -> Any:
+    """Return a step or a tag as a checkpoint id. Any other value stays no step: the error is raised on all ranks."""
+    if step is None or type(step) is bool:  # None would be the checkpoint id of the call before
+        return str(step)
+    try:
+        return operator.index(step)
+    except TypeError:
+        return step
 
 
 def _finish(done: Future[Metadata], writer: SnapstoreWriter, future: Future[Metadata]) -> None:
@@ -123,28 +134,32 @@ def load(state: dict[str, Any], reader: SnapstoreReader, step: int | str | None 
             committed meanwhile, pass the number of a step, the same on all ranks.
 
     Raises:
-        InvalidInputError: an object is in a tuple, dataclass or other value that DCP replaces as a whole; or the state
-            contains itself. Nothing was loaded.
+        InvalidInputError: an object is in a tuple, dataclass or other value that DCP replaces as a whole, or in a list
+            that is at two places; two keys of `state` have the same text; or the state contains itself. Nothing was
+            loaded.
         CheckpointException: the snapshot lacks a key of the state, or a shape differs; nothing was loaded. Or reading
             failed: the state may be partly filled.
         Exception: the error of a load_state_dict; the tensors, and the objects before, are loaded.
     """
-    name = "latest" if step is None else str(step)
-    ordered = dict(sorted(state.items()))  # objects load in the same order on all ranks
+    checkpoint_id = "latest" if step is None else _id_of(step)
+    keys = {str(key): key for key in state}  # DCP sorts them, and has text for each
+    if len(keys) < len(state):
+        raise InvalidInputError("state: two of its keys have the same text, which is their key in DCP; rename one")
+    ordered = {name: state[keys[name]] for name in sorted(keys)}  # objects load in the same order on all ranks
     with _alone_is_meant(), _opened(ordered):
-        _fill(ordered, reader, name)
-    for key, value in ordered.items():
-        if state[key] is not value:
-            state[key] = value
+        _fill(ordered, reader, checkpoint_id)
+    for text, value in ordered.items():
+        if state[keys[text]] is not value:
+            state[keys[text]] = value
 
 
-def _fill(state: dict[str, Any], reader: SnapstoreReader, name: str) -> None:
-    """Fill a state without objects; if its snapshot is deleted meanwhile, with the one that the name then means."""
+def _fill(state: dict[str, Any], reader: SnapstoreReader, checkpoint_id: Any) -> None:
+    """Fill a state without objects; if its snapshot is deleted meanwhile, with the one that the id then means."""
     tried = set()
     while True:
         try:
             state_dict_loader.load(
-                state, checkpoint_id=name, storage_reader=reader, planner=SnapstoreLoadPlanner(), no_dist=True
+                state, checkpoint_id=checkpoint_id, storage_reader=reader, planner=SnapstoreLoadPlanner(), no_dist=True
             )
             return
         except CheckpointException as error:
@@ -158,10 +173,11 @@ def _fill(state: dict[str, Any], reader: SnapstoreReader, name: str) -> None:
 def _opened(state: dict[str, Any]) -> Iterator[None]:
     """Replace objects by their states, and afterwards let each object load the state that is then in its place."""
     places: list[_Place] = []  # an object comes before the objects in its state
+    seen: dict[int, Path] = {}
     loads: list[_Place] = []  # and here after them
     try:
         for key in sorted(state, key=lambda key: not is_stateful(state[key])):
-            loads += _open_place(state, key, (key,), places)
+            loads += _open_place(state, key, (key,), places, seen)
         yield
         last = [path for path, value in loads if _is_last(value)]
         for place in sorted(loads, key=lambda load: any(path[: len(load[0])] == load[0] for path in last)):
@@ -175,14 +191,18 @@ def _opened(state: dict[str, Any]) -> Iterator[None]:
             _container(state, path)[path[-1]] = value
 
 
-def _open_place(container: Any, key: Any, path: Path, places: list[_Place], *, is_inside: bool = False) -> list[_Place]:
+def _open_place(
+    container: Any, key: Any, path: Path, places: list[_Place], seen: dict[int, Path], *, is_inside: bool = False
+) -> list[_Place]:
     """Replace the objects at a place, and below it, by their states; return them in the order to load them.
 
     Args:
+        seen: the paths of the dicts, and of the lists with objects below them, that are opened already; by id.
         is_inside: whether the place is in the state of an object, which can load any value there.
 
     Raises:
-        InvalidInputError: an object is in a value that DCP replaces as a whole; or the state contains itself.
+        InvalidInputError: an object is in a value that DCP replaces as a whole, or in a list that is at two places; or
+            the state contains itself.
     """
     opened: list[_Place] = []
     while is_stateful(container[key]) and len(path) + len(opened) <= MAX_DEPTH:
@@ -193,9 +213,19 @@ def _open_place(container: Any, key: Any, path: Path, places: list[_Place], *, i
         raise InvalidInputError(f"{shown(path[:8])}: more than {MAX_DEPTH} levels deep, or contains itself")
     below, loads = container[key], list[_Place]()
     is_inside = is_inside or not all(type(value) is PerRank for _, value in opened)
+    if id(below) in seen and isinstance(below, list):
+        raise InvalidInputError(
+            f"{shown(path)}: is the same list as {shown(seen[id(below)])}, and has objects with load_state_dict: DCP "
+            "would make two lists of it; put a copy of the list there, or call restore_into of a Repository or "
+            "SnapshotManager; nothing was loaded"
+        )
+    if id(below) in seen:
+        return opened[::-1]
     if isinstance(below, dict | list):
         for child in sorted(below, key=str) if isinstance(below, dict) else range(len(below)):
-            loads += _open_place(below, child, (*path, child), places, is_inside=is_inside)
+            loads += _open_place(below, child, (*path, child), places, seen, is_inside=is_inside)
+        if loads or isinstance(below, dict):
+            seen[id(below)] = path
     elif not is_inside and has_objects(below):
         raise InvalidInputError(
             f"{shown(path)}: a {type(below).__name__} with an object that has load_state_dict: DCP loads a "

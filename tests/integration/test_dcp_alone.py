@@ -235,6 +235,26 @@ def test_a_step_that_is_collected_meanwhile_is_an_error(writer: Any, repository:
         snap.load(numbered(0), Slow(repository, run="r"), 1)
 
 
+@pytest.mark.parametrize("step", [-1, 1.5, True, None, 10**12, [1]])
+def test_what_is_no_step_is_not_taken_for_another_one(step: Any, writer: Any, reader: Any) -> None:
+    """Text may end with a step, as "step-1" does; a number is a step or none."""
+    for number in (1, 5):
+        snap.save({"n": number}, writer, number)
+    with pytest.raises(dcp.api.CheckpointException, match=r"expected (a step|0 to 9+)"):
+        snap.save({"n": 9}, writer, step)
+    with pytest.raises(dcp.api.CheckpointException, match=r"expected (a step|0 to 9+)"):
+        snap.async_save({"n": 9}, writer, step).result()
+    assert [found.step for found in writer.repository.snapshots("r")] == [1, 5]
+    state = {"n": 0}
+    if step is not None:
+        with pytest.raises(dcp.api.CheckpointException):
+            snap.load(state, reader, step)
+        assert state == {"n": 0}
+    snap.save({"n": 7}, writer, np.int64(7))
+    snap.load(state, reader, np.int64(7))
+    assert state == {"n": 7}
+
+
 def test_validate_checkpoint_id() -> None:
     for kind in (snap.SnapstoreWriter, snap.SnapstoreReader):
         assert kind.validate_checkpoint_id("step-5")
@@ -548,6 +568,53 @@ class ItsOwnState(dict[str, Any]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.update(state)
+
+
+def test_a_container_at_two_places_keeps_its_objects(writer: Any, reader: Any) -> None:
+    """A dict is loaded in place. DCP makes a list for each place, so one of them would lose its objects."""
+
+    def hold(number: int) -> tuple[Loader, dict[str, Any]]:
+        loader = Loader(number)
+        return loader, {"in": [loader, {"n": number}], "own": loader}
+
+    _, shared = hold(3)
+    snap.save({"a": shared, "b": shared}, writer, 1)
+    loader, shared = hold(0)
+    state = {"a": shared, "b": shared}
+    snap.load(state, reader, 1)
+    assert state["a"] is state["b"] is shared
+    assert shared == {"in": [loader, {"n": 3}], "own": loader}
+    assert loader.position == 3
+    _, shared = hold(4)
+    snap.save({"a": shared["in"], "b": {"c": shared["in"]}}, writer, 2)
+    loader, shared = hold(0)
+    state = {"a": shared["in"], "b": {"c": shared["in"]}}
+    with pytest.raises(InvalidInputError, match=r"b\.c: is the same list as a.* nothing was loaded"):
+        snap.load(state, reader, 2)
+    assert state == {"a": [loader, {"n": 0}], "b": {"c": [loader, {"n": 0}]}}
+    assert loader.position == 0
+
+
+@pytest.mark.parametrize("key", ["a.b", "a/b", "", " ", "\ud800", "a\0b", 1, None, True, 2.5, (1, 2), b"x"])
+def test_keys_of_every_type_load(key: Any, writer: Any, reader: Any) -> None:
+    state = {"z": 1, key: torch.ones(2), "m": {key: torch.ones(1), "v": {key: 5}}}
+    snap.save(state, writer, 1)
+    target = {"z": 0, key: torch.zeros(2), "m": {key: torch.zeros(1), "v": {key: 0}}}
+    snap.load(target, reader, 1)
+    same(target, state)
+    snap.async_save(state, writer, 2).result()
+    with pytest.raises(InvalidInputError, match="two of its keys have the same text"):
+        snap.load({key: 1, Text(key): 2}, reader, 1)
+
+
+class Text:
+    """A key with the text of another one."""
+
+    def __init__(self, key: Any) -> None:
+        self.key = key
+
+    def __str__(self) -> str:
+        return str(self.key)
 
 
 @pytest.mark.timeout(60)

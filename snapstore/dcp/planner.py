@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from ..errors import InvalidInputError
@@ -98,13 +99,43 @@ def staged_of(planner: SavePlanner) -> Staged | None:
     return staged
 
 
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """The error of an object's state_dict, in the place of its state."""
+
+    error: Exception
+
+
 def closed(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state for DCP's functions, in which each rank's own values are `Closed`."""
-    return {key: Closed(value) if is_per_rank(value) else value for key, value in state.items()}
+    """Return a state for DCP's functions: objects are replaced by their states, and each rank's own values `Closed`.
+
+    DCP would call state_dict of the objects where it does not tell the other ranks of an error: they would wait for
+    this rank. So `opened` raises the error.
+    """
+    return {key: _closed(value) for key, value in state.items()}
+
+
+def _closed(value: Any) -> Any:
+    if is_per_rank(value):
+        return Closed(value)
+    if not isinstance(value, Stateful):
+        return value
+    try:
+        state = value.state_dict()
+    except Exception as error:  # noqa: BLE001  `opened` raises it
+        return _Failed(error)
+    return Closed(state) if isinstance(state, Stateful) else state
 
 
 def opened(state: Any) -> Any:
-    """Return a state with the values that `closed` has closed; DCP may have changed the others."""
+    """Return a state with the values that `closed` has closed; DCP may have changed the others.
+
+    Raises:
+        Exception: the error of an object's state_dict.
+    """
+    for value in state.values():
+        if type(value) is _Failed:
+            raise value.error
     if not any(type(value) is Closed for value in state.values()):
         return state
     return {key: value.value if type(value) is Closed else value for key, value in state.items()}

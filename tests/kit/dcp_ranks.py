@@ -1141,6 +1141,38 @@ def case_a_rank_that_cannot_copy(world: World) -> None:
     writer.close()
 
 
+def case_an_object_that_fails_on_a_rank(world: World) -> None:
+    """If state_dict of an object fails on one rank, the save fails on all, and they do not wait for this rank."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    from snapstore.dcp import async_save, load, save
+
+    class Failing:
+        def __init__(self, is_broken: bool) -> None:
+            self.is_broken = is_broken
+
+        def state_dict(self) -> dict[str, Any]:
+            if self.is_broken:
+                raise RuntimeError("injected")
+            return {"w": whole((300, 40)), "n": 3}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.loaded = state["n"]
+
+    writer = world.writer("object-fails")
+    for rank in (0, world.size - 1):
+        state = {"one": Failing(world.rank == rank), "n": 1}
+        with raises(CheckpointException, "injected", rank):
+            save(state, writer, 1)
+        with raises(CheckpointException, "injected", rank):
+            async_save(state, writer, 1, process_group=world.gloo).result()
+        state["one"].is_broken = False
+        save(state, writer, 2)
+        load(state, world.reader("object-fails"), 2)
+        assert state["one"].loaded == 3
+    writer.close()
+
+
 def case_a_failed_save_and_the_plan_cache(world: World) -> None:
     """The cache leaves the items of a plan out: it is not taken for that of a staged state whose save has failed."""
     from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, async_save, save

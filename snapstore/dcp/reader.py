@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import io
 import logging
+import os
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -59,7 +61,7 @@ class SnapstoreReader(Target, StorageReader):
         process_group: the ranks that load together; None: all ranks of the job.
 
     A checkpoint id is a step, or a path or text that ends with a step, a tag or "latest". If the run has a tag such as
-    "v2" or "step-100", the tag counts, and not the step with which it ends.
+    "v2" or "step-100", the tag counts, and not the step with which it ends. Several threads may load at once.
 
     Attributes:
         snapshot: the one that was read last.
@@ -80,8 +82,19 @@ class SnapstoreReader(Target, StorageReader):
         self.snapshot: Any = None
         self._types = types
         self._stored: StoredState | None = None
+        self._own = threading.local()  # checkpoint_id and stored, of this thread: DCP loads in one thread
 
     # -- what DCP calls, in this order
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Take the checkpoint id of the next load of this thread; None: keep the present one."""
+        super().reset(checkpoint_id)
+        if checkpoint_id is not None:
+            self._own.checkpoint_id = checkpoint_id
+
+    def _asked(self) -> Any:
+        """Return the checkpoint id of this thread's load."""
+        return getattr(self._own, "checkpoint_id", self.checkpoint_id)
 
     def read_metadata(self) -> Metadata:
         """Read the manifests of the snapshot, and return DCP's description of its contents.
@@ -100,7 +113,7 @@ class SnapstoreReader(Target, StorageReader):
         try:
             stored = self._open(self._ref())
         except SnapstoreError as error:
-            log.warning("checkpoint %s cannot be loaded: %s", self.checkpoint_id, error)
+            log.warning("checkpoint %s cannot be loaded: %s", self._asked(), error)
             raise
         described: dict[str, Any] = {}
         for key, leaf in stored.leaves.items():
@@ -111,7 +124,7 @@ class SnapstoreReader(Target, StorageReader):
                 properties = TensorProperties(dtype=form.dtype, requires_grad=leaf.value.requires_grad)
                 described[key] = TensorStorageMetadata(properties, form.size(), [whole])
         names = {key: leaf.path for key, leaf in stored.leaves.items()}
-        meta = StorageMeta(self.checkpoint_id, save_id=stored.snapshot.id, load_id=stored.snapshot.id)
+        meta = StorageMeta(self._asked(), save_id=stored.snapshot.id, load_id=stored.snapshot.id)
         return Metadata(described, planner_data=names, storage_meta=meta)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -123,7 +136,7 @@ class SnapstoreReader(Target, StorageReader):
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Name the coordinator's snapshot in all plans: ranks find different ones if a save is committed meanwhile."""
-        return [replace(plan, storage_data=self.snapshot.id) for plan in plans]
+        return [replace(plan, storage_data=self._present().snapshot.id) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the tensors and set the values that a plan names.
@@ -172,15 +185,21 @@ class SnapstoreReader(Target, StorageReader):
         return done
 
     def _open(self, ref: str) -> StoredState:
-        stored = self._stored = StoredState(self.repository, ref, self._types, self._as_rank)
+        stored = StoredState(self.repository, ref, self._types, self._as_rank)
+        self._stored = self._own.stored = stored
         self.snapshot = stored.snapshot
+        return stored
+
+    def _present(self) -> StoredState:
+        """Return the snapshot that this thread has read; or that was read last, if this thread has read none."""
+        stored: StoredState | None = getattr(self._own, "stored", self._stored)
+        if stored is None:
+            raise InvalidInputError("read_data: before read_metadata")
         return stored
 
     def _agreed(self, plan: LoadPlan) -> StoredState:
         """Return the snapshot that a plan names: the coordinator's; raises InvalidInputError as `read_data` does."""
-        own = self._stored
-        if own is None:
-            raise InvalidInputError("read_data: before read_metadata")
+        own = self._present()
         if plan.storage_data in (None, own.snapshot.id):
             return own
         agreed = self._open(f"id:{plan.storage_data}")
@@ -196,7 +215,7 @@ class SnapstoreReader(Target, StorageReader):
 
     def _ref(self) -> str:
         """Return the reference of the snapshot that the checkpoint id names."""
-        *tags, last = refs_of(self.run, self.checkpoint_id)
+        *tags, last = refs_of(self.run, self._asked())
         for ref in tags:
             with suppress(NotFoundError):
                 self.repository.snapshot(ref)

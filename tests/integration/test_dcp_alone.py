@@ -1404,6 +1404,40 @@ def test_a_session_that_another_ranks_failure_leaves_open_ends(writer: Any, stor
     assert not sessions(store)
 
 
+def test_threads_may_load_different_steps_with_one_reader(writer: Any, reader: Any) -> None:
+    """Each thread gets the step that it asks for, whatever another one asks for between two calls of DCP."""
+    for step in range(3):
+        snap.save({"w": torch.full((9,), float(step)), "n": step}, writer, step)
+    at_once, found = threading.Barrier(3, timeout=60), list[Any]()
+    calls = reader.read_metadata, reader.read_data
+
+    def together(call: Any) -> Any:
+        def wait_and_call(*args: Any) -> Any:
+            at_once.wait()
+            return call(*args)
+
+        return wait_and_call
+
+    reader.read_metadata, reader.read_data = map(together, calls)
+
+    def load(step: int) -> None:
+        state = {"w": torch.zeros(9), "n": -1}
+        snap.load(state, reader, step)
+        found.append((step, state["n"], state["w"].tolist()))
+
+    threads = [threading.Thread(target=load, args=(step,)) for step in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == [(step, step, [step] * 9) for step in range(3)]
+    reader.read_metadata, reader.read_data = calls
+    reader.reset(1)
+    (another := threading.Thread(target=reader.read_metadata)).start()  # without an id of its own
+    another.join()
+    assert reader.snapshot.step == 1
+
+
 def test_a_damaged_chunk_is_an_error_and_not_a_value(store: MemoryStore, repository: Repository, reader: Any) -> None:
     repository.save({"a": torch.randn(50_000)}, run="r", step=1)
     key = next(info.key for info in store.list("packs/"))

@@ -225,12 +225,14 @@ def read_items(plan: LoadPlan, planner: LoadPlanner) -> list[ReadItem]:
 
     Raises:
         UnsupportedLeafError: no box can be told from the shape of a strided shard.
+        InvalidInputError: DCP finds no rows of a strided shard on this rank, which has some, and the planner makes a
+            plan of its own: it may rename the items of this shard, or leave them out.
     """
     metadata: Metadata | None = getattr(planner, "metadata", None)
     if not isinstance(planner, DefaultLoadPlanner) or metadata is None:
         return list(plan.items)
     names = {item.dest_index.fqn: item.storage_index.fqn for item in plan.items}
-    corrected: dict[str, list[ReadItem]] = {}
+    corrected, unnamed = dict[str, list[ReadItem]](), list[str]()
     for key, value in planner.state_dict.items():
         name = names.get(key, key)
         if not _is_strided(value) or not isinstance(metadata.state_dict_metadata.get(name), TensorStorageMetadata):
@@ -241,8 +243,25 @@ def read_items(plan: LoadPlan, planner: LoadPlanner) -> list[ReadItem]:
         sharding = sharding_of(value)
         if sharding is not None and sharding.boxes != of_dcp:
             corrected[key] = _items_of_boxes(key, name, sharding.boxes)
+            if key not in names:
+                unnamed.append(key)
+    if unnamed and not _is_plain_load(planner):
+        raise InvalidInputError(
+            f"{unnamed[0]}: this rank has rows of it, but {type(planner).__name__} gives no item for it, since DCP "
+            "finds no rows here; which tensor it would load is not known: give an item for it on this rank too, or "
+            "take it out of the state"
+        )
     kept = [item for item in plan.items if item.dest_index.fqn not in corrected]
     return kept + [item for items in corrected.values() for item in items]
+
+
+def _is_plain_load(planner: DefaultLoadPlanner) -> bool:
+    """Return whether a planner makes the plan of DCP, in which each key is read from the same name."""
+    known = (DefaultLoadPlanner, SnapstoreLoadPlanner)
+    return all(
+        any(getattr(type(planner), name) is getattr(one, name) for one in known)
+        for name in ("create_local_plan", "create_global_plan", "finish_plan")
+    )
 
 
 def _is_strided(value: Any) -> bool:

@@ -147,8 +147,8 @@ class SnapstoreReader(Target, StorageReader):
         Raises:
             NotFoundError: the snapshot lacks a key of the plan.
             InvalidInputError: the coordinator has found a snapshot of other keys or shapes; the planner gives a tensor
-                of another shape than the item's; the plan wants a tensor, and the snapshot has a value; or this is
-                called before `read_metadata`.
+                of another shape than the item's; the plan wants a tensor, and the snapshot has a value; this is called
+                before `read_metadata`; or see `read_items`.
             UnsupportedLeafError: see `read_items`.
             IntegrityError, FormatError: a chunk is damaged; the tensors may be half written.
         """

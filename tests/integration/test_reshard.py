@@ -8,6 +8,7 @@ other bytes before a restore, so a byte that it does not write is found.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import random
@@ -180,6 +181,40 @@ def test_tensors_that_a_planner_of_dcp_leaves_out(repository, name):
                 left = torch.full_like(local.view(torch.uint8), 0xA5).view(local.dtype)
                 wanted = left if key in ("even", "uneven") else expected(into["model"][key], whole)
                 assert torch.equal(local.view(torch.uint8), wanted.view(torch.uint8)), (rank, key)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("is_left_out", [True, False])
+def test_rows_that_dcp_does_not_find_and_a_planner_that_renames(repository, is_left_out):
+    """DCP finds no rows on the last rank, so nothing tells which tensor the planner would load, if any."""
+
+    class Renaming(DefaultLoadPlanner):
+        def create_local_plan(self):
+            plan = super().create_local_plan()
+            items = [item for item in plan.items if item.dest_index.fqn != "a" or not is_left_out]
+            names = [dataclasses.replace(item.storage_index, fqn="b") for item in items]
+            items = [dataclasses.replace(item, storage_index=name) for item, name in zip(items, names, strict=True)]
+            return dataclasses.replace(plan, items=items)
+
+    rows = torch.arange(21.0).reshape(7, 3)
+    repository.save({"a": rows, "b": rows + 100}, run="r", step=1, ranks=False)
+    for rank, planner in itertools.product(range(6), (Renaming, DefaultLoadPlanner)):
+        with as_rank(rank, 6):
+            value = spoilt(fully_sharded(rows, *SHARDINGS["fully_shard x rows"]))
+            state, before = {"a": value}, local_of(value).clone()
+            load = functools.partial(
+                dcp.load, state, storage_reader=snap.SnapstoreReader(repository, run="r"), checkpoint_id=1,
+                planner=planner(), no_dist=True,
+            )  # fmt: skip
+            if rank == 5 and planner is Renaming:
+                with pytest.raises(dcp.api.CheckpointException, match="a: this rank has rows of it"):
+                    load()
+                wanted = before
+            else:
+                load()
+                left = before if is_left_out else expected(value, rows + 100)
+                wanted = left if planner is Renaming else expected(value, rows)
+            assert torch.equal(local_of(value).view(torch.uint8), wanted.view(torch.uint8)), (rank, planner)
 
 
 @pytest.mark.parametrize("name", SHARDINGS)

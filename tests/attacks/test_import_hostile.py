@@ -325,6 +325,22 @@ def test_a_value_of_dcp_that_is_an_object(tmp_path, fails):
     assert "save plain state instead" in message
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("make", [list, tuple, lambda values: dict(enumerate(values))])
+def test_a_doubled_value_in_a_file_of_torch(tmp_path, fails, repository, make):
+    """Its file has a kilobyte, and as a tree it has 2^60 values. Values that people share are imported."""
+    torch.save({"a": doubled(make)}, tmp_path / "x.pt")
+    assert "x.pt: holds" in fails(tmp_path / "x.pt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"a": (doubled(make),)}, checkpoint_id=str(tmp_path / "dcp-2"), no_dist=True)
+    assert "a: holds" in fails(tmp_path / "dcp-2")
+    shared = {"betas": (0.9, 0.999), "names": [["a"] * 30] * 30}
+    torch.save({"groups": [shared] * 300}, tmp_path / "y.pt")
+    list(import_checkpoints(repository, [tmp_path / "y.pt"], run="y"))
+    assert repository.restore("y@0") == {"groups": [shared] * 300}
+
+
 @pytest.mark.parametrize("name", ["last.ckpt", "h/optimizer.pt", "h/pytorch_model.bin"])
 def test_a_pickle_with_an_object(tmp_path, fails, name):
     (tmp_path / "h").mkdir()

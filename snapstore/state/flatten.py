@@ -152,8 +152,7 @@ class _Flattener:
         self._encoder = Encoder(self._put, self._expand, columnar=True)
 
     def parts(self, state: Any) -> list[Part]:
-        expanded = self._expand(state, ())
-        root = state if expanded is None else expanded[0]
+        root = self._root_of(state)
         items = items_of(root) if type(root) in (dict, OrderedDict) else []
         parts = _parts_in(items)
         if not parts:
@@ -166,6 +165,11 @@ class _Flattener:
         self._encoder.raise_problems()
         del self._encoder  # else the garbage collector alone would free the state's arrays
         return done
+
+    def _root_of(self, state: Any) -> Any:
+        """Return the state of an object that is the whole state; any other state itself."""
+        expanded = self._expand(state, ())
+        return state if expanded is None else expanded[0]
 
     def _fill(self, name: str, tree: Callable[[], Node]) -> Part:
         self._part, self._tied = Part(name, None, [], []), {}
@@ -232,6 +236,9 @@ class _RankFlattener(_Flattener):
             if own := self._own.get(part.name):
                 done.append(own)
         return done
+
+    def _root_of(self, state: Any) -> Any:
+        return state if is_per_rank(state) else super()._root_of(state)
 
     def _special(self, value: Any, path: Path) -> Node:
         """Return the node of a value that only ranks have, or None."""

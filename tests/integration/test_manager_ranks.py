@@ -446,6 +446,26 @@ def test_an_object_of_each_rank_loads_its_own_state(store, wrap, count):
     managers.end()
 
 
+@pytest.mark.parametrize(("async_save", "replicas"), [(True, "check"), (False, "rank0")])
+@pytest.mark.parametrize("make", [lambda rank: torch.full((2000,), float(rank)), Loader, lambda rank: rank])
+def test_a_whole_state_that_is_each_ranks_own(store, make, async_save, replicas):
+    managers = Managers(store, async_save=async_save, replicas=replicas)
+
+    def round_trip(manager, rank):
+        for step in range(3):
+            manager.save(step, PerRank(make(step + rank)))
+        manager.wait_until_finished()
+        target = PerRank(make(99))
+        manager.restore_into(target)
+        found, expected = target.value, make(2 + rank)
+        return found.position == expected.position if isinstance(found, Loader) else same(found, expected)
+
+    assert managers.all(round_trip) == [True] * COUNT
+    assert managers.end() == [None] * COUNT
+    with opened(store) as repository:
+        assert repository.check("restore").ok
+
+
 def save_three_steps(store, async_save, held):
     """Save the states of the ranks at steps 0 to 2; each step restores the tensors of all ranks together.
 

@@ -45,27 +45,28 @@ ANSWER_S = 60.0
 POLL_S = 0.02
 #: A rank that closes waits at least so long for an answer to its last message, and for a call that runs to return [s].
 END_S = 0.5
-#: The number that stands for the call of a rank that has given up.
-GIVEN_UP = b"-1"
+#: The word of a rank that has come, and has given up.
+GIVEN_UP = b""
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """Where rank 0's server listens; or which ranks have not come.
+    """Rank 0 asks who has come, and then answers: where its server listens, or which ranks have not come.
 
     Attributes:
-        calls: for each rank, the number of the call that this answers, from 1; 0: none.
+        attempt: identifies this call of rank 0; "": rank 0 has not come.
+        calls: by rank, the call that this answers; empty: rank 0 only asks.
     """
 
     hosts: list[str] = []
     port: int = 0
     attempt: str = ""
     missing: list[int] = []
-    calls: list[int] = []
+    calls: dict[int, str] = {}
 
     @classmethod
-    def decoded(cls, data: bytes | None, count: int) -> _Place:
+    def decoded(cls, data: bytes | None) -> _Place:
         """Return a place from its bytes; for None, a place that answers no call."""
-        return msgpack_decoder(cls).decode(data) if data is not None else cls(calls=[0] * count)
+        return msgpack_decoder(cls).decode(data) if data is not None else cls()
 
 
 class TorchRanks:
@@ -122,12 +123,10 @@ class TorchRanks:
         store, prefix = _store_of(group)
         came, where = [f"{prefix}/came/{rank}" for rank in range(self.count)], f"{prefix}/place"
         with closing(_Client(partial(_cloned, store), ANSWER_S, *_host_of_store(group), self.rank)) as client:
-            call = client.call(lambda store: store.add(f"{prefix}/count/{self.rank}", 1))
-            client.set(came[self.rank], str(call).encode())
             if self.rank == 0:
                 place = self._gather(client, came, where, group)
             else:
-                place = self._find(client, came, where, call)
+                place = self._find(client, came, where)
         if place.missing:
             raise RanksError(
                 f"{named(place.missing)} of {self.count}: did not come within {COME_S:.0f} s; make the SnapshotManager "
@@ -138,31 +137,43 @@ class TorchRanks:
 
     def _gather(self, client: _Client, came: Sequence[str], where: str, group: Any) -> _Place:
         """Tell the others where rank 0's server is, once all have come, or which ranks have not; return the same."""
-        last = _Place.decoded(client.look(where), self.count).calls
+        place = self._start_server(group)
+        client.set(where, msgspec.msgpack.encode(place))
+        client.set(came[0], _came(place.attempt, place.attempt))
 
-        def calls() -> list[int] | None:
-            found = [int(data) for data in client.look_all(came) or [b"0"] * self.count]
-            return None if _absent(found, last) else found
+        def calls() -> dict[int, str] | None:
+            found = _calls(client.look_all(came) or (), place.attempt)
+            return found if len(found) == self.count else None
 
-        place, found = self._start_server(group), _polled(calls, COME_S)
+        found = _polled(calls, COME_S)
         if found is None:
-            found = [int(client.look(key) or 0) for key in came]
-        place = msgspec.structs.replace(place, missing=_absent(found, last), calls=found)
+            found = _calls([client.look(key) for key in came], place.attempt)
+        missing = [rank for rank in range(self.count) if rank not in found]
+        place = msgspec.structs.replace(place, missing=missing, calls=found)
         client.set(where, msgspec.msgpack.encode(place))
         return place
 
-    def _find(self, client: _Client, came: Sequence[str], where: str, call: int) -> _Place:
+    def _find(self, client: _Client, came: Sequence[str], where: str) -> _Place:
         """Return rank 0's answer to this call; if there is none, a place with the missing ranks."""
+        call, seen = new_id(), list[str]()
 
         def look() -> _Place | None:
-            place = _Place.decoded(client.look(where), self.count)
-            return place if place.calls[self.rank] == call else None
+            place = _Place.decoded(client.look(where))
+            if place.calls.get(self.rank) == call:
+                return place
+            if place.attempt not in seen[-1:]:
+                client.set(came[self.rank], _came(place.attempt, call))
+                seen.append(place.attempt)
+            return None
 
         if (place := _polled(look, COME_S + WORD_S)) is not None:
             return place
         client.set(came[self.rank], GIVEN_UP)
-        last = _Place.decoded(client.look(where), self.count).calls
-        absent = [rank for rank, key in enumerate(came) if client.look(key) in (None, str(last[rank]).encode())]
+        words = [client.look(key) for key in came]
+        found = _calls(words, seen[-1])
+        if len(seen) == 1:  # rank 0 has not called since
+            found.pop(0, None)
+        absent = [rank for rank, word in enumerate(words) if rank not in found and word != GIVEN_UP]
         return _Place(missing=absent or [0])
 
     def _start_server(self, group: Any) -> _Place:
@@ -344,22 +355,27 @@ def _tcp_store(host: str, port: int, *, is_master: bool) -> TCPStore:
     return TCPStore(host, port, is_master=is_master, wait_for_workers=False, timeout=timeout)
 
 
-def _absent(found: Sequence[int], last: Sequence[int]) -> list[int]:
-    """Return the ranks that have not called since rank 0's last answer.
+def _came(attempt: str, call: str) -> bytes:
+    """Return the word of a rank that has come, and has seen an `attempt` of rank 0; "": none."""
+    return f"{attempt} {call}".encode()
+
+
+def _calls(came: Sequence[bytes | None], attempt: str) -> dict[int, str]:
+    """Return by rank the calls of the ranks that have come, and have seen an attempt of rank 0.
 
     Args:
-        found: by rank, the number of its call; 0 or less: it does not wait.
-        last: by rank, the number of the call that rank 0 answered last.
+        came: the word of each rank. It may be of a call that was interrupted, or of a killed process: torchrun keeps
+            the job's store when it starts the processes again.
     """
-    return [rank for rank, (call, answered) in enumerate(zip(found, last, strict=True)) if call <= max(0, answered)]
+    said = {rank: data.decode().partition(" ") for rank, data in enumerate(came) if data}
+    return {rank: call for rank, (seen, _, call) in said.items() if seen == attempt}
 
 
 def _store_of(group: Any) -> tuple[Any, str]:
     """Return the job's store, and a prefix of the keys by which the ranks of a group meet.
 
-    Each rank numbers its calls there, and rank 0 answers the calls of all ranks at once. A call that has failed, on
-    some ranks or all, does not affect the next one. A job that is initialised again in the same processes counts from 1
-    again.
+    Rank 0 asks with a random name, the others repeat it beside a name of their own, and rank 0's answer repeats these.
+    So no call takes a word of an earlier one, whichever processes have left it in the store.
     """
     from torch.distributed import distributed_c10d
 

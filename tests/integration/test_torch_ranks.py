@@ -179,6 +179,44 @@ def test_ranks_meet_after_some_did_not_come_and_rank_0_closes_last(tmp_path):
 
 
 @pytest.mark.slow
+def test_ranks_meet_in_a_store_that_an_earlier_attempt_has_used(tmp_path):
+    """torchrun keeps the store when it starts killed processes again, also if there are more or fewer of them."""
+    program = """
+        groups = [dist.new_group(list(range(size))) for size in (2, 3)]
+        torch_ranks._name_of = lambda ranks: "one name"
+
+        def killed(look, limit_s):
+            look()
+            raise SystemExit(9)
+
+        for early in range(3):  # this rank is killed while it waits for the others
+            if rank == early:
+                polled, torch_ranks._polled = torch_ranks._polled, killed
+                try:
+                    TorchRanks(groups[1])
+                except SystemExit:
+                    print("killed")
+                torch_ranks._polled = polled
+            dist.barrier()
+            for size in (3, 2, 3):
+                if rank == 2:
+                    time.sleep(0.3)
+                if rank < size:
+                    began = time.monotonic()
+                    ranks = TorchRanks(groups[size - 2])
+                    ranks.post(f"from/{rank}", b"")
+                    while ranks.look_all([f"from/{r}" for r in range(size)]) is None:
+                        assert time.monotonic() - began < 20
+                        time.sleep(0.01)
+                    ranks.close()
+                dist.barrier()
+    """
+    said, codes = run(program, 3, tmp_path)
+    assert codes == [0, 0, 0], "\n".join(said)
+    assert [text.count("killed") for text in said] == [1, 1, 1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", ["SIGSTOP", "SIGKILL"])
 def test_a_rank_0_that_does_not_answer_is_an_error_in_bounded_time(tmp_path, sent):
     """The calls of a TCPStore would wait forever for a stopped server."""

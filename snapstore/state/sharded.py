@@ -149,7 +149,7 @@ def _of_dtensor(value: Any) -> Sharding:
     if hasattr(local, "__create_chunk_list__"):
         boxes = _chunk_boxes(local)
         return replace(found, boxes=boxes, is_apart=len(boxes) > 1)
-    if _fits(local, found):
+    if not found.group or _fits(local, found):  # outside of the mesh torch gives tensors without dimensions a value
         return found
     layouts = _layouts_of(form[0], tuple(mesh.shape), form[-1])
     for other in (_mesh_sharding(*form, number) for number in range(1, len(layouts))):

@@ -129,6 +129,30 @@ UNEVEN = textwrap.dedent("""
     writer.close()
 """)
 
+OUTSIDE = textwrap.dedent("""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from snapstore import SnapshotManager
+
+    mesh = DeviceMesh("cpu", [0, 1])
+    rows = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
+    ones = torch.ones_like(distribute_tensor(torch.tensor(0.0), mesh, [Replicate()]))
+    state = {"rows": rows, "scale": ones + 2, "sum": rows.sum().redistribute(placements=[Replicate()])}
+    if rank == 2:
+        assert [value._local_tensor.numel() for value in state.values()] == [0, 1, 1]
+    with SnapshotManager(f"{folder}/repository", run="r") as snapshots:
+        for step in range(2):
+            snapshots.save(step, state)
+        snapshots.wait_until_finished()
+        found = snapshots.restore()
+        assert torch.equal(found["rows"], torch.arange(6.0)) and (found["scale"], found["sum"]) == (3, 15)
+        target = {name: torch.zeros_like(value) for name, value in state.items()}
+        snapshots.restore_into(target)
+        if rank < 2:
+            assert all(torch.equal(target[name]._local_tensor, state[name]._local_tensor) for name in state)
+""")
+
 SHARDED_TENSOR = textwrap.dedent("""
     from torch.distributed._shard import sharded_tensor
     from torch.distributed._shard.sharding_spec import ChunkShardingSpec
@@ -213,6 +237,12 @@ def test_uneven_rows_of_tensor_parallelism(tmp_path):
     Managers and DCP save and load them.
     """
     run_ranks(tmp_path, UNEVEN, 6)
+
+
+@pytest.mark.slow
+def test_ranks_outside_of_a_mesh(tmp_path):
+    """torch's operators give such a rank a local tensor with a value if the whole tensor has no dimensions."""
+    run_ranks(tmp_path, OUTSIDE, 3)
 
 
 @pytest.mark.slow

@@ -45,6 +45,8 @@ ANSWER_S = 60.0
 POLL_S = 0.02
 #: A rank that closes waits at least so long for an answer to its last message, and for a call that runs to return [s].
 END_S = 0.5
+#: Longer times, such as infinity, count as this: three years, within what Python and torch take [s].
+MAX_WAIT_S = 1e8
 #: The word of a rank that has come, and has given up.
 GIVEN_UP = b""
 
@@ -80,8 +82,8 @@ class TorchRanks:
         total_s: the longest wait for messages of living ranks, such as their reports of a save [s].
 
     Raises:
-        InvalidInputError: torch.distributed is not initialised, this rank is not in the group, or a time is not
-            positive.
+        InvalidInputError: torch.distributed is not initialised, the group is none of the job, or lacks this rank, or a
+            time is not positive.
         RanksError: ranks have not come within 60 s; the error names them. Or rank 0 cannot be reached.
     """
 
@@ -91,10 +93,13 @@ class TorchRanks:
         for name, value in (("silent_s", silent_s), ("total_s", total_s)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
                 raise InvalidInputError(f"{name} {value!r}: expected a number of seconds above 0")
-        self.rank, self.count = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+        try:
+            self.rank, self.count = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+        except (ValueError, TypeError) as error:
+            raise InvalidInputError(f"TorchRanks: group {group!r}: expected a process group of this job") from error
         if self.rank < 0:
             raise InvalidInputError("TorchRanks: this rank is not in the given group; make one only on its ranks")
-        self.silent_s, self.total_s = float(silent_s), float(total_s)
+        self.silent_s, self.total_s = (float(min(value, MAX_WAIT_S)) for value in (silent_s, total_s))
         self.is_hosted = self.rank == 0
         ranks = torch.distributed.get_process_group_ranks(group)
         self.job_ranks: Sequence[int] | None = None if group is None else tuple(ranks)

@@ -17,7 +17,7 @@ BEGIN = """
 
     import torch
     import torch.distributed as dist
-    from snapstore import RanksError, SnapshotManager
+    from snapstore import InvalidInputError, RanksError, SnapshotManager
     from snapstore.distributed import torch_ranks
     from snapstore.distributed.torch_ranks import TorchRanks
 
@@ -116,6 +116,27 @@ def test_messages_that_the_server_of_a_tcp_store_does_not_accept(tmp_path):
         ranks.close()
         dist.destroy_process_group()
         print("done", rank)
+    """
+    said, codes = run(program, 2, tmp_path)
+    assert codes == [0, 0], "\n".join(said)
+
+
+@pytest.mark.slow
+def test_times_without_an_end_and_groups_that_are_none(tmp_path):
+    program = f"""
+        for group in ("all", [0, 1], 0, True):
+            try:
+                TorchRanks(group)
+            except InvalidInputError as error:
+                assert f"group {{group!r}}: expected a process group of this job" in str(error), error
+            else:
+                raise AssertionError(group)
+        for limit_s in (float("inf"), 10**400):
+            ranks = TorchRanks(silent_s=limit_s, total_s=limit_s)
+            with SnapshotManager({str(tmp_path / "repository")!r}, run="a", ranks=ranks) as snapshots:
+                snapshots.save(1, {{"a": torch.ones(3000)}}).result()
+                assert snapshots.restore(read="exchange")["a"].sum() == 3000
+        dist.barrier()
     """
     said, codes = run(program, 2, tmp_path)
     assert codes == [0, 0], "\n".join(said)

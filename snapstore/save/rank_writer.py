@@ -5,6 +5,7 @@ In: the inputs of one rank. Out: durable objects, in the order in which `togethe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import xxhash
@@ -151,10 +152,15 @@ class RankWriter:
 
 def request_digests(request: SaveRequest) -> bytes:
     """Return the digests of the fields that must be equal on all ranks; waits for metrics on devices."""
-    metrics = sorted(request.read_metrics().items())
+    metrics = [(name, _number(value)) for name, value in sorted(request.read_metrics().items())]
     metadata = _without_order(msgpack_decoder(object).decode(request.metadata_node))
     fields = (request.run, request.step, metrics, metadata, list(request.tags))  # in the order of REQUEST_FIELDS
     return b"".join(checksum(encode(value)).to_bytes(DIGEST_BYTES, "little") for value in fields)
+
+
+def _number(value: float) -> float | None:
+    """Return a metric to compare it: there are NaNs and zeros of both signs."""
+    return None if math.isnan(value) else value + 0.0
 
 
 def _without_order(node: Node) -> Node:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import weakref
@@ -205,6 +206,15 @@ def test_unlike_states_and_arguments_are_errors(store):
             assert all(said in str(error) for said in all_said), error
             assert "replicas" not in str(error)
     managers.end()
+
+
+def test_metrics_that_are_equal_as_numbers_are_equal(store):
+    """The hardware decides which sign a NaN has."""
+    managers = Managers(store)
+    for step, values in enumerate([[math.nan, math.copysign(math.nan, -1), np.float32("nan")], [0.0, -0.0, 0]]):
+        found = managers.all(lambda m, rank, s=step, v=values: m.save(s, state(s, rank), metrics={"loss": v[rank]}))
+        assert not any(isinstance(one, Exception) for one in found), found
+    assert managers.end() == [None] * COUNT
 
 
 @pytest.mark.parametrize("moved", [0, -1])

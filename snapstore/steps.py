@@ -460,7 +460,8 @@ class Steps:
             step = self._of_both_stores(step)
             context = self._nearest(step)
             return context, self._local_ref(context, step)
-        question = f"restore {step!r}" + (f" by {read}" if read != "own" else "")
+        number = retention.as_int(step)  # NumPy's 3 is the same step
+        question = f"restore {(step if number is None else number)!r}" + (f" by {read}" if read != "own" else "")
 
         def find() -> str:
             meant = self._of_both_stores(step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -50,6 +51,14 @@ def test_an_answer_that_rank_0_got_alone_is_for_no_later_call(store, alone, capl
     saved(managers, 4)
     assert restored(managers) == [4] * 3
     managers.end()
+
+
+def test_a_step_is_the_same_question_as_a_number_of_any_library(store):
+    managers = Managers(store)
+    saved(managers, 1, 2)
+    steps = [1, np.int64(1), torch.tensor(1)]
+    assert managers.all(lambda m, rank: m.restore(steps[rank])["step"]) == [1] * 3
+    assert managers.end() == [None] * 3
 
 
 def test_the_same_question_between_two_saves_whose_answer_has_changed(store):

@@ -94,6 +94,8 @@ class _View:
             return f"{self.node[0]} {spec.dtype}{list(spec.shape)}{grad}{tie}"
         if self.tag == "rank":
             return "a value of the rank's own"
+        if self.tag == "part":
+            return "a container or an object"
         try:
             text = repr(decode_plain(unpack_nodes(pack(self.node))))
         except FormatError:

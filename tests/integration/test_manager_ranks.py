@@ -192,6 +192,9 @@ def test_unlike_states_and_arguments_are_errors(store):
         }
         return manager.save(0, state(0, rank) | form)
 
+    def unlike_part(manager, rank):
+        return manager.save(0, state(0, rank) | {"part": 5 if rank else {"a": 5}})
+
     forms = (
         "\nshape: tensor float32[3] on rank 0, tensor float32[4] on rank 1",
         "\ndtype: tensor float64[3] on rank 0, tensor float64[3] on rank 1, tensor int8[3] on rank 2",
@@ -200,6 +203,7 @@ def test_unlike_states_and_arguments_are_errors(store):
         (unlike_value, "step"),
         (unlike_metric, "rank 1: metrics differ from rank 0's"),
         (unlike_form, *forms),
+        (unlike_part, "\npart: a container or an object on rank 0, 5 on ranks 1, 2"),
     ):
         for error in managers.all(call):
             assert isinstance(error, InvalidInputError), error

@@ -196,8 +196,13 @@ class _Merger:
                 return [*node[:at], *found]
         if len({pack(view.node) for view in views}) == 1:
             return node
-        if tag in ("columns", *_MAPPINGS) and (merged := _union_of_columns([view.node for view in views])) is not None:
+        has_columns, nodes = any(view.tag == "columns" for view in views), [view.node for view in views]
+        if (has_columns or tag in _MAPPINGS) and (merged := _union_of_columns(nodes)) is not None:
             return merged
+        if has_columns and any(_plain_value(one) is None for one in nodes):  # some ranks have tensors in it
+            spread = [_without_columns(view) for view in views]
+            if all(view.tag != "columns" for view in spread):
+                return self._merged(spread, path)
         self._problem(path, views, _View.text)
         return node
 
@@ -282,12 +287,25 @@ def _has_own(node: Node) -> bool:
 
 
 def _union_of_columns(nodes: Sequence[Node]) -> Node:
-    """Return dicts of plain values, merged into one node, if some lie in columns; None: values in them differ."""
+    """Return plain values, merged into one node, if some lie in columns; None: they differ, or are not plain."""
+    found = [value[0] for node in nodes if (value := _plain_value(node)) is not None]
     try:
-        values = [decode_plain(unpack_nodes(pack(node))) for node in nodes]
-        if any(pack(node) not in _packed_forms(value) for value, node in zip(values, nodes, strict=True)):
-            return None  # values of classes, which are decoded to plain ones
-        return encode_plain(_union(values))
+        return encode_plain(_union(found)) if len(found) == len(nodes) else None
+    except ValueError:
+        return None
+
+
+def _without_columns(view: _View) -> _View:
+    """Return a node with a node for each container; one of values of classes stays as it is."""
+    value = _plain_value(view.node) if view.tag == "columns" else None
+    return view if value is None else view.child(encode_plain(value[0]))
+
+
+def _plain_value(node: Node) -> tuple[Any] | None:
+    """Return the value of a node; None: there are tensors or own values in it, or values of classes."""
+    try:
+        value = decode_plain(unpack_nodes(pack(node)))
+        return (value,) if pack(node) in _packed_forms(value) else None
     except (FormatError, ValueError):
         return None
 

@@ -321,6 +321,25 @@ def test_ranks_may_have_their_keys_in_another_order(store):
         assert (restored["b"].tolist(), restored["c"].sum()) == ([1] * 3, 0)
 
 
+@pytest.mark.parametrize("rank", range(COUNT))
+def test_many_plain_values_beside_a_tensor_that_one_rank_has(store, rank):
+    """On the other ranks these values lie in columns."""
+    managers = Managers(store)
+    plain = {"losses": list(range(500)), "few": [1, 2], "names": {f"n{i}": i for i in range(500)}}
+
+    def held(own, last):
+        tensors = {"w": torch.arange(5)} if own else {}
+        return {"extra": plain | {"losses": [*plain["losses"], last], "below": [plain | tensors, last]} | tensors}
+
+    for step in range(2):
+        managers.all(lambda m, r, step=step: m.save(step, held(r == rank, step)))
+    assert all(same(found, held(True, 1)) for found in managers.all(lambda m, _: m.restore()))
+    for error in managers.all(lambda m, r: m.save(2, held(r == rank, r)).result()):
+        assert isinstance(error, InvalidInputError)
+        assert all(place in str(error) for place in ("extra.losses: [0, 1, 2", "extra.below.1: 0 on rank 0"))
+    managers.end()
+
+
 def test_replicas_that_are_swapped_are_named(store):
     """If a rank makes its modules in another order, a broadcast by position swaps their values."""
     managers = Managers(store, async_save=False)

@@ -10,6 +10,7 @@
     holders   rank 0 to all       the ranks that hold plain tensors, after an exchange (save/holders.py)
     outcome   rank 0 to all       committed, failed, or unclear
     answer    rank 0 to all       the answer to a question that all ranks ask, such as whether a save is skipped
+    asked     each rank to 0      it has read so many answers
     asks      rank 0 to all       it waits until all ranks have asked this question, and so begins no save
     word      any rank to some    it has reached a place of a call that all make together
     ready     any rank to 0       its node, before chunks are exchanged

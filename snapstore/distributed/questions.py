@@ -24,6 +24,8 @@ from .messages import Answer, Failed, Word, decode, encode
 log = logging.getLogger("snapstore")
 #: The longest time that rank 0 waits for ranks to ask again: they may be in a collective that waits for rank 0 [s].
 MEET_S = 60.0
+#: A rank tells rank 0 after so many answers that it has read them.
+TOLD_EVERY = 64
 V = TypeVar("V", bound=str | int | list[int] | None)
 _ADVICE = (
     "call the methods of a SnapshotManager in the same order on all ranks, also restore, latest_step, has_step and the "
@@ -81,6 +83,8 @@ class Questions:
             self._number += 1
         prefix, mine = self._own_prefix(), self._saves()
         self._number += 1
+        if self._number % TOLD_EVERY == 0:
+            self._ranks.post(self._asked(self._number, self._ranks.rank), b"1")
         if found.question != question or found.saves[0] > mine[1]:
             raise self._unlike(question, found, mine, prefix)
         self._agree(found.saves[1])
@@ -143,10 +147,21 @@ class Questions:
             number += 1
         return error
 
+    def _asked(self, number: int, rank: int) -> str:
+        return f"{self._prefix}asked/{number}/{rank}"
+
     # -- rank 0
 
+    def _forget_read(self) -> None:
+        """Remove old answers that all ranks have read, also in a job that never saves."""
+        number = self._number - TOLD_EVERY
+        keys = [self._asked(number, rank) for rank in range(1, self._ranks.count)]
+        if number > 0 and self._number % TOLD_EVERY == 0 and self._ranks.look_all(keys) is not None:
+            self.forget(number)
+            self._ranks.remove(keys)
+
     def forget(self, number: int) -> None:
-        """Remove the answers below a number: each other rank has `asked` as many. One thread at a time calls it."""
+        """Remove the answers below a number: each other rank has `asked` as many. Two threads may call it at once."""
         self._ranks.remove([f"{self._prefix}answer/{old}" for old in range(self._forgotten, number)])
         self._forgotten = max(self._forgotten, number)
 
@@ -166,7 +181,9 @@ class Questions:
             raise
         finally:
             try:
-                self._ranks.post(key, encode(found))
+                if self._ranks.count > 1:
+                    self._ranks.post(key, encode(found))
+                    self._forget_read()
             except RanksError:
                 if found.failed is None:
                     raise

@@ -12,6 +12,7 @@ import torch
 from kit.ranks import Managers
 from kit.repositories import created, opened
 from snapstore import InvalidInputError, RanksError
+from snapstore.distributed import questions
 
 
 @pytest.fixture
@@ -130,6 +131,19 @@ def test_answers_do_not_stay_for_the_whole_job(store):
         repository.save({"step": 50}, run="a", step=50)
     assert managers.all(lambda m, _: m.latest_step()) == [50] * 3
     assert not [key for key in left(managers) if "/heard/" in key]
+    managers.end()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_answers_do_not_stay_where_nothing_is_saved(store, count):
+    """Such as in a job that evaluates each new step."""
+    managers = Managers(store, count)
+    saved(managers, 1)
+    for _ in range(4 * questions.TOLD_EVERY):
+        assert managers.all(lambda m, _: m.latest_step()) == [1] * count
+        assert len(managers.ranks.keys) < 3 * questions.TOLD_EVERY * (count > 1) + 20
+    saved(managers, 2)
+    assert restored(managers) == [2] * count
     managers.end()
 
 

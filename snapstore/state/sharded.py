@@ -367,9 +367,18 @@ def _of_megatron(value: Any) -> Sharding:
             f"Megatron's ShardedTensor {value.key}: a range of a flattened shard is no box: use an optimizer sharding "
             "type without flattened ranges (fully_reshardable)"
         )
+    layout = getattr(value.data, "layout", type(value.data).__name__)
+    if str(layout) != "torch.strided":
+        raise UnsupportedLeafError(f"Megatron's ShardedTensor {value.key}: data: expected a dense tensor, got {layout}")
     local = (1,) * int(getattr(value, "prepend_axis_num", 0)) + tuple(value.data.shape)
+    shape, offsets = tuple(map(int, value.global_shape)), tuple(map(int, value.global_offset))
+    if not len(shape) == len(offsets) == len(local):
+        raise UnsupportedLeafError(
+            f"Megatron's ShardedTensor {value.key}: global shape {shape}, offset {offsets} and local shape {local}: "
+            "expected as many numbers in each"
+        )
     numbers = value.replica_id if isinstance(value.replica_id, tuple) else (value.replica_id,)
-    return replace(_alone(value.global_shape, _nonempty(value.global_offset, local)), replica=int(any(numbers)))
+    return replace(_alone(shape, _nonempty(offsets, local)), replica=int(any(numbers)))
 
 
 def _chunk_boxes(value: Any) -> Boxes:

@@ -12,6 +12,7 @@ import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -279,6 +280,24 @@ def test_megatron():
     assert local_of(layered).shape == (1, 4, 3)
     with pytest.raises(UnsupportedLeafError, match="flattened"):
         sharding_of(megatron(flattened_range=slice(0, 3)))
+    of_numpy = megatron(global_shape=np.array((8, 3)), global_offset=np.array((4, 0)))
+    assert repr(sharding_of(of_numpy)) == repr(sharding_of(megatron()))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"data": None},
+        {"data": np.ones((4, 3))},
+        {"data": torch.ones(4, 3).to_sparse()},
+        {"global_shape": (8,)},
+        {"global_offset": (4,)},
+        {"prepend_axis_num": 1},
+    ],
+)
+def test_a_shard_of_megatron_that_is_none(changes):
+    with pytest.raises(UnsupportedLeafError, match=r"Megatron's ShardedTensor .*: expected "):
+        sharding_of(megatron(**changes))
 
 
 class Chunked:

@@ -415,7 +415,7 @@ def _records(file: BinaryIO) -> dict[int, _Record]:
     return found
 
 
-def publish(path: Path, fill: Callable[[Path], None], *, force: bool) -> None:
+def publish(path: Path, fill: Callable[[Path], object], *, force: bool) -> None:
     """Fill a temporary file beside `path`, make it durable, and rename it.
 
     Raises:

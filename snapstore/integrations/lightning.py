@@ -107,13 +107,14 @@ class SnapstoreCheckpointIO(_CheckpointIO):  # type: ignore[misc]  # a class of 
 
         Raises:
             TypeError: with `storage_options`.
-            InvalidInputError: the checkpoint holds a value that cannot be saved; the error names it.
+            InvalidInputError: the checkpoint holds a value that cannot be saved, which the error names; or `path` is a
+                folder.
             SnapstoreError: this save failed, or an earlier one in the background.
         """
         if storage_options is not None:
             raise TypeError("storage_options: SnapstoreCheckpointIO takes none; pass options=SaveOptions(...) to it")
         path = os.fspath(path)
-        replaces = references.exists(path)
+        replaces = references.has_file(path)
         self._wait(only_ended=replaces or path not in self._pending.values())
         step = checkpoint.get("global_step", checkpoint.get("step", 0))
         handle = self._opened().save(step, checkpoint, force=True, metadata={"path": path})

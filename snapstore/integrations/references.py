@@ -13,7 +13,8 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from ..errors import FormatError, NotFoundError
+from ..convert.files import publish
+from ..errors import FormatError, InvalidInputError, NotFoundError, OutputError
 from ..format.records import Snapshot
 from ..repository import Repository
 
@@ -30,27 +31,28 @@ def write(path: str, repository: Repository, snapshot: Snapshot, *, part: str | 
     Args:
         path: a local path, or a URL of fsspec.
         part: the part of the snapshot that the file stands for; None: all of it.
+
+    Raises:
+        OutputError: it cannot be written; the file that was there stays.
     """
     named = {"format": FORMAT, "version": VERSION, "repository": repository.url, "uuid": repository.config.uuid}
     named |= {"run": snapshot.run, "step": snapshot.step, "snapshot": snapshot.id}
     named |= {} if part is None else {"part": part}
     text = json.dumps(named, indent=1) + "\n"
     fs, place = _file_system(path)
-    fs.makedirs(place.rpartition("/")[0] or ".", exist_ok=True)
-    if "file" not in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,)):
-        fs.pipe(place, text.encode())
-        return
-    beside = Path(f"{place}.{os.getpid()}.tmp")
-    with beside.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(place)
-    folder = os.open(Path(place).parent, os.O_RDONLY)
     try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+        fs.makedirs(place.rpartition("/")[0] or ".", exist_ok=True)
+        if "file" not in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,)):
+            fs.pipe(place, text.encode())
+            return
+        publish(Path(place), lambda file: file.write_text(text), force=True)
+        folder = os.open(Path(place).parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise OutputError(f"{path}: the reference cannot be written: {error.strerror or error}") from error
 
 
 def read(path: str) -> dict[str, Any]:
@@ -79,9 +81,15 @@ def read(path: str) -> dict[str, Any]:
     return named
 
 
-def exists(path: str) -> bool:
-    """Return whether there is a file or folder at a path, of any kind; a symbolic link that leads nowhere is none."""
+def has_file(path: str) -> bool:
+    """Return whether there is a file at a path, of any kind; a symbolic link that leads nowhere is none.
+
+    Raises:
+        InvalidInputError: there is a folder.
+    """
     fs, place = _file_system(path)
+    if fs.isdir(place) and not Path(place).is_symlink():
+        raise InvalidInputError(f"{path}: is a folder; a checkpoint is a file: choose another name, or move the folder")
     return bool(fs.exists(place))
 
 

@@ -604,6 +604,25 @@ def test_files_that_lead_nowhere_say_so(adapter, tmp_path):
         moved.load_checkpoint(path, map_location={"cuda:1": "cpu"})
 
 
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_folder_in_the_place_of_a_checkpoint_is_refused_before_the_save(adapter, tmp_path, async_save):
+    """Sharded strategies of Lightning write folders, also under names such as last.ckpt."""
+    folder, repo = tmp_path / "last.ckpt", tmp_path / "repo"
+    io = adapter.SnapstoreCheckpointIO(repo, run="r", async_save=async_save)
+    folder.mkdir()
+    with pytest.raises(InvalidInputError, match=r"last\.ckpt: is a folder; a checkpoint is a file"):
+        io.save_checkpoint(checkpoint(1), folder)
+    io.save_checkpoint(checkpoint(2), tmp_path / "a.ckpt")
+    io.teardown()
+    with Repository.open(repo) as repository:
+        snapshot = repository.snapshot("r@2")
+        assert repository.snapshots("r") == [snapshot]
+        for path in (folder, tmp_path / "a.ckpt" / "b.ckpt"):
+            with pytest.raises(StorageError, match=r"cannot be written: (Is a directory|File exists)"):
+                adapter.references.write(str(path), repository, snapshot)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.ckpt", "last.ckpt", "repo"]
+
+
 def test_a_reference_may_lie_in_a_remote_file_system(adapter, tmp_path):
     io = adapter.SnapstoreCheckpointIO(tmp_path / "repo", run="r")
     path = f"memory://snapstore-{os.getpid()}/a.ckpt"

@@ -85,15 +85,16 @@ class Repository(Snapshots):
 
         Raises:
             AlreadyExistsError: there is a repository already.
-            InvalidInputError: the directory or prefix is not empty, or the chunk size cannot be used.
+            InvalidInputError: the directory or prefix is not empty, or an argument cannot be used.
             StorageError, CapabilityError: the store cannot be written, or lacks a property that snapstore needs.
         """
+        if like is not None and not isinstance(like, Repository):
+            raise InvalidInputError(f"like {like!r}: expected an open Repository, got {type(like).__name__}")
         chunking.check_chunk_bytes(chunk_bytes)
         options = SaveOptions.of(options)
         store = open_store(url, create=True)
-        config = new_config(
-            like.config.chunk_bytes if like else chunk_bytes, like.config.digest_seed if like else new_seed()
-        )
+        seed = like.config.digest_seed if like else new_seed()
+        config = new_config(like.config.chunk_bytes if like else chunk_bytes, seed)
         try:
             if not _has_config(store):
                 _prepare(store)

@@ -324,6 +324,14 @@ def test_chunk_sizes(tmp_path, chunk_bytes):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("like", ["x", "", {}, 1])
+def test_a_repository_like_something_else(tmp_path, like):
+    for make in (Repository.create, Repository.open_or_create):
+        with pytest.raises(InvalidInputError, match=f"like {like!r}: expected an open Repository, got "):
+            make(tmp_path / "new", like=like)
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("threads", ["0", "-1", "many", "1.5", "", "99999"])
 def test_environment(root, monkeypatch, threads):
     monkeypatch.setenv("SNAPSTORE_THREADS", threads)

@@ -234,16 +234,19 @@ def unpack_folder(blocks: Mapping[str, Any], path: str | os.PathLike[str]) -> Un
 
     Args:
         blocks: `Repository.tensors(ref)`, which is read block by block, or a restored state.
-        path: the new folder; it does not exist yet, or is empty.
+        path: the new folder; it does not exist yet, or is empty. It is not the current folder, which would be replaced.
 
     Raises:
-        InvalidInputError: the snapshot does not hold a folder; the folder above `path` is missing.
+        InvalidInputError: the snapshot does not hold a folder; the folder above `path` is missing; `path` ends with
+            ".." or is the current folder.
         AlreadyExistsError: `path` is a file, a link, or a folder that is not empty.
         FormatError: an entry leads out of the folder, or contradicts another one or the blocks.
         StorageError: the folder cannot be written; nothing is left behind.
     """
     target = Path(path)
     index = index_of(blocks)
+    if target.name in ("", "..") or (target.is_dir() and target.samefile(os.curdir)):
+        raise InvalidInputError(f"{_shown(target)}: expected the name of a new or an empty folder, not the current one")
     if os.path.lexists(target) and not (target.is_dir() and not target.is_symlink() and not any(target.iterdir())):
         raise AlreadyExistsError(f"{_shown(target)}: exists; name a new or an empty folder")
     if not target.parent.is_dir():

@@ -293,7 +293,7 @@ def test_blocks_of_no_bytes(tmp_path, block_bytes):
         unpack_folder({INDEX: np.frombuffer(data, np.uint8)}, tmp_path / "out")
 
 
-def test_places_that_are_refused(tmp_path):
+def test_places_that_are_refused(tmp_path, monkeypatch):
     state = blocks(file(b"a"))
     (tmp_path / "full").mkdir()
     (tmp_path / "full/x").touch()
@@ -303,6 +303,12 @@ def test_places_that_are_refused(tmp_path):
     (tmp_path / "link").symlink_to("nowhere")
     with pytest.raises(AlreadyExistsError):
         unpack_folder(state, tmp_path / "link")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for name in (".", "", "..", "missing/..", tmp_path / "here", "../here/.", "/"):
+        with pytest.raises(InvalidInputError, match="expected the name of a new or an empty folder"):
+            unpack_folder(state, name)
+    assert not any((tmp_path / "here").iterdir())
     with pytest.raises(InvalidInputError, match="the folder above is missing"):
         unpack_folder(state, tmp_path / "none/out")
     with pytest.raises(InvalidInputError, match="does not hold a folder"):

@@ -15,7 +15,7 @@ from .. import retention
 from ..errors import IntegrityError, InvalidInputError, NotFoundError, StorageError, UnreadRecordError
 from ..format import records
 from ..format.keys import parse_record_key
-from ..format.records import COMMITTED, FORGOTTEN, Snapshot
+from ..format.records import COMMITTED, FORGOTTEN, SWEPT, Snapshot
 from ..storage.base import ObjectStore
 from ..text import counted, strip_hint
 from . import policy_store
@@ -30,6 +30,8 @@ PUT_BACK = (
 FORMS = "run@step, run@latest, run@highest, run@best, run@tag or an id"
 #: The lowest sequence number of a save. Copies of snapshots that are older than the first save get lower ones.
 FIRST_SEQ = 1_000_000
+#: The reason of a snapshot begins with this if a repair has forgotten it because it stays damaged.
+DROPPED = "damaged: "
 #: An id in a reference: fewer digits without `id:` might be meant as a step.
 _ID = re.compile(r"id:|[0-9a-fA-F]{8,32}\Z")
 
@@ -342,7 +344,8 @@ class View:
         The words are `latest`, the newest save; `highest`, the highest step; and `best`, the best by the first KeepBest
         policy of the run. A tag named `highest` or `best` takes precedence over the word. An id is `id:` and its first
         digits, or at least 8 digits, as `snapstore log` prints them. A step finds a forgotten snapshot if there is no
-        committed one. An id finds a committed or a forgotten snapshot. Tags and words name only committed ones.
+        committed one, and one that a repair has dropped if there is no other. An id finds a committed or a forgotten
+        snapshot. Tags and words name only committed ones.
 
         Raises:
             InvalidInputError: it is not a reference, or an ambiguous prefix.
@@ -368,7 +371,9 @@ class View:
         else:
             found = [s for s in committed if name in s.tags]
             if not found and step is not None:
-                found = [s for s in committed if s.step == step] or [s for s in of_run if s.step == step]
+                of_step = [s for s in of_run if s.step == step]
+                found = [s for s in of_step if s.state == COMMITTED]
+                found = found or [s for s in of_step if not is_dropped(s)] or of_step
             if not found and committed and name in ("highest", "best"):
                 return self._first_of(ref, run, committed)
         best = max(found, key=lambda s: (s.seq, s.id), default=None)
@@ -414,6 +419,11 @@ class View:
             ids = ", ".join(sorted(s.id[:12] for s in found)[:5])
             raise InvalidInputError(f"reference {ref!r}: ambiguous, {len(found)} snapshots: {ids}; give more digits")
         return found[0]
+
+
+def is_dropped(snapshot: Snapshot) -> bool:
+    """Return whether a repair has forgotten a snapshot because it stays damaged: nobody chose to be without it."""
+    return snapshot.state in (FORGOTTEN, SWEPT) and snapshot.reason.startswith(DROPPED)
 
 
 def misnumbered(ruling: Iterable[Snapshot]) -> dict[str, str]:

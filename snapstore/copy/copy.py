@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from ..catalog.history import View
+from ..catalog.history import View, is_dropped
 from ..catalog.manifest_refs import all_manifests
 from ..catalog.read_twice import settled
 from ..context import Context
@@ -48,7 +48,7 @@ from ..protocol import tags
 from ..protocol.commit import Claim
 from ..protocol.forget import unforget
 from ..protocol.liveness import aborted
-from ..protocol.quarantine import has_bytes, in_need_of_quarantined, is_dropped, remove_note
+from ..protocol.quarantine import has_bytes, in_need_of_quarantined, remove_note
 from ..protocol.revisions import create, retry_conflicts, same_content
 from ..protocol.same_repository import confirmed
 from ..protocol.session import Session

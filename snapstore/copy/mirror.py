@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from .. import retention
 from ..catalog import policy_store
-from ..catalog.history import FIRST_SEQ, View
+from ..catalog.history import FIRST_SEQ, View, is_dropped
 from ..context import Context
 from ..errors import (
     DAMAGE,
@@ -36,7 +36,7 @@ from ..errors import (
 from ..format.keys import parse_record_key
 from ..format.records import ABORTED, COMMITTED, FORGOTTEN, Snapshot
 from ..protocol.forget import ForgetResult, forget
-from ..protocol.quarantine import in_need_of_quarantined, is_dropped
+from ..protocol.quarantine import in_need_of_quarantined
 from ..protocol.same_repository import confirmed
 from ..text import some
 from .copy import COPY_BEGUN, Copier, require_same_seed

@@ -15,11 +15,10 @@ from operator import itemgetter
 import msgspec
 
 from .. import retention
-from ..catalog.history import View
+from ..catalog.history import View, is_dropped
 from ..errors import InvalidInputError, NotFoundError
 from ..format.records import ABORTED, COMMITTED, FORGOTTEN, SWEPT, Snapshot
 from ..protocol.forget import NAMED
-from ..protocol.quarantine import is_dropped
 
 #: The states, in the mirror, of a snapshot that was mirrored once.
 MIRRORED = (COMMITTED, FORGOTTEN, SWEPT)
@@ -193,7 +192,8 @@ def only_there(here: View, view_of_mirror: Callable[[], View | None], run: str, 
         forgotten = here.resolve(ref)
     except NotFoundError:
         return there.resolve(ref)
+    dropped = is_dropped(forgotten)
     with suppress(NotFoundError):
-        found = there.resolve(ref, (COMMITTED,))
-        return None if found.id == forgotten.id and not is_dropped(forgotten) else found
+        found = there.resolve(ref, (COMMITTED, FORGOTTEN) if dropped else (COMMITTED,))
+        return found if dropped or found.id != forgotten.id else None
     return None

@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 
-from ..catalog.history import View
+from ..catalog.history import View, is_dropped
 from ..catalog.needed_keys import all_needed_keys
 from ..catalog.read_twice import exists
 from ..context import Context
@@ -46,7 +46,7 @@ from ..text import brief, counted, some, strip_hint
 from ..threads import Threads
 from .liveness import examine, fence_if_dead, listed_sessions
 from .marks import MARK_LIMIT_BYTES, standing_marks
-from .quarantine import in_quarantine, is_dropped, remove_notes_of_swept
+from .quarantine import in_quarantine, remove_notes_of_swept
 from .revisions import hidden_revision, put, retry_conflicts, revise
 from .unexplained_objects import find_damaged, find_unexplained, require_explained
 

@@ -1,4 +1,4 @@
-"""Quarantine: which packs a repair has found damaged, which snapshots need one, and which a repair has given up.
+"""Quarantine: which packs a repair has found damaged, and which snapshots need one.
 
 In: the notes below `gc/`, and records. Out: keys of packs, ids of snapshots, or answers about one. No save builds on a
 pack in quarantine, and no gc deletes it.
@@ -13,11 +13,8 @@ from ..catalog.read_twice import listed
 from ..context import Context
 from ..errors import SnapstoreError
 from ..format.keys import lost_names, pack_key, quarantined_names
-from ..format.records import FORGOTTEN, SWEPT, Lost, Snapshot
+from ..format.records import SWEPT, Lost, Snapshot
 from ..storage.base import ObjectStore
-
-#: The reason of a snapshot begins with this if a repair has forgotten it because it stays damaged.
-DROPPED = "damaged: "
 
 
 def in_quarantine(store: ObjectStore) -> set[str]:
@@ -37,11 +34,6 @@ def in_need_of_quarantined(context: Context, snapshots: Sequence[Snapshot]) -> s
             s.id for s, keys in all_needed_keys(context.index, snapshots) if not isinstance(keys, set) or keys & damaged
         }
     return found
-
-
-def is_dropped(snapshot: Snapshot) -> bool:
-    """Return whether a repair has forgotten a snapshot because it stays damaged: nobody chose to be without it."""
-    return snapshot.state in (FORGOTTEN, SWEPT) and snapshot.reason.startswith(DROPPED)
 
 
 def has_bytes(context: Context, snapshot: Snapshot) -> bool:

@@ -32,7 +32,7 @@ from functools import partial
 import msgspec
 
 from ..catalog.config import is_foreign
-from ..catalog.history import View
+from ..catalog.history import DROPPED, View
 from ..catalog.needed_keys import all_needed_keys
 from ..catalog.read_twice import expecting_damage, listed, tried
 from ..check.recoverable import recover_record
@@ -65,7 +65,6 @@ from ..format.argument_checks import check_flag
 from ..format.keys import UNKNOWN_RUN, lost_names, quarantined_names
 from ..format.records import ABORTED, COMMITTED, FORGOTTEN, Config, Lost, Quarantine, Session, Snapshot
 from ..protocol import gc, liveness, revisions
-from ..protocol.quarantine import DROPPED
 from ..text import strip_hint
 from .heal import Healer, Healing, renew_list
 from .report import RepairAction, RepairResult

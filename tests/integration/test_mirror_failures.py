@@ -282,6 +282,17 @@ def test_a_step_that_a_repair_has_dropped_comes_back_from_the_mirror(ref, collec
     assert steps_in(fast) == [0, 1, 2]
 
 
+def test_a_step_that_one_store_has_dropped_and_the_other_has_forgotten_is_restored():
+    fast, slow = three(), MemoryStore()
+    with manager(fast, slow) as snapshots:
+        assert snapshots.wait_until_mirrored(20) == []
+    dropped(fast, 1, collected=False)
+    with opened(slow) as repository:
+        repository.forget_snapshots(["a@1"])
+    with manager(fast, slow) as snapshots:
+        assert same(snapshots.restore(1), values("a", 1))
+
+
 @pytest.mark.parametrize("collected", [False, True], ids=["forgotten", "swept"])
 def test_a_mirror_gets_back_what_a_repair_has_dropped_there(collected):
     fast, slow = three(), MemoryStore()

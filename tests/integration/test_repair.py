@@ -217,6 +217,18 @@ def test_drop_forgets_what_is_lost_and_nothing_else(store):
         assert found.check("restore").ok
 
 
+def test_a_step_means_no_dropped_save_while_an_earlier_one_is_whole(store):
+    with opened(store) as found:
+        earlier = found.snapshot("a@1")
+        again = found.save(values("b", 7), run="a", step=1, full=True)
+        found.forget(KeepLast(9), run="a")  # the earlier save of the step, too
+        store.delete([ref.key for ref in again.manifests])
+        assert found.repair(apply=True, drop=True).dropped == [again]
+        assert found.snapshot("a@1").id == earlier.id
+        assert same(found.restore("a@1"), values("a", 1))
+        assert found.unforget("a@1").id == earlier.id
+
+
 @pytest.mark.parametrize("name", ["apply", "drop", "purge"])
 def test_a_text_does_not_count_as_true(store, name):
     wound(store, "a@1", -1)

@@ -280,7 +280,8 @@ class _ObjectScanner:
             lost = self._packs.lost(m)
             for number in np.unique(m.table.ref_packs[lost]).tolist():
                 self._damages.setdefault(keys[number], set()).add(snapshot.id)
-            self._report_depth(snapshot, ref, m)
+            if not m.header.children:  # RankCheck compares the depth of a root with its children
+                self._report_depth(snapshot, ref.key, m.header.depth, int(m.table.depths.max(initial=0)))
             self._report_chunks(snapshot, m, failed.pop(ref.sha256, {}))
             for key in (key for key in keys if key in self._packs):
                 self._need.setdefault(key, set()).add(snapshot.id)
@@ -288,6 +289,8 @@ class _ObjectScanner:
                 self._affected.setdefault(snapshot.id, []).append(ref.sha256)
         roots = [m for ref, m in found if ref in snapshot.manifests]
         if not any(key.startswith("manifests/") for key in wrong):
+            deepest = max((m.header.depth for m in roots), default=0)
+            self._report_depth(snapshot, snapshot.key, snapshot.depth, deepest)
             try:
                 check_roots((m.header for m in roots), snapshot.features, snapshot.key)
                 check_tree(self._context, [m for _, m in found], with_pages=self._level == "restore")
@@ -437,13 +440,13 @@ class _ObjectScanner:
         else:
             self._findings.problem("manifest", key, why, [snapshot.id], command=GC)
 
-    def _report_depth(self, snapshot: Snapshot, ref: ManifestRef, m: Manifest) -> None:
-        """Report a depth that is not the manifest's own; RankCheck compares that of a root with its children."""
-        depth, own = m.header.depth, int(m.table.depths.max(initial=0))
-        if depth != own and not m.header.children:
-            text = f"{snapshot.ref}: {ref.key}: depth {depth}, expected {own}, as in its longest chain"
+    def _report_depth(self, snapshot: Snapshot, key: str, depth: int, longest: int) -> None:
+        """Report a depth, of a record or a manifest, that is not the number of deltas in the longest chain."""
+        if depth != longest:
+            kind = "record" if key == snapshot.key else "manifest"
+            text = f"{snapshot.ref}: {key}: depth {depth}, expected {longest}, as in its longest chain"
             text += "; snapstore restores it, but another reader may refuse it"
-            self._findings.problem("manifest", ref.key, text, command="")
+            self._findings.problem(kind, key, text, command="")
 
     def _report_found_again(self) -> set[str]:
         """Note the snapshots that a note wrongly says lack a manifest; return their ids."""

@@ -18,7 +18,7 @@ from ..catalog.needed_keys import needed_keys
 from ..catalog.read_twice import answers, exists, listed, tried
 from ..catalog.repeated_ids import later_snapshots
 from ..context import Context
-from ..errors import DAMAGE, IntegrityError, NotFoundError, StorageError, UnknownFormatError
+from ..errors import DAMAGE, FormatError, IntegrityError, NotFoundError, StorageError, UnknownFormatError
 from ..format import records
 from ..format.keys import is_note, lost_names, pack_key, parse_policy_key, parse_record_key, quarantined_names
 from ..format.records import ABORTED, COMMITTED, FORGOTTEN, Done, Lost, Mark, Quarantine, Session, Snapshot, Wait
@@ -279,6 +279,7 @@ class _RecordScanner:
                 if rules:
                     self._ruling[name] = found
                     self._compare_with_index(found, view)
+                    self._read_metadata(found)
             decided.add(name)
         for key, why in misnumbered(self._ruling.values()).items():
             self._misnumbered[key] = self._ruling.pop(stand_in(key).id)
@@ -316,6 +317,14 @@ class _RecordScanner:
             return
         if records.encode(known) != records.encode(found):  # not `known != found`: metrics may be NaN
             self._findings.problem("index", found.key, f"{found.key}: differs from the index", command=REBUILD)
+
+    def _read_metadata(self, found: Snapshot) -> None:
+        """Report metadata that cannot be read; no restore needs them."""
+        try:
+            _ = found.metadata
+        except FormatError as error:
+            message = f"{found.ref}: {found.key}: its metadata cannot be read: {error}; its state can be restored"
+            self._findings.problem("record", found.key, message, command="")
 
     # -- records that vanished
 

@@ -368,6 +368,16 @@ def test_a_wrong_depth(depth):
     np.testing.assert_array_equal(restored(world), np.concatenate([A, C]))
 
 
+@pytest.mark.parametrize("depth", [-1, 1, 3])
+def test_a_wrong_depth_of_a_record(depth):
+    """Mitigation: as above."""
+    world, chunks = three_in_a_chain()
+    world.commit(world.manifest(chunks), depth=depth)
+    (problem,), restorable, _ = checked(world)
+    assert (problem.kind, restorable) == ("record", ["r@0"])
+    assert f"depth {depth}, expected 2" in problem.message
+
+
 # --- trees and ties -------------------------------------------------------------------------------------------------
 
 

@@ -204,15 +204,17 @@ class World:
 
     def commit(self, *manifests, **changes):
         """Put the record of a committed snapshot r@0 with these manifests, and the manifests."""
-        refs = []
+        refs, depths = [], [0]
         for data in manifests:
+            with suppress(FormatError, IntegrityError):
+                depths.append(header_of(data).depth)
             name = hashlib.sha256(data).hexdigest()
             with suppress(AlreadyExistsError):
                 self.store.put(manifest_key(name), data)
             refs.append(ref_of(name, data))
         fields = {
             "id": "a" * 32, "run": "r", "step": 0, "seq": 0, "state": "committed", "write_id": "", "manifests": refs,
-            "logical_bytes": sum(ref.logical_bytes for ref in changes.get("manifests", refs)),
+            "logical_bytes": sum(ref.logical_bytes for ref in changes.get("manifests", refs)), "depth": max(depths),
         }  # fmt: skip
         snapshot = Snapshot(**(fields | changes))
         self.store.put(snapshot.key, records.encode(snapshot))

@@ -74,6 +74,30 @@ def test_a_whole_repository_is_ok(store, level):
     assert (result.damaged, result.unneeded_bytes, result.level) == ([], 0, level)
 
 
+@pytest.mark.parametrize(
+    ("node", "why"),
+    [
+        (["list"], "list"),
+        (["tensor", 0, False], "tensor"),
+        ({}, "a map"),
+        ("x" * (1024 * 1024 + 1), "expected at most 1048576"),
+    ],
+    ids=["short", "tensor", "map", "large"],
+)
+def test_metadata_that_cannot_be_read(store, node, why):
+    """A restore does not read them."""
+    with Repository.open(store, options=SaveOptions(threads=1)) as repo:
+        snapshot = repo.snapshot("a@1")
+    forged = msgspec.structs.replace(snapshot, metadata_node=msgspec.Raw(msgspec.msgpack.encode(node)))
+    replace(store, snapshot.key, records.encode(forged))
+    result = check(store, "metadata")
+    (problem,) = result.problems
+    assert (problem.kind, problem.key, problem.snapshots) == ("record", snapshot.key, ())
+    assert f"a@1: {snapshot.key}: its metadata cannot be read: " in problem.message
+    assert why in problem.message
+    assert names(result.restorable) == ["a@0", "a@1", "b@0"]
+
+
 def test_an_empty_repository_is_ok():
     store = MemoryStore()
     Repository.create(store).close()

@@ -70,17 +70,17 @@ class ManifestHeader(msgspec.Struct, frozen=True, kw_only=True):
 
     save_id: bytes
     snapshot: bytes
-    revision: int
+    revision: Count
     rank: Rank
-    sequence: int
+    sequence: Count
     part: str
     chunk_bytes: int
     digest_seed: Seed
-    tensors: int
-    chunks: int
-    refs: int
+    tensors: Count
+    chunks: Count
+    refs: Count
     logical_bytes: Count
-    depth: int
+    depth: Count
     packs: bytes
     pack_sizes: bytes
     sections: list[layout.Section]

@@ -6,6 +6,7 @@ add keys to records, to headers of manifests and to references (docs/format.md, 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -29,14 +30,19 @@ T = TypeVar("T", bound=msgspec.Struct)
 def with_unknown(found: T, packed: bytes | memoryview, nested: str) -> T:
     """Return a struct with `unknown` set to its map's keys without a field.
 
+    A field has a default for the code that makes the struct. In a packed map its key is always there, unless the
+    default is unset.
+
     Args:
         packed: the map from which `found` was decoded.
         nested: the key of a list of maps in it; their unknown keys are kept too.
 
     Raises:
-        msgspec.DecodeError: `packed` does not decode.
+        msgspec.DecodeError: `packed` does not decode, or lacks a key.
     """
     raw = _MAP.decode(packed)
+    if missing := _required(type(found)) - raw.keys():
+        raise msgspec.DecodeError(f"Object missing required field `{min(missing)}`")
     members: list[Any] = getattr(found, nested)
     if members:
         kept = [_with_others(member, own) for member, own in zip(members, _MAPS.decode(raw[nested]), strict=True)]
@@ -44,6 +50,12 @@ def with_unknown(found: T, packed: bytes | memoryview, nested: str) -> T:
             found = msgspec.structs.replace(found, **{nested: kept})
     whole: T = _with_others(found, raw)
     return whole
+
+
+@cache
+def _required(kind: type[msgspec.Struct]) -> frozenset[str]:
+    """Return the keys of a struct's map that are always there."""
+    return frozenset(field.encode_name for field in msgspec.structs.fields(kind) if field.default is not msgspec.UNSET)
 
 
 def encode(value: Any, nested: str) -> bytes:

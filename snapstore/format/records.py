@@ -137,11 +137,11 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     metadata_node: msgspec.Raw = msgspec.field(default=msgspec.Raw(b"\xc0"), name="metadata")  # decoded when asked for
     created: float = 0.0
     generation: Counted = 0
-    depth: int = 0
-    chunks: int = 0
-    new_chunks: int = 0
-    logical_bytes: int = 0
-    stored_bytes: int = 0
+    depth: Count = 0
+    chunks: Count = 0
+    new_chunks: Count = 0
+    logical_bytes: Count = 0
+    stored_bytes: Count = 0
     stall_s: float = 0.0
     total_s: float = 0.0
     policy: str = ""

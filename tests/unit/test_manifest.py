@@ -153,14 +153,29 @@ def test_sizes_that_disagree_are_refused_by_read(what):
         manifest.read(store, ref, None)
 
 
-@pytest.mark.parametrize("name", ["tensors", "chunks", "refs"])
-def test_a_header_with_wrong_counts_is_refused(name):
-    data = encode(**consistent())
+def with_header(data, change):
+    """Return a manifest whose header `change` has changed."""
     end = len(manifest.header_bytes(data))
     header = msgspec.msgpack.decode(data[layout.PREFIX.size : end])
-    header[name] += 1
+    change(header)
+    return layout.join(msgspec.msgpack.encode(header), [data[end:]])
+
+
+@pytest.mark.parametrize("name", ["tensors", "chunks", "refs"])
+def test_a_header_with_wrong_counts_is_refused(name):
+    data = with_header(encode(**consistent()), lambda header: header.update({name: header[name] + 1}))
     with pytest.raises(FormatError, match=r"header says|disagree"):
-        manifest.decode(layout.join(msgspec.msgpack.encode(header), [data[end:]]), "x")
+        manifest.decode(data, "x")
+
+
+@pytest.mark.parametrize("name", manifest.ManifestHeader.__struct_encode_fields__[:-1])
+def test_each_key_of_a_header_is_there_and_no_number_is_negative(name):
+    good = encode(**consistent())
+    with pytest.raises(FormatError, match=f"x: .* does not decode: Object missing required field `{name}`"):
+        manifest.decode_header(with_header(good, lambda header: header.pop(name)), "x")
+    if isinstance(getattr(manifest.decode_header(good, "x"), name), int):
+        with pytest.raises(FormatError, match=r"x: (.* `int` >= 0|chunks of -1 bytes)"):
+            manifest.decode_header(with_header(good, lambda header: header.update({name: -1})), "x")
 
 
 def test_a_record_that_says_otherwise_than_the_manifest_is_refused():

@@ -98,6 +98,24 @@ def test_unknown_keys_are_ignored_and_missing_ones_are_not():
         records.unpack(sealed(6, msgspec.msgpack.encode({"id": ID})), Wait, "key")
 
 
+RECORD = msgspec.msgpack.decode(records.encode(OBJECTS[1])[records.ENVELOPE.size :])
+
+
+@pytest.mark.parametrize("name", sorted(RECORD))
+def test_each_key_of_a_record_is_there(name):
+    """The struct has defaults for the code that makes records; stored ones have every key that is not optional."""
+    assert "manifest_list" not in RECORD
+    less = {key: value for key, value in RECORD.items() if key != name}
+    with pytest.raises(FormatError, match=f"key: Snapshot does not decode: Object missing required field `{name}`"):
+        records.unpack(sealed(2, msgspec.msgpack.encode(less)), Snapshot, "key")
+
+
+@pytest.mark.parametrize("name", ["depth", "chunks", "new_chunks", "logical_bytes", "stored_bytes"])
+def test_no_number_of_a_record_is_negative(name):
+    with pytest.raises(FormatError, match=f"Expected `int` >= 0 - at `\\$.{name}`"):
+        records.unpack(sealed(2, msgspec.msgpack.encode(RECORD | {name: -1})), Snapshot, "key")
+
+
 HOSTILE = {
     "not UTF-8": b"\x82\xa2id\xa2\xff\xfe\xa8sessions\x90",
     "a key that is not UTF-8": b"\x81\xa2\xff\xfe\x01",

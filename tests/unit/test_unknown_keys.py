@@ -252,8 +252,9 @@ REF = {"part": "p", "rank": 1, "sha256": "a" * 64, "header_sha256": "b" * 64, "s
 @given(EXTRA, st.lists(EXTRA, max_size=3))
 def test_any_keys_round_trip(extra, of_refs):
     refs = [{**REF, "rank": rank, **more} for rank, more in enumerate(of_refs)]
-    known = {"id": "a" * 32, "run": "r", "step": 1, "seq": 0, "state": "committed", "write_id": "", "manifests": refs}
-    packed = msgspec.msgpack.encode(known | extra)
+    known = Snapshot(id="a" * 32, run="r", step=1, seq=0, state="committed", write_id="")
+    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(known))
+    packed = msgspec.msgpack.encode(fields | {"manifests": refs} | extra)
     found = open_maps.with_unknown(msgspec.msgpack.decode(packed, type=Snapshot), packed, "manifests")
     again = msgspec.msgpack.decode(open_maps.encode(found.revised(tags=["x"]), "manifests"))
     assert {name: again[name] for name in extra} == extra

@@ -34,7 +34,7 @@ import xxhash
 import zstandard
 
 KNOWN_FEATURES = {"ranks"}
-SMALL_OBJECT, CHUNK, INLINE, BOX_MAP = 64 << 20, 64 << 20, 16 << 20, 256 << 20
+SMALL_OBJECT, METADATA, CHUNK, INLINE, BOX_MAP = 64 << 20, 1 << 20, 64 << 20, 16 << 20, 256 << 20
 SPARSE = 1 << 24  # elements
 DEPTH, CHAIN, SAME_HASH, NESTING = 200, 255, 256, 96
 RECORD_KEY = re.compile(r"snapshots/([A-Za-z0-9][A-Za-z0-9._-]{0,127})/(\d{12})-([0-9a-f]{32})\.(0|[1-9]\d{0,8})")
@@ -127,10 +127,15 @@ LENGTHS |= {0xDB: ("str", ">I"), 0xDC: ("array", ">H"), 0xDD: ("array", ">I"), 0
 
 
 class Msgpack:
-    """A decoder of one value. Maps are refused, unless `maps` is set; their keys are str."""
+    """A decoder of one value. Maps are refused, unless `maps` is set; their keys are str.
+
+    Attributes:
+        sizes: the packed sizes of the values, by key, if the value is a map.
+    """
 
     def __init__(self, data: bytes, maps: bool) -> None:
         self.data, self.at, self.maps = data, 0, maps
+        self.sizes: dict[str, int] = {}
 
     def take(self, count: int) -> bytes:
         """Return the next bytes."""
@@ -165,10 +170,21 @@ class Msgpack:
         if kind == "array":
             return [self.value(depth + 1) for _ in range(count)]
         need(self.maps, "a node is never a map")
-        pairs = [(self.value(depth + 1), self.value(depth + 1)) for _ in range(count)]
-        need(all(isinstance(key, str) for key, _ in pairs), "a key of a map is no str")
-        need(len(dict(pairs)) == count, "a map has a key twice")
-        return dict(pairs)
+        found = dict[str, Any]()
+        for _ in range(count):
+            key, start = self.value(depth + 1), self.at
+            need(isinstance(key, str), "a key of a map is no str")
+            need(key not in found, "a map has a key twice")
+            found[key] = self.value(depth + 1)
+            if not depth:
+                self.sizes[key] = self.at - start
+        return found
+
+    def whole(self) -> Any:
+        """Return the value, which all bytes make."""
+        value = self.value()
+        need(self.at == len(self.data), "bytes follow the msgpack value")
+        return value
 
 
 def text(data: bytes) -> str:
@@ -179,10 +195,7 @@ def text(data: bytes) -> str:
 
 
 def unpack(data: bytes, maps: bool = False) -> Any:
-    decoder = Msgpack(data, maps)
-    value = decoder.value()
-    need(decoder.at == len(data), "bytes follow the msgpack value")
-    return value
+    return Msgpack(data, maps).whole()
 
 
 # --- blobs and packs ---
@@ -1070,7 +1083,10 @@ class Repository:
         length, checksum = struct.unpack_from("<QQ", data, 8)
         need(length == len(data) - 24, f"{key} has another length")
         need(checksum == xxhash.xxh3_64_intdigest(data[:16] + data[24:]), f"{key}: its checksum")
-        return typed(unpack(data[24:], maps=True), types)
+        decoder = Msgpack(data[24:], maps=True)
+        found = typed(decoder.whole(), types)
+        need(kind != 2 or decoder.sizes.get("metadata", 0) <= METADATA, f"{key}: its metadata is too long")
+        return found
 
     def records(self, refused: dict[str, Exception] | None = None) -> list[dict[str, Any]]:
         """Return the ruling record of each snapshot, in the order of runs, seqs and ids.

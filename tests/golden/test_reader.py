@@ -14,6 +14,7 @@ import types
 from collections import OrderedDict, defaultdict, deque, namedtuple
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -539,6 +540,23 @@ def test_the_most_dimensions_and_digits(tmp_path):
     (line,) = read(tmp_path / "repo")
     assert [line["leaves"][f"/'{name}'"][2] for name in "wb"] == [[1] * 63 + [2000], [1] * 64]
     assert line["leaves"]["/'i'"] == ["int", "-1" + "0" * 5000]
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_metadata_of_more_than_a_mebibyte_are_refused(tmp_path, more):
+    world = forge.World()
+    node = msgspec.msgpack.encode("x" * (2**20 - 5 + more))
+    assert len(node) == 2**20 + more
+    data = world.manifest(tree=7, save_id=b"\xaa" * 16)
+    record = world.commit(data, write_id="0" * 32, metadata_node=msgspec.Raw(node))
+    folder = plant(tmp_path, world)
+    if more:
+        with pytest.raises(reader.DamagedError, match="its metadata is too long"):
+            snapshot(folder, "r", 0)
+        with pytest.raises(FormatError, match="metadata of 1048577 bytes, expected at most 1048576"):
+            _ = record.metadata
+    else:
+        assert len(snapshot(folder, "r", 0).metadata) == len(record.metadata) == 2**20 - 5
 
 
 def test_a_manifest_may_have_other_chunk_bytes_than_the_config(tmp_path):

@@ -52,9 +52,11 @@ def store(objects: ObjectStore, run: str, keep: Sequence[retention.Policy]) -> N
             none can follow.
         StorageError: the store failed.
     """
-    stored = [retention.to_dict(policy) for policy in keep]
+    stored, own = [retention.to_dict(policy) for policy in keep], ""
     for _ in range(STORE_ATTEMPTS):
         newest = _newest(objects, run)
+        if newest is not None and newest[1] == own:  # maybe no policies can be read here: the next ones neither
+            return
         try:
             if newest is not None and _read(objects, newest[1]) == stored:
                 return
@@ -68,7 +70,8 @@ def store(objects: ObjectStore, run: str, keep: Sequence[retention.Policy]) -> N
                 f"policies of run {run!r}: take {len(data)} bytes, at most {MAX_BYTES} can be stored: give fewer steps"
             )
         with suppress(AlreadyExistsError):  # another process may have been first: read again
-            objects.put(records.key_of(policy), data)
+            objects.put(key := records.key_of(policy), data)
+            own = key
     raise ConflictError(f"policies of run {run!r}: other processes keep storing policies; try again")
 
 

@@ -398,6 +398,24 @@ def test_eio_of_a_policy_lets_a_manager_begin(store):
         SnapshotManager(found, run="a", keep=[KeepLast(10)]).close()
 
 
+class NoPolicyIsRead(FaultStore):
+    """A store that takes policies, and shows none: its rules of access allow no read below that prefix."""
+
+    def get(self, key, *args, **kwargs):
+        if key.startswith("policies/"):
+            raise StorageError(f"{key}: access denied")
+        return super().get(key, *args, **kwargs)
+
+
+def test_policies_that_cannot_be_read_are_written_once(store):
+    with opened(NoPolicyIsRead(store)) as found:
+        for count in (1, 2):
+            found.set_policies("a", [KeepLast(5)])
+            assert len([key for key in keys_of(store) if key.startswith("policies/a.")]) == count
+    with opened(store) as found:
+        assert found.policies("a") == [KeepLast(5)]
+
+
 def test_eio_of_a_manifest_beside_a_damaged_pack(store):
     """Both kinds of damage are reported, and repair heals the snapshots that it can."""
     with opened(store) as found:

@@ -134,16 +134,27 @@ def _policies(given: dict[str, Any], best: list[str], steps: str | None) -> list
 
     keep: list[Policy] = [getattr(retention, kind)(value) for kind, value in given.items()]
     for text in best:
-        metric, *rest = text.split(":")
-        if len(rest) > 2 or not metric or (rest and not _is_number(rest[0])) or rest[1:] not in ([], ["min"], ["max"]):
-            raise UsageError(f"--keep-best {text!r}: expected METRIC, METRIC:N, METRIC:N:min or METRIC:N:max")
-        keep.append(retention.KeepBest(metric, int(rest[0]) if rest else 1, "max" if rest[1:] == ["max"] else "min"))
+        metric, number, mode = _best(text)
+        inner = _best(metric)[1] if metric else ""
+        if not metric or inner or (":" in metric and not number):  # else a typing error would name another metric
+            forms = "METRIC, METRIC:N, METRIC:N:min or METRIC:N:max"
+            raise UsageError(
+                f"--keep-best {text!r}: expected {forms}; a METRIC with a colon needs its N, such as val:loss:1"
+            )
+        keep.append(retention.KeepBest(metric, int(number or 1), "max" if mode == "max" else "min"))
     if steps is not None:
         numbers = [number.strip() for number in steps.split(",")]
         if not all(map(_is_number, numbers)):
             raise UsageError(f"--keep-steps {steps!r}: expected steps such as 1000,2000")
         keep.append(retention.KeepSteps(map(int, numbers)))
     return keep
+
+
+def _best(text: str) -> tuple[str, str, str]:
+    """Split the form METRIC[:N[:min|max]] from the right: a metric may have colons."""
+    found = re.fullmatch(r"(.*?)(?::(\d{1,16})(?::(min|max))?)?", text, re.DOTALL)
+    metric, number, mode = found.groups("") if found else ("", "", "")
+    return metric, number, mode
 
 
 def _is_number(text: str) -> bool:

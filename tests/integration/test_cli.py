@@ -917,6 +917,17 @@ def test_every_policy(series, options, steps):
         assert len(kept) <= len(steps) + 1
 
 
+def test_the_best_by_a_metric_with_a_colon(sh):
+    steps = {}
+    with Repository.open(sh.url) as repository:
+        for step, loss in enumerate((0.5, 0.1, 0.3, 0.2, 0.4)):
+            steps[repository.save({"w": step}, run="colons", step=step, metrics={"val:loss": loss}).id] = step
+    for option, best in (("val:loss:1", {1}), ("val:loss:2:min", {1, 3}), ("val:loss:2:max", {0, 4})):
+        kept = sh.json("forget", "--run", "colons", "--keep-best", option, "-n")["kept"]
+        assert {steps[s["id"]] for s in kept} == best | {4}
+    assert "such as val:loss:1" in sh.fails("forget", "--run", "exp", "--keep-best", "val:loss", code=2)
+
+
 def test_policies_that_make_no_sense(series):
     assert "would keep none" in series.fails("forget", "--run", "exp", "--keep-steps", "77")
     assert "no policy is stored" in series.fails("forget", "--run", "exp")
@@ -924,7 +935,7 @@ def test_policies_that_make_no_sense(series):
     assert "no snapshots" in series.fails("forget", "--run", "nope")
     assert "KeepLast" in series.fails("forget", "--run", "exp", "--keep-last", 0)
     assert "duration" in series.fails("forget", "--run", "exp", "--keep-within", "soon")
-    for bad in ("loss:x", "loss:1:best", ":1", "loss:1:min:2", "", f"loss:{'9' * 5000}"):
+    for bad in ("loss:x", "loss:1:best", ":1", "loss:1:min:2", "loss:1:2", "", f"loss:{'9' * 5000}", "val:loss"):
         assert "--keep-best" in series.fails("forget", "--run", "exp", "--keep-best", bad, code=2)
     for bad in ("1,x", "9" * 5000):
         assert "--keep-steps" in series.fails("forget", "--run", "exp", "--keep-steps", bad, code=2)

@@ -21,15 +21,14 @@ from __future__ import annotations
 import math
 import os
 import re
-import shutil
 import stat
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import CapabilityError, NotFoundError, SnapstoreError, StorageError
+from . import trials
 from .atomic_write import AtomicWriter, make_root, open_temps
 from .base import (
     GET_LIMIT_BYTES,
@@ -262,10 +261,10 @@ class LocalStore(ObjectStore):
     def prepare(self) -> None:
         """Require an empty directory on a case-sensitive file system.
 
-        Temporary files of ours may be here: a `create` that died or failed leaves them.
+        Temporary files and trials of ours may be here: a `create` or `doctor` that died leaves them.
         """
         with self._failures("/", "list"), self._rooted() as root:
-            there = _entries(root)
+            there = {name: kind for name, kind in _entries(root).items() if not trials.NAME.fullmatch(name)}
             ours = there in ({}, {"tmp": True})
             if ours and there:
                 with closing(open_folder(root, "tmp", "tmp")) as temps:
@@ -283,11 +282,11 @@ class LocalStore(ObjectStore):
     def sandbox(self) -> Iterator[LocalStore]:
         """Yield a store in a new folder, removed at the end; its name begins with a dot, so no listing shows it."""
         with self._failures("/", "write"):
-            folder = tempfile.mkdtemp(prefix=".snapstore-trial-", dir=self._root)
+            folder = trials.make(self._root)
         try:
             yield LocalStore(folder)
         finally:
-            shutil.rmtree(folder, ignore_errors=True)  # it follows no links
+            trials.remove(folder)
 
     # --- writing ---
 

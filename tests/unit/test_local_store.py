@@ -1230,3 +1230,24 @@ def test_two_processes_make_a_repository_at_once(tmp_path):
     (tmp_path / "repo").mkdir()
     with Repository.open_or_create(Late(tmp_path / "repo")) as repository:
         assert repository.save({"a": 1}, run="r", step=0).state == "committed"
+
+
+def test_trials_that_a_killed_doctor_left_are_no_content_and_the_next_trial_removes_old_ones(root, tmp_path):
+    with Repository.create(root) as repository:
+        store, kept = repository.store, tmp_path / "kept"
+        kept.mkdir()
+        old, new, link, other = (root / f".snapstore-trial-{name}" for name in ("old", "new", "link", "a.b"))
+        for folder in (old, new, other):
+            (folder / "probe").mkdir(parents=True)
+            (folder / "probe" / "rate").write_bytes(b"x")
+        link.symlink_to(kept)
+        for path in (old, link, other, kept):
+            os.utime(path, (1, 1), follow_symlinks=False)
+        with store.sandbox() as trial:
+            assert trial.root.is_dir()
+            assert not old.exists()
+        assert {path.name for path in root.glob(".*")} == {new.name, link.name, other.name}
+        assert kept.is_dir()
+    place = tmp_path / "place"
+    (place / new.name / "probe").mkdir(parents=True)
+    Repository.create(place).close()

@@ -14,6 +14,7 @@ from functools import partial
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from .. import retention
 from ..arrays import Bytes
@@ -45,7 +46,8 @@ class DivergenceResult:
         path: dotted path of the first tensor that differs, in the order of the save; "" for a tensor without a name;
             None if no tensor differs.
         index: its first element that differs, one number per dimension; None if the tensors cannot be compared.
-        chunk: number of the tensor's chunk, in C order, that has this element.
+        chunk: number of the tensor's chunk in a, in C order, that has this element. If several ranks saved the tensor,
+            or it has no chunk: the number that it would have in chunks of the whole tensor.
         before, after: the element in a and in b, as text.
         note: why there is no such element, such as another shape.
         unknown: key -> why, of records of the two runs that cannot be read or are gone. Their snapshots were not
@@ -145,7 +147,7 @@ def _compare(context: Context, steps: list[int], a: Snapshot, b: Snapshot) -> Di
                         f"{text} (0x{data[::-1].tobytes().hex()})" for text, data in zip(texts, place[1:], strict=True)
                     ]
                 index = tuple(int(n) for n in np.unravel_index(at, one.shape)) if one.shape else ()
-                chunk = place[0] // context.config.chunk_bytes
+                chunk = _chunk_at(before[key], place[0])
                 return replace(same, path=path, index=index, chunk=chunk, before=texts[0], after=texts[1])
     return same
 
@@ -155,15 +157,16 @@ def _first_byte(context: Context, a: StoredTensor, b: StoredTensor) -> tuple[int
     require_decoding(context.store, [*a.pieces, *b.pieces], f"comparing {a.snapshot.ref} and {b.snapshot.ref}:")
     itemsize, chunked = a.spec.itemsize, (_chunked(a), _chunked(b))
     start, pieces = 0, (pieces_of(context, a), pieces_of(context, b))
-    are_whole = context.config.chunk_bytes % itemsize == 0  # else an element may lie in two chunks
-    if are_whole and chunked[0] is not None and chunked[1] is not None:
+    if chunked[0] is not None and chunked[1] is not None:
         whole = chunked[0], chunked[1]
         rows = [slice(box.first_chunk, box.first_chunk + box.chunks) for _, box in whole]
         tables = [m.table for m, _ in whole]
-        if np.array_equal(tables[0].lengths[rows[0]], tables[1].lengths[rows[1]]):
+        lengths = _lengths(*whole[0])
+        are_whole = not (lengths % itemsize).any()  # else an element may lie in two chunks
+        if are_whole and np.array_equal(lengths, _lengths(*whole[1])):
             differs = (tables[0].digests[rows[0]] != tables[1].digests[rows[1]]).any(axis=1)
             first = int(np.argmax(differs))
-            start = int(tables[0].lengths[rows[0]][:first].sum(dtype=np.int64))
+            start = int(lengths[:first].sum())
             pieces = _from(context, a.snapshot, whole[0], first), _from(context, b.snapshot, whole[1], first)
     for one, other in zip(*pieces, strict=True):
         different = np.flatnonzero(one != other)
@@ -182,6 +185,18 @@ def _chunked(stored: StoredTensor) -> tuple[Manifest, Box] | None:
     m, entry = stored.pieces[0]
     boxes = list(boxes_of(m, entry))
     return (m, boxes[0][0]) if len(boxes) == 1 and boxes[0][1] is None else None
+
+
+def _lengths(m: Manifest, box: Box) -> npt.NDArray[np.int64]:
+    """Return the lengths of the chunks of a box, (n,) [bytes]."""
+    return m.table.lengths[box.first_chunk : box.first_chunk + box.chunks].astype(np.int64)
+
+
+def _chunk_at(stored: StoredTensor, byte: int) -> int:
+    """Return `DivergenceResult.chunk` of a byte. A manifest may have chunks of another size than the config says."""
+    if (chunked := _chunked(stored)) is not None:
+        return int(np.searchsorted(np.cumsum(_lengths(*chunked)), byte, side="right"))
+    return byte // stored.pieces[0][0].header.chunk_bytes
 
 
 def _from(context: Context, snapshot: Snapshot, chunked: tuple[Manifest, Box], first: int) -> Iterator[Bytes]:

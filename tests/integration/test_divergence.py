@@ -7,16 +7,19 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
+from kit.objects import replace
 from kit.rank_snapshots import RankWriter, columns, rows
 from kit.repositories import created, opened
 from kit.samples import SEED
 from kit.shell import invoke
 from snapstore import InvalidInputError, NotFoundError, Repository
 from snapstore.chunks.reader import ChunkReader
+from snapstore.format import records
 
 
 def state(step: int) -> dict[str, Any]:
@@ -65,6 +68,24 @@ def test_runs_that_meet_again(repository, monkeypatch):
     assert (found.path, found.index, found.chunk) == ("model.w", (40, 7), (40 * 40 + 7) * 4 // 1024)
     assert (float(found.before), found.after) == (float(state(3)["model"]["w"][40, 7]), "5.0")
     assert sum(decoded) <= 2 * 2, "from the chunk that differs on, not the chunks before"
+
+
+@pytest.mark.parametrize("chunk_bytes", [512, 1040, 65536])
+def test_chunks_are_those_of_the_manifests(chunk_bytes):
+    """A config that a repair has reconstructed may have another size of chunks."""
+
+    def change(step: int, value: dict[str, Any]) -> None:
+        value["model"]["w"][40, 7] = 5
+
+    store = created(1024)
+    with opened(store) as repository:
+        save(repository, "a", [0])
+        save(repository, "b", [0], change)
+        config = msgspec.structs.replace(repository.config, chunk_bytes=chunk_bytes)
+    replace(store, "config", records.encode(config))
+    with opened(store) as repository:
+        found = repository.first_difference("a", "b")
+        assert (found.index, found.chunk) == ((40, 7), (40 * 40 + 7) * 4 // 1024)
 
 
 def test_the_same_runs(repository):

@@ -300,9 +300,9 @@ def byte_view(data: Buffer) -> memoryview:
     """Return `data` as flat bytes.
 
     Raises:
-        InvalidInputError: It is not contiguous.
+        InvalidInputError: Its bytes are not contiguous in C order.
     """
     view = memoryview(data)
-    if not view.contiguous:
-        raise InvalidInputError(f"buffer of shape {view.shape}: expected contiguous bytes; copy it first")
+    if not view.c_contiguous:
+        raise InvalidInputError(f"buffer of shape {view.shape}: expected contiguous bytes in C order; copy it first")
     return view.cast("B") if view.nbytes else memoryview(b"")

@@ -296,10 +296,14 @@ class Steps:
             InvalidInputError: no KeepBest among the policies.
             IntegrityError, StorageError: a record of the run is gone, or cannot be read: it may be the best.
         """
-        for policy in self.keep:
-            if isinstance(policy, retention.KeepBest):
-                return self._answered("best_step", partial(self._best_by, policy))
-        raise InvalidInputError("best_step: no KeepBest among the policies; pass keep=[KeepBest('metric'), ...]")
+
+        def find() -> int | None:
+            for policy in self.keep:
+                if isinstance(policy, retention.KeepBest):
+                    return self._best_by(policy)
+            raise InvalidInputError("best_step: no KeepBest among the policies; pass keep=[KeepBest('metric'), ...]")
+
+        return self._answered("best_step", find)
 
     def _best_by(self, policy: retention.KeepBest) -> int | None:
         views = self._views()

@@ -734,6 +734,18 @@ def test_rank_0_alone_forgets_and_collects(store):
         assert not [key for name, key in stores[rank].log if name == "put" and not key.startswith(("packs/", "manif"))]
 
 
+@pytest.mark.parametrize("with_policies", [1, 0])
+def test_the_policies_of_rank_0_tell_the_best_step(store, with_policies):
+    managers = Managers(store, of_rank=lambda rank: {"keep": KeepBest("loss")} if rank < with_policies else {})
+    for step, loss in enumerate([3.0, 1.0, 2.0]):
+        managers.save(step, metrics={"loss": loss})
+    managers.all(lambda m, _: m.wait_until_finished())
+    for found in managers.all(lambda m, _: m.best_step()):
+        assert found == 1 if with_policies else "no KeepBest among the policies" in str(found)
+    assert managers.all(lambda m, _: m.latest_step()) == [2] * COUNT
+    assert managers.end() == [None] * COUNT
+
+
 def test_the_other_ranks_list_nothing_and_read_no_manifest_of_their_last_save(store):
     stores = [FaultStore(store) for _ in range(COUNT)]
     managers = Managers(store, stores=stores)

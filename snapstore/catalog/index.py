@@ -346,7 +346,8 @@ class Index:
         try:
             found = environment.get_all(b"manifests", [ref.sha256 for ref in refs]) if environment else {}
         except (lmdb.Error, OSError) as error:
-            log.warning("index %s cannot be read (%s); the objects are read instead", self.folder, error)
+            if self._environment is environment:
+                log.warning("index %s cannot be read (%s); the objects are read instead", self.folder, error)
             return {}
         cached = ((ref, found[ref.sha256]) for ref in refs if ref.sha256 in found)
         return {ref.sha256: data for ref, data in cached if manifest.is_header_of(data, ref)}
@@ -398,7 +399,8 @@ class Index:
                 if database != b"records":
                     environment.put(database, items)
         except (lmdb.Error, OSError) as error:
-            log.warning("index %s cannot be written (%s); the next write adds what is missing", self.folder, error)
+            if self._environment is environment:
+                log.warning("index %s cannot be written (%s); the next write adds what is missing", self.folder, error)
 
     def check_process(self) -> None:
         """Raise InvalidInputError in a forked child."""
@@ -410,9 +412,9 @@ class Index:
         if os.getpid() != self._pid:  # before the lock: the fork may have left it held; and the folder is the parent's
             return
         with self._lock:
-            if self._environment is not None:
-                self._environment.release()
-            self._environment = None
+            environment, self._environment = self._environment, None
+            if environment is not None:
+                environment.release()
             if self.temporary and self.folder is not None:
                 shutil.rmtree(self.folder, ignore_errors=True)
 

@@ -100,7 +100,8 @@ class Environment:
             if self._users == 0:
                 if self._open.get(self._name) is self:  # not by name: a link may lead elsewhere now
                     del self._open[self._name]
-                self._env.close()
+                with self._lock:  # another thread may read
+                    self._env.close()
                 end_use(self._use)
 
     def _open_lmdb(self) -> None:

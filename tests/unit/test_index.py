@@ -938,6 +938,24 @@ def test_an_index_that_does_not_fit_is_rebuilt(tmp_path, caplog):
             again.close()
 
 
+@pytest.mark.parametrize("what", ["get_all", "put"])
+def test_an_index_that_another_thread_closes_is_not_called_damaged(made, monkeypatch, caplog, what):
+    """No warning says that its folder was removed: the objects are read from the store."""
+    with Repository.open(made) as repository:
+        index, method = repository.context.index, getattr(Environment, what)
+        refs = [ref for snapshot in repository.snapshots() for ref in snapshot.manifests]
+        if what == "put":
+            monkeypatch.setattr(Environment, "get_all", lambda *args: {})
+
+        def closed_first(environment, *args):
+            index.close()
+            return method(environment, *args)
+
+        monkeypatch.setattr(Environment, what, closed_first)
+        assert [header.part for header in index.headers(refs)] == [ref.part for ref in refs]
+    assert caplog.text == ""
+
+
 def test_only_records_that_rule_are_read(tmp_path):
     store = MemoryStore()
     with Repository.create(store, chunk_bytes=1024, options=OPTIONS) as repository:

@@ -141,7 +141,7 @@ def write(
     Raises:
         InvalidInputError: the caller's memory was changed meanwhile.
         IntegrityError: a blob does not decode to its chunk; nothing refers to the blob.
-        SnapstoreError: a base cannot be read, and the inputs come from an iterator.
+        SnapstoreError: a base cannot be read, and a gc has fenced the session, or the inputs come from an iterator.
     """
     rank, world_size = place
     share_bytes = sum(tensor.spec.nbytes for part in inputs if world_size for tensor in part.tensors)
@@ -175,13 +175,17 @@ def write(
                 chunks.finish()
                 return _write_manifests(context, session, chunks, layouts, place)
         except BaseDamagedError as damage:
-            _require_repeatable(inputs, damage)
+            _require_repeatable(session, inputs, damage)
             log.warning("run=%s step=%d saving in full, a base cannot be read: %s", session.run, session.step, damage)
             bases = Bases()
 
 
-def _require_repeatable(inputs: Sequence[PartInput], damage: BaseDamagedError) -> None:
-    """Raise the error of the damaged base if the inputs come from an iterator, which cannot be read again."""
+def _require_repeatable(session: AnySession, inputs: Sequence[PartInput], damage: BaseDamagedError) -> None:
+    """Raise the error of the damaged base if the inputs come from an iterator, which cannot be read again.
+
+    Raise ConflictError if the session is gone: a gc has fenced it, and deleted the base.
+    """
+    session.require_session()
     if any(part.once for part in inputs):
         cause = damage.__cause__
         raise (type(cause) if isinstance(cause, SnapstoreError) else IntegrityError)(

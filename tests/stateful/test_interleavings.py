@@ -277,6 +277,23 @@ def test_a_saver_paused_past_its_fence_cannot_commit(stage, stand):
     assert "a@3" not in refs
 
 
+def test_a_fenced_saver_whose_base_is_gone_names_the_fence(stage):
+    """An iterator cannot be read again, so the save ends where it reads the base; nothing is damaged."""
+
+    def body(store: ObjectStore) -> Any:
+        with opened(store) as repository:
+            return repository.save(iter([("model.drift", values("a", 3)["model"]["drift"])]), run="a", step=3)
+
+    saver = stage.enter("S", body).until("get_range", "packs/")
+    forgetting("a@0", "a@2", "b@0")(stage.store)
+    gc = stage.enter("G", collecting(0.0), seen_dead=True)
+    assert len(gc.finish().fenced) == 1
+    assert saver.at[1] not in keys_of(stage.store)
+    with pytest.raises(ConflictError, match="gc fenced this save"):
+        saver.finish()
+    stage.check()
+
+
 def test_a_fence_that_comes_after_the_commit_changes_nothing(stage):
     saver = stage.enter("S", saving("a", 3, 3)).until("release", "sessions/")
     gc = stage.enter("G", collecting(0.0), seen_dead=True)

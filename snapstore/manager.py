@@ -125,7 +125,7 @@ class SnapshotManager(Steps):
         self._exchange = None
         self._owned = not isinstance(repository, Repository)
         try:
-            alike = f"open, replicas={replicas!r}, on_busy={on_busy!r}, run={run!r}"
+            alike = f"open, replicas={replicas!r}, on_busy={on_busy!r}, save_interval_steps={interval}, run={run!r}"
             opened = partial(self._opened, repository, options, parent, mirror, kept_there)
             self.repository: Repository = opened() if self._job is None else self._job.open(alike, opened)
         except BaseException as error:

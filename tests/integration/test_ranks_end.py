@@ -200,6 +200,7 @@ def test_the_wait_of_a_closing_rank_is_bounded(why, monkeypatch):
     [
         ({"run": "b"}, "rank 1 asks for open.*run='b', and rank 0 has asked for open.*run='a'"),
         ({"on_busy": "skip"}, "rank 1 asks for open.*on_busy='skip', .*and rank 0 has asked for open.*on_busy='wait'"),
+        ({"save_interval_steps": 5}, "save_interval_steps=5, .*and rank 0 has asked for open.*save_interval_steps=1, "),
         ({"repository": None}, "rank 1: the repository at .* expected [0-9a-f]{32}, got [0-9a-f]{32}"),
     ],
 )

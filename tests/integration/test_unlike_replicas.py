@@ -238,7 +238,7 @@ def test_of_stages_the_first_rank_that_holds_a_tensor_stores_it():
 
 def test_the_ranks_pass_the_same():
     mode = {"of_rank": lambda rank: {"replicas": "rank0" if rank == 1 else "check"}}
-    said = "replicas='rank0', on_busy='wait', run='a', and rank 0 has asked for open, replicas='check'"
+    said = "replicas='rank0', .*, and rank 0 has asked for open, replicas='check'"
     with pytest.raises(InvalidInputError, match=said):
         Managers(created(), silent_s=1.0, **mode)
 

@@ -264,7 +264,7 @@ def test_forgetting(scene, rights):
 @needs_server
 def test_other_manifests(scene, rights):
     other = scene.snapshot("theirs@1")
-    forged = scene.snapshot().revised(manifests=other.manifests)
+    forged = scene.snapshot().revised(manifests=other.manifests, depth=other.depth)
     if rights == "one run":
         refused(lambda: scene.put(forged))
         return

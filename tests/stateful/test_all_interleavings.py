@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from functools import cache
 from random import Random
-from typing import Any
 
 import pytest
+from test_compact_interleavings import compacting
+from test_compact_interleavings import history as of_compact
 
 from kit import foreign
 from kit.faults import MODES, FaultStore
 from kit.lies import RandomLiar
 from kit.objects import clone
-from kit.repositories import check_clean, check_restores, created, is_whole, opened, save
+from kit.repositories import check_clean, check_restores, is_whole, opened, save
 from kit.schedules import (
     PER_TEST,
     SCHEDULES,
@@ -29,24 +30,16 @@ from kit.schedules import (
     tagging,
     unforgetting,
 )
-from snapstore import KeepLast
 from snapstore.storage.base import ObjectStore
 from snapstore.storage.memory import MemoryStore
 
 
 @cache
 def history() -> MemoryStore:
-    """a@7 to a@9, whose chains need blobs of collected snapshots; a@6, forgotten; forks b@0, and c@0 in codec 70."""
-    store = created()
-    with opened(store) as repository:
-        for step in range(10):
-            save(repository, "a", step, step)
-        save(repository, "b", 0, 50, parent="a@5", bases=["a@5"])
-        with foreign.written():
-            save(repository, "c", 0, 60, parent="a@8")
-        repository.forget([KeepLast(4)], run="a")
-        repository.gc()
-        repository.forget_snapshots(["a@6"])
+    """The one of test_compact_interleavings.py, and c@0, which was forked from a@8, in codec 70."""
+    store = clone(of_compact())
+    with opened(store) as repository, foreign.written():
+        save(repository, "c", 0, 60, parent="a@8")
     return store
 
 
@@ -59,14 +52,6 @@ def source() -> MemoryStore:
     with opened(store) as repository:
         save(repository, "a", 30, 30, parent="a@7")
     return store
-
-
-def compacting(**options: Any) -> Body:
-    def body(store: ObjectStore) -> None:
-        with opened(store) as repository:
-            assert repository.compact(**options).failed == []
-
-    return body
 
 
 def recoding(store: ObjectStore) -> None:

@@ -21,8 +21,10 @@ from ..threads import no_threads
 
 log = logging.getLogger("snapstore")
 T = TypeVar("T")
-#: The pause between two looks for a message [s]: it doubles from the first value to the second.
+#: The shortest and the longest pause between two looks for a message [s].
 POLL_S, POLL_MAX_S = 0.002, 0.05
+#: Between these, a pause is this share of the time that the wait has taken so far: so long a message may lie unread.
+POLL_SHARE = 0.25
 #: A rank sends a heartbeat this many times in `silent_s`.
 BEATS = 4
 #: The longest period of heartbeats, and the period of the functions that were added to the Heart [s].
@@ -152,11 +154,10 @@ class Heart:
 
 def wait_for(look: Callable[[], T | None], watch: Callable[[], object], *, poll_max_s: float = POLL_MAX_S) -> T:
     """Return the first result of `look` that is not None; between looks call `watch`, which raises to end the wait."""
-    pause_s = POLL_S
+    began = time.monotonic()
     while (found := look()) is None:
         watch()
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, poll_max_s)
+        time.sleep(min(max(POLL_SHARE * (time.monotonic() - began), POLL_S), poll_max_s))
     return found
 
 

@@ -55,7 +55,6 @@ class BoxMap:
     patterns: Sequence[Rows]
     _found: dict[tuple[int, tuple[int, ...], tuple[int, ...]], frozenset[int]] = field(default_factory=dict)
     _of_ranks: dict[int, Rows] = field(default_factory=dict)  # by pattern: its boxes, by rank
-    _whole: dict[tuple[int, tuple[int, ...]], bool] = field(default_factory=dict)  # by pattern, by shape
 
     @classmethod
     def of_rank(cls, rank: int, boxes: Mapping[int, Sequence[Box]], count: int) -> BoxMap:
@@ -91,12 +90,13 @@ class BoxMap:
             columns[-1][numbers] = known[own.tensors]
             ranks.append(rank)
         table = np.ascontiguousarray(np.array(columns, np.int64).reshape(len(columns), count).T)
+        keys, width = table.tobytes(), table.itemsize * len(ranks)
         tensors, found = np.zeros(count, np.int64), dict[bytes, tuple[int, Rows]]()
         left, left_out = MAX_BYTES - 4 * count - 1024, 0
-        for number, column in enumerate(table):
-            key = column.tobytes()
+        for number in range(count):
+            key = keys[number * width : (number + 1) * width]
             if key not in found:
-                rows = _rows_of(column, ranks, held)
+                rows = _rows_of(table[number], ranks, held)
                 left -= rows.nbytes + 8
                 if not len(rows) or left < 0:  # no rank has a box, or there is no room
                     left += rows.nbytes + 8
@@ -184,22 +184,25 @@ class BoxMap:
         boxes: list[list[int]] = rows[first:end, 1:].tolist()
         return boxes
 
-    def is_whole(self, tensor: int, shape: Sequence[int]) -> bool | None:
-        """Return whether the boxes of a tensor are disjoint and cover it; None: not in the map.
+    def torn(self, shapes: Sequence[tuple[int, ...]]) -> list[int]:
+        """Return the numbers of the tensors whose boxes overlap or leave a part out, as far as they are in the map.
 
         Every index of a dimension gets a pseudorandom coordinate of 64 bits. With these coordinates, the volumes of the
         boxes modulo 2^64 add up to the tensor's volume if the boxes tile it, and otherwise almost never.
+
+        Args:
+            shapes: of all tensors.
         """
-        pattern = int(self.tensors[tensor]) if tensor < len(self.tensors) else 0
-        if not pattern:
-            return None
-        key = pattern, tuple(shape)
-        if key not in self._whole:
-            rows, dims = self.patterns[pattern - 1], len(shape)
-            firsts, ends = rows[:, 1 : 1 + dims], rows[:, 1 : 1 + dims] + rows[:, 1 + dims :]
-            whole = _volumes(np.zeros((1, dims), np.int64), np.array([shape], np.int64))
-            self._whole[key] = bool((_volumes(firsts, ends).sum(dtype=np.uint64) == whole).all())
-        return self._whole[key]
+        forms = list(zip(self.tensors.tolist(), shapes, strict=True))
+        torn = {form for form in set(forms) if form[0] and not self._is_whole(*form)}
+        return [number for number, form in enumerate(forms) if form in torn] if torn else []
+
+    def _is_whole(self, pattern: int, shape: tuple[int, ...]) -> bool:
+        """Return whether the boxes of a pattern tile a tensor."""
+        rows, dims = self.patterns[pattern - 1], len(shape)
+        firsts, ends = rows[:, 1 : 1 + dims], rows[:, 1 : 1 + dims] + rows[:, 1 + dims :]
+        whole = _volumes(np.zeros((1, dims), np.int64), np.array([shape], np.int64))
+        return bool((_volumes(firsts, ends).sum(dtype=np.uint64) == whole).all())
 
     def count(self, tensor: int) -> int | None:
         """Return how many boxes a tensor has on all ranks; None: not in the map."""

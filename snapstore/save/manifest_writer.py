@@ -211,30 +211,31 @@ class Layout:
 
     def append(self, tensor: TensorInput, chunks: int, inline: bytes) -> None:
         """Add the entry of a tensor, or a box to its entry; it lies in `chunks` chunks, or inline."""
-        spec = tensor.spec
-        place = (len(self.inline), spec.nbytes) if inline else None
+        spec, nbytes = tensor.spec, tensor.spec.nbytes
+        place = (len(self.inline), nbytes) if inline else None
         if tensor.box_of is None:
             boxes = [Box((0,) * len(spec.shape), spec.shape, self.rows, chunks)] if chunks else []
             self.entries.append(entry_of(spec, boxes, place))
         else:
             self._append_box(tensor, tensor.box_of, chunks, place)
         self.rows += chunks
-        self.logical_bytes += spec.nbytes
+        self.logical_bytes += nbytes
         self.inline += inline
 
     def _append_box(self, tensor: TensorInput, of: BoxOf, chunks: int, place: tuple[int, int] | None) -> None:
-        if self.whole != of.name:
-            before = sum(entry.path == of.spec.path for entry in self.entries) if of.name[2] else 0
-            missing = of.same_path[before : of.name[2]]  # readers count the entries of a path
-            self.entries += [entry_of(spec) for spec in (*missing, of.spec)]
-            self.whole = of.name
-        last = self.entries[-1]
-        self.boxes[of.number] = (*self.boxes.get(of.number, ()), (of.piece.offsets, tensor.spec.shape))
-        boxes, inline = (*last.boxes, Box(of.piece.offsets, tensor.spec.shape, self.rows, chunks)), last.inline
-        if place is not None:
-            start, size = inline or (place[0], 0)
-            inline = (start, size + place[1])
-        self.entries[-1] = msgspec.structs.replace(last, boxes=boxes, inline=inline)
+        offsets, sizes = of.piece.offsets, tensor.spec.shape
+        boxes: tuple[Box, ...] = (Box(offsets, sizes, self.rows, chunks),)
+        if self.whole == of.name:  # a further box of the last entry
+            last = self.entries.pop()
+            boxes = (*last.boxes, *boxes)
+            if last.inline is not None:
+                place = (last.inline[0], last.inline[1] + (place[1] if place else 0))
+        elif of.name[2]:
+            before = sum(entry.path == of.spec.path for entry in self.entries)
+            self.entries += map(entry_of, of.same_path[before : of.name[2]])  # readers count the entries of a path
+        self.entries.append(entry_of(of.spec, boxes, place))
+        self.whole = of.name
+        self.boxes[of.number] = (*self.boxes.get(of.number, ()), (offsets, sizes))
 
     def append_alike(self, wholes: Sequence[TensorSpec], own: Iterable[TensorInput]) -> None:
         """Add entries without bytes for tensors that share a path with a rank's own value.

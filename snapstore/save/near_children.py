@@ -67,16 +67,18 @@ class NearChildren:
         Raises:
             Anything that `read` raises.
         """
+        own, needs_one = self._boxes[root.header.part], root.header.part in self._with_own
+        if not own and not needs_one:
+            return
         there: dict[Form, list[int]] = {}
         for number, entry in enumerate(root.tensors):
             there.setdefault((entry.path, entry.dtype, entry.shape), []).append(number)
-        wanted = {form: boxes for form, boxes in self._boxes[root.header.part].items() if form in there}
+        wanted = {form: boxes for form, boxes in own.items() if form in there}
         missing = sum(math.prod(sizes) for boxes in wanted.values() for _, sizes in boxes)
         places = ((number, box) for form, boxes in wanted.items() for number in there[form] for box in boxes)
         named = ranks_with(root.header.box_map, places, manifest_name(root.header))
         at = self._place * root.header.world_size - 0.5
         near = sorted(root.header.children, key=lambda ref: abs(ref.rank - at))
-        needs_one = root.header.part in self._with_own
         first = near[0].rank if near and needs_one else None
         for ref in sorted(near, key=lambda ref: (ref.rank != first, ref.rank not in named)):
             if missing <= 0 and not needs_one:

@@ -193,7 +193,7 @@ def _box_map(found: Sequence[ManifestHeader], orders: Mapping[tuple[int, str], C
             own = BoxMap.decode(header.box_map, manifest_name(header))
             maps.append((header.rank, own, orders[header.rank, header.part]))
     merged = BoxMap.merged(maps, len(part.specs))
-    torn = [shown(spec.path) for i, spec in enumerate(part.specs) if merged.is_whole(i, spec.shape) is False]
+    torn = [shown(part.specs[number].path) for number in merged.torn([spec.shape for spec in part.specs])]
     if torn:
         raise InvalidInputError(
             f"{some(torn, 5)}: the shards of the ranks overlap, or leave some of it out: check the offsets that the "

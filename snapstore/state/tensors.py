@@ -67,15 +67,34 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 @lru_cache(maxsize=4096, typed=True)  # a state has thousands of tensors of a few shapes; True is not 1
-def _nbytes(itemsize: int, *shape: int) -> tuple[int, int]:
-    """Return the bytes of all elements, and the bytes that strides may span: those of an empty tensor count sizes of 1.
+def _nbytes(kind: str, dtype: str, *shape: int) -> int:
+    """Return the bytes of all elements.
 
     Raises:
+        FormatError: kind or dtype is unknown; or an array of this shape would exceed 2**63 bytes.
         ValueError: the shape is impossible.
     """
+    itemsize = _itemsize(kind, dtype)
     if len(shape) > MAX_DIMENSIONS or any(type(n) is not int or n < 0 for n in shape):
         raise ValueError(shape)
-    return math.prod(shape) * itemsize, math.prod(max(n, 1) for n in shape) * itemsize
+    if math.prod(max(n, 1) for n in shape) * itemsize > INT_MAX:  # strides of an empty array count sizes of 1
+        raise FormatError(f"shape {shape!r} of {dtype} exceeds 2**63 bytes")
+    return math.prod(shape) * itemsize
+
+
+def _itemsize(kind: str, dtype: str) -> int:
+    """Return the bytes of an element.
+
+    Raises:
+        FormatError: kind or dtype is unknown.
+    """
+    if kind in ("tensor", "parameter") and dtype in TORCH_DTYPES:
+        return TORCH_DTYPES[dtype][0]
+    if kind == "array" and (size := numpy_dtype(dtype).itemsize):
+        return size
+    if kind in ("bytes", "page") and dtype == "bytes":
+        return 1
+    raise FormatError(f"{kind!r} of dtype {dtype!r} is unknown to this release")
 
 
 class TensorSpec(msgspec.Struct, frozen=True, gc=False):
@@ -106,13 +125,10 @@ class TensorSpec(msgspec.Struct, frozen=True, gc=False):
         Raises:
             FormatError: kind or dtype is unknown.
         """
-        if self.kind in ("tensor", "parameter") and self.dtype in TORCH_DTYPES:
-            return TORCH_DTYPES[self.dtype][0]
-        if self.kind == "array" and (size := numpy_dtype(self.dtype).itemsize):
-            return size
-        if self.kind in ("bytes", "page") and self.dtype == "bytes":
-            return 1
-        raise FormatError(f"{shown(self.path)}: {self.kind!r} of dtype {self.dtype!r} is unknown to this release")
+        try:
+            return _itemsize(self.kind, self.dtype)
+        except FormatError as error:
+            raise FormatError(f"{shown(self.path)}: {error}") from None
 
     @property
     def element_size(self) -> int:
@@ -139,12 +155,11 @@ class TensorSpec(msgspec.Struct, frozen=True, gc=False):
             FormatError: kind, dtype or shape is invalid.
         """
         try:
-            nbytes, spanned = _nbytes(self.itemsize, *self.shape)
+            return _nbytes(self.kind, self.dtype, *self.shape)
         except (TypeError, ValueError):  # a size that is a list cannot be looked up
             raise FormatError(f"{shown(self.path)}: shape {self.shape!r} is impossible") from None
-        if spanned > INT_MAX:
-            raise FormatError(f"{shown(self.path)}: shape {self.shape!r} of {self.dtype} exceeds 2**63 bytes")
-        return nbytes
+        except FormatError as error:
+            raise FormatError(f"{shown(self.path)}: {error}") from None
 
     def check(self) -> None:
         """Check that `flatten` can have made this spec.

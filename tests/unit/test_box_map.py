@@ -61,13 +61,13 @@ def test_the_ranks_named_are_those_whose_boxes_overlap(shapes, world, cut, data)
         for rank in range(world):
             assert found.boxes(tensor, rank) == [[*o, *s] for o, s in held[rank].get(tensor, ())]
         assert found.count(tensor) == sum(len(own.get(tensor, ())) for own in held)
-        assert found.is_whole(tensor, shape)
+    assert found.torn([tuple(shape) for shape in shapes]) == []
 
 
 @given(st.integers(2, 9), st.integers(1, 4), st.integers(2, 5), st.data())
 @settings(max_examples=80, deadline=None)
-def test_only_disjoint_boxes_that_cover_a_tensor_are_whole(height, width, world, data):
-    """A tensor is whole if and only if each element is in exactly one box.
+def test_a_tensor_is_torn_unless_its_boxes_are_disjoint_and_cover_it(height, width, world, data):
+    """A tensor is torn unless each element is in exactly one box; the tensors beside it, of the same shape, are not.
 
     Shards are moved, or cut at the edges of the tensor. The sizes of moved shards can still add up.
     """
@@ -82,13 +82,14 @@ def test_only_disjoint_boxes_that_cover_a_tensor_are_whole(height, width, world,
             counts[low:high] += 1
     if not held:
         return
-    maps = [(rank, BoxMap.of_rank(rank, {0: own}, 1), np.arange(1)) for rank, own in held.items()]
-    assert BoxMap.merged(maps, 1).is_whole(0, (height, width)) == bool((counts == 1).all())
+    maps = [(rank, BoxMap.of_rank(rank, {0: own}, 1), np.array([1])) for rank, own in held.items()]
+    maps.append((world, BoxMap.of_rank(world, {n: [((0, 0), (height, width))] for n in (0, 1)}, 2), np.array([0, 2])))
+    assert BoxMap.merged(maps, 3).torn([(height, width)] * 3) == ([] if (counts == 1).all() else [1])
 
 
-def test_whether_a_tensor_is_whole_is_not_said_without_boxes():
+def test_a_tensor_without_boxes_is_not_called_torn():
     found = BoxMap.merged([(0, BoxMap.of_rank(0, {1: [((), ())]}, 2), np.arange(2))], 2)
-    assert (found.is_whole(0, (3,)), found.is_whole(1, ())) == (None, True)
+    assert found.torn([(3,), ()]) == []
 
 
 def test_its_size_grows_with_the_forms_of_tensors_and_not_with_their_number():

@@ -48,6 +48,7 @@ from ..state.arrays import memory_key
 from ..state.containers import Path
 from ..state.per_rank import is_per_rank
 from ..state.sharded import Boxes, Sharding, dtensor_like, locals_of, sharding_of
+from ..state.wrapped import unwrapped
 from .names import Closed
 from .target import NO_PROCESS
 
@@ -345,12 +346,12 @@ def _changed(planner: DefaultSavePlanner, plan: SavePlan, flat: dict[str, Any]) 
 
 def _resolved(planner: DefaultSavePlanner, key: str, held: Any, items: Sequence[WriteItem]) -> Any:
     """Return the tensor that a planner makes of a tensor; None: it is unchanged. Raises as `_changed` does."""
-    values: list[Any] = [planner.resolve_data(item) for item in items]
+    values: list[Any] = [unwrapped(planner.resolve_data(item)) for item in items]
     name = f"{key}: {type(planner).__name__}"
     sharding = None if held is None else sharding_of(held)
     if not all(isinstance(one, torch.Tensor) for one in values) or not (sharding or isinstance(held, torch.Tensor)):
         raise InvalidInputError(f"{name} makes a {type(values[0]).__name__} of a tensor")
-    old = [held] if sharding is None else locals_of(held)
+    old = [unwrapped(held)] if sharding is None else locals_of(held)
     boxes = [one.tensor_data.chunk for one in items if one.tensor_data is not None]
     parts = [(box, value) for box, value in zip(boxes, values, strict=True) if value.numel()]
     if _is_strided(held) and len(items) == len(old) == 1:  # DCP's box may be another one: see `read_items`

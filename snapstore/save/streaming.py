@@ -23,6 +23,7 @@ from ..state.held_array import Held
 from ..state.stateful import is_stateful
 from ..state.tensors import TensorSpec, array_node, is_array
 from ..state.tree_encode import encode_plain
+from ..state.wrapped import unwrapped
 from .inputs import PartInput, TensorInput, inputs_of
 
 _END = object()
@@ -104,11 +105,11 @@ def input_of(path: Path, value: Any, engines: Engines) -> TensorInput:
     Raises:
         UnsupportedLeafError: it has no stored form.
     """
+    grad, value = getattr(value, "requires_grad", False), unwrapped(value)
     try:
         kind, dtype, shape = describe(value)
     except UnsupportedLeafError as error:
         raise UnsupportedLeafError(f"{display(path)}: {error}; nothing was committed") from error
-    grad = kind in ("tensor", "parameter") and value.requires_grad
     spec = TensorSpec(path, kind, dtype, shape, grad, None)
     held = Held(value, spec)
     key = ("", spec.path, 0)

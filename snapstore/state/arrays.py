@@ -24,6 +24,7 @@ from ..errors import CapabilityError, UnsupportedLeafError
 from .containers import shown
 from .sharded import Sharding, locals_of, sharding_of
 from .tensors import MAX_DIMENSIONS, TORCH_DTYPES, TensorSpec, family, is_array, numpy_dtype, numpy_dtype_name
+from .wrapped import unwrapped
 
 if TYPE_CHECKING:
     import torch
@@ -177,7 +178,8 @@ def mismatch(spec: TensorSpec, target: Any) -> str | None:
         sharding = sharding_of(target)
     except UnsupportedLeafError as error:
         return f"type: {error}"
-    found = (_mismatch(spec, one, sharding) for one in ([target] if sharding is None else locals_of(target)))
+    targets = [unwrapped(target)] if sharding is None else locals_of(target)
+    found = (_mismatch(spec, one, sharding) for one in targets)
     return next(filter(None, found), None)
 
 

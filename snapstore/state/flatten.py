@@ -42,6 +42,7 @@ from .stateful import buffers_of, is_stateful, names_in_modules, state_of
 from .structure import Structure, learn
 from .tensors import Node, TensorSpec, array_node
 from .tree_encode import PLAIN, Encoder
+from .wrapped import unwrapped
 
 MAX_PARTS = 64  # a state with more top-level containers and objects has only the part ""
 
@@ -184,9 +185,9 @@ class _Flattener:
         return (state,)
 
     def _put(self, value: Any, path: Path) -> Node:
-        stored = bytes(value) if type(value) is bytearray else value
+        stored = bytes(value) if type(value) is bytearray else unwrapped(value)
         kind, dtype, shape = describe(stored)
-        tag = "bytearray" if stored is not value else kind
+        tag = "bytearray" if type(value) is bytearray else kind
         grad = tag in ("tensor", "parameter") and value.requires_grad
         return self._node(TensorSpec(path, kind, dtype, shape, grad, None), stored, tag)
 

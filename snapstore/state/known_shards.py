@@ -14,6 +14,7 @@ from typing import Any
 from ..threads import imported
 from .learner import DifferentStructureError
 from .sharded import local_of, sharding_of
+from .wrapped import unwrapped
 
 _spec: Any = attrgetter("_spec")  # mesh, placements, global shape and dtype: `==` compares all of them
 _requires_grad: Any = attrgetter("requires_grad")
@@ -34,8 +35,9 @@ class KnownShards:
         self._count = len(arrays)
         self._at = [i for i, array in enumerate(arrays) if sharding_of(array) is not None]
         found = [arrays[i] for i in self._at]
-        if not all(hasattr(array, "_spec") and local_of(array) is array._local_tensor for array in found):
+        if not all(hasattr(array, "_spec") and local_of(array) is unwrapped(array._local_tensor) for array in found):
             raise DifferentStructureError
+        self._wrapped = [i for i, array in enumerate(found) if local_of(array) is not array._local_tensor]
         self._specs = list(map(_spec, found))
         self._grads = _grads_of(found)
         self._need_grad = any(self._grads)
@@ -55,6 +57,8 @@ class KnownShards:
             raise DifferentStructureError
         self._specs = specs  # comparing with the same objects is faster
         local = list(map(_local, found))
+        for i in self._wrapped:
+            local[i] = unwrapped(local[i])
         if set(map(type, local)) != {sys.modules["torch"].Tensor}:
             raise DifferentStructureError
         if found is arrays:

@@ -43,6 +43,7 @@ from .containers import CONTAINERS, Path, children, like, metadata_of, shown
 from .sharded import Boxes, local_of, locals_of, sharding_of
 from .tensors import Slot, StoredPart, TensorSpec, can_tie, family
 from .tree_decode import ELSEWHERE, Decoded
+from .wrapped import unwrapped
 
 if TYPE_CHECKING:
     import torch
@@ -112,8 +113,8 @@ class RestoreBuffers:
         self._decoded = decoded or Decoded()
         self._sources: dict[Want, _Source] = {}
         self._boxes: dict[Slot, Boxes] = {}  # of the targets that are sharded
-        self._targets: dict[Slot, Any] = {}  # arrays of `into` to fill; of sharded ones the local tensors
-        self._sharded: dict[Slot, Any] = {}  # the sharded ones themselves
+        self._targets: dict[Slot, Any] = {}  # arrays of `into` to fill; of sharded and wrapped ones the inner tensors
+        self._wholes: dict[Slot, Any] = {}  # the sharded and wrapped ones themselves
         self._owned: set[Slot] = set()  # slots whose target belongs to an object
         self._overlapping: set[Slot] = set()  # slots whose target shares memory with that of another source
 
@@ -139,10 +140,12 @@ class RestoreBuffers:
             self._owned.add(slot)
         sharding = sharding_of(target)
         if sharding is None:
-            self._targets[slot] = target
+            self._targets[slot] = inner = unwrapped(target)
+            if inner is not target:
+                self._wholes[slot] = target
             return
         self.remove(slot)
-        self._sharded[slot] = target
+        self._wholes[slot] = target
         if sharding.is_apart:
             for box, local in zip(sharding.boxes, locals_of(target), strict=True):
                 self._fill_boxes(Slot(slot.part, slot.index, slot.tag), (box,), local)
@@ -226,7 +229,7 @@ class RestoreBuffers:
         if len(places) > 1:
             self._overlapping.update(slot for *_, slot in group)
             for *_, slot in group:
-                if slot in self._owned and slot not in self._sharded:  # its object decides how to load it
+                if slot in self._owned and slot not in self._wholes:  # its object decides how to load it
                     del self._targets[slot]
 
     def fills_at_once(self) -> bool:
@@ -340,7 +343,7 @@ class RestoreBuffers:
         Places that are left out are alike, and so are those whose arrays `fill_overlapping` compares.
         """
         sources = [self._sources.get(self._want(slot)) for slot in (one, other)]
-        compared = self._sharded.keys() | (self._overlapping & self._targets.keys())
+        compared = self._wholes.keys() | (self._overlapping & self._targets.keys())
         for slot, source in zip((one, other), sources, strict=True):
             if source is None or slot not in source.slots or slot in compared:
                 return True
@@ -374,7 +377,7 @@ class RestoreBuffers:
             InvalidInputError: It has other values.
         """
         source = self._source(slot)
-        array = value if sharding_of(value) is None else local_of(value)
+        array = unwrapped(value) if sharding_of(value) is None else local_of(value)
         stored = self.buffer(source.want)
         if dtype := _cast_from(source.spec, array):
             expected = array.new_empty(array.shape)
@@ -412,7 +415,7 @@ class RestoreBuffers:
         return new
 
     def _value(self, slot: Slot) -> Any:
-        target = self._sharded.get(slot, self._targets.get(slot))
+        target = self._wholes.get(slot, self._targets.get(slot))
         if target is not None:
             return target
         source = self._source(slot)

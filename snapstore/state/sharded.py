@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import UnsupportedLeafError
 from ..threads import imported
 from .containers import has
+from .wrapped import unwrapped
 
 if TYPE_CHECKING:
     import torch
@@ -118,7 +119,7 @@ def locals_of(value: Any) -> list[torch.Tensor]:
         found = [local.trigger_wait()]
     else:
         found = [local]
-    return [one.detach() if one.requires_grad else one for one in found]
+    return [one.detach() if one.requires_grad else one for one in map(unwrapped, found)]
 
 
 def dtensor_like(value: Any, local: torch.Tensor) -> Any:

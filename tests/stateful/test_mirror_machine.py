@@ -513,6 +513,7 @@ class Machine(RuleBasedStateMachine):
             assert not self.is_read or hurt or not expected  # else the step has no save but dropped ones
             self.catch_up()
             return
+        expected = expected or self.dropped(ref)
         if self.is_read or expected:
             assert any(same(state, values("a", row.order)) for row in expected), f"restore({ref!r})"
         self.parent = next(i for i, (order, *_) in self.saves.items() if same(state, values("a", order)))
@@ -539,6 +540,11 @@ class Machine(RuleBasedStateMachine):
             return [by_step[ref]]
         left = [*self.rows["first"].values(), *(self.rows["mirror"].values() if self.is_reached else ())]
         return [row for row in left if row.state == FORGOTTEN and row.step == ref and not row.is_dropped]
+
+    def dropped(self, ref: int | str | None) -> list[Row]:
+        """Return the saves of a step that a repair has dropped: a later copy may have put the same pack again."""
+        rows = [*self.rows["first"].values(), *(self.rows["mirror"].values() if self.is_reached else ())]
+        return [row for row in rows if row.state == FORGOTTEN and row.step == ref and row.is_dropped]
 
     def stored_best(self) -> list[Row]:
         """Return all: the stored policies may be those of an earlier manager, in either store."""

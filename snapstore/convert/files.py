@@ -19,7 +19,7 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
@@ -36,11 +36,10 @@ from ..state.tensors import is_array
 from ..state.weights_only import Changed, to_weights_only
 from . import safetensors_file
 from .safetensors_file import first_line, name_in_utf8
+from .torch_checks import require_bounded, require_tree
 
 SAFETENSORS = ".safetensors"
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", SAFETENSORS)
-#: A state from elsewhere may have so many values, or more if its file has nearly as many.
-MAX_PLACES = 1_000_000
 #: Linux's MADV_PAGEOUT, which Python does not name: reclaim these pages now.
 PAGE_OUT = 21
 
@@ -166,9 +165,12 @@ def load_torch(file: Any, where: str, *, mapped: bool = False) -> Any:
 
     Raises:
         InvalidInputError: it is damaged, or holds Python objects.
+        CapabilityError: it does not fit into memory.
     """
     import torch
 
+    with Path(file).open("rb") if isinstance(file, str | Path) else nullcontext(file) as opened:
+        require_bounded(opened, where, mapped=mapped)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about storages of old files: a user can do nothing about it
@@ -188,36 +190,8 @@ def load_torch(file: Any, where: str, *, mapped: bool = False) -> Any:
         raise
     except Exception as error:  # torch does not document what it raises for a bad file
         raise InvalidInputError(f"{where}: not a PyTorch file, or damaged: {first_line(error)}") from error
-    _require_tree(state, where)
+    require_tree(state, where)
     return state
-
-
-def _require_tree(state: Any, where: str) -> None:
-    """Check that few lists that hold each other again and again do not make a state of very many values.
-
-    Raises:
-        InvalidInputError: it would be stored as more than MAX_PLACES values, and 16 times what the file has.
-    """
-    places: dict[int, int] = {}  # of values in each container, by id
-    in_file = 0
-    pending = [(state, False)]
-    while pending:
-        value, is_counted = pending.pop()
-        if not isinstance(value, dict | list | tuple | set | frozenset) or (id(value) in places and not is_counted):
-            continue
-        inside = [*value, *value.values()] if isinstance(value, dict) else list(value)
-        if is_counted:
-            places[id(value)] = min(1 + sum(places.get(id(child), 1) for child in inside), sys.maxsize)
-        else:
-            places[id(value)] = 1  # while it is open, for a container that holds itself
-            in_file += len(inside)
-            pending.append((value, True))
-            pending += [(child, False) for child in inside]
-    if places.get(id(state), 1) > max(MAX_PLACES, 16 * in_file):
-        raise InvalidInputError(
-            f"{where}: holds {in_file} values, which name each other so often that they make more than {MAX_PLACES}; "
-            "it is damaged, or made to waste time"
-        )
 
 
 def let_go(value: Any) -> None:

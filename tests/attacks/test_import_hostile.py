@@ -1,5 +1,6 @@
 """An import of a foreign checkpoint runs no code, reads no file outside its folder, and says what is wrong with it."""
 
+import copy
 import dataclasses
 import json
 import os
@@ -8,6 +9,8 @@ import resource
 import shutil
 import struct
 import warnings
+import zipfile
+from collections import Counter, OrderedDict
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from kit.repositories import OPTIONS
+from kit.forge import MIB, little_memory
+from kit.repositories import OPTIONS, same
 from snapstore import CapabilityError, InvalidInputError, Repository
 from snapstore.convert import ExportOptions, export_snapshot, import_checkpoints
 from snapstore.convert.dcp_folder import METADATA
@@ -459,3 +463,117 @@ def test_an_export_that_fails_leaves_nothing(tmp_path, repository, monkeypatch):
     shutil.rmtree(tmp_path)
     with pytest.raises(InvalidInputError, match="is not a folder; create it first"):
         export_snapshot(repository, "a@1", Path(tmp_path, "h"), to="hf")
+
+
+#: (1, 1), then a pair of this pair, and so on; its hash visits 2^60 values.
+DOUBLED = b"K\x01q\x00" + b"h\x00\x86q\x00" * 60
+TEXT = b"X" + struct.pack("<I", 100_000) + b"a" * 100_000 + b"q\x00"
+LATIN1 = b"X\x06\x00\x00\x00latin1"
+HUGE = b"\x8a\x05" + (8 << 30).to_bytes(5, "little")
+STORAGE = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\n%bX\x03\x00\x00\x00cpu%btQ"
+WASTEFUL = {
+    "a key": b"}" + DOUBLED + b"Ns.",
+    "one of several keys": b"}(K\x02N" + DOUBLED + b"Nu.",
+    "a deep key": b"}K\x01" + b"\x85" * 200_000 + b"Ns.",
+    "a member": b"cbuiltins\nset\n]" + DOUBLED + b"a\x85R.",
+    "a key of a pair": b"ccollections\nOrderedDict\n]](" + DOUBLED + b"Nea\x85R.",
+    "the name of a storage": STORAGE % (DOUBLED, b"K\x01") + b".",
+    "one text as bytes": TEXT + b"](" + (b"c_codecs\nencode\nh\x00" + LATIN1 + b"\x86R") * 1000 + b"e\x86.",
+    "one list as sets": b"](" + b"K\x01" * 20_000 + b"eq\x00(" + b"cbuiltins\nset\nh\x00\x85R" * 1000 + b"t\x86.",
+    "one dict as attributes": b"}(" + b"".join(b"J%bN" % struct.pack("<I", i) for i in range(20_000)) + b"uq\x00("
+    + b"ccollections\nOrderedDict\n)Rh\x00b" * 1000 + b"t\x86.",
+    "hexadecimal of itself": b"c_codecs\nencode\n" * 40
+    + b"X\x01\x00\x00\x00a" + b"X\x03\x00\x00\x00hex\x86R" * 40 + b".",
+    "a number of bytes": b"cbuiltins\nbytearray\n" + HUGE + b"\x85R.",
+    "a number of bytes in Python 2": b"c__builtin__\nbytearray\n" + HUGE + b"\x85R.",
+    "a number of elements": b"ctorch\nFloatTensor\n" + HUGE + b"\x85R.",
+    "a new tensor": b"ctorch\nFloatTensor\n" + HUGE + b"\x85\x81.",
+    "a storage": b"ctorch.storage\nUntypedStorage\n" + HUGE + b"\x85R.",
+    "a number of bytes for a subclass": b"ctorch._tensor\n_rebuild_from_type_v2\n(cbuiltins\nbytearray\n"
+    + b"ctorch\nTensor\n" + HUGE + b"\x85}tR.",
+}  # fmt: skip
+
+
+def torch_file(path, pickled, name="data.pkl", method=zipfile.ZIP_STORED):
+    with zipfile.ZipFile(path, "w", method) as archive:
+        archive.writestr(f"x/{name}", b"\x80\x02" + pickled)
+        archive.writestr("x/byteorder", b"little")
+        archive.writestr("x/data/0", bytes(4))
+        archive.writestr("x/version", b"3\n")
+
+
+def legacy_file(path, pickled):
+    """Write torch's form before zip archives."""
+    with path.open("wb") as file:
+        for value in (torch.serialization.MAGIC_NUMBER, torch.serialization.PROTOCOL_VERSION, {}):
+            pickle.dump(value, file, protocol=2)
+        file.write(b"\x80\x02" + pickled)
+        pickle.dump([], file, protocol=2)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("what", WASTEFUL)
+@pytest.mark.parametrize("write", [torch_file, legacy_file])
+def test_a_small_file_of_torch_that_takes_much_time_or_memory(tmp_path, fails, what, write):
+    """Its pickle is followed before torch reads it; torch itself would take hours, or all memory."""
+    write(tmp_path / "x.pt", WASTEFUL[what])
+    with little_memory(128 * MIB):
+        assert "it is damaged, or made to waste time or memory" in fails(tmp_path / "x.pt")
+
+
+@pytest.mark.timeout(60)
+def test_a_pickle_is_followed_under_each_name_and_in_each_method(tmp_path, fails):
+    torch_file(tmp_path / "x.pt", WASTEFUL["a key"], "DATA.PKL")
+    assert "made to waste" in fails(tmp_path / "x.pt")
+    torch_file(tmp_path / "x.pt", WASTEFUL["a key"], method=zipfile.ZIP_DEFLATED)
+    assert "made to waste" in fails(tmp_path / "x.pt")
+
+
+def test_tensors_without_bytes_in_an_old_file_of_torch(tmp_path, fails):
+    """Before zip archives torch took memory for the elements that the pickle names."""
+    legacy_file(tmp_path / "x.pt", STORAGE.replace(b"tQ", b"NtQ") % (b"X\x01\x00\x00\x000", HUGE) + b".")
+    assert "but its tensors have more elements" in fails(tmp_path / "x.pt")
+
+
+def test_an_archive_whose_entries_share_bytes_or_are_hidden(tmp_path, fails):
+    torch_file(tmp_path / "x.pt", b"}.")
+    whole = (tmp_path / "x.pt").read_bytes()
+    with zipfile.ZipFile(tmp_path / "x.pt", "a") as archive:
+        archive.writestr("x/data/1", bytes(4096))
+        shared = archive.infolist()[-1]
+        archive.filelist += [copy.copy(shared) for _ in range(100)]
+    assert "its entries have" in fails(tmp_path / "x.pt")
+    for data in (whole + b"x", whole + whole[-22:], whole[:4] + whole):
+        (tmp_path / "x.pt").write_bytes(data)
+        assert "not a PyTorch file, or damaged" in fails(tmp_path / "x.pt")
+
+
+def test_a_compressed_archive_that_does_not_fit_into_memory(tmp_path, repository, monkeypatch):
+    torch.save({"w": torch.zeros(16 * 2**20)}, tmp_path / "x.pt")
+    with zipfile.ZipFile(tmp_path / "x.pt") as old, zipfile.ZipFile(tmp_path / "y.pt", "w", 8) as new:
+        for entry in old.infolist():
+            new.writestr(entry.filename, old.read(entry))
+    monkeypatch.setenv("SNAPSTORE_MAX_MEMORY", "32MiB")
+    with pytest.raises(CapabilityError, match=r"y.pt, unpacked: needs 67.*MB"):
+        list(import_checkpoints(repository, [tmp_path / "y.pt"], run="r"))
+    monkeypatch.delenv("SNAPSTORE_MAX_MEMORY")
+    list(import_checkpoints(repository, [tmp_path / "y.pt"], run="r"))
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_what_people_save_is_no_waste(tmp_path, repository, is_zip):
+    state = {
+        "keys": {(1, ("a", i)): i for i in range(50)},
+        "plain": [b"ab" * 5000, bytearray(b"abc"), {1, 2}, 1j, 2**100, None, Counter("aab"), torch.Size([2, 3])],
+        "model": OrderedDict(w=torch.nn.Parameter(torch.ones(3)), half=torch.ones(2).bfloat16(), none=torch.ones(0)),
+        "shared": [b"x" * 1000] * 1000,
+    }
+    torch.save(state, tmp_path / "x.pt", _use_new_zipfile_serialization=is_zip)
+    list(import_checkpoints(repository, [tmp_path / "x.pt"], run="r"))
+    assert same(repository.restore("r@0"), torch.load(tmp_path / "x.pt"))
+
+
+def test_an_ordered_dict_of_python_2(tmp_path, repository):
+    torch_file(tmp_path / "x.pt", b"ccollections\nOrderedDict\n](](U\x01aK\x01e](U\x01bK\x02ee\x85R.")
+    list(import_checkpoints(repository, [tmp_path / "x.pt"], run="r"))
+    assert repository.restore("r@0") == OrderedDict(a=1, b=2)

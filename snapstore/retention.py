@@ -415,6 +415,12 @@ def as_int(value: object) -> int | None:
         return None
 
 
+def named_step(step: object) -> str:
+    """Return the text of a step or tag: NumPy's 3 is the same step as 3."""
+    number = as_int(step)
+    return repr(step if number is None else number)
+
+
 #: No number in a policy is larger; JSON and floats hold all up to this one.
 _MAX_NUMBER = 2**53
 _MAX_NAME_BYTES = 4096

@@ -171,15 +171,14 @@ class Steps:
         """
 
         def find() -> bool:
-            views = self._views()
+            number, views = check_step(step), self._views()
             found = self._committed(views)
-            if any(snapshot.step == step for snapshot in found):
+            if any(snapshot.step == number for snapshot in found):
                 return True
-            self._require_known(f"step {step} of {self.run}", views, found, lambda other: other == step)
+            self._require_known(f"step {number} of {self.run}", views, found, lambda other: other == number)
             return False
 
-        step = check_step(step)
-        return self._answered(f"has_step {step}", find)
+        return self._answered(f"has_step {retention.named_step(step)}", find)
 
     def _snapshots(self) -> list[Snapshot]:
         """Return the committed snapshots of the run, each once: those of a mirror first."""
@@ -397,7 +396,6 @@ class Steps:
         """Wait until no save runs; yield where a step lies, its reference, and how this rank reads it."""
         from .check.newest_whole import newest_whole_named
 
-        check_choice("read", read, ("own", "exchange"))
         self._wait_idle()
         exchange = self._exchange_of(read)
         with exchange.call(self._job.questions.next_prefix()) if exchange and self._job else nullcontext():
@@ -415,7 +413,7 @@ class Steps:
         Raises:
             InvalidInputError: the manager has no ranks.
         """
-        if read == "own" or place()[1] == 1:
+        if read != "exchange" or place()[1] == 1:
             return None
         if self._job is None:
             raise InvalidInputError(
@@ -458,20 +456,24 @@ class Steps:
     def _place_of(self, step: int | str | None, read: str) -> tuple[Context, str | Snapshot]:
         """Return where to read a step, and its reference.
 
-        With several ranks, rank 0 chooses the snapshot: only rank 0 lists the store, and has a mirror.
+        With several ranks, rank 0 chooses the snapshot: only rank 0 lists the store, and has a mirror. A rank whose
+        `read` is refused has asked too, so its next question is that of the others.
         """
+        require_read = partial(check_choice, "read", read, ("own", "exchange"))
         if self._job is None:
+            require_read()
             step = self._of_both_stores(step)
             context = self._nearest(step)
             return context, self._local_ref(context, step)
-        number = retention.as_int(step)  # NumPy's 3 is the same step
-        question = f"restore {(step if number is None else number)!r}" + (f" by {read}" if read != "own" else "")
 
         def find() -> str:
+            require_read()
             meant = self._of_both_stores(step)
             return self.repository.snapshot(self._local_ref(self._nearest(meant), meant)).key
 
-        key = self._job.questions.ask(question, find)
+        by = " by exchange" if read == "exchange" else ""
+        key = self._job.questions.ask(f"restore {retention.named_step(step)}{by}", find)
+        require_read()
         chosen = records.decode(self.repository.store.get(key, limit_bytes=MAX_OBJECT_BYTES), Snapshot, key)
         return self.repository.context, chosen
 

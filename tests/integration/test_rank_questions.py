@@ -117,6 +117,37 @@ def test_each_step_is_a_question_of_its_own(store):
     managers.all(lambda m, _: m.close(timeout=0.1))
 
 
+BAD = {
+    "read": (lambda m: m.restore(1, read="x"), lambda m: m.restore(1)["step"], "read 'x': expected one of own"),
+    "has_step": (lambda m: m.has_step("x"), lambda m: m.has_step(1), "has_step 'x'"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_call_that_is_refused_on_another_rank_counts(store, what):
+    bad, good, message = BAD[what]
+    managers = Managers(store)
+    saved(managers, 1)
+    first, error, last = managers.all(lambda m, rank: bad(m) if rank == 1 else good(m))
+    assert first == last == 1
+    assert isinstance(error, InvalidInputError)
+    assert message in str(error)
+    assert managers.all(lambda m, _: m.latest_step()) == [1] * 3
+    assert restored(managers) == [1] * 3
+    assert managers.end() == [None] * 3
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_call_that_is_refused_on_rank_0_is_an_error_on_all(store, what):
+    bad, good, _ = BAD[what]
+    managers = Managers(store)
+    saved(managers, 1)
+    errors = managers.all(lambda m, rank: good(m) if rank else bad(m))
+    assert all(isinstance(error, InvalidInputError) and "'x'" in str(error) for error in errors)
+    assert managers.all(lambda m, _: m.latest_step()) == [1] * 3
+    assert managers.end() == [None] * 3
+
+
 def left(managers):
     return [key for key in managers.ranks.keys if "/answer/" in key or "/heard/" in key]
 

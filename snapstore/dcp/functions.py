@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import threading
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -53,7 +54,7 @@ def save(
                 process_group=process_group,
             )
         except BaseException:
-            writer.reset()  # ends the session: DCP does not tell the writer that another rank has failed
+            writer.end_failed()  # DCP does not tell the writer that another rank has failed
             raise
         return metadata
 
@@ -97,7 +98,7 @@ def async_save(
         raise
     done: Future[Metadata] = Future()
     done.set_running_or_notify_cancel()  # it cannot be cancelled
-    future.add_done_callback(partial(_finish, done, writer))
+    future.add_done_callback(partial(_finish, done, writer, threading.get_ident()))
     return done
 
 
@@ -111,12 +112,16 @@ def _id_of(step: Any) -> Any:
         return step
 
 
-def _finish(done: Future[Metadata], writer: SnapstoreWriter, future: Future[Metadata]) -> None:
-    """Give a future the result of DCP's, once no session is left of a save that failed."""
+def _finish(done: Future[Metadata], writer: SnapstoreWriter, caller: int, future: Future[Metadata]) -> None:
+    """Give a future the result of DCP's, once no session is left of a save that failed.
+
+    Args:
+        caller: the thread of `async_save`; this is called in the thread that saved, unless the save had ended before.
+    """
     error = future.exception()  # to raise it here would add the caller's frames, which hold the state
     try:
         if error is not None:
-            writer.reset()
+            writer.reset() if threading.get_ident() == caller else writer.end_failed()
     finally:
         writer.idle.set()  # first: the caller's callbacks of the future run in this thread, and may save again
         done.set_result(future.result()) if error is None else done.set_exception(error)

@@ -136,6 +136,8 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         self._key_holders = KeyHolders()  # on rank 0
         self._details = False  # whether the next save needs all details, as ranks with one plan have different trees
         self._first: set[int] = set()  # on rank 0: the first rank of each plan
+        self._changing = threading.Lock()  # of `_began_in`, `_session` and the checkpoint id
+        self._reset = threading.local()  # `done`: whether `reset` has begun the save of this thread
         self._session: Session | None = None  # on rank 0, of the save that has begun
         self._heart: Heart  # of that session
         self._request: SaveRequest | None = None
@@ -194,8 +196,15 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         DCP calls it when a save begins. Call it without arguments after a save of DCP's own functions that has failed:
         until then gc takes that save for a running one.
         """
-        self._begin_in_this_thread()
-        super().reset(checkpoint_id)
+        self._end_session(_LEFT_OPEN, begins=True)
+        self._reset.done = True
+        with self._changing:
+            if self._is_last():
+                super().reset(checkpoint_id)
+
+    def end_failed(self) -> None:
+        """End the session of this thread's save, which has failed, unless another save has begun since."""
+        self._end_session(_LEFT_OPEN, own=True)
 
     def storage_meta(self) -> StorageMeta:
         """Return the checkpoint id of the save, for planners."""
@@ -205,21 +214,25 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         """Check how DCP was called.
 
         Raises:
-            InvalidInputError: with use_collectives=False; or the checkpoint id names no step.
+            InvalidInputError: with use_collectives=False; or the checkpoint id names no step; or another save of this
+                writer has begun.
         """
-        self._begin_in_this_thread()
+        if getattr(self._reset, "done", False):  # with the checkpoint id of this save
+            self._reset.done = False
+            self._require_last()
+        else:
+            self._end_session(_LEFT_OPEN, begins=True)
         if kwargs.get("use_collectives") is False:
             raise InvalidInputError(_ALONE)
         step_of(self.checkpoint_id)
 
-    def _begin_in_this_thread(self) -> None:
-        """Begin a save: end a session that a failed save has left open, or one that is overtaken."""
-        self._began_in = threading.get_ident()
-        self._end_session(_LEFT_OPEN)
+    def _is_last(self) -> bool:
+        """Return whether this thread's save has begun last, so that the session and the checkpoint id are its own."""
+        return threading.get_ident() == self._began_in
 
     def _require_last(self) -> None:
-        """Check that no other save has begun since this one, with the session and the checkpoint id of this writer."""
-        if threading.get_ident() != self._began_in:
+        """Check that no other save has begun since this one."""
+        if not self._is_last():
             raise InvalidInputError(_OVERTAKEN)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -261,21 +274,17 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         repository, step = self.repository, step_of(self.checkpoint_id)
         request = SaveRequest(self.run, step)
         request.resolve(repository.context, repository.lineage)
-        session, heart = Session(repository.context, self.run, step, parent=request.parent), Heart()
+        session = self._open_session(request, shared=len(plans) > 1)
         try:
-            session.__enter__()
-        except BaseException:
-            heart.close()
+            bases = [snapshot.key for snapshot in session.usable_bases]
+            begin = Begin(session.id, step, bases, full=False, quarantine=bool(session.quarantined))
+            self._first = wanted_trees(planned)
+            wanted = set(range(len(plans))) if self._details else self._first
+            common = (self._details, repository.config.digest_seed, self._saver.replicas)
+            answers = [Answer(begin, rank, len(plans), rank in wanted, *common, of) for rank, of in enumerate(holders)]
+        except BaseException as error:
+            self._end_session(error, own=True)
             raise
-        session.shared = len(plans) > 1
-        self._session, self._request, self._heart = session, request, heart
-        heart.add(session.heartbeat)
-        bases = [snapshot.key for snapshot in session.usable_bases]
-        begin = Begin(session.id, step, bases, full=False, quarantine=bool(session.quarantined))
-        self._first = wanted_trees(planned)
-        wanted = set(range(len(plans))) if self._details else self._first
-        common = (self._details, repository.config.digest_seed, self._saver.replicas)
-        answers = [Answer(begin, rank, len(plans), rank in wanted, *common, of) for rank, of in enumerate(holders)]
         return [SavePlan([], storage_data=encode(answer), planner_data={}) for answer in answers]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -289,12 +298,12 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
             RanksError: see `Saver.write`.
             StorageError: the store failed.
         """
-        self._require_last()
         try:
             with self._writing:
+                self._require_last()
                 told = self._write(decode(plan.storage_data, Answer), planner)
         except BaseException as error:
-            self._end_session(error)
+            self._end_session(error, own=True)
             raise
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(MetadataIndex("snapstore"), told.report.stored_bytes, encode(told))])
@@ -359,19 +368,20 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         try:
             self.snapshot = self._commit({rank: decode(of[0].storage_data, Told) for rank, of in enumerate(results)})
         except BaseException as error:
-            self._end_session(error)
+            self._end_session(error, own=True)
             raise
-        self._end_session(None)
+        self._end_session(None, own=True)
         remove_marks(metadata)
         metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.snapshot.id)
-        self.checkpoint_id = None  # a next save without a checkpoint id must not get this step again
+        with self._changing:
+            if self._is_last():
+                self.checkpoint_id = None  # a next save without a checkpoint id must not get this step again
 
     def _commit(self, told: dict[int, Told]) -> Snapshot:
         """Write the root manifests, if there are several ranks, and create the record."""
         session, request, share, saver = self._session, self._request, self._share, self._saver
-        assert session is not None
-        assert request is not None
-        assert share is not None
+        if session is None or request is None or share is None:
+            raise InvalidInputError(_OVERTAKEN)
         used = {number for one in told.values() for number in one.report.bases}
         bases = [base for number, base in enumerate(session.usable_bases) if number in used]
         if not saver.place[1]:
@@ -395,13 +405,45 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
             self._warned.add(about)
             warn_of_buffers(request, unlike, f"some of {some(names, MAX_NAMES)}")
 
-    def _end_session(self, error: BaseException | str | None) -> None:
-        """End the session, if one is open."""
-        session, self._session, self._share = self._session, None, None
-        if session is not None:
+    def _open_session(self, request: SaveRequest, *, shared: bool) -> Session:
+        """Open the session of this thread's save.
+
+        Raises:
+            InvalidInputError: another save has begun meanwhile; the session has ended.
+            StorageError: it cannot be opened.
+        """
+        session, heart = Session(self.repository.context, self.run, request.step, parent=request.parent), Heart()
+        try:
+            session.__enter__()
+            session.shared = shared
+            with self._changing:
+                if self._is_last():
+                    self._session, self._request, self._heart = session, request, heart
+                    heart.add(session.heartbeat)
+                    return session
+            overtaken = InvalidInputError(_OVERTAKEN)
+            session.__exit__(type(overtaken), overtaken, None)
+            raise overtaken
+        except BaseException:
+            heart.close()
+            raise
+
+    def _end_session(self, error: BaseException | str | None, *, begins: bool = False, own: bool = False) -> None:
+        """End the session, if one is open.
+
+        Args:
+            begins: a save begins in this thread.
+            own: leave the session of a save that has begun since in another thread.
+        """
+        with self._changing:
+            if begins:
+                self._began_in = threading.get_ident()
+            if self._session is None or (own and not self._is_last()):
+                return
+            session, self._session, self._share = self._session, None, None
             self._heart.close()
-            reason = InvalidInputError(error) if isinstance(error, str) else error
-            session.__exit__(type(reason) if reason else None, reason, None)
+        reason = InvalidInputError(error) if isinstance(error, str) else error
+        session.__exit__(type(reason) if reason else None, reason, None)
 
 
 def _raising_later(error: Exception) -> Callable[[], NoReturn]:

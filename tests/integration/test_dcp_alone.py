@@ -21,6 +21,8 @@ import threading
 import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -32,8 +34,10 @@ from hypothesis import strategies as st
 from kit.faults import FaultStore
 from kit.objects import flip
 from kit.processes import environment
+from kit.ranks import together
 from kit.states import same
 from snapstore import InvalidInputError, KeepLast, NotFoundError, PerRank, Repository, RngState, SnapshotManager
+from snapstore.protocol.session import Session
 from snapstore.storage.memory import MemoryStore
 
 torch = pytest.importorskip("torch")
@@ -913,6 +917,51 @@ def test_a_save_of_dcp_that_begins_before_another_has_ended(writer: Any, store: 
             future.result()
         assert writer.snapshot.step == 2 * step + 1
         assert not sessions(store)
+
+
+def test_a_session_that_opens_while_another_save_begins(
+    writer: Any, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The overtaken save ends its own session, and leaves that of the other one alone."""
+    reached, go, enter = threading.Event(), threading.Event(), Session.__enter__
+
+    def slow(session: Session) -> Session:
+        found = enter(session)
+        if session.step == 1:
+            reached.set()
+            assert go.wait(30)
+        return found
+
+    monkeypatch.setattr(Session, "__enter__", slow)
+    future = dcp.async_save({"a": torch.ones(3000)}, storage_writer=writer, checkpoint_id=1)
+    assert reached.wait(30)
+    blocked = Blocked(writer, "write_data")
+    other = dcp.async_save({"a": torch.ones(3000) / 2}, storage_writer=writer, checkpoint_id=2)
+    assert blocked.reached.wait(30)
+    go.set()
+    with pytest.raises(dcp.CheckpointException, match="another save of this SnapstoreWriter began"):
+        future.result()
+    assert len(sessions(store)) == 1
+    blocked.go.set()
+    other.result()
+    assert writer.snapshot.step == 2
+    assert not sessions(store)
+
+
+def test_threads_that_save_with_one_writer(writer: Any, repository: Repository, store: MemoryStore) -> None:
+    """The save that begins last is committed, under its own step; a thread that fails does not end it."""
+    start = threading.Barrier(4)
+
+    def work(step: int) -> None:
+        start.wait(30)
+        with suppress(dcp.CheckpointException):
+            snap.save({"a": torch.full((3000,), float(step))}, writer, step)
+
+    for first in range(0, 20, 4):
+        together([partial(work, first + number) for number in range(4)])
+        assert not sessions(store)
+    for snapshot in repository.snapshots("r"):
+        assert repository.restore(f"id:{snapshot.id}")["a"].unique().tolist() == [snapshot.step]
 
 
 def test_the_writer_is_its_own_stager(writer: Any) -> None:

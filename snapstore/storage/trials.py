@@ -15,7 +15,7 @@ from pathlib import Path
 _PREFIX = ".snapstore-trial-"
 NAME = re.compile(re.escape(_PREFIX) + r"\w+")
 #: A trial takes seconds. An older folder is one that a killed process has left [s].
-_OLD_S = 3600.0
+OLD_S = 3600.0
 
 
 def make(root: Path) -> Path:
@@ -26,7 +26,7 @@ def make(root: Path) -> Path:
     """
     new = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
     with suppress(OSError):  # another process may remove them too
-        old_s = new.stat().st_mtime - _OLD_S  # by the clock of the file system
+        old_s = new.stat().st_mtime - OLD_S  # by the clock of the file system
         for path in root.iterdir():
             if NAME.fullmatch(path.name) and path.lstat().st_mtime < old_s:
                 remove(path)

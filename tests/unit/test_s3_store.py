@@ -18,6 +18,7 @@ from urllib3.exceptions import NewConnectionError
 from kit.s3_stores import moto_bucket
 from snapstore.catalog.index import folder_for
 from snapstore.errors import CapabilityError, InvalidInputError, StorageError, StorageFullError
+from snapstore.storage import trials
 from snapstore.storage.base import ObjectInfo
 from snapstore.storage.cache_dir import cache_folder
 from snapstore.storage.s3 import client
@@ -298,6 +299,28 @@ def test_leftovers_of_a_sandbox_are_no_content(store):
     store._client.put_object(Bucket="moto", Key="p/.trials", Body=b"x")
     with pytest.raises(InvalidInputError, match="not empty"):
         store.prepare()
+
+
+def test_old_leftovers_of_a_sandbox_are_removed(store, monkeypatch):
+    """A killed `doctor` leaves them. Those of the last hour may belong to one that runs."""
+    left = [f"p/.trial-{digit * 16}/{name}" for digit in "01" for name in ("a/b", "twice")]
+    others = ["p/.trials", "p/.trial-x/a", f".trial-{'0' * 16}/a"]
+    for key in (*left, *others):
+        store._client.put_object(Bucket="moto", Key=key, Body=b"x")
+
+    def keys():
+        return sorted(entry["Key"] for entry in boto3.client("s3").list_objects_v2(Bucket="moto")["Contents"])
+
+    with store.sandbox() as sandbox:
+        sandbox.put("a", b"x")
+    assert keys() == sorted([*left, *others])
+    monkeypatch.setattr(trials, "OLD_S", -60.0)
+    with store.sandbox():
+        pass  # nothing was put, so the server's time is not known
+    assert keys() == sorted([*left, *others])
+    with store.sandbox() as sandbox:
+        sandbox.put("a", b"x")
+    assert keys() == sorted(others)
 
 
 def test_the_mark_of_a_folder_is_no_content(monkeypatch):

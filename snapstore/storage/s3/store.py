@@ -43,6 +43,7 @@ from ...errors import (
     StorageError,
 )
 from ...threads import Threads, when_dropped
+from .. import trials
 from ..base import (
     Buffer,
     ObjectInfo,
@@ -85,7 +86,7 @@ _NO_BATCH_CODES = {"MissingContentMD5", "InvalidRequest"}
 LISTED_FOR_SIZES = 5000
 #: `prepare` reads at most so many entries that make a prefix not empty: it may have a hundred million.
 LISTED_FOR_PREPARE = 1000
-#: Names in a sandbox that could not be removed, because the permission to delete is missing.
+#: Names in a sandbox: of a process that runs, was killed, or may not delete.
 _SANDBOX = re.compile(r"\.trial-[0-9a-f]{16}/")
 
 
@@ -303,14 +304,29 @@ class S3Store(Reader, ObjectStore):
 
     @contextmanager
     def sandbox(self) -> Iterator[S3Store]:
-        """Yield a store under a new prefix, emptied at the end; its name begins with a dot, so no listing shows it."""
-        store, name = copy(self), f".trial-{os.urandom(8).hex()}"
-        store._use(self._requests.below(name))
+        """Yield a store under a new prefix, emptied at the end; its name begins with a dot, so no listing shows it.
+
+        A process that is killed leaves its prefix: the next one here removes its objects once they are old.
+        """
+        store = self._below(f".trial-{os.urandom(8).hex()}")
         try:
             yield store
         finally:
             with suppress(SnapstoreError):  # without permission to delete, some bytes remain
-                store.delete([info.key for info in store.list("")])
+                mine = [*store.list("")]
+                store.delete([info.key for info in mine])
+                self._remove_sandboxes(max((info.modified_s for info in mine), default=0.0) - trials.OLD_S)
+
+    def _below(self, name: str) -> S3Store:
+        store = copy(self)
+        store._use(self._requests.below(name))
+        return store
+
+    def _remove_sandboxes(self, before_s: float) -> None:
+        """Remove objects of sandboxes that were written before a time of the server's clock."""
+        for info in self._requests.listed(".trial-"):
+            if info.modified_s < before_s and (met := _SANDBOX.match(info.key)):
+                self._below(met[0].rstrip("/")).delete([info.key[met.end() :]])
 
     def refuses_damage(self) -> bool:
         """Return whether the server compares a put's SHA-256 with the bytes (for `doctor`, in a sandbox)."""

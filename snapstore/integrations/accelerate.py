@@ -39,6 +39,11 @@ with needs("accelerate", 'pip install "snapstore[accelerate]"'):
     from accelerate.data_loader import SeedableRandomSampler
 
 log = logging.getLogger("snapstore")
+#: In place of advice to pass `keys`, which `load_state` does not take.
+_NO_KEYS = (
+    "prepare what was prepared at the save; or load some of it yourself, for example the model: "
+    "manager.restore_into({'model': accelerator.unwrap_model(model)}, step, keys='model')"
+)
 
 
 def save_state(
@@ -110,7 +115,12 @@ def load_state(
     _refuse(accelerator, "load")
     prepared = _Prepared(accelerator)
     state = prepared.state()
-    snapshot = manager.restore_into(state, step, per_rank=per_rank)
+    try:
+        snapshot = manager.restore_into(state, step, per_rank=per_rank)
+    except InvalidInputError as error:
+        if "keys" not in error.args[-1]:
+            raise
+        raise InvalidInputError(*(error.args[:-1] or error.args), _NO_KEYS) from error
     prepared.load(state)
     return snapshot
 

@@ -240,3 +240,19 @@ def test_the_script_of_the_guide_runs(ours, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["train.py", total])
         exec(script, {})
     assert capsys.readouterr().out.splitlines() == ["starting after step 0", "starting after step 2"]
+
+
+def test_an_error_of_load_state_advises_what_its_caller_can_do(ours, tmp_path):
+    """`load_state` takes no `keys`."""
+    first, more = Training(), Training()
+    added = more.accelerator.prepare(torch.nn.Linear(1, 1))
+    with SnapshotManager(tmp_path, run="a") as manager:
+        ours.save_state(first.accelerator, manager, 1)
+        with pytest.raises(InvalidInputError, match="model_1: missing in the snapshot") as caught:
+            ours.load_state(more.accelerator, manager)
+        assert "keys=[" not in str(caught.value)
+        assert "prepare what was prepared at the save; or load some of it yourself" in str(caught.value)
+        model = more.accelerator.unwrap_model(more.prepared[0])
+        manager.restore_into({"model": model}, 1, keys="model")
+        assert same(model.state_dict(), first.prepared[0].state_dict())
+        assert added is not None

@@ -1,8 +1,8 @@
 """Write a folder of Hugging Face that `from_pretrained` loads: weights in safetensors, an index, config and tokenizer.
 
 In: the tensors of a snapshot in their stored order, and the other files of the folder. Out: shards of a limited size;
-memory holds one tensor, and all of the other files. Tied tensors are written under each of their names, since
-transformers ties only names that the class of a model declares. Only the output embedding is left out, as
+memory holds one tensor, and the other files if they were imported. Tied tensors are written under each of their names,
+since transformers ties only names that the class of a model declares. Only the output embedding is left out, as
 `save_pretrained` does, if the config ties it.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -49,6 +50,10 @@ _WEIGHTS = (
 _OF_TRAINING = {*STATES, TRAINER_STATE, *INDEXES}
 
 
+#: The other files, by name: the bytes of an imported one, or the path of one in the folder of --config.
+Beside = Mapping[str, bytes | Path]
+
+
 @dataclass(frozen=True, slots=True)
 class HfPlan:
     """The files of an export.
@@ -67,12 +72,12 @@ class HfPlan:
     dropped: list[str]
     tied: list[str]
 
-    def files(self, beside: Mapping[str, bytes]) -> list[str]:
+    def files(self, beside: Beside) -> list[str]:
         """Return the names of all files of the export, sorted."""
         return sorted([*self.shards, *beside, *([self.index] if len(self.shards) > 1 else [])])
 
 
-def other_files(repository: Repository, snapshot: Snapshot, config: str | Path | None) -> dict[str, bytes]:
+def other_files(repository: Repository, snapshot: Snapshot, config: str | Path | None) -> Beside:
     """Return the files beside the weights, by name: those of a folder, else the imported ones.
 
     Raises:
@@ -85,11 +90,14 @@ def other_files(repository: Repository, snapshot: Snapshot, config: str | Path |
     files = top.get("files", {}).items()
     found = {name: data for name, data in files if isinstance(data, bytes) and name not in INDEXES}
     for name in found:
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or "\0" in name or name != str(path) or "\\" in name:
+        slashed = name.replace("\\", "/")
+        path = PurePosixPath(slashed)
+        leaves = path.is_absolute() or ".." in path.parts or "\0" in name or slashed != str(path)
+        if leaves or slashed != name:
+            why = "leads out of the export" if leaves else "names a folder on Windows"
             raise InvalidInputError(
-                f"{snapshot.ref}: holds a file named {name!r}, which leads out of the export; restore it with "
-                "--keys instead"
+                f"{snapshot.ref}: holds a file named {name!r}, which {why}; restore it with --keys instead, and "
+                "export with --config, a folder of the other files"
             )
     return found
 
@@ -101,20 +109,20 @@ def _imported(snapshot: Snapshot) -> dict[str, Any]:
     return imported if isinstance(imported, dict) and imported.get("format") == "hf" else {}
 
 
-def _of_folder(folder: Path) -> dict[str, bytes]:
+def _of_folder(folder: Path) -> Beside:
     if not folder.is_dir():
         raise InvalidInputError(f"{folder}: is not a folder; name one with {CONFIG}, such as that of the base model")
     names = sorted(path.name for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
     names = [name for name in names if not name.endswith(_WEIGHTS) and name not in _OF_TRAINING]
     if CONFIG not in names:
         raise InvalidInputError(f"{folder}: has no {CONFIG}, without which from_pretrained cannot make the model")
-    return {name: file_inside(folder, name, folder).read_bytes() for name in names}
+    return {name: file_inside(folder, name, folder) for name in names}
 
 
 def plan(
     path: Path,
     reader: TensorReader,
-    beside: Mapping[str, bytes],
+    beside: Beside,
     max_shard_bytes: int,
     *,
     tensors_only: bool,
@@ -155,12 +163,12 @@ def plan(
     return HfPlan(index_of(model), shards, kept, dropped, sorted(tied))
 
 
-def _is_adapter(beside: Mapping[str, bytes]) -> bool:
+def _is_adapter(beside: Beside) -> bool:
     """Return whether the weights are those of an adapter of PEFT: its config is there, and no config of a model."""
     return ADAPTER_CONFIG in beside and not {CONFIG, ADAPTER, ADAPTER_COPY}.intersection(beside)
 
 
-def _tied(every: list[tuple[str, TensorSpec]], beside: Mapping[str, bytes]) -> set[str]:
+def _tied(every: list[tuple[str, TensorSpec]], beside: Beside) -> set[str]:
     """Return the names that `from_pretrained` ties to an earlier one: the output embedding, if it is tied here too.
 
     The paths of tied tensors follow each other, with one spec.
@@ -170,26 +178,28 @@ def _tied(every: list[tuple[str, TensorSpec]], beside: Mapping[str, bytes]) -> s
     return again if is_tied else set()
 
 
-def _config(beside: Mapping[str, bytes]) -> dict[str, Any]:
+def _config(beside: Beside) -> dict[str, Any]:
     """Return the config of a model; {} if there is none that can be read."""
     try:
-        config = json.JSONDecoder().decode(beside.get(CONFIG, b"{}").decode())
-    except (ValueError, RecursionError):
+        data = beside.get(CONFIG, b"{}")
+        config = json.JSONDecoder().decode((data if isinstance(data, bytes) else data.read_bytes()).decode())
+    except (OSError, ValueError, RecursionError):
         return {}
     return config if isinstance(config, dict) else {}
 
 
-def write(
-    temp: Path, reader: TensorReader, plan: HfPlan, beside: Mapping[str, bytes], metadata: dict[str, str]
-) -> None:
+def write(temp: Path, reader: TensorReader, plan: HfPlan, beside: Beside, metadata: dict[str, str]) -> None:
     """Write all files into a folder.
 
     Raises:
-        InvalidInputError: the library safetensors refuses a header.
+        InvalidInputError: the library safetensors refuses a header, or a file of --config cannot be read.
     """
     for name, data in beside.items():
         (temp / name).parent.mkdir(parents=True, exist_ok=True)
-        (temp / name).write_bytes(data)
+        if isinstance(data, bytes):
+            (temp / name).write_bytes(data)
+        else:
+            _copy(data, temp / name)
     tensors = _named(reader, plan)
     for file, specs in plan.shards.items():
         (temp / file).touch()
@@ -201,6 +211,20 @@ def write(
             "weight_map": {name: file for file, specs in plan.shards.items() for name, _ in specs},
         }
         (temp / plan.index).write_text(json.dumps(index, indent=2) + os.linesep)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a file in pieces.
+
+    Raises:
+        InvalidInputError: it cannot be read.
+    """
+    try:
+        file = source.open("rb")
+    except OSError as error:
+        raise InvalidInputError(f"{source}: cannot be read: {error.strerror}") from error
+    with file, target.open("wb") as new:
+        shutil.copyfileobj(file, new)
 
 
 def _named(reader: TensorReader, plan: HfPlan) -> Iterator[tuple[str, Any]]:

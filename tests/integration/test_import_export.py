@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import filecmp
 import io
 import json
 import os
@@ -22,10 +23,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from kit.forge import MIB, little_memory
 from kit.repositories import OPTIONS, same
 from kit.shell import invoke
 from snapstore import InvalidInputError, NotFoundError, Repository
-from snapstore.convert import ExportOptions, export_snapshot, import_checkpoints, orbax_folder, safetensors_file
+from snapstore.convert import (
+    ExportOptions,
+    export_snapshot,
+    hf_export,
+    import_checkpoints,
+    orbax_folder,
+    safetensors_file,
+)
 from snapstore.convert.checkpoint import nest
 from snapstore.convert.importing import default_run, format_of
 from snapstore.errors import AlreadyExistsError, IntegrityError, OutputError
@@ -473,6 +482,40 @@ def test_without_a_config_all_tied_names_are_written(repository, tmp_path):
         found = load_file(tmp_path / name / "model.safetensors")
         assert (exported.tied, exported.tensors) == ([], 8)
         assert all(same(found[f"{name}.weight"], layer.weight.detach()) for name, layer in names.items())
+
+
+def test_files_of_the_folder_of_a_config_are_copied_in_pieces(repository, tmp_path, monkeypatch):
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config.json").write_text("{}")
+    with (tmp_path / "config" / "corpus.txt").open("wb") as file:
+        file.write(b"first")
+        file.truncate(64 * MIB)
+    repository.save({"model": {"w": torch.ones(2)}}, run="a", step=1)
+    options = ExportOptions(config=tmp_path / "config")
+    with little_memory(16 * MIB):
+        exported = export_snapshot(repository, "a@1", tmp_path / "h", to="hf", options=options)
+    assert exported.files == ["config.json", "corpus.txt", "model.safetensors"]
+    assert filecmp.cmp(tmp_path / "config" / "corpus.txt", tmp_path / "h" / "corpus.txt", shallow=False)
+
+    def refused(path, *args):
+        raise PermissionError(13, "Permission denied") if path.name == "corpus.txt" else AssertionError
+
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(InvalidInputError, match=r"corpus.txt: cannot be read: Permission denied"):
+        hf_export._copy(tmp_path / "config" / "corpus.txt", tmp_path / "x")
+
+
+def test_an_imported_file_whose_name_has_a_backslash(repository, tmp_path):
+    """On Windows it would name a folder. The weights can be exported with the other files of a folder."""
+    (tmp_path / "in").mkdir()
+    save_file({"w": torch.ones(2)}, tmp_path / "in" / "model.safetensors")
+    for name in ("config.json", "a\\b.json"):
+        (tmp_path / "in" / name).write_text("{}")
+    imported(repository, tmp_path / "in", step=0)
+    with pytest.raises(InvalidInputError, match=r"names a folder on Windows; .* export with --config, a folder"):
+        export_snapshot(repository, "r@0", tmp_path / "h", to="hf")
+    export_snapshot(repository, "r@0", tmp_path / "h", to="hf", options=ExportOptions(config=tmp_path / "in"))
+    assert (tmp_path / "h" / "a\\b.json").exists()
 
 
 @pytest.mark.parametrize("to", ["hf", "safetensors", "torch", "dcp"])

@@ -302,12 +302,12 @@ class Machine(RuleBasedStateMachine):
         lacking = {i for i in self.held & committed(self.rows["first"]).keys() if not is_mirrored(now.get(i))}
         steps = [self.saves[i][1] for i in lacking]
         if self.is_reached:
-            count = Counter(left)  # of several saves of a step, the last ones
+            count = Counter(left)  # of several saves of a step, the last ones; a step may be that of an unread record
             self.held = set()
-            for i in sorted(lacking, key=lambda i: -self.saves[i][0]):
+            for i in sorted(lacking | self.unread, key=lambda i: -self.saves[i][0]):
                 if count[self.saves[i][1]]:
                     count[self.saves[i][1]] -= 1
-                    self.held.add(i)
+                    self.held |= {i} & lacking
         else:
             assert {*steps} <= {*left}, "not_mirrored names too few steps"
         assert manager.not_mirrored() == left

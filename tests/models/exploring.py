@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+import gc
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TypeVar
 
 S = TypeVar("S", bound=Hashable)
@@ -18,17 +20,30 @@ def explore(
     """
     came: dict[S, tuple[str, S] | None] = {first: None}  # the step that led there, and from where
     stack = [first]
-    while stack:
-        state = stack.pop()
-        if not holds(state):
-            return _schedule(came, state), len(came)
-        for name, after in steps(state):
-            if after not in came:
-                came[after] = (name, state)
-                stack.append(after)
-        if len(came) > limit:
-            raise RuntimeError(f"more than {limit} states")
+    with _uncollected():
+        while stack:
+            state = stack.pop()
+            if not holds(state):
+                return _schedule(came, state), len(came)
+            for name, after in steps(state):
+                if after not in came:
+                    came[after] = (name, state)
+                    stack.append(after)
+            if len(came) > limit:
+                raise RuntimeError(f"more than {limit} states")
     return None, len(came)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Let Python's collector rest: it would look at all states again and again, and none is in a cycle."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def _schedule(came: dict[S, tuple[str, S] | None], state: S) -> list[str]:

@@ -16,7 +16,7 @@ sure that the report names those which remain.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import exploring
 
@@ -35,8 +35,7 @@ RULES = {
 TURNS = "AB"
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """The rewriting run, at some step of one of its sessions."""
 
     at: str = "begin"
@@ -44,8 +43,7 @@ class Run:
     noted: Names | None = None  # as it has looked
 
 
-@dataclass(frozen=True)
-class Repair:
+class Repair(NamedTuple):
     """The repair, at some step."""
 
     at: str = "survey"
@@ -54,8 +52,7 @@ class Repair:
     told: Names = NONE  # sessions and snapshots that the report names
 
 
-@dataclass(frozen=True)
-class State:
+class State(NamedTuple):
     """Everything that is stored, and the step of every actor."""
 
     needs: tuple[str, ...] = ("p", "p")  # by A and B; every pack here is bad
@@ -77,7 +74,7 @@ def run_steps(state: State, dropped: Names) -> Iterator[Step]:
     name, session = TURNS[run.turn], f"run{run.turn}"
 
     def to(**changes: object) -> State:
-        return replace(state, run=replace(run, **changes))  # type: ignore[arg-type]
+        return state._replace(run=run._replace(**changes))  # type: ignore[arg-type]
 
     first, then = ("look", "announce") if "session first" in dropped else ("announce", "look")
     after = {"begin": first, first: then, then: "copy"}
@@ -86,7 +83,7 @@ def run_steps(state: State, dropped: Names) -> Iterator[Step]:
     if run.at == "begin":
         yield f"run begins {name}", to(at=first)
     elif run.at == "announce":
-        yield f"run announces {name}", replace(to(at=after[run.at]), sessions=state.sessions | {session})
+        yield f"run announces {name}", to(at=after[run.at])._replace(sessions=state.sessions | {session})
     elif run.at == "look":
         again = run.noted is None or "each session" not in dropped
         yield "run looks for notes", to(at=after[run.at], noted=state.notes if again else run.noted)
@@ -98,10 +95,10 @@ def run_steps(state: State, dropped: Names) -> Iterator[Step]:
     elif run.at == "publish":
         needs, by = list(state.needs), list(state.by)
         needs[run.turn], by[run.turn] = f"q{name}", session
-        yield f"run publishes {name}", replace(to(at="end"), needs=tuple(needs), by=tuple(by))
+        yield f"run publishes {name}", to(at="end")._replace(needs=tuple(needs), by=tuple(by))
     elif run.at == "end":
         over = Run(turn=run.turn + 1, noted=run.noted)
-        yield f"run ends {name}", replace(state, run=over, sessions=state.sessions - {session})
+        yield f"run ends {name}", state._replace(run=over, sessions=state.sessions - {session})
 
 
 def repair_steps(state: State, dropped: Names) -> Iterator[Step]:
@@ -109,7 +106,7 @@ def repair_steps(state: State, dropped: Names) -> Iterator[Step]:
     repair = state.repair
 
     def to(**changes: object) -> State:
-        return replace(state, repair=replace(repair, **changes))  # type: ignore[arg-type]
+        return state._replace(repair=repair._replace(**changes))  # type: ignore[arg-type]
 
     first, then = ("sessions", "notes") if "notes first" in dropped else ("notes", "sessions")
     after = {"survey": first, first: then, then: "turns"}
@@ -117,7 +114,7 @@ def repair_steps(state: State, dropped: Names) -> Iterator[Step]:
         yield "repair surveys", to(at=after[repair.at], seen=state.needs)
     elif repair.at == "notes":
         bad = frozenset(repair.seen) & {"p"} if "all notes" in dropped else frozenset(repair.seen)
-        yield f"repair notes {sorted(bad)}", replace(to(at=after[repair.at]), notes=state.notes | bad)
+        yield f"repair notes {sorted(bad)}", to(at=after[repair.at])._replace(notes=state.notes | bad)
     elif repair.at == "sessions":
         told = NONE if "sessions" in dropped else state.sessions
         yield f"repair lists {sorted(told)}", to(at=after[repair.at], told=repair.told | told)

@@ -13,7 +13,7 @@ the rule is not needed.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import exploring
 
@@ -34,8 +34,7 @@ RULES = {
 RANKS = ("1", "2")
 
 
-@dataclass(frozen=True)
-class Rank:
+class Rank(NamedTuple):
     """One of the other ranks: its step, whether its pack is there, and the result that it reports: C or F (failed)."""
 
     at: str = "wait"
@@ -43,15 +42,13 @@ class Rank:
     word: str = ""
 
 
-@dataclass(frozen=True)
-class Gc:
+class Gc(NamedTuple):
     at: str = "idle"
     candidates: Names = NONE
     waits: bool = False
 
 
-@dataclass(frozen=True)
-class State:
+class State(NamedTuple):
     """Everything that is stored or posted, and the step of every actor."""
 
     base: str = "C"  # C committed, F forgotten, S swept
@@ -85,33 +82,33 @@ def present(s: State) -> Names:
 def lead_steps(s: State, dropped: Names) -> Iterator[Step]:
     """Rank 0: session, base, begin, write, collect, commit or give up, end."""
     if s.lead == "start" and "session first" in dropped:
-        yield "0: reads marks and records", replace(s, lead="late", uses=s.base == "C" and "base" not in s.marked)
+        yield "0: reads marks and records", s._replace(lead="late", uses=s.base == "C" and "base" not in s.marked)
     elif s.lead == "start":
-        yield "0: puts its session", replace(s, lead="read", session="there")
+        yield "0: puts its session", s._replace(lead="read", session="there")
     elif s.lead == "late":
-        yield "0: puts its session", replace(s, lead="begin", session="there")
+        yield "0: puts its session", s._replace(lead="begin", session="there")
     elif s.lead == "read":
         uses = s.base == "C" and ("base" not in s.marked or "marks" in dropped)
-        yield "0: reads marks, then records", replace(s, lead="begin", uses=uses)
+        yield "0: reads marks, then records", s._replace(lead="begin", uses=uses)
     elif s.lead == "begin":
-        yield "0: posts begin", replace(s, lead="write", begun=True)
+        yield "0: posts begin", s._replace(lead="write", begun=True)
     elif s.lead == "write":
-        yield "0: its pack is durable", replace(s, lead="collect", own_pack="there")
+        yield "0: its pack is durable", s._replace(lead="collect", own_pack="there")
     elif s.lead == "collect" and ("all reports" in dropped or all(rank.at in ("told", "over") for rank in s.ranks)):
         if s.record:
-            yield "0: its key is taken", replace(s, lead="end", outcome="F")
+            yield "0: its key is taken", s._replace(lead="end", outcome="F")
         else:
-            yield "0: commits", replace(s, lead="end", record="C", outcome="C")
-            unknown = replace(s, lead="stays", outcome="F" if "unclear" in dropped else "U")
-            yield "0: commits, and the answer is lost", replace(unknown, record="C")
-            yield "0: its PUT is on its way for long", replace(unknown, flies=True)
+            yield "0: commits", s._replace(lead="end", record="C", outcome="C")
+            unknown = s._replace(lead="stays", outcome="F" if "unclear" in dropped else "U")
+            yield "0: commits, and the answer is lost", unknown._replace(record="C")
+            yield "0: its PUT is on its way for long", unknown._replace(flies=True)
     if s.lead in ("begin", "write", "collect"):
         record = s.record if "explained" in dropped else s.record or "A"
-        yield "0: gives up", replace(s, lead="over", record=record, session="ended", outcome="F")
+        yield "0: gives up", s._replace(lead="over", record=record, session="ended", outcome="F")
     elif s.lead == "end":
-        yield "0: ends the session", replace(s, lead="over", session="ended")
+        yield "0: ends the session", s._replace(lead="over", session="ended")
     if s.flies:
-        yield "the PUT lands", replace(s, flies=False, record=s.record or "C")
+        yield "the PUT lands", s._replace(flies=False, record=s.record or "C")
 
 
 def rank_steps(s: State, number: int, dropped: Names) -> Iterator[Step]:
@@ -119,7 +116,7 @@ def rank_steps(s: State, number: int, dropped: Names) -> Iterator[Step]:
     rank, name = s.ranks[number], RANKS[number]
 
     def to(**changes: str) -> State:
-        return replace(s, ranks=(*s.ranks[:number], replace(rank, **changes), *s.ranks[number + 1 :]))
+        return s._replace(ranks=(*s.ranks[:number], rank._replace(**changes), *s.ranks[number + 1 :]))
 
     if rank.at == "wait" and s.begun:
         yield f"{name}: hears of begin", to(at="write")
@@ -137,38 +134,38 @@ def rank_steps(s: State, number: int, dropped: Names) -> Iterator[Step]:
         elif "the record decides" in dropped:
             yield f"{name}: hears nothing, says failed", to(at="over", word="F")
         else:
-            yield f"{name}: creates the record as aborted", replace(to(at="over", word="F"), record="A")
+            yield f"{name}: creates the record as aborted", to(at="over", word="F")._replace(record="A")
 
 
 def gc_steps(s: State, dropped: Names) -> Iterator[Step]:
     """A gc: list, mark, wait or fence, live again, delete; again and again."""
     gc = s.gc
     if gc.at == "idle":
-        yield "gc: lists objects", replace(s, gc=Gc("listed", present(s)))
+        yield "gc: lists objects", s._replace(gc=Gc("listed", present(s)))
     elif gc.at == "listed":
         found = gc.candidates - live(s)
-        yield "gc: lists records", replace(s, gc=Gc("chosen", found) if found else Gc())
+        yield "gc: lists records", s._replace(gc=Gc("chosen", found) if found else Gc())
     elif gc.at == "chosen":
-        yield "gc: puts its mark", replace(s, marked=gc.candidates, gc=replace(gc, at="marked"))
+        yield "gc: puts its mark", s._replace(marked=gc.candidates, gc=gc._replace(at="marked"))
     elif gc.at == "marked":
-        yield "gc: lists sessions", replace(s, gc=replace(gc, at="waiting", waits=s.session == "there"))
+        yield "gc: lists sessions", s._replace(gc=gc._replace(at="waiting", waits=s.session == "there"))
     elif gc.at == "waiting" and (not gc.waits or s.session == "ended"):
-        yield "gc: waits for nobody", replace(s, gc=replace(gc, at="sweep"))
+        yield "gc: waits for nobody", s._replace(gc=gc._replace(at="sweep"))
     elif gc.at == "waiting":
         record = s.record if "gc fences" in dropped else s.record or "A"
-        yield "gc: gives the session up", replace(s, record=record, gc=replace(gc, at="sweep"))
+        yield "gc: gives the session up", s._replace(record=record, gc=gc._replace(at="sweep"))
     elif gc.at == "sweep":
         doomed = gc.candidates - (NONE if "live again" in dropped else live(s))
         base = "S" if "base" in doomed and s.base == "F" else s.base
-        yield "gc: computes the live set again", replace(s, base=base, gc=Gc("delete", frozenset(doomed)))
+        yield "gc: computes the live set again", s._replace(base=base, gc=Gc("delete", frozenset(doomed)))
     elif gc.at == "delete":
         kept = tuple(
-            replace(rank, pack="deleted") if name in gc.candidates else rank
+            rank._replace(pack="deleted") if name in gc.candidates else rank
             for name, rank in zip(RANKS, s.ranks, strict=True)
         )
         own = "deleted" if "0" in gc.candidates else s.own_pack
         there = s.base_pack and "base" not in gc.candidates
-        yield "gc: deletes", replace(s, ranks=kept, own_pack=own, base_pack=there, marked=NONE, gc=Gc())
+        yield "gc: deletes", s._replace(ranks=kept, own_pack=own, base_pack=there, marked=NONE, gc=Gc())
 
 
 def steps(s: State, dropped: Names) -> Iterator[Step]:
@@ -176,7 +173,7 @@ def steps(s: State, dropped: Names) -> Iterator[Step]:
     for number in range(len(RANKS)):
         yield from rank_steps(s, number, dropped)
     if s.base in ("C", "F"):
-        yield "user: forgets or brings back the base", replace(s, base="F" if s.base == "C" else "C")
+        yield "user: forgets or brings back the base", s._replace(base="F" if s.base == "C" else "C")
     yield from gc_steps(s, dropped)
 
 

@@ -14,8 +14,8 @@ Closures stand for manifests: the set of packs that a record needs. One key `X.n
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from itertools import chain
+from typing import NamedTuple
 
 import exploring
 
@@ -36,8 +36,7 @@ RULES = {
 }
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """The newest revision of a snapshot."""
 
     revision: int
@@ -45,8 +44,7 @@ class Record:
     needs: Packs
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """The rewriting run, at some step of one of its sessions."""
 
     at: str = "begin"
@@ -59,8 +57,7 @@ class Run:
     target: Packs = NONE  # of this one
 
 
-@dataclass(frozen=True)
-class Gc:
+class Gc(NamedTuple):
     """A collector, at some step of one of its rounds."""
 
     at: str = "begin"
@@ -71,8 +68,7 @@ class Gc:
     doomed: Packs = NONE
 
 
-@dataclass(frozen=True)
-class Save:
+class Save(NamedTuple):
     """A saver that builds on whatever a committed snapshot needs and no mark names."""
 
     at: str = "begin"
@@ -80,8 +76,7 @@ class Save:
     needs: Packs = NONE
 
 
-@dataclass(frozen=True)
-class State:
+class State(NamedTuple):
     """Everything that is stored, and the step of every actor."""
 
     packs: Packs = frozenset("p")
@@ -101,14 +96,14 @@ class State:
         return frozenset(chain.from_iterable(r.needs for _, r in self.records if r.state == "committed"))
 
     def put(self, name: str, record: Record) -> State:
-        return replace(self, records=tuple(sorted((self.by_name | {name: record}).items())))
+        return self._replace(records=tuple(sorted((self.by_name | {name: record}).items())))
 
     def revised(self, name: str, state: str) -> State:
         was = self.by_name[name]
-        return self.put(name, replace(was, revision=was.revision + 1, state=state))
+        return self.put(name, was._replace(revision=was.revision + 1, state=state))
 
     def without_session(self, whose: str) -> State:
-        return replace(self, sessions=tuple(s for s in self.sessions if s[0] != whose))
+        return self._replace(sessions=tuple(s for s in self.sessions if s[0] != whose))
 
 
 TURNS = "AB"
@@ -137,7 +132,7 @@ def run_steps(state: State, dropped: Packs) -> Iterator[Step]:
     record = state.by_name[name]
 
     def to(**changes: object) -> State:
-        return replace(state, run=replace(run, **changes))  # type: ignore[arg-type]
+        return state._replace(run=run._replace(**changes))  # type: ignore[arg-type]
 
     over = Run(turn=run.turn + 1, made=run.made, lists=order(dropped))
     if run.at != "begin":
@@ -146,11 +141,11 @@ def run_steps(state: State, dropped: Packs) -> Iterator[Step]:
         seen = {"marked": state.mark} if run.lists[0] == "marks" else {"needed": state.live}
         yield f"run lists {run.lists[0]}", to(lists=run.lists[1:], **seen)
     elif run.at == "begin":
-        announced = replace(state, sessions=(*state.sessions, (f"run{run.turn}", f"{name}.{record.revision + 1}")))
-        yield f"run begins {name}", replace(announced, run=replace(run, at="listing", revision=record.revision + 1))
+        announced = state._replace(sessions=(*state.sessions, (f"run{run.turn}", f"{name}.{record.revision + 1}")))
+        yield f"run begins {name}", announced._replace(run=run._replace(at="listing", revision=record.revision + 1))
     elif run.at == "listing":
         if record.state != "committed" or record.revision + 1 != run.revision:
-            yield f"run leaves {name}", replace(state.without_session(f"run{run.turn}"), run=over)
+            yield f"run leaves {name}", state.without_session(f"run{run.turn}")._replace(run=over)
             return
         known = run.made
         if run.turn == 0 or "each session" not in dropped:
@@ -159,17 +154,17 @@ def run_steps(state: State, dropped: Packs) -> Iterator[Step]:
         if known:
             yield f"run shares {sorted(known)}", to(at="written", target=known)
         own = frozenset(["q" if "session's name" in dropped else f"q{name}"])
-        uploaded = replace(state, packs=state.packs | own)
-        yield f"run uploads {sorted(own)}", replace(uploaded, run=replace(run, at="written", target=own))
+        uploaded = state._replace(packs=state.packs | own)
+        yield f"run uploads {sorted(own)}", uploaded._replace(run=run._replace(at="written", target=own))
     elif run.at == "written":
         free = "create-only" in dropped or (record.revision + 1 == run.revision and record.state == "committed")
         if free:
             after = state.put(name, Record(run.revision, "committed", run.target))
-            yield f"run publishes {name}", replace(after, run=replace(run, at="published", made=run.made | run.target))
+            yield f"run publishes {name}", after._replace(run=run._replace(at="published", made=run.made | run.target))
         else:
             yield f"run has lost {name}", to(at="published")
     elif run.at == "published":
-        yield f"run ends {name}", replace(state.without_session(f"run{run.turn}"), run=over)
+        yield f"run ends {name}", state.without_session(f"run{run.turn}")._replace(run=over)
 
 
 def order(dropped: Packs) -> tuple[str, ...]:
@@ -182,10 +177,10 @@ def save_steps(state: State) -> Iterator[Step]:
     save = state.save
 
     def to(**changes: object) -> State:
-        return replace(state, save=replace(save, **changes))  # type: ignore[arg-type]
+        return state._replace(save=save._replace(**changes))  # type: ignore[arg-type]
 
     if save.at == "begin":
-        yield "save begins", replace(to(at="session"), sessions=(*state.sessions, ("save", "S.0")))
+        yield "save begins", to(at="session")._replace(sessions=(*state.sessions, ("save", "S.0")))
     elif save.at == "session":
         yield "save lists marks", to(at="marks", marked=state.mark)
     elif save.at == "marks":
@@ -193,7 +188,7 @@ def save_steps(state: State) -> Iterator[Step]:
         for needs in {NONE, *parents}:
             yield f"save builds on {sorted(needs)}", to(at="parent", needs=needs)
     elif save.at == "parent":
-        yield "save uploads", replace(to(at="written", needs=save.needs | {"s"}), packs=state.packs | {"s"})
+        yield "save uploads", to(at="written", needs=save.needs | {"s"})._replace(packs=state.packs | {"s"})
     elif save.at == "written":
         if "S" in state.by_name:
             yield "save is fenced", to(at="end")
@@ -208,7 +203,7 @@ def gc_steps(state: State, dropped: Packs, rounds: int) -> Iterator[Step]:
     gc = state.gc
 
     def to(**changes: object) -> State:
-        return replace(state, gc=replace(gc, **changes))  # type: ignore[arg-type]
+        return state._replace(gc=gc._replace(**changes))  # type: ignore[arg-type]
 
     if gc.at == "begin" and gc.rounds < rounds:
         yield "gc lists packs", to(at="listed", present=state.packs)
@@ -216,9 +211,9 @@ def gc_steps(state: State, dropped: Packs, rounds: int) -> Iterator[Step]:
         yield "gc computes live", to(at="live", candidates=gc.present - state.live)
     elif gc.at == "live":
         if gc.candidates:
-            yield f"gc marks {sorted(gc.candidates)}", replace(to(at="marked"), mark=gc.candidates)
+            yield f"gc marks {sorted(gc.candidates)}", to(at="marked")._replace(mark=gc.candidates)
         else:
-            yield "gc has nothing", replace(state, gc=Gc(rounds=gc.rounds + 1))
+            yield "gc has nothing", state._replace(gc=Gc(rounds=gc.rounds + 1))
     elif gc.at == "marked":
         waits = NONE if "wait" in dropped else frozenset(f"{who} {key}" for who, key in state.sessions)
         yield "gc lists sessions", to(at="waiting", waits=waits)
@@ -234,12 +229,12 @@ def gc_steps(state: State, dropped: Packs, rounds: int) -> Iterator[Step]:
         for name, record in state.records:  # before anything is deleted, so that no un-forget can follow
             if record.state == "forgotten" and record.needs & doomed:
                 swept = swept.revised(name, "swept")
-        yield "gc computes live again", replace(swept, gc=replace(gc, at="deleting", doomed=doomed))
+        yield "gc computes live again", swept._replace(gc=gc._replace(at="deleting", doomed=doomed))
     elif gc.at == "deleting" and gc.doomed:
         for pack in sorted(gc.doomed):
-            yield f"gc deletes {pack}", replace(to(doomed=gc.doomed - {pack}), packs=state.packs - {pack})
+            yield f"gc deletes {pack}", to(doomed=gc.doomed - {pack})._replace(packs=state.packs - {pack})
     elif gc.at == "deleting":
-        yield "gc is done", replace(state, gc=Gc(rounds=gc.rounds + 1), mark=NONE)
+        yield "gc is done", state._replace(gc=Gc(rounds=gc.rounds + 1), mark=NONE)
 
 
 def fenced(state: State, waited: str, dropped: Packs) -> State:
@@ -252,8 +247,8 @@ def fenced(state: State, waited: str, dropped: Packs) -> State:
             after = state.put("S", Record(0, "aborted", NONE))
     elif "fence" not in dropped and state.by_name[name].revision + 1 == int(revision):
         was = state.by_name[name]
-        after = state.put(name, replace(was, revision=was.revision + 1))
-    return replace(after.without_session(whose), gc=replace(state.gc, waits=state.gc.waits - {waited}))
+        after = state.put(name, was._replace(revision=was.revision + 1))
+    return after.without_session(whose)._replace(gc=state.gc._replace(waits=state.gc.waits - {waited}))
 
 
 def explore(

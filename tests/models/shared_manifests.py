@@ -20,8 +20,8 @@ counter-example, or the rule is not needed.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from itertools import chain
+from typing import NamedTuple
 
 import exploring
 
@@ -54,8 +54,7 @@ CHILDREN = {"m": frozenset("c")}
 MOST_REVISIONS = 3
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """One revision of a snapshot."""
 
     state: str  # committed, forgotten, swept, aborted
@@ -65,8 +64,7 @@ class Record:
 Records = tuple[tuple[str, tuple[Record, ...]], ...]
 
 
-@dataclass(frozen=True)
-class Writer:
+class Writer(NamedTuple):
     """The save, or the run at one of its two sessions."""
 
     at: str = "begin"
@@ -77,8 +75,7 @@ class Writer:
     needs: Names = NONE
 
 
-@dataclass(frozen=True)
-class Gc:
+class Gc(NamedTuple):
     at: str = "objects"
     again: bool = False  # sweeping
     blind: str = ""  # the snapshot whose records a lie hides ...
@@ -88,8 +85,7 @@ class Gc:
     waits: tuple[tuple[str, str, int], ...] = ()
 
 
-@dataclass(frozen=True)
-class State:
+class State(NamedTuple):
     """Everything that is stored, and the step of every actor."""
 
     objects: Names
@@ -109,13 +105,13 @@ class State:
     def put_record(self, name: str, record: Record) -> State:
         after = self.of
         after[name] = (*after.get(name, ()), record)
-        return replace(self, records=tuple(sorted(after.items())))
+        return self._replace(records=tuple(sorted(after.items())))
 
     def put(self, *names: str) -> State:
-        return replace(self, objects=self.objects | set(names))
+        return self._replace(objects=self.objects | set(names))
 
     def ended(self, whose: str) -> State:
-        return replace(self, sessions=tuple(s for s in self.sessions if s[0] != whose))
+        return self._replace(sessions=tuple(s for s in self.sessions if s[0] != whose))
 
 
 Step = tuple[str, State]
@@ -139,9 +135,9 @@ def user_steps(state: State) -> Iterator[Step]:
         if name == "S":
             continue
         if of[-1].state == "committed":
-            yield f"forget {name}", state.put_record(name, replace(of[-1], state="forgotten"))
+            yield f"forget {name}", state.put_record(name, of[-1]._replace(state="forgotten"))
         elif of[-1].state == "forgotten" and len(of) < MOST_REVISIONS:
-            yield f"un-forget {name}", state.put_record(name, replace(of[-1], state="committed"))
+            yield f"un-forget {name}", state.put_record(name, of[-1]._replace(state="committed"))
 
 
 def shareable(state: State, writer: Writer, dropped: Names) -> Names:
@@ -170,10 +166,10 @@ def save_steps(state: State, dropped: Names) -> Iterator[Step]:
     save = state.save
 
     def to(**changes: object) -> State:
-        return replace(state, save=replace(save, **changes))  # type: ignore[arg-type]
+        return state._replace(save=save._replace(**changes))  # type: ignore[arg-type]
 
     if save.at == "begin":
-        yield "save begins", replace(to(at="marks"), sessions=(*state.sessions, ("save", "S", 0)))
+        yield "save begins", to(at="marks")._replace(sessions=(*state.sessions, ("save", "S", 0)))
     elif save.at == "marks":
         yield "save lists marks", to(at="records", marked=state.mark)
     elif save.at == "records":
@@ -198,20 +194,20 @@ def run_steps(state: State, dropped: Names) -> Iterator[Step]:
     whose, of = f"run{run.turn}", state.of[name]
 
     def to(**changes: object) -> State:
-        return replace(state, run=replace(run, **changes))  # type: ignore[arg-type]
+        return state._replace(run=run._replace(**changes))  # type: ignore[arg-type]
 
     if run.at == "over" or run.turn > 1:
         return
     if run.at == "begin":
-        begun = replace(state, sessions=(*state.sessions, (whose, name, len(of))))
-        yield f"run begins {name}", replace(begun, run=replace(run, at="marks", revision=len(of)))
+        begun = state._replace(sessions=(*state.sessions, (whose, name, len(of))))
+        yield f"run begins {name}", begun._replace(run=run._replace(at="marks", revision=len(of)))
     elif run.at == "marks":
         yield "run lists marks", to(at="records", marked=state.mark)
     elif run.at == "records":
         if of[-1].state == "committed" and len(of) == run.revision == 1:  # objects are made for revision 1
             yield "run lists records", to(at="write", known=listed_by(state, dropped))
         else:
-            yield f"run leaves {name}", replace(state.ended(whose), run=Writer(turn=run.turn + 1))
+            yield f"run leaves {name}", state.ended(whose)._replace(run=Writer(turn=run.turn + 1))
     elif run.at == "write":
         own = "m1" if name == "A" else "m2"
         yield f"run puts {own}", to(at="publish", needs=frozenset([own])).put(own)
@@ -225,7 +221,7 @@ def run_steps(state: State, dropped: Names) -> Iterator[Step]:
         else:
             yield f"run has lost {name}", to(at="end")
     elif run.at == "end":
-        yield f"run ends {name}", replace(state.ended(whose), run=Writer(turn=run.turn + 1))
+        yield f"run ends {name}", state.ended(whose)._replace(run=Writer(turn=run.turn + 1))
 
 
 def gc_steps(state: State, dropped: Names) -> Iterator[Step]:
@@ -233,7 +229,7 @@ def gc_steps(state: State, dropped: Names) -> Iterator[Step]:
     gc = state.gc
 
     def to(**changes: object) -> State:
-        return replace(state, gc=replace(gc, **changes))  # type: ignore[arg-type]
+        return state._replace(gc=gc._replace(**changes))  # type: ignore[arg-type]
 
     if gc.at == "objects":
         yield "gc lists objects", to(at="records", present=state.objects)
@@ -241,11 +237,11 @@ def gc_steps(state: State, dropped: Names) -> Iterator[Step]:
             for name, of in state.records:
                 for shown in range(len(of)):
                     lie = f"gc begins: no listing will show it more than {shown} records of {name}"
-                    yield lie, replace(to(blind=name, shown=shown), lied=True)
+                    yield lie, to(blind=name, shown=shown)._replace(lied=True)
     elif gc.at == "records":
         yield from gc_decides(state, dropped)
     elif gc.at == "mark":
-        yield f"gc marks {sorted(gc.doomed)}", replace(to(at="sessions"), mark=gc.doomed)
+        yield f"gc marks {sorted(gc.doomed)}", to(at="sessions")._replace(mark=gc.doomed)
     elif gc.at == "sessions":
         yield "gc lists sessions", to(at="wait", waits=() if "wait" in dropped else state.sessions)
     elif gc.at == "wait":
@@ -260,9 +256,9 @@ def gc_steps(state: State, dropped: Names) -> Iterator[Step]:
             yield f"gc fences {whose}", fenced.ended(whose)
     elif gc.at == "delete":
         for name in sorted(gc.doomed):
-            yield f"gc deletes {name}", replace(to(doomed=gc.doomed - {name}), objects=state.objects - {name})
+            yield f"gc deletes {name}", to(doomed=gc.doomed - {name})._replace(objects=state.objects - {name})
         if not gc.doomed:
-            yield "gc is done", replace(to(at="over"), mark=NONE)
+            yield "gc is done", to(at="over")._replace(mark=NONE)
 
 
 def seen_by(state: State) -> dict[str, tuple[Record, ...]]:
@@ -283,31 +279,31 @@ def gc_decides(state: State, dropped: Names) -> Iterator[Step]:
         return len(seen.get(snapshot, ())) > revision or session in sessions
 
     if "explained" not in dropped and not all(map(explained, unneeded)):
-        yield "gc stops: nothing explains an object", replace(state, gc=replace(gc, at="over"))
+        yield "gc stops: nothing explains an object", state._replace(gc=gc._replace(at="over"))
     elif gc.again:
         yield from gc_sweeps(state, seen, state.mark if "recompute" in dropped else state.mark & unneeded)
     else:
-        yield "gc computes live", replace(state, gc=replace(gc, at="mark" if unneeded else "over", doomed=unneeded))
+        yield "gc computes live", state._replace(gc=gc._replace(at="mark" if unneeded else "over", doomed=unneeded))
 
 
 def gc_sweeps(state: State, seen: dict[str, tuple[Record, ...]], doomed: Names) -> Iterator[Step]:
     """Write `swept` for each snapshot that loses bytes: the revision after the one seen, unless it exists already."""
-    after = replace(state, gc=replace(state.gc, at="delete", doomed=doomed))
+    after = state._replace(gc=state.gc._replace(at="delete", doomed=doomed))
     for name, of in seen.items():
         if of and of[-1].state == "forgotten" and of[-1].needs & doomed:
             if len(of) < len(state.of[name]):  # only a lie can cause this: a moment ago all revisions were seen
-                yield f"gc stops: {name} is revised", replace(state, gc=replace(state.gc, at="over"))
+                yield f"gc stops: {name} is revised", state._replace(gc=state.gc._replace(at="over"))
                 return
-            after = after.put_record(name, replace(of[-1], state="swept"))
+            after = after.put_record(name, of[-1]._replace(state="swept"))
     yield f"gc computes live again, writes swept: {sorted(doomed)}", after
 
 
 def holds(state: State) -> bool:
     """Return whether the invariant of the module holds."""
-    sessions = {whose for whose, _, _ in state.sessions}
+    sessions, records = {whose for whose, _, _ in state.sessions}, state.of
     made_for = (MADE_FOR[name] for name in state.objects)
-    explained = all(len(state.of.get(name, ())) > revision or of in sessions for name, revision, of in made_for)
-    return needs_of(state.of) <= state.objects and (state.lied or explained)
+    explained = all(len(records.get(name, ())) > revision or of in sessions for name, revision, of in made_for)
+    return needs_of(records) <= state.objects and (state.lied or explained)
 
 
 def explore(dropped: Names = NONE) -> tuple[list[str] | None, int]:

@@ -17,7 +17,7 @@ there must be a counter-example, or the rule is not needed.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import exploring
 
@@ -41,8 +41,7 @@ RULES = {
 }
 
 
-@dataclass(frozen=True)
-class Seen:
+class Seen(NamedTuple):
     """The records that some listings have shown together: records never go away."""
 
     b: int = -1  # B's highest revision
@@ -50,8 +49,7 @@ class Seen:
     s: str = ""
 
 
-@dataclass(frozen=True)
-class Save:
+class Save(NamedTuple):
     at: str = "begin"
     looks: int = 0  # listings of marks
     marked: Names = NONE
@@ -59,8 +57,7 @@ class Save:
     told: str = ""
 
 
-@dataclass(frozen=True)
-class Gc:
+class Gc(NamedTuple):
     at: str = "packs"
     looks: int = 0
     present: Names = NONE
@@ -73,8 +70,7 @@ class Gc:
     misled: bool = False  # it takes X's header for one that needs nothing
 
 
-@dataclass(frozen=True)
-class State:
+class State(NamedTuple):
     """Everything that is stored, and the step of every actor. B's revisions: committed, forgotten, committed, ..."""
 
     packs: Names = frozenset("bx")
@@ -98,7 +94,7 @@ MOST_REVISIONS = 3
 
 def user_steps(state: State) -> Iterator[Step]:
     if not state.swept and state.b < MOST_REVISIONS:
-        yield ("forget B", "un-forget B")[state.b % 2], replace(state, b=state.b + 1)
+        yield ("forget B", "un-forget B")[state.b % 2], state._replace(b=state.b + 1)
 
 
 def save_steps(state: State, dropped: Names) -> Iterator[Step]:
@@ -106,14 +102,14 @@ def save_steps(state: State, dropped: Names) -> Iterator[Step]:
     save = state.save
 
     def to(lie: bool = False, **changes: object) -> State:
-        return replace(state, lied=state.lied or lie, save=replace(save, **changes))  # type: ignore[arg-type]
+        return state._replace(lied=state.lied or lie, save=save._replace(**changes))  # type: ignore[arg-type]
 
     def lies() -> bool:
         return not state.lied
 
     if save.at in ("begin", "over", "dead"):
         if save.at == "begin":
-            yield "save puts its session", replace(to(at="marks"), session=True)
+            yield "save puts its session", to(at="marks")._replace(session=True)
             if lies():
                 yield "save puts its session: a lie, it is not stored", to(lie=True, at="marks")
         return
@@ -135,7 +131,7 @@ def save_steps(state: State, dropped: Names) -> Iterator[Step]:
         there = save.uses if "present" in dropped else save.uses & state.packs
         yield f"save finds {sorted(there)} there", to(at="write", uses=there)
     elif save.at == "write":
-        yield "save puts its pack", replace(to(at="session"), packs=state.packs | {"s"})
+        yield "save puts its pack", to(at="session")._replace(packs=state.packs | {"s"})
     elif save.at == "session":
         if state.session or "session again" in dropped:
             yield "save finds its session", to(at="commit")
@@ -147,7 +143,7 @@ def save_steps(state: State, dropped: Names) -> Iterator[Step]:
             yield f"save finds its record {state.s}", to(at="end" if state.s == "committed" else "failed")
         else:
             read = "read" if "record read back" not in dropped else "told"
-            yield "save commits", replace(to(at=read), s="committed")
+            yield "save commits", to(at=read)._replace(s="committed")
             if lies():
                 yield "save commits: a lie, it is not stored", to(lie=True, at=read)
     elif save.at == "read":
@@ -156,9 +152,9 @@ def save_steps(state: State, dropped: Names) -> Iterator[Step]:
         yield "save is told: committed", to(at="end", told="committed")
     elif save.at == "failed":
         says = state.s or ("aborted" if "who fails says so" not in dropped else "")
-        yield "save has failed", replace(to(at="end"), s=says)
+        yield "save has failed", to(at="end")._replace(s=says)
     elif save.at == "end":
-        yield "save ends", replace(to(at="over"), session=False)
+        yield "save ends", to(at="over")._replace(session=False)
 
 
 def gc_steps(state: State, dropped: Names) -> Iterator[Step]:
@@ -166,7 +162,7 @@ def gc_steps(state: State, dropped: Names) -> Iterator[Step]:
     gc = state.gc
 
     def to(lie: bool = False, **changes: object) -> State:
-        return replace(state, lied=state.lied or lie, gc=replace(gc, **changes))  # type: ignore[arg-type]
+        return state._replace(lied=state.lied or lie, gc=gc._replace(**changes))  # type: ignore[arg-type]
 
     def lies() -> bool:
         return not state.lied
@@ -182,12 +178,12 @@ def gc_steps(state: State, dropped: Names) -> Iterator[Step]:
         both = Seen(max(now.b, gc.seen.b), now.x or gc.seen.x, now.s or gc.seen.s)
         yield "gc lists records", to(at=after, looks=1, seen=both)
         if lies():
-            for less in (replace(both, b=gc.seen.b), replace(both, x=gc.seen.x), replace(both, s=gc.seen.s)):
+            for less in (both._replace(b=gc.seen.b), both._replace(x=gc.seen.x), both._replace(s=gc.seen.s)):
                 yield "gc lists records: a lie, one lacks", to(lie=True, at=after, looks=1, seen=less)
     elif gc.at == "live":
         yield from gc_decides(state, dropped)
     elif gc.at == "mark":
-        yield f"gc marks {sorted(gc.doomed)}", replace(to(at="sessions", looks=0, mark=gc.doomed), mark=gc.doomed)
+        yield f"gc marks {sorted(gc.doomed)}", to(at="sessions", looks=0, mark=gc.doomed)._replace(mark=gc.doomed)
         if lies():
             yield "gc marks: a lie, it is not stored", to(lie=True, at="sessions", looks=0, mark=gc.doomed)
     elif gc.at == "sessions":
@@ -199,14 +195,14 @@ def gc_steps(state: State, dropped: Names) -> Iterator[Step]:
         if not gc.waits or not state.session:
             yield "gc has waited", to(at="packs", again=True)
             return
-        yield "gc fences the save", replace(to(at="fenced"), s=state.s or "aborted")
+        yield "gc fences the save", to(at="fenced")._replace(s=state.s or "aborted")
         if lies():
             yield "gc fences the save: a lie, nothing is stored", to(lie=True, at="fenced")
             ends = {"at": "packs", "again": True} if "ended" in dropped else {}
             yield "gc looks for the session: a lie, 404", to(lie=True, **ends)
     elif gc.at == "fenced":
         if state.s or "fence read back" in dropped:
-            yield "gc releases the session", replace(to(at="packs", again=True), session=False)
+            yield "gc releases the session", to(at="packs", again=True)._replace(session=False)
         else:
             yield "gc stops: its fence is not there", to(at="over")
     elif gc.at == "swept":
@@ -218,9 +214,9 @@ def gc_steps(state: State, dropped: Names) -> Iterator[Step]:
             yield "gc stops: its mark is gone", to(at="over")
     elif gc.at == "delete":
         for pack in sorted(gc.doomed):
-            yield f"gc deletes {pack}", replace(to(doomed=gc.doomed - {pack}), packs=state.packs - {pack})
+            yield f"gc deletes {pack}", to(doomed=gc.doomed - {pack})._replace(packs=state.packs - {pack})
         if not gc.doomed:
-            yield "gc is done", replace(to(at="over"), mark=NONE)
+            yield "gc is done", to(at="over")._replace(mark=NONE)
 
 
 def gc_decides(state: State, dropped: Names) -> Iterator[Step]:
@@ -233,28 +229,28 @@ def gc_decides(state: State, dropped: Names) -> Iterator[Step]:
     # A session that has ended since then has left a record: the code looks at both again before it stops.
     explained = {"b": seen.b >= 0, "x": seen.x, "s": bool(seen.s or state.session or state.s)}
     if "explained" not in dropped and not all(explained[pack] for pack in unneeded):
-        yield "gc stops: nothing explains a pack", replace(state, gc=replace(gc, at="over"))
+        yield "gc stops: nothing explains a pack", state._replace(gc=gc._replace(at="over"))
         return
     if gc.again:
-        yield "gc computes live again", replace(state, gc=replace(gc, at="swept", doomed=gc.mark & unneeded))
+        yield "gc computes live again", state._replace(gc=gc._replace(at="swept", doomed=gc.mark & unneeded))
     elif unneeded:
-        yield "gc computes live", replace(state, gc=replace(gc, at="mark", doomed=unneeded))
+        yield "gc computes live", state._replace(gc=gc._replace(at="mark", doomed=unneeded))
     else:
-        yield "gc has nothing to do", replace(state, gc=replace(gc, at="over"))
+        yield "gc has nothing to do", state._replace(gc=gc._replace(at="over"))
 
 
 def gc_sweeps(state: State, dropped: Names) -> Iterator[Step]:
     """Write `swept` if B loses bytes: the revision after the one seen, unless it exists already."""
     gc = state.gc
     if "b" not in gc.doomed or state.swept:
-        yield "gc need not write swept", replace(state, gc=replace(gc, at="own mark"))
+        yield "gc need not write swept", state._replace(gc=gc._replace(at="own mark"))
     elif gc.seen.b != state.b or state.b % 2 == 0:
-        yield "gc finds B revised, and looks again", replace(state, gc=replace(gc, at="packs"))
+        yield "gc finds B revised, and looks again", state._replace(gc=gc._replace(at="packs"))
     else:
-        yield "gc writes swept", replace(state, swept=True, gc=replace(gc, at="own mark"))
+        yield "gc writes swept", state._replace(swept=True, gc=gc._replace(at="own mark"))
         if not state.lied:
             at = "own mark" if "swept read back" in dropped else "over"
-            yield "gc writes swept: a lie, it is not stored", replace(state, lied=True, gc=replace(gc, at=at))
+            yield "gc writes swept: a lie, it is not stored", state._replace(lied=True, gc=gc._replace(at=at))
 
 
 def holds(state: State) -> bool:

@@ -1,6 +1,7 @@
 """compact keeps every state bit for bit, never increases the bytes that gc leaves, and drops dead chunks."""
 
 import dataclasses
+from functools import cache
 
 import msgspec
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from kit import foreign
 from kit.faults import Unreadable, one_thread
-from kit.objects import flip, flip_in_place, keys_of
+from kit.objects import clone, flip, flip_in_place, keys_of
 from kit.repositories import (
     OPTIONS,
     check_clean,
@@ -52,15 +53,32 @@ def store(request, tmp_path):
     return made
 
 
-@pytest.fixture
-def repo(store):
+@cache
+def hollow():
     """Save a@0 to a@9 and keep only the last three. Their chains lead through chunks of the forgotten snapshots."""
-    with opened(store) as repository:
+    made = created()
+    with opened(made) as repository:
         for step in range(10):
             save(repository, "a", step, step)
         repository.forget([KeepLast(3)], run="a")
         repository.gc()
+    return made
+
+
+@pytest.fixture(params=["memory", "local"])
+def repo(request, tmp_path):
+    """A copy of `hollow`."""
+    made = clone(hollow())
+    if request.param == "local":
+        made = LocalStore(tmp_path / "r", create=True)
+        for key in keys_of(hollow()):
+            made.put(key, hollow().get(key))
+    with opened(made) as repository:
         yield repository
+
+
+#: Compact does the same on each store, so a run tries one of them. The other tests of `repo` and `store` try both.
+one_store = pytest.mark.sampled(1)
 
 
 def needed(repository):
@@ -113,6 +131,7 @@ def test_all_snapshots_are_compacted(repo):
     check_clean(repo.store)
 
 
+@one_store
 def test_little_is_dead_afterwards(repo):
     repo.compact()
     repo.gc()
@@ -131,6 +150,7 @@ def test_little_is_dead_afterwards(repo):
     assert packs - rooms <= compact_plan.MAX_DEAD_SHARE * rooms + 2 * compact_plan._FRAME * count
 
 
+@one_store
 def test_nothing_to_do_writes_nothing(repo):
     repo.compact()
     repo.gc()
@@ -142,6 +162,7 @@ def test_nothing_to_do_writes_nothing(repo):
         assert empty.compact().rewritten == []
 
 
+@one_store
 def test_a_dry_run_changes_nothing_and_is_about_right(repo):
     keys = keys_of(repo.store)
     dry = repo.compact(dry_run=True)
@@ -153,6 +174,7 @@ def test_a_dry_run_changes_nothing_and_is_about_right(repo):
     assert dry.bytes_after == pytest.approx(real.bytes_after, rel=0.1)
 
 
+@one_store
 def test_only_the_named_snapshots_are_rewritten(repo):
     size = needed(repo)
     others = {s.ref: s for s in repo.snapshots() if s.ref != "a@7"}
@@ -168,7 +190,7 @@ def test_only_the_named_snapshots_are_rewritten(repo):
     check_clean(repo.store)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("share", [0, 0.01, 0.1, 0.3, 0.6, 1.0])
 def test_no_more_is_written_than_allowed(repo, share):
     dry, size = repo.compact(dry_run=True), needed(repo)
@@ -204,7 +226,7 @@ def test_the_most_profitable_comes_first():
         assert [s.run for s in repository.compact().rewritten] == ["a"]
 
 
-@pytest.mark.sampled(1)
+@one_store
 def test_full_chunks_become_deltas(store):
     """Snapshots that were saved full become deltas to each other, and need fewer bytes.
 
@@ -267,6 +289,7 @@ def test_a_nan_in_the_state_does_not_fail_compact():
         assert same(repository.restore("a@5"), state)
 
 
+@one_store
 def test_saves_go_on_from_a_compacted_parent(repo):
     repo.compact()
     repo.gc()
@@ -302,6 +325,7 @@ def test_a_manager_goes_on_over_a_compacted_parent(tmp_path):
             assert other.stats().unneeded_bytes == 0
 
 
+@one_store
 def test_forgotten_ones_are_left_alone_and_come_back(repo):
     repo.forget_snapshots(["a@7"])
     forgotten = repo.view().resolve("a@7", ("forgotten",))
@@ -315,6 +339,7 @@ def test_forgotten_ones_are_left_alone_and_come_back(repo):
     check_clean(repo.store)
 
 
+@one_store
 def test_bad_arguments(repo):
     for wrong in (-1, 1.5, "10G", True):
         with pytest.raises(InvalidInputError, match=r"max_repack_bytes .*expected an int of 0 or more"):
@@ -406,12 +431,7 @@ def test_a_base_that_is_cheaper_than_what_hangs_on_it_stays(monkeypatch):
 
 @pytest.fixture
 def in_memory():
-    made = created()
-    with opened(made) as repository:
-        for step in range(10):
-            save(repository, "a", step, step)
-        repository.forget([KeepLast(3)], run="a")
-        repository.gc()
+    with opened(clone(hollow())) as repository:
         yield repository
 
 
@@ -686,7 +706,7 @@ def test_blobs_that_only_a_gpu_decodes_move_unchanged(monkeypatch):
 # --- any history -----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40 if THOROUGH else 20, deadline=None)
+@settings(max_examples=40 if THOROUGH else 12, deadline=None)
 @given(st.data())
 def test_any_history(data):
     """After any history, compact does not grow the repository, and all snapshots that stay restore.

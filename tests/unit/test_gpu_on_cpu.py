@@ -11,6 +11,8 @@ import pytest
 from kit import processes
 from kit.samples import some
 
+#: Three cases of eight, with both layouts.
+SPARSE = some([f"[cuda-{size}-{layout}]" for size in (1, 2, 4, 8) for layout in (0, 1)], 3)
 #: Each list runs in a process of its own, because all together take minutes on a busy machine.
 RUNS = [
     ["gpu/test_nvcomp.py", "gpu/test_gpu_ans.py", "gpu/test_gpu_damage.py", "attacks/test_collisions.py"],
@@ -20,9 +22,11 @@ RUNS = [
         "gpu/test_gpu_ranks.py",
         "contract/test_engines.py::test_a_batch_of_every_shape_at_once[cuda]",
         "contract/test_engines.py::test_sparse_deltas_of_the_cpu_engine",
-        "contract/test_engines.py::test_sparse_deltas_of_every_kind",
-        "contract/test_engines.py::test_chains_of_sparse_deltas",
-        "contract/test_engines.py::test_the_engines_write_the_same_sparse_deltas",
+        *(f"contract/test_engines.py::{name}{case}" for case in SPARSE for name in (
+            "test_sparse_deltas_of_every_kind",
+            "test_chains_of_sparse_deltas",
+            "test_the_engines_write_the_same_sparse_deltas",
+        )),
         "contract/test_engines.py::test_sparse_deltas_that_contradict_themselves",
         "contract/test_engines.py::test_sparse_deltas_of_too_many_elements",
     ],
@@ -70,7 +74,7 @@ LEFT_OUT = {
     ],
 }
 
-#: Each of these takes four seconds or more, so a run takes only three of them. A run on a GPU takes all.
+#: Each of these takes a second or more, so a run takes only three of them. A run on a GPU takes all.
 SLOW = [
     *(f"gpu/test_gpu_memory.py::{name}" for name in (
         "test_many_saves_keep_nothing[device]",
@@ -80,6 +84,7 @@ SLOW = [
         "test_nvcomp_without_memory_saves[{'first': 4}]",
         "test_an_engine_without_memory_saves[{'above': 2097152}]",
         "test_an_engine_without_memory_saves[{'first': 1}]",
+        "test_an_engine_without_memory_saves[{'first': 3}]",
         "test_memory_that_runs_out_after_some_saves",
         "test_memory_that_runs_out_at_any_level[CuPy]",
         "test_memory_that_runs_out_at_any_level[beneath torch]",
@@ -88,6 +93,8 @@ SLOW = [
     )),
     *(f"gpu/test_gpu_staging.py::{name}" for name in (
         "test_streams_are_not_used_up",
+        "test_changes_right_after_save[True-device]",
+        "test_changes_right_after_save[True-host]",
         "test_bases_across_changes_of_mode",
         "test_auto_looks_at_free_memory",
         "test_tensors_that_move_between_host_and_device",
@@ -98,12 +105,15 @@ SLOW = [
     )),
     *(f"gpu/test_gpu_directions.py::{name}" for name in (
         "test_long_chains[manager-65536]",
+        "test_a_state_on_both",
+        "test_a_full_snapshot_and_no_depth_at_all",
         "test_packs_of_any_size[4096]",
         "test_states_larger_than_any_batch[1]",
         "test_states_larger_than_any_batch[3000]",
         "test_states_larger_than_any_batch[70000]",
     )),
     *(f"gpu/test_gpu_ans.py::{name}" for name in (
+        "test_a_background_save",
         "test_recode_there_and_back[cuda]",
         "test_chains_of_both_codecs",
         "test_refused_where_there_is_no_gpu",
@@ -114,15 +124,22 @@ SLOW = [
         "test_every_way_to_verify_saves_the_same[off]",
         "test_every_way_to_verify_saves_the_same[sample]",
         "test_a_flipped_bit_anywhere_in_a_pack",
+        "test_a_bit_that_flips_in_a_background_save",
+        *(f"test_a_bit_that_flips_while_saving_is_found_before_the_commit[{verify}-flip_{where}]"
+          for verify in ("full", "sample") for where in ("in_blobs", "in_planes", "on_the_way")),
     )),
     *(f"gpu/test_gpu_changes.py::{name}" for name in (
         "test_the_save_after_a_change[asynchronous, device]",
         "test_the_save_after_a_change[asynchronous, host]",
         "test_a_change_at_any_moment[synchronous]",
         "test_a_change_at_any_moment[asynchronous, device]",
+        "test_another_form_at_the_same_address[asynchronous, device]",
+        "test_another_form_at_the_same_address[asynchronous, host]",
     )),
     "gpu/test_gpu_first_save.py::test_the_first_save_locks_the_memory_of_the_second",
     "gpu/test_gpu_first_save.py::test_prepare_locks_the_memory_of_the_first_save",
+    "gpu/test_gpu_first_save.py::test_without_kernels_the_cpu_saves_what_lies_on_the_device[False]",
+    "gpu/test_gpu_first_save.py::test_without_kernels_the_cpu_saves_what_lies_on_the_device[True]",
     "gpu/test_gpu_first_save.py::test_a_save_does_not_wait_for_kernels[device]",
     "gpu/test_gpu_first_save.py::test_a_save_does_not_wait_for_kernels[host]",
     "gpu/test_gpu_graphs.py::test_a_whole_save_while_a_graph_is_captured[device]",

@@ -100,8 +100,8 @@ def bucket():
     owner.create_bucket(Bucket=name)
     yield name
     for page in owner.get_paginator("list_objects_v2").paginate(Bucket=name):
-        for found in page.get("Contents", []):
-            owner.delete_object(Bucket=name, Key=found["Key"])
+        if found := page.get("Contents"):
+            owner.delete_objects(Bucket=name, Delete={"Objects": [{"Key": one["Key"]} for one in found]})
     owner.delete_bucket(Bucket=name)
 
 
@@ -110,19 +110,27 @@ def url(bucket):
     return f"s3://{bucket}/test-{uuid.uuid4().hex}"
 
 
-@pytest.fixture
-def limited(monkeypatch, tmp_path, bucket):
-    """Return a function that sets a policy for a new user; stores that are made after the call act as that user."""
-    user, key = f"limited-{uuid.uuid4().hex[:8]}", uuid.uuid4().hex[:20].upper()
+@pytest.fixture(scope="module")
+def user():
+    """The name and the access key of a user of this process, whom only policies allow anything."""
+    name, key = f"limited-{uuid.uuid4().hex[:8]}", uuid.uuid4().hex[:20].upper()
     admin = [ROOT / "tools" / "s3-server", "admin", "user"]
-    create = [*admin, "create", f"--uid={user}", "--display-name=x", f"--access-key={key}", "--secret-key=secret"]
+    create = [*admin, "create", f"--uid={name}", "--display-name=x", f"--access-key={key}", "--secret-key=secret"]
     subprocess.run(create, capture_output=True, check=True)
+    yield name, key
+    subprocess.run([*admin, "rm", f"--uid={name}"], capture_output=True, check=True)
+
+
+@pytest.fixture
+def limited(monkeypatch, tmp_path, bucket, user):
+    """Return a function that sets the policy for the user; stores that are made after the call act as that user."""
+    name, key = user
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cache"))
     owner = boto3.client("s3")
 
     def become(policy):
         for statement in policy["Statement"]:
-            statement["Principal"] = {"AWS": [f"arn:aws:iam:::user/{user}"]}
+            statement["Principal"] = {"AWS": [f"arn:aws:iam:::user/{name}"]}
         whole = [f"arn:aws:s3:::{bucket}", f"arn:aws:s3:::{bucket}/*"]  # an object belongs to the user who put it
         us = {"AWS": ["arn:aws:iam:::user/snapstore"]}
         policy["Statement"].append({"Effect": "Allow", "Action": "s3:*", "Resource": whole, "Principal": us})
@@ -132,7 +140,6 @@ def limited(monkeypatch, tmp_path, bucket):
 
     yield become
     owner.delete_bucket_policy(Bucket=bucket)
-    subprocess.run([*admin, "rm", f"--uid={user}"], capture_output=True, check=True)
 
 
 @needs_server
@@ -412,6 +419,7 @@ def test_a_damaged_base(scene, rights, run):
         assert same(repository.restore(f"id:{original.id}"), values("theirs", 2))
 
 
+@pytest.mark.sampled(1)
 @needs_server
 def test_the_id_of_another_snapshot(scene):
     forged = msgspec.structs.replace(
@@ -432,6 +440,7 @@ def test_the_id_of_another_snapshot(scene):
         assert len(check_restores(repository)) == 3
 
 
+@pytest.mark.sampled(1)
 @needs_server
 def test_stopping_gc(scene):
     session = Session(id="5" * 32, key=f"snapshots/mine/{0:012d}-{'5' * 32}.0", host="", boot_id="", pid=1, started=0.0)
@@ -465,6 +474,7 @@ def test_the_session_of_a_running_save(scene, how):
         assert len(check_restores(repository)) == 3
 
 
+@pytest.mark.sampled(2)
 @needs_server
 @pytest.mark.parametrize("verify", ["sample", "full"])
 def test_a_session_that_is_put_back(scene, verify):

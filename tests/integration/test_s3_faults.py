@@ -221,7 +221,7 @@ def needed(repository) -> list[tuple[str, int]]:
     return [(s.ref, s.revision) for s in repository.snapshots()]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("what", ["lost", "stays"])
 @pytest.mark.parametrize("kind", KINDS if THOROUGH else ["snapshots", "packs"])
 @pytest.mark.parametrize("verb", REWRITES)
@@ -257,6 +257,7 @@ def test_a_rewrite_beside_a_bad_network(proxy, monkeypatch, verb, kind, what):
         assert repository.check("restore").ok or verb == "repair"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_409_is_tried_again(world, kind):
     rule = world.proxy.fault(put_of(kind), answer(409, "ConditionalRequestConflict"), times=2)
@@ -303,6 +304,7 @@ def test_412_because_of_another_object_after_a_lost_answer(world):
 # --- storms, stalls, short bodies ---
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("status", "code"), [(500, "InternalError"), (503, "SlowDown"), (503, "ServiceUnavailable")])
 def test_a_storm_that_passes(world, status, code):
     """Every third request is refused, six times in all; the client tries again each time."""
@@ -331,6 +333,7 @@ def test_a_storm_that_stays(world, status, code, kind):
     world.check([0, 1])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["reset", "stall"])
 def test_a_put_that_breaks_off(world, how):
     rule = world.proxy.fault(put_of("packs"), Fault(request_bytes=1000, how=how))

@@ -48,6 +48,7 @@ hypothesis.settings.load_profile("snapstore")
 
 def pytest_configure(config):
     """Workers of xdist inherit the folder."""
+    gc.disable()  # until all tests are collected
     config.stash[_FOLDER] = None
     place = os.environ.get("SNAPSTORE_TEST_DIR") or (MEMORY if _has_room() and not THOROUGH else None)
     if place and config.option.basetemp is None:
@@ -56,6 +57,13 @@ def pytest_configure(config):
     caches = tempfile.mkdtemp(prefix="caches-", dir=config.option.basetemp and Path(config.option.basetemp).parent)
     config.stash[_CACHES] = Path(caches)
     os.environ["SNAPSTORE_CACHE_DIR"] = str(config.stash[_CACHES] / "fixtures")
+
+
+def pytest_collection_finish(session):
+    """Spare later full collections what stays for ever: modules and tests, half a million objects."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def _has_room():

@@ -401,12 +401,12 @@ def points(verb: str, mode: str, total: int) -> range:
     """Return the operations to try."""
     sparse = verb in ALIKE or (mode == "full" and verb != "gc")
     if verb.endswith(", ranks"):
-        return sampled(total, 20)
+        return sampled(total, 26)
     # a recode has sixty operations, each of which some other verb has too
-    return sampled(total, 16 if verb.startswith(("recode", "compact", "copy")) else 8 if sparse else 4)
+    return sampled(total, 22 if verb.startswith(("recode", "compact", "copy")) else 11 if sparse else 6)
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(11)
 @untraced
 @pytest.mark.parametrize("mode", CRASHES)
 @pytest.mark.parametrize("verb", VERBS)
@@ -444,7 +444,7 @@ AGAIN = [
 ]
 
 
-@pytest.mark.sampled(18)
+@pytest.mark.sampled(12)
 @untraced
 @pytest.mark.parametrize("mode", [*CRASHES, "lost", "fail"])
 @pytest.mark.parametrize("verb", AGAIN)
@@ -458,7 +458,7 @@ def test_the_same_verb_again(verb, mode, monkeypatch):
     there = _ids(clone(prepare()))
     wanted = _known(undisturbed, there)
     total = operations(verb)
-    for k in sampled(total, 24 if verb in MAY_ADD else 11):
+    for k in sampled(total, 32 if verb in MAY_ADD else 15):
         inner = clone(prepare())
         store, repository, outcome = run_until_fault(verb, inner, k, mode)
         about = f"{verb} again, {mode} at {k} of {total}: {store.log[-1]}, {outcome}"
@@ -499,7 +499,7 @@ def _known(store: ObjectStore, ids: set[str]) -> Any:
         return old, new, [repository.policies(run) for run in ("a", "b", "c")]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @untraced
 @pytest.mark.parametrize("mode", [*CRASHES, *FAILURES, "torn", "late"])
 def test_the_next_recode_finishes_what_one_has_begun(mode, monkeypatch):
@@ -507,7 +507,7 @@ def test_the_next_recode_finishes_what_one_has_begun(mode, monkeypatch):
     one_thread(monkeypatch, index=False)
     wanted = _left_over(clone(abroad()))
     total = operations("recode")
-    for k in sampled(total, 16):
+    for k in sampled(total, 24):
         inner = clone(abroad())
         store, repository, outcome = run_until_fault("recode", inner, k, mode)
         about = f"{mode} at {k} of {total}: {store.log[-1]}, {outcome}"
@@ -518,7 +518,7 @@ def test_the_next_recode_finishes_what_one_has_begun(mode, monkeypatch):
         assert _left_over(inner) == wanted, about
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @untraced
 @pytest.mark.parametrize("mode", [*CRASHES, *FAILURES, "torn", "late"])
 def test_the_next_compact_finishes_what_one_has_begun(mode, monkeypatch):
@@ -526,7 +526,7 @@ def test_the_next_compact_finishes_what_one_has_begun(mode, monkeypatch):
     one_thread(monkeypatch, index=False)
     wanted = _compacted(clone(hollow()))
     total = operations("compact")
-    for k in sampled(total, 16):
+    for k in sampled(total, 24):
         inner = clone(hollow())
         store, repository, outcome = run_until_fault("compact", inner, k, mode)
         about = f"{mode} at {k} of {total}: {store.log[-1]}, {outcome}"
@@ -566,7 +566,7 @@ def _left_over(store: MemoryStore) -> tuple[int, dict[str, int]]:
     return found.snapshots, found.codecs
 
 
-@pytest.mark.sampled(36)
+@pytest.mark.sampled(22)
 @untraced
 @pytest.mark.parametrize("mode", FAILURES)
 @pytest.mark.parametrize("verb", VERBS)
@@ -590,7 +590,7 @@ def test_the_process_lives_on(verb, mode, monkeypatch):
         check_clean(inner, about)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @untraced
 @pytest.mark.parametrize("mode", ["outage", "lost-outage", "full"])
 @pytest.mark.parametrize("verb", ["delta save", "gc, marked", "recode", "compact"])
@@ -621,7 +621,7 @@ def on_a_disk(source: MemoryStore, root: Path) -> LocalStore:
     return store
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(7)
 @untraced
 @pytest.mark.parametrize("mode", ["crash-before", "crash-after", "lost", "fail"])
 @pytest.mark.parametrize("verb", ON_A_DISK)
@@ -630,7 +630,7 @@ def test_on_a_disk(verb, mode, monkeypatch, tmp_path):
     one_thread(monkeypatch)
     index_in_place(monkeypatch)
     total = operations(verb)
-    for k in sampled(total, 12):
+    for k in sampled(total, 16):
         inner = on_a_disk(VERBS[verb][0](), tmp_path / str(k))
         before = committed(inner)  # this also makes an index from before the fault
         store, repository, outcome = run_until_fault(verb, inner, k, mode)

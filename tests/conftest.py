@@ -1,6 +1,7 @@
 """Puts this folder on the path, so that every test finds the kit, and chooses the cases that a run tries.
 
-`@pytest.mark.sampled(n)` marks a test of many cases: a run tries n of them, other ones each time. All of them run if
+`@pytest.mark.sampled(n)` marks a test of many cases: a run tries n of them, other ones each time: one of each n-th of
+the list, so that cases next to each other, such as those of one verb, are not left out together. All of them run if
 `THOROUGH`, or if the command line names a test (`FILE::TEST`, `-k`).
 
 A time limit in a test judges a hang, never speed: other processes may be busy. So hypothesis judges no example by its
@@ -89,8 +90,10 @@ def _sampled(items):
         if mark := item.get_closest_marker("sampled"):
             tests[item.nodeid.partition("[")[0], *mark.args].append(item)
     for (name, count), cases in tests.items():
-        for item in random.Random(f"{SEED} {name}").sample(cases, min(count, len(cases))):
-            cases.remove(item)
+        draw, parts = random.Random(f"{SEED} {name}"), min(count, len(cases))
+        ends = [len(cases) * i // parts for i in range(parts + 1)]
+        for begin, end in reversed([*itertools.pairwise(ends)]):
+            del cases[draw.randrange(begin, end)]
     return tests
 
 

@@ -1553,7 +1553,7 @@ def case_large_trees(world: World) -> None:
     from snapstore.dcp import save
 
     writer = world.writer("trees")
-    words = {f"word {i}": i * 7919 % 100_003 for i in range(20_000)}
+    words = {f"word {i}": i * 7919 % 100_003 for i in range(8_000)}
     for step in range(1, 4):
         words["word 700"] = step // 3
         save({"w": whole((3, 4)), "data": [words]}, writer, step)

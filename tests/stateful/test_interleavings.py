@@ -194,7 +194,7 @@ def test_one_stops_once_and_up_to_two_others_run_whole(first, actors):
                 break
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(10)
 @pytest.mark.no_cover
 @pytest.mark.parametrize(("first", "second"), [*permutations(ALL, 2)])
 def test_two_stop_once_each(first, second, actors):

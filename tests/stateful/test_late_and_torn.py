@@ -30,7 +30,7 @@ def _readable(monkeypatch):
 STALLED = {"delta save": "a@3", "skip save": "a@4", "forget": "a@2", "recode": "a@2", "compact": "a@8"}
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("where", ["before", "behind"])
 @pytest.mark.parametrize("meanwhile", ["gc", "forget and gc", "forget and fence"])
 @pytest.mark.parametrize("verb", STALLED)
@@ -40,7 +40,7 @@ def test_stalled(verb, meanwhile, where, monkeypatch):
     prepare, act = VERBS[verb]
     before = committed(clone(prepare()))
     total = operations(verb)
-    for k in sampled(total, 40):
+    for k in sampled(total, 50):
         inner = clone(prepare())
         store = Stalling(inner, others_meanwhile(inner, STALLED[verb])[meanwhile], where)
         repository = Repository.open(store, options=OPTIONS)
@@ -65,7 +65,7 @@ def test_stalled(verb, meanwhile, where, monkeypatch):
         check_whole(inner, about)
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("others", ["alone", "after a gc"])
 @pytest.mark.parametrize("verb", WRITING)
 def test_late(verb, others, monkeypatch):
@@ -74,7 +74,7 @@ def test_late(verb, others, monkeypatch):
     prepare = VERBS[verb][0]
     before = committed(clone(prepare()))
     total = operations(verb)
-    for k in sampled(total, 10):
+    for k in sampled(total, 14):
         inner = clone(prepare())
         store, repository, outcome = run_until_fault(verb, inner, k, "late")
         about = f"{verb}, late at {k} of {total}: {store.log[k - 1]}, {outcome}"
@@ -94,7 +94,7 @@ def test_late(verb, others, monkeypatch):
         check_clean(inner, about)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("verb", WRITING)
 def test_torn(verb, monkeypatch):
     """Snapshots that were there restore; check names torn objects; repair replaces them, and space comes back."""

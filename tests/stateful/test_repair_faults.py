@@ -120,7 +120,7 @@ def repair_until_fault(inner: ObjectStore, k: int, mode: str) -> tuple[FaultStor
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "torn"])
 def test_every_fault(mode, monkeypatch):
     one_thread(monkeypatch, index=False)
-    for k in points(3, 37 if mode in CRASHES else 23):
+    for k in points(5, 47 if mode in CRASHES else 31):
         inner = clone(wounded())
         store, outcome = repair_until_fault(inner, k, mode)
         about = f"{mode} at {k}: {store.log[-1]}, {outcome}"
@@ -155,7 +155,7 @@ def test_every_torn_put(monkeypatch):
 def test_every_fault_on_a_disk(mode, monkeypatch, tmp_path):
     one_thread(monkeypatch)
     index_in_place(monkeypatch)
-    for k in points(4, 99):
+    for k in points(6, 99):
         inner = on_a_disk(wounded(), tmp_path / str(k))
         with opened(inner) as repository:  # this makes an index from before the fault
             assert len(repository.view().damaged) == 1
@@ -163,6 +163,7 @@ def test_every_fault_on_a_disk(mode, monkeypatch, tmp_path):
         finish(inner, f"{mode} at {k}: {store.log[-1]}, {outcome}")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.no_cover
 @pytest.mark.parametrize("where", ["before", "behind"])
 @pytest.mark.parametrize("meanwhile", ["gc", "forget and gc", "forget and fence"])

@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+from kit.forked import Forked
 from kit.objects import flip
 from kit.processes import ROOT, environment
 from kit.ranks import Managers
@@ -68,9 +68,8 @@ def resumed(hf, tmp_path, step=None, **options):
 
 
 def test_a_killed_training_resumes_to_the_bit(hf, tmp_path):
-    command = [sys.executable, "-m", "kit.hugging_face", str(tmp_path), "6"]
-    killed = subprocess.run(command, env=environment(), capture_output=True, text=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    killed = Forked("-m", "kit.hugging_face", str(tmp_path), "6", log=tmp_path / "log", env=environment())
+    assert killed.wait(600) == -signal.SIGKILL, killed.text()
     assert not list((tmp_path / "killed").glob("checkpoint-*"))
     whole = hf.trainer(tmp_path / "whole", save_strategy="no")
     whole.train()
@@ -117,7 +116,7 @@ class Fifty(torch.utils.data.IterableDataset):
             yield {"input_ids": text, "labels": text}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
     [

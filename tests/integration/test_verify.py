@@ -109,7 +109,7 @@ def test_a_sample_is_another_one_in_every_generation(spoil):
         (1, 1024 + 31, True),
         (1, 1024, False),
     ]
-    for generation, wrong, noticed in some(cases, 5):
+    for generation, wrong, noticed in some(cases, 3):
         with repository("sample") as repo:
             for step in range(generation):
                 repo.save({"w": values(step, chunks)}, run="a", step=step)

@@ -1504,16 +1504,21 @@ def process(*args, **env):
 def test_main_without_torch(series):
     """--help imports neither torch nor NumPy; verbs that need no tensors import no torch."""
     program = (
-        "import sys\nfrom snapstore.cli import main\n"
-        "try: main()\nexcept SystemExit as e: code = e.code\n"
-        "print([m for m in ('torch', 'numpy') if m in sys.modules], code, file=sys.stderr)"
+        "import json, sys\nfrom snapstore.cli import main\n"
+        "for sys.argv[1:] in json.loads(sys.argv[1]):\n"
+        "    try: main()\n    except SystemExit as e: code = e.code\n"
+        "    print([m for m in ('torch', 'numpy') if m in sys.modules], code, file=sys.stderr)"
     )
-    assert process("-c", program, "--help").stderr == "[] 0\n"
-    for verb in (["log"], ["gc"], ["check", "--restore"], ["forget", "--run", "exp", "--keep-last", 2], ["stats"],
-                 ["show", "exp@3"], ["tag", "exp@3", "x"], ["untag", "exp@3", "x"], ["index", "rebuild"]):  # fmt: skip
-        done = process("-c", program, *verb, "--json", SNAPSTORE_REPO=series.url)
-        assert done.stderr.splitlines()[-1] == "['numpy'] 0", (verb, done.stderr)
-        json.loads(done.stdout)
+    verbs = [["log"], ["gc"], ["check", "--restore"], ["forget", "--run", "exp", "--keep-last", "2"], ["stats"],
+             ["show", "exp@3"], ["tag", "exp@3", "x"], ["untag", "exp@3", "x"], ["index", "rebuild"]]  # fmt: skip
+    commands = [["--help"], *([*verb, "--json"] for verb in verbs)]
+    done = process("-c", program, json.dumps(commands), SNAPSTORE_REPO=series.url)
+    said = [line for line in done.stderr.splitlines() if line.startswith("[")]
+    assert said[0] == "[] 0"
+    for verb, line in zip(verbs, said[1:], strict=True):
+        assert line == "['numpy'] 0", (verb, done.stderr)
+    found = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len([json.loads(line) for line in found]) == len(verbs)
 
 
 def test_main(monkeypatch, capsys):

@@ -1388,7 +1388,7 @@ def test_a_child_forked_while_a_listing_runs_can_end(tmp_path):
 
 
 def test_nothing_is_written_into_the_target_after_a_restore_has_failed(tmp_path):
-    with Repository.create(tmp_path / "repo", chunk_bytes=4096) as repository:
+    with Repository.create(tmp_path / "repo", chunk_bytes=65536) as repository:
         state = {f"w{i}": np.full(512 * 1024, i, np.float64) + np.arange(512 * 1024) for i in range(24)}
         repository.save(state, run="a", step=1)
         pack = sorted((tmp_path / "repo" / "packs").rglob("*"), key=lambda p: p.stat().st_size)[-1]

@@ -52,7 +52,7 @@ def history() -> MemoryStore:
 # --- random schedules ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.no_cover  # see test_crash_points.py
 @pytest.mark.parametrize("first", range(0, SCHEDULES, PER_TEST))
 def test_random_schedules(first, actors):

@@ -208,5 +208,7 @@ def _text(data: Bytes, spec: TensorSpec) -> str:
     """Return an element as text: its value, or its bytes if it has none."""
     if spec.kind != "bytes":
         with suppress(TypeError, RuntimeError, NotImplementedError):
-            return str(from_bytes(data.copy(), msgspec.structs.replace(spec, shape=()), None).item())
+            value = from_bytes(data.copy(), msgspec.structs.replace(spec, shape=()), None)
+            is_time = spec.kind == "array" and spec.dtype[1] in "mM"  # Python has no NaT, and no nanoseconds
+            return str(value if is_time else value.item())
     return f"0x{data[::-1].tobytes().hex()}"

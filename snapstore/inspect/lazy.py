@@ -190,9 +190,13 @@ class TensorHandle:
         """Return the bytes [first, end) of the tensor in C order, (end - first,) uint8.
 
         Raises:
-            InvalidInputError: not 0 <= first <= end <= nbytes.
+            InvalidInputError: the bounds are no integers, or not 0 <= first <= end <= nbytes.
             NotFoundError, IntegrityError, FormatError, CapabilityError: as `__getitem__` raises them.
         """
+        try:
+            first, end = as_int(first), as_int(end)
+        except TypeError as error:
+            raise InvalidInputError(f"{self.name}: bytes {first!r:.40} to {end!r:.40}: expected integers") from error
         if not 0 <= first <= end <= self.nbytes:
             raise InvalidInputError(f"{self.name}: bytes {first} to {end} of {self.nbytes}")
         itemsize = self._spec.itemsize

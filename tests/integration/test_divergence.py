@@ -123,6 +123,23 @@ def test_tensors_that_cannot_be_compared(repository, change, path, note):
     assert (found.path, found.index, found.note) == (path, None, note)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "values"),
+    [
+        ("M8[ns]", ["2020-01-01T00:00:00.000000001", "NaT"]),
+        ("m8[ns]", ["1 nanoseconds", "2 nanoseconds"]),
+        ("M8[D]", ["NaT", "2020-01-02"]),
+    ],
+)
+def test_times_are_shown_as_numpy_shows_them(repository, dtype, values):
+    """Python has no NaT, and no nanoseconds."""
+    for run, value in zip("ab", values, strict=True):
+        time = np.timedelta64(int(value[0]), "ns") if dtype[0] == "m" else np.datetime64(value)
+        repository.save({"x": np.full(3, time, dtype)}, run=run, step=1)
+    found = repository.first_difference("a", "b")
+    assert (found.index, found.before, found.after) == ((0,), *values)
+
+
 def test_nans_of_other_bits_and_scalars(repository):
     for run, bits in (("a", 0x7FC00000), ("b", 0x7FC00001)):
         nan = torch.tensor([bits], dtype=torch.int32).view(torch.float32)

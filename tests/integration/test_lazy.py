@@ -237,6 +237,10 @@ def test_rows_can_be_gone_through(repository):
         len(repository.tensors("arrays@2")["model.scalar"])
     with pytest.raises(InvalidInputError, match="bytes 0 to 49 of 48"):
         handle.read_bytes(0, 49)
+    for bounds in ((0.0, 4), (0, None), ("0", 4)):
+        with pytest.raises(InvalidInputError, match="expected integers"):
+            handle.read_bytes(*bounds)
+    assert handle.read_bytes(np.int64(0), np.int64(4)).size == 4
 
 
 def test_keys_and_names(repository):

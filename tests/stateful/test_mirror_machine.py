@@ -286,9 +286,11 @@ class Machine(RuleBasedStateMachine):
         manager = self.manager
         if manager is None:
             return
-        for _ in range(3):  # an attempt from before the mirror could be reached may end only now
+        # An attempt from before the mirror could be reached may end only now. And policies do not count a snapshot that
+        # has failed, so the next attempt may copy another one.
+        for _ in range(3):
             left = manager.wait_until_mirrored(30)
-            if not left or not self.is_reached or not self.is_read or any(self.broken.values()):
+            if not left or not self.is_reached:
                 break
         self.learn("first")
         before, now = self.rows["mirror"], self.look("mirror")

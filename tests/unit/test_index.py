@@ -26,7 +26,7 @@ from kit.objects import clone, flip_file, keys_of
 from kit.processes import environment
 from kit.repositories import OPTIONS, check_restores, index_of, opened, save
 from kit.s3_stores import fresh_url, moto_bucket, needs_server
-from kit.samples import SEED
+from kit.samples import SEED, THOROUGH
 from snapstore import IntegrityError, InvalidInputError, KeepBest, KeepLast, Repository, StorageError
 from snapstore.catalog import index as index_module
 from snapstore.catalog.lmdb_file import Environment
@@ -203,7 +203,7 @@ def test_any_flipped_byte(root, start):
     Each page gets one, often in its header, and random places get more. A child process does this: LMDB may kill it.
     """
     Repository.open(root).view()
-    script = FLIP.format(root=str(root), index=str(index_of(root)), start=SEED + start, count=60)
+    script = FLIP.format(root=str(root), index=str(index_of(root)), start=SEED + start, count=150 if THOROUGH else 60)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("flipped ")

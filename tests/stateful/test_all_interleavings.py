@@ -133,10 +133,10 @@ def cast(gc: Body, random: Random) -> dict[str, Body]:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("first", range(0, SCHEDULES // 8, PER_TEST))
+@pytest.mark.parametrize("first", range(0, SCHEDULES // 10, PER_TEST))
 def test_random_schedules(first, actors, monkeypatch):
     foreign.readable(monkeypatch)
-    for store, about in played(history(), cast, actors, range(first, min(first + PER_TEST, SCHEDULES // 8))):
+    for store, about in played(history(), cast, actors, range(first, min(first + PER_TEST, SCHEDULES // 10))):
         with opened(store) as repository:
             check_restores(repository, about)
             assert repository.compact().failed == [], about
@@ -158,10 +158,10 @@ def seen(store: ObjectStore, random: Random) -> ObjectStore:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("first", range(0, SCHEDULES // 8, PER_TEST))
+@pytest.mark.parametrize("first", range(0, SCHEDULES // 10, PER_TEST))
 def test_random_schedules_with_faults_and_lies(first, actors, monkeypatch):
     foreign.readable(monkeypatch)
-    seeds = range(first, min(first + PER_TEST, SCHEDULES // 8))
+    seeds = range(first, min(first + PER_TEST, SCHEDULES // 10))
     for store, about in played(history(), cast, actors, seeds, seen_as=seen):
         with opened(store) as repository:
             kept = {snapshot.ref for snapshot in check_restores(repository, about)}

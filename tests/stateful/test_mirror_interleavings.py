@@ -144,7 +144,7 @@ def played(begin: int, actors: list[Actor], seen_as: Callable[..., ObjectStore])
     Args:
         seen_as: see `kit.schedules.played`.
     """
-    for seed in range(begin, min(begin + PER_TEST, SCHEDULES // 8)):
+    for seed in range(begin, min(begin + PER_TEST, SCHEDULES // 10)):
         tally("mirror schedules")
         random = Random(f"{SEED} {seed} mirror")
         first, second = clone(first_store()), clone(mirror_store())
@@ -183,7 +183,7 @@ def check_mirrored(first: MemoryStore, second: MemoryStore, about: str) -> None:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("begin", range(0, SCHEDULES // 8, PER_TEST))
+@pytest.mark.parametrize("begin", range(0, SCHEDULES // 10, PER_TEST))
 def test_random_schedules(begin, actors):
     for first, second, about in played(begin, actors, honest):
         for store in (first, second):
@@ -196,7 +196,7 @@ def test_random_schedules(begin, actors):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("begin", range(0, SCHEDULES // 8, PER_TEST))
+@pytest.mark.parametrize("begin", range(0, SCHEDULES // 10, PER_TEST))
 def test_random_schedules_with_faults_and_lies(begin, actors):
     for first, second, about in played(begin, actors, seen):
         for store in (first, second):

@@ -57,18 +57,18 @@ class BoxMap:
     _of_ranks: dict[int, Rows] = field(default_factory=dict)  # by pattern: its boxes, by rank
 
     @classmethod
-    def of_rank(cls, rank: int, boxes: Mapping[int, Sequence[Box]], count: int) -> BoxMap:
+    def of_rank(cls, rank: int, boxes: Mapping[int, tuple[Box, ...]], count: int) -> BoxMap:
         """Return the map of one rank's boxes.
 
         Args:
             boxes: by the number of their tensor.
             count: how many tensors there are.
         """
-        tensors, forms = np.zeros(count, np.int64), dict[tuple[tuple[int, ...], ...], int]()
+        tensors, forms = [0] * count, dict[tuple[Box, ...], int]()
         for number, held in boxes.items():
-            form = tuple((rank, *offsets, *sizes) for offsets, sizes in held)
-            tensors[number] = forms.setdefault(form, len(forms) + 1)
-        return cls(tensors, [np.array(form, np.int64) for form in forms])
+            tensors[number] = forms.setdefault(held, len(forms) + 1)
+        patterns = [np.array([(rank, *offsets, *sizes) for offsets, sizes in held], np.int64) for held in forms]
+        return cls(np.array(tensors, np.int64), patterns)
 
     @classmethod
     def merged(cls, of_ranks: Iterable[tuple[int, BoxMap, Column]], count: int) -> BoxMap:

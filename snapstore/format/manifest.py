@@ -37,8 +37,8 @@ class Box(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 
     offsets: tuple[int, ...]  # tuples and gc=False: such objects bring no full garbage collection nearer
     sizes: tuple[int, ...]
-    first_chunk: int
-    chunks: int
+    first_chunk: Count
+    chunks: Count
 
 
 class TensorEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -47,11 +47,11 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     path: tuple[str | int, ...]
     kind: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     requires_grad: bool
     tie: tuple[str, int] | None
     boxes: tuple[Box, ...]
-    inline: tuple[int, int] | None
+    inline: tuple[Count, Count] | None
 
 
 class ManifestHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -482,8 +482,9 @@ def decode(data: bytes, where: str) -> Manifest:
         raise FormatError(
             f"{where}: {held[0]} tensors and {held[1]} references, header says {header.tensors} and {header.refs}"
         )
+    chunks, inline_bytes = len(table), len(inline)
     for entry in tensors:  # thousands: a name is made only for an error
-        if problem := _problem_of(entry, len(table), len(inline)):
+        if (entry.boxes or entry.inline) and (problem := _problem_of(entry, chunks, inline_bytes)):
             raise FormatError(f"{where}: {display(entry.path)}: {problem}")
     return Manifest(header, tree, tensors, inline, table, unknown)
 
@@ -491,10 +492,8 @@ def decode(data: bytes, where: str) -> Manifest:
 def _problem_of(entry: TensorEntry, chunks: int, inline: int) -> str:
     """Return why an entry cannot be one of a manifest with so many chunks and inline bytes; "": it can."""
     for box in entry.boxes:
-        if box.first_chunk < 0 or box.chunks < 0 or box.first_chunk + box.chunks > chunks:
+        if box.first_chunk + box.chunks > chunks:
             return f"chunks {box.first_chunk}+{box.chunks} of {chunks}"
         if len(box.offsets) != len(entry.shape) or len(box.sizes) != len(entry.shape):
             return "a box of other rank than the tensor"
-    if entry.inline and not 0 <= entry.inline[0] <= sum(entry.inline) <= inline:
-        return f"inline bytes {entry.inline} of {inline}"
-    return f"shape {list(entry.shape)}" if min(entry.shape, default=0) < 0 else ""
+    return f"inline bytes {entry.inline} of {inline}" if entry.inline and sum(entry.inline) > inline else ""

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -30,8 +31,9 @@ from ..format.boxes import cut, strip_start
 from ..format.pack import Encoded
 from ..state.arrays import Memory
 from ..state.held_array import changed
+from ..state.tensors import TensorSpec
 from .inputs import TensorInput
-from .known_chunks import AnySession, Bases, place_of
+from .known_chunks import AnySession, Bases, Place, place_of
 
 log = logging.getLogger("snapstore")
 #: Packs put at once when an engine fills them faster than one core hashes them.
@@ -40,10 +42,6 @@ PUTS_IN_FLIGHT_OF_DEVICES = 10
 #: VERIFY_ONE_IN * k blobs of a save it takes k neighbours together, for each k of VERIFIED_TOGETHER: for a device, to
 #: decode several blobs costs the host as much time as to decode one. They have at most VERIFIED_BYTES.
 VERIFY_ONE_IN, VERIFIED_TOGETHER, VERIFIED_BYTES = 64, (4, 16), 16 * 1024 * 1024
-
-
-#: Where the chunk of a tensor of one chunk begins.
-_START = np.zeros(1, np.int64)
 
 
 class BaseDamagedError(Exception):
@@ -114,6 +112,34 @@ class _Encoding:
     given: Chunks  # (k,) in the memory of the input; if that is the caller's, `batch` has copies
     batch: EncodeBatch
     wait: Callable[[], Sequence[Encoded]]
+
+
+@lru_cache(maxsize=1 << 15)  # each save cuts the same tensors
+def _cut(
+    spec: TensorSpec, whole: TensorSpec, offsets: tuple[int, ...] | None, number: int, chunk_bytes: int
+) -> tuple[Place, Column, Column, Column, Column]:
+    """Cut a tensor, or a box of one, into chunks; those of a box end where the chunks of its strip end.
+
+    Args:
+        spec: of the tensor or the box.
+        whole, offsets: the tensor, and where the box lies in it; (spec, None): it is the whole tensor.
+        number: of the tensor within its part.
+
+    Returns:
+        Its place; and of each chunk (n,): where it begins in the box and in its strip, and its length [bytes], and its
+        number (see `_Run`). They are read-only.
+    """
+    if offsets is None:
+        start, place = 0, place_of(spec.path, spec.dtype, spec.shape)
+    else:
+        start = strip_start(offsets, spec.shape, spec.itemsize)
+        place = place_of(spec.path, spec.dtype, whole.shape, offsets, spec.shape)
+    lengths = cut(start, spec.nbytes, chunk_bytes)
+    starts = np.cumsum(lengths) - lengths
+    columns = starts, lengths, start + starts, np.arange(len(starts)) + (number + start // chunk_bytes)
+    for column in columns:
+        column.setflags(write=False)
+    return place, *columns
 
 
 def _waited(batch: _Hashing | _Encoding) -> Any:
@@ -213,25 +239,14 @@ class ChunkWriter:
         return total
 
     def _cut(self, tensor: TensorInput, data: Memory, number: int) -> _Run:
-        """Return the chunks of a tensor or a box; those of a box end where the chunks of its strip end."""
+        """Return the chunks of a tensor or a box, with the chunks of the bases at the same places."""
         spec, of = tensor.spec, tensor.box_of
-        if of is None:
-            start, place = 0, place_of(spec.path, spec.dtype, spec.shape)
-        else:
-            start = strip_start(of.piece.offsets, spec.shape, spec.itemsize)
-            place = place_of(spec.path, spec.dtype, of.spec.shape, of.piece.offsets, spec.shape)
-        nbytes, before = spec.nbytes, start % self._chunk_bytes
-        if before + nbytes <= self._chunk_bytes:  # most tensors of a state have one chunk
-            lengths, starts, in_strip, counted = np.array([nbytes]), _START, np.array([start]), _START
-        else:
-            lengths = cut(start, nbytes, self._chunk_bytes)
-            starts = np.cumsum(lengths) - lengths
-            in_strip, counted = start + starts, np.arange(len(starts))
+        whole, offsets = (spec, None) if of is None else (of.spec, of.piece.offsets)
+        place, starts, lengths, in_strip, numbers = _cut(spec, whole, offsets, number, self._chunk_bytes)
         candidates, is_cached = self.bases.rows_at(place if tensor.may_delta else None, in_strip, lengths)
         base = tensor.base if is_cached else None
-        if base is not None and (base.nbytes < nbytes or self._engines.of(base) is not self._engine):
+        if base is not None and (base.nbytes < spec.nbytes or self._engines.of(base) is not self._engine):
             base = None
-        numbers = counted + (number + start // self._chunk_bytes)
         return _Run(tensor, data, base, starts, lengths, candidates, numbers)
 
     def end_part(self) -> None:

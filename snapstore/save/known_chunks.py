@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
 
 import msgspec
 import numpy as np
@@ -24,7 +25,7 @@ from ..format.keys import pack_key
 from ..format.manifest import Manifest, TensorEntry
 from ..format.records import MAX_COUNTED, ManifestRef, Snapshot
 from ..protocol.session import Session, SharedSession
-from ..state.containers import display
+from ..state.containers import Path, display
 from ..storage.base import ObjectStore
 from ..text import counted
 from .near_children import NearChildren
@@ -35,12 +36,13 @@ log = logging.getLogger("snapstore")
 Place = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
+@lru_cache(maxsize=1 << 15)  # each save asks for the same places, twice
 def place_of(
-    path: Iterable[str | int],
+    path: Path,
     dtype: str,
-    shape: Sequence[int],
-    offsets: Sequence[int] | None = None,
-    sizes: Sequence[int] | None = None,
+    shape: tuple[int, ...],
+    offsets: tuple[int, ...] | None = None,
+    sizes: tuple[int, ...] | None = None,
 ) -> Place:
     """Return where a box lies in its state, without its rows; a state saved from an iterator has the same places.
 
@@ -48,7 +50,7 @@ def place_of(
         offsets, sizes: of the box; None: it is the whole tensor.
     """
     offsets = (0,) * len(shape) if offsets is None else offsets
-    return display(path), dtype, tuple(shape), tuple(offsets[1:]), tuple((shape if sizes is None else sizes)[1:])
+    return display(path), dtype, shape, offsets[1:], (shape if sizes is None else sizes)[1:]
 
 
 class _Run(msgspec.Struct, frozen=True, gc=False):

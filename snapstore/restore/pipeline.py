@@ -26,6 +26,7 @@ from ..errors import (
 )
 from ..format.records import SWEPT, Snapshot
 from ..state.classes import Types
+from ..state.composite import registered_classes
 from ..state.fit import Fit
 from ..state.restore_buffers import RestoreBuffers, Want
 from ..state.restore_plan import PARTLY_FILLED, RestorePlan
@@ -215,7 +216,7 @@ def restore(
         keys=fit,
         device=device,
         on_device=context.engines.on_device,
-        decoded=decoding_of(snapshot.ref, Types(types, target.into)),
+        decoded=decoding_of(snapshot.ref, Types(types, target.into, registered_classes())),
         elsewhere=sources.elsewhere,
     )
     specs = (sources.parts[want.part].specs[want.entry] for want in plan.wants)

@@ -26,6 +26,7 @@ from enum import Enum
 from typing import Any
 
 from ..errors import InvalidInputError, UnsupportedLeafError
+from . import composite
 from .containers import CONTAINERS, MAX_DEPTH, Path, children, shown
 
 PATHS: dict[str, type[pathlib.PurePath]] = {
@@ -143,6 +144,8 @@ def _unchecked_form_of(value: Any) -> Form | None:
         return None
     if is_namespace(value):
         return Form("namespace", kind.__module__, kind.__qualname__, plain)
+    if composite.is_composite(value):
+        return Form("dataclass", kind.__module__, kind.__qualname__, plain)
     attributes = {**getattr(value, "__dict__", {}), **_slots(value)}
     if dataclasses.is_dataclass(value):
         if isinstance(value, (*_BASES, tuple)):
@@ -220,25 +223,26 @@ class Types:
     Args:
         classes: Passed by the caller.
         into: A state that the caller passed; the classes of its values count as passed too.
+        known: Classes that need not be passed.
 
     Raises:
         InvalidInputError: One is a class without a plain form, or no class.
     """
 
-    def __init__(self, classes: Iterable[type] = (), into: Any = None) -> None:
+    def __init__(self, classes: Iterable[type] = (), into: Any = None, known: Iterable[type] = ()) -> None:
         if isinstance(classes, type | str):
             raise InvalidInputError(f"types {classes!r}: expected a list of classes, got one {type(classes).__name__}")
         self._given = list(classes or ())
         for given in self._given:
             _check_class(given)
-        self._into = into
+        self._into, self._known = into, known
         self._names: dict[tuple[str, str], type] | None = None
         self._qualified: dict[str, list[type]] = {}
 
     def find(self, module: str, name: str) -> type | None:
         """Return the class of this module and qualified name, or else the only one of this qualified name."""
         if self._names is None:
-            found = [*self._given, *dict.fromkeys(_classes_in(self._into, 0, {}))]
+            found = [*self._given, *dict.fromkeys(_classes_in(self._into, 0, {})), *self._known]
             self._names = {(kind.__module__, kind.__qualname__): kind for kind in reversed(found)}
             for kind in self._names.values():
                 self._qualified.setdefault(kind.__qualname__, []).append(kind)
@@ -295,6 +299,8 @@ def view_of(value: Any) -> Any:
     kind = type(value)
     if kind in SCALARS or kind in CONTAINERS or isinstance(value, type):
         return None
+    if composite.is_composite(value):
+        return composite.plain_of(value)
     if dataclasses.is_dataclass(value):
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
     if is_namespace(value):
@@ -321,16 +327,22 @@ def put_back(value: Any, view: Any) -> None:
 
 def _check_class(kind: Any) -> None:
     known = isinstance(kind, type) and (
-        issubclass(kind, (Enum, *_BASES)) or dataclasses.is_dataclass(kind) or hasattr(kind, "_fields")
+        issubclass(kind, (Enum, *_BASES))
+        or dataclasses.is_dataclass(kind)
+        or hasattr(kind, "_fields")
+        or composite.is_composite_class(kind)
     )
     if not known:
         raise InvalidInputError(
-            f"types: {kind!r} is no dataclass, Enum, named tuple or subclass of dict, list, str, int or float"
+            f"types: {kind!r} is no dataclass, Enum, named tuple, subclass of dict, list, str, int or float, or "
+            "tensor of other tensors (__tensor_flatten__)"
         )
 
 
 def _make(kind: type, form: Form, path: Path, plain: Any) -> Any:
     try:
+        if composite.is_composite_class(kind):
+            return composite.make(kind, plain)
         if form.kind == "dataclass":
             return _make_dataclass(kind, plain)
         if form.kind == "namedtuple":

@@ -16,11 +16,14 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+from ..errors import FormatError
 from .arrays import Array, address_of
+from .composite import is_composite, tensors_of
 from .containers import CONTAINERS, Path
 from .held_array import Held
 from .sharded import local_of, sharding_of
 from .tensors import ARRAY_TAGS, Node, is_array
+from .tree_decode import decode_plain
 
 MAPPINGS, _SEQUENCES = (dict, OrderedDict), (list, tuple)
 _SCALARS = frozenset({type(None), bool, int, float, str})
@@ -35,13 +38,14 @@ class Container:
     """A container of the known state with arrays in it.
 
     Attributes:
-        owner: the type of the object whose state it is, or None.
+        owner: the type of the object whose state it is, or of the composite tensor whose tensors it has; or None.
         versions: `_metadata` of an OrderedDict, as `bytes_of` returns it: the versions of modules by name.
         node: as it was encoded last.
         arrays, plain: positions of its children that are arrays, and scalars.
         scalars: the scalars as they were encoded last.
         others: all other children, in the order in which `flatten` visits them.
         table: if its children are all dicts of arrays: how many keys each has, their keys, and the arrays' types.
+        about: of a composite tensor, its context and shape; `keys` are the names of its tensors.
     """
 
     kind: Any
@@ -57,6 +61,7 @@ class Container:
     scalars: dict[int, Any] = field(default_factory=dict)
     others: list[Child] = field(default_factory=list)
     table: tuple[list[int], list[str], list[type]] | None = None
+    about: tuple[Any, Any] | None = None
 
     def replace(self, nodes: Mapping[int, Node]) -> None:
         """Put other nodes of children into the node; the old one may still be in use."""
@@ -110,6 +115,8 @@ class Learner:
         """Return a container, or the container that is the state of an object; None if there are no arrays in it."""
         if _is_own(node):
             raise DifferentStructureError  # the whole state is each rank's own
+        if is_composite(value):
+            return self._learn_composite(value, node, path, part)
         owner = None
         if id(value) in self._states and type(value) not in CONTAINERS:
             owner, value = type(value), self._states[id(value)]
@@ -130,7 +137,8 @@ class Learner:
         before = len(self.arrays)
         below: list[tuple[bool, int, Any, Node]] = []
         for i, (child, child_node) in enumerate(zip(values, nodes, strict=True)):
-            if is_array(child) or (type(child) in (bytes, bytearray) and _has_arrays(child_node)):
+            is_leaf = is_array(child) and child_node[0] in ARRAY_TAGS
+            if is_leaf or (type(child) in (bytes, bytearray) and _has_arrays(child_node)):
                 found.arrays.append(i)
                 self._add(child, self._rows_of[part][child_node[1]])
             elif type(child) in _SCALARS:
@@ -150,6 +158,23 @@ class Learner:
         if is_mapping and len(rows) == len(values):
             lengths = [len(row.keys) for row in rows]
             found.table = (lengths, [key for row in rows for key in row.keys], [t for row in rows for t in row.types])
+        return found
+
+    def _learn_composite(self, value: Any, node: Node, path: Path, part: str) -> Container:
+        """Return the tensors in a composite tensor as a list. Its node stays as it is."""
+        kind = type(value)
+        _, _, *name, (_, (*names, _, _), (*nodes, context, shape)) = node
+        if name != [kind.__module__, kind.__qualname__]:
+            raise DifferentStructureError
+        try:
+            about = decode_plain(context), decode_plain(shape)  # the class may change its own
+        except FormatError as error:  # columns that are not packed yet
+            raise DifferentStructureError from error
+        tensors = tensors_of(value, names, about)
+        found = None if tensors is None else self.learn(tensors, ["list", nodes], path, part)
+        if found is None or found.plain or not all(child.container for child in found.others):
+            raise DifferentStructureError  # it has changed since, or has values that are no tensors
+        found.owner, found.keys, found.about, found.node = kind, names, about, node
         return found
 
     def _add(self, array: Array, row: int) -> None:

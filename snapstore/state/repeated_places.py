@@ -12,10 +12,13 @@ from typing import Any
 import msgspec
 
 from ..errors import InvalidInputError, SnapstoreError
+from .classes import view_of
 from .containers import CONTAINERS, Path, children, is_mapping, leaves, shown
 from .restore_buffers import RestoreBuffers
 from .selection import Selection
-from .tensors import Slot, family
+from .stateful import is_stateful
+from .tensors import Slot, family, is_array
+from .tree_decode import ELSEWHERE
 from .tree_encode import encode_plain
 
 _EXACT = frozenset({type(None), bool, int, str, bytes})  # values of these are the same if they are equal
@@ -80,3 +83,15 @@ def same_plain(stored: Any, present: Any) -> bool:
         return msgspec.msgpack.encode(encode_plain(stored)) == msgspec.msgpack.encode(encode_plain(present))
     except SnapstoreError:
         return False
+
+
+def is_plain(tree: Any, path: Path = ()) -> bool:
+    """Return whether a tree has neither arrays nor objects, also in values of classes; long bytes are plain."""
+    for below, leaf in leaves(tree, path):
+        if (type(leaf) is Slot and family(leaf.tag) != "bytes") or leaf is ELSEWHERE:
+            return False
+        if is_array(leaf) or is_stateful(leaf):
+            return False
+        if (view := view_of(leaf)) is not None and not is_plain(view, below):
+            return False
+    return True

@@ -33,13 +33,13 @@ import numpy as np
 
 from ..errors import InvalidInputError, add_line
 from ..text import some
-from . import classes
+from . import classes, composite, composite_fit
 from .arrays import OnDevice, dtype_name, mismatch
 from .containers import CONTAINERS, MAX_DEPTH, Path, children, is_mapping, leaves, like, metadata_of, shown
 from .differences import IN_INTO, IN_SNAPSHOT, MAX_LINES, Differences, advice, renamed
 from .fit import Fit, Mismatches
 from .per_rank import PerRank, has_objects
-from .repeated_places import RepeatedPlaces, same_plain
+from .repeated_places import RepeatedPlaces, is_plain, same_plain
 from .restore_buffers import RestoreBuffers, Want, slots_of
 from .sharded_optimizer import with_sharded_state
 from .stateful import is_stateful, is_strict_module, loads_as_torch, state_of
@@ -117,7 +117,7 @@ class RestorePlan:
         fit = Fit.of(keys)
         self._all_selected = fit.keys is None
         self.left_out = fit.strict if isinstance(fit.strict, Mismatches) else None if fit.strict else Mismatches()
-        decoded = decoded or Decoded()
+        self._decoded = decoded = decoded or Decoded()
         stored, self._selection = fit.decode(parts, decoded)
         self.buffers = RestoreBuffers(parts, device, on_device=on_device, decoded=decoded)
         self._differences = Differences()
@@ -185,7 +185,7 @@ class RestorePlan:
             return self._plan_view(stored, target, view, path)
         if type(stored) not in CONTAINERS:
             return self._plan_plain(stored, target, path)
-        if extent == "all" and type(stored) in (list, tuple, deque) and _is_plain(stored) and _is_plain(target, path):
+        if extent == "all" and type(stored) in (list, tuple, deque) and is_plain(stored) and is_plain(target, path):
             return self._plan_value(stored, target, path)
         return self._plan_container(stored, target, path)
 
@@ -216,11 +216,23 @@ class RestorePlan:
 
     def _plan_view(self, stored: Any, target: Any, view: Any, path: Path) -> Replace | None:
         """Plan a dataclass, namespace, named tuple, or subclass of dict or list by its members; it stays the object."""
+        if composite.is_composite(target):
+            self._plan_composite(stored, target, view, path)
+            return None
         replaced = self._plan(stored, view, path)
         if type(view) is not tuple:
             self._note_place(stored, target, path)
             self._updates.append(lambda: classes.put_back(target, view))
         return None if replaced is None else lambda: target._make(replaced())
+
+    def _plan_composite(self, stored: Any, target: Any, view: dict[str, Any], path: Path) -> None:
+        """Plan the tensors in a composite tensor."""
+        if (text := composite_fit.mismatch(stored, target, self._decoded)) is not None:
+            self._differ(path, text)
+            return
+        self._note_place(stored, target, path)
+        for name in view.keys() - {composite.CONTEXT, composite.SHAPE}:
+            self._plan(stored[name], view[name], (*path, name))
 
     def _plan_per_rank(self, stored: Any, target: PerRank, path: Path) -> None:
         """Plan a rank's own value with objects in it: they stay, and each loads its own state."""
@@ -284,7 +296,7 @@ class RestorePlan:
 
     def _plan_object(self, stored: Any, target: Any, path: Path, extent: str) -> None:
         self._note_place(stored, target, path)
-        needed = extent == "some" or not _is_plain(stored) or is_strict_module(target)
+        needed = extent == "some" or not is_plain(stored) or is_strict_module(target)
         present = state_of(target, path) if needed else None  # may be slow: a loader starts its workers
         if is_strict_module(target) and is_mapping(stored):
             self._compare_names(stored, present, path)
@@ -319,6 +331,9 @@ class RestorePlan:
 
     def _match(self, stored: Any, present: Any, path: Path) -> None:
         """Find arrays in an object's own state that can be filled directly."""
+        for below, value, text in composite_fit.differences(stored, present, path, self._decoded):
+            if self._selection.extent(value, below) != "none":
+                self._differ(below, text)
         for below, slot, array in self._arrays_of_both(stored, present, path):
             problem = mismatch(self.buffers.spec(slot), array)
             if problem is None:
@@ -331,7 +346,9 @@ class RestorePlan:
         if type(stored) is Slot:
             if is_array(present) and self._selection.matches(path):
                 yield path, stored, present
-        elif type(stored) in CONTAINERS and type(present) in CONTAINERS and is_mapping(stored) == is_mapping(present):
+            return
+        present = composite.plain_of(present) if composite.is_composite(present) else present
+        if type(stored) in CONTAINERS and type(present) in CONTAINERS and is_mapping(stored) == is_mapping(present):
             there = {key: child for _, key, child in children(present)}
             for element, key, child in children(stored):
                 if key in there:
@@ -413,7 +430,7 @@ class RestorePlan:
                 "restore fills the arrays that state_dict() returns, and passes them to load_state_dict, which may not "
                 "clear them or add to them; let state_dict() return copies"
             )
-        if not _is_plain(load.stored):
+        if not is_plain(load.stored):
             self._check_load(load)
 
     def _check_load(self, load: _Load) -> None:
@@ -476,15 +493,3 @@ def _sequence_name(value: Any) -> str:
 
 def _stored_name(stored: Any) -> str:
     return stored.tag if type(stored) is Slot else type(stored).__name__
-
-
-def _is_plain(tree: Any, path: Path = ()) -> bool:
-    """Return whether a tree has neither arrays nor objects, also in values of classes; long bytes are plain."""
-    for below, leaf in leaves(tree, path):
-        if (type(leaf) is Slot and family(leaf.tag) != "bytes") or leaf is ELSEWHERE:
-            return False
-        if is_array(leaf) or is_stateful(leaf):
-            return False
-        if (view := classes.view_of(leaf)) is not None and not _is_plain(view, below):
-            return False
-    return True

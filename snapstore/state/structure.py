@@ -22,6 +22,7 @@ import numpy as np
 
 from ..arrays import Column
 from ..errors import InvalidInputError, UnsupportedLeafError
+from . import composite
 from .arrays import Array, address_of, describe
 from .containers import Path, at_once
 from .held_array import Held
@@ -232,7 +233,7 @@ class Structure:
         if known.owner is not None:
             if type(value) is not known.owner:
                 raise DifferentStructureError
-            value = state_of(value, known.path)
+            value = state_of(value, known.path) if known.about is None else _tensors_of(value, known)
         if type(value) is not known.kind:
             raise DifferentStructureError
         if known.kind in MAPPINGS:
@@ -337,7 +338,7 @@ def learn(
     learner = Learner(states, trees, rows_of, [held for part in parts for held in part.arrays])
     try:
         root = learner.learn(state, trees[""], (), "")
-    except (TypeError, IndexError, KeyError) as error:  # a child of another kind than in the tree
+    except (TypeError, IndexError, KeyError, ValueError) as error:  # a child of another kind than in the tree
         raise DifferentStructureError from error
     of_all = list(chain.from_iterable(specs.values()))
     if root is None or len(set(learner.rows)) != len(of_all) or not of_all:
@@ -363,6 +364,15 @@ def _arrays_of_table(table: tuple[list[int], list[str], list[type]], values: Seq
     if list(map(type, arrays)) != types:
         raise DifferentStructureError
     return arrays
+
+
+def _tensors_of(value: Any, known: Container) -> list[Any]:
+    """Return the tensors in a composite tensor, which must have the known names, context and shape."""
+    assert known.about is not None
+    tensors = composite.tensors_of(value, known.keys, known.about)
+    if tensors is None:
+        raise DifferentStructureError
+    return tensors
 
 
 def _is_in_one_piece(shape: Sequence[int], strides: Sequence[int]) -> bool:

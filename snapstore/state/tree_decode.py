@@ -19,6 +19,7 @@ from ..arrays import Bytes
 from ..errors import FormatError, InvalidInputError, UnknownFormatError
 from . import columns
 from .classes import SCALARS, Form, Make, Types, make_path
+from .composite import is_plain_form
 from .containers import INT_MAX, INT_MIN, MAX_ALIKE, MAX_DEPTH, Path, crowded, shown, step
 from .tensors import TORCH_DTYPES, Node, Slot, StoredPart, family, numpy_dtype
 from .tree import FACTORIES
@@ -123,6 +124,7 @@ class Decoded:
     Attributes:
         plain: Containers that have neither arrays nor objects in them, by id.
         makers: Containers that are plain forms, by id, each with the function that makes a value of its class.
+        composites: The plain forms of composite tensors, by id, each with the module and name of its class.
         elsewhere: Paths of values of other ranks, which no part has.
     """
 
@@ -130,6 +132,7 @@ class Decoded:
         self.spend, self.types = spend, types or Types()
         self.plain: dict[int, Any] = {}
         self.makers: dict[int, tuple[Any, Make]] = {}
+        self.composites: dict[int, tuple[Any, str, str]] = {}
         self.elsewhere: list[Path] = []
 
 
@@ -381,6 +384,8 @@ class _Decoder:
         plain = self.value(node, path, depth)
         form = Form(_expect(kind, str), _expect(module, str), _expect(name, str), plain, tuple(fields))
         form.check()
+        if kind == "dataclass" and is_plain_form(plain):
+            self._decoded.composites[id(plain)] = plain, module, name
         make = self._decoded.types.maker(form, path)
         if make is None:
             return plain

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import InvalidInputError, UnsupportedLeafError
 from ..threads import imported
-from . import classes, columns
+from . import classes, columns, composite
 from .containers import (
     CONTAINERS,
     INT_MAX,
@@ -84,7 +84,9 @@ class Encoder:
             return _scalar(value, 0)
         try:
             if is_array(value) or (type(value) in (bytes, bytearray) and len(value) > INLINE_BYTES):
-                return self._put(value, path)
+                if not composite.is_composite(value):
+                    return self._put(value, path)
+                _check_composite(value)
             if self._special is not None and (found := self._special(value, path)) is not None:
                 return found
             node = _scalar(value, len(self._open))
@@ -208,6 +210,17 @@ class Encoder:
         if FACTORIES.get(name) is not factory:
             self.problem(path, f"defaultdict of {factory!r} has no stored form: use dict, or one of {list(FACTORIES)}")
         return str(name)
+
+
+def _check_composite(value: Any) -> None:
+    """Check that a composite tensor comes back as it is, without the classes of values in its context."""
+    if value.requires_grad:
+        raise UnsupportedLeafError(f"{type_name(value)} that requires grad has no stored form: pass tensor.detach()")
+    node = encode_plain(composite.plain_of(value)[composite.CONTEXT])
+    if pack(encode_plain(decode_plain(node))) != pack(node):
+        raise UnsupportedLeafError(
+            f"{type_name(value)} has values of classes in its context, and no stored form: pass tensor.dequantize()"
+        )
 
 
 _NO_FORM = "has no stored form: convert it to a plain value, or wrap it in an object with state_dict/load_state_dict"

@@ -1,0 +1,122 @@
+"""Composite tensors: tensors of a class whose values lie in other tensors, such as the states of torchao's optimizers.
+
+In: a tensor of a class with torch's `__tensor_flatten__` and `__tensor_unflatten__`, which takes it apart and puts it
+together. Out: its plain form, a dict of its tensors by name, with its context and its shape; and back. So a snapshot
+has the tensors in it, as chunks like all others, and the name of its class (classes.py).
+
+Classes of torch itself are none: a DTensor is a shard of a larger tensor, and others stand for values that are still
+computed. A wrapper for all-gathers is none either if its inner tensor has all its values (wrapped.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+from itertools import accumulate
+from operator import is_, mul
+from typing import Any
+
+from ..errors import UnsupportedLeafError
+from ..threads import imported
+from .wrapped import unwrapped
+
+#: The keys of the plain form that hold no tensor: what `__tensor_flatten__` returns beside the names, and the shape.
+CONTEXT, SHAPE = "__context__", "__shape__"
+
+Plain = dict[str, Any]
+
+
+def is_composite(value: Any) -> bool:
+    """Return whether a value is a composite tensor."""
+    kind: Any = type(value)
+    return _is_class(kind) and unwrapped(value) is value
+
+
+@lru_cache(maxsize=4096)
+def _is_class(kind: Any) -> bool:
+    methods = hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
+    torch = imported("torch") if methods else None
+    if torch is None or not issubclass(kind, torch.Tensor):
+        return False
+    others = (base for base in kind.__mro__ if base not in torch.Tensor.__mro__)
+    return all(base.__module__.partition(".")[0] != "torch" for base in others)
+
+
+def is_composite_class(kind: Any) -> bool:
+    """Return whether values of a class may be composite tensors."""
+    return isinstance(kind, type) and _is_class(kind)
+
+
+def plain_of(value: Any) -> Plain:
+    """Return the plain form of a composite tensor; the tensors in it are the value's own.
+
+    Raises:
+        UnsupportedLeafError: A tensor in it has the name of another entry of the form.
+    """
+    names, context = value.__tensor_flatten__()
+    if {CONTEXT, SHAPE} & {*names}:
+        raise UnsupportedLeafError(f"{type(value).__name__} has a tensor of the name {CONTEXT} or {SHAPE}: rename it")
+    return {**{name: getattr(value, name) for name in names}, CONTEXT: context, SHAPE: value.shape}
+
+
+def tensors_of(value: Any, names: list[str], about: tuple[Any, Any]) -> list[Any] | None:
+    """Return the tensors in a composite tensor; None if it has other names, another context or shape, or requires grad.
+
+    It runs while training waits, so it asks torch without the functions of the class.
+
+    Args:
+        about: Its context and shape, as they were before.
+    """
+    with sys.modules["torch"]._C.DisableTorchFunctionSubclass():
+        found, context = value.__tensor_flatten__()
+        if list(found) != names or value.requires_grad or not _is_same((context, value.shape), about):
+            return None
+    return [getattr(value, name) for name in names]
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Return whether two contexts are the same; False if it takes long to tell."""
+    kind = type(one)
+    if one is other or kind is not type(other):
+        return one is other
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and (all(map(is_, one, other)) or all(map(_is_same, one, other)))
+    if kind is dict:
+        return list(one) == list(other) and all(map(_is_same, one.values(), other.values()))
+    is_plain = kind in (int, str, bytes) or kind.__module__ == "torch"
+    return (is_plain and bool(one == other)) or (kind is float and one.hex() == other.hex())
+
+
+def is_plain_form(plain: Any) -> bool:
+    """Return whether a stored dict is the plain form of a composite tensor."""
+    return type(plain) is dict and CONTEXT in plain and SHAPE in plain
+
+
+def make(kind: Any, plain: Plain) -> Any:
+    """Return the composite tensor of a plain form, which may come from a store.
+
+    Raises:
+        Exception: Whatever the class raises if it does not take what is stored.
+    """
+    torch = imported("torch")
+    inner = {name: value for name, value in plain.items() if name not in (CONTEXT, SHAPE)}
+    if not is_plain_form(plain) or not all(isinstance(value, torch.Tensor) for value in inner.values()):
+        raise TypeError("it has other fields than tensors, a context and a shape")
+    shape = torch.Size(plain[SHAPE])
+    strides = [*accumulate(shape[:0:-1], mul, initial=1)][::-1] if shape else []
+    value = kind.__tensor_unflatten__(inner, plain[CONTEXT], shape, tuple(strides))
+    if type(value) is not kind or value.shape != shape:
+        raise TypeError(f"it makes a {type(value).__name__} of shape {tuple(value.shape)}, stored is {tuple(shape)}")
+    return value
+
+
+def registered_classes() -> list[type]:
+    """Return the classes of composite tensors that the program allows `torch.load` to make, as torchao's import does.
+
+    See torch.serialization.add_safe_globals. They are imported already.
+    """
+    torch = imported("torch")
+    if torch is None:
+        return []
+    found = (one[0] if type(one) is tuple else one for one in torch.serialization.get_safe_globals())
+    return [one for one in found if is_composite_class(one)]

@@ -1,0 +1,64 @@
+"""Whether composite tensors of a snapshot fit a state that a restore fills, and of which class they come back there.
+
+In: decoded plain forms (composite.py), and the values at the same places of the target. Out: the differences. A
+composite tensor that the target has shows its class, so the caller need not pass it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from . import composite
+from .containers import CONTAINERS, Path, children, is_mapping
+from .repeated_places import same_plain
+from .tree_decode import Decoded
+from .tree_encode import type_name
+
+_ABSENT: Any = object()
+
+
+def differences(stored: Any, present: Any, path: Path, decoded: Decoded) -> Iterator[tuple[Path, Any, str]]:
+    """Yield the path, the plain form and a text of each composite tensor that does not fit the state of an object.
+
+    Each one that fits is then made with the class that the present one has.
+
+    Args:
+        stored: The decoded state, or a value in it.
+        present: The value of the object's `state_dict` at this place.
+    """
+    if not decoded.composites or id(stored) in decoded.plain:
+        return
+    if id(stored) in decoded.composites:
+        text = mismatch(stored, present, decoded)
+        if text is not None:
+            yield path, stored, text
+        elif present is not _ABSENT:
+            decoded.makers[id(stored)] = stored, partial(composite.make, type(present))
+    elif type(stored) in CONTAINERS:
+        is_alike = type(present) in CONTAINERS and is_mapping(present) == is_mapping(stored)
+        there = {key: child for _, key, child in children(present)} if is_alike else {}
+        for element, key, child in children(stored):
+            yield from differences(child, there.get(key, _ABSENT), (*path, element), decoded)
+
+
+def mismatch(stored: Any, present: Any, decoded: Decoded) -> str | None:
+    """Return why a value of the target cannot become a stored composite tensor, or None if it can."""
+    _, module, name = decoded.composites.get(id(stored), (None, "", type(stored).__name__))
+    if present is _ABSENT:
+        if id(stored) in decoded.makers:
+            return None
+        return f"type: {module}.{name} is not known here: import {module}, or pass types=[{name}]"
+    if type(present).__qualname__ != name or not composite.is_composite(present):
+        return f"type: expected {type_name(present)} as in the target, got {module}.{name}"
+    plain = composite.plain_of(present)
+    if stored.keys() != plain.keys():
+        tensors = [[key for key in one if key not in (composite.CONTEXT, composite.SHAPE)] for one in (plain, stored)]
+        return f"type: expected a {name} of tensors {tensors[0]} as in the target, got {tensors[1]}"
+    if not same_plain(stored[composite.SHAPE], plain[composite.SHAPE]):
+        return f"shape: expected {tuple(present.shape)} as in the target, got {stored[composite.SHAPE]}"
+    context = stored[composite.CONTEXT], plain[composite.CONTEXT]
+    if not same_plain(*context):
+        return f"context of {name}: expected {context[1]} as in the target, got {context[0]}"
+    return None

@@ -1,0 +1,443 @@
+"""Composite tensors, as torchao's optimizers have them in their states, are saved by the tensors in them.
+
+`Coded` is written like torchao's classes: what a save or restore does with the real ones is what it does with this one.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils import _pytree as pytree
+
+from kit import rank_saves
+from kit.repositories import created, opened, same
+from kit.states import again
+from snapstore import InvalidInputError, Repository, UnsupportedLeafError
+from snapstore.errors import FormatError
+from snapstore.state.flatten import flatten, flatten_and_learn
+from snapstore.state.learner import DifferentStructureError
+from snapstore.state.restore_plan import RestorePlan
+from snapstore.state.tensors import StoredPart
+
+VALUES = torch.arange(600.0).reshape(100, 6)
+
+
+class Coded(torch.Tensor):
+    """A tensor of codes with a scale for each block of 50; it looks like a tensor of `dtype`."""
+
+    inner = ("codes", "scale")
+
+    @staticmethod
+    def __new__(cls, codes: Any, scale: Any, context: Any = (), dtype: Any = torch.float32) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, device=codes.device, dtype=dtype)
+
+    def __init__(self, codes: Any, scale: Any, context: Any = (), dtype: Any = torch.float32) -> None:
+        self.codes, self.scale, self.context = codes, scale, context
+
+    @classmethod
+    def of(cls, values: torch.Tensor, context: Any = (True, None)) -> Any:
+        scale = values.reshape(-1, 50).abs().amax(1) / 127
+        codes = (values.reshape(-1, 50) / scale.clamp(1e-9)[:, None]).round().to(torch.int8).view(values.shape)
+        return cls(codes, scale, context)
+
+    def __tensor_flatten__(self) -> tuple[list[str], list[Any]]:
+        return [*self.inner], [self.context, self.dtype]
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, context: Any, size: Any, stride: Any) -> Any:
+        return cls(*(inner[name] for name in cls.inner), *context)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten._to_copy.default, torch.ops.aten.clone.default):
+            return cls(*(func(getattr(args[0], name)) for name in cls.inner), args[0].context, args[0].dtype)
+        args, kwargs = pytree.tree_map_only(Coded, lambda one: one.dequantize(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def dequantize(self) -> torch.Tensor:
+        return (self.codes.view(-1, 50) * self.scale[:, None]).view(self.codes.shape)
+
+
+class Other(Coded):
+    """The same with another name."""
+
+
+class Shifted(Coded):
+    """The same with a zero point."""
+
+    inner = ("codes", "scale", "zero")
+
+    def __init__(self, codes: Any, scale: Any, context: Any = (), dtype: Any = torch.float32) -> None:
+        super().__init__(codes, scale, context, dtype)
+        self.zero = torch.zeros(())
+
+
+class Adam(torch.optim.Optimizer):
+    """An optimizer whose moments are coded."""
+
+    def __init__(self, params: Any, kind: Any = Coded) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.kind = kind
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                before = state["moment"].dequantize() if state else torch.zeros_like(parameter)
+                moment = before * 0.9 + parameter.detach()
+                state["step"] = state.get("step", torch.zeros(())) + 1
+                state["moment"] = self.kind.of(moment)
+                parameter.data -= group["lr"] * moment
+
+
+def trained(steps: int, kind: Any = Coded) -> dict[str, Any]:
+    """Return a module and its optimizer after some steps."""
+    model = torch.nn.Linear(50, 4, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.linspace(-1, 1, 200).view(4, 50))
+    optimizer = Adam(model.parameters(), kind)
+    for _ in range(steps):
+        optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+def alike(one: Any, other: Any) -> None:
+    """Check that two values are equal to the bit, and composite tensors by all that they have."""
+    if isinstance(one, Coded):
+        assert type(one) is type(other)
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        same(one.context, other.context)
+        for name in one.inner:
+            same(getattr(one, name), getattr(other, name))
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            alike(one[key], other[key])
+    else:
+        same(one, other)
+
+
+@pytest.fixture
+def repository() -> Iterator[Repository]:
+    with opened(created()) as found:
+        yield found
+
+
+def test_a_composite_tensor_is_saved_by_its_tensors_and_made_of_them(repository):
+    value = Coded.of(VALUES)
+    repository.save({"m": {"w": value, "b": VALUES}}, run="a", step=0)
+    plain = repository.restore("a@0")["m"]["w"]
+    about = {"__context__": [(True, None), torch.float32], "__shape__": torch.Size((100, 6))}
+    same(plain, {"codes": value.codes, "scale": value.scale, **about})
+    alike(repository.restore("a@0", types=[Coded])["m"]["w"], value)
+
+
+def test_a_class_that_torch_may_load_need_not_be_passed(repository):
+    repository.save({"w": Coded.of(VALUES), "o": Other.of(VALUES)}, run="a", step=0)
+    with torch.serialization.safe_globals([Coded]):
+        found = repository.restore("a@0")
+    alike(found["w"], Coded.of(VALUES))
+    assert type(found["o"]) is dict
+
+
+def test_a_composite_tensor_of_the_target_is_filled_in_place(repository):
+    repository.save({"w": Coded.of(VALUES), "many": [Coded.of(VALUES * 2)]}, run="a", step=0)
+    target = {"w": Coded.of(VALUES * 0), "many": [Coded.of(VALUES * 0)]}
+    whole, codes, scale = target["w"], target["w"].codes, target["w"].scale
+    repository.restore_into("a@0", target)
+    assert target["w"] is whole
+    assert (whole.codes is codes, whole.scale is scale) == (True, True)
+    alike(target["w"], Coded.of(VALUES))
+    alike(target["many"][0], Coded.of(VALUES * 2))
+
+
+@pytest.mark.parametrize("steps", [0, 1], ids=["fresh", "with a state"])
+def test_an_optimizer_goes_on_with_the_same_bits(repository, steps):
+    state, target = trained(3), trained(steps)
+    repository.save(state, run="a", step=0)
+    with torch.serialization.safe_globals([Coded] if not steps else []):
+        repository.restore_into("a@0", target)
+    for _ in range(3):
+        alike(target["optimizer"].state_dict(), state["optimizer"].state_dict())
+        state["optimizer"].step()
+        target["optimizer"].step()
+    same(target["model"].weight.detach(), state["model"].weight.detach())
+
+
+def test_a_fresh_optimizer_needs_the_class(repository):
+    state, target = trained(3), trained(0)
+    repository.save(state, run="a", step=0)
+    with pytest.raises(InvalidInputError, match=r"optimizer.*\.moment: type: .*Coded is not known here: import"):
+        repository.restore_into("a@0", target)
+    assert not target["optimizer"].state
+    same(target["model"].weight.detach(), trained(0)["model"].weight.detach())
+    repository.restore_into("a@0", target, keys="model")
+    repository.restore_into("a@0", target, types=[Coded])
+    alike(target["optimizer"].state_dict(), state["optimizer"].state_dict())
+
+
+@pytest.mark.parametrize("in_object", [False, True], ids=["plain", "in an optimizer"])
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda values: Other.of(values), r"type: expected .*Other as in the target, got .*Coded"),
+        (lambda values: values.clone(), "type: expected "),
+        (lambda values: Coded.of(torch.zeros(50, 6)), r"shape: expected \(50, 6\) as in the target, got"),
+        (lambda values: Coded.of(values, (False, None)), "context of Coded: expected"),
+        (lambda values: Coded.of(values, (1, None)), "context of Coded: expected"),
+    ],
+    ids=["class", "tensor", "shape", "context", "type in the context"],
+)
+def test_another_composite_tensor_is_a_difference(repository, make, text, in_object):
+    repository.save({"a": VALUES, "w": wrapped(Coded.of(VALUES), in_object=in_object)}, run="a", step=0)
+    value = make(torch.zeros_like(VALUES))
+    target = {"a": torch.zeros_like(VALUES), "w": wrapped(value, in_object=in_object)}
+    for types in ([], [Coded], [Other]):
+        with pytest.raises(InvalidInputError, match=text):
+            repository.restore_into("a@0", target, types=types)
+    assert not target["a"].any()
+    assert not (value.codes if isinstance(value, Coded) else value).any()
+
+
+def test_other_tensors_in_it_are_a_difference(repository):
+    repository.save({"w": Shifted.of(VALUES)}, run="a", step=0)
+    named = type("Shifted", (Coded,), {"__qualname__": "Shifted"})
+    with pytest.raises(InvalidInputError, match=r"of tensors \['codes', 'scale'\] as in the target, got \['codes', 's"):
+        repository.restore_into("a@0", {"w": named.of(VALUES)})
+
+
+class Holder:
+    """An object with one value as its state."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def wrapped(value: Any, *, in_object: bool) -> Any:
+    return Holder(value) if in_object else value
+
+
+def test_a_plain_tensor_does_not_fill_a_composite_one(repository):
+    repository.save({"w": VALUES}, run="a", step=0)
+    target = Coded.of(VALUES * 0)
+    with pytest.raises(InvalidInputError, match=r"w: type: .*Coded"):
+        repository.restore_into("a@0", {"w": target})
+    assert not target.codes.any()
+
+
+def test_some_tensors_of_it_are_restored_by_keys(repository):
+    repository.save({"w": Coded.of(VALUES)}, run="a", step=0)
+    assert repository.restore("a@0", keys="w.scale", types=[Coded])["w"].keys() == {"scale"}
+    target = {"w": Coded.of(VALUES * 0)}
+    repository.restore_into("a@0", target, keys="w.scale")
+    same(target["w"].scale, Coded.of(VALUES).scale)
+    assert not target["w"].codes.any()
+    holder = Holder(Coded.of(VALUES * 0))
+    repository.save({"w": Holder(Coded.of(VALUES))}, run="b", step=0)
+    with pytest.raises(InvalidInputError, match="select all of it"):
+        repository.restore_into("b@0", {"w": holder}, keys="w.value.scale")
+
+
+class Mode(enum.Enum):
+    FAST = 1
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (Coded.of(VALUES, Mode.FAST), "values of classes in its context"),
+        (Coded.of(VALUES, [Mode.FAST]), "values of classes in its context"),
+        (Coded.of(VALUES, {1: object()}), "no stored form"),
+        (Coded.of(VALUES, VALUES), "only plain values"),
+        (Coded.of(VALUES).requires_grad_(), "requires grad"),
+        (torch.nn.Parameter(Coded.of(VALUES)), "requires grad"),
+    ],
+    ids=["enum", "in a list", "object", "tensor", "requires grad", "parameter"],
+)
+def test_what_would_not_come_back_is_refused(value, text):
+    with pytest.raises(UnsupportedLeafError, match=rf"w: .*{text}"):
+        flatten({"w": value})
+
+
+def test_an_iterator_of_tensors_takes_none(repository):
+    with pytest.raises(UnsupportedLeafError, match=r"w: tensor subclass .*Coded has no stored form"):
+        repository.save(iter([("w", Coded.of(VALUES))]), run="a", step=0)
+
+
+def test_tied_tensors_and_composite_tensors_in_others_come_back():
+    scale = Coded.of(VALUES).scale
+    one, other = (Coded(Coded.of(values).codes, scale) for values in (VALUES, -VALUES))
+    nested = Coded(Coded.of(VALUES), scale)
+    found = again({"one": one, "other": other, "nested": nested}, decoded=decoded_with(Coded))
+    assert found["one"].scale.data_ptr() == found["other"].scale.data_ptr() == found["nested"].scale.data_ptr()
+    alike(found["nested"].codes, nested.codes)
+
+
+def decoded_with(*classes: type) -> Any:
+    from snapstore.state.classes import Types
+    from snapstore.state.tree_decode import Decoded
+
+    return Decoded(types=Types(classes))
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(max_size=9)
+    | st.sampled_from([torch.float32, torch.Size((2, 3)), torch.device("cpu"), 1j]),
+    lambda some: (
+        st.lists(some, max_size=3) | st.tuples(some, some) | st.dictionaries(st.text(max_size=3), some, max_size=3)
+    ),
+    max_leaves=6,
+)  # fmt: skip
+
+
+@given(PLAIN, st.sampled_from([(0, 50), (50,), (10, 5), (2, 5, 10)]))
+def test_any_plain_context_comes_back(context, shape):
+    value = Coded.of(torch.ones(shape), context)
+    alike(again({"w": value}, decoded=decoded_with(Coded))["w"], value)
+    target = {"w": Coded.of(torch.zeros(shape), context)}
+    alike(again({"w": value}, into=target)["w"], value)
+    _, learnt = flatten_and_learn({"w": value, "b": VALUES})
+    if learnt is not None and "nan" not in repr(context):
+        learnt[0].match({"w": Coded.of(torch.ones(shape), context), "b": VALUES})
+
+
+# --- a state that is known ---
+
+
+def known() -> tuple[dict[str, Any], Any]:
+    state = {"m": {"w": Coded.of(VALUES), "v": [Coded.of(-VALUES)], "b": VALUES.clone()}}
+    _, learnt = flatten_and_learn(state)
+    assert learnt is not None
+    return state, learnt[0]
+
+
+def test_a_known_state_with_composite_tensors_is_recognised():
+    """Else each save walks the whole state while training waits."""
+    state, structure = known()
+    parts = flatten(state)
+    for _ in range(2):
+        match = structure.match(state)
+        match.confirm()
+        assert match.trees == {part.name: part.tree for part in parts}
+        codes = [structure.specs[row].path for row in structure.rows].index(("m", "w", "codes"))
+        assert match.tensors[codes] is state["m"]["w"].codes
+        state["m"]["w"] = Coded.of(VALUES + 1)  # as an optimizer makes new ones
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: setattr(state["m"]["w"], "context", (False, None)),
+        lambda state: setattr(state["m"]["w"], "context", (1, None)),
+        lambda state: setattr(state["m"]["w"], "scale", torch.zeros(3)),
+        lambda state: setattr(state["m"]["w"], "inner", ("codes",)),
+        lambda state: state["m"].update(w=Other.of(VALUES)),
+        lambda state: state["m"].update(w=Coded.of(VALUES[:50])),
+        lambda state: state["m"].update(w=VALUES),
+        lambda state: state["m"]["w"].requires_grad_(),
+        lambda state: state["m"]["v"].append(Coded.of(VALUES)),
+    ],
+)
+def test_a_changed_composite_tensor_is_not_taken_for_the_known_one(change):
+    state, structure = known()
+    change(state)
+    with pytest.raises(DifferentStructureError):
+        structure.match(state)
+
+
+def test_a_context_that_changes_in_place_is_not_taken_for_the_known_one():
+    context = [1]
+    state = {"m": {"w": Coded.of(VALUES, context)}}
+    _, (structure, _) = flatten_and_learn(state)
+    context[0] = 2
+    with pytest.raises(DifferentStructureError):
+        structure.match(state)
+
+
+def test_the_next_save_stores_the_tensors_that_changed(repository):
+    state = {"m": {"w": Coded.of(VALUES), "b": VALUES}}
+    for step in range(4):
+        state["m"]["w"].codes += 1
+        if step == 2:
+            state["m"]["w"] = Coded.of(VALUES * step)
+        repository.save(state, run="a", step=step)
+        alike(repository.restore(f"a@{step}", types=[Coded])["m"]["w"], state["m"]["w"])
+
+
+def test_ranks_store_them_as_one_process_does(repository):
+    state = lambda: {"m": {"w": Coded.of(VALUES), "b": VALUES.clone()}}  # noqa: E731
+    snapshot, _ = rank_saves.save(repository, [state] * 2, 0)
+    alike(repository.restore(snapshot.ref, types=[Coded])["m"]["w"], Coded.of(VALUES))
+
+
+# --- hostile snapshots ---
+
+
+def restored(tree: Any, *, into: Any = None, kind: type = Coded) -> Any:
+    """Return what a restore makes of a tree with one tensor of three floats."""
+    (part,) = flatten([torch.ones(3)])
+    plan = RestorePlan([StoredPart("", tree, part.specs)], decoded=decoded_with(kind), into=into)
+    for want in plan.wants:
+        plan.buffers.buffer(want)
+        plan.buffers.complete(want)
+    return plan.finish()
+
+
+def node(keys: list[Any], nodes: list[Any], name: str = "Coded") -> Any:
+    return ["object", "dataclass", Coded.__module__, name, ["dict", keys, nodes]]
+
+
+TENSOR, SIZE, ABOUT = ["tensor", 0, False], ["size", [3]], ["list", [True, ["dtype", "float32"]]]
+NAMES = ["codes", "scale", "__context__", "__shape__"]
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        node(["codes", "__context__", "__shape__"], [TENSOR, ABOUT, SIZE]),
+        node(NAMES, [TENSOR, 1, ABOUT, SIZE]),
+        node(NAMES, [TENSOR, TENSOR, None, SIZE]),
+        node(NAMES, [TENSOR, TENSOR, ABOUT, ["size", [1 << 40]]]),
+        node(NAMES, [TENSOR, TENSOR, ABOUT, ["size", [-1]]]),
+        node(NAMES, [TENSOR, TENSOR, ABOUT, "abc"]),
+        node(NAMES, [TENSOR, TENSOR, ["list", [1, 2, 3, 4]], SIZE]),
+        node(NAMES[:3], [TENSOR, TENSOR, ABOUT]),
+        node([], []),
+        ["object", "subclass", Coded.__module__, "Coded", 5],
+    ],
+)
+def test_a_class_refuses_what_does_not_fit_it(tree):
+    with pytest.raises(InvalidInputError, match=r"cannot make a .*Coded of what is stored"):
+        restored(tree)
+
+
+def test_a_named_class_is_never_imported():
+    tree = node(NAMES, [TENSOR, TENSOR, ABOUT, SIZE], name="system")
+    tree[2] = "os"
+    assert type(restored(tree)) is dict
+    for module in (5, ["list", []], None):
+        tree[2] = module
+        with pytest.raises(FormatError):
+            restored(tree)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_target_refuses_what_does_not_fit_it(number):
+    value = Coded(torch.zeros(3), torch.zeros(3), True)
+    nodes = [TENSOR, TENSOR, ABOUT, SIZE]
+    nodes[number] = ["list", []]
+    with pytest.raises(InvalidInputError, match="w"):
+        restored(["dict", ["w"], [node(NAMES, nodes)]], into={"w": value}, kind=Other)
+    assert not value.codes.any()

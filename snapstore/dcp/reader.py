@@ -148,19 +148,23 @@ class SnapstoreReader(Target, StorageReader):
             NotFoundError: the snapshot lacks a key of the plan.
             InvalidInputError: the coordinator has found a snapshot of other keys or shapes; the planner gives a tensor
                 of another shape than the item's; the plan wants a tensor, and the snapshot has a value; this is called
-                before `read_metadata`; or see `read_items`.
+                before `read_metadata`; or see `read_items`, and `StoredState.pieces_in`.
             UnsupportedLeafError: see `read_items`.
             IntegrityError, FormatError: a chunk is damaged; the tensors may be half written.
         """
         plan = replace(plan, items=read_items(plan, planner))
         stored = self._agreed(plan)
-        pieces, values, cast = [], [], []
+        pieces, values, cast, inner = [], [], [], list[Piece]()
         for item in plan.items:
             leaf = stored.leaves.get(item.storage_index.fqn)
             if leaf is None:
                 raise NotFoundError(f"{stored.snapshot.ref}: has no {item.storage_index.fqn!r}")
             if item.type is LoadItemType.BYTE_IO:
-                values.append(item)
+                if stored.is_composite(leaf.value):
+                    held: Any = getattr(planner, "state_dict", {})
+                    inner += stored.pieces_in(leaf.value, held.get(item.dest_index.fqn), item.dest_index.fqn)
+                else:
+                    values.append(item)
                 continue
             if not is_tensor(leaf.value):
                 raise InvalidInputError(f"{item.storage_index.fqn}: is a value in {stored.snapshot.ref}, not a tensor")
@@ -171,7 +175,7 @@ class SnapstoreReader(Target, StorageReader):
             pieces.append(Piece(leaf.value, tuple(item.storage_offsets), tuple(item.lengths), target.detach()))
         if cast:
             log.warning("%s: casting %d tensors to the dtypes given: %s", stored.snapshot.ref, len(cast), some(cast, 5))
-        stored.fill(pieces)
+        stored.fill([*pieces, *inner])
         tensors = (item for item in plan.items if item.type is not LoadItemType.BYTE_IO)
         for item, piece in zip(tensors, pieces, strict=True):
             planner.commit_tensor(item, piece.target)

@@ -13,13 +13,15 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ..chunks import limits
-from ..errors import FormatError, IntegrityError, out_of_memory
+from ..errors import FormatError, IntegrityError, InvalidInputError, out_of_memory
 from ..format.records import SWEPT, Snapshot
 from ..repository import Repository
 from ..restore.manifests import decoding_of
 from ..restore.pipeline import deleted_meanwhile, load, opened, require_decoding_of, ruling_now
 from ..restore.sources import AsRank, Sources
-from ..state.arrays import torch_dtype
+from ..state import composite_fit
+from ..state.arrays import mismatch, torch_dtype
+from ..state.composite import CONTEXT, SHAPE, plain_of
 from ..state.restore_buffers import RestoreBuffers, slots_of
 from ..state.tensors import Slot
 from ..state.tree_decode import ELSEWHERE, decode
@@ -118,6 +120,33 @@ class StoredState:
             IntegrityError, FormatError: a chunk is damaged; the tensors may be half written.
         """
         self._until_read(lambda: self._fill(pieces))
+
+    def is_composite(self, value: Any) -> bool:
+        """Return whether the value of a leaf is the plain form of a composite tensor."""
+        return id(value) in self._decoded.composites
+
+    def pieces_in(self, value: Any, target: Any, key: str) -> list[Piece]:
+        """Return the pieces that fill the tensors in a composite tensor of the state.
+
+        Args:
+            value: of a leaf, or in one.
+            target: the value of the state.
+
+        Raises:
+            InvalidInputError: it does not fit.
+        """
+        if type(value) is Slot:
+            spec = self._parts[value.part].specs[value.index]
+            text = mismatch(spec, target)
+            pieces = [Piece(value, (0,) * len(spec.shape), spec.shape, target)]
+        else:
+            text, pieces = composite_fit.mismatch(value, target, self._decoded), []
+        if text is not None:
+            raise InvalidInputError(f"{key}: {text}; DCP fills only such tensors: use Repository.restore_into")
+        for name, child in plain_of(target).items() if not pieces else ():
+            if name not in (CONTEXT, SHAPE):
+                pieces += self.pieces_in(value[name], child, f"{key}.{name}")
+        return pieces
 
     def values(self, keys: Sequence[str]) -> list[Any]:
         """Return the values of leaves, with their arrays read.

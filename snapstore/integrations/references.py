@@ -17,6 +17,7 @@ from ..convert.files import publish
 from ..errors import FormatError, InvalidInputError, NotFoundError, OutputError
 from ..format.records import Snapshot
 from ..repository import Repository
+from ..state.composite import require_classes
 
 #: The first value of a reference; a later form of it gets another number.
 FORMAT, VERSION = "snapstore reference", 1
@@ -150,6 +151,7 @@ def restore(path: str, here: str | Path | Repository, map_location: Any, types: 
     Raises:
         NotFoundError: there is no file; or its repository or snapshot is gone.
         FormatError: the file is not a reference.
+        InvalidInputError: a composite tensor is of a class that is not known.
     """
     named = read(path)
     device = "cpu" if map_location is None or callable(map_location) else map_location
@@ -159,7 +161,7 @@ def restore(path: str, here: str | Path | Repository, map_location: Any, types: 
             state = repository.restore(f"id:{named['snapshot']}", keys=keys, device=device, types=types)
         except NotFoundError as error:
             raise gone(named, path, repository, error) from error
-    return state[named["part"]] if keys else state
+    return require_classes(state[named["part"]] if keys else state)
 
 
 def gone(named: dict[str, Any], path: str | Path, repository: Repository, error: NotFoundError) -> NotFoundError:

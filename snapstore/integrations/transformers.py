@@ -46,6 +46,7 @@ from ..manager import SnapshotManager
 from ..ranks import place
 from ..restore.pipeline import read
 from ..retention import KeepLast
+from ..state.composite import require_classes
 from ..state.per_rank import PerRank
 from ..state.rng import RngState
 
@@ -440,7 +441,7 @@ def _write_common(context: Context, snapshot: Snapshot, path: Path) -> None:
         if part == "model":
             _write_model(value, path)
         else:
-            torch.save(value, path / _FILES[part])
+            torch.save(require_classes(value), path / _FILES[part])
 
 
 def _once_a_machine(write: Callable[[], None], path: Path, rank: int, count: int) -> None:
@@ -487,8 +488,7 @@ def _write_model(state: dict[str, Any], path: Path) -> None:
 def _rng_of(manager: SnapshotManager, step: int) -> dict[str, Any]:
     """Return the states of the random generators in the form in which the Trainer stores them."""
     rng = manager.restore(step, keys="rng", device="cpu")["rng"]
-    python, numpy = rng["python"], rng["numpy"]
-    words = numpy["state"]
+    python, numpy, words = rng["python"], rng["numpy"], rng["numpy"]["state"]
     states = {
         "python": (python["version"], tuple(python["words"].tolist()), python["gauss"]),
         "numpy": (numpy["bit_generator"], words["key"], words["pos"], numpy["has_gauss"], numpy["gauss"]),

@@ -11,19 +11,22 @@ computed. A wrapper for all-gathers is none either if its inner tensor has all i
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import accumulate
 from operator import is_, mul
-from typing import Any
+from typing import Any, TypeVar
 
-from ..errors import UnsupportedLeafError
+from ..errors import InvalidInputError, UnsupportedLeafError
 from ..threads import imported
+from .containers import CONTAINERS, MAX_DEPTH, Path, children, shown
 from .wrapped import unwrapped
 
 #: The keys of the plain form that hold no tensor: what `__tensor_flatten__` returns beside the names, and the shape.
 CONTEXT, SHAPE = "__context__", "__shape__"
 
 Plain = dict[str, Any]
+T = TypeVar("T")
 
 
 def is_composite(value: Any) -> bool:
@@ -90,6 +93,28 @@ def _is_same(one: Any, other: Any) -> bool:
 def is_plain_form(plain: Any) -> bool:
     """Return whether a stored dict is the plain form of a composite tensor."""
     return type(plain) is dict and CONTEXT in plain and SHAPE in plain
+
+
+def require_classes(state: T) -> T:
+    """Return a restored state, in which no composite tensor may be left in its plain form.
+
+    Raises:
+        InvalidInputError: One is, because its class is not known.
+    """
+    for path, value in _containers(state, ()):
+        if is_plain_form(value):
+            raise InvalidInputError(
+                f"{shown(path)}: is stored as the tensors in a composite tensor, whose class is not known here: import "
+                "the library that has it first, such as torchao.optim"
+            )
+    return state
+
+
+def _containers(state: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    if type(state) in CONTAINERS and len(path) < MAX_DEPTH:
+        yield path, state
+        for element, _, child in children(state):
+            yield from _containers(child, (*path, element))
 
 
 def make(kind: Any, plain: Plain) -> Any:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
@@ -19,7 +21,9 @@ from kit import rank_saves
 from kit.repositories import created, opened, same
 from kit.states import again
 from snapstore import InvalidInputError, Repository, UnsupportedLeafError
+from snapstore.dcp import SnapstoreReader, SnapstoreWriter
 from snapstore.errors import FormatError
+from snapstore.state.composite import require_classes
 from snapstore.state.flatten import flatten, flatten_and_learn
 from snapstore.state.learner import DifferentStructureError
 from snapstore.state.restore_plan import RestorePlan
@@ -380,6 +384,34 @@ def test_ranks_store_them_as_one_process_does(repository):
     state = lambda: {"m": {"w": Coded.of(VALUES), "b": VALUES.clone()}}  # noqa: E731
     snapshot, _ = rank_saves.save(repository, [state] * 2, 0)
     alike(repository.restore(snapshot.ref, types=[Coded])["m"]["w"], Coded.of(VALUES))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_dcp_fills_composite_tensors_in_place(repository):
+    state = {"o": {0: {"w": Coded.of(VALUES), "n": Coded(Coded.of(VALUES), Coded.of(VALUES).scale)}, "b": VALUES}}
+    writer = SnapstoreWriter(repository, run="a")
+    dcp.save(state, storage_writer=writer, checkpoint_id=0, no_dist=True)
+    writer.close()
+    load = partial(dcp.load, storage_reader=SnapstoreReader(repository, run="a"), checkpoint_id=0, no_dist=True)
+    target = {"o": {0: {"w": Coded.of(VALUES * 0), "n": Coded(Coded.of(VALUES * 0), torch.zeros(12))}}}
+    codes = target["o"][0]["w"].codes
+    load(target)
+    assert target["o"][0]["w"].codes is codes
+    alike(target["o"], {0: state["o"][0]})
+    for value in (Other.of(VALUES), Coded.of(VALUES[:50]), Coded(VALUES * 0, torch.zeros(12), (True, None))):
+        with pytest.raises(dcp.CheckpointException, match=r"o\.0\.w.*: (type|shape|dtype|context)"):
+            load({"o": {0: {"w": value}}})
+    with pytest.raises(
+        dcp.CheckpointException, match=r"o\.0\.w: type: expected .*Tensor as in the target, got .*Coded"
+    ):
+        load({"o": {0: {"w": VALUES.clone()}}})
+
+
+def test_a_restored_state_may_have_to_have_its_classes():
+    state = {"o": [{"w": VALUES}, Coded.of(VALUES)]}
+    assert require_classes(state) is state
+    with pytest.raises(InvalidInputError, match=r"o\.1: is stored as the tensors"):
+        require_classes(again(state))
 
 
 # --- hostile snapshots ---

@@ -299,7 +299,7 @@ def view_of(value: Any) -> Any:
     kind = type(value)
     if kind in SCALARS or kind in CONTAINERS or isinstance(value, type):
         return None
-    if composite.is_composite(value):
+    if composite.core_of(value) is not None:
         return composite.plain_of(value)
     if dataclasses.is_dataclass(value):
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}

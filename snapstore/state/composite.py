@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from ..errors import InvalidInputError, UnsupportedLeafError
 from ..threads import imported
 from .containers import CONTAINERS, MAX_DEPTH, Path, children, shown
+from .sharded import dtensor_like
 from .wrapped import unwrapped
 
 #: The keys of the plain form that hold no tensor: what `__tensor_flatten__` returns beside the names, and the shape.
@@ -33,6 +34,22 @@ def is_composite(value: Any) -> bool:
     """Return whether a value is a composite tensor."""
     kind: Any = type(value)
     return _is_class(kind) and unwrapped(value) is value
+
+
+def core_of(value: Any) -> Any:
+    """Return a composite tensor, or the one that is the local tensor of a DTensor; None: the value has none."""
+    if is_composite(value):
+        return value
+    module = imported("torch.distributed.tensor")
+    if module is None or not isinstance(value, module.DTensor) or not is_composite(value._local_tensor):
+        return None
+    return value._local_tensor
+
+
+def like(value: Any, plain: Plain) -> Any:
+    """Return the composite tensor of a plain form, in the class of another one, and in a DTensor if that is in one."""
+    new = make(type(core_of(value)), plain)
+    return new if is_composite(value) else dtensor_like(value, new)
 
 
 @lru_cache(maxsize=4096)
@@ -51,11 +68,12 @@ def is_composite_class(kind: Any) -> bool:
 
 
 def plain_of(value: Any) -> Plain:
-    """Return the plain form of a composite tensor; the tensors in it are the value's own.
+    """Return the plain form of a composite tensor, or of that in a DTensor; the tensors in it are the value's own.
 
     Raises:
         UnsupportedLeafError: A tensor in it has the name of another entry of the form.
     """
+    value = core_of(value)
     names, context = value.__tensor_flatten__()
     if {CONTEXT, SHAPE} & {*names}:
         raise UnsupportedLeafError(f"{type(value).__name__} has a tensor of the name {CONTEXT} or {SHAPE}: rename it")
@@ -63,13 +81,17 @@ def plain_of(value: Any) -> Plain:
 
 
 def tensors_of(value: Any, names: list[str], about: tuple[Any, Any]) -> list[Any] | None:
-    """Return the tensors in a composite tensor; None if it has other names, another context or shape, or requires grad.
+    """Return the tensors in a composite tensor, or in that in a DTensor.
+
+    None: it is none, or has other names, another context or shape, or requires grad.
 
     It runs while training waits, so it asks torch without the functions of the class.
 
     Args:
         about: Its context and shape, as they were before.
     """
+    if (value := core_of(value)) is None:
+        return None
     with sys.modules["torch"]._C.DisableTorchFunctionSubclass():
         found, context = value.__tensor_flatten__()
         if list(found) != names or value.requires_grad or not _is_same((context, value.shape), about):

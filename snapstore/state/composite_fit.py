@@ -35,7 +35,7 @@ def differences(stored: Any, present: Any, path: Path, decoded: Decoded) -> Iter
         if text is not None:
             yield path, stored, text
         elif present is not _ABSENT:
-            decoded.makers[id(stored)] = stored, partial(composite.make, type(present))
+            decoded.makers[id(stored)] = stored, partial(composite.like, present)
     elif type(stored) in CONTAINERS:
         is_alike = type(present) in CONTAINERS and is_mapping(present) == is_mapping(stored)
         there = {key: child for _, key, child in children(present)} if is_alike else {}
@@ -50,14 +50,15 @@ def mismatch(stored: Any, present: Any, decoded: Decoded) -> str | None:
         if id(stored) in decoded.makers:
             return None
         return f"type: {module}.{name} is not known here: import {module}, or pass types=[{name}]"
-    if type(present).__qualname__ != name or not composite.is_composite(present):
+    core = composite.core_of(present)
+    if core is None or type(core).__qualname__ != name:
         return f"type: expected {type_name(present)} as in the target, got {module}.{name}"
     plain = composite.plain_of(present)
     if stored.keys() != plain.keys():
         tensors = [[key for key in one if key not in (composite.CONTEXT, composite.SHAPE)] for one in (plain, stored)]
         return f"type: expected a {name} of tensors {tensors[0]} as in the target, got {tensors[1]}"
     if not same_plain(stored[composite.SHAPE], plain[composite.SHAPE]):
-        return f"shape: expected {tuple(present.shape)} as in the target, got {stored[composite.SHAPE]}"
+        return f"shape: expected {tuple(core.shape)} as in the target, got {stored[composite.SHAPE]}"
     context = stored[composite.CONTEXT], plain[composite.CONTEXT]
     if not same_plain(*context):
         return f"context of {name}: expected {context[1]} as in the target, got {context[0]}"

@@ -33,6 +33,7 @@ import msgspec
 
 from ..errors import UnsupportedLeafError
 from .arrays import Array, address_of, describe, memory_key
+from .composite import core_of
 from .containers import CONTAINERS, Items, Path, items_of
 from .held_array import Held
 from .learner import DifferentStructureError, own_key
@@ -256,6 +257,8 @@ class _RankFlattener(_Flattener):
             return node
         if self._part.own_nodes is not None:
             raise UnsupportedLeafError("is sharded over ranks, so it is no rank's own: take it out of PerRank")
+        if (core := core_of(value)) is not None:
+            return self._put_own(core, path)
         self._locals = locals_of(value)
         local = self._locals[0]
         _, dtype, _ = describe(local)

@@ -18,7 +18,7 @@ from typing import Any
 
 from ..errors import FormatError
 from .arrays import Array, address_of
-from .composite import is_composite, tensors_of
+from .composite import core_of, tensors_of
 from .containers import CONTAINERS, Path
 from .held_array import Held
 from .sharded import local_of, sharding_of
@@ -115,7 +115,7 @@ class Learner:
         """Return a container, or the container that is the state of an object; None if there are no arrays in it."""
         if _is_own(node):
             raise DifferentStructureError  # the whole state is each rank's own
-        if is_composite(value):
+        if core_of(value) is not None:
             return self._learn_composite(value, node, path, part)
         owner = None
         if id(value) in self._states and type(value) not in CONTAINERS:
@@ -162,7 +162,7 @@ class Learner:
 
     def _learn_composite(self, value: Any, node: Node, path: Path, part: str) -> Container:
         """Return the tensors in a composite tensor as a list. Its node stays as it is."""
-        kind = type(value)
+        kind = type(core_of(value))
         _, _, *name, (_, (*names, _, _), (*nodes, context, shape)) = node
         if name != [kind.__module__, kind.__qualname__]:
             raise DifferentStructureError
@@ -174,7 +174,7 @@ class Learner:
         found = None if tensors is None else self.learn(tensors, ["list", nodes], path, part)
         if found is None or found.plain or not all(child.container for child in found.others):
             raise DifferentStructureError  # it has changed since, or has values that are no tensors
-        found.owner, found.keys, found.about, found.node = kind, names, about, node
+        found.owner, found.keys, found.about, found.node = type(value), names, about, node
         return found
 
     def _add(self, array: Array, row: int) -> None:

@@ -216,7 +216,7 @@ class RestorePlan:
 
     def _plan_view(self, stored: Any, target: Any, view: Any, path: Path) -> Replace | None:
         """Plan a dataclass, namespace, named tuple, or subclass of dict or list by its members; it stays the object."""
-        if composite.is_composite(target):
+        if composite.core_of(target) is not None:
             self._plan_composite(stored, target, view, path)
             return None
         replaced = self._plan(stored, view, path)
@@ -301,7 +301,7 @@ class RestorePlan:
         if is_strict_module(target) and is_mapping(stored):
             self._compare_names(stored, present, path)
         if needed:
-            self._match(stored, with_sharded_state(target, stored, present, self.buffers.spec), path)
+            self._match(stored, with_sharded_state(target, stored, present, self.buffers.spec, self._decoded), path)
         if self.left_out is not None and is_strict_module(target) and is_mapping(stored):
             build = self._common(stored, present, path)
         elif extent == "some":
@@ -347,7 +347,7 @@ class RestorePlan:
             if is_array(present) and self._selection.matches(path):
                 yield path, stored, present
             return
-        present = composite.plain_of(present) if composite.is_composite(present) else present
+        present = composite.plain_of(present) if composite.core_of(present) is not None else present
         if type(stored) in CONTAINERS and type(present) in CONTAINERS and is_mapping(stored) == is_mapping(present):
             there = {key: child for _, key, child in children(present)}
             for element, key, child in children(stored):

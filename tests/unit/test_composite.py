@@ -15,18 +15,23 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
 from kit import rank_saves
+from kit.rank_saves import as_rank, sharded
 from kit.repositories import created, opened, same
 from kit.states import again
-from snapstore import InvalidInputError, Repository, UnsupportedLeafError
+from snapstore import InvalidInputError, PerRank, Repository, UnsupportedLeafError
 from snapstore.dcp import SnapstoreReader, SnapstoreWriter
 from snapstore.errors import FormatError
+from snapstore.restore.pipeline import read_into
+from snapstore.restore.sources import AsRank
 from snapstore.state.composite import require_classes
 from snapstore.state.flatten import flatten, flatten_and_learn
 from snapstore.state.learner import DifferentStructureError
 from snapstore.state.restore_plan import RestorePlan
+from snapstore.state.sharded import dtensor_like
 from snapstore.state.tensors import StoredPart
 
 VALUES = torch.arange(600.0).reshape(100, 6)
@@ -59,6 +64,8 @@ class Coded(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.view.default:  # as DTensor.from_local calls it
+            return cls(args[0].codes.view(args[1]), args[0].scale, args[0].context, args[0].dtype)
         if func in (torch.ops.aten.detach.default, torch.ops.aten._to_copy.default, torch.ops.aten.clone.default):
             return cls(*(func(getattr(args[0], name)) for name in cls.inner), args[0].context, args[0].dtype)
         args, kwargs = pytree.tree_map_only(Coded, lambda one: one.dequantize(), (args, kwargs or {}))
@@ -412,6 +419,81 @@ def test_a_restored_state_may_have_to_have_its_classes():
     assert require_classes(state) is state
     with pytest.raises(InvalidInputError, match=r"o\.1: is stored as the tensors"):
         require_classes(again(state))
+
+
+# --- shards ---
+
+
+def shard(values: torch.Tensor, count: int) -> DTensor:
+    """Return a DTensor of `count` ranks whose local tensor is composite, as torchao makes it of a sharded parameter."""
+    plain = sharded(values, [count], [Shard(0)])
+    return dtensor_like(plain, Coded.of(plain.to_local()))
+
+
+def of_ranks(values: torch.Tensor, count: int) -> dict[str, Any]:
+    return {"m": {"w": shard(values, count), "b": sharded(values, [count], [Shard(0)])}}
+
+
+def test_each_rank_stores_its_composite_shards_and_fills_them(repository):
+    snapshot, _ = rank_saves.save(repository, [lambda: of_ranks(VALUES, 2)] * 2, 0)
+    for rank in range(2):
+        with as_rank(rank, 2):
+            into = of_ranks(VALUES * 0, 2)
+            local = into["m"]["w"]._local_tensor
+            read_into(repository.context, snapshot.ref, into, as_rank=AsRank("same", rank, 2))
+            assert into["m"]["w"]._local_tensor is local
+            alike(local, Coded.of(VALUES[50 * rank : 50 * rank + 50]))
+            with pytest.raises(InvalidInputError, match="2 ranks saved, and 4 restore"):
+                read_into(repository.context, snapshot.ref, into, as_rank=AsRank("same", rank, 4))
+            with pytest.raises(InvalidInputError, match=r"shape: expected \(100, 6\) as in the target, got .*50, 6"):
+                read_into(repository.context, snapshot.ref, {"m": {"w": Coded.of(VALUES), "b": into["m"]["b"]}},
+                          as_rank=AsRank("same", rank, 2))  # fmt: skip
+
+
+@pytest.mark.parametrize("steps", [0, 1], ids=["fresh", "with a state"])
+def test_an_optimizer_of_sharded_parameters_goes_on(repository, steps):
+    def state(steps: int, count: int = 2) -> dict[str, Any]:
+        parameter = torch.nn.Parameter(sharded(VALUES, [count], [Shard(0)]))
+        optimizer = torch.optim.SGD([parameter])
+        for step in range(steps):
+            optimizer.state[parameter] = {"moment": shard(VALUES * (step + 1), count), "b": parameter.detach() * step}
+        return {"optimizer": optimizer}
+
+    snapshot, _ = rank_saves.save(repository, [lambda: state(3)] * 2, 0)
+    for rank in range(2):
+        with as_rank(rank, 2):
+            into, load = state(steps), partial(read_into, repository.context, snapshot.ref)
+            load(into, as_rank=AsRank("same", rank, 2), types=[] if steps else [Coded])
+            (found,) = into["optimizer"].state.values()
+            assert isinstance(found["moment"], DTensor)
+            assert isinstance(found["b"], DTensor)
+            alike(found["moment"]._local_tensor, Coded.of(VALUES[50 * rank : 50 * rank + 50] * 3))
+            if not steps:
+                with pytest.raises(InvalidInputError, match="Coded is not known here"):
+                    load(state(0), as_rank=AsRank("same", rank, 2))
+    with as_rank(0, 1), pytest.raises(InvalidInputError, match=r"moment: type: expected .*DTensor as in"):
+        load(state(0, 1), as_rank=AsRank(0, 0, 1), types=[Coded])
+
+
+def test_a_composite_shard_needs_a_save_of_ranks(repository):
+    with as_rank(0, 1), pytest.raises(UnsupportedLeafError, match="w: DTensor has no stored form"):
+        flatten({"w": shard(VALUES, 1)})
+    with as_rank(0, 1), pytest.raises(UnsupportedLeafError, match="is sharded over ranks"):
+        flatten({"w": PerRank(shard(VALUES, 1))}, of_rank=True)
+
+
+def test_a_known_state_with_composite_shards_is_recognised():
+    with as_rank(1, 2):
+        state = of_ranks(VALUES, 2)
+        parts, learnt = flatten_and_learn(state, of_rank=True)
+        assert learnt is not None
+        match = learnt[0].match(state)
+        match.confirm()
+        assert match.trees == {part.key: part.tree for part in parts}
+        assert any(tensor is state["m"]["w"]._local_tensor.codes for tensor in match.tensors)
+        state["m"]["w"]._local_tensor.context = None
+        with pytest.raises(DifferentStructureError):
+            learnt[0].match(state)
 
 
 # --- hostile snapshots ---

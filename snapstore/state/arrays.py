@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from ..arrays import Bytes
 from ..errors import CapabilityError, UnsupportedLeafError
+from .composite import core_of, is_composite_class
 from .containers import shown
 from .sharded import Sharding, locals_of, sharding_of
 from .tensors import MAX_DIMENSIONS, TORCH_DTYPES, TensorSpec, family, is_array, numpy_dtype, numpy_dtype_name
@@ -113,6 +114,8 @@ def _tensor_form(form: type, dtype: torch.dtype, layout: Any) -> tuple[str, str,
         names = {base.__name__ for base in form.__mro__}
         if "DTensor" in names:
             problem, advice = "DTensor", _DTENSOR
+        elif is_composite_class(form):
+            advice = "save it in a nested state, such as a dict"
         elif "UninitializedTensorMixin" in names:
             advice = "call its module once, so that it has a shape and values"
     elif layout is not torch.strided:
@@ -178,17 +181,21 @@ def mismatch(spec: TensorSpec, target: Any) -> str | None:
         sharding = sharding_of(target)
     except UnsupportedLeafError as error:
         return f"type: {error}"
+    if core_of(target) is not None:
+        return _other_type(spec, target)
     targets = [unwrapped(target)] if sharding is None else locals_of(target)
     found = (_mismatch(spec, one, sharding) for one in targets)
     return next(filter(None, found), None)
 
 
+def _other_type(spec: TensorSpec, target: Any) -> str:
+    return f"type: expected {type(target).__name__} as in the target, got {spec.kind} {spec.dtype}{list(spec.shape)}"
+
+
 def _mismatch(spec: TensorSpec, target: Any, sharding: Sharding | None) -> str | None:
     """Return why an array cannot be filled with a stored one, or a local tensor with its box; None if it can."""
     if not is_array(target):
-        return (
-            f"type: expected {type(target).__name__} as in the target, got {spec.kind} {spec.dtype}{list(spec.shape)}"
-        )
+        return _other_type(spec, target)
     try:
         kind, dtype, shape = describe(target)
     except UnsupportedLeafError as error:

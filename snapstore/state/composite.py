@@ -90,7 +90,9 @@ def tensors_of(value: Any, names: list[str], about: tuple[Any, Any]) -> list[Any
     Args:
         about: Its context and shape, as they were before.
     """
-    if (value := core_of(value)) is None:
+    kind: Any = type(value)
+    value = value if _is_class(kind) else core_of(value)
+    if value is None:
         return None
     with sys.modules["torch"]._C.DisableTorchFunctionSubclass():
         found, context = value.__tensor_flatten__()

@@ -482,18 +482,19 @@ def decode(data: bytes, where: str) -> Manifest:
         raise FormatError(
             f"{where}: {held[0]} tensors and {held[1]} references, header says {header.tensors} and {header.refs}"
         )
-    chunks, inline_bytes = len(table), len(inline)
-    for entry in tensors:  # thousands: a name is made only for an error
-        if (entry.boxes or entry.inline) and (problem := _problem_of(entry, chunks, inline_bytes)):
-            raise FormatError(f"{where}: {display(entry.path)}: {problem}")
+    _check_entries(tensors, len(table), len(inline), where)
     return Manifest(header, tree, tensors, inline, table, unknown)
 
 
-def _problem_of(entry: TensorEntry, chunks: int, inline: int) -> str:
-    """Return why an entry cannot be one of a manifest with so many chunks and inline bytes; "": it can."""
-    for box in entry.boxes:
-        if box.first_chunk + box.chunks > chunks:
-            return f"chunks {box.first_chunk}+{box.chunks} of {chunks}"
-        if len(box.offsets) != len(entry.shape) or len(box.sizes) != len(entry.shape):
-            return "a box of other rank than the tensor"
-    return f"inline bytes {entry.inline} of {inline}" if entry.inline and sum(entry.inline) > inline else ""
+def _check_entries(tensors: Sequence[TensorEntry], chunks: int, inline: int, where: str) -> None:
+    """Raise FormatError if an entry leads out of so many chunks and inline bytes. There may be thousands."""
+    for entry in tensors:
+        dimensions = len(entry.shape)
+        for box in entry.boxes:
+            if box.first_chunk + box.chunks > chunks:
+                problem = f"chunks {box.first_chunk}+{box.chunks} of {chunks}"
+                raise FormatError(f"{where}: {display(entry.path)}: {problem}")
+            if len(box.offsets) != dimensions or len(box.sizes) != dimensions:
+                raise FormatError(f"{where}: {display(entry.path)}: a box of other rank than the tensor")
+        if entry.inline and sum(entry.inline) > inline:
+            raise FormatError(f"{where}: {display(entry.path)}: inline bytes {entry.inline} of {inline}")

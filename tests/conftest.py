@@ -28,7 +28,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from kit.samples import SEED, THOROUGH
+from kit.samples import SEED, THOROUGH, examples
 from snapstore.chunks.limits import available_bytes
 
 #: Until then threads have closed what the collector found; judges a hang.
@@ -42,7 +42,7 @@ LONGEST = ("test_gpu_on_cpu.py", "test_dcp_ranks.py", "test_exchange.py")
 _NUMBERS = itertools.count()
 
 hypothesis.settings.register_profile(
-    "snapstore", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "snapstore", max_examples=examples(100), deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("snapstore")
 

@@ -11,6 +11,7 @@ from xxhash import xxh3_64_intdigest
 
 from kit.forge import SEED, SIZE, World, delta, digest, full, header_of, little_memory, noise
 from kit.packs import scan
+from kit.samples import examples
 from kit.tally import EXAMPLES, tally
 from snapstore.engine.cpu import EncodedChunk, HostEncoded
 from snapstore.errors import CapabilityError, FormatError, IntegrityError, NotFoundError
@@ -22,7 +23,9 @@ from snapstore.storage.memory import MemoryStore
 
 OURS = (FormatError, IntegrityError, NotFoundError)
 A, B = noise(1), noise(2)
-fuzz = settings(max_examples=300 * EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.data_too_large])
+fuzz = settings(
+    max_examples=examples(300) * EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.data_too_large]
+)
 
 mutations = st.lists(
     st.tuples(
@@ -123,7 +126,7 @@ def planted(data):
 
 
 @pytest.mark.parametrize("what", ["any", "header", "sections"])
-@settings(fuzz, max_examples=150 * EXAMPLES)
+@settings(fuzz, max_examples=examples(150) * EXAMPLES)
 @given(mutations)
 def test_manifests(what, changes):
     """Mitigation: everything is validated before it is followed; what still decodes restores, or is found damaged."""
@@ -158,7 +161,7 @@ trees = st.recursive(
 )
 
 
-@settings(fuzz, max_examples=200 * EXAMPLES)
+@settings(fuzz, max_examples=examples(200) * EXAMPLES)
 @given(nodes | trees)
 def test_trees(tree):
     """Mitigation: nodes are looked up in a table; whatever their reader raises is a FormatError."""
@@ -194,7 +197,7 @@ entries = st.fixed_dictionaries(
 )
 
 
-@settings(fuzz, max_examples=200 * EXAMPLES)
+@settings(fuzz, max_examples=examples(200) * EXAMPLES)
 @given(
     st.lists(entries, min_size=1, max_size=3), st.sampled_from(["tensor", "parameter", "array", "bytes"]), st.booleans()
 )

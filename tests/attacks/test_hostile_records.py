@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kit.forge import little_memory, little_time
 from kit.repositories import created, opened
-from kit.samples import SEED, THOROUGH
+from kit.samples import SEED, THOROUGH, examples
 from kit.shell import invoke
 from kit.tally import EXAMPLES, tally
 from snapstore import KeepEvery, KeepLast, KeepWithin, Repository, SaveOptions, retention
@@ -143,7 +143,7 @@ POLICIES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40 * EXAMPLES, deadline=None)
+@settings(max_examples=examples(40) * EXAMPLES, deadline=None)
 @given(st.lists(POLICIES, max_size=4))
 def test_any_policy(made, stored):
     """Mitigation: stored policies are built by their own constructors, which check the arguments."""

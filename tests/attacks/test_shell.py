@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kit.forge import little_memory, little_time
-from kit.samples import SEED, THOROUGH
+from kit.samples import SEED, THOROUGH, examples
 from kit.shell import invoke
 from kit.tally import EXAMPLES, tally
 from snapstore import Repository, SaveOptions, cli
@@ -74,7 +74,7 @@ def place(made, tmp_path_factory):
     os.chdir(before)
 
 
-@settings(max_examples=100 + 30 * EXAMPLES, deadline=None)
+@settings(max_examples=examples(100 + 30 * EXAMPLES), deadline=None)
 @given(lines())
 @example(["forget", "--run", "r", "--keep-last", "99999999999999999999999"])
 @example(["compact", "--max-repack-size", "1e309"])

@@ -58,6 +58,9 @@ def keys_of(store: ObjectStore, prefix: str = "") -> list[str]:
 
 
 class ObjectStoreContract:
+    #: Programs of twenty operations that run beside a dict; fewer for a store that takes long.
+    programs = 25
+
     @pytest.fixture
     def store(self) -> ObjectStore:
         raise NotImplementedError("override: an empty store")
@@ -438,7 +441,7 @@ class ObjectStoreContract:
 
     def test_behaves_like_a_dict(self, store):
         machine_settings = settings(
-            max_examples=25, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=self.programs, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
         )
         run_state_machine_as_test(lambda: StoreMachine(store), settings=machine_settings)
 

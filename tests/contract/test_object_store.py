@@ -10,6 +10,7 @@ import pytest
 from object_store import ObjectStoreContract
 
 from kit.s3_stores import fresh_url, moto_bucket, needs_server
+from kit.samples import examples
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 from snapstore.storage.s3.store import S3Store
@@ -116,6 +117,8 @@ def server():
 
 
 class TestMoto(ObjectStoreContract):
+    programs = examples(25)
+
     @pytest.fixture
     def store(self, moto, monkeypatch, tmp_path):
         monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cache"))
@@ -135,6 +138,8 @@ class TestMoto(ObjectStoreContract):
 
 @needs_server
 class TestS3Store(ObjectStoreContract):
+    programs = examples(25)
+
     @pytest.fixture
     def store(self, server, monkeypatch, tmp_path):
         monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cache"))

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from kit.forge import MIB, little_memory
 from kit.repositories import OPTIONS, same
+from kit.samples import examples
 from kit.shell import invoke
 from snapstore import InvalidInputError, NotFoundError, Repository
 from snapstore.convert import (
@@ -164,7 +165,9 @@ STATES = st.dictionaries(st.text("ab.é_0*", min_size=1, max_size=6), tensors(),
 
 
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=examples(25),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(state=STATES, to=st.sampled_from(["hf", "safetensors", "torch", "dcp"]))
 def test_out_and_in_again_is_the_same(tmp_path_factory, state, to):

@@ -18,6 +18,7 @@ from msgspec import structs
 from kit.objects import flip, keys_of
 from kit.rank_snapshots import RankWriter, columns, rows, strided
 from kit.repositories import created, decoded_chunks, opened, same
+from kit.samples import examples
 from snapstore import (
     CapabilityError,
     FormatError,
@@ -121,7 +122,7 @@ def indices(shape: tuple[int, ...]) -> st.SearchStrategy[Any]:
 cases = st.sampled_from(sorted(SHAPES)).flatmap(lambda name: st.tuples(st.just(name), indices(SHAPES[name])))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(case=cases, small_pieces=st.booleans())
 def test_any_slice(case, small_pieces, lazily):
     """Slices of delta chains and of the boxes of ranks are bit-equal to NumPy's; no chunk is decoded without need."""
@@ -139,7 +140,7 @@ def test_any_slice(case, small_pieces, lazily):
             assert same(lazily[f"{run}@1"][f"model.{name}"][index], np.asarray(arrays(1)[name][index]))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(case=cases)
 def test_any_slice_of_tensors(case, lazily):
     name, index = case
@@ -149,7 +150,7 @@ def test_any_slice_of_tensors(case, lazily):
     assert torch.equal(found, expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(name=st.sampled_from(sorted(SHAPES)), data=st.data())
 def test_any_span_of_bytes(name, data, lazily):
     value = arrays(2)[name]

@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kit.samples import examples
 from snapstore import Repository, SaveOptions
 from snapstore.engine.cpu import CpuEngine
 from snapstore.storage.memory import MemoryStore
@@ -123,7 +124,7 @@ def touched(value, rng):
 
 chunk_sizes = st.sampled_from([64, 80, 256, 1024, 4096])
 quick = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 OPTIONS = SaveOptions(pack_bytes=16384, threads=2)
 
@@ -148,7 +149,7 @@ def test_any_history_restores_to_the_bit(bases, chunk_bytes, changes, seed):
         same(repo.restore("r@latest"), history[-1])
 
 
-@settings(quick, max_examples=15)
+@settings(quick, max_examples=examples(15))
 @given(roots, chunk_sizes)
 def test_a_local_repository(tmp_path_factory, state, chunk_bytes):
     root = tmp_path_factory.mktemp("repo")

@@ -21,6 +21,11 @@ def some(cases: Sequence[T], count: int) -> list[T]:
     return list(cases) if THOROUGH else [cases[(SEED + i * len(cases) // count) % len(cases)] for i in range(count)]
 
 
+def examples(count: int) -> int:
+    """Return how many examples hypothesis tries where it tries `count` if `THOROUGH`."""
+    return count if THOROUGH else -(-count // 3)
+
+
 def sampled(total: int, every: int) -> range:
     """Return each `every`-th number below `total`, with another start in each run; all of them if `THOROUGH`."""
     return range(total) if THOROUGH or not total else range(SEED % min(every, total), total, every)

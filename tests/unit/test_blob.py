@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kit.samples import examples
 from snapstore.errors import FormatError, IntegrityError
 from snapstore.format import blob, chain_decode, codecs, hashing, planes
 from snapstore.format.codec_choice import NOISE, REPEATS, RUNS, SKEWED, estimate_bytes, estimates, plane_kinds
@@ -287,7 +288,7 @@ def test_read_headers_and_parse_agree_on_every_flipped_bit(kind):
     assert said == {True, False}
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(st.sampled_from(KINDS), st.lists(st.tuples(st.integers(0, 79), st.integers(0, 255)), max_size=4), st.data())
 def test_read_headers_and_parse_agree_on_anything(kind, changes, data):
     bad = full(content(kind, 64), 4)

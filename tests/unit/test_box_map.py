@@ -20,6 +20,7 @@ from kit import rank_saves
 from kit.rank_saves import as_rank, sharded
 from kit.rank_snapshots import RankWriter, columns, rows, strided
 from kit.repositories import created
+from kit.samples import examples
 from snapstore import FormatError, Repository
 from snapstore.format import boxes, manifest
 from snapstore.format.box_map import MAX_BYTES, BoxMap, ranks_with
@@ -50,7 +51,7 @@ def map_of(shapes, world, cut):
     st.sampled_from(sorted(CUTTERS)),
     st.data(),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_the_ranks_named_are_those_whose_boxes_overlap(shapes, world, cut, data):
     found, held = map_of([tuple(shape) for shape in shapes], world, CUTTERS[cut])
     for tensor, shape in enumerate(shapes):
@@ -65,7 +66,7 @@ def test_the_ranks_named_are_those_whose_boxes_overlap(shapes, world, cut, data)
 
 
 @given(st.integers(2, 9), st.integers(1, 4), st.integers(2, 5), st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_a_tensor_is_torn_unless_its_boxes_are_disjoint_and_cover_it(height, width, world, data):
     """A tensor is torn unless each element is in exactly one box; the tensors beside it, of the same shape, are not.
 
@@ -172,7 +173,6 @@ WHOLE_MAP = map_of([(40, 3), (7,), (), (64, 64)], 5, columns)[0].encode()
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=4), st.booleans())
-@settings(max_examples=100, deadline=None)
 def test_a_map_with_other_bytes_is_refused_or_names_some_ranks(changes, within):
     """A map with changed bytes raises a FormatError or gives some answer.
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from kit.rank_snapshots import RankWriter, columns, rows, strided
 from kit.repositories import created
-from kit.samples import THOROUGH
+from kit.samples import THOROUGH, examples
 from snapstore.errors import FormatError, IntegrityError, UnknownFormatError
 from snapstore.format import layout, manifest
 from snapstore.format.chunk_table import COLUMNS, ChunkTable
@@ -39,7 +39,7 @@ def boxes_within(draw, shape):
 
 
 @given(st.data(), SHAPES)
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_boxes_cover_a_tensor_if_every_element_is_in_one(data, shape):
     count = np.zeros(shape, np.int64)
     cover = Cover([shape])
@@ -64,7 +64,7 @@ def split(draw, offsets, sizes, depth):
 
 
 @given(st.data(), st.lists(st.integers(1, 2**40), min_size=1, max_size=4))
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_any_tiling_of_any_size_covers_and_no_other_set_of_its_boxes_does(data, shape):
     boxes = split(data.draw, [0] * len(shape), shape, 5)
     boxes = data.draw(st.permutations(boxes))
@@ -374,7 +374,6 @@ def test_children_come_by_rank_each_once(children):
 
 
 @given(st.data())
-@settings(max_examples=100)
 def test_a_header_of_any_ranks_is_decoded_or_refused(data):
     """For any values of its fields, a header is decoded and is consistent, or FormatError is raised."""
     good = root_with([child_ref(0), child_ref(1)], 2)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kit.forge import little_memory, little_time
+from kit.samples import examples
 from kit.sparse_deltas import GOOD, HOSTILE, forged, pair
 from kit.states import DTYPES
 from snapstore import Repository
@@ -98,7 +99,7 @@ def read_as_the_page_says(payload, frame_lengths, base, size, layout, block_byte
     return np.array(elements, f"<u{size}").view(np.uint8)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(
     st.sampled_from([1, 2, 4, 8]),
     st.sampled_from([planes.BYTES, planes.ROTATED]),

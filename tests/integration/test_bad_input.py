@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kit.objects import keys_of
-from kit.repositories import OPTIONS, check_clean, check_restores, check_whole, index_of, opened, save
+from kit.repositories import OPTIONS, check_clean, check_restores, check_whole, index_of, opened, same, save, values
 from snapstore import (
     AlreadyExistsError,
     FormatError,
@@ -57,10 +57,15 @@ def root(made, tmp_path) -> Path:
 @pytest.fixture
 def repository(root):
     with opened(root) as repository:
-        before = keys_of(repository.store)
+        before = objects_of(root)
         yield repository
-        assert keys_of(repository.store) == before, "a refused call has written something"
-        check_restores(repository)
+        assert objects_of(root) == before, "a refused call has written something"
+        assert same(repository.restore("a@3"), values("a", 3))
+
+
+def objects_of(root: Path) -> dict[str, bytes]:
+    store = LocalStore(root)
+    return {key: store.get(key) for key in keys_of(store)}
 
 
 # --- references, names, numbers --------------------------------------------------------------------------------------
@@ -602,8 +607,8 @@ def test_check_levels_and_shares(repository):
         "subset": [(0, 1), (2, 1), (1.5, 2), (True, 1), (1,), "12", 1],
         "max_decoded_bytes": [-1, 1.5, True, "1G"],
     }
-    for name, values in wrong.items():
-        for value in values:
+    for name, refused in wrong.items():
+        for value in refused:
             with pytest.raises(InvalidInputError, match=name):
                 repository.check(**{"level": "restore", name: value})
     assert repository.check("data", share=0.2).ok

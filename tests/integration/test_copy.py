@@ -56,8 +56,8 @@ from snapstore.save.known_chunks import Bases
 from snapstore.storage.memory import MemoryStore
 
 
-@pytest.fixture
-def source():
+@pytest.fixture(scope="module")
+def made():
     """a@0 to a@3, the last one of an unchanged state, and b@0 that was forked from a@1."""
     store = created()
     with opened(store) as repository:
@@ -65,6 +65,11 @@ def source():
             save(repository, "a", step, version, tags=("good",) if step == 1 else ())
         save(repository, "b", 0, 50, parent="a@1")
     return store
+
+
+@pytest.fixture
+def source(made):
+    return clone(made)
 
 
 def copied(source, *refs, to=None, **options):

@@ -88,7 +88,7 @@ def test_the_first_use_is_by_eight_threads_at_once(tmp_path):
     with Repository.create(url) as repository:
         for step in range(3):
             save(repository, "a", step, step)
-    for number in range(100 if THOROUGH else 4):
+    for number in range(100 if THOROUGH else 2):
         tally("processes of first uses")
         env = environment(SNAPSTORE_CACHE_DIR=str(tmp_path / f"cache{number}"), OMP_NUM_THREADS="1")
         command = [sys.executable, "-c", PROGRAM, url, str(SEED + number), str(ROOT / "snapstore")]

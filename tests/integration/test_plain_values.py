@@ -37,18 +37,18 @@ def repo():
         yield repository
 
 
-def vocabulary(count=60_000):
+def vocabulary(count=30_000):
     return {f"word {i}": i * 7919 % 100_003 for i in range(count)}
 
 
-def rows(count=30_000):
+def rows(count=15_000):
     draw = random.Random(0)
     return [{"step": i, "loss": draw.random(), "tags": ["a", str(i % 7)]} for i in range(count)]
 
 
 def change_a_value(state):
-    state["data"]["vocabulary"]["word 30000"] = -1
-    state["data"]["rows"][12_345]["loss"] = 0.5
+    state["data"]["vocabulary"]["word 10000"] = -1
+    state["data"]["rows"][4_321]["loss"] = 0.5
 
 
 def append(state):
@@ -57,7 +57,7 @@ def append(state):
 
 
 def insert(state):
-    state["data"]["rows"].insert(9_999, {"step": -1, "loss": 0.25, "tags": ["b"]})
+    state["data"]["rows"].insert(3_333, {"step": -1, "loss": 0.25, "tags": ["b"]})
     words = list(state["data"]["vocabulary"].items())
     state["data"]["vocabulary"] = dict([*words[:5000], ("a new word", 5), *words[5000:]])
 
@@ -69,7 +69,7 @@ def delete(state):
 
 @pytest.mark.parametrize("edit", some([change_a_value, append, insert, delete], 1))
 def test_an_edit_costs_a_few_pages_and_no_edit_nothing(repo, edit):
-    state = {"data": {"vocabulary": vocabulary(), "rows": rows()}, "model": {"w": torch.arange(5000)}}
+    state = {"data": {"vocabulary": vocabulary(60_000), "rows": rows(30_000)}, "model": {"w": torch.arange(5000)}}
     first = repo.save(state, run="r", step=0)
     again = repo.save(state, run="r", step=1)
     assert first.logical_bytes > 1_000_000  # log and stats count plain values
@@ -86,13 +86,12 @@ def test_an_edit_costs_a_few_pages_and_no_edit_nothing(repo, edit):
     assert repo.check("restore").ok
     changes = {path for path, _, _ in repo.diff("r@1", "r@2").plain}
     assert changes
-    assert not repo.diff("r@0", "r@1").plain
     groups = repo.stats().groups
     assert groups["data"].logical_bytes > 1_000_000
     assert groups["data"].stored_bytes > 100_000
 
 
-def test_a_root_of_a_million_values_and_a_part_that_is_left_out(repo):
+def test_a_root_of_many_values_and_a_part_that_is_left_out(repo):
     repo.save(vocabulary(), run="root", step=0)
     same(repo.restore("root@0"), vocabulary())
     assert repo.restore("root@0", keys="word 77") == {"word 77": 77 * 7919 % 100_003}
@@ -210,7 +209,9 @@ def test_small_trees_of_several_ranks_put_no_pack():
 def test_a_damaged_page_is_found_named_and_no_other_part_suffers():
     store = MemoryStore()
     with Repository.create(store, options=OPTIONS) as repository:
-        repository.save({"rows": rows(), "model": {"w": torch.arange(2000)}}, run="r", step=0)
+        for step in range(2):
+            repository.save({"rows": rows(6_000), "model": {"w": torch.arange(2000)}}, run="r", step=step)
+        assert not repository.diff("r@0", "r@1").plain
         name = next(info.key for info in store.list("packs/") if b"rows" in store.get(info.key)[-64:])
         flip(store, name, 5000)
         with pytest.raises(IntegrityError):
@@ -223,8 +224,8 @@ def test_a_damaged_page_is_found_named_and_no_other_part_suffers():
 
 
 def test_a_tree_needs_memory(repo, monkeypatch):
-    repo.save({"rows": rows(60_000), "model": {"w": torch.ones(3)}}, run="r", step=0)
-    monkeypatch.setenv("SNAPSTORE_MAX_MEMORY", "8M")
+    repo.save({"rows": rows(30_000), "model": {"w": torch.ones(3)}}, run="r", step=0)
+    monkeypatch.setenv("SNAPSTORE_MAX_MEMORY", "4M")
     with pytest.raises(CapabilityError, match="plain values"):
         repo.restore("r@0")
     assert repo.restore("r@0", keys="model")["model"]["w"].sum() == 3

@@ -24,6 +24,12 @@ from typing import Any
 
 from kit.processes import environment
 
+#: What trainings import sooner or later; the first step of an optimizer imports `torch._dynamo`, for seconds.
+PRELOADED = [
+    "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint", "torch._dynamo",
+    "kit.ranks", "snapstore.dcp",
+]  # fmt: skip
+
 
 class Forked:
     """One process, with the methods of a `Popen`.
@@ -84,7 +90,7 @@ def wait_all(processes: Sequence[Forked], timeout: float, *, stopped: Collection
 def _server() -> Any:
     """Start the server that forks; it ends with this process."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["kit.ranks", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"])
+    context.set_forkserver_preload(PRELOADED)
     before = dict(os.environ)
     os.environ |= environment(OMP_NUM_THREADS="1")  # it imports by PYTHONPATH, and torch's threads would not be forked
     try:

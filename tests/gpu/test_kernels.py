@@ -99,6 +99,7 @@ def zigzag(chunk, base, size):
 ELEMENTS = [1, 2, 3, 7, 8, 15, 16, 17, 63, 100, 511, 512, 4095, 4096, 4097, 8191, 8192, 20_001, 65_536, 262_177]
 
 
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("with_base", [False, True])

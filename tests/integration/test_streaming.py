@@ -403,7 +403,7 @@ def test_a_managers_iterator_that_raises_does_so_once():
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
-#: A process that may allocate 600 MiB saves and reads 2 GiB: tensors of 64 MiB, one of 128 MiB, and small ones.
+#: A process that may allocate 600 MiB saves and reads 1.5 GiB: tensors of 64 MiB, one of 128 MiB, and small ones.
 PROGRAM = """
 import resource, sys
 import numpy as np
@@ -422,11 +422,11 @@ def value(i, step):
     return out
 
 def state(step):
-    return ((f"layers.{i}", value(i, step)) for i in range(32))
+    return ((f"layers.{i}", value(i, step)) for i in range(22))
 
 with Repository.create(sys.argv[1]) as repository:
     saved = repository.save(state(0), run="a", step=0)
-    assert saved.logical_bytes > 1024 * MiB, saved.logical_bytes
+    assert saved.logical_bytes > 700 * MiB, saved.logical_bytes
     changed = repository.save(state(1), run="a", step=1)
     assert changed.depth == 1
     expected = state(1)
@@ -440,7 +440,7 @@ print(int(peak.split()[1]) // 1024)
 """
 
 
-def test_a_gigabyte_passes_through_600_megabytes(tmp_path):
+def test_700_megabytes_pass_through_600(tmp_path):
     program = [sys.executable, "-c", PROGRAM, str(tmp_path / "r")]
     done = subprocess.run(program, env=environment(SNAPSTORE_THREADS="2"), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

@@ -18,13 +18,13 @@ from random import Random
 
 import pytest
 
-from kit.samples import SEED
+from kit.samples import SEED, THOROUGH
 from kit.tally import EXAMPLES, tally
 from snapstore import Repository
 
 TOOLS = Path(__file__).parents[2] / "tools"
-STEPS, SAVE_EVERY, KEEP_LAST = 100, 5, 4
-SIGNALS = [signal.SIGKILL] * 8 + [signal.SIGTERM] * 2
+STEPS, SAVE_EVERY, KEEP_LAST = 100 if THOROUGH else 70, 5, 4
+SIGNALS = [signal.SIGKILL] * 8 + [signal.SIGTERM] * 2 if THOROUGH else [signal.SIGKILL] * 4 + [signal.SIGTERM]
 #: New steps until a signal: too few for a commit, just enough, or enough for two saves, so that the run makes progress.
 #: Their sum is well below STEPS.
 MOMENTS = [2, 2, 3, 5, 6, 7, 8, 12, 13, 16]
@@ -168,7 +168,7 @@ def test_a_run_killed_at_random_moments_computes_the_very_same_losses(launcher, 
     def wait_a_little() -> None:
         time.sleep(random.uniform(0, 0.05))
 
-    waits = [wait_for_a_save, wait_a_little] * 5
+    waits = [wait_for_a_save] * (len(SIGNALS) // 2 + 1) + [wait_a_little] * (len(SIGNALS) // 2)
     plan = zip(*(random.sample(column, len(SIGNALS)) for column in (SIGNALS, MOMENTS, waits)), strict=True)
     newest, left, committed = 0, 0, dict[str, int]()
     for number, new_steps, wait in plan:

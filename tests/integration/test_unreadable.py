@@ -19,7 +19,7 @@ from kit.damage import packs_of, refs, repository, three, twin, wound
 from kit.faults import FaultStore, Unreadable, one_thread
 from kit.objects import clone, flip, keys_of
 from kit.repositories import OPTIONS, check_restores, created, opened, same, save, values
-from kit.samples import sampled
+from kit.samples import sampled, some
 from kit.shell import invoke
 from snapstore import IntegrityError, KeepLast, Repository, SaveOptions, SnapshotManager
 from snapstore.convert.importing import import_checkpoints
@@ -177,7 +177,7 @@ def test_one_wrong_answer_lets_a_repair_drop_no_snapshot(store, level, damaged, 
         found.repair(apply=True, drop=True, level=level)
         total = len(dry.log) - begin
     bad = []
-    for k in sampled(total, 5):
+    for k in sampled(total, 12):
         inner = clone(store)
         faulty = (Lying if lies else FaultStore)(inner)
         with opened(faulty) as found:
@@ -1288,6 +1288,7 @@ class Refused(FaultStore):
         return super()._act(name, key, effect)
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize(
     "cause",
     [
@@ -1366,7 +1367,7 @@ def test_an_object_that_is_withheld_from_some_moment_of_a_repair_on_drops_no_sna
         with opened(clone(damaged), damaged=True) as found:
             dropped = {s.ref for s in found.repair(apply=True, level="data", drop=True).dropped}
         for key in set(keys) - {bad}:
-            for begin in range(20, 100, 8):
+            for begin in some(range(20, 100, 8), 5):
                 store = Refused(clone(damaged), key, busy, begin)
                 try:
                     with opened(store, damaged=True) as found:

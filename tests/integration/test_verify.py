@@ -57,7 +57,7 @@ def undo(monkeypatch_of_spoil, state):
     monkeypatch_of_spoil(state * 0 - 1, 0)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("number", [0, 1, 77, CHUNKS - 1])
 @pytest.mark.parametrize("is_delta", [False, True])
 @pytest.mark.parametrize("batch_chunks", [7, 1024])
@@ -109,7 +109,7 @@ def test_a_sample_is_another_one_in_every_generation(spoil):
         (1, 1024 + 31, True),
         (1, 1024, False),
     ]
-    for generation, wrong, noticed in some(cases, 3):
+    for generation, wrong, noticed in some(cases, 2):
         with repository("sample") as repo:
             for step in range(generation):
                 repo.save({"w": values(step, chunks)}, run="a", step=step)
@@ -157,6 +157,7 @@ def test_a_manager_goes_on_after_a_wrong_chunk(spoil, async_save):
         assert repo.check("restore").ok
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("verify", ["off", "sample", "full"])
 def test_right_chunks_are_never_refused(verify, monkeypatch):
     monkeypatch.setattr(cpu.CpuEngine, "batch_chunks", 7)

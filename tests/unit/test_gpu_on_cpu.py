@@ -118,6 +118,7 @@ SLOW = [
         "test_chains_of_both_codecs",
         "test_refused_where_there_is_no_gpu",
         "test_there_and_back[4096]",
+        "test_there_and_back[1048576]",
     )),
     *(f"gpu/test_gpu_damage.py::{name}" for name in (
         "test_every_way_to_verify_saves_the_same[full]",
@@ -147,7 +148,7 @@ SLOW = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++, which compiles the kernels for this CPU")
 @pytest.mark.parametrize("names", RUNS, ids=["codecs", "memory", "staging"])

@@ -23,7 +23,7 @@ from snapstore.storage.memory import MemoryStore
 
 #: How many schedules a run of the tests makes, different ones in each run; and how many each test makes.
 SCHEDULES = 100 * EXAMPLES
-PER_TEST = 10
+PER_TEST = 5
 
 Body = Callable[[ObjectStore], Any]
 

@@ -58,7 +58,7 @@ def compacting(*refs: str, **options: Any) -> Any:
     return body
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("first", range(0, SCHEDULES // 4, PER_TEST))
 def test_random_schedules(first, actors):
     def cast(gc, _):

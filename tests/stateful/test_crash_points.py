@@ -406,7 +406,7 @@ def points(verb: str, mode: str, total: int) -> range:
     return sampled(total, 22 if verb.startswith(("recode", "compact", "copy")) else 11 if sparse else 6)
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(8)
 @untraced
 @pytest.mark.parametrize("mode", CRASHES)
 @pytest.mark.parametrize("verb", VERBS)
@@ -444,7 +444,7 @@ AGAIN = [
 ]
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(8)
 @untraced
 @pytest.mark.parametrize("mode", [*CRASHES, "lost", "fail"])
 @pytest.mark.parametrize("verb", AGAIN)
@@ -566,7 +566,7 @@ def _left_over(store: MemoryStore) -> tuple[int, dict[str, int]]:
     return found.snapshots, found.codecs
 
 
-@pytest.mark.sampled(22)
+@pytest.mark.sampled(14)
 @untraced
 @pytest.mark.parametrize("mode", FAILURES)
 @pytest.mark.parametrize("verb", VERBS)
@@ -621,7 +621,7 @@ def on_a_disk(source: MemoryStore, root: Path) -> LocalStore:
     return store
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(4)
 @untraced
 @pytest.mark.parametrize("mode", ["crash-before", "crash-after", "lost", "fail"])
 @pytest.mark.parametrize("verb", ON_A_DISK)

@@ -183,7 +183,7 @@ def test_the_cast_does_what_is_said_of_it(actors):
     assert stage.check().keys() == {"b@0", "b@1", "c@1"}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.no_cover
 @pytest.mark.parametrize("first", ALL)
 def test_one_stops_once_and_up_to_two_others_run_whole(first, actors):
@@ -207,6 +207,7 @@ def test_two_stop_once_each(first, second, actors):
             break
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.no_cover
 @pytest.mark.parametrize("between", [["U"], ["U", "H"]])
 def test_a_base_comes_back_and_goes_again_beside_a_gc(between, actors):

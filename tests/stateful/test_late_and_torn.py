@@ -65,7 +65,7 @@ def test_stalled(verb, meanwhile, where, monkeypatch):
         check_whole(inner, about)
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("others", ["alone", "after a gc"])
 @pytest.mark.parametrize("verb", WRITING)
 def test_late(verb, others, monkeypatch):
@@ -74,7 +74,7 @@ def test_late(verb, others, monkeypatch):
     prepare = VERBS[verb][0]
     before = committed(clone(prepare()))
     total = operations(verb)
-    for k in sampled(total, 14):
+    for k in sampled(total, 18):
         inner = clone(prepare())
         store, repository, outcome = run_until_fault(verb, inner, k, "late")
         about = f"{verb}, late at {k} of {total}: {store.log[k - 1]}, {outcome}"
@@ -94,7 +94,7 @@ def test_late(verb, others, monkeypatch):
         check_clean(inner, about)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("verb", WRITING)
 def test_torn(verb, monkeypatch):
     """Snapshots that were there restore; check names torn objects; repair replaces them, and space comes back."""

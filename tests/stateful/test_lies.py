@@ -348,7 +348,7 @@ def cases(name: str) -> list[tuple[int, str]]:
     return every_lie(world.liar.asked)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(8)
 @pytest.mark.no_cover  # see test_crash_points.py
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_one_lie_costs_no_snapshot(name, actors, monkeypatch):

@@ -741,7 +741,7 @@ def test_machine(part, monkeypatch):
     run_state_machine_as_test(
         seed(32 * SEED + part)(Machine),  # other programs in every run, and the same ones for the same seed
         settings=settings(
-            max_examples=63 if THOROUGH else 18,
+            max_examples=63 if THOROUGH else 12,
             stateful_step_count=60 if THOROUGH else 30,
             deadline=None,
             suppress_health_check=list(HealthCheck),

@@ -749,7 +749,7 @@ def test_mirror_machine(part, monkeypatch):
     run_machine(
         seed(16 * (SEED if THOROUGH else 0) + part)(Machine),
         settings=settings(
-            max_examples=60 if THOROUGH else 12,
+            max_examples=60 if THOROUGH else 8,
             stateful_step_count=50 if THOROUGH else 30,
             deadline=None,
             suppress_health_check=list(HealthCheck),

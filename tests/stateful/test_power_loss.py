@@ -223,7 +223,7 @@ def _readable(monkeypatch):
 def test_at_every_system_call(monkeypatch, kind, which):
     total = len(history(which).events)
     one_thread(monkeypatch, index=False)
-    for moment, disk in disks(which, sampled(total, 24)):
+    for moment, disk in disks(which, sampled(total, 36)):
         check(which, moment, disk, KINDS[kind], kind)
 
 
@@ -232,7 +232,7 @@ def test_at_random(monkeypatch, which):
     """Any subset of the names, any length of the bytes."""
     total = len(history(which).events)
     one_thread(monkeypatch, index=False)
-    for moment, disk in disks(which, sampled(total, 24)):
+    for moment, disk in disks(which, sampled(total, 40)):
         for seed in range(8 if THOROUGH else 1):
             seed += 1000 * moment + SEED
             check(which, moment, disk, power.at_random(seed), f"seed {seed}")

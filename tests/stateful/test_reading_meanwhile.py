@@ -30,7 +30,7 @@ from snapstore.storage.memory import MemoryStore
 
 def state(step: int) -> dict[str, Any]:
     """Tensors, some larger than the plain values, which are stored as pages."""
-    wide = np.random.default_rng(0).standard_normal(60_000)
+    wide = np.random.default_rng(0).standard_normal(20_000)
     wide[::100] += step
     return values("a", step) | {"wide": wide, "losses": [1 / (step + i) for i in range(1, 8_000)]}
 
@@ -85,7 +85,7 @@ def history() -> MemoryStore:
     return store
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("change", [forget, rewrite])
 @pytest.mark.parametrize("verb", VERBS)
 def test_another_process_changes_what_is_read(verb, change, monkeypatch):
@@ -101,7 +101,7 @@ def test_another_process_changes_what_is_read(verb, change, monkeypatch):
             expected.append(VERBS[verb](repository))
         except NotFoundError:
             assert change is forget
-    for k in sampled(total, 3 + total // 9):
+    for k in sampled(total, 3 + total // 5):
         inner = clone(history())
 
         def meanwhile(store=inner):

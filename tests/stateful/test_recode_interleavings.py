@@ -58,7 +58,7 @@ def recoding(*refs: str) -> Any:
     return body
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 @pytest.mark.no_cover  # see test_crash_points.py
 @pytest.mark.parametrize("first", range(0, SCHEDULES // 2, PER_TEST))
 def test_random_schedules(first, actors):

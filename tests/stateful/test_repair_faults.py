@@ -120,7 +120,7 @@ def repair_until_fault(inner: ObjectStore, k: int, mode: str) -> tuple[FaultStor
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "torn"])
 def test_every_fault(mode, monkeypatch):
     one_thread(monkeypatch, index=False)
-    for k in points(5, 47 if mode in CRASHES else 31):
+    for k in points(8, 71 if mode in CRASHES else 47):
         inner = clone(wounded())
         store, outcome = repair_until_fault(inner, k, mode)
         about = f"{mode} at {k}: {store.log[-1]}, {outcome}"

@@ -261,6 +261,7 @@ def test_round_trip_of_every_shape(engine, cpu, size, layout):
     check_decodes([engine], [[b] for b in blobs], arrays)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", SIZES)
 def test_round_trip_of_a_mebibyte(engine, cpu, size, layout):

@@ -462,6 +462,7 @@ HOWS = ("empty", "cut", "flipped", "flipped early", "deleted")
 DAMAGE = [(kind, how) for kind in ("packs/", "manifests/") for how in HOWS]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("kind", "how"), [*DAMAGE, ("manifests/", "flipped first")])
 def test_damaged_packs_and_manifests(root, kind, how):
     """Only that snapshot is lost, the error names the object, and everything else works."""

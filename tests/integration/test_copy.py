@@ -281,6 +281,7 @@ def object_of_its_own(store, ref, kind):
         return next(k for k in objects_of(store, snapshot) if k not in old and k.startswith(kind))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", ["packs/", "manifests/"])
 @pytest.mark.parametrize("how", READ_FAULTS)
 def test_one_failed_read_of_the_source_proves_nothing(source, kind, how):
@@ -291,6 +292,7 @@ def test_one_failed_read_of_the_source_proves_nothing(source, kind, how):
     check_clean(target, level="restore")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", ["packs/", "manifests/"])
 @pytest.mark.parametrize("how", READ_FAULTS)
 def test_an_object_of_the_source_that_cannot_be_read_stops_no_other_copy(source, kind, how):

@@ -55,7 +55,7 @@ NONE_WHOLE = "no older snapshot of run 'a' is whole"
 COMMANDS = {"policy": "snapstore forget --run a --keep-...", "manifest": "snapstore repair --drop"}
 
 
-@pytest.mark.sampled(25)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(("name", "how"), damage.cases())
 def test_check_tells_the_truth(name, how):
     wanted = everyone(repository())
@@ -96,7 +96,7 @@ def error_of(store, snapshot):
     return None
 
 
-@pytest.mark.sampled(25)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(("name", "how"), damage.cases())
 def test_the_error_of_a_damaged_newest_snapshot_names_the_newest_whole_one(name, how):
     wanted = everyone(repository())
@@ -113,7 +113,7 @@ def test_the_error_of_a_damaged_newest_snapshot_names_the_newest_whole_one(name,
     assert str(error).endswith(f"; {end or NONE_WHOLE}")
 
 
-@pytest.mark.sampled(25)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(("name", "how"), damage.cases())
 def test_repair_restores_what_it_can(name, how):
     wanted = everyone(repository())

@@ -48,6 +48,7 @@ def test_one_failed_read_leaves_no_snapshot_out(kind, how, caplog):
     assert "left out" not in caplog.text
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", ["packs/", "manifests/"])
 @pytest.mark.parametrize("how", READ_FAULTS)
 def test_a_snapshot_that_cannot_be_copied_stops_no_other_and_is_not_called_mirrored(kind, how, caplog):

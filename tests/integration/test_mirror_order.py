@@ -63,7 +63,7 @@ def heal(mirror, snapshots):
     assert not all(snapshots.wait_until_mirrored(30) for _ in range(3))
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("order", [(1, 2, 3), (3, 2, 1), (2, 3, 1), (3,), (1,)])
 @pytest.mark.parametrize("is_down", [False, True])
 @pytest.mark.parametrize("clock_s", [0, -3600, 3600])

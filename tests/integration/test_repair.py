@@ -970,6 +970,7 @@ def order(store):
         return [s.ref for s in found.snapshots("a")]
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("lost", [["a@4"], ["a@3"], ["a@1"], ["a@3", "a@4"], ["a@1", "a@2", "a@4"]])
 @pytest.mark.parametrize("gap", ["none", "a fence", "a mirror that was out of reach", "an abandoned record"])
 def test_a_lost_record_comes_back_in_its_place(store, gap, lost):

@@ -153,7 +153,7 @@ CHANGED = {
 AT_ROOT = [name for name, (value, _) in CHANGED.items() if type(value) is dict]
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("min_values", [1, columns.MIN_VALUES])
 @pytest.mark.parametrize(("name", "at_root"), [*product(CHANGED, [False]), *product(AT_ROOT, [True])])
 def test_a_container_that_another_thread_changes(name, at_root, min_values, monkeypatch):

@@ -18,7 +18,7 @@ from snapstore.save.shares import Piece
 from snapstore.state.tensors import TensorSpec
 from snapstore.storage.memory import MemoryStore
 
-TENSORS, SAVES = 1000, 6
+TENSORS, SAVES = 500, 4
 
 
 #: There is one of these for each tensor, box or chunk of a save.

@@ -1096,7 +1096,7 @@ def remove(data: Path) -> None:
     data.unlink()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("use", ["save", "read"])
 @pytest.mark.parametrize("harm", [cut_off, cut_short, overwrite, flip_a_byte, remove])
 def test_an_index_that_is_damaged_while_it_is_open(root, tmp_path, harm, use):

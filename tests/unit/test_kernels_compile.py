@@ -41,7 +41,7 @@ def compile_errors(nvrtc, source, name, *options):
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("capability", some(list(DEVICES), 1))
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_compiles_for_a_device(nvrtc, name, capability):

@@ -823,7 +823,7 @@ def test_forks_beside_writing_threads(store):
     for writer in writers:
         writer.start()
     try:
-        for _ in range(20):
+        for _ in range(8):
             child = os.fork()
             if child == 0:
                 signal.alarm(20)  # if a lock stayed taken, the put would hang
@@ -836,7 +836,7 @@ def test_forks_beside_writing_threads(store):
         stop.set()
         for writer in writers:
             writer.join()
-    assert len(keys_of(store, "child/")) == 20
+    assert len(keys_of(store, "child/")) == 8
 
 
 def test_a_probe_does_not_look_like_a_lock(store, root):

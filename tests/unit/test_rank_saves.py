@@ -246,7 +246,7 @@ SIZES = {"wq": (128, 128), "wk": (32, 128), "wo": (128, 128), "w1": (352, 128), 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("placement", [Shard(0), Replicate()])
 def test_few_chunks_are_new_on_another_number_of_ranks(tmp_path, placement):
-    for count, most in some([(2, 0.1), (1, 0.1), (3, 0.14)], 2):
+    for count, most in some([(2, 0.1), (1, 0.1), (3, 0.14)], 1):
         with Repository.create(tmp_path / str(count), chunk_bytes=1024) as repository:
             first, _ = rank_saves.save(repository, [llama([4], [placement])] * 4, 1)
             assert first.new_chunks == first.chunks

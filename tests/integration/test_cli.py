@@ -1554,6 +1554,7 @@ def test_a_reader_that_has_had_enough(series):
     assert "Traceback" not in errors
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_interrupted_restore_leaves_no_file(series, number):
     program = (

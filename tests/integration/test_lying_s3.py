@@ -21,7 +21,7 @@ from snapstore.errors import SnapstoreError
 from snapstore.storage.s3.store import S3Store
 
 pytestmark = needs_server
-SECONDS = 12.0
+SECONDS = 8.0
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from typing import Any
 
 from kit.processes import environment
 
-#: What trainings import sooner or later; the first step of an optimizer imports `torch._dynamo`, for seconds.
+#: Trainings import these sooner or later; the first step of an optimizer imports `torch._dynamo`, for seconds.
 PRELOADED = [
     "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint", "torch._dynamo",
     "kit.ranks", "snapstore.dcp",

@@ -20,7 +20,7 @@ SEVERAL = ["load_of_another_world", "write_for_another_world"]
 REST = [name for name in dcp_ranks.CASES if name not in SEVERAL]
 #: The cases of the first world, a sample; of the second, which finds what the first has left, and runs a smaller
 #: sample; and of the third, which finds what both have left.
-FIRST = [SEVERAL[1], *some(REST, len(REST) // 3)]
+FIRST = [SEVERAL[1], *some(REST, len(REST) // 4)]
 SECOND = [*SEVERAL, *some([name for name in REST if name != "process_mode"], 4)]
 THIRD = SEVERAL[:1]
 

@@ -63,14 +63,14 @@ def check_each(make_store, failing, every):
 
 @pytest.mark.parametrize("failing", FAILING)
 def test_on_a_local_disk(tmp_path, failing):
-    check_each(lambda name: LocalStore(tmp_path / str(name), create=True), failing, 25)
+    check_each(lambda name: LocalStore(tmp_path / str(name), create=True), failing, 40)
 
 
 def test_on_s3(monkeypatch, tmp_path):
     """On S3 the lock is a file in the cache, and the removal of a session is a request."""
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path))
     with moto_bucket(monkeypatch) as bucket:
-        check_each(lambda name: S3Store(f"{bucket}/{name}"), None, 30)
+        check_each(lambda name: S3Store(f"{bucket}/{name}"), None, 60)
 
 
 def interrupted_restore(store, at):

@@ -26,7 +26,7 @@ def test_the_rules_hold(saver):
     assert states > (300_000 if THOROUGH else 100_000)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rule", RULES)
 def test_no_rule_can_be_spared(rule):
     broken, _ = explore(frozenset([rule]))
@@ -36,7 +36,7 @@ def test_no_rule_can_be_spared(rule):
 LEAST = {quarantine: 400, wrong_answers: 40_000, ranks: 70_000, holders: 60_000, shared_manifests: 100_000}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("model", "least"), LEAST.items())
 def test_the_rules_of_a_model_hold(model, least):
     broken, states = model.explore()
@@ -45,7 +45,7 @@ def test_the_rules_of_a_model_hold(model, least):
     assert states > least
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("model", "rule"), [(model, rule) for model in LEAST for rule in model.RULES])
 def test_no_rule_of_a_model_can_be_spared(model, rule):
     broken, _ = model.explore(frozenset([rule]))

@@ -178,7 +178,7 @@ def operations(made, folder: Path, verb) -> int:
     return len(store.log) - begun
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("verb", VERBS)
 def test_at_every_operation(made, tmp_path, monkeypatch, verb, way):

@@ -170,6 +170,13 @@ def test_periods(policy, created, expected):
     assert [decision.reasons for decision in apply([policy], timed(*created))] == expected
 
 
+@pytest.mark.parametrize("n", range(1, 7))
+@pytest.mark.parametrize("kind", [KeepLast, KeepHourly, KeepDaily, KeepWeekly, KeepMonthly, KeepYearly])
+def test_as_many_periods_stay_as_the_policy_says(kind, n):
+    created = [utc(2020 + i, 1, 15) for i in range(8)]  # each in a period of its own
+    assert kept([kind(n)], timed(*created)) == {f"s{i:03}" for i in range(9 - n, 9)}
+
+
 def test_a_clock_once_wrong_does_not_hold_the_latest_period():
     snapshots = timed(utc(2099, 1, 1), NOON - 2 * DAY_S, NOON - DAY_S, NOON)
     assert kept([KeepDaily(2)], snapshots) == {"s003", "s004"}

@@ -57,7 +57,7 @@ class BoxMap:
     _of_ranks: dict[int, Rows] = field(default_factory=dict)  # by pattern: its boxes, by rank
 
     @classmethod
-    def of_rank(cls, rank: int, boxes: Mapping[int, tuple[Box, ...]], count: int) -> BoxMap:
+    def of_rank(cls, rank: int, boxes: Mapping[int, Sequence[Box]], count: int) -> BoxMap:
         """Return the map of one rank's boxes.
 
         Args:
@@ -66,7 +66,7 @@ class BoxMap:
         """
         tensors, forms = [0] * count, dict[tuple[Box, ...], int]()
         for number, held in boxes.items():
-            tensors[number] = forms.setdefault(held, len(forms) + 1)
+            tensors[number] = forms.setdefault(tuple(held), len(forms) + 1)
         patterns = [np.array([(rank, *offsets, *sizes) for offsets, sizes in held], np.int64) for held in forms]
         return cls(np.array(tensors, np.int64), patterns)
 

@@ -144,7 +144,7 @@ class Job:
         found = dict[str, list[bytes]]()
         for part, specs in self.specs.items():
             for rank in range(self.world) if specs else ():
-                held = {i: tuple(own) for i, own in enumerate(self.stored(rank, part)) if own}
+                held = {i: own for i, own in enumerate(self.stored(rank, part)) if own}
                 found.setdefault(part, []).append(BoxMap.of_rank(rank, held, len(specs)).encode())
         return found
 

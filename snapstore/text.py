@@ -22,6 +22,15 @@ def strip_hint(error: object) -> str:
     return _HINT.sub("", str(error))
 
 
+def said(error: Exception) -> str:
+    """Return what an error of the caller's code says, as one line.
+
+    The text of a KeyError is only the key, and some errors have none: then this is `KeyError('step')`.
+    """
+    text = " ".join(str(error).split())
+    return repr(error) if isinstance(error, KeyError) or not text else text
+
+
 def printable(text: str) -> str:
     """Return a text as one line: every character that a terminal does not show as itself is escaped as in Python.
 

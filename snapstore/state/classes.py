@@ -26,6 +26,7 @@ from enum import Enum
 from typing import Any
 
 from ..errors import InvalidInputError, UnsupportedLeafError
+from ..text import said
 from . import composite
 from .containers import CONTAINERS, MAX_DEPTH, Path, children, shown
 
@@ -386,6 +387,6 @@ def _make_namespace(name: str, plain: dict[str, Any]) -> Any:
 
 def _does_not_fit(path: Path, kind: type, error: Exception) -> InvalidInputError:
     return InvalidInputError(
-        f"{shown(path)}: cannot make a {kind.__module__}.{kind.__qualname__} of what is stored: {error}; leave it out "
-        "of types to get the plain form"
+        f"{shown(path)}: cannot make a {kind.__module__}.{kind.__qualname__} of what is stored: {said(error)}; leave "
+        "it out of types to get the plain form"
     )

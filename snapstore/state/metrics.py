@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import InvalidInputError
+from ..text import said
 from ..threads import imported
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def begin_read(value: Any) -> Read:
     except InvalidInputError:
         raise
     except Exception as error:  # whatever a type's `__float__` raises
-        raise InvalidInputError(f"expected a number, got {type(value).__name__}: {error}") from error
+        raise InvalidInputError(f"expected a number, got {type(value).__name__}: {said(error)}") from error
     return lambda: number
 
 

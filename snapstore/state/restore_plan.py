@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import InvalidInputError, add_line
-from ..text import some
+from ..text import said, some
 from . import classes, composite, composite_fit
 from .arrays import OnDevice, dtype_name, mismatch
 from .containers import CONTAINERS, MAX_DEPTH, Path, children, is_mapping, leaves, like, metadata_of, shown
@@ -423,7 +423,7 @@ class RestorePlan:
             load.object.load_state_dict(state)
         except Exception as error:
             advice = [_FILL_DTENSORS] if "DTensor" in str(error) else []
-            raise InvalidInputError(f"{name} failed: {' '.join(str(error).split())}", *advice) from error
+            raise InvalidInputError(f"{name} failed: {said(error)}", *advice) from error
         if (slot := self.buffers.changed_since(filled)) is not None:
             raise InvalidInputError(
                 f"{name} changed {shown(self.buffers.spec(slot).path)}, so the state differs from the snapshot: a "

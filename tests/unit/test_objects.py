@@ -13,7 +13,10 @@ from torch.optim import swa_utils
 
 from kit.states import Loader, Saved, again, net, same, train
 from snapstore.errors import InvalidInputError, UnsupportedLeafError
+from snapstore.state.classes import Types
 from snapstore.state.flatten import flatten
+from snapstore.state.metrics import begin_read
+from snapstore.state.tree_decode import Decoded
 
 OPTIMIZERS = [
     kind
@@ -225,6 +228,42 @@ def test_modules_that_change_their_names_are_not_checked():
     with pytest.raises(InvalidInputError, match=r"m: Renames.load_state_dict failed: [^/]*Unexpected") as caught:
         again({"m": {"w": torch.ones(2), "other": torch.ones(2)}}, into={"m": model})
     assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (KeyError("step"), "KeyError('step')"),
+        (AssertionError(), "AssertionError()"),
+        (ValueError("two\n lines"), "two lines"),
+    ],
+)
+def test_an_error_of_the_callers_code_says_what_it_is(error, text):
+    """A KeyError's text is only the key, and an assert has none."""
+
+    def fails(*_):
+        raise error
+
+    class Fails(dict):
+        load_state_dict = __float__ = fails
+
+        def state_dict(self):
+            return {"a": 1}
+
+    class Made(dict):
+        def __init__(self, *plain):
+            if plain:
+                raise error
+
+    with pytest.raises(InvalidInputError) as loaded:
+        again({"m": {"a": 1}}, into={"m": Fails()})
+    with pytest.raises(InvalidInputError) as made:
+        again({"m": Made()}, decoded=Decoded(types=Types([Made])))
+    with pytest.raises(InvalidInputError) as read:
+        begin_read(Fails())
+    assert loaded.value.args[0] == f"m: Fails.load_state_dict failed: {text}"
+    assert f"of what is stored: {text}; leave it out of types" in str(made.value)
+    assert str(read.value) == f"expected a number, got Fails: {text}"
 
 
 def test_a_load_that_fails_says_that_the_target_may_be_partly_filled():

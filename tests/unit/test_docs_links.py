@@ -63,6 +63,12 @@ def test_a_link_that_leads_nowhere_is_found():
     assert not problem(page, "docs/concepts.md#words")
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_each_item_of_a_list_begins_a_line(page):
+    """An item that begins within a line is shown as a part of the item before."""
+    assert not re.findall(r"[.:)] - [A-Z`].*", without_code(page.read_text()))
+
+
 def test_python_blocks_compile():
     found = [(page, block) for page in PAGES for block in blocks(page)]
     assert len(found) >= 8

@@ -380,7 +380,8 @@ class View:
         if best is None or name not in best.tags:  # a tag is on one snapshot of its run
             self.require_known(ref, run, best, step)
         if best is None:
-            steps = ", ".join(str(s.step) for s in committed[-10:]) or "none"
+            newest = retention.current(committed)[:10]
+            steps = ", ".join(str(s.step) for s in reversed(newest)) or "none"
             tags = ", ".join(sorted({tag for s in committed for tag in s.tags})) or "none"
             raise NotFoundError(
                 f"reference {ref!r}: run {run!r} has no such step or tag; last steps: {steps}; tags: {tags}"

@@ -109,6 +109,15 @@ def test_references(repository, ref, error, message):
             call(ref)
 
 
+def test_the_error_of_an_unknown_step_names_each_step_once(tmp_path):
+    """Here a run has gone back twice: ten saves of its newest steps are not its last ten steps."""
+    with Repository.create(tmp_path / "r") as repository:
+        for step in [*range(5), *range(2, 8), *range(2, 8)]:
+            repository.save({"v": step}, run="a", step=step)
+        with pytest.raises(NotFoundError, match=r"last steps: 0, 1, 2, 3, 4, 5, 6, 7; tags: none$"):
+            repository.restore("a@9")
+
+
 def test_ids_are_taken_as_they_are_printed(root):
     """They work with and without `id:`; fewer than 8 digits without it may be meant as a step, and name no snapshot."""
     with opened(root) as repository:

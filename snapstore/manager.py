@@ -27,7 +27,7 @@ from . import retention
 from .distributed.base import Ranks
 from .distributed.preemption import Preemption, SignalHandler
 from .errors import CapabilityError, InvalidInputError
-from .format.argument_checks import check_choice, check_name, check_step
+from .format.argument_checks import check_choice, check_flags, check_name, check_step
 from .options import SaveOptions
 from .ranks import check as check_ranks
 from .ranks import choose
@@ -109,6 +109,7 @@ class SnapshotManager(Steps):
         if interval is None or interval < 1:
             raise InvalidInputError(f"save_interval_steps {save_interval_steps!r}: expected an integer of 1 or more")
         check_choice("on_busy", on_busy, ("wait", "skip"))
+        check_flags(async_save=async_save, keep_base=keep_base, read_only=read_only)
         self.save_interval_steps = interval
         self.keep = retention.check(keep)
         kept_there = self.keep if mirror_keep is None else retention.check(mirror_keep)
@@ -134,8 +135,7 @@ class SnapshotManager(Steps):
             raise
         shares = self._job.shares() if self._job is not None else None
         self._staging = Staging(self.repository.context.engines, keep_base=keep_base, mode=staging, shares=shares)
-        if staging != "auto":
-            self.repository.context.engines.required = True
+        self.repository.context.engines.required |= staging != "auto"
         if not read_only:
             self.repository.context.engines.start_loading()
         self._background = Background(self.run, self.repository.context.engines)

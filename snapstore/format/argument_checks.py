@@ -49,10 +49,11 @@ def check_list(what: str, given: object) -> None:
         raise InvalidInputError(f"{what} {given!r}: expected a list of str, got {kind}")
 
 
-def check_flag(what: str, given: object) -> None:
-    """Raise InvalidInputError unless `given` is a bool: a text such as "no" would count as True."""
-    if not isinstance(given, bool):
-        raise InvalidInputError(f"{what} {given!r}: expected True or False, got {type(given).__name__}")
+def check_flags(**flags: object) -> None:
+    """Raise InvalidInputError unless each of these arguments is a bool: a text such as "no" would count as True."""
+    for name, given in flags.items():
+        if not isinstance(given, bool):
+            raise InvalidInputError(f"{name} {given!r}: expected True or False, got {type(given).__name__}")
 
 
 def check_step(step: object) -> int:

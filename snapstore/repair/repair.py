@@ -61,7 +61,7 @@ from ..errors import (
     StorageError,
 )
 from ..format import records
-from ..format.argument_checks import check_flag
+from ..format.argument_checks import check_flags
 from ..format.keys import UNKNOWN_RUN, lost_names, quarantined_names
 from ..format.records import ABORTED, COMMITTED, FORGOTTEN, Config, Lost, Quarantine, Session, Snapshot
 from ..protocol import gc, liveness, revisions
@@ -87,8 +87,7 @@ def repair(context: Context, *, level: str, apply: bool, drop: bool, purge: bool
         StorageError: the store failed; every step until then is complete.
     """
     require_level(level)
-    for name, given in (("apply", apply), ("drop", drop), ("purge", purge)):
-        check_flag(name, given)
+    check_flags(apply=apply, drop=drop, purge=purge)
     report = RepairResult(CheckResult(level), apply)
     _Repair(context, report).run(drop=drop, purge=purge)
     return report

@@ -69,7 +69,10 @@ class AsRank:
         if self.per_rank == "drop":
             return None
         if self.per_rank >= saved:
-            raise InvalidInputError(f"per_rank {self.per_rank}: {saved} ranks saved this snapshot, 0 to {saved - 1}")
+            ranks = "0" if saved == 1 else f"a rank from 0 to {saved - 1}"
+            raise InvalidInputError(
+                f"per_rank {self.per_rank}: {counted(saved, 'rank')} saved this snapshot; pass {ranks}, or 'drop'"
+            )
         return self.per_rank
 
     def advice(self, saved: int) -> str | None:

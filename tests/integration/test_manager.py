@@ -347,6 +347,12 @@ def test_intervals_that_are_none(store, interval):
         manager(store, save_interval_steps=interval)
 
 
+@pytest.mark.parametrize("name", ["async_save", "keep_base", "read_only"])
+def test_a_flag_is_true_or_false(store, name):
+    with pytest.raises(InvalidInputError, match=f"{name} 'no': expected True or False, got str"):
+        manager(store, **{name: "no"})
+
+
 def test_read_only(store, tmp_path):
     with manager(store) as snapshots:
         snapshots.save(0, big(0))

@@ -509,7 +509,9 @@ def test_own_values_of_a_chosen_rank(own):
     context, ref, _ = own
     for one in (AsRank(2), AsRank(2, 0, 3)):
         check_own(read(context, ref, as_rank=one)[1]["loader"], 2)
-    with pytest.raises(InvalidInputError, match="per_rank 3: 3 ranks saved this snapshot, 0 to 2"):
+    with pytest.raises(
+        InvalidInputError, match="per_rank 3: 3 ranks saved this snapshot; pass a rank from 0 to 2, or 'drop'"
+    ):
         read(context, ref, as_rank=AsRank(3))
     for wrong in (-1, "all", None, 1.0, True):
         with pytest.raises(InvalidInputError, match="expected 'same', 'drop' or the number of a rank"):

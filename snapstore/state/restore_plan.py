@@ -439,7 +439,8 @@ class RestorePlan:
         if casts:
             raise InvalidInputError(
                 f"{shown(load.path)}: {type(load.object).__name__}.load_state_dict changed dtypes, so the state "
-                "differs from the snapshot; build the object with the dtypes it was saved with:",
+                "differs from the snapshot; build the object with the dtypes it was saved with; or, if it casts them, "
+                "as torch.optim does to those of the parameters, restore() without it and set its state yourself:",
                 *(f"  {line}" for line in casts[:MAX_LINES]),
             )
 

@@ -85,7 +85,7 @@ def test_no_bases():
     assert bases.find(np.zeros((3, 16), np.uint8)).tolist() == [-1, -1, -1]
     assert bases.find(np.zeros((0, 16), np.uint8)).tolist() == []
     assert (bases.snapshot, bases.generation, bases.packs) == (None, 0, [])
-    assert bases.first_row(place_of(["w"], "float32", (16,))) == (-1, False)
+    assert bases.first_row(place_of(("w",), "float32", (16,))) == (-1, False)
 
 
 def test_packs_are_renumbered_into_one_list():
@@ -113,20 +113,20 @@ def test_places_come_from_the_first_base_that_has_them():
     first = a_base(a_manifest([1, 2, 3], entries=[entry("a", 0, 1), entry("b", 1, 2)]), a_manifest([4], part="opt"))
     second = a_base(a_manifest([5, 6, 7], entries=[entry("b", 0, 2), entry("c", 2, 1)]))
     bases = Bases([first, second])
-    assert bases.first_row(place_of(["a"], "float32", (16,))) == (0, True)
-    assert bases.first_row(place_of(["b"], "float32", (16,))) == (1, True)
-    assert bases.first_row(place_of(["c"], "float32", (16,))) == (6, False)
+    assert bases.first_row(place_of(("a",), "float32", (16,))) == (0, True)
+    assert bases.first_row(place_of(("b",), "float32", (16,))) == (1, True)
+    assert bases.first_row(place_of(("c",), "float32", (16,))) == (6, False)
     for place in [
-        (["d"], "float32", (16,)),
-        (["a"], "int32", (16,)),
-        (["a"], "float32", (4, 4)),
+        (("d",), "float32", (16,)),
+        (("a",), "int32", (16,)),
+        (("a",), "float32", (4, 4)),
     ]:
         assert bases.first_row(place_of(*place)) == (-1, False)
 
 
 def test_inline_tensors_have_no_place():
     bases = Bases([a_base(a_manifest([1], entries=[entry("a", 0, 1), entry("b", 0, 1, boxes=0)]))])
-    assert bases.first_row(place_of(["b"], "float32", (16,))) == (-1, False)
+    assert bases.first_row(place_of(("b",), "float32", (16,))) == (-1, False)
 
 
 def rows_at(bases, place, starts, lengths):
@@ -140,16 +140,16 @@ def test_chunks_are_found_by_their_place_in_the_strip():
     def boxes(*found):
         return TensorEntry(("w",), "tensor", "float32", (8, 32), False, None, tuple(Box(*box) for box in found), None)
 
-    first = a_manifest([1, 2], entries=[boxes(([0, 0], [2, 16], 0, 2))])
-    second = a_manifest([3, 4, 5, 6], entries=[boxes(([2, 0], [3, 16], 0, 3), ([0, 16], [1, 16], 3, 1))])
+    first = a_manifest([1, 2], entries=[boxes(((0, 0), (2, 16), 0, 2))])
+    second = a_manifest([3, 4, 5, 6], entries=[boxes(((2, 0), (3, 16), 0, 3), ((0, 16), (1, 16), 3, 1))])
     bases = Bases([a_base(first, second)])
-    left = place_of(["w"], "float32", (8, 32), (4, 0), (1, 16))
+    left = place_of(("w",), "float32", (8, 32), (4, 0), (1, 16))
     assert rows_at(bases, left, [64, 128], [64, 64]) == ([1, 2], True)
     assert rows_at(bases, left, [256, 320], [64, 64]) == ([4, -1], True), "the second place is behind the last box"
     assert rows_at(bases, left, [0, 32, 128], [32, 64, 64]) == ([-1, -1, 2], True), "no chunk has this start and length"
     assert rows_at(bases, left, [0, 64], [64, 64]) == ([0, 1], True)
-    assert rows_at(bases, place_of(["w"], "float32", (8, 32), (0, 16), (1, 16)), [0], [64]) == ([5], True)
-    assert rows_at(bases, place_of(["w"], "float32", (8, 32)), [0], [64]) == ([-1], False)
+    assert rows_at(bases, place_of(("w",), "float32", (8, 32), (0, 16), (1, 16)), [0], [64]) == ([5], True)
+    assert rows_at(bases, place_of(("w",), "float32", (8, 32)), [0], [64]) == ([-1], False)
 
 
 def test_the_first_base_goes_before_the_others():
@@ -157,7 +157,7 @@ def test_the_first_base_goes_before_the_others():
     bases = Bases(
         [a_base(a_manifest([1, 2], entries=entries)), a_base(a_manifest([3, 4, 5], entries=[entry("a", 0, 3)]))]
     )
-    place = place_of(["a"], "float32", (16,))
+    place = place_of(("a",), "float32", (16,))
     assert rows_at(bases, place, [0, 64, 128], [64, 64, 64]) == ([0, 1, 4], True)
     bases = Bases([a_base(), a_base(a_manifest([3, 4], entries=entries))])
     assert rows_at(bases, place, [0, 64], [64, 64]) == ([0, 1], False)

@@ -135,18 +135,15 @@ class StoredState:
         Raises:
             InvalidInputError: it does not fit.
         """
-        if type(value) is Slot:
-            spec = self._parts[value.part].specs[value.index]
-            text = mismatch(spec, target)
-            pieces = [Piece(value, (0,) * len(spec.shape), spec.shape, target)]
-        else:
-            text, pieces = composite_fit.mismatch(value, target, self._decoded), []
+        spec = self._parts[value.part].specs[value.index] if type(value) is Slot else None
+        text = composite_fit.mismatch(value, target, self._decoded) if spec is None else mismatch(spec, target)
         if text is not None:
             raise InvalidInputError(f"{key}: {text}; DCP fills only such tensors: use Repository.restore_into")
-        for name, child in plain_of(target).items() if not pieces else ():
-            if name not in (CONTEXT, SHAPE):
-                pieces += self.pieces_in(value[name], child, f"{key}.{name}")
-        return pieces
+        if spec is not None:
+            return [Piece(value, (0,) * len(spec.shape), spec.shape, target)]
+        inner = {name: child for name, child in plain_of(target).items() if name not in (CONTEXT, SHAPE)}
+        found = (self.pieces_in(value[name], child, f"{key}.{name}") for name, child in inner.items())
+        return [piece for pieces in found for piece in pieces]
 
     def values(self, keys: Sequence[str]) -> list[Any]:
         """Return the values of leaves, with their arrays read.

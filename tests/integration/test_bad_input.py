@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kit.objects import keys_of
-from kit.repositories import OPTIONS, check_clean, check_restores, check_whole, index_of, opened, same, save, values
+from kit.repositories import OPTIONS, check_clean, check_restores, check_whole, index_of, opened, save
 from snapstore import (
     AlreadyExistsError,
     FormatError,
@@ -60,7 +60,7 @@ def repository(root):
         before = objects_of(root)
         yield repository
         assert objects_of(root) == before, "a refused call has written something"
-        assert same(repository.restore("a@3"), values("a", 3))
+        check_restores(repository)
 
 
 def objects_of(root: Path) -> dict[str, bytes]:
@@ -617,8 +617,8 @@ def test_check_levels_and_shares(repository):
         "subset": [(0, 1), (2, 1), (1.5, 2), (True, 1), (1,), "12", 1],
         "max_decoded_bytes": [-1, 1.5, True, "1G"],
     }
-    for name, refused in wrong.items():
-        for value in refused:
+    for name, values in wrong.items():
+        for value in values:
             with pytest.raises(InvalidInputError, match=name):
                 repository.check(**{"level": "restore", name: value})
     assert repository.check("data", share=0.2).ok

@@ -115,14 +115,14 @@ class _Encoding:
 
 
 @lru_cache(maxsize=1 << 15)  # each save cuts the same tensors
-def _cut(
-    spec: TensorSpec, whole: TensorSpec, offsets: tuple[int, ...] | None, number: int, chunk_bytes: int
+def _cuts_of(
+    spec: TensorSpec, whole: tuple[int, ...], offsets: tuple[int, ...] | None, number: int, chunk_bytes: int
 ) -> tuple[Place, Column, Column, Column, Column]:
     """Cut a tensor, or a box of one, into chunks; those of a box end where the chunks of its strip end.
 
     Args:
         spec: of the tensor or the box.
-        whole, offsets: the tensor, and where the box lies in it; (spec, None): it is the whole tensor.
+        whole, offsets: the shape of the tensor, and where the box lies in it; None: it is the whole tensor.
         number: of the tensor within its part.
 
     Returns:
@@ -133,7 +133,7 @@ def _cut(
         start, place = 0, place_of(spec.path, spec.dtype, spec.shape)
     else:
         start = strip_start(offsets, spec.shape, spec.itemsize)
-        place = place_of(spec.path, spec.dtype, whole.shape, offsets, spec.shape)
+        place = place_of(spec.path, spec.dtype, whole, offsets, spec.shape)
     lengths = cut(start, spec.nbytes, chunk_bytes)
     starts = np.cumsum(lengths) - lengths
     columns = starts, lengths, start + starts, np.arange(len(starts)) + (number + start // chunk_bytes)
@@ -241,8 +241,8 @@ class ChunkWriter:
     def _cut(self, tensor: TensorInput, data: Memory, number: int) -> _Run:
         """Return the chunks of a tensor or a box, with the chunks of the bases at the same places."""
         spec, of = tensor.spec, tensor.box_of
-        whole, offsets = (spec, None) if of is None else (of.spec, of.piece.offsets)
-        place, starts, lengths, in_strip, numbers = _cut(spec, whole, offsets, number, self._chunk_bytes)
+        whole, offsets = (spec.shape, None) if of is None else (of.spec.shape, of.piece.offsets)
+        place, starts, lengths, in_strip, numbers = _cuts_of(spec, whole, offsets, number, self._chunk_bytes)
         candidates, is_cached = self.bases.rows_at(place if tensor.may_delta else None, in_strip, lengths)
         base = tensor.base if is_cached else None
         if base is not None and (base.nbytes < spec.nbytes or self._engines.of(base) is not self._engine):

@@ -7,7 +7,7 @@ for host memory, prepared ahead because training waits for the copy; and the inp
 from __future__ import annotations
 
 import ctypes
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 #: NumPy's types of words by their size [bytes].
 _WORDS = {4: "<u4", 8: "<u8"}
+#: Tensors in host memory of this size or more are copied by torch, with several threads [bytes]. For smaller ones, the
+#: calls of torch take longer than the copy itself.
+COPIED_BY_TORCH_BYTES = 128 * 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -94,17 +97,45 @@ class Group:
 
     def held(self, match: Match) -> Iterator[tuple[int, Held]]:
         """Yield the position and the array of each of these."""
-        for row, k, spec, slot in zip(self.rows, self.at.tolist(), self._specs, self._slots, strict=True):
-            yield row, slot.held(Held(match.tensors[k], spec))
+        for i, row in enumerate(self.rows):
+            yield row, self._held(match, i)
+
+    def _held(self, match: Match, i: int) -> Held:
+        """Return the array of one of these."""
+        return self._slots[i].held(Held(match.tensors[self.at[i]], self._specs[i]))
 
     def sources(self, device: Any, match: Match) -> Sources:
         """Return the tensors for `engine.cuda.staging`; the match keeps their memory."""
         from ..engine.cuda.sources import Sources
 
-        addresses = match.addresses[self.at] + self.offsets
         return Sources(
-            device, self.keys, self.nbytes, partial(self._taken, match), addresses, self._in_pieces, keep=match
+            device,
+            self.keys,
+            self.nbytes,
+            partial(self._taken, match),
+            self._addresses(match),
+            self._in_pieces,
+            keep=match,
         )
+
+    def copy_to_host(self, match: Match, room: Callable[[Key, int], Bytes]) -> list[Bytes]:
+        """Copy these, which lie in host memory, into buffers that `room` gives by key and size [bytes].
+
+        The bytes count only after `match.confirm`.
+        """
+        copies = list(map(room, self.keys, self.nbytes.tolist()))
+        places = [copy.__array_interface__["data"][0] for copy in copies]
+        deque(map(ctypes.memmove, places, self._addresses(match).tolist(), self.nbytes.tolist()), maxlen=0)
+        return copies
+
+    def views(self, match: Match) -> list[Bytes]:
+        """Return the memory of these, which lie in host memory. It is valid if a later `match.confirm` accepts it."""
+        addresses = self._addresses(match).tolist()
+        return [np.asarray(_Memory(*of, "|u1")) for of in zip(addresses, self.nbytes.tolist(), strict=True)]
+
+    def _addresses(self, match: Match) -> Column:
+        """Return where these begin."""
+        return match.addresses[self.at] + self.offsets
 
     def _taken(self, match: Match, i: int) -> Any:
         """Return an alias of one of these.
@@ -177,6 +208,7 @@ class Groups:
     Attributes:
         on_devices: the tensors on a device with an engine, by device.
         small: the tensors in host memory that are stored inline.
+        on_host: the larger ones there that are copied by their addresses.
         others: all other tensors of a match.
     """
 
@@ -186,18 +218,16 @@ class Groups:
         for i, slot in enumerate(slots):
             self._slots_of_row[slot.row].append(i)
         groups: dict[Any, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
-        devices = {device: (has_engine(device), device.type == "cpu") for device in set(structure.devices)}
+        has_engines = {device: has_engine(device) for device in set(structure.devices)}
         columns = (structure.rows, structure.devices, structure.nbytes.tolist())
         for k, (row, device, nbytes) in enumerate(zip(*columns, strict=True)):
-            on_device, on_host = devices[device]
             for i in self._slots_of_row.get(row, ()):
-                is_small = on_host and slots[i].nbytes(nbytes) < INLINE_BYTES
-                rows, at = groups[device if on_device else "small" if is_small else "others"]
+                rows, at = groups[device if has_engines[device] else _host_group(device, slots[i].nbytes(nbytes))]
                 rows.append(i)
                 at.append(k)
         made = {name: Group(structure, slots, *chosen) for name, chosen in groups.items()}
         nothing = Group(structure, (), (), ())
-        self.small, self.others = made.pop("small", nothing), made.pop("others", nothing)
+        self.small, self.on_host, self.others = (made.pop(name, nothing) for name in ("small", "on_host", "others"))
         self.on_devices = made
 
     def held(self, match: Match) -> Iterator[tuple[int, Held]]:
@@ -276,6 +306,13 @@ def _rows_by_name(structure: Structure) -> dict[Name, int]:
     for key, rows in structure.rows_of.items():
         found.update(zip(names_of(key, structure.specs[rows.start : rows.stop]), rows, strict=True))
     return found
+
+
+def _host_group(device: Any, nbytes: int) -> str:
+    """Return the group of a tensor on a device without an engine: an attribute of `Groups`."""
+    if device.type != "cpu" or nbytes >= COPIED_BY_TORCH_BYTES:
+        return "others"
+    return "small" if nbytes < INLINE_BYTES else "on_host"
 
 
 def _column(numbers: Iterable[int]) -> Column:

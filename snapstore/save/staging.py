@@ -308,6 +308,7 @@ class Staging:
         """
         copies: list[tuple[Sequence[int], Callable[[], Sequence[Memory]]]] = []
         digests: list[tuple[Sequence[int], Callable[[int], Bytes]]] = []  # of replicas: rows, and how to get the i-th
+        seed = self._engines.digest_seed
         with self._copying():
             try:
                 for device, group in known.copied.on_devices.items():
@@ -319,12 +320,16 @@ class Staging:
                 match.confirm()
                 raise
             small, small_replica = known.small.copy(match)
+            match.confirm()  # before the addresses are used again
+            middle = known.copied.on_host.copy_to_host(match, self._spare.room)
+            middle_replica = [digests_of(memory, seed) for memory in known.hashed.on_host.views(match)]
             match.confirm()
             copies.append((known.copied.small.rows, small))
+            copies.append((known.copied.on_host.rows, partial(list, middle)))
             for row, held in known.copied.held(match):
                 copies.append(([row], partial(list, [self._copy_to_host(known.keys[row], held)])))
-            seed = self._engines.digest_seed
             digests.append((known.hashed.small.rows, lambda i: digests_of(small_replica(i), seed)))
+            digests.append((known.hashed.on_host.rows, middle_replica.__getitem__))
             for row, held in known.hashed.held(match):
                 hashed = held.memory(lambda alias: digests_of(as_bytes(alias), seed))
                 digests.append(([row], lambda _, hashed=hashed: hashed))  # type: ignore[misc]

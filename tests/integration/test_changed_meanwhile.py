@@ -14,14 +14,16 @@ from kit.repositories import OPTIONS
 from kit.samples import THOROUGH, sampled, some
 from snapstore import InvalidInputError, Repository, SaveOptions, SnapshotManager
 from snapstore.engine.cpu import CpuEngine
+from snapstore.save import known_state
 from snapstore.storage.memory import MemoryStore
 
 EVERY = {**changes.CHANGES, **changes.OF_FEW}
 
 
 @pytest.fixture(autouse=True)
-def _small_batches(monkeypatch):
+def _small_limits(monkeypatch):
     monkeypatch.setattr(CpuEngine, "batch_bytes", changes.BATCH_BYTES)
+    monkeypatch.setattr(known_state, "COPIED_BY_TORCH_BYTES", 4 * changes.LARGE**2)
 
 
 @pytest.mark.parametrize(

@@ -328,6 +328,8 @@ def watched(*more: tuple[Any, str]) -> list[tuple[Any, str]]:
         (known_tensors, "storages_of"),
         (structure.Match, "confirm"),
         (known_state.SmallCopies, "copy"),
+        (known_state.Group, "copy_to_host"),
+        (known_state.Group, "views"),
         (known_state, "copy_addresses"),
     ]
     found += [(CpuEngine, name) for name in ("load", "start_digests", "start_encode")]

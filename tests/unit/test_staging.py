@@ -6,7 +6,8 @@ import torch
 
 from snapstore import InvalidInputError, Repository, SaveOptions, SnapshotManager
 from snapstore.engine.registry import Engines
-from snapstore.save import staging
+from snapstore.format.chunking import INLINE_BYTES
+from snapstore.save import known_state, staging
 from snapstore.save.staging import Staging
 from snapstore.state.flatten import flatten
 from snapstore.state.learner import DifferentStructureError
@@ -193,7 +194,8 @@ def test_a_save_stands_if_no_memory_can_be_taken_for_the_next_one(monkeypatch, c
 
 def test_a_tensor_with_other_strides_than_at_the_match_is_not_read():
     """A copy in parts would mix two forms: another thread may transpose a square tensor at the same address."""
-    w = torch.arange(10_000.0).view(100, 100)
+    w = torch.arange(40_000.0).view(200, 200)
+    assert w.nbytes >= known_state.COPIED_BY_TORCH_BYTES
     made = Staging(Engines(0, threads=1))
     made.copy_state({"m": {"w": w}})()
     known = made._known
@@ -203,3 +205,30 @@ def test_a_tensor_with_other_strides_than_at_the_match_is_not_read():
     match.confirm()
     with pytest.raises(DifferentStructureError):
         group._taken(match, 0)
+
+
+def test_host_tensors_of_every_size_are_copied_whole(snapshots):
+    """Tensors are copied in three ways by their size: into the manifest, by their addresses, and by torch."""
+    limits = (INLINE_BYTES, known_state.COPIED_BY_TORCH_BYTES)
+    sizes = [limit + more for limit in limits for more in (-1, 0, 1)]
+    memory = torch.zeros(2 * sum(sizes), dtype=torch.uint8)
+    firsts = np.cumsum([0, *sizes])  # so most of them begin at odd addresses
+    for step in range(3):
+        memory.random_(256)
+        state = {f"{size}": memory[first : first + size] for first, size in zip(firsts, sizes, strict=False)}
+        state |= {f"{size} float64": torch.full((-(-size // 8),), step + 0.5, dtype=torch.float64) for size in sizes}
+        save(snapshots, step, state)
+
+
+def test_freed_memory_is_not_read(monkeypatch):
+    """Another thread may free the memory of a tensor between the match and the copies."""
+    w = torch.arange(2000.0)
+    made = Staging(Engines(0, threads=1))
+    made.copy_state({"m": {"w": w}})()
+    known = made._known
+    match, reads = known.structure.match({"m": {"w": w}}), []
+    monkeypatch.setattr(known_state.Group, "copy_to_host", lambda *given: reads.append(given))
+    w.untyped_storage().resize_(0)
+    with pytest.raises(DifferentStructureError):
+        made._copy_known(known, match)
+    assert not reads

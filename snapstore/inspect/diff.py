@@ -25,11 +25,12 @@ from ..restore.manifests import require_decoding
 from ..restore.pipeline import read_as_ruled
 from ..state.arrays import as_float64
 from ..state.containers import display
+from ..state.tensors import TensorSpec
 from ..state.tree_decode import ELSEWHERE
 from ..state.tree_encode import encode_plain
 from ..text import brief
 from .plain_values import Chained, container_types, decode_tree, dotted, plain_values, show_value
-from .stored_tensors import StoredTensor, naming, read_tensors, tensor_bytes
+from .stored_tensors import StoredTensor, bytes_of_each, naming, read_tensors
 
 T = TypeVar("T")
 #: Two tensors are compared in pieces of this size [bytes].
@@ -87,9 +88,11 @@ def diff(context: Context, a: Snapshot, b: Snapshot) -> DiffResult:
 def _diff(context: Context, a: Snapshot, b: Snapshot) -> DiffResult:
     manifests_a, before = read_tensors(context, a)
     manifests_b, after = read_tensors(context, b)
-    changed = [(before[key], after[key]) for key in before.keys() & after.keys() if _is_read(before[key], after[key])]
-    pieces_read = [piece for pair in changed for stored in pair for piece in stored.pieces]
+    changed = {key: (before[key], after[key]) for key in before if key in after and _is_read(before[key], after[key])}
+    pieces_read = [piece for pair in changed.values() for stored in pair for piece in stored.pieces]
     require_decoding(context.store, pieces_read, f"comparing {a.ref} and {b.ref}:")
+    read = (pieces_of(context, [pair[i] for pair in changed.values()]) for i in (0, 1))
+    pieces = zip(*read, strict=True)
     tensors = []
     for key in before | after:
         path = display(key[0])
@@ -97,9 +100,10 @@ def _diff(context: Context, a: Snapshot, b: Snapshot) -> DiffResult:
             tensors.append(TensorDiff(path, "removed"))
         elif key not in before:
             tensors.append(TensorDiff(path, "added"))
+        elif key in changed:
+            tensors.append(_compare(path, before[key].spec, next(pieces)))
         else:
-            pieces = pieces_of(context, before[key]), pieces_of(context, after[key])
-            tensors.append(_compare(path, before[key], after[key], pieces))
+            tensors.append(_unread(path, before[key].spec, after[key].spec))
     plain = _plain_changes(_tree(context, a, manifests_a), _tree(context, b, manifests_b))
     return DiffResult(a, b, tensors, plain)
 
@@ -109,31 +113,31 @@ def _is_read(a: StoredTensor, b: StoredTensor) -> bool:
     return (a.spec.dtype, a.spec.shape) == (b.spec.dtype, b.spec.shape) and a.fingerprint != b.fingerprint
 
 
-def _compare(
-    path: str, a: StoredTensor, b: StoredTensor, pieces: tuple[Iterator[Bytes], Iterator[Bytes]]
-) -> TensorDiff:
-    spec_a, spec_b = a.spec, b.spec
-    if (spec_a.dtype, spec_a.shape) != (spec_b.dtype, spec_b.shape):
-        note = f"{spec_a.dtype} {list(spec_a.shape)} -> {spec_b.dtype} {list(spec_b.shape)}"
-        return TensorDiff(path, "changed", note=note)
-    if a.fingerprint == b.fingerprint:
+def _unread(path: str, a: TensorSpec, b: TensorSpec) -> TensorDiff:
+    """Return the difference of two tensors that are equal, or cannot be compared."""
+    if (a.dtype, a.shape) == (b.dtype, b.shape):
         return TensorDiff(path, "same")
+    return TensorDiff(path, "changed", note=f"{a.dtype} {list(a.shape)} -> {b.dtype} {list(b.shape)}")
+
+
+def _compare(path: str, spec: TensorSpec, pieces: tuple[Iterator[Bytes], Iterator[Bytes]]) -> TensorDiff:
+    """Return the difference of two tensors of one dtype and shape by their pieces."""
     changed, difference, norm = 0, 0.0, 0.0
     for piece_a, piece_b in zip(*pieces, strict=True):
-        rows_a = piece_a.reshape(-1, spec_a.itemsize)
-        changed += int((rows_a != piece_b.reshape(-1, spec_a.itemsize)).any(axis=1).sum())
+        rows_a = piece_a.reshape(-1, spec.itemsize)
+        changed += int((rows_a != piece_b.reshape(-1, spec.itemsize)).any(axis=1).sum())
         with np.errstate(all="ignore"):  # also a cast of a signaling NaN
-            values_a, values_b = as_float64(piece_a, spec_a), as_float64(piece_b, spec_a)
+            values_a, values_b = as_float64(piece_a, spec), as_float64(piece_b, spec)
             if values_a is not None and values_b is not None:
                 difference = math.hypot(difference, _norm(values_b - values_a))
                 norm = math.hypot(norm, _norm(values_a))
     if not changed:  # the same bytes in other boxes
         return TensorDiff(path, "same")
     relative = None
-    if as_float64(np.zeros(spec_a.itemsize, np.uint8), spec_a) is not None:
+    if as_float64(np.zeros(spec.itemsize, np.uint8), spec) is not None:
         relative = difference / norm if norm else math.inf if difference else 0.0
         relative = relative if math.isfinite(difference) and math.isfinite(norm) else math.nan
-    return TensorDiff(path, "changed", changed / max(1, spec_a.nbytes // spec_a.itemsize), relative)
+    return TensorDiff(path, "changed", changed / max(1, spec.nbytes // spec.itemsize), relative)
 
 
 def _norm(values: npt.NDArray[np.float64]) -> float:
@@ -142,15 +146,19 @@ def _norm(values: npt.NDArray[np.float64]) -> float:
     return largest * float(np.sqrt(((values / largest) ** 2).sum())) if 0 < largest < math.inf else largest
 
 
-def pieces_of(context: Context, stored: StoredTensor) -> Iterator[Bytes]:
-    """Yield a tensor's bytes in pieces of whole elements, all but the last of one length, at most a mebibyte each.
+def pieces_of(context: Context, tensors: Sequence[StoredTensor]) -> Iterator[Iterator[Bytes]]:
+    """Yield each tensor's pieces of whole elements, all but the last of one length, at most a mebibyte each.
 
-    As float64 a piece may take eight times that.
+    As float64 a piece may take eight times that. Read each tensor to its end before the next one.
     """
+    return map(_pieces, tensors, bytes_of_each(context, tensors))
+
+
+def _pieces(stored: StoredTensor, read: Iterator[Bytes]) -> Iterator[Bytes]:
     step = stored.spec.itemsize * max(1, COMPARED_BYTES // stored.spec.itemsize)
     left = np.empty(0, np.uint8)
     with naming(stored.snapshot):
-        for piece in tensor_bytes(context, stored):
+        for piece in read:
             left = np.concatenate([left, piece]) if left.size else piece
             end = left.size - left.size % step
             yield from (left[at : at + step] for at in range(0, end, step))

@@ -156,7 +156,7 @@ def _first_byte(context: Context, a: StoredTensor, b: StoredTensor) -> tuple[int
     """Return (the byte at which the first different element begins, its bytes in a, in b); None: there is none."""
     require_decoding(context.store, [*a.pieces, *b.pieces], f"comparing {a.snapshot.ref} and {b.snapshot.ref}:")
     itemsize, chunked = a.spec.itemsize, (_chunked(a), _chunked(b))
-    start, pieces = 0, (pieces_of(context, a), pieces_of(context, b))
+    start, pieces = 0, (next(pieces_of(context, [a])), next(pieces_of(context, [b])))
     if chunked[0] is not None and chunked[1] is not None:
         whole = chunked[0], chunked[1]
         rows = [slice(box.first_chunk, box.first_chunk + box.chunks) for _, box in whole]
@@ -201,7 +201,7 @@ def _chunk_at(stored: StoredTensor, byte: int) -> int:
 
 def _from(context: Context, snapshot: Snapshot, chunked: tuple[Manifest, Box], first: int) -> Iterator[Bytes]:
     with naming(snapshot):
-        yield from chunks_of(context, *chunked, first)
+        yield from chunks_of(context, [chunked], first)
 
 
 def _text(data: Bytes, spec: TensorSpec) -> str:

@@ -7,10 +7,11 @@ children. A tensor of one process is read chunk by chunk; one of several ranks i
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
@@ -87,26 +88,34 @@ def read_tensors(context: Context, snapshot: Snapshot) -> tuple[list[Manifest], 
     return manifests, found
 
 
-def tensor_bytes(context: Context, stored: StoredTensor) -> Iterator[Bytes]:
-    """Yield the bytes of a tensor in C order, in pieces of any length.
+def bytes_of_each(context: Context, tensors: Iterable[StoredTensor]) -> Iterator[Iterator[Bytes]]:
+    """Yield for each tensor its bytes in C order, in pieces of any length; read each to its end before the next one.
+
+    Chunks of several tensors are read and decoded together.
 
     Raises:
         IntegrityError, FormatError: a chunk is damaged.
-        CapabilityError: there is no memory to put the tensor together.
+        CapabilityError: there is no memory to put a tensor together.
     """
-    if len(stored.pieces) == 1 and len(stored.pieces[0][1].boxes) <= 1:
-        m, entry = stored.pieces[0]
-        for box, data in boxes_of(m, entry):
-            yield from chunks_of(context, m, box) if data is None else [np.frombuffer(data, np.uint8)]
+    of = [(stored, [(m, *box) for m, entry in stored.pieces for box in boxes_of(m, entry)]) for stored in tensors]
+    chunks = chunks_of(context, [(m, box) for _, boxes in of for m, box, data in boxes if data is None])
+    for stored, boxes in of:
+        each = ((box, islice(chunks, box.chunks) if data is None else [_array(data)]) for _, box, data in boxes)
+        yield _tensor_bytes(stored, each, len(boxes))
+
+
+def _tensor_bytes(stored: StoredTensor, boxes: Iterable[tuple[Box, Iterable[Bytes]]], count: int) -> Iterator[Bytes]:
+    """Yield the bytes of a tensor; the bytes of several boxes are put together first."""
+    if count <= 1:
+        for _, chunks in boxes:
+            yield from chunks
         return
     spec = stored.spec
     limits.require_memory(2 * spec.nbytes, f"{stored.snapshot.ref}: putting a tensor of several ranks together")
     together = np.empty(spec.shape, f"V{spec.itemsize}")
-    for m, entry in stored.pieces:
-        for box, data in boxes_of(m, entry):
-            chunks = [np.frombuffer(data, np.uint8)] if data is not None else list(chunks_of(context, m, box))
-            room = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
-            together[room] = np.concatenate(chunks).view(together.dtype).reshape(box.sizes)
+    for box, chunks in boxes:
+        room = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
+        together[room] = np.concatenate(list(chunks)).view(together.dtype).reshape(box.sizes)
     yield together.reshape(-1).view(np.uint8)
 
 
@@ -128,17 +137,21 @@ def _digests(m: Manifest, box: Box) -> bytes:
     return m.table.digests[box.first_chunk : box.first_chunk + box.chunks].tobytes()
 
 
-def chunks_of(context: Context, m: Manifest, box: Box, first: int = 0) -> Iterator[Bytes]:
-    """Yield the bytes of a box, chunk by chunk, from its chunk `first` on."""
-    lengths = m.table.lengths[box.first_chunk + first : box.first_chunk + box.chunks].tolist()
-    outs: list[Bytes] = []
-    names = m.header.pack_names
+def _array(data: bytes) -> Bytes:
+    return np.frombuffer(data, np.uint8)
+
+
+def chunks_of(context: Context, boxes: Iterable[tuple[Manifest, Box]], first: int = 0) -> Iterator[Bytes]:
+    """Yield the bytes of boxes, chunk by chunk, from chunk `first` of each on."""
+    outs: deque[Bytes] = deque()
 
     def wanted() -> Iterator[Wanted]:
-        for i, length in enumerate(lengths):
-            outs.append(np.empty(length, np.uint8))
-            yield whole(m.table, names, box.first_chunk + first + i, outs[-1])
+        for m, box in boxes:
+            rows = range(box.first_chunk + first, box.first_chunk + box.chunks)
+            for row, length in zip(rows, m.table.lengths[rows.start : rows.stop].tolist(), strict=True):
+                outs.append(np.empty(length, np.uint8))
+                yield whole(m.table, m.header.pack_names, row, outs[-1])
 
     for done in ChunkReader(context).rebuild(wanted()):
-        yield from outs[:done]
-        del outs[:done]
+        for _ in range(done):
+            yield outs.popleft()

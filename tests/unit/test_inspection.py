@@ -268,6 +268,25 @@ def test_only_what_differs_is_read(repo):
     assert sum(read) < 30_000
 
 
+def test_many_tensors_are_read_together(repo):
+    """Each of many tensors keeps its own numbers; some are the same, gone, new, or have another shape."""
+    a, b = {}, {}
+    for i in range(60):
+        a[f"{i}"] = torch.full((200 + 900 * (i % 3),), float(i))
+        b[f"{i}"] = a[f"{i}"].clone()
+        b[f"{i}"][:i] += 1
+    a["gone"], b["new"] = torch.ones(2000), torch.ones(2000)
+    b["7"] = b["7"].reshape(2, -1)
+    read = []
+    repo.store.get_range = lambda *given, original=repo.store.get_range: read.append(given[0]) or original(*given)
+    found = by_path(diff(repo, a, b))
+    assert len(read) <= 8
+    for i in set(range(60)) - {0, 7}:
+        assert found[f"{i}"].changed_share == i / (200 + 900 * (i % 3))
+        assert found[f"{i}"].relative_l2 == pytest.approx(math.sqrt(i) / (i * math.sqrt(200 + 900 * (i % 3))))
+    assert [found[name].status for name in ("0", "7", "gone", "new")] == ["same", "changed", "removed", "added"]
+
+
 @pytest.mark.parametrize(
     ("path", "group"),
     [

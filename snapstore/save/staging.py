@@ -320,9 +320,7 @@ class Staging:
                 match.confirm()
                 raise
             small, small_replica = known.small.copy(match)
-            match.confirm()  # before the addresses are used again
-            middle = known.copied.on_host.copy_to_host(match, self._spare.room)
-            middle_replica = [digests_of(memory, seed) for memory in known.hashed.on_host.views(match)]
+            middle, middle_replica = self._copy_middle(known, match)
             match.confirm()
             copies.append((known.copied.small.rows, small))
             copies.append((known.copied.on_host.rows, partial(list, middle)))
@@ -335,6 +333,15 @@ class Staging:
                 digests.append(([row], lambda _, hashed=hashed: hashed))  # type: ignore[misc]
         self._known = known
         return partial(known.inputs, match, copies, digests)
+
+    def _copy_middle(self, known: KnownState, match: Match) -> tuple[list[Bytes], list[Bytes]]:
+        """Return copies of the tensors in host memory that are larger than small ones, and the digests of replicas."""
+        copied, hashed = known.copied.on_host, known.hashed.on_host
+        if not copied.keys and not hashed.keys:
+            return [], []
+        match.confirm()  # else they may have been freed since the match
+        copies = copied.copy_to_host(match, self._spare.room)
+        return copies, [digests_of(memory, self._engines.digest_seed) for memory in hashed.views(match)]
 
     def _start_digests(self, sources: Sources) -> Callable[[int], Bytes] | None:
         """Begin to hash replicas on their device; they are complete when the copies are."""

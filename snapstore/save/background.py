@@ -101,9 +101,9 @@ class Background:
                     lock.release()
                     self._at_end()
 
-        # Not a daemon: the interpreter's exit waits for it, and the snapshot is whole.
+        # Not a daemon, also if the caller is one: the interpreter's exit waits for it, and the snapshot is whole.
         try:
-            threading.Thread(target=run, name=f"snapstore-{self._name}").start()
+            threading.Thread(target=run, name=f"snapstore-{self._name}", daemon=False).start()
             slot.handed_over = True
         except RuntimeError as error:
             raise no_threads() from error

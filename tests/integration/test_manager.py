@@ -939,6 +939,19 @@ def test_a_save_in_an_exit_handler(root):
     check_after(root, [0, 1])
 
 
+def test_a_save_of_a_daemon_thread(root):
+    """The interpreter waits for the save, though not for the thread that has called it."""
+    body = """
+        thread = threading.Thread(target=lambda: snapshots.save(1, state(1)), daemon=True)
+        thread.start()
+        thread.join()
+    """
+    got, out = run(root, body)
+    assert got == 0, out
+    assert "busy" in out
+    check_after(root, [0, 1])
+
+
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
 def test_killed_in_mid_save(root, end):
     got, out = run(root, "snapshots.save(1, state(1))\ntime.sleep(30)", kill=end)

@@ -107,9 +107,11 @@ def check_metrics(metrics: Mapping[str, SupportsFloat]) -> dict[str, Read]:
 
 def encode_metadata(metadata: Any) -> msgspec.Raw:
     """Return metadata as the packed node of a record; raise InvalidInputError if not storable."""
-    return msgspec.Raw(
-        msgspec.msgpack.encode(_bounded("metadata", encode_plain(metadata), "put large values into the state"))
-    )
+    try:
+        node = encode_plain(metadata)
+    except InvalidInputError as error:  # its paths would read as paths of the state
+        raise type(error)(*(f"metadata: {line}" for line in error.args)) from error
+    return msgspec.Raw(msgspec.msgpack.encode(_bounded("metadata", node, "put large values into the state")))
 
 
 def _bounded(what: str, value: V, instead: str) -> V:

@@ -223,8 +223,9 @@ def test_metrics(repository, metrics):
 
 
 def test_metadata(repository):
-    with pytest.raises(UnsupportedLeafError):
-        repository.save({"n": 1}, run="a", step=4, metadata={"x": object()})
+    with pytest.raises(UnsupportedLeafError) as raised:
+        repository.save({"n": 1}, run="a", step=4, metadata={"n": object(), "x": [object()]})
+    assert [line.partition(": object")[0] for line in raised.value.args] == ["metadata: n", "metadata: x.0"]
     with pytest.raises(InvalidInputError, match="at most"):
         repository.save({"n": 1}, run="a", step=4, metadata=["x" * 3000] * 1000)
 

@@ -189,7 +189,8 @@ class _ObjectScanner:
             number, count = subset
             keys = [key for key in packs if int(key[-8:], 16) % count == number - 1]
             if share < 1:
-                keys = random.sample(keys, max(1, round(share * len(keys)))) if keys else []
+                wanted = max(1, round(share * len(keys))) if keys else 0
+                keys = random.SystemRandom().sample(keys, wanted)  # the program's generator stays as it is
         chosen = sorted(self._records.quarantined.union(keys))
         for key in chosen:
             try:

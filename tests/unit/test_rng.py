@@ -1,12 +1,14 @@
 """RngState is loaded last and restores the same draws; another number of CUDA devices is an error."""
 
 import random
+import time
 
 import numpy as np
 import pytest
 import torch
 
 from kit.states import Loader, Saved
+from snapstore import KeepLast, Repository, SnapshotManager
 from snapstore.errors import InvalidInputError
 from snapstore.state.rng import RngState
 
@@ -51,3 +53,38 @@ def test_rng_state_of_other_cuda_devices(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_rng_state_all", loaded.extend)
     RngState().load_state_dict(state)
     assert len(loaded) == 2
+
+
+def test_no_verb_draws_from_the_generators_of_the_program(tmp_path):
+    before = RngState().state_dict()
+    with SnapshotManager(tmp_path, run="a", keep=KeepLast(1)) as snapshots:
+        for step in range(3):
+            snapshots.save(step, {"w": torch.full((300_000,), step)}, metrics={"loss": step})
+            snapshots.restore()
+    with Repository.open(tmp_path) as repository:
+        assert repository.check("data", share=0.5).packs_read
+        repository.compact()
+        repository.repair(apply=True)
+    assert_unchanged(before)
+
+
+def test_a_pause_before_a_retry_draws_from_no_generator_of_the_program(monkeypatch):
+    failures = pytest.importorskip("snapstore.storage.s3.failures")
+    slept = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    before = RngState().state_dict()
+    for _ in range(2):
+        random.seed(7)
+        failures.pause(3)
+    assert slept[0] != slept[1]  # ranks with one seed do not all come back at the same moment
+    RngState().load_state_dict(before)
+    failures.pause(1)
+    assert_unchanged(before)
+
+
+def assert_unchanged(before):
+    after = RngState().state_dict()
+    assert np.array_equal(after["python"]["words"], before["python"]["words"])
+    assert np.array_equal(after["numpy"]["state"]["key"], before["numpy"]["state"]["key"])
+    assert after["numpy"]["state"]["pos"] == before["numpy"]["state"]["pos"]
+    assert torch.equal(after["torch"], before["torch"])

@@ -108,8 +108,13 @@ def send(call: Callable[..., Any], options: Mapping[str, Any], attempts: int) ->
 
 
 def pause(attempt: int) -> None:
-    """Sleep after a failed attempt, longer after each; the first attempt is 1."""
-    time.sleep(random.uniform(0.5, 1) * min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (attempt - 1)))
+    """Sleep after a failed attempt, longer after each; the first attempt is 1.
+
+    The random part is the system's. The program's generator must give a run the same numbers whatever fails, and may
+    have the same seed on all ranks.
+    """
+    part = random.SystemRandom().uniform(0.5, 1)
+    time.sleep(part * min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (attempt - 1)))
 
 
 _DENIED = "no permission; docs/s3.md lists what the policy must allow"

@@ -344,6 +344,14 @@ def memory_view(value: Any, on_device: OnDevice) -> Memory | None:
     return memory if direct else memory.numpy()
 
 
+def note_written(array: Any) -> None:
+    """Tell autograd that the memory of a tensor was written: a backward that needs its old values then raises."""
+    if not isinstance(array, np.ndarray) and not array.is_inference():
+        import torch
+
+        torch.autograd.graph.increment_version(array)
+
+
 def copy_box(target: Boxed, source: Boxed, sizes: Sequence[int]) -> None:
     """Copy a box of bytes out of one box of bytes into another, both in C order.
 

@@ -37,6 +37,7 @@ from .arrays import (
     memory_view,
     new_array,
     new_memory,
+    note_written,
     torch_dtype,
 )
 from .containers import CONTAINERS, Path, children, like, metadata_of, shown
@@ -311,7 +312,9 @@ class RestoreBuffers:
         if source.fresh is None and any(slot not in self._targets for slot in source.slots):
             source.fresh = from_bytes(home, source.spec, self._device)
         for slot, array in self._filled_at_once(source):
-            if slot is not source.home_slot:
+            if slot is source.home_slot:
+                note_written(array)
+            else:
                 assign(array, home, _cast_from(source.spec, array))
         source.complete = True
         if self._overlapping.isdisjoint(source.slots):

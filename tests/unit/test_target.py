@@ -179,6 +179,18 @@ def test_into_parameters_and_strided_memory():
     assert parameter.grad is None
 
 
+@pytest.mark.parametrize("weight", [torch.ones(4, 4), torch.ones(4, 4).t(), torch.ones(4, 4, dtype=torch.bfloat16)])
+def test_a_backward_that_needs_the_values_before_a_restore_is_an_error(weight):
+    saved = Saved({"w": torch.zeros_like(weight)})
+    into = {"w": nn.Parameter(weight.clone(memory_format=torch.preserve_format))}
+    loss = (into["w"] * into["w"]).sum()
+    saved.restore(into=into)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    (into["w"] * into["w"]).sum().backward()
+    assert not into["w"].grad.any()
+
+
 def test_into_a_tensor_or_a_tuple():
     into = torch.zeros(2)
     assert again(torch.ones(2), into=into) is into

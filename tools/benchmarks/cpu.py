@@ -37,13 +37,14 @@ from benchmarks.data import SERIES, logical_bytes, plain, tensors_of
 from benchmarks.page import Figure
 from benchmarks.peers import THREADS, Peer, peers, stored_bytes
 from benchmarks.plain_state import plain_state
+from benchmarks.small_tensors import small_tensors
 from snapstore import KeepEvery, KeepLast, Repository, SnapshotManager
 from snapstore.format import blob, codecs, pack, planes
 from snapstore.format.records import Snapshot
 
 ROOT = Path(__file__).parents[2]
 MiB = 1024 * 1024
-SECTIONS = ("compare", "retained", "memory", "plain")
+SECTIONS = ("compare", "retained", "memory", "plain", "small")
 
 
 @contextmanager
@@ -336,6 +337,10 @@ def main() -> None:
         print("plain", flush=True)
         with scratch() as folder:
             figures += plain_state(folder)
+    if "small" in chosen:
+        print("small", flush=True)
+        with scratch() as folder:
+            figures += small_tensors(folder)
     report = {
         "machine": page.machine(),
         "versions": {"python": platform.python_version()}

@@ -125,7 +125,7 @@ class Group:
         """
         copies = list(map(room, self.keys, self.nbytes.tolist()))
         places = [copy.__array_interface__["data"][0] for copy in copies]
-        deque(map(ctypes.memmove, places, self._addresses(match).tolist(), self.nbytes.tolist()), maxlen=0)
+        deque(map(_memmove, places, self._addresses(match).tolist(), self.nbytes.tolist()), maxlen=0)
         return copies
 
     def views(self, match: Match) -> list[Bytes]:
@@ -193,6 +193,13 @@ def copy_addresses(addresses: Column, sizes: Column) -> Bytes:
     words = np.asarray(_Memory(first, (int(addresses.max()) - first) // size + 1, _WORDS[size]))
     together: Bytes = words[(addresses - first) // size].view(np.uint8)
     return together
+
+
+#: C's memmove, which keeps Python's lock here. With `ctypes.memmove`, each copy would wait for a busy thread to release
+#: the lock, up to 5 ms.
+_memmove = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ("memmove", ctypes.pythonapi)
+)
 
 
 class _Memory:

@@ -6,7 +6,6 @@ ignored. The variable that makes cuBLAS deterministic must be set before its fir
 
 import os
 import warnings
-from pathlib import Path
 
 import pytest
 
@@ -27,11 +26,10 @@ with warnings.catch_warnings():
 QUIET = ["ignore:::cupy", "ignore:::nvidia", "ignore:ComplexHalf support is experimental"]
 
 
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            for rule in QUIET:
-                item.add_marker(pytest.mark.filterwarnings(rule))
+def pytest_itemcollected(item):
+    """pytest calls this for the tests of this folder alone."""
+    for rule in QUIET:
+        item.add_marker(pytest.mark.filterwarnings(rule))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -40,7 +40,7 @@ def texts_of_code():
     """Yield (path, text) of every string in the package; a formatted string once for each major version of CUDA."""
     for path in sorted((ROOT / "snapstore").rglob("*.py")):
         code = path.read_text()
-        for node in ast.walk(ast.parse(code)) if "pip" in code else ():
+        for node in ast.walk(ast.parse(code)) if "pip " in code else ():
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield path.relative_to(ROOT), node.value
             elif isinstance(node, ast.JoinedStr):

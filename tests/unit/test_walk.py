@@ -10,6 +10,7 @@ import pytest
 from snapstore import Repository, SaveOptions, SnapshotManager
 from snapstore.chunks.reader import ChunkReader
 from snapstore.chunks.uploader import PackUploader
+from snapstore.engine.cpu import CpuEngine
 from snapstore.storage.kept_open import KeptOpen
 from snapstore.storage.local import LocalStore
 
@@ -37,9 +38,14 @@ def stack():
     return names[::-1]
 
 
-@pytest.fixture
-def stacks(monkeypatch, tmp_path):
+@pytest.fixture(scope="module")
+def stacks(tmp_path_factory):
     """Run a save, a restore, a forget and a gc; return function -> the call stacks of its calls."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return recorded(monkeypatch, tmp_path_factory.mktemp("walk"))
+
+
+def recorded(monkeypatch, folder):
     found = {}
 
     def watch(owner, name):
@@ -57,13 +63,14 @@ def stacks(monkeypatch, tmp_path):
         (KeptOpen, "get_ranges"), (ChunkReader, "_read"),
     ):  # fmt: skip
         watch(owner, name)
-    Repository.create(tmp_path, chunk_bytes=4096).close()
+    monkeypatch.setattr(CpuEngine, "batch_bytes", 1 << 18)  # so the tensor takes several
+    Repository.create(folder, chunk_bytes=4096).close()
     begin = SnapshotManager._begin
     monkeypatch.setattr(
         SnapshotManager, "_begin", lambda *args: (found.setdefault("begin", []).append(stack()), begin(*args))[1]
     )
-    with SnapshotManager(tmp_path, run="a", options=SaveOptions(pack_bytes=65536, threads=1)) as snapshots:
-        snapshots.save(0, {"w": np.random.default_rng(0).integers(0, 2**31, 2_000_000)})
+    with SnapshotManager(folder, run="a", options=SaveOptions(pack_bytes=65536, threads=1)) as snapshots:
+        snapshots.save(0, {"w": np.random.default_rng(0).integers(0, 2**31, 200_000)})
         snapshots.wait_until_finished()
         snapshots.restore(0)
         snapshots.save(1, {"w": np.zeros(3)})

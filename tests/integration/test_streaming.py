@@ -17,7 +17,7 @@ import torch
 from kit.faults import FaultStore, one_thread
 from kit.objects import flip, keys_of
 from kit.processes import environment
-from kit.repositories import OPTIONS, created, opened, same
+from kit.repositories import created, opened, same
 from kit.s3_stores import moto_bucket
 from kit.samples import sampled
 from snapstore import (
@@ -26,6 +26,7 @@ from snapstore import (
     KeepLast,
     NotFoundError,
     Repository,
+    SaveOptions,
     SnapshotManager,
     SnapstoreError,
     StorageError,
@@ -34,12 +35,14 @@ from snapstore.engine.cpu import CpuEngine
 from snapstore.restore.streaming import OpenSnapshot
 from snapstore.storage.memory import MemoryStore
 
+OPTIONS = SaveOptions(pack_bytes=16 * 1024, threads=1)
+
 
 def pairs(version: int = 0) -> Iterator[tuple[str, Any]]:
     """Yield tensors of every kind and size: inline, of one chunk, of several batches, empty, strided."""
     rng = np.random.default_rng(7)
     for i in range(6):
-        weights = rng.standard_normal(3000 * (1 + i % 3)).astype(np.float32)
+        weights = rng.standard_normal(1500 * (1 + i % 3)).astype(np.float32)
         weights[i::100] += np.float32(version) / 100
         yield f"model.{i}.weight", torch.nn.Parameter(torch.from_numpy(weights).reshape(-1, 100))
         yield f"model.{i}.bias", torch.arange(5.0) + version

@@ -168,9 +168,11 @@ _CLEAN = count(SEED)
 DECODED_EVERY = 1 if THOROUGH else 8
 
 
-def check_restores(repository: Repository, about: str = "", *, expected: Values = values) -> list[Snapshot]:
+def check_restores(
+    repository: Repository, about: str = "", *, expected: Values = values, level: str = "restore"
+) -> list[Snapshot]:
     """Check that all committed and forgotten snapshots restore, and that `check` agrees; return the committed ones."""
-    return _committed(_check(repository, about, "restore", expected, set()))
+    return _committed(_check(repository, about, level, expected, set()))
 
 
 def check_whole(store: ObjectStore, about: str = "", *, run: str = "a") -> None:

@@ -248,20 +248,44 @@ def uses(snapshots: SnapshotManager, repository: Repository, snapshot: Snapshot)
 """
 
 
-def mypy(folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, set[str]], str]:
-    """Check a module with mypy --strict; return (kinds of the errors by line, the report)."""
-    file = folder / "uses.py"
-    file.write_text(source)
+MISSPELT = """
+import snapstore
+from snapstore import KeepLats  # error: attr-defined
+snapstore.KeepLats(3)  # error: attr-defined
+"""
+
+VERSION = "from typing import assert_type\nimport snapstore\nassert_type(snapstore.__version__, str)\n"
+
+#: A variable needs no annotation.
+POLICIES = """
+from snapstore import KeepEvery, KeepLast, SnapshotManager
+keep = [KeepLast(3), KeepEvery(100)]
+SnapshotManager("/data/snaps", run="a", keep=keep)
+"""
+
+
+def mypy(folder: Path, sources: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Check modules with mypy --strict, in one call, for it takes a second to start; return what it says of each."""
+    for name, source in sources.items():
+        (folder / f"{name}.py").write_text(source)
     monkeypatch.setenv("MYPYPATH", str(ROOT))
     monkeypatch.chdir(ROOT)  # its cache is shared with `tools/test`, which has just filled it
-    report, crash, _ = api.run(["--strict", "--config-file", "pyproject.toml", "--no-error-summary", str(file)])
+    files = [str(folder / f"{name}.py") for name in sources]
+    report, crash, _ = api.run(["--strict", "--config-file", "pyproject.toml", "--no-error-summary", *files])
     assert not crash, crash
+    said = dict.fromkeys(sources, "")
+    for line in report.splitlines(keepends=True):
+        said[Path(line.partition(":")[0]).stem] += line
+    return said
+
+
+def errors_in(report: str) -> dict[int, set[str]]:
+    """Return the kinds of the errors by line."""
     errors: dict[int, set[str]] = {}
     for line in report.splitlines():
-        if match := re.fullmatch(r"(.+?):(\d+): error: .* \[([a-z-]+)\]", line):
-            assert Path(match[1]).name == file.name, line
-            errors.setdefault(int(match[2]), set()).add(match[3])
-    return errors, report
+        if match := re.fullmatch(r".+?:(\d+): error: .* \[([a-z-]+)\]", line):
+            errors.setdefault(int(match[1]), set()).add(match[2])
+    return errors
 
 
 #: Names that the code of README and docs takes from the reader's script.
@@ -321,16 +345,14 @@ def code_of_pages() -> Iterator[str]:
             )
 
 
-def test_the_code_of_the_pages_passes(tmp_path, monkeypatch):
+def module_of_pages() -> str:
+    """Return the code of all pages as one module, each block as a function."""
     blocks = list(code_of_pages())
     assert 'metrics={"loss": loss}' in blocks[0]
     functions = [UNTYPED]
     for number, block in enumerate(blocks):
         functions += [f"def block_{number}() -> None:", textwrap.indent(block, "    ")]
-    errors, report = mypy(tmp_path, "\n".join(functions), monkeypatch)
-    lines = (tmp_path / "uses.py").read_text().splitlines()
-    left = [n for n in errors if not any(text in lines[n - 1] for text in TORCH_DOES_NOT_SAY)]
-    assert not left, report
+    return "\n".join(functions)
 
 
 METRICS = """
@@ -354,40 +376,20 @@ def uses(snapshots: SnapshotManager, loss: torch.Tensor, row: dict[str, float], 
 """
 
 
-def test_metrics_accept_every_type_that_supports_float(tmp_path, monkeypatch):
-    marks = {n: {line.split("# error: ")[1]} for n, line in enumerate(METRICS.splitlines(), 1) if "# error: " in line}
-    errors, report = mypy(tmp_path, METRICS, monkeypatch)
-    assert errors == marks, report
-
-
-def test_right_uses_have_the_documented_types(tmp_path, monkeypatch):
-    assert mypy(tmp_path, RIGHT, monkeypatch) == ({}, "")
-
-
-def test_wrong_uses_are_errors_on_their_lines(tmp_path, monkeypatch):
-    marks = {n: {line.split("# error: ")[1]} for n, line in enumerate(WRONG.splitlines(), 1) if "# error: " in line}
-    errors, report = mypy(tmp_path, WRONG, monkeypatch)
-    assert errors == marks, report
-
-
-@pytest.mark.parametrize("form", ["from snapstore import KeepLats", "import snapstore\nsnapstore.KeepLats(3)"])
-def test_a_misspelt_public_name_is_an_error(tmp_path, monkeypatch, form):
-    errors, report = mypy(tmp_path, form, monkeypatch)
-    assert list(errors.values()) == [{"attr-defined"}], report
-
-
-def test_the_version_is_a_str(tmp_path, monkeypatch):
-    source = "from typing import assert_type\nimport snapstore\nassert_type(snapstore.__version__, str)\n"
-    assert mypy(tmp_path, source, monkeypatch) == ({}, "")
-
-
-def test_policies_in_a_variable_need_no_annotation(tmp_path, monkeypatch):
-    source = """
-        from snapstore import KeepEvery, KeepLast, SnapshotManager
-        keep = [KeepLast(3), KeepEvery(100)]
-        SnapshotManager("/data/snaps", run="a", keep=keep)
-    """
-    assert mypy(tmp_path, textwrap.dedent(source), monkeypatch) == ({}, "")
+def test_right_uses_pass_and_wrong_uses_are_errors_on_their_lines(tmp_path, monkeypatch):
+    """Right uses have the documented types; metrics may be of every type that supports float; all pages pass."""
+    uses = {"right": RIGHT, "wrong": WRONG, "metrics": METRICS}
+    uses |= {"misspelt": MISSPELT, "version": VERSION, "policies": POLICIES}
+    pages = module_of_pages()
+    said = mypy(tmp_path, uses | {"pages": pages}, monkeypatch)
+    for name, source in uses.items():
+        lines = enumerate(source.splitlines(), 1)
+        marks = {n: {line.split("# error: ")[1]} for n, line in lines if "# error: " in line}
+        assert errors_in(said[name]) == marks, said[name]
+        assert marks or not said[name], said[name]
+    lines = pages.splitlines()
+    left = [n for n in errors_in(said["pages"]) if not any(text in lines[n - 1] for text in TORCH_DOES_NOT_SAY)]
+    assert not left, said["pages"]
 
 
 def test_the_snippet_names_all_that_is_public():

@@ -28,6 +28,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from kit.remembered import remember
 from kit.samples import SEED, THOROUGH, examples
 from snapstore.chunks.limits import available_bytes
 
@@ -114,6 +115,12 @@ def cache(request, monkeypatch):
         require_closed(request, before)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def remembering(monkeypatch):
+    """Decode each chunk and manifest once: the test is about which objects are stored, read or damaged."""
+    remember(monkeypatch)
 
 
 def open_indexes():

@@ -29,6 +29,8 @@ from snapstore.format.records import Config, Lost, Mark, Policy, Quarantine, Ses
 from snapstore.storage.local import LocalStore
 from snapstore.text import printable
 
+pytestmark = pytest.mark.usefixtures("remembering")
+
 #: Begins a line if anything prints a name as it is.
 FORGED = "FORGED no problems"
 #: C0 with ANSI's escape, BEL and backspace; DEL; C1; directions; invisible characters; other ends of lines.

@@ -35,6 +35,8 @@ from snapstore.format import records
 from snapstore.format.records import Config, Mark, Policy
 from snapstore.storage.local import LocalStore
 
+pytestmark = pytest.mark.usefixtures("remembering")
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:

@@ -55,6 +55,8 @@ from snapstore.protocol import tags
 from snapstore.save.known_chunks import Bases
 from snapstore.storage.memory import MemoryStore
 
+pytestmark = pytest.mark.usefixtures("remembering")
+
 
 @pytest.fixture(scope="module")
 def made():

@@ -22,6 +22,8 @@ from snapstore.check.report import LEVELS
 from snapstore.errors import IntegrityError, SnapstoreError, StorageError
 from snapstore.storage.memory import MemoryStore
 
+pytestmark = pytest.mark.usefixtures("remembering")
+
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch):

@@ -36,6 +36,8 @@ from snapstore.protocol.forget import HELD_AT_MOST
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 
+pytestmark = pytest.mark.usefixtures("remembering")
+
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch):

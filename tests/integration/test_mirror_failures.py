@@ -19,6 +19,8 @@ from snapstore.copy import mirror as mirrors
 from snapstore.copy.copy import Copier
 from snapstore.storage.memory import MemoryStore
 
+pytestmark = pytest.mark.usefixtures("remembering")
+
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch):

@@ -15,6 +15,8 @@ from snapstore.protocol.revisions import create
 from snapstore.save import pipeline
 from snapstore.storage.memory import MemoryStore
 
+pytestmark = pytest.mark.usefixtures("remembering")
+
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch):

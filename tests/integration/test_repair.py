@@ -41,6 +41,8 @@ from snapstore.repair import repair as repair_module
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 
+pytestmark = pytest.mark.usefixtures("remembering")
+
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch):

@@ -14,6 +14,8 @@ from snapstore import InvalidInputError, NotFoundError, RanksError
 from snapstore.format.records import ManifestRef
 from snapstore.save.root_writer import READS_AT_ONCE, ChildHeaders
 
+pytestmark = pytest.mark.usefixtures("remembering")
+
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_all_ranks_commit_one_snapshot(count):

@@ -20,6 +20,8 @@ from snapstore.integrations.fsspec import SnapstoreFileSystem
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 
+pytestmark = pytest.mark.usefixtures("remembering")
+
 ERRORS = {"damaged": IntegrityError, "unread": StorageError, "gone": IntegrityError}
 HOW = pytest.mark.parametrize("how", ERRORS)
 

@@ -30,6 +30,8 @@ from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 from snapstore.storage.s3.failures import Failure
 
+pytestmark = pytest.mark.usefixtures("remembering")
+
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch):

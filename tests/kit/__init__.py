@@ -42,7 +42,7 @@ kit get it from `kit.processes.environment`.
 | `gpu_states` | states of known bytes on any device, comparison by digests, a process without a GPU | a test of the GPU engine |
 | `machines` | a CUDA device and the emulator of thread blocks (`emulator.h`), which both run kernels | a test of one kernel |
 | `fake_cuda` | a CUDA device made of the CPU, as a plugin of pytest | the host code of the GPU engine runs without a GPU |
-| `remembered` | the same bytes are decoded only once in a process of the tests | a harness looks at thousands of stores that differ in few objects |
+| `remembered` | the same bytes are decoded only once in a process of the tests; the fixture `remembering` | a test is about which objects are stored, read or damaged, and not about how they are decoded |
 | `tally` | counts of the cases that a harness tried, for `tools/torture` | a test is one of its harnesses |
 | `rank_worker` | a rank of a training with FSDP2 or DDP that can kill itself, a script | real processes with gloo are killed or stopped |
 | `hugging_face`, `hugging_face_ranks` | trainings with transformers and Accelerate, on one rank and on two; scripts | a test needs their Trainer |

@@ -1,7 +1,8 @@
-"""Decode the same bytes only once in a process of the tests, for harnesses with thousands of almost equal stores.
+"""Decode the same bytes only once in a process of the tests: half of the time of a small restore goes into decoding.
 
-Call `remember(monkeypatch)` in a harness that tests which objects are stored, and not how a chunk or a manifest is
-decoded. Only successes are remembered, under all that they depend on. Thorough runs decode everything.
+A file of tests about which objects are stored, read or damaged, and not about how a chunk or a manifest is decoded, has
+the mark `usefixtures("remembering")`; its fixture calls `remember(monkeypatch)`. Damaged bytes are other bytes, so they
+are decoded. Only successes are remembered, under all that they depend on. Thorough runs decode everything.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from snapstore.format import chain_decode, manifest
 
 #: Results of each kind that are kept; a chunk or manifest here has one or two KB.
 KEPT = 4096
-_decode_chain, _decode = chain_decode.decode_chain, manifest.decode
+#: A larger chunk is decoded each time, so that what is kept stays small [bytes].
+LARGEST = 8192
+_decode_chain, _prove_chain, _decode = chain_decode.decode_chain, chain_decode.prove_chain, manifest.decode
 _CHUNKS: OrderedDict[Any, bytes] = OrderedDict()
+_PROVEN: OrderedDict[Any, tuple[int, bytes]] = OrderedDict()
 _MANIFESTS: OrderedDict[Any, manifest.Manifest] = OrderedDict()
 
 
@@ -28,6 +32,7 @@ def remember(monkeypatch: Any) -> None:
     """Let this test decode no bytes again that a test of this process has decoded; see the module."""
     if not THOROUGH:
         monkeypatch.setattr(chain_decode, "decode_chain", _remembered_chain)
+        monkeypatch.setattr(chain_decode, "prove_chain", _remembered_proof)
         monkeypatch.setattr(manifest, "decode", _remembered_manifest)
 
 
@@ -49,8 +54,24 @@ def _remembered_chain(
         _decode_chain(blobs, wheres, chunk_digest, out, base, seed=seed)
         return out.tobytes()
 
+    if out.size > LARGEST:
+        _decode_chain(blobs, wheres, chunk_digest, out, base, seed=seed)
+        return
     key = tuple(map(bytes, blobs)), chunk_digest, out.size, base if base is None else base.tobytes(), seed
     out[:] = np.frombuffer(_once(_CHUNKS, key, decoded), np.uint8)
+
+
+def _remembered_proof(
+    blobs: Sequence[memoryview], wheres: Sequence[str], digests: Sequence[bytes], out: Bytes, *, seed: int
+) -> int:
+    def proven() -> tuple[int, bytes]:
+        return _prove_chain(blobs, wheres, digests, out, seed=seed), out.tobytes()
+
+    if out.size > LARGEST:
+        return _prove_chain(blobs, wheres, digests, out, seed=seed)
+    count, chunk = _once(_PROVEN, (tuple(map(bytes, blobs)), tuple(digests), out.size, seed), proven)
+    out[:] = np.frombuffer(chunk, np.uint8)
+    return count
 
 
 def _remembered_manifest(data: bytes, where: str) -> manifest.Manifest:

@@ -19,6 +19,8 @@ from snapstore.repository import Repository
 from snapstore.save import manifest_writer
 from snapstore.storage.memory import MemoryStore
 
+pytestmark = pytest.mark.usefixtures("remembering")
+
 LEVELS = ("metadata", "data", "restore")
 
 

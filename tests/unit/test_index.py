@@ -39,6 +39,8 @@ from snapstore.storage.memory import MemoryStore
 from snapstore.storage.s3.lock_files import LivenessLocks
 from snapstore.storage.s3.store import S3Store
 
+pytestmark = pytest.mark.usefixtures("remembering")
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:

@@ -22,6 +22,8 @@ from snapstore.catalog.index import Index
 from snapstore.format import records
 from snapstore.format.keys import name_of_record, records_prefix
 
+pytestmark = pytest.mark.usefixtures("remembering")
+
 #: Names of runs, some of which are prefixes of others.
 RUNS = ("a", "a-b", "a.b", "ab", "a_", "A", "a-", "0-damaged-session")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -43,6 +44,7 @@ from snapstore import (
     KeepLast,
     NotFoundError,
     Repository,
+    SnapshotManager,
     StorageError,
 )
 from snapstore.copy import mirror_retention
@@ -635,3 +637,19 @@ def test_a_copy_looks_again_before_it_copies_what_was_not_there_at_the_first_loo
             result = repository.copy(to=other)
     assert (len(result.present), result.copied, result.failed) == (5, [], [])
     check_clean(target, level="restore")
+
+
+def test_a_copy_by_another_program_while_a_job_saves(tmp_path):
+    """It may have the records of snapshots and lack their packs. These are not restored wrongly."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    with SnapshotManager(source, run="a", keep=KeepLast(1)) as snapshots:
+        snapshots.save(0, {"w": np.full(300_000, 0)}).result()
+        shutil.copytree(source, target, ignore=lambda *_: ["snapshots"])
+        for step in (1, 2):
+            snapshots.save(step, {"w": np.full(300_000, step)})
+    shutil.copytree(source, target, ignore=lambda *_: ["packs"], dirs_exist_ok=True)
+    with Repository.open(target) as repository:
+        check = repository.check()
+        assert [s.step for s in check.damaged] == [s.step for s in repository.snapshots("a")] == [2]
+        with pytest.raises(IntegrityError, match=r"a@2 .*packs/.*no older snapshot of run 'a' is whole"):
+            repository.restore("a@latest")

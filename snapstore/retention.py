@@ -226,7 +226,7 @@ class _KeepPeriodic(_KeepCount):
         """
         newest: dict[str, str] = {}  # period -> snapshot id
         for snapshot in current:
-            newest.setdefault(format(_utc(snapshot.created), self.period), snapshot.id)
+            newest.setdefault(format(utc(snapshot.created), self.period), snapshot.id)
             if len(newest) > self.n:
                 newest.popitem()
                 break
@@ -402,8 +402,8 @@ _FIRST_S = dt.datetime.min.replace(tzinfo=dt.UTC).timestamp()
 _LAST_S = dt.datetime.max.replace(tzinfo=dt.UTC, microsecond=0).timestamp()
 
 
-def _utc(created: float) -> dt.datetime:
-    """Return the UTC time of any float, clamped to the years 1 to 9999: a wrong clock must not stop a forget."""
+def utc(created: float) -> dt.datetime:
+    """Return the UTC time of any float, clamped to the years 1 to 9999: a wrong clock must stop nothing."""
     return dt.datetime.fromtimestamp(min(max(_FIRST_S, created), _LAST_S), dt.UTC)
 
 

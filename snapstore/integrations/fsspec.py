@@ -20,7 +20,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
@@ -31,6 +31,7 @@ from ..errors import InvalidInputError, NotFoundError
 from ..format.records import Snapshot
 from ..inspect.lazy import LazyTensors, TensorHandle, open_tensors
 from ..repository import Repository
+from ..retention import utc
 from ..state.fit import Fit
 from ..state.folder import Entry, File, Folder, Link, file_spans, index_of, is_folder, read_span
 from ..state.tensors import TensorSpec
@@ -157,8 +158,8 @@ class SnapstoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return super().walk(path, *arguments, **{"on_error": _raise_unless_missing, **options})
 
     def created(self, path: str) -> datetime:
-        """Return when the snapshot was saved, by the clock of its writer."""
-        return datetime.fromtimestamp(self._snapshot(self._split(path)[0], path).created, UTC)
+        """Return when the snapshot was saved, by the clock of its writer, in the years 1 to 9999."""
+        return utc(self._snapshot(self._split(path)[0], path).created)
 
     modified = created
 

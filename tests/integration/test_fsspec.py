@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pickle
+import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,6 +89,15 @@ def test_listings(files):
     assert files.glob("exp1@*/model.safetensors") == [f"exp1@{step}/model.safetensors" for step in (0, 1, 2)]
     assert abs(files.created("exp1@1").timestamp() - files.repository.snapshot("exp1@1").created) < 1e-3
     assert len(list(files.walk(""))) == 4
+
+
+@pytest.mark.parametrize(("now", "year"), [(-1e12, 1), (1e12, 9999)])
+def test_a_date_that_python_does_not_know(tmp_path, monkeypatch, now, year):
+    monkeypatch.setattr(time, "time", lambda: now)
+    with Repository.create(tmp_path / "r") as repository:
+        repository.save(state(), run="exp1", step=1)
+    files = SnapstoreFileSystem(repository=str(tmp_path / "r"), skip_instance_cache=True)
+    assert files.created("exp1@1/model.safetensors").year == year
 
 
 @pytest.mark.sampled(3)

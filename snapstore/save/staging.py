@@ -12,6 +12,7 @@ Without an engine for the device they are copied through host memory.
 from __future__ import annotations
 
 import gc
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -31,6 +32,7 @@ from ..state.flatten import Part, flatten_and_learn
 from ..state.held_array import Held
 from ..state.learner import DifferentStructureError
 from ..state.structure import Match
+from ..threads import after_fork_in_child
 from .inputs import Key, PartInput, TensorInput, cut_plain, inputs_of, plain_names
 from .known_state import KnownState
 from .replicas import Replica, digests_of, spans
@@ -448,16 +450,32 @@ class Staging:
         self._base, self._spare, self._base_id, self._known = Buffers(), Buffers(), None, None
 
 
+_preventing: set[int] = set()  # the threads that prevent garbage collection, which the program allows
+
+
 @contextmanager
 def _without_gc() -> Iterator[None]:
     """Prevent Python's garbage collection: it takes as long as the copies, and the caller waits."""
-    was_enabled = gc.isenabled()
+    was_enabled, thread = gc.isenabled(), threading.get_ident()
     try:
+        if was_enabled:
+            _preventing.add(thread)
         gc.disable()
         yield
     finally:
         if was_enabled:
             gc.enable()
+        _preventing.discard(thread)
+
+
+def _allow_gc() -> None:
+    """Allow it again in a forked child, such as a worker that the `state_dict` of a loader has started."""
+    if _preventing:
+        gc.enable()
+        _preventing.clear()
+
+
+after_fork_in_child(_allow_gc)
 
 
 def _tensors(inputs: Sequence[PartInput]) -> Iterator[TensorInput]:

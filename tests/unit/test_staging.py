@@ -1,5 +1,8 @@
 """Staging keeps bases between saves. If the deltas of a tensor do not pay, it drops their base for some saves."""
 
+import gc
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -232,3 +235,31 @@ def test_freed_memory_is_not_read(monkeypatch):
     with pytest.raises(DifferentStructureError):
         made._copy_known(known, match)
     assert not reads
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_process_that_a_state_dict_forks_collects_garbage_as_the_program_does(snapshots, allowed):
+    """The `state_dict` of torchdata's loader may start its workers."""
+
+    class Forks:
+        found = None
+
+        def state_dict(self):
+            child = os.fork()
+            if child == 0:
+                os._exit(int(gc.isenabled()))
+            self.found = bool(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            return {"n": 1}
+
+        def load_state_dict(self, state):
+            pass
+
+    if not allowed:
+        gc.disable()
+    try:
+        for step in range(2):  # the second state has the structure of the first one, which is another path
+            loader = Forks()
+            snapshots.save(step, {"loader": loader, "w": steady(step)}).result()
+            assert loader.found is gc.isenabled() is allowed
+    finally:
+        gc.enable()

@@ -14,6 +14,13 @@ Bytes = npt.NDArray[np.uint8]
 Column = npt.NDArray[Any]
 
 
+def sums_before(column: Column) -> Column:
+    """Return the sums of the items before each item of a column (n,), and the sum of all, (n + 1,) int64."""
+    sums = np.zeros(len(column) + 1, np.int64)
+    column.cumsum(dtype=np.int64, out=sums[1:])
+    return sums
+
+
 def items_at(data: Bytes, at: Column, dtype: npt.DTypeLike) -> Column:
     """Return copies, (n,), of the items of `dtype` at the byte offsets `at` (n,) of `data`, in any alignment.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ...arrays import Bytes, Column
+from ...arrays import Bytes, Column, sums_before
 from ..planes import scratch
 
 #: An order with more changed names than this is sorted again.
@@ -73,7 +73,10 @@ class KeyOrder:
 
     def _keys_of(self, elements: Elements) -> Bytes:
         keys = keys_of(elements, self._layout)
-        return np.clip(keys, self._low, self._high, out=keys) if self._layout else keys
+        if self._layout:  # np.clip takes longer for few elements
+            np.maximum(keys, self._low, out=keys)
+            np.minimum(keys, self._high, out=keys)
+        return keys
 
     def _set_moves(self, moves: Words) -> None:
         """Set the names that entered or left: (k,) ascending, name << 32 | number << 1 | has left.
@@ -83,7 +86,7 @@ class KeyOrder:
         self._moves = moves
         gone = (moves & np.uint64(1)).view(np.int64)
         ahead = 2 * gone - 1
-        self._ahead = np.append(0, np.cumsum(ahead))  # index in `_names` minus number, after each move
+        self._ahead = sums_before(ahead)  # index in `_names` minus number, after each move
         self._from = ((moves & _LOW_HALF) >> np.uint64(1)).view(np.int64) - self._ahead[:-1] + 1 - gone
         self._has_come = gone == 0
 
@@ -129,7 +132,7 @@ class KeyOrder:
 
     def mixed(self, first_keys: Column, last_keys: Column) -> npt.NDArray[np.bool_]:
         """Return which groups (g,) have elements of several keys: their positions do not ascend here."""
-        present = np.append(0, np.cumsum(np.diff(self.starts) > 0))
+        present = sums_before(self.starts[1:] > self.starts[:-1])
         several: npt.NDArray[np.bool_] = present[last_keys + 1] - present[first_keys] > 1
         return several
 
@@ -148,7 +151,7 @@ class KeyOrder:
         moved = np.flatnonzero(before != after)
         before, after, at = before[moved], after[moved], at[moved].astype(np.uint32)
         gone, come = (_named(keys) | at for keys in (before, after))
-        self.starts[1:] += np.cumsum(np.bincount(after, minlength=256) - np.bincount(before, minlength=256))
+        self.starts[1:] += (np.bincount(after, minlength=256) - np.bincount(before, minlength=256)).cumsum()
         names = np.sort(np.concatenate([gone, come]), kind="stable")
         numbers = np.searchsorted(self._names, names)
         was_there = self._names.take(numbers, mode="clip") == names

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from ...arrays import Bytes, Column
+from ...arrays import Bytes, Column, sums_before
 from ...errors import IntegrityError
 from . import sparse, zstd
 from .key_order import Elements, KeyOrder
@@ -92,7 +92,8 @@ def _positions(changes: Changes, order: KeyOrder) -> Column:
     """Return the positions of changed elements, then of dense groups."""
     groups, ranks = changes.groups, changes.ranks
     last_keys = groups["last_key"].astype(np.int64)
-    first_keys = np.append(0, last_keys[:-1] + 1)
+    first_keys = np.zeros_like(last_keys)
+    first_keys[1:] = last_keys[:-1] + 1
     firsts = order.starts[first_keys]
     sizes = order.starts[last_keys + 1] - firsts
     counts, values = groups["gaps"].astype(np.int64), groups["values"]
@@ -144,7 +145,7 @@ def unpack(links: Sequence[Stored], base: Elements) -> list[Changes]:
     for link in links:
         groups, start = _read_groups(link.payload, element_size)
         gaps, values = (groups[name].astype(np.int64) for name in ("gaps", "values"))
-        wrong = (np.cumsum(gaps) > elements) | (np.cumsum(values) > elements)
+        wrong = (gaps.cumsum() > elements) | (values.cumsum() > elements)
         if wrong.any():
             raise IntegrityError(f"sparse group {int(np.argmax(wrong))}: counts that the base contradicts")
         symbols += int(gaps.sum() + values.sum())
@@ -165,7 +166,7 @@ def _read_groups(payload: memoryview, element_size: int) -> tuple[npt.NDArray[np
     groups = np.frombuffer(payload[COUNT.size : end], GROUP)
     dense = groups["gap_shift"] == DENSE
     fine = (groups["last_key"][-1] == 255) & (groups["flags"][-1] == ENDS_FRAMES)
-    fine &= (np.diff(groups["last_key"].astype(int)) > 0).all() & (groups["flags"] <= ENDS_FRAMES).all()
+    fine &= (groups["last_key"][1:] > groups["last_key"][:-1]).all() & (groups["flags"] <= ENDS_FRAMES).all()
     fine &= (dense | (groups["gap_shift"] <= MAX_GAP_SHIFT)).all() & (groups["gaps"][dense] == 0).all()
     fine &= (groups["value_shift"] % 8 == 0).all() & (groups["value_shift"] < 8 * element_size).all()
     if not fine:
@@ -181,7 +182,7 @@ def _read_frames(
     streams = {name: np.empty(sum(int(t[name].sum(dtype=np.int64)) for t in tables), np.uint8) for name in names}
     filled, lows = dict.fromkeys(streams, 0), []
     for link, at, groups in zip(links, starts, tables, strict=False):
-        through = {name: np.append(0, np.cumsum(groups[name], dtype=np.int64)).tolist() for name in names}
+        through = {name: list(accumulate(groups[name].tolist(), initial=0)) for name in names}
         begin, used = 0, 0
         for end in (np.flatnonzero(groups["flags"]) + 1).tolist():
             for name, stream in streams.items():
@@ -258,7 +259,7 @@ class _Symbols:
     @classmethod
     def of(cls, plain: Bytes, counts: Column, is_escape: npt.NDArray[np.bool_]) -> _Symbols:
         """Find the escapes."""
-        ends, escapes = np.cumsum(counts), np.flatnonzero(is_escape)
+        ends, escapes = counts.cumsum(), np.flatnonzero(is_escape)
         group = np.searchsorted(ends, escapes, "right")
         return cls(plain, counts, ends - counts, escapes, group, np.bincount(group, minlength=len(counts)))
 
@@ -310,7 +311,8 @@ def _decode_changes(
     gaps = _Symbols.of(quotients, counts, quotients >= GAP_ESCAPE)
     values = _Symbols.of(streams[1], value_counts, streams[1] == VALUE_ESCAPE)
     others = np.flatnonzero(kinds == OTHER)
-    found = np.diff(np.searchsorted(others, np.append(0, np.cumsum(counts))))
+    through = np.searchsorted(others, sums_before(counts))
+    found = through[1:] - through[:-1]
     if (quotients[gaps.escapes] > GAP_ESCAPE).any() or (found[~dense] != value_counts[~dense]).any():
         raise IntegrityError(f"sparse: {value_counts.tolist()} values, and symbols for {found.tolist()}")
     parts = [-(-counts * shifts // 8), 4 * gaps.escape_counts, widths * value_counts, size * values.escape_counts]
@@ -355,10 +357,10 @@ def _decode_ranks(gaps: _Symbols, shifts: Column, low: _Low, elements: int) -> C
     if found.size and found.max() >= elements:  # checked before the sum, which could overflow
         raise IntegrityError(f"sparse: a gap of {found.max()} beyond its group")
     found += 1
-    through = np.cumsum(found)
-    before = np.append(0, through)[gaps.firsts]
-    through -= gaps.each(before + 1)
-    return through
+    through = sums_before(found)
+    ranks = through[1:]
+    ranks -= gaps.each(through[gaps.firsts] + 1)
+    return ranks
 
 
 def _decode_values(values: _Symbols, widths: Column, low: _Low, size: int) -> Words:

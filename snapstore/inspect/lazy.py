@@ -28,7 +28,7 @@ from ..format.records import Snapshot
 from ..restore.overlaps import Overlap, Reads, StoredBox, overlap_of
 from ..restore.pipeline import require_decoding_of
 from ..restore.streaming import OpenSnapshot
-from ..state.arrays import as_bytes, new_array
+from ..state.arrays import as_bytes, new_array, require_memory_of_tensors
 from ..state.fit import Fit
 from ..state.restore_buffers import Want
 from ..text import counted
@@ -170,7 +170,8 @@ class TensorHandle:
 
         Raises:
             IndexError: an int is out of range, or the index has more elements than there are dimensions.
-            InvalidInputError: the index has None, a list, a mask or a step below 1.
+            InvalidInputError: the index has None, a list, a mask or a step below 1; or tensors have no memory here, as
+                under FakeTensorMode.
             NotFoundError: the snapshot was deleted meanwhile.
             IntegrityError, FormatError: a chunk is damaged.
             CapabilityError: there is no memory for the result, or it must decode more than the limits allow.
@@ -179,6 +180,7 @@ class TensorHandle:
         shape = tuple(len(of) for of, keep in zip(ranges, kept, strict=True) if keep)
         spec = msgspec.structs.replace(self._spec, shape=shape)
         what = f"{self._reader.ref}: reading {self.name}"
+        require_memory_of_tensors(what)
         limits.require_memory(spec.nbytes, what)
         with out_of_memory(what, "read less of it at a time"):
             value = new_array(spec, None)

@@ -25,6 +25,7 @@ from ..errors import (
     out_of_memory,
 )
 from ..format.records import SWEPT, Snapshot
+from ..state.arrays import require_memory_of_tensors
 from ..state.classes import Types
 from ..state.composite import registered_classes
 from ..state.fit import Fit
@@ -203,11 +204,13 @@ def restore(
 
     Raises:
         InvalidInputError: `into` does not fit. The error names the differences part by part; nothing was written. Or
-            the snapshot has values of each rank's own, and `as_rank` neither gives a rank that saved nor drops them.
+            the snapshot has values of each rank's own, and `as_rank` neither gives a rank that saved nor drops them. Or
+            tensors have no memory here, see `require_memory_of_tensors`.
         CapabilityError: `device` is a CUDA device that is not there; or the state does not fit into memory, or takes
             more decoding than its stored bytes explain. Nothing was written.
         IntegrityError, FormatError: the snapshot is damaged; `into` may be half written.
     """
+    require_memory_of_tensors(f"restore {snapshot.ref}")
     fit = Fit.of(keys)
     sources = Sources(context, snapshot, fit.parts_keys, as_rank)
     plan = RestorePlan(

@@ -19,7 +19,7 @@ from ..arrays import Bytes
 from ..context import Context
 from ..errors import SnapstoreError
 from ..format.argument_checks import check_list, check_metrics, check_name, check_step, check_tags, encode_metadata
-from ..state.arrays import Memory
+from ..state.arrays import Memory, require_memory_of_tensors
 from ..state.flatten import Part
 from ..state.held_array import Held
 from ..state.learner import own_key
@@ -47,7 +47,7 @@ class SaveRequest:
         first_seq: the lowest sequence number to take.
 
     Raises:
-        InvalidInputError: an argument cannot be saved.
+        InvalidInputError: an argument cannot be saved, or tensors have no memory here.
     """
 
     run: str
@@ -68,6 +68,7 @@ class SaveRequest:
     _metrics: dict[str, Read] = field(init=False)
 
     def __post_init__(self, metrics: Mapping[str, SupportsFloat] | None) -> None:
+        require_memory_of_tensors("save")
         self.run = check_name("run", self.run)
         for name, given in (("tags", self.tags), ("bases", self.bases)):
             check_list(name, given)

@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Bytes
-from ..errors import CapabilityError, UnsupportedLeafError
+from ..errors import CapabilityError, InvalidInputError, UnsupportedLeafError
+from ..threads import imported
 from .composite import core_of, is_composite_class
 from .containers import shown
 from .sharded import Sharding, locals_of, sharding_of
@@ -74,6 +75,8 @@ def _describe_ndarray(value: np.ndarray[Any, Any]) -> tuple[str, str]:
 
 
 def _describe_tensor(form: type, value: torch.Tensor) -> tuple[str, str]:
+    import torch
+
     kind, dtype, problem, advice = _tensor_form(form, value.dtype, "nested" if value.is_nested else value.layout)
     if problem is None:
         if value.is_meta:
@@ -81,6 +84,8 @@ def _describe_tensor(form: type, value: torch.Tensor) -> tuple[str, str]:
                 "meta tensor, which has no values,",
                 "give it values first, as model.to_empty() and a load do",
             )
+        elif torch._C._functorch.is_functorch_wrapped_tensor(value):  # some have a storage, which is not theirs
+            problem, advice = "tensor of torch.func.grad, vmap or another transform", "pass the result of the transform"
         elif not _is_whole(value):
             problem, advice = "tensor whose storage was freed, or cut short,", "pass a tensor that has all its values"
     if problem:
@@ -116,6 +121,8 @@ def _tensor_form(form: type, dtype: torch.dtype, layout: Any) -> tuple[str, str,
             problem, advice = "DTensor", _DTENSOR
         elif is_composite_class(form):
             advice = "save it in a nested state, such as a dict"
+        elif "FakeTensor" in names:
+            problem, advice = "fake tensor, which has no values,", "make the state outside of FakeTensorMode"
         elif "UninitializedTensorMixin" in names:
             advice = "call its module once, so that it has a shape and values"
     elif layout is not torch.strided:
@@ -127,6 +134,31 @@ def _tensor_form(form: type, dtype: torch.dtype, layout: Any) -> tuple[str, str,
         elif dtype.itemsize == 1:
             advice = f"pass its bytes, tensor.view(torch.uint8); after a restore, restored.view({dtype}) is the tensor"
     return "parameter" if form is torch.nn.Parameter else "tensor", name, problem, advice
+
+
+def require_memory_of_tensors(what: str) -> None:
+    """Check that the tensors that this thread makes now have memory, also its views of other tensors.
+
+    Under FakeTensorMode, and in some transforms of torch.func, they have none, and torch may read other bytes instead.
+
+    Args:
+        what: The caller, in the error.
+
+    Raises:
+        InvalidInputError: They have none.
+    """
+    torch = imported("torch")  # if torch is not imported, there are no tensors
+    if torch is None:
+        return
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise InvalidInputError(
+            f"{what}: was called in a function that torch.func.grad, vmap or another transform runs, whose tensors may "
+            "have no memory; call it outside of the transform"
+        )
+    if type(torch.empty(0, device="cpu")) is not torch.Tensor:
+        raise InvalidInputError(
+            f"{what}: was called under FakeTensorMode, or a mode like it, whose tensors have no memory; leave the mode first"
+        )
 
 
 def dtype_name(value: Any) -> str:

@@ -157,7 +157,8 @@ def require_memory_of_tensors(what: str) -> None:
         )
     if type(torch.empty(0, device="cpu")) is not torch.Tensor:
         raise InvalidInputError(
-            f"{what}: was called under FakeTensorMode, or a mode like it, whose tensors have no memory; leave the mode first"
+            f"{what}: was called under FakeTensorMode, or a mode like it, whose tensors have no memory; "
+            "leave the mode first"
         )
 
 

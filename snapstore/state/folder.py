@@ -412,7 +412,9 @@ def _leads_inside(link: Path, inside: Path) -> bool:
 
 
 def _umask() -> int:
-    mask = os.umask(0o077)
+    with suppress(OSError, StopIteration, ValueError), Path("/proc/self/status").open() as status:
+        return int(next(line for line in status if line.startswith("Umask:")).split()[1], 8)
+    mask = os.umask(0o077)  # another thread may make a file meanwhile
     os.umask(mask)
     return mask
 

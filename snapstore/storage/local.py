@@ -450,7 +450,7 @@ class LocalStore(ObjectStore):
                 f"{error.filename} in {self.url}: is a symbolic link, which snapstore does not follow inside a "
                 "repository; put what it leads to in its place, or remove it"
             )
-        return translate(f"{key} in {self.url}: cannot {verb}", error)
+        return translate(f"{self.url if key == '/' else f'{key} in {self.url}'}: cannot {verb}", error)
 
 
 # --- files ---

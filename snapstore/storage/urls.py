@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import unquote_to_bytes
 
@@ -36,6 +37,7 @@ def open_store(url: str | Path | ObjectStore, *, create: bool = False) -> Object
         CapabilityError: boto3 is needed and not installed.
         StorageError: The path cannot be opened.
     """
+    _fill_standard_descriptors()
     if not isinstance(url, str | Path):
         if callable(getattr(url, "get_range", None)):
             return url
@@ -51,6 +53,14 @@ def open_store(url: str | Path | ObjectStore, *, create: bool = False) -> Object
         return _open_s3(url)
     # Repeat only the scheme: the URL may carry a password.
     raise InvalidInputError(f"{scheme}://: unknown scheme, expected a path, file://, s3:// or memory://")
+
+
+def _fill_standard_descriptors() -> None:
+    """Open descriptors 0 to 2 if they are closed; else a file of ours may get one, and output be written into it."""
+    with suppress(OSError):
+        while (lowest_free := os.open(os.devnull, os.O_RDWR)) <= 2:
+            pass
+        os.close(lowest_free)
 
 
 def local_path(url: str) -> str | None:

@@ -134,7 +134,7 @@ def test_tensors_that_cannot_be_compared(repository, change, path, note):
 def test_times_are_shown_as_numpy_shows_them(repository, dtype, values):
     """Python has no NaT, and no nanoseconds."""
     for run, value in zip("ab", values, strict=True):
-        time = np.timedelta64(int(value[0]), "ns") if dtype[0] == "m" else np.datetime64(value)
+        time = np.timedelta64(int(value[0]), "ns") if dtype[0] == "m" else np.datetime64(value, dtype[3:-1])
         repository.save({"x": np.full(3, time, dtype)}, run=run, step=1)
     found = repository.first_difference("a", "b")
     assert (found.index, found.before, found.after) == ((0,), *values)

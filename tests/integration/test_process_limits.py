@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from kit.processes import environment
+from snapstore import Repository
 
 PROGRAM = """
 import os, resource, sys
@@ -57,3 +58,23 @@ def test_a_limit_of_the_machine(tmp_path, limit, verb, says, steps):
     text, after = done.stdout.splitlines()
     assert after == f"{steps} True"
     assert re.match(says, text), text
+
+
+def test_closed_standard_descriptors(tmp_path):
+    """No file of snapstore gets the number of a closed output, into which a program may still write."""
+    script = """
+import os, sys
+import snapstore
+os.closerange(0, 3)
+with snapstore.SnapshotManager(sys.argv[1], run="a") as manager:
+    for step in range(4):
+        manager.save(step, {"a": [step] * 10_000})
+        for number in range(3):
+            assert os.readlink(f"/proc/self/fd/{number}") == os.devnull
+            os.write(number, b"x" * 5000)
+"""
+    place = tmp_path / "repository"
+    assert subprocess.run([sys.executable, "-c", script, str(place)], env=environment(), timeout=300).returncode == 0
+    with Repository.open(place) as repository:
+        assert not repository.check().problems
+        assert [repository.restore(f"a@{step}") for step in range(4)] == [{"a": [step] * 10_000} for step in range(4)]

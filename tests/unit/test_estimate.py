@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shlex
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +22,7 @@ from snapstore.inspect.estimate import BITS, FAILURE_GPU_HOURS, LEAST, MOST, Run
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "planning.md"
 RATES = Rates(write=1e9, read=2e9, encode=4e9, decode=8e9, copy=16e9)
 RUN = Run(parameters=1e9, dtype="float32", step_s=1.0, failure_s=86400.0)
 
@@ -182,3 +186,14 @@ def test_the_verb(capsys):
     for huge in (["--params", "1e308"], ["--params", "7B", "--keep", "9" * 400]):
         assert commands(["estimate", *huge, *given], standalone_mode=False) == 1
         assert "expected a number from" in capsys.readouterr().err
+
+
+def test_the_guide_shows_what_the_command_prints(capsys):
+    """With all rates given, the output is the same on every machine."""
+    blocks = re.findall(
+        r"```console\n\$ snapstore (estimate [^\n]*--rate[^\n]*)\n(.*?)```", GUIDE.read_text(), re.DOTALL
+    )
+    assert len(blocks) == 1
+    for command, printed in blocks:
+        commands(shlex.split(command), standalone_mode=False)
+        assert capsys.readouterr().out == printed

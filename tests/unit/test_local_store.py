@@ -1251,3 +1251,11 @@ def test_trials_that_a_killed_doctor_left_are_no_content_and_the_next_trial_remo
     place = tmp_path / "place"
     (place / new.name / "probe").mkdir(parents=True)
     Repository.create(place).close()
+
+
+def test_an_error_about_the_folder_itself_names_only_the_folder(tmp_path):
+    file = tmp_path / "file"
+    file.write_bytes(b"")
+    with pytest.raises(StorageError) as caught, LocalStore(file).sandbox():
+        pass
+    assert str(caught.value).startswith(f"{file}: cannot write")

@@ -21,7 +21,7 @@ from ..restore.pipeline import deleted_meanwhile, load, opened, require_decoding
 from ..restore.sources import AsRank, Sources
 from ..state import composite_fit
 from ..state.arrays import mismatch, torch_dtype
-from ..state.composite import CONTEXT, SHAPE, plain_of
+from ..state.composite import inner_of, plain_of
 from ..state.restore_buffers import RestoreBuffers, slots_of
 from ..state.tensors import Slot
 from ..state.tree_decode import ELSEWHERE, decode
@@ -141,8 +141,8 @@ class StoredState:
             raise InvalidInputError(f"{key}: {text}; DCP fills only such tensors: use Repository.restore_into")
         if spec is not None:
             return [Piece(value, (0,) * len(spec.shape), spec.shape, target)]
-        inner = {name: child for name, child in plain_of(target).items() if name not in (CONTEXT, SHAPE)}
-        found = (self.pieces_in(value[name], child, f"{key}.{name}") for name, child in inner.items())
+        inner = inner_of(plain_of(target)).items()
+        found = (self.pieces_in(value[name], child, f"{key}.{name}") for name, child in inner)
         return [piece for pieces in found for piece in pieces]
 
     def values(self, keys: Sequence[str]) -> list[Any]:

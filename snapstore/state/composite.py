@@ -20,13 +20,15 @@ from typing import Any, TypeVar
 from ..errors import InvalidInputError, UnsupportedLeafError
 from ..threads import imported
 from .containers import CONTAINERS, MAX_DEPTH, Path, children, shown
-from .sharded import dtensor_like
+from .sharded import dtensor_like, sharding_of
 from .wrapped import unwrapped
 
-#: The keys of the plain form that hold no tensor: what `__tensor_flatten__` returns beside the names, and the shape.
-CONTEXT, SHAPE = "__context__", "__shape__"
+#: The keys of the plain form that hold no tensor: what `__tensor_flatten__` returns beside the names, and the shape;
+#: and, if it is the local tensor of a DTensor, the shape of that and the boxes of it that this rank has.
+CONTEXT, SHAPE, SHARD = "__context__", "__shape__", "__shard__"
 
 Plain = dict[str, Any]
+About = tuple[Any, Any, Any]  # the context, the shape, and the `dtensor_spec`
 T = TypeVar("T")
 
 
@@ -73,32 +75,54 @@ def plain_of(value: Any) -> Plain:
     Raises:
         UnsupportedLeafError: A tensor in it has the name of another entry of the form.
     """
-    value = core_of(value)
-    names, context = value.__tensor_flatten__()
-    if {CONTEXT, SHAPE} & {*names}:
-        raise UnsupportedLeafError(f"{type(value).__name__} has a tensor of the name {CONTEXT} or {SHAPE}: rename it")
-    return {**{name: getattr(value, name) for name in names}, CONTEXT: context, SHAPE: value.shape}
+    core = core_of(value)
+    names, context = core.__tensor_flatten__()
+    if taken := {CONTEXT, SHAPE, SHARD} & {*names}:
+        raise UnsupportedLeafError(f"{type(core).__name__} has a tensor of the name {min(taken)}: rename it")
+    form = {**{name: getattr(core, name) for name in names}, CONTEXT: context, SHAPE: core.shape}
+    return form if core is value else {**form, SHARD: shard_of(value)}
 
 
-def tensors_of(value: Any, names: list[str], about: tuple[Any, Any]) -> list[Any] | None:
+def shard_of(value: Any) -> tuple[Any, ...]:
+    """Return what the plain form of the composite tensor in a DTensor has as `SHARD`."""
+    sharding = sharding_of(value)
+    assert sharding is not None
+    return sharding.global_shape, sharding.boxes
+
+
+def inner_of(plain: Plain) -> Plain:
+    """Return the tensors of a plain form, by name."""
+    return {name: value for name, value in plain.items() if name not in (CONTEXT, SHAPE, SHARD)}
+
+
+def tensors_of(value: Any, names: list[str], about: About) -> list[Any] | None:
     """Return the tensors in a composite tensor, or in that in a DTensor.
 
-    None: it is none, or has other names, another context or shape, or requires grad.
+    None: it is none, or has other names, another context, shape or sharding, or requires grad.
 
     It runs while training waits, so it asks torch without the functions of the class.
 
     Args:
-        about: Its context and shape, as they were before.
+        about: Its context, its shape and its `dtensor_spec`, as they were before.
     """
+    context, shape, spec = about
+    if dtensor_spec(value) != spec:
+        return None
     kind: Any = type(value)
     value = value if _is_class(kind) else core_of(value)
     if value is None:
         return None
     with sys.modules["torch"]._C.DisableTorchFunctionSubclass():
-        found, context = value.__tensor_flatten__()
-        if list(found) != names or value.requires_grad or not _is_same((context, value.shape), about):
+        found, now = value.__tensor_flatten__()
+        if list(found) != names or value.requires_grad or not _is_same((now, value.shape), (context, shape)):
             return None
     return [getattr(value, name) for name in names]
+
+
+def dtensor_spec(value: Any) -> Any:
+    """Return the mesh, placements and shape of a DTensor, or None for a composite tensor."""
+    kind: Any = type(value)
+    return None if _is_class(kind) else getattr(value, "_spec", None)
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -148,7 +172,7 @@ def make(kind: Any, plain: Plain) -> Any:
         Exception: Whatever the class raises if it does not take what is stored.
     """
     torch = imported("torch")
-    inner = {name: value for name, value in plain.items() if name not in (CONTEXT, SHAPE)}
+    inner = inner_of(plain)
     if not is_plain_form(plain) or not all(isinstance(value, torch.Tensor) for value in inner.values()):
         raise TypeError("it has other fields than tensors, a context and a shape")
     shape = torch.Size(plain[SHAPE])

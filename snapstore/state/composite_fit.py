@@ -54,12 +54,24 @@ def mismatch(stored: Any, present: Any, decoded: Decoded) -> str | None:
     if core is None or type(core).__qualname__ != name:
         return f"type: expected {type_name(present)} as in the target, got {module}.{name}"
     plain = composite.plain_of(present)
-    if stored.keys() != plain.keys():
-        tensors = [[key for key in one if key not in (composite.CONTEXT, composite.SHAPE)] for one in (plain, stored)]
+    tensors = [[*composite.inner_of(one)] for one in (plain, stored)]
+    if {*tensors[0]} != {*tensors[1]}:
         return f"type: expected a {name} of tensors {tensors[0]} as in the target, got {tensors[1]}"
     if not same_plain(stored[composite.SHAPE], plain[composite.SHAPE]):
         return f"shape: expected {tuple(core.shape)} as in the target, got {stored[composite.SHAPE]}"
+    shards = [one.get(composite.SHARD) for one in (plain, stored)]
+    if None not in shards and not same_plain(*shards[::-1]):
+        return (
+            f"shard: expected {_boxes(shards[0])} as in the target, got {_boxes(shards[1])}: each rank gets what it "
+            "has saved, so use the mesh and placements of the save"
+        )
     context = stored[composite.CONTEXT], plain[composite.CONTEXT]
     if not same_plain(*context):
         return f"context of {name}: expected {context[1]} as in the target, got {context[0]}"
     return None
+
+
+def _boxes(shard: Any) -> str:
+    """Return the boxes of a shard for a message; the shard may come from a store."""
+    shape, boxes = shard if type(shard) is tuple and len(shard) == 2 else (shard, None)
+    return f"the boxes {boxes} (offsets, sizes) of {shape}"

@@ -33,7 +33,7 @@ import msgspec
 
 from ..errors import UnsupportedLeafError
 from .arrays import Array, address_of, describe, memory_key
-from .composite import core_of
+from .composite import SHARD, core_of, shard_of
 from .containers import CONTAINERS, Items, Path, items_of
 from .held_array import Held
 from .learner import DifferentStructureError, own_key
@@ -42,7 +42,7 @@ from .sharded import Sharding, locals_of, sharding_of
 from .stateful import buffers_of, is_stateful, names_in_modules, state_of
 from .structure import Structure, learn
 from .tensors import Node, TensorSpec, array_node
-from .tree_encode import PLAIN, Encoder
+from .tree_encode import PLAIN, Encoder, encode_plain
 from .wrapped import unwrapped
 
 MAX_PARTS = 64  # a state with more top-level containers and objects has only the part ""
@@ -258,7 +258,12 @@ class _RankFlattener(_Flattener):
         if self._part.own_nodes is not None:
             raise UnsupportedLeafError("is sharded over ranks, so it is no rank's own: take it out of PerRank")
         if (core := core_of(value)) is not None:
-            return self._put_own(core, path)
+            node = self._put_own(core, path)
+            own = self._own[self._part.name].tree[1][node[1]]
+            if type(own) is list and own[0] == "object":  # else it is a problem that is noted already
+                own[-1][1].append(SHARD)
+                own[-1][2].append(encode_plain(shard_of(value)))
+            return node
         self._locals = locals_of(value)
         local = self._locals[0]
         _, dtype, _ = describe(local)

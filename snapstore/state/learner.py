@@ -17,8 +17,8 @@ from itertools import chain
 from typing import Any
 
 from ..errors import FormatError
+from . import composite
 from .arrays import Array, address_of
-from .composite import core_of, tensors_of
 from .containers import CONTAINERS, Path
 from .held_array import Held
 from .sharded import local_of, sharding_of
@@ -45,7 +45,8 @@ class Container:
         scalars: the scalars as they were encoded last.
         others: all other children, in the order in which `flatten` visits them.
         table: if its children are all dicts of arrays: how many keys each has, their keys, and the arrays' types.
-        about: of a composite tensor, its context and shape; `keys` are the names of its tensors.
+        about: of a composite tensor, its context, its shape, and the mesh and placements of the DTensor in which it is;
+            `keys` are the names of its tensors.
     """
 
     kind: Any
@@ -61,7 +62,7 @@ class Container:
     scalars: dict[int, Any] = field(default_factory=dict)
     others: list[Child] = field(default_factory=list)
     table: tuple[list[int], list[str], list[type]] | None = None
-    about: tuple[Any, Any] | None = None
+    about: composite.About | None = None
 
     def replace(self, nodes: Mapping[int, Node]) -> None:
         """Put other nodes of children into the node; the old one may still be in use."""
@@ -115,7 +116,7 @@ class Learner:
         """Return a container, or the container that is the state of an object; None if there are no arrays in it."""
         if _is_own(node):
             raise DifferentStructureError  # the whole state is each rank's own
-        if core_of(value) is not None:
+        if composite.core_of(value) is not None:
             return self._learn_composite(value, node, path, part)
         owner = None
         if id(value) in self._states and type(value) not in CONTAINERS:
@@ -162,15 +163,18 @@ class Learner:
 
     def _learn_composite(self, value: Any, node: Node, path: Path, part: str) -> Container:
         """Return the tensors in a composite tensor as a list. Its node stays as it is."""
-        kind = type(core_of(value))
-        _, _, *name, (_, (*names, _, _), (*nodes, context, shape)) = node
+        kind = type(composite.core_of(value))
+        _, _, *name, (_, keys, children) = node
+        count = keys.index(composite.CONTEXT)
+        names, nodes, (context, shape) = keys[:count], children[:count], children[count : count + 2]
         if name != [kind.__module__, kind.__qualname__]:
             raise DifferentStructureError
         try:
-            about = decode_plain(context), decode_plain(shape)  # the class may change its own
+            # The class may change its own context.
+            about = decode_plain(context), decode_plain(shape), composite.dtensor_spec(value)
         except FormatError as error:  # columns that are not packed yet
             raise DifferentStructureError from error
-        tensors = tensors_of(value, names, about)
+        tensors = composite.tensors_of(value, names, about)
         found = None if tensors is None else self.learn(tensors, ["list", nodes], path, part)
         if found is None or found.plain or not all(child.container for child in found.others):
             raise DifferentStructureError  # it has changed since, or has values that are no tensors

@@ -231,7 +231,7 @@ class RestorePlan:
             self._differ(path, text)
             return
         self._note_place(stored, target, path)
-        for name in view.keys() - {composite.CONTEXT, composite.SHAPE}:
+        for name in composite.inner_of(view):
             self._plan(stored[name], view[name], (*path, name))
 
     def _plan_per_rank(self, stored: Any, target: PerRank, path: Path) -> None:

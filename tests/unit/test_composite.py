@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from kit import rank_saves
@@ -448,6 +448,46 @@ def test_each_rank_stores_its_composite_shards_and_fills_them(repository):
             with pytest.raises(InvalidInputError, match=r"shape: expected \(100, 6\) as in the target, got .*50, 6"):
                 read_into(repository.context, snapshot.ref, {"m": {"w": Coded.of(VALUES), "b": into["m"]["b"]}},
                           as_rank=AsRank("same", rank, 2))  # fmt: skip
+
+
+def permuted(values: torch.Tensor, placements: list[Any], kind: Any = dict) -> Any:
+    """Return a state of four ranks, or an optimizer, with a composite shard on a mesh of 2 x 2."""
+    plain = sharded(values, [2, 2], placements)
+    value = dtensor_like(plain, Coded.of(plain.to_local()))
+    if kind is dict:
+        return {"w": value}
+    optimizer = torch.optim.SGD([torch.nn.Parameter(plain)])
+    if kind is not None:
+        (parameter,) = optimizer.param_groups[0]["params"]
+        optimizer.state[parameter] = {"moment": value}
+    return {"optimizer": optimizer}
+
+
+@pytest.mark.parametrize("kind", [dict, torch.optim.SGD, None], ids=["in place", "optimizer", "fresh optimizer"])
+def test_ranks_that_hold_other_rows_than_at_the_save_are_refused(repository, kind):
+    """Else a job whose mesh has its dimensions in another order would train with the moments of other rows."""
+    saved, other = [Shard(0), Replicate()], [Replicate(), Shard(0)]
+    snapshot, _ = rank_saves.save(repository, [lambda: permuted(VALUES, saved, kind or torch.optim.SGD)] * 4, 0)
+    for rank in range(4):
+        with as_rank(rank, 4):
+            load = partial(read_into, repository.context, snapshot.ref, as_rank=AsRank("same", rank, 4), types=[Coded])
+            load(permuted(VALUES * 0, saved, kind))
+            into = permuted(VALUES * 0, other, kind)
+            if rank in (0, 3):
+                load(into)
+                continue
+            with pytest.raises(InvalidInputError, match=r"shard: expected the boxes .* of \(100, 6\) as in the target"):
+                load(into)
+            if kind is dict:
+                assert not into["w"]._local_tensor.codes.any()
+
+
+def test_a_known_shard_that_is_cut_in_another_way_is_not_taken_for_it():
+    with as_rank(1, 4):
+        _, (structure, _) = flatten_and_learn(permuted(VALUES, [Shard(0), Replicate()]), of_rank=True)
+        structure.match(permuted(VALUES, [Shard(0), Replicate()]))
+        with pytest.raises(DifferentStructureError):
+            structure.match(permuted(VALUES, [Replicate(), Shard(0)]))
 
 
 @pytest.mark.parametrize("steps", [0, 1], ids=["fresh", "with a state"])

@@ -46,7 +46,8 @@ class Job:
         ]
         command += ["--repo", self.demo.url, "--steps", steps, "--save-every", SAVE_EVERY]
         command += ["--notes", self.demo.file("notes"), "--ranks-before", ranks_before]
-        environment = os.environ | {"PYTHONPATH": str(TRAINER.parent), "OMP_NUM_THREADS": "1"}
+        paths = filter(None, [str(TRAINER.parent), os.environ.get("PYTHONPATH")])
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
         with self.demo.file(f"{self.name}.log").open("wb") as log:
             return subprocess.Popen(list(map(str, command)), stdout=log, stderr=subprocess.STDOUT, env=environment)
 
@@ -81,6 +82,8 @@ def lose_a_rank(demo: Demo, ranks: int) -> None:
             between = demo.counts()
         time.sleep(0.005)
     process.wait(timeout=300)
+    if not victim:
+        raise SystemExit(f"{job.log}\ndemo: the job ended before one of its saves was seen; its output is above")
     demo.proofs.add(bool(victim), f"SIGKILL hit rank {ranks - 1} at step {found}, in the middle of a save")
     with Repository.open(demo.url) as repository:
         steps = ", ".join(str(snapshot.step) for snapshot in repository.snapshots("gpt"))

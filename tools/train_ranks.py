@@ -1,7 +1,8 @@
 """Trains the demo's GPT under FSDP2 on all ranks of a job, with a snapshot every few steps. tools/demo --ranks runs it.
 
-If torchrun starts it again, with any number of ranks, it goes on from its newest committed snapshot. Rank 0 notes the
-digest of the whole state at each save and after each restore: equal digests mean equal bits.
+It runs on GPUs if there is one for each rank. If torchrun starts it again, with any number of ranks, it goes on from
+its newest committed snapshot. Rank 0 notes the digest of the whole state at each save and after each restore: equal
+digests mean equal bits.
 """
 
 import argparse
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from train_gpt import GPT, draw_batch, read_text
@@ -32,7 +34,8 @@ def digest(state: Any) -> str:
                 add(value)
             elif isinstance(value, torch.Tensor):
                 whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-                found.update(f"{key}{whole.dtype}{tuple(whole.shape)}".encode() + whole.detach().numpy().tobytes())
+                about = f"{key}{whole.dtype}{tuple(whole.shape)}"
+                found.update(about.encode() + whole.detach().cpu().numpy().tobytes())
 
     add(state)
     return found.hexdigest()
@@ -46,14 +49,15 @@ def note(args: argparse.Namespace, event: str, step: int, state: Any) -> None:
             file.write(json.dumps(line) + "\n")
 
 
-def train(args: argparse.Namespace) -> None:
+def train(args: argparse.Namespace, device: torch.device) -> None:
     """The loop to copy."""
     torch.manual_seed(dist.get_rank())
     torch.set_num_threads(1)
-    text, model = read_text(), GPT()
+    text, model = read_text(), GPT().to(device)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def state_of_all() -> dict[str, Any]:
@@ -70,7 +74,7 @@ def train(args: argparse.Namespace) -> None:
             note(args, "restored", latest, {k: state[k] for k in ("model", "optimizer")})
             start = latest + 1
         for step in range(start, args.steps + 1):
-            inputs, targets = draw_batch(text)
+            inputs, targets = (tokens.to(device) for tokens in draw_batch(text))
             loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -95,9 +99,13 @@ def main() -> None:
     parser.add_argument("--notes", type=Path, required=True, help="file for the digests")
     parser.add_argument("--ranks-before", type=int, default=0, help="ranks of the job that is resumed")
     args = parser.parse_args()
-    dist.init_process_group("gloo")
-    print(f"rank {dist.get_rank()} of {dist.get_world_size()} is process {os.getpid()}", flush=True)
-    train(args)
+    ranks, local_rank = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+    device = torch.device("cuda", local_rank) if torch.cuda.device_count() >= ranks else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    print(f"rank {dist.get_rank()} of {dist.get_world_size()} is process {os.getpid()} on {device}", flush=True)
+    train(args, device)
     dist.destroy_process_group()
 
 

@@ -449,6 +449,18 @@ def test_sparse_deltas_of_every_kind(check_applied, size, layout):
     apply_every_kind(check_applied, size, layout)
 
 
+def test_sparse_deltas_of_all_element_sizes_in_one_batch(check_applied):
+    """A device has a kernel for each element size."""
+    chains, arrays, bases = [], [], []
+    for i, (size, elements) in enumerate([(2, 9000), (8, 70), (1, 20_000), (2, 3), (4, 30_000), (1, 1), (8, 5000)]):
+        base, chunk = pair(size, planes.ROTATED, elements, 0.1, i, 3)
+        payload = sparse_payload(chunk, base, size, planes.ROTATED)
+        chains.append([sparse_blob(*payload, chunk, base, size, planes.ROTATED)])
+        arrays.append(chunk)
+        bases.append(base)
+    check_applied(chains, arrays, bases)
+
+
 @pytest.fixture
 def small_tiles(engine):
     """The device has little shared memory: its thread blocks take smaller tiles."""

@@ -10,6 +10,7 @@ from kit.machines import FOLDER, HEADERS, source_of
 from kit.samples import some
 
 KERNELS = sorted(file.stem for file in FOLDER.glob("*.cu"))
+SIZES = [1, 2, 4, 8]
 #: Compute capability -> the bytes of a chunk that `sparse_apply` takes at a time there (kernels.py).
 DEVICES = {75: 16 * 1024, 80: 16 * 1024, 90: 32 * 1024}
 
@@ -46,9 +47,10 @@ def compile_errors(nvrtc, source, name, *options):
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_compiles_for_a_device(nvrtc, name, capability):
     source = HEADERS[1].read_text() + source_of(name)
-    own = [f"-DTILE_BYTES={DEVICES[capability]}"] if name == "sparse_apply" else []
-    errors = compile_errors(nvrtc, source, name, "-std=c++17", f"--gpu-architecture=sm_{capability}", *own)
-    assert not errors, errors
+    tile = f"-DTILE_BYTES={DEVICES[capability]}"
+    for own in [(tile, f"-DELEMENT_SIZE={size}") for size in SIZES] if name == "sparse_apply" else [()]:
+        errors = compile_errors(nvrtc, source, name, "-std=c++17", f"--gpu-architecture=sm_{capability}", *own)
+        assert not errors, errors
 
 
 def test_the_compiler_sees_an_error(nvrtc):

@@ -36,7 +36,7 @@ import caller
 import torch
 
 import snapstore
-from benchmarks import gpu_engine, gpu_llama, gpu_sparse
+from benchmarks import gpu_cold, gpu_engine, gpu_llama, gpu_sparse
 from benchmarks import gpu_limits as limits
 from benchmarks import gpu_page as page
 from benchmarks import gpu_peers as peers
@@ -598,12 +598,20 @@ def section_llamas(bench: Bench) -> dict[str, Any]:
 
 
 def section_cold(bench: Bench) -> dict[str, Any]:
-    """The first saves: kernels that were never compiled, host memory that was never locked."""
+    """The first saves and restores: kernels that were never compiled, host memory that was never locked."""
     if bench.device.type != "cuda":
         raise SkippedError("no CUDA device")
     bench.release()  # the new process needs room for its copies
-    found: dict[str, Any] = gpu_llama.first_stall(gpu_llama.LLAMAS["12 GB, few tensors"])
+    found: dict[str, Any] = dict(gpu_cold.first_stall(gpu_llama.LLAMAS["12 GB, few tensors"]))
     bench.figure("first_stall_ms", found["first_stall_ms"], "a process of its own with an empty cache of kernels")
+    with bench.scratch() as folder:
+        found["restores"] = gpu_cold.first_restores(folder, gpu_llama.LLAMAS["5 GB, few tensors"])
+    bench.say(f"first restores: {found['restores']}")
+    first = {name: times[0] for name, times in found["restores"].items()}
+    how = "the first restore of a process, with its manager / the first dcp.load of a process, warm page cache"
+    bench.figure("first_restore_over_dcp", first["compiled_s"] / first["dcp_load_s"], how)
+    how += "; with an empty cache of kernels"
+    bench.figure("new_machine_restore_over_dcp", first["never_compiled_s"] / first["dcp_load_s"], how)
     run = gpu_llama.Run(gpu_llama.LLAMAS["12 GB, few tensors"], bench.device)
     run.train(2)
     for prepare in (False, True):

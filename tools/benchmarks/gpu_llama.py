@@ -8,11 +8,7 @@ change: until the training stream has passed the copy. `tensors` counts all of t
 from __future__ import annotations
 
 import gc
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -223,33 +219,3 @@ def host_stalls(run: Run, folder: Path, say: Callable[[str], None], *, prepare: 
             snapshots.wait_until_finished()
     say(f"host staging, {'prepared' if prepare else 'not prepared'}: stalls {[round(s, 3) for s in stalls]} s")
     return {"state_bytes": size, "stalls_s": [round(s, 4) for s in stalls]}
-
-
-def first_stall(shape: tuple[int, int, int]) -> dict[str, Any]:
-    """Return the stall of the first save on a machine that has never compiled the kernels, in a process of its own."""
-    with tempfile.TemporaryDirectory() as cache:
-        environment = os.environ | {"CUPY_CACHE_DIR": cache, "SHAPE": " ".join(map(str, shape))}
-        code = "from benchmarks import gpu_llama; gpu_llama.cold()"
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, text=True, check=False
-        )
-        if done.returncode or "staging=host" in done.stderr:  # on a full device the copies go to host memory
-            raise RuntimeError(done.stderr[-2000:])
-    stalled, durable, constructed = map(float, done.stdout.split()[-3:])
-    return {"first_stall_ms": stalled * 1e3, "durable_s": durable, "manager_s": constructed}
-
-
-def cold() -> None:
-    """Print the seconds of a process's first stall, until it is durable, and of making the manager."""
-    hidden, intermediate, layers = map(int, os.environ["SHAPE"].split())
-    run = Run((hidden, intermediate, layers), torch.device("cuda"))
-    run.train(2)
-    with tempfile.TemporaryDirectory() as folder:
-        limits.synchronize(run.device)
-        began = time.perf_counter()
-        snapshots = SnapshotManager(folder, run="bench", staging="device")
-        constructed = time.perf_counter() - began
-        state = run.state()
-        stall = stalled_s(run.device, snapshots, 0, state)
-        snapshots.close()
-        print(stall, time.perf_counter() - began, constructed)

@@ -178,6 +178,8 @@ def _timed(engine: Any, run: Callable[[Any], None], nbytes: int) -> dict[str, fl
         spans: defaultdict[str, list[tuple[Any, Any]]]
 
         def launch(self, name: str, grid: tuple[int, ...], *arguments: int | torch.Tensor) -> None:
+            if not all(grid):
+                return
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begin.record(self.stream)
             super().launch(name, grid, *arguments)

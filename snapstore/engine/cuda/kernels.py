@@ -1,7 +1,7 @@
 """Kernels: CUDA C++, one operation per .cu file of this folder, compiled by CuPy for each device that has an engine.
 
 In: columns of addresses, in device memory. A launch returns at once; the kernel runs in the order of its stream. A
-separate thread compiles the kernels of a device, which takes seconds on a new machine. An earlier launch waits for it.
+Separate threads compile the kernels of a device, which takes seconds on a new machine. An earlier launch waits for it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from typing import Any
 
@@ -18,27 +18,34 @@ import numpy as np
 import torch
 
 from ...errors import SnapstoreError
-from ...threads import Pending, no_threads
+from ...threads import Pending, Threads, no_threads
+from ..cpu import default_threads
 from .graph_capture import beside_captures
 
+#: Kernel -> the element size [bytes] for which it is compiled. One kernel for all sizes took as long to compile as all
+#: other kernels together.
+APPLY = {f"sparse_apply_{size}": size for size in (1, 2, 4, 8)}
+#: Kernel -> threads of a block, in the order in which they are compiled: the longest ones first.
 THREADS = {
-    "digest": 544,
-    "histograms": 256,
-    "split": 256,
-    "merge": 256,
-    "gather": 256,
-    "fetch": 256,
-    "huffman_encode": 256,
-    "huffman_decode": 32,
-    "sparse_tables": 128,
-    "sparse_place": 128,
-    "sparse_lows": 128,
-    "sparse_unpack": 128,
-    "sparse_apply": 512,
     "sparse_count": 512,
     "sparse_rank": 512,
+    **dict.fromkeys(APPLY, 512),
+    "split": 256,
+    "huffman_encode": 256,
+    "digest": 544,
+    "merge": 256,
     "sparse_pack": 512,
+    "huffman_decode": 32,
+    "sparse_unpack": 128,
+    "sparse_tables": 128,
+    "histograms": 256,
+    "gather": 256,
+    "fetch": 256,
+    "sparse_place": 128,
+    "sparse_lows": 128,
 }
+#: Kernels that are compiled at the same time, if there are as many cores.
+_COMPILED_AT_ONCE = 8
 #: Bytes of a chunk that a thread block of `sparse_apply` takes at a time -> its dynamic shared memory [bytes]. More
 #: bytes are faster if a multiprocessor has the memory of two such blocks. Every device of compute capability 7 or newer
 #: has at least 64 KiB of shared memory.
@@ -62,17 +69,19 @@ def apply_tile_bytes(device: int) -> int:
 
 
 def _shared_bytes(name: str, device: int) -> int:
-    return APPLY_SHARED_BYTES[apply_tile_bytes(device)] if name == "sparse_apply" else 0
+    return APPLY_SHARED_BYTES[apply_tile_bytes(device)] if name in APPLY else 0
 
 
 def _kernel(name: str, device: int) -> Any:
     """Compile a kernel of this folder for a device. CuPy caches the binary for all devices of the same kind."""
-    folder = resources.files(__package__)
+    folder, options = resources.files(__package__), ["-std=c++17"]
+    if name in APPLY:
+        options += [f"-DTILE_BYTES={apply_tile_bytes(device)}", f"-DELEMENT_SIZE={APPLY[name]}"]
+        name = "sparse_apply"
     shared = {"zstd.cuh": name in ("huffman_decode", "sparse_tables"), "sparse.cuh": name.startswith("sparse_")}
     files = ["memory.cuh", *(file for file, used in shared.items() if used), f"{name}.cu"]
     code = "".join((folder / file).read_text() for file in files)
-    own = (f"-DTILE_BYTES={apply_tile_bytes(device)}",) if name == "sparse_apply" else ()
-    return cupy.RawKernel(code, name, options=("-std=c++17", *own))
+    return cupy.RawKernel(code, name, options=tuple(options))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,14 +166,18 @@ _lock = threading.Lock()
 
 
 def _load(device: int) -> None:
+    with Threads(min(_COMPILED_AT_ONCE, default_threads())) as threads:
+        threads.start(partial(_load_one, device), list(THREADS))()
+
+
+def _load_one(device: int, name: str) -> None:
     with beside_captures(), torch.cuda.device(device):  # CuPy's Device would make a context on device 0 at its end
-        for name in THREADS:
-            kernel = _kernel(name, device)
-            kernel.compile()
-            kernel.num_regs  # noqa: B018  # the driver loads a kernel when an attribute is first read
-            if shared := _shared_bytes(name, device):
-                kernel.max_dynamic_shared_size_bytes = shared
-            _functions[name, device] = kernel.kernel, shared
+        kernel = _kernel(name, device)
+        kernel.compile()
+        kernel.num_regs  # noqa: B018  # the driver loads a kernel when an attribute is first read
+        if shared := _shared_bytes(name, device):
+            kernel.max_dynamic_shared_size_bytes = shared
+        _functions[name, device] = kernel.kernel, shared
 
 
 def launch(name: str, grid: tuple[int, ...], stream: torch.cuda.Stream, arguments: Sequence[int]) -> None:

@@ -161,13 +161,16 @@ class SparseLinks:
         size, nbytes = (column[newest] for column in (self._header.element_size, self._header.raw_bytes))
         tiles = -(-nbytes // (kernels.apply_tile_bytes(self._work.device.index) // np.where(size == 1, 2, 1)))
         chains["blocks"] = blocks = np.minimum(blocks_of(effort, self._work.device), np.maximum(1, tiles))
-        chains = chains[np.argsort(-effort / blocks, kind="stable")]  # the longest work begins first
-        chain, block = ragged(chains["blocks"].astype(np.int64))
-        chains = chains[chain]
+        order = np.lexsort((-effort / blocks, size))  # of each element size, the longest work begins first
+        chain, block = ragged(blocks[order])
+        chains, size = chains[order][chain], size[order][chain]
         chains["block"] = block
         (table,) = self._work.upload(chains)
-        begun = self._work.empty(4)[:4].zero_()
-        self._work.launch("sparse_apply", (len(chains),), table, begun, *self._tables, self.bad)
+        begun = self._work.empty(4 * len(kernels.APPLY))[: 4 * len(kernels.APPLY)].zero_()
+        for i, (name, own) in enumerate(kernels.APPLY.items()):
+            first, end = np.searchsorted(size, (own, own + 1)).tolist()
+            at = table + first * _CHAIN.itemsize, begun.data_ptr() + 4 * i
+            self._work.launch(name, (end - first,), *at, *self._tables, self.bad)
 
 
 @cache

@@ -14,6 +14,7 @@
 // applied separately; a link of more than CLASSES groups takes several turns, each with its own counts.
 
 // TILE_BYTES: 32 KiB, or 16 KiB on a device with less shared memory (kernels.py)
+// ELEMENT_SIZE: of all chunks of a launch [bytes]
 #define PARTS (TILE_BYTES / THREADS / 16)  // parts of 16 bytes that a thread has of a tile
 #define MOST_ELEMENTS (8 * PARTS)          // the most elements that a thread has of a tile
 #define CLASS_WORDS (2 * PARTS)            // words for the classes of a thread's elements, a byte each
@@ -569,12 +570,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) sparse_apply(const Chai
                          oldest->groups > CLASSES ? (oldest->groups + CLASSES - 1) / CLASSES : links, chain.blocks,
                          oldest->layout, oldest->groups > CLASSES};
         __syncthreads();
-        switch (oldest->element_size) {
-            case 1: tiles = apply<1>(chain.block); break;
-            case 2: tiles = apply<2>(chain.block); break;
-            case 4: tiles = apply<4>(chain.block); break;
-            case 8: tiles = apply<8>(chain.block); break;
-        }
+        tiles = apply<ELEMENT_SIZE>(chain.block);
         __syncthreads();
     }
     if ((tiles - 1) % chain.blocks != chain.block) return;  // another block has the last tile

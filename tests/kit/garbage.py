@@ -33,7 +33,7 @@ def survivors() -> Iterator[list[int]]:
 
     threshold = gc.get_threshold()
     gc.collect()
-    gc.freeze()  # older objects are not counted
+    gc.freeze()  # older objects are not counted; they stay frozen, for later full collections would walk them again
     gc.set_threshold(200, 5, 1_000_000)  # no full collection
     gc.callbacks.append(note)
     try:
@@ -42,4 +42,3 @@ def survivors() -> Iterator[list[int]]:
     finally:
         gc.callbacks.remove(note)
         gc.set_threshold(*threshold)
-        gc.unfreeze()

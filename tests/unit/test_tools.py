@@ -73,6 +73,24 @@ def test_flicker_ends_with_1_if_a_run_of_this_call_failed(prepared, script, retu
     assert [log.name for log in (folder / ".flicker").iterdir()] == ["run1.log"] * returncode
 
 
+@pytest.mark.parametrize("fails", ["none", "ruff", "lint-imports", "mypy", "python"])
+def test_a_run_passes_only_if_each_stage_does(prepared, fails):
+    """The types are checked beside the tests; their output and their result are not lost."""
+    folder = prepared("")
+    for name, waits in (("ruff", 0), ("lint-imports", 0), ("mypy", 0.5), ("python", 0)):
+        script = folder / ".venv" / "bin" / name
+        script.write_text(
+            f"#!/usr/bin/env bash\n{SETUP}sleep {waits}\necho output of {name}\nexit {int(name == fails)}\n"
+        )
+        script.chmod(0o755)
+    done = subprocess.run([folder / "tools" / "test"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == (fails != "none"), done.stderr
+    assert "\noutput of mypy\n" in done.stdout
+    tools = {"lint": "ruff", "format": "ruff", "imports": "lint-imports", "types": "mypy", "tests": "python"}
+    expected = [[stage, "FAILED" if tool == fails else "passed"] for stage, tool in tools.items()]
+    assert [line.split()[:2] for line in done.stdout.split("=== summary\n")[1].splitlines()[:5]] == expected
+
+
 @pytest.mark.parametrize("bench", ["cpu", "import", "scale"])
 def test_bench_installs_the_checkpoints_that_a_benchmark_needs(prepared, bench):
     folder = prepared("echo $* >>calls; case $* in *'-c import'*) exit 1 ;; -c*) echo 0 ;; esac")

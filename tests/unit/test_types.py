@@ -269,7 +269,7 @@ def mypy(folder: Path, sources: dict[str, str], monkeypatch: pytest.MonkeyPatch)
     for name, source in sources.items():
         (folder / f"{name}.py").write_text(source)
     monkeypatch.setenv("MYPYPATH", str(ROOT))
-    monkeypatch.chdir(ROOT)  # its cache is shared with `tools/test`, which has just filled it
+    monkeypatch.chdir(ROOT)  # its cache is shared with `tools/test`, which fills it beside the first tests
     files = [str(folder / f"{name}.py") for name in sources]
     report, crash, _ = api.run(["--strict", "--config-file", "pyproject.toml", "--no-error-summary", *files])
     assert not crash, crash

@@ -41,6 +41,9 @@ _FOLDER = pytest.StashKey[Path | None]()
 #: Files whose tests take a minute or more each.
 LONGEST = ("test_gpu_on_cpu.py", "test_dcp_ranks.py", "test_exchange.py")
 _NUMBERS = itertools.count()
+#: If tests have imported more modules than this, their objects are frozen too.
+MODULES = 100
+_FROZEN = pytest.StashKey[int]()
 
 hypothesis.settings.register_profile(
     "snapstore", max_examples=examples(100), deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -62,10 +65,15 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish(session):
+    freeze(session.config)
+    gc.enable()
+
+
+def freeze(config):
     """Spare later full collections what stays for ever: modules and tests, half a million objects."""
     gc.collect()
     gc.freeze()
-    gc.enable()
+    config.stash[_FROZEN] = len(sys.modules)
 
 
 def _has_room():
@@ -107,6 +115,8 @@ def pytest_unconfigure(config):
 @pytest.fixture(autouse=True)
 def cache(request, monkeypatch):
     """The test's own cache folder, which is not there yet. Fixtures of modules have one together."""
+    if len(sys.modules) > request.config.stash[_FROZEN] + MODULES:  # such as transformers: a test imports it
+        freeze(request.config)
     folder = request.config.stash[_CACHES] / str(next(_NUMBERS))
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(folder))
     before = open_indexes()

@@ -163,7 +163,11 @@ def locked(path: Path, timeout_s: float) -> Iterator[None]:
         wait_for_lock(fd, path, timeout_s)
         yield
     finally:
-        _close(fd)
+        try:
+            _close(fd)
+        except BaseException:  # a Ctrl-C: it may have come before the lock was released
+            _close(fd)
+            raise
 
 
 def _open_tracked(path: str | Path, flags: int = 0, folder: int | None = None) -> int:
@@ -177,6 +181,8 @@ def _open_tracked(path: str | Path, flags: int = 0, folder: int | None = None) -
 def _close(fd: int) -> None:
     with _FORK_LOCK, suppress(OSError):  # all errors that matter were seen at the fsync
         if fd in _LOCKED_FDS:  # in a child, the number may be another file's by now
+            with suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)  # a Ctrl-C may come before the file is closed
             _LOCKED_FDS.discard(fd)
             os.close(fd)
 

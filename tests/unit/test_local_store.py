@@ -1259,3 +1259,32 @@ def test_an_error_about_the_folder_itself_names_only_the_folder(tmp_path):
     with pytest.raises(StorageError) as caught, LocalStore(file).sandbox():
         pass
     assert str(caught.value).startswith(f"{file}: cannot write")
+
+
+def test_an_interrupt_while_a_lock_is_released_does_not_keep_it(tmp_path):
+    """Else each later use of the index in this process would wait for it, and those of other processes too."""
+    path, strikes, before = tmp_path / "lock", 0, set(locks._LOCKED_FDS)
+    while True:
+        seen = 0
+
+        def trace(frame, event, argument):
+            if frame.f_code is not locks._close.__code__:  # CPython raises an interrupt in called functions
+                return None
+            nonlocal seen
+            if event == "line":
+                seen += 1
+                if seen == strikes + 1:
+                    raise KeyboardInterrupt
+            return trace
+
+        try:
+            with locks.locked(path, 0):
+                sys.settrace(trace)
+        except KeyboardInterrupt:
+            strikes += 1
+        else:
+            break
+        finally:
+            sys.settrace(None)
+        assert before == locks._LOCKED_FDS
+    assert strikes > 3

@@ -1,12 +1,13 @@
 """torchtitan: a checkpoint manager that replaces torchtitan's own.
 
-    from snapstore.integrations.torchtitan import checkpoint_manager
-    torchtitan.train.CheckpointManager = checkpoint_manager("/data/snapshots", run="exp1")
+    from snapstore.integrations.torchtitan import use_by_default
+    use_by_default("/data/snapshots", run="exp1")
+    torchtitan.train.main()
 
-In: the components of a Trainer, and its `[checkpoint]` config. Out: snapshots with the parts model, optimizer,
+In: the components of a Trainer, and its config of checkpoints. Out: snapshots with the parts model, optimizer,
 lr_scheduler, dataloader and train_state. A Trainer calls `load` once, then `maybe_wait_for_staging` and `save` for each
-step, and `close` at the end. This module imports nothing of torchtitan. It has the interface that release 0.2.2 calls,
-and that of `BaseCheckpointManager`, which no release has yet.
+step, and `close` at the end. Only `use_by_default` imports torchtitan. The manager has the interface that the releases
+0.2 and 0.3 call.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +24,53 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from ..dcp.functions import load as load_through_dcp
 from ..dcp.reader import SnapstoreReader
-from ..errors import InvalidInputError, NotFoundError
+from ..errors import CapabilityError, InvalidInputError, NotFoundError, needs
 from ..manager import SnapshotManager
 from ..options import SaveOptions
 from ..repository import Repository
 from ..retention import KeepLast, Policy
 from ..save.handle import SaveHandle
+from ..threads import imported
 
 log = logging.getLogger("snapstore")
 
 MODEL, OPTIMIZER, LR_SCHEDULER, DATALOADER = "model", "optimizer", "lr_scheduler", "dataloader"
+#: How release 0.3 writes a reference in `initial_load_path`, which must be a path or a URI there.
+_URI = "snapstore://"
+
+
+def use_by_default(
+    repository: str | Path | Repository,
+    *,
+    run: str,
+    keep: Policy | Sequence[Policy] | None = None,
+    options: SaveOptions | None = None,
+) -> None:
+    """Let torchtitan's Trainer make a SnapstoreCheckpointManager where it would make its own `CheckpointManager`.
+
+    Call it before the Trainer is made. A config of another class, such as `TorchCheckpointingManager.Config`, keeps the
+    manager that it names.
+
+    Args:
+        repository, run, keep, options: see `checkpoint_manager`.
+
+    Raises:
+        CapabilityError: torchtitan is not installed, or this release makes its manager in another way.
+    """
+    make = checkpoint_manager(repository, run=run, keep=keep, options=options)
+    with needs("torchtitan", 'pip install "snapstore[torchtitan]"'):
+        import torchtitan.train as train
+    if hasattr(train, "CheckpointManager"):  # 0.2
+        train.CheckpointManager = make
+        return
+    kind = getattr(imported("torchtitan.components.checkpointer"), "CheckpointManager", None)
+    owner = getattr(getattr(kind, "Config", None), "_owner", None)
+    if kind is None or (owner is not kind and getattr(owner, "func", None) is not SnapstoreCheckpointManager):
+        raise CapabilityError(
+            f"torchtitan {version('torchtitan')}: makes its checkpoint manager in another way than 0.2 and 0.3, which "
+            "snapstore knows; make the manager yourself, with checkpoint_manager(...)"
+        )
+    kind.Config._owner = staticmethod(make)
 
 
 def checkpoint_manager(
@@ -78,7 +117,8 @@ class SnapstoreCheckpointManager:
         options: SaveOptions | None,
         **components: Any,
     ) -> None:
-        config = components["checkpoint_config"]
+        is_older = "checkpoint_config" in components  # 0.2
+        config = components["checkpoint_config" if is_older else "config"]
         self.enable, self.load_only = bool(config.enable), bool(config.load_only)
         self.save_future: SaveHandle | None = None
         self.manager: SnapshotManager | None = None
@@ -88,12 +128,15 @@ class SnapstoreCheckpointManager:
         _require_known(config, components.get("ft_manager"))
         parts = components["model_parts"]
         self._model_parts = [parts] if isinstance(parts, torch.nn.Module) else list(parts)
+        self._model_state_of = get_model_state_dict if is_older else torch.nn.Module.state_dict
         self.states: dict[str, Any] = {
             **components["states"],
             OPTIMIZER: components["optimizers"],
             DATALOADER: components["dataloader"],
             LR_SCHEDULER: components["lr_schedulers"],
         }
+        if components["dataloader"] is None:  # 0.3 allows it
+            del self.states[DATALOADER]
         unknown = sorted(set(config.exclude_from_loading) - {*self.states, MODEL})
         if unknown:
             raise InvalidInputError(f"exclude_from_loading {unknown}: expected some of {sorted({*self.states, MODEL})}")
@@ -128,13 +171,15 @@ class SnapstoreCheckpointManager:
             initial = self._config.initial_load_path
             if not initial:
                 return False
-            named, at, name = str(initial).rpartition("@")
+            initial = str(initial).removeprefix(_URI)
+            named, at, name = initial.rpartition("@")
             if not at or not named or not name:
                 raise InvalidInputError(
-                    f"initial_load_path {initial!r}: expected a reference such as 'exp0@1000'; to load a folder of "
-                    "DCP or of safetensors, import it into the repository first"
+                    f"initial_load_path {initial!r}: expected a reference such as 'exp0@1000', or for torchtitan 0.3 "
+                    "'snapstore://exp0@1000'; to load a folder of DCP or of safetensors, import it into the repository "
+                    "first"
                 )
-            self.manager.repository.snapshot(str(initial))  # DCP would take a step for a tag that is missing
+            self.manager.repository.snapshot(initial)  # DCP would take a step for a tag that is missing
             run, ref, model_only = named, name, bool(self._config.initial_load_model_only)
         elif step != -1 and not self.manager.has_step(step):
             raise NotFoundError(f"load_step {step}: run {run!r} has no such step in {self.manager.repository.url}")
@@ -158,7 +203,8 @@ class SnapstoreCheckpointManager:
         if last_step and self._config.last_save_model_only:
             dtype = getattr(torch, self._config.export_dtype)
             if dtype != torch.float32:
-                state = {MODEL: {name: value.to(dtype) for name, value in state[MODEL].items()}}
+                of_floats = torch.is_floating_point
+                state = {MODEL: {name: v.to(dtype) if of_floats(v) else v for name, v in state[MODEL].items()}}
         else:
             state |= self.states
         self.save_future = self.manager.save(curr_step, state, force=True)
@@ -190,7 +236,8 @@ class SnapstoreCheckpointManager:
         return bool(last_step or is_first or step % self._config.interval == 0)
 
     def _model_state(self) -> dict[str, Any]:
-        states = map(get_model_state_dict, self._model_parts)
+        """Return the tensors of all parts of the model; from 0.3 on, hooks of its modules split fused weights."""
+        states = map(self._model_state_of, self._model_parts)
         return {name: value for state in states for name, value in state.items()}
 
     def _load(self, run: str, ref: int | str | None, model_only: bool) -> None:
@@ -205,7 +252,10 @@ class SnapstoreCheckpointManager:
         load_through_dcp(wanted, reader, ref)
         if MODEL in wanted:
             for part in self._model_parts:
-                set_model_state_dict(part, wanted[MODEL], options=StateDictOptions(strict=False))
+                if self._model_state_of is get_model_state_dict:
+                    set_model_state_dict(part, wanted[MODEL], options=StateDictOptions(strict=False))
+                else:
+                    part.load_state_dict(wanted[MODEL], strict=False)
 
 
 def _require_known(config: Any, ft_manager: Any) -> None:

@@ -7,7 +7,8 @@ environment of the project has it.
 import importlib.util
 import json
 import signal
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ import torch
 from kit.faults import Unreadable
 from kit.objects import flip
 from kit.processes import run_ranks
-from snapstore import IntegrityError, InvalidInputError, NotFoundError, Repository, StorageError
-from snapstore.integrations.torchtitan import checkpoint_manager
+from snapstore import CapabilityError, IntegrityError, InvalidInputError, NotFoundError, Repository, StorageError
+from snapstore.integrations import torchtitan as adapter
+from snapstore.integrations.torchtitan import checkpoint_manager, use_by_default
 from snapstore.storage.local import LocalStore
 
 needs_torchtitan = pytest.mark.skipif(
@@ -78,8 +80,8 @@ class Counter:
         self.at = state["at"]
 
 
-def make(place, run="r", repository=None, **config):
-    """Make a manager over a model of one layer, by the interface of torchtitan but without torchtitan."""
+def make(place, run="r", repository=None, release=2, **config):
+    """Make a manager over a model of one layer, by the interface of torchtitan 0.<release> but without torchtitan."""
     known = {"load_only": False, "interval": 2, "enable_first_step_checkpoint": True, "exclude_from_loading": []}
     known |= {"initial_load_path": None, "initial_load_model_only": True, "initial_load_in_hf": False}
     known |= {"last_save_in_hf": False, "export_dtype": "float32"}
@@ -90,7 +92,7 @@ def make(place, run="r", repository=None, **config):
         optimizers=Counter(),
         lr_schedulers=Counter(),
         states={"train_state": counter},
-        checkpoint_config=SimpleNamespace(**CONFIG | known | config),
+        **{"checkpoint_config" if release == 2 else "config": SimpleNamespace(**CONFIG | known | config)},
     )
     return manager, model, counter
 
@@ -133,6 +135,40 @@ def test_the_config_decides(tmp_path):
     manager, *_ = make(tmp_path, enable=False)
     assert [manager.load(), manager.save(2)] == [False, False]
     manager.close()
+
+
+def test_the_arguments_of_release_0_3(tmp_path):
+    """It passes its config under another name, and takes only paths and URIs as `initial_load_path`."""
+    manager, model, _ = make(tmp_path, release=3)
+    weights = model.weight.detach().clone()
+    assert manager.save(2) is True
+    manager.close()
+    manager, model, _ = make(tmp_path, run="next", release=3, initial_load_path="snapstore://r@2")
+    assert manager.load() is True
+    assert torch.equal(model.weight, weights)
+    manager.close()
+
+
+def test_a_trainer_of_each_release_makes_our_manager(tmp_path, monkeypatch):
+    train, components = ModuleType("torchtitan.train"), ModuleType("torchtitan.components.checkpointer")
+    for module in (ModuleType("torchtitan"), train, components):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    sys.modules["torchtitan"].train = train
+    monkeypatch.setattr(adapter, "version", lambda package: "0.4")
+    with pytest.raises(CapabilityError, match=r"torchtitan 0\.4: makes its checkpoint manager in another way"):
+        use_by_default(tmp_path / "repo", run="a")
+    theirs = type("CheckpointManager", (), {"Config": type("Config", (), {})})
+    components.CheckpointManager = theirs
+    with pytest.raises(CapabilityError, match=r"torchtitan 0\.4"):
+        use_by_default(tmp_path / "repo", run="a")
+    theirs.Config._owner = theirs
+    for run in ("a", "b"):  # as a cell of a notebook, executed twice
+        use_by_default(tmp_path / "repo", run=run)
+        made = theirs.Config()._owner(config=SimpleNamespace(enable=False, load_only=False))
+        assert isinstance(made, adapter.SnapstoreCheckpointManager)
+    train.CheckpointManager = theirs  # 0.2 looks it up there
+    use_by_default(tmp_path / "repo", run="a")
+    assert train.CheckpointManager.func is adapter.SnapstoreCheckpointManager
 
 
 @pytest.mark.parametrize(

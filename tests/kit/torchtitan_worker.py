@@ -13,6 +13,7 @@ import signal
 import sys
 import types
 import warnings
+from importlib.metadata import version
 from pathlib import Path
 
 with warnings.catch_warnings():
@@ -25,12 +26,42 @@ with warnings.catch_warnings():
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
     from torch.utils.data import IterableDataset
-    from torchtitan.components.dataloader import ParallelAwareDataloader
-    from torchtitan.components.lr_scheduler import LRSchedulersContainer
-    from torchtitan.components.optimizer import OptimizersContainer
-    from torchtitan.config.job_config import Checkpoint
 
-    from snapstore.integrations.torchtitan import checkpoint_manager
+    IS_OLDER = version("torchtitan").startswith("0.2.")
+    if IS_OLDER:
+        from torchtitan.components.dataloader import ParallelAwareDataloader
+        from torchtitan.components.lr_scheduler import LRSchedulersContainer
+        from torchtitan.components.optimizer import OptimizersContainer
+        from torchtitan.config.job_config import Checkpoint
+    else:
+        sys.modules["torchtitan.train"] = types.ModuleType("torchtitan.train")  # of a Trainer that wants triton
+        from torchtitan.components.checkpointer import CheckpointManager
+        from torchtitan.components.dataloader import ParallelAwareDataloader
+        from torchtitan.components.optimizer import default_adamw
+        from torchtitan.components.optimizer.lr_scheduler import LRSchedulersContainer
+
+    from snapstore.integrations.torchtitan import checkpoint_manager, use_by_default
+
+
+class Fused(torch.nn.Linear):
+    """A fused weight, which its state dict holds as two, as the attention of torchtitan 0.3 does."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_state_dict_post_hook(self._split)
+        self.register_load_state_dict_pre_hook(self._merge)
+
+    @staticmethod
+    def _split(module, state, prefix, _):
+        weight = state.pop(f"{prefix}weight")
+        whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+        state[f"{prefix}wq.weight"], state[f"{prefix}wk.weight"] = (part.clone() for part in whole.chunk(2))
+
+    @staticmethod
+    def _merge(module, state, prefix, *_):
+        whole = torch.cat([state.pop(f"{prefix}wq.weight"), state.pop(f"{prefix}wk.weight")])
+        mesh = module.weight.device_mesh
+        state[f"{prefix}weight"] = torch.distributed.tensor.distribute_tensor(whole, mesh, module.weight.placements)
 
 
 class Numbers(IterableDataset):
@@ -57,23 +88,32 @@ class Trainer:
     def __init__(self, job):
         rank, ranks = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(0)
-        self.model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.LayerNorm(32), torch.nn.Linear(32, 4))
+        first = torch.nn.Linear if IS_OLDER else Fused
+        self.model = torch.nn.Sequential(first(8, 32), torch.nn.LayerNorm(32), torch.nn.Linear(32, 4))
         for part in (*self.model, self.model):
             fully_shard(part)
-        self.optimizers = OptimizersContainer([self.model], torch.optim.AdamW, {"lr": 1e-2})
+        if IS_OLDER:
+            self.optimizers = OptimizersContainer([self.model], torch.optim.AdamW, {"lr": 1e-2})
+        else:
+            self.optimizers = default_adamw(lr=1e-2, fused=False, foreach=True).build(model_parts=[self.model])
         self.lr_schedulers = LRSchedulersContainer(self.optimizers, lambda step: 1 / (1 + step))
         self.dataloader = ParallelAwareDataloader(Numbers(rank), rank, ranks, batch_size=4)
         self.step = self.ntokens_seen = 0
-        make = checkpoint_manager(job["repo"], run="titan")
+        if IS_OLDER:
+            make = checkpoint_manager(job["repo"], run="titan")
+            config = {"checkpoint_config": Checkpoint(**job["config"])}
+        else:
+            use_by_default(job["repo"], run="titan")
+            make, config = CheckpointManager.Config(**job["config"]).build, {}
         self.checkpointer = make(
             dataloader=self.dataloader,
             model_parts=[self.model],
             optimizers=self.optimizers,
             lr_schedulers=self.lr_schedulers,
             states={"train_state": self},
-            checkpoint_config=Checkpoint(**job["config"]),
             sd_adapter=None,
             base_folder="unused",
+            **config,
         )
 
     def state_dict(self):

@@ -1,13 +1,14 @@
 """Trainings with Hugging Face's Accelerate resume to the bit; what cannot be saved is refused."""
 
 import importlib
+import subprocess
 import sys
 import types
 
 import pytest
 import torch
 
-from kit.processes import ROOT
+from kit.processes import ROOT, environment
 from kit.repositories import same
 from snapstore import CapabilityError, InvalidInputError, RngState, SaveHandle, SnapshotManager
 
@@ -232,10 +233,24 @@ def test_what_is_refused(ours, tmp_path, monkeypatch):
         importlib.import_module("snapstore.integrations.accelerate")
 
 
-def test_the_script_of_the_guide_runs(ours, tmp_path, monkeypatch, capsys):
+def script_of_the_guide(place):
     guide = (ROOT / "docs" / "guides" / "accelerate.md").read_text()
-    script = guide.split("```python\n")[1].split("```")[0].replace("/data/snapshots", str(tmp_path))
-    script = script.replace("interval_steps=100", "interval_steps=2").replace("Accelerator(", "Accelerator(cpu=True, ")
+    script = guide.split("```python\n")[1].split("```")[0].replace("/data/snapshots", str(place))
+    return script.replace("interval_steps=100", "interval_steps=2").replace("Accelerator(", "Accelerator(cpu=True, ")
+
+
+def test_the_script_of_the_guide_runs_on_two_ranks(tmp_path):
+    """Each rank has a loss of its own, and the metrics of a snapshot must be equal on all ranks."""
+    (tmp_path / "train.py").write_text(script_of_the_guide(tmp_path / "snapshots"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train.py", "4"]
+    ran = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    with SnapshotManager(tmp_path / "snapshots", run="exp1", read_only=True) as manager:
+        assert manager.all_steps() == [2, 4]
+
+
+def test_the_script_of_the_guide_runs(ours, tmp_path, monkeypatch, capsys):
+    script = script_of_the_guide(tmp_path)
     for total in ("3", "4"):
         monkeypatch.setattr(sys, "argv", ["train.py", total])
         exec(script, {})

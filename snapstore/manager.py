@@ -322,7 +322,7 @@ class SnapshotManager(Steps):
         from .save.pipeline import save
 
         inputs: Sequence[PartInput] = ()
-        handled = sys.exception()
+        handled, handle._thread = sys.exception(), threading.get_ident()
         context, lineage = self.repository.context, self.repository.lineage
         try:
             inputs = work.pop()()

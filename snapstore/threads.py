@@ -211,6 +211,14 @@ class Gate:
             self._changed.wait_for(lambda: not self._inside)
 
 
+_of_pool = threading.local()
+
+
+def in_pool() -> bool:
+    """Return whether this is a thread of a pool: if it waited for a save, the save might wait for it."""
+    return getattr(_of_pool, "is_member", False)
+
+
 class _Team:
     """The threads of a pool, and their work.
 
@@ -227,6 +235,7 @@ class _Team:
 
     def run(self) -> None:
         """Compute runs, in a thread of the pool."""
+        _of_pool.is_member = True
         while (item := self.work.get()) is not None:
             pending, first = item
             del item

@@ -204,10 +204,15 @@ class Mirror:
             The steps that are not mirrored, as `behind` returns them.
 
         Raises:
+            InvalidInputError: the thread of the mirror calls, from a handler of the log for example.
             StorageError: the thread has ended with an error.
         """
         if self.read_only:
             return []
+        if self._thread is threading.current_thread():
+            raise InvalidInputError(
+                f"run {self.run!r}: the thread of the mirror cannot wait for itself; call elsewhere"
+            )
         end = None if timeout is None else time.monotonic() + timeout
         with self._changed:
             self._is_due, self._is_awaited, self._is_idle = True, True, False

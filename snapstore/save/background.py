@@ -18,7 +18,7 @@ from functools import partial
 
 from ..engine.registry import Engines
 from ..errors import InvalidInputError, SnapstoreError
-from ..threads import Slot, no_threads
+from ..threads import Slot, in_pool, no_threads
 from .handle import SaveHandle
 
 log = logging.getLogger("snapstore")
@@ -40,7 +40,7 @@ class Background:
         self.is_given_up = False
         self._failed: list[tuple[SaveHandle, str, BaseException]] = []  # saves whose errors the caller has not seen yet
         self._prepares = False  # whether the thread that holds the slot only prepares for a later save
-        self._inside: set[int] = set()  # threads that are inside save
+        self._inside: set[int] = set()  # threads that are inside save, and the one that runs in the background
         self._at_end: Callable[[], object] = lambda: None
         self._pid = os.getpid()
 
@@ -55,10 +55,12 @@ class Background:
 
     def fail(self, handle: SaveHandle, ref: str, error: BaseException, *, is_noted: bool) -> None:
         """End a save with an error, which the caller's next call raises if it `is_noted`, else the save itself."""
-        if is_noted:
-            self.note(handle, ref, error)
-            log.error("run=%s step=%s save failed: %s", self._name, ref.rpartition("@")[2], str(error))
-        handle._finish(None, error)
+        try:
+            if is_noted:
+                self.note(handle, ref, error)
+                log.error("run=%s step=%s save failed: %s", self._name, ref.rpartition("@")[2], str(error))
+        finally:  # a filter or handler of the log may raise
+            handle._finish(None, error)
 
     def raise_errors(self, begins: str | None = None) -> None:
         """Raise the first error of the saves that failed since the last call; drop the others.
@@ -94,10 +96,12 @@ class Background:
             time.sleep(YIELD_S)
             lock = slot.hand_over()
             if lock is not None:
+                self._inside.add(threading.get_ident())
                 try:
                     with self._engines.in_background():
                         function()
                 finally:
+                    self._inside.discard(threading.get_ident())
                     lock.release()
                     self._at_end()
 
@@ -137,11 +141,14 @@ class Background:
         return self.join(0.0)
 
     def check_inside(self) -> None:
-        """Raise InvalidInputError if this thread is inside `save`: the call would wait for itself."""
-        if threading.get_ident() in self._inside:
+        """Raise InvalidInputError if this thread is inside a save: the call would wait for itself.
+
+        A handler of the log, or an object that Python's garbage collector frees, may call from any thread of a save.
+        """
+        if threading.get_ident() in self._inside or in_pool():
             raise InvalidInputError(
-                "SnapshotManager was called while this thread is inside save (from a signal handler?); "
-                "set a flag in the handler, and save or close from the training loop"
+                "SnapshotManager was called while this thread is inside save (from a signal handler, a handler of the "
+                "log, or __del__?); set a flag there, and save or close from the training loop"
             )
 
 

@@ -5,8 +5,10 @@ In: the end of a save in the background. Out: its snapshot or its error, at the 
 
 from __future__ import annotations
 
+import os
 import threading
 
+from ..errors import InvalidInputError
 from ..format.records import Snapshot
 
 
@@ -24,6 +26,8 @@ class SaveHandle:
         self._error: BaseException | None = None
         self._has_raised = False  # whether `result` has raised the error
         self._is_noted = False  # whether the manager's next call raises the error
+        self._thread: int | None = None  # the thread that saves
+        self._pid = os.getpid()
         if skipped:
             self._finished.set()
 
@@ -39,9 +43,15 @@ class SaveHandle:
         """Wait up to `timeout` seconds; return the committed snapshot, or None for a skipped save.
 
         Raises:
+            InvalidInputError: the thread that saves calls, from a handler of the log for example; or a forked child.
             TimeoutError: not finished by then.
             SnapstoreError: the save failed. The next `save` does not raise this error again.
         """
+        if not self.done():
+            if self._thread == threading.get_ident():
+                raise InvalidInputError("result was called by the thread that saves: it would wait for itself")
+            if self._pid != os.getpid():
+                raise InvalidInputError("this save runs in the process before the fork: call result there")
         if not self._finished.wait(None if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
             raise TimeoutError(f"the save has not finished within {timeout} s")
         if self._error is not None:

@@ -345,6 +345,9 @@ class Index:
         environment = self._environment  # another thread may close it
         try:
             found = environment.get_all(b"manifests", [ref.sha256 for ref in refs]) if environment else {}
+        except FileNotFoundError:
+            self._open_again(environment)
+            return {}
         except (lmdb.Error, OSError) as error:
             if self._environment is environment:
                 log.warning("index %s cannot be read (%s); the objects are read instead", self.folder, error)
@@ -370,6 +373,8 @@ class Index:
                     self._environment = Environment.open(self.folder, self.uuid, self._limit_bytes)
                 if self._environment is not None:
                     self._environment.wipe()
+            except FileNotFoundError:
+                self._open_again(self._environment)
             except (lmdb.Error, OSError) as error:
                 log.warning("index %s cannot be rebuilt: %s", self.folder, error)
             view = self.refresh()
@@ -398,9 +403,33 @@ class Index:
                 environment.put(b"records", packed({record.snapshot.key: record for record in ruling.values()}))
                 if database != b"records":
                     environment.put(database, items)
+        except FileNotFoundError:
+            fresh = self._open_again(environment)
+            if fresh is not None and database != b"records":
+                fresh.put(database, items)
         except (lmdb.Error, OSError) as error:
             if self._environment is environment:
                 log.warning("index %s cannot be written (%s); the next write adds what is missing", self.folder, error)
+
+    def _open_again(self, gone: Environment | None) -> Environment | None:
+        """Make a new index with all known records, in place of one whose folder was removed; None: there is none."""
+        with self._lock:
+            if gone is None or self._environment is not gone:  # another thread was faster, or has closed it
+                return self._environment
+            log.warning("index %s was removed while it was open; it is built again", self.folder)
+            self._environment = None
+            gone.release()
+            try:
+                # not under the old name if it was temporary: anyone can make a folder of that name
+                find = temporary_folder(self._store) if self.temporary else folder_for(self._store, self.uuid)
+                self.folder, self.temporary = find
+                if self.folder is not None:
+                    self._environment = Environment.open(self.folder, self.uuid, self._limit_bytes)
+                    known = {record.snapshot.key: record for record in self._records.values()}
+                    self._environment.put(b"records", packed(known))
+            except (lmdb.Error, OSError) as error:
+                log.warning("index %s cannot be built again: %s", self.folder, error)
+            return self._environment
 
     def check_process(self) -> None:
         """Raise InvalidInputError in a forked child."""

@@ -152,6 +152,50 @@ def test_a_deleted_folder(root):
     check_works(root)
 
 
+@pytest.mark.parametrize("what", ["folder", "cache", "file"])
+@pytest.mark.parametrize("first", ["save", "gc", "rebuild"])
+def test_a_folder_that_is_deleted_while_it_is_open(root, what, first, caplog):
+    """A cleaner of old files may do so, in the middle of a training. The index is built again, with one warning."""
+    with opened(root) as repository:
+        folder = index_of(root)
+        if what == "file":
+            (folder / "used").unlink()
+        else:
+            shutil.rmtree(folder if what == "folder" else folder.parent)
+        if first == "gc":
+            repository.gc()
+        elif first == "rebuild":
+            repository.rebuild_index()
+        for step in (4, 5):
+            save(repository, "a", step, step)
+            repository.gc()
+        check_restores(repository)
+        known = repository.context.index._environment.items(b"records")
+        assert {key.decode() for key, _ in known} >= set(repository.context.index._records._by_key)
+    assert [line for line in caplog.messages if "index" in line] == [
+        f"index {folder} was removed while it was open; it is built again"
+    ]
+    with opened(root) as repository:
+        assert len(check_restores(repository)) == 6
+
+
+def test_a_temporary_folder_that_is_deleted_is_not_trusted_by_its_name(caplog):
+    """Anyone can make a folder of its name, which lies in /tmp."""
+    with Repository.create(MemoryStore(), options=OPTIONS) as repository:
+        folder = repository.context.index.folder
+        shutil.rmtree(folder)
+        folder.mkdir(mode=0o700)
+        save(repository, "a", 0, 0)
+        other = repository.context.index.folder
+        assert other != folder
+        assert [line for line in caplog.messages if "index" in line] == [
+            f"index {folder} was removed while it was open; it is built again"
+        ]
+    assert not other.exists()
+    assert not (folder / "data.mdb").exists()
+    shutil.rmtree(folder)
+
+
 def test_a_folder_in_the_way_of_a_file(root):
     (index_of(root) / "data.mdb").unlink()
     (index_of(root) / "data.mdb").mkdir()

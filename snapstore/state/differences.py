@@ -95,7 +95,9 @@ class Differences:
         if renamed:
             counts.insert(0, f"{counted(sum(count for count, _ in renamed), 'name')} with another prefix")
         lines = [f"{shown(part)}: {', '.join(counts)}", *(f"  {advice}" for _, advice in renamed[:each])]
-        lines += [f"  {shown(path)}: {text}" for path, text in found[:each]]
+        here, there = ({path for path, text in found if text == kind} for kind in (IN_INTO, IN_SNAPSHOT))
+        note = ", which has an unequal key of the same text"
+        lines += [f"  {shown(path)}: {text}{note if path in here & there else ''}" for path, text in found[:each]]
         return [*lines, f"  ... and {len(found) - each} more"] if len(found) > each else lines
 
     def _fitting(self, stored: Any) -> list[str]:
@@ -150,8 +152,10 @@ def renamed(stored: Iterable[Any], into: Iterable[Any]) -> dict[str, str]:
     Args:
         stored, into: The names of one module that only this side has.
     """
-    there = {_unwrapped(name): name for name in into if isinstance(name, str)}
-    names = {name: _unwrapped(name) for name in stored if isinstance(name, str)} if there else {}
+    stored, into = list(stored), list(into)
+    alike = {*stored} & {*into}  # text for keys that differ, such as None and "None", or two NaNs
+    there = {_unwrapped(name): name for name in into if isinstance(name, str) and name not in alike}
+    names = {name: _unwrapped(name) for name in stored if isinstance(name, str) and name not in alike} if there else {}
     return {name: there.pop(bare) for name, bare in names.items() if bare and bare in there}
 
 

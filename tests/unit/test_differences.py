@@ -1,5 +1,6 @@
 """The error for an the target that does not fit groups the differences by part. The code that it recommends works."""
 
+import math
 import re
 
 import pytest
@@ -241,3 +242,22 @@ def test_a_model_may_have_a_module_of_a_wrapper_s_name():
 
 def test_a_wrapped_root():
     assert "pass into._orig_mod instead of into\n" in refusal(Inner(), torch.compile(Inner()))
+
+
+@pytest.mark.parametrize("key", [None, True, 1.5, (1, 2), b"a", float("nan")])
+@pytest.mark.parametrize("turned", [False, True])
+def test_keys_of_the_same_text_that_are_not_equal(key, turned):
+    """A file of JSON turns keys into text, and no NaN is equal to another one."""
+    other = float("nan") if isinstance(key, float) and math.isnan(key) else str(key)
+    stored, into = {"a": {key: 1, "b": 2}}, {"a": {other: 1, "b": 2}}
+    if turned:
+        stored, into = into, stored
+    text = str(key)
+    assert refusal(stored, into) == (
+        "the snapshot does not fit the target; nothing was changed:\n"
+        "  a: 1 missing in the target, 1 missing in the snapshot\n"
+        f"    a.{text}: missing in the target, which has an unequal key of the same text\n"
+        f"    a.{text}: missing in the snapshot, which has an unequal key of the same text\n"
+        "restore without a target to get all of it, or only the names that both have: restore_into(..., strict=False); "
+        "the others keep their values"
+    )

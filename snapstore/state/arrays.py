@@ -308,6 +308,10 @@ def _copy_bits(destination: Any, source: Any) -> None:
     if not _is_whole(source):  # torch does not check
         raise RuntimeError("the storage of a tensor was freed, or cut short")
     with torch.no_grad():
+        if source.dtype is torch.complex32 and destination.is_conj() != source.is_conj():
+            # torch conjugates it in float32, which changes the payload of a signaling NaN
+            destination, source = (one.conj() if one.is_conj() else one for one in (destination, source))
+            source = (_as_integers(source) ^ -(2**31)).view(torch.complex32)  # the sign of the imaginary part
         source = source.resolve_conj().resolve_neg()  # torch 2.11 copies strided conjugates wrongly between devices
         if not destination.is_conj() and not destination.is_neg():
             # as integers: float units may change a NaN's payload, and rare dtypes may have no copy kernels

@@ -41,6 +41,39 @@ def test_strided_tensors_keep_their_bits(name):
         assert as_bytes(restored).tobytes() == want.tobytes()
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_conjugates_of_complex32_keep_every_bit():
+    """torch's own conjugates of complex32 change the payloads of signaling NaNs."""
+    halves = np.random.default_rng(0).integers(0, 2**16, (6, 40, 2), np.uint16)
+    halves[0, 0] = 0x7D01, 0xFC5E  # signaling NaNs
+    flipped = halves ^ np.array([0, 0x8000], np.uint16)
+
+    def tensor(values):
+        return torch.from_numpy(values.copy()).view(torch.int32)[..., 0].view(torch.complex32)
+
+    def halves_of(value):
+        assert not value.is_conj()
+        return value.reshape(-1).view(torch.int32).numpy().view(np.uint16).reshape(*value.shape, 2)
+
+    value = tensor(halves)
+    state = {"c": value.conj(), "turned": value.t().conj(), "one": value[0, 0].conj(), "plain": value}
+    restored = again(state)
+    for key, expected in (
+        ("c", flipped),
+        ("turned", flipped.swapaxes(0, 1)),
+        ("one", flipped[0, 0]),
+        ("plain", halves),
+    ):
+        np.testing.assert_array_equal(halves_of(restored[key]), expected)
+    target = {key: torch.zeros_like(restored[key]) for key in ("turned", "one")}
+    target |= {key: torch.zeros(6, 40, dtype=torch.complex32).conj() for key in ("c", "plain")}
+    again(state, into=target)
+    for key, expected in (("turned", flipped.swapaxes(0, 1)), ("one", flipped[0, 0])):
+        np.testing.assert_array_equal(halves_of(target[key]), expected)
+    np.testing.assert_array_equal(halves_of(target["c"].conj()), halves)
+    np.testing.assert_array_equal(halves_of(target["plain"].conj()), flipped)
+
+
 def test_conjugated_and_negated_views_are_resolved():
     value = torch.tensor([1 + 2j, 3 - 4j])
     state = {"c": value.conj(), "n": value.conj().imag, "plain": value}

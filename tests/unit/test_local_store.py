@@ -1261,30 +1261,37 @@ def test_an_error_about_the_folder_itself_names_only_the_folder(tmp_path):
     assert str(caught.value).startswith(f"{file}: cannot write")
 
 
+def _interrupt_release(path, line):
+    """Take and release a lock; raise KeyboardInterrupt before line number `line` that its release runs.
+
+    Returns whether the release had so many lines.
+    """
+    seen = 0
+
+    def trace(frame, event, argument):
+        nonlocal seen
+        if frame.f_code is not locks._close.__code__:  # CPython raises an interrupt in called functions
+            return None
+        if event == "line":
+            seen += 1
+            if seen == line:
+                raise KeyboardInterrupt
+        return trace
+
+    try:
+        with locks.locked(path, 0):
+            sys.settrace(trace)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
 def test_an_interrupt_while_a_lock_is_released_does_not_keep_it(tmp_path):
     """Else each later use of the index in this process would wait for it, and those of other processes too."""
-    path, strikes, before = tmp_path / "lock", 0, set(locks._LOCKED_FDS)
-    while True:
-        seen = 0
-
-        def trace(frame, event, argument):
-            if frame.f_code is not locks._close.__code__:  # CPython raises an interrupt in called functions
-                return None
-            nonlocal seen
-            if event == "line":
-                seen += 1
-                if seen == strikes + 1:
-                    raise KeyboardInterrupt
-            return trace
-
-        try:
-            with locks.locked(path, 0):
-                sys.settrace(trace)
-        except KeyboardInterrupt:
-            strikes += 1
-        else:
-            break
-        finally:
-            sys.settrace(None)
+    line, before = 1, set(locks._LOCKED_FDS)
+    while _interrupt_release(tmp_path / "lock", line):
         assert before == locks._LOCKED_FDS
-    assert strikes > 3
+        line += 1
+    assert line > 4

@@ -170,7 +170,9 @@ class SnapstoreLoadStrategy(strategies.TorchDistLoadShardedStrategy):  # type: i
                 )
 
         def value_of(one: Any) -> Any:
-            return _with_streams(target[one.unique_key][0]) if isinstance(one, ShardedObject) else one.data
+            if isinstance(one, ShardedObject):
+                return _with_streams(target[one.unique_key][0])
+            return one.data[(0,) * (one.data.ndim - len(one.local_shape))]  # Megatron has put axes before it
 
         return dict_list_map_outplace(value_of, sharded_state_dict)
 

@@ -23,8 +23,22 @@ from snapstore.integrations.megatron import SnapstoreLoadStrategy, SnapstoreSave
 ROWS, COLUMNS = 24, 16
 
 
+LAYERS = 2
+
+
 def whole(step, seed):
     return (torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS) + 1) * (seed + 1) * (step + 0.5)
+
+
+def layer(step, number, *, filled):
+    """Return a layer's rows of this rank, as Megatron's models name layers: all are one tensor, whose first axis is the
+    number of the layer.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    part = whole(step, 4 + number).chunk(ranks, 0)[rank].contiguous()
+    offsets = ((0, number, LAYERS), (1, rank, ranks))
+    data = part if filled else torch.zeros_like(part)
+    return ShardedTensor.from_rank_offsets("decoder.layers.weight", data, *offsets, replica_id=0, prepend_axis_num=1)
 
 
 def state_of(job, *, filled):
@@ -47,6 +61,7 @@ def state_of(job, *, filled):
             "rows": tensor("decoder.layers.0.weight", 0, 0),
             "columns": tensor("decoder.layers.1.weight", 1, 1),
             "same": tensor("decoder.norm.weight", None, 2),
+            "layers": {f"{number}.weight": layer(step, number, filled=filled) for number in range(LAYERS)},
             "extra": ShardedObject("decoder._extra_state", extra, (1,), (0,), replica_id=rank),
         },
         "optimizer": {"state": {0: {"exp_avg": tensor("optimizer.state.exp_avg.weight", 0, 3)}}},
@@ -64,6 +79,8 @@ def check(job, loaded):
         for key in path:
             found, wanted = found[key], wanted[key]
         assert torch.equal(found, wanted.data), path
+    for name, found in loaded["model"]["layers"].items():
+        assert torch.equal(found, expected["model"]["layers"][name].data), name
     assert loaded["model"]["extra"].getvalue() == b"te %d" % job["step"]
     assert loaded["iteration"] == job["saved"]
     if job["objects"]:

@@ -126,7 +126,8 @@ class RankWriter:
                 f"bytes of tensors, expected {expected}: a box was stored twice or not at all; do all ranks pass the "
                 "same state? Take the meshes of all DTensors out of one (init_device_mesh(...)['dp']), so that each "
                 "names the ranks that hold copies. A DTensor that several pipeline stages hold (tied weights) needs "
-                "another name on each; nothing was committed"
+                "another name on each. Save models of Megatron through snapstore.integrations.megatron; nothing was "
+                "committed"
             )
         children = [ref.whole(rank) for rank, report in reports.items() for ref in report.manifests or ()]
         found = Children(children, self.headers | self._child_headers.result(), orders_of(states, parts))

@@ -679,6 +679,7 @@ def test_shards_whose_mesh_names_no_copies_are_stored_twice_and_refused(store):
     for error in managers.all(lambda m, rank: m.save(1, {"m": Lonely(4 * (rank % 2))})):
         assert isinstance(error, IntegrityError), error
         assert "ranks 0, 1, 2, 3 stored 192 bytes of tensors, expected 96: a box was stored twice" in str(error)
+        assert "snapstore.integrations.megatron" in str(error)
         assert "init_device_mesh" in str(error)
         assert "pipeline stages hold (tied weights) needs another name on each" in str(error)
     managers.end()

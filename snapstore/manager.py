@@ -10,7 +10,6 @@ ranks (save/rank_job.py). Only rank 0 lists the store, applies the policies and 
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
@@ -37,13 +36,13 @@ from .save.handle import SaveHandle
 from .save.upkeep import forget_and_collect
 from .steps import Steps
 from .storage.base import ObjectStore
+from .text import log
 from .threads import Slot
 
 if TYPE_CHECKING:
     from .save.inputs import PartInput, SaveRequest
     from .save.rank_job import RankJob
 
-log = logging.getLogger("snapstore")
 #: After `close(timeout=)` has given a save up, it ends within the first time, unless its store does not answer. A save
 #: that waits for the one before looks in the second time whether the process is to end [s].
 GIVE_UP_S, LOOK_S = 2.0, 0.2

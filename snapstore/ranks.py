@@ -6,7 +6,6 @@ save the same run alone, an error says what to do. torch.distributed is used onl
 
 from __future__ import annotations
 
-import logging
 import os
 from functools import cache
 from typing import Any, Literal
@@ -14,9 +13,8 @@ from typing import Any, Literal
 from .distributed.base import Ranks
 from .distributed.local import local_ranks
 from .errors import InvalidInputError
+from .text import log
 from .threads import imported
-
-log = logging.getLogger("snapstore")
 
 _ADVICE = (
     "save with a SnapshotManager, made on every rank: it stores one snapshot of all; if each rank saves a run of its "

@@ -7,7 +7,6 @@ Several threads may use one Repository, also for several saves at once. It must 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -46,8 +45,6 @@ if TYPE_CHECKING:
     from .repair.report import RepairResult
     from .rewrite.compact import CompactResult
     from .rewrite.recode import RecodeResult
-
-log = logging.getLogger("snapstore")
 
 
 class Repository(Snapshots):

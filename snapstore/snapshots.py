@@ -6,13 +6,12 @@ which also saves and forgets snapshots.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Unpack
 
 from .catalog.history import View
 from .format.records import Snapshot
-from .text import some
+from .text import log, some
 
 if TYPE_CHECKING:
     from .context import Context
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
     from .inspect.lazy import LazyTensors
     from .inspect.stats import StatsResult
     from .state.fit import Mismatches, NameOptions, Rename
-
-log = logging.getLogger("snapstore")
 
 
 class Snapshots:

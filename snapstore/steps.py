@@ -6,7 +6,6 @@ ranks, rank 0 chooses the snapshot, so all ranks restore the same one.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -24,6 +23,7 @@ from .options import SaveOptions
 from .ranks import place
 from .repository import Repository
 from .storage.base import ObjectStore
+from .text import log
 
 if TYPE_CHECKING:
     from .catalog.history import View
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from .save.rank_job import RankJob
     from .state.fit import FitOptions, NameOptions
 
-log = logging.getLogger("snapstore")
 #: Where a repository lies.
 Url = str | Path | ObjectStore
 

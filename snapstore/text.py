@@ -1,6 +1,6 @@
-"""Text: words that errors and reports share.
+"""Text: words that errors and reports share, and the log.
 
-In: counts, names, sizes, errors and results. Out: the same wording for them everywhere. Pure functions.
+In: counts, names, sizes, errors and results. Out: the same wording for them everywhere. Pure functions, except the log.
 
 Names are not trusted, whether they come from a repository, a file or a caller: a name with a line end or an escape
 sequence would add lines to a message, or change the lines before it on a terminal. `printable` prevents that in the two
@@ -10,8 +10,12 @@ places through which all text passes: the base class of our errors, and the shel
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
+import sys
+import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 _HINT = re.compile(r"; run 'snapstore (?:check|repair)[^']*'(?: again)?")
@@ -73,3 +77,39 @@ def brief(result: Any) -> str:
     values = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
     counts = {name: f"<{counted(len(v), 'item')}>" for name, v in values.items() if isinstance(v, list | tuple | dict)}
     return f"{type(result).__name__}({', '.join(f'{name}={counts.get(name, repr(v))}' for name, v in values.items())})"
+
+
+class Log:
+    """The logger "snapstore" for our own modules: no error of a filter, handler or record factory ends what logs.
+
+    Such an error goes to stderr, as logging does with the error of a stream.
+    """
+
+    def __init__(self) -> None:
+        self._logger = logging.getLogger("snapstore")
+
+    def info(self, message: str, *args: object) -> None:
+        """Log at the level INFO."""
+        self._say(logging.INFO, message, args)
+
+    def warning(self, message: str, *args: object) -> None:
+        """Log at the level WARNING."""
+        self._say(logging.WARNING, message, args)
+
+    def error(self, message: str, *args: object) -> None:
+        """Log at the level ERROR."""
+        self._say(logging.ERROR, message, args)
+
+    def _say(self, level: int, message: str, args: tuple[object, ...]) -> None:
+        try:
+            self._logger.log(level, message, *args, stacklevel=3)  # the line of the caller
+        except Exception:  # noqa: BLE001  a save that is committed must not fail over a line about it
+            self._note_lost()
+
+    def _note_lost(self) -> None:
+        with suppress(Exception):
+            if logging.raiseExceptions and sys.stderr is not None:
+                traceback.print_exc()
+
+
+log = Log()

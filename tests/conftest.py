@@ -22,6 +22,7 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 from collections import defaultdict
 from pathlib import Path
 
@@ -31,6 +32,7 @@ import pytest
 from kit.remembered import remember
 from kit.samples import SEED, THOROUGH, examples
 from snapstore.chunks.limits import available_bytes
+from snapstore.text import Log
 
 #: Until then threads have closed what the collector found; judges a hang.
 PATIENCE_S = 60.0
@@ -125,6 +127,15 @@ def cache(request, monkeypatch):
         require_closed(request, before)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def log_lines(monkeypatch):
+    """`Log` raises nothing, so the test looks whether each line could be written."""
+    lost, note = [], Log._note_lost
+    monkeypatch.setattr(Log, "_note_lost", lambda self: (lost.append(traceback.format_exc()), note(self)))
+    yield
+    assert not [text for text in lost if "in getMessage" in text]
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ could have written an index that came with an archive.
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import struct
@@ -35,14 +34,13 @@ from ..format.manifest import ManifestHeader
 from ..format.records import Config, ManifestRef, Snapshot
 from ..storage.base import ObjectInfo, ObjectStore
 from ..storage.cache_dir import shrink
+from ..text import log
 from ..threads import Threads
 from .history import View
 from .index_folder import folder_for, temporary_folder
 from .known_records import JUST_MADE, KnownRecord, KnownRecords, copied, packed
 from .lmdb_file import Environment
 from .repeated_ids import repeated_ids
-
-log = logging.getLogger("snapstore")
 
 #: LMDB's map is fixed and sparse, since growing one online is error-prone. A thousand snapshots take about 10 MB, so
 #: this is enough for a hundred thousand; an index that does not fit is dropped and built again.

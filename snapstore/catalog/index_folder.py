@@ -7,7 +7,6 @@ without any of them costs time, nothing else: every start reads all records.
 from __future__ import annotations
 
 import hashlib
-import logging
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -15,8 +14,7 @@ from pathlib import Path
 from ..storage.base import ObjectStore
 from ..storage.cache_dir import cache_folder, usable_cache
 from ..storage.local import LocalStore
-
-log = logging.getLogger("snapstore")
+from ..text import log
 
 
 def folder_for(store: ObjectStore, uuid: str) -> tuple[Path | None, bool]:

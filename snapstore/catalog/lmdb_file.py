@@ -18,7 +18,6 @@ that of another key. The folder counts as in use (storage/cache_dir.py) while th
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import threading
 from collections.abc import Iterable, Iterator
@@ -31,9 +30,9 @@ import xxhash
 
 from ..storage.cache_dir import begin_use, end_use, is_used
 from ..storage.locks import locked
+from ..text import log
 from ..threads import after_fork_in_child
 
-log = logging.getLogger("snapstore")
 SCHEMA = b"5"
 #: The file is read in small pieces: for each thread, C's allocator keeps the memory that the thread took once.
 DIGEST_PIECE_BYTES = 128 * 1024

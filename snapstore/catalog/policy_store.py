@@ -5,7 +5,6 @@ In: policies. Out: `policies/<run>.<rev>`, create-only, and back. retention.py s
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -25,9 +24,9 @@ from ..format import records
 from ..format.keys import parse_policy_key
 from ..format.records import Policy
 from ..storage.base import ObjectStore
+from ..text import log
 from .read_twice import listed, read_twice
 
-log = logging.getLogger("snapstore")
 #: A revision that no listing shows must not keep a process in the loop for ever.
 STORE_ATTEMPTS = 20
 MAX_BYTES = 1024 * 1024

@@ -6,7 +6,6 @@ The search reads snapshots from the newest to the oldest and each blob about onc
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -16,11 +15,9 @@ from ..errors import DAMAGE, CapabilityError, FormatError, IntegrityError, Outpu
 from ..format.rank_checks import read_children
 from ..format.records import Snapshot
 from ..restore.manifests import read_manifests
-from ..text import some
+from ..text import log, some
 from .damaged_packs import DamagedPacks, check_tree
 from .verify_chunks import ChunkRebuilder
-
-log = logging.getLogger("snapstore")
 
 
 @contextmanager

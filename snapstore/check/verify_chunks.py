@@ -6,7 +6,6 @@ In: manifests. Out: the chunks that cannot be rebuilt, with their errors. The by
 from __future__ import annotations
 
 import hashlib
-import logging
 
 import numpy as np
 
@@ -14,10 +13,8 @@ from ..chunks import limits
 from ..context import Context
 from ..errors import CapabilityError, SnapstoreError
 from ..format.manifest import Manifest
-from ..text import human_bytes
+from ..text import human_bytes, log
 from .damaged_packs import DamagedPacks, lost_rows, unbuilt
-
-log = logging.getLogger("snapstore")
 
 
 class ChunkRebuilder:

@@ -6,15 +6,13 @@ snapshot needs stops no restore and no rewrite of the blobs around it.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 
 from ..arrays import Column
 from ..errors import StorageError
 from ..format import pack
 from ..storage.os_errors import is_unreadable
-
-log = logging.getLogger("snapstore")
+from ..text import log
 
 
 def read_around(

@@ -17,7 +17,6 @@ read. A snapshot that is rewritten meanwhile is read again; one whose bytes a gc
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -53,10 +52,9 @@ from ..protocol.revisions import create, retry_conflicts, same_content
 from ..protocol.same_repository import confirmed
 from ..protocol.session import Session
 from ..save.known_chunks import load_bases
-from ..text import brief, human_bytes
+from ..text import brief, human_bytes, log
 from .moving import Moved, move
 
-log = logging.getLogger("snapstore")
 #: The reason in the first record of a copy, in the destination.
 COPY_BEGUN = "a copy of it has begun"
 

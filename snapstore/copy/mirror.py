@@ -10,7 +10,6 @@ logs a warning and tries again. If one snapshot cannot be copied, the others are
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -38,7 +37,7 @@ from ..format.records import ABORTED, COMMITTED, FORGOTTEN, Snapshot
 from ..protocol.forget import ForgetResult, forget
 from ..protocol.quarantine import in_need_of_quarantined
 from ..protocol.same_repository import confirmed
-from ..text import some
+from ..text import log, some
 from .copy import COPY_BEGUN, Copier, require_same_seed
 from .mirror_failures import Failures
 from .mirror_order import due_tags, free_tags, is_later, is_mirrored, lacks, newest_of_both, only_there, wanted
@@ -47,7 +46,6 @@ from .mirror_retention import Retention
 if TYPE_CHECKING:
     from ..repository import Repository
 
-log = logging.getLogger("snapstore")
 #: After a failure the mirror waits RETRY_S, after each further failure twice as long, at most RETRY_MAX_S.
 RETRY_S, RETRY_MAX_S = 1.0, 60.0
 #: A copy that is given up ends within this time, unless its store does not answer [s].
@@ -257,7 +255,7 @@ class Mirror:
     def _work(self) -> None:
         try:
             self._follow()
-        except BaseException as error:  # of a filter of the log, for example: it may raise where an error is logged
+        except BaseException as error:  # no such error is known, but then no wait must last for ever
             with self._changed:
                 self._ended_by = f"{type(error).__name__}: {error}"
                 self._changed.notify_all()

@@ -6,7 +6,6 @@ space: it must not stop the copies.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 
@@ -16,8 +15,8 @@ from ..errors import DAMAGE, ConflictError, InvalidInputError, StorageError, Sto
 from ..protocol import gc
 from ..protocol.forget import forget
 from ..protocol.same_repository import confirmed
+from ..text import log
 
-log = logging.getLogger("snapstore")
 #: A full mirror gets at most one gc in this time [s].
 ROOM_PAUSE_S = 3600.0
 

@@ -13,7 +13,6 @@ The reader finds the stored bytes of each box. `no_dist=True` works, and then no
 from __future__ import annotations
 
 import io
-import logging
 import os
 import threading
 from collections.abc import Sequence
@@ -38,13 +37,11 @@ from torch.futures import Future
 from ..errors import InvalidInputError, NotFoundError, SnapstoreError
 from ..repository import Repository
 from ..restore.sources import AsRank
-from ..text import some
+from ..text import log, some
 from .names import is_tensor, refs_of
 from .planner import read_items
 from .stored import Piece, StoredState
 from .target import Target, Url, place_in
-
-log = logging.getLogger("snapstore")
 
 
 class SnapstoreReader(Target, StorageReader):

@@ -6,7 +6,6 @@ bytes are kept as bases of the next save.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -49,8 +48,6 @@ from .exchange import (
     key_of,
 )
 from .target import Place
-
-log = logging.getLogger("snapstore")
 
 
 @dataclass(frozen=True, slots=True)

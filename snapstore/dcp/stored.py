@@ -6,7 +6,6 @@ needs them. If the snapshot is rewritten meanwhile, it is read again.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,10 +24,10 @@ from ..state.composite import inner_of, plain_of
 from ..state.restore_buffers import RestoreBuffers, slots_of
 from ..state.tensors import Slot
 from ..state.tree_decode import ELSEWHERE, decode
+from ..text import log
 from .names import Leaf, ObjectTypes, flat_leaves
 from .planner import Shards
 
-log = logging.getLogger("snapstore")
 T = TypeVar("T")
 
 

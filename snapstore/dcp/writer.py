@@ -20,7 +20,6 @@ session ends at the next save or close.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 import traceback
@@ -65,8 +64,6 @@ from .names import step_of
 from .planner import Staged, opened, staged_of, state_of
 from .saving import Saver, Share
 from .target import Place, Target, Url, job_ranks_of, place_in
-
-log = logging.getLogger("snapstore")
 
 _LEFT_OPEN = "another rank failed, or an interrupt ended the save"
 _OVERTAKEN = (

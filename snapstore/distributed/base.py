@@ -8,7 +8,6 @@ Invariant: every message belongs to one attempt of the job: a restarted job has 
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -17,9 +16,9 @@ from contextlib import suppress
 from typing import Protocol, TypeVar, runtime_checkable
 
 from ..errors import InvalidInputError, RanksError, SnapstoreError
+from ..text import log
 from ..threads import no_threads
 
-log = logging.getLogger("snapstore")
 T = TypeVar("T")
 #: The shortest and the longest pause between two looks for a message [s].
 POLL_S, POLL_MAX_S = 0.002, 0.05

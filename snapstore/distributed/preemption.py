@@ -8,7 +8,6 @@ channel is broken, or does not answer, ends by itself.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import signal
@@ -18,10 +17,10 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import InvalidInputError, RanksError
+from ..text import log
 from ..threads import Slot
 from .base import ChannelError, Ranks, named, period_s, wait_for
 
-log = logging.getLogger("snapstore")
 #: Rank 0 waits so long for the steps of the other ranks; then it decides from the steps it knows [s].
 AGREE_S = 10.0
 #: The other ranks wait so long for rank 0's step; after that each rank acts by itself [s].

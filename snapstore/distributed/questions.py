@@ -11,17 +11,16 @@ begun: after the next save no rank takes it any more. If the answer to the same 
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from ..errors import InvalidInputError, RanksError
+from ..text import log
 from . import messages
 from .base import LOOK_ENDED_S, WARN_S, Ranks, Watch, wait_for
 from .messages import Answer, Failed, Word, decode, encode
 
-log = logging.getLogger("snapstore")
 #: The longest time that rank 0 waits for ranks to ask again: they may be in a collective that waits for rank 0 [s].
 MEET_S = 60.0
 #: A rank tells rank 0 after so many answers that it has read them.

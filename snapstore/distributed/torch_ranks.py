@@ -12,7 +12,6 @@ blocking call on the job's store would delay the training's calls on it, so only
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import socket
 import threading
@@ -33,7 +32,6 @@ from ..threads import Threads, msgpack_decoder
 from .base import LINGER_S, ChannelError, ClosedError, named
 from .split_values import SplitValues
 
-log = logging.getLogger("snapstore")
 T = TypeVar("T")
 #: It is an error if a rank has not come within this time [s].
 COME_S = 60.0

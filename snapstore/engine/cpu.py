@@ -5,7 +5,6 @@ In: batches of chunks as columns, with their bytes in host memory. Out: digests,
 
 from __future__ import annotations
 
-import logging
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,8 +23,6 @@ from ..format.pack import Encoded
 from ..state.arrays import Memory
 from ..threads import Threads
 from .batches import Chunks, DecodeBatch, DecodeJob, EncodeBatch, EncodeJob
-
-log = logging.getLogger("snapstore")
 
 #: Copies of chunks begin at multiples of this [bytes].
 COPIED_ALIGNMENT = 64

@@ -5,7 +5,6 @@ In: arrays, tensors, devices. Out: their engine. A CUDA engine is made when a te
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from ..errors import CapabilityError, SnapstoreError
 from ..format.codecs import nvcomp
 from ..state.arrays import Memory, as_memory
 from ..storage.base import ObjectStore
-from ..text import human_bytes
+from ..text import human_bytes, log
 from ..threads import imported
 from .base import Engine
 from .cpu import CpuEngine
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     import torch
 
     from .cuda.engine import CudaEngine
-
-log = logging.getLogger("snapstore")
 
 
 @dataclass(slots=True)

@@ -9,7 +9,6 @@ the entries of the manifests. A wrong map costs reads, and `check` reports it (d
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -20,9 +19,8 @@ import zstandard
 
 from ..arrays import Column
 from ..errors import FormatError
+from ..text import log
 from ..threads import msgpack_decoder
-
-log = logging.getLogger("snapstore")
 
 #: The most bytes that a packed map unpacks to. A writer leaves out patterns that do not fit. A pattern has 40 bytes for
 #: each box of a matrix. So a Llama of 405 B parameters on 4,096 ranks, HSDP of 64 x 64, takes 12 MB, packed 18 KB.

@@ -14,7 +14,6 @@ restore into any number of ranks. Names of weights are those of the unwrapped mo
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, SupportsFloat
@@ -33,12 +32,12 @@ from ..manager import SnapshotManager
 from ..save.handle import SaveHandle
 from ..state.per_rank import PerRank
 from ..state.rng import RngState
+from ..text import log
 
 with needs("accelerate", 'pip install "snapstore[accelerate]"'):
     import accelerate
     from accelerate.data_loader import SeedableRandomSampler
 
-log = logging.getLogger("snapstore")
 #: In place of advice to pass `keys`, which `load_state` does not take.
 _NO_KEYS = (
     "prepare what was prepared at the save; or load some of it yourself, for example the model: "

@@ -11,7 +11,6 @@ call the same files are there as with files of Lightning, which looks at the dis
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,11 +28,10 @@ from ..retention import KeepBest
 from ..save.handle import SaveHandle
 from ..state.per_rank import PerRank
 from ..state.rng import RngState
+from ..text import log
 from ..threads import imported
 from . import references
 from .lightning_loops import OWN, checkpoint_of, connector, require_ours, validates_next
-
-log = logging.getLogger("snapstore")
 
 _NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
 _SHARDED, _REFUSED = ("FSDPStrategy", "ModelParallelStrategy"), ("DeepSpeedStrategy", "XLAStrategy", "XLAFSDPStrategy")

@@ -6,13 +6,11 @@ the loops go on as if the training had never stopped. Private names of Lightning
 
 from __future__ import annotations
 
-import logging
 from importlib import import_module
 from typing import Any
 
 from ..errors import CapabilityError, InvalidInputError
-
-log = logging.getLogger("snapstore")
+from ..text import log
 
 #: The key of a checkpoint under which `SnapshotCallback` stores what Lightning does not.
 OWN = "snapstore"

@@ -13,7 +13,6 @@ process. `async_save` copies the state, and returns a request; the process that 
 from __future__ import annotations
 
 import io
-import logging
 import os
 import tempfile
 import threading
@@ -46,7 +45,6 @@ with needs("megatron-core", 'pip install "snapstore[megatron]"'):
     from megatron.core.dist_checkpointing.strategies import torch as strategies
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
-log = logging.getLogger("snapstore")
 
 #: The name of the reference in the folder of a checkpoint.
 REFERENCE = "snapstore.json"

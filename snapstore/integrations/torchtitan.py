@@ -12,7 +12,6 @@ step, and `close` at the end. Only `use_by_default` imports torchtitan. The mana
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
@@ -30,9 +29,8 @@ from ..options import SaveOptions
 from ..repository import Repository
 from ..retention import KeepLast, Policy
 from ..save.handle import SaveHandle
+from ..text import log
 from ..threads import imported
-
-log = logging.getLogger("snapstore")
 
 MODEL, OPTIMIZER, LR_SCHEDULER, DATALOADER = "model", "optimizer", "lr_scheduler", "dataloader"
 #: How release 0.3 writes a reference in `initial_load_path`, which must be a path or a URI there.

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import socket
 import sys
 import tempfile
@@ -49,6 +48,7 @@ from ..retention import KeepLast
 from ..state.composite import require_classes
 from ..state.per_rank import PerRank
 from ..state.rng import RngState
+from ..text import log
 
 with needs("transformers, accelerate", 'pip install "snapstore[transformers]"'):
     import safetensors.torch
@@ -56,7 +56,6 @@ with needs("transformers, accelerate", 'pip install "snapstore[transformers]"'):
     from accelerate.state import AcceleratorState, DistributedType, PartialState
     from transformers.trainer_callback import CallbackHandler, ExportableState, TrainerCallback, TrainerState
 
-log = logging.getLogger("snapstore")
 
 #: The tag of the best model, which no policy forgets.
 BEST = "best-model"

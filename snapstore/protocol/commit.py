@@ -15,7 +15,6 @@ A crash between any two steps leaves either no record (gc deletes the packs) or 
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -38,13 +37,12 @@ from ..errors import (
 from ..format import records
 from ..format.keys import parse_record_key, quarantined_names
 from ..format.records import MAX_OBJECT_BYTES, MadeFor, Snapshot
-from ..text import printable
+from ..text import log, printable
 from .liveness import orphaned_sessions
 from .marks import marked_keys
 from .same_repository import confirmed
 from .this_process import this_session
 
-log = logging.getLogger("snapstore")
 COMMIT_ATTEMPTS = 4
 #: No further attempt begins after this time: each may take as long as the store's own time-outs.
 COMMIT_S = 300.0

@@ -8,7 +8,6 @@ that the session protects.
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 import time
@@ -21,11 +20,10 @@ from ..format import records
 from ..format.keys import parse_record_key, record_key
 from ..format.records import ABORTED, MAX_OBJECT_BYTES, Session, Snapshot
 from ..storage.base import ObjectInfo, ObjectStore
-from ..text import strip_hint
+from ..text import log, strip_hint
 from .revisions import create
 from .this_process import boot_id, host_name
 
-log = logging.getLogger("snapstore")
 PREFIX = "sessions/"
 _ID = re.compile("[0-9a-f]{32}")
 #: If a session is dated further in the future than this [s], the store's clock was set back after its last heartbeat,

@@ -6,7 +6,6 @@ cannot be read may name any object.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 
 from ..catalog.read_twice import listed
@@ -15,8 +14,8 @@ from ..format import records
 from ..format.keys import notes_of_gc
 from ..format.records import Mark
 from ..storage.base import ObjectStore
+from ..text import log
 
-log = logging.getLogger("snapstore")
 #: A mark names each candidate in 32 bytes: this is enough for 32 million objects.
 MARK_LIMIT_BYTES = 1024 * 1024 * 1024
 

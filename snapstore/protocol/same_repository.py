@@ -14,7 +14,6 @@ place that is not proven.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
@@ -25,8 +24,7 @@ from ..errors import FormatError, IntegrityError, NotFoundError, StorageError
 from ..format import records
 from ..format.records import Config
 from ..storage.base import ObjectStore
-
-log = logging.getLogger("snapstore")
+from ..text import log
 
 
 class Opened(Protocol):

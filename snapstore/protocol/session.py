@@ -7,7 +7,6 @@ reference.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -23,11 +22,11 @@ from ..errors import DAMAGE, FormatError, IntegrityError, StorageError
 from ..format import records
 from ..format.keys import record_key
 from ..format.records import COMMITTED, MadeFor, Snapshot
+from ..text import log
 from .commit import Claim, Putter
 from .liveness import aborted
 from .same_repository import confirmed
 
-log = logging.getLogger("snapstore")
 #: Ids of the last saves that this process has begun.
 _begun: deque[str] = deque(maxlen=256)
 

@@ -12,7 +12,6 @@ later, and the last snapshot that gets a tag keeps it.
 from __future__ import annotations
 
 import itertools
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
@@ -21,9 +20,9 @@ from ..context import Context
 from ..errors import ConflictError, InvalidInputError, NotFoundError
 from ..format.argument_checks import check_tag, check_tags
 from ..format.records import COMMITTED, Snapshot
+from ..text import log
 from .revisions import retry_conflicts, revise
 
-log = logging.getLogger("snapstore")
 #: After this many attempts, two processes that take a tag from each other both let the newest snapshot keep it.
 ATTEMPTS_FOR_TAKER = 3
 

@@ -22,7 +22,6 @@ After a crash at any point, the next repair has less to do.
 
 from __future__ import annotations
 
-import logging
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -65,11 +64,10 @@ from ..format.argument_checks import check_flags
 from ..format.keys import UNKNOWN_RUN, lost_names, quarantined_names
 from ..format.records import ABORTED, COMMITTED, FORGOTTEN, Config, Lost, Quarantine, Session, Snapshot
 from ..protocol import gc, liveness, revisions
-from ..text import strip_hint
+from ..text import log, strip_hint
 from .heal import Healer, Healing, renew_list
 from .report import RepairAction, RepairResult
 
-log = logging.getLogger("snapstore")
 _STATES = (COMMITTED, FORGOTTEN)
 
 

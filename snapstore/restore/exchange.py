@@ -13,7 +13,6 @@ waits for it in a collective.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -41,7 +40,6 @@ from .pipeline import load
 if TYPE_CHECKING:
     from ..distributed.node_group import NodeGroup
 
-log = logging.getLogger("snapstore")
 #: A rank holds at most so much together: what it decodes, sends and receives in a round, and what it decodes meanwhile
 #: for the next round, at most a quarter; one run of chunks may be more [bytes].
 ROUND_BYTES = 256 * 1024 * 1024

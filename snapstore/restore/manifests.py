@@ -6,7 +6,6 @@ In: a snapshot, or its manifests. Out: manifests, and the parts that they store,
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,9 +24,7 @@ from ..state.selection import parts_needed
 from ..state.tensors import Node, StoredPart
 from ..state.tree_decode import Decoded, unpack_nodes, unpacked_bytes
 from ..storage.base import ObjectStore
-from ..text import human_bytes
-
-log = logging.getLogger("snapstore")
+from ..text import human_bytes, log
 
 
 def read_manifests(

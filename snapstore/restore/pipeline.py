@@ -6,7 +6,6 @@ record and the manifests are enough: no index is needed.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -31,11 +30,11 @@ from ..state.composite import registered_classes
 from ..state.fit import Fit
 from ..state.restore_buffers import RestoreBuffers, Want
 from ..state.restore_plan import PARTLY_FILLED, RestorePlan
+from ..text import log
 from .manifests import decoding_of, spend_decoding
 from .overlaps import Overlap, Reads
 from .sources import ALONE, AsRank, Sources
 
-log = logging.getLogger("snapstore")
 T = TypeVar("T")
 
 

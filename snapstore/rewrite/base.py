@@ -18,7 +18,6 @@ needs, which gc deletes.
 
 from __future__ import annotations
 
-import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -45,11 +44,10 @@ from ..format.pack import ENTRY
 from ..format.records import ManifestRef, Snapshot
 from ..protocol.commit import Claim
 from ..protocol.revisions import is_ruling, retry_conflicts, same_content
+from ..text import log
 from .roots import Written, new_roots
 from .shared_manifests import Replacements, beside, put_list
 from .stored_blobs import Stored, lengths_of, names_of
-
-log = logging.getLogger("snapstore")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ because a pack of a committed snapshot holds them already, byte for byte.
 
 from __future__ import annotations
 
-import logging
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -30,12 +29,10 @@ from ..format.keys import pack_key
 from ..format.manifest import Manifest
 from ..format.pack import ENTRY
 from ..format.records import ManifestRef, Snapshot
-from ..text import strip_hint
+from ..text import log, strip_hint
 from ..threads import Threads
 from .base import Part, Rewriting, Work
 from .stored_blobs import Duplicates, Stored, batches, digests_of, lengths_of, names_of, parse, stored_of
-
-log = logging.getLogger("snapstore")
 
 
 class BlobRewriting(Rewriting):

@@ -17,7 +17,6 @@ died.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -38,7 +37,7 @@ from ..format.pack import ENTRY
 from ..format.records import COMMITTED, Snapshot
 from ..protocol.quarantine import in_quarantine
 from ..protocol.revisions import CONFLICT_ATTEMPTS
-from ..text import brief
+from ..text import brief, log
 from .base import Part, Target, Work, moved, target_of
 from .blob_rewriting import BlobRewriting
 from .chunk_encoder import Job, Reencoder, kinds_of
@@ -46,8 +45,6 @@ from .compact_neighbours import Neighbours
 from .compact_plan import LiveBlobs, Plan, max_cost, room, rows_of
 from .compact_shared_edges import SharedEdges
 from .stored_blobs import batches, lengths_of, names_of
-
-log = logging.getLogger("snapstore")
 
 
 @dataclass(slots=True)

@@ -6,7 +6,6 @@ of different blobs (some 50 bytes each) and of chains that could be cut, not wit
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +29,6 @@ from ..format.pack import HEADER, TRAILER
 from ..format.records import ManifestRef, Snapshot
 from ..storage.base import ObjectStore
 
-log = logging.getLogger("snapstore")
 #: Packs are emptied, the worst first, until the dead bytes of all packs are this share of the live ones.
 MAX_DEAD_SHARE = 1 / 64
 #: The bytes freed must exceed the bytes written for them by this share of the bytes written: for an encoded chunk, for

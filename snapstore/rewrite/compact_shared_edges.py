@@ -6,7 +6,6 @@ chunks when it is rewritten.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -16,10 +15,9 @@ from ..errors import DAMAGE, CapabilityError
 from ..format.delta_chain import Digests, chains_of
 from ..format.manifest import Manifest
 from ..format.records import ManifestRef
+from ..text import log
 from .chunk_encoder import Job, Reencoder, kinds_of
 from .compact_plan import Cut, Edge, max_cost, room
-
-log = logging.getLogger("snapstore")
 
 
 class SharedEdges:

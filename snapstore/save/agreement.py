@@ -6,18 +6,16 @@ a warning.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..distributed.base import named
 from ..distributed.messages import DIGEST_BYTES, REQUEST_FIELDS, Report
 from ..errors import InvalidInputError
-from ..text import some
+from ..text import log, some
 from .inputs import SaveRequest
 from .replicas import BUFFERS
 
-log = logging.getLogger("snapstore")
 #: The most buffers that a warning names.
 MAX_NAMES = 20
 _STAGES_ADVICE = (

@@ -7,7 +7,6 @@ The slot survives Ctrl-C between any two steps of Python code (threads.py, `Slot
 from __future__ import annotations
 
 import copy
-import logging
 import os
 import threading
 import time
@@ -18,10 +17,10 @@ from functools import partial
 
 from ..engine.registry import Engines
 from ..errors import InvalidInputError, SnapstoreError
+from ..text import log
 from ..threads import Slot, in_pool, no_threads
 from .handle import SaveHandle
 
-log = logging.getLogger("snapstore")
 #: The thread of a save first sleeps so long, so that its caller goes on at once; else Python lets it wait for 5 ms [s].
 YIELD_S = 0.001
 
@@ -59,7 +58,7 @@ class Background:
             if is_noted:
                 self.note(handle, ref, error)
                 log.error("run=%s step=%s save failed: %s", self._name, ref.rpartition("@")[2], str(error))
-        finally:  # a filter or handler of the log may raise
+        finally:  # a handler of the log may end the thread
             handle._finish(None, error)
 
     def raise_errors(self, begins: str | None = None) -> None:

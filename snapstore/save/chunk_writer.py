@@ -7,7 +7,6 @@ thread that calls it.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -32,10 +31,10 @@ from ..format.pack import Encoded
 from ..state.arrays import Memory
 from ..state.held_array import changed
 from ..state.tensors import TensorSpec
+from ..text import log
 from .inputs import TensorInput
 from .known_chunks import AnySession, Bases, Place, place_of
 
-log = logging.getLogger("snapstore")
 #: Packs put at once when an engine fills them faster than one core hashes them.
 PUTS_IN_FLIGHT_OF_DEVICES = 10
 #: `verify_writes="sample"` decodes one new blob in VERIFY_ONE_IN; each generation chooses other blobs. After the first

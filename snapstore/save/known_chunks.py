@@ -7,7 +7,6 @@ the row of the chunk at the same place of the same tensor, to which a delta may 
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 
@@ -27,10 +26,8 @@ from ..format.records import MAX_COUNTED, ManifestRef, Snapshot
 from ..protocol.session import Session, SharedSession
 from ..state.containers import Path, display
 from ..storage.base import ObjectStore
-from ..text import counted
+from ..text import counted, log
 from .near_children import NearChildren
-
-log = logging.getLogger("snapstore")
 
 #: Dotted path, dtype and shape of a tensor, and the offsets and sizes of a strip of it in all dimensions but the first.
 Place = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]

@@ -9,7 +9,6 @@ larger tree is cut into pages, which are stored as tensors are: pages that a bas
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,14 +29,13 @@ from ..format.tensor_layout import check_ties
 from ..state.arrays import as_bytes
 from ..state.tensors import TensorSpec
 from ..state.tree_encode import pack
+from ..text import log
 from .chunk_writer import BaseDamagedError, ChunkWriter, Rows
 from .inputs import BoxOf, PartInput, TensorInput
 from .known_chunks import AnySession, Bases
 from .replicas import digest_arrays
 from .shares import Name
 from .staging import Staging
-
-log = logging.getLogger("snapstore")
 
 #: A packed tree that is None.
 NO_TREE = b"\xc0"

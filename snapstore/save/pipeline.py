@@ -6,7 +6,6 @@ protocol's: everything that a record needs is durable before it.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -17,14 +16,12 @@ from ..errors import SnapstoreError, out_of_memory
 from ..format.records import Snapshot
 from ..protocol import tags
 from ..protocol.session import Session
-from ..text import human_bytes
+from ..text import human_bytes, log
 from .inputs import PartInput, SaveRequest
 from .known_chunks import load_bases
 from .lineage import Lineage
 from .manifest_writer import Written, write
 from .staging import Staging
-
-log = logging.getLogger("snapstore")
 
 
 def save(

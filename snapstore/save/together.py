@@ -16,7 +16,6 @@ returns the outcome that the record has (docs/design/ranks.md).
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -49,6 +48,7 @@ from ..format import records
 from ..format.keys import quarantined_names
 from ..format.records import Snapshot
 from ..protocol.session import Session, SharedSession
+from ..text import log
 from .agreement import compare, compare_replicas
 from .inputs import SaveRequest
 from .manifest_writer import Written
@@ -57,7 +57,6 @@ from .outcomes import in_save, read_committed, read_record, settle
 if TYPE_CHECKING:
     from .rank_writer import RankWriter
 
-log = logging.getLogger("snapstore")
 #: A rank that writes looks so often whether the save was given up [s].
 LOOK_S = 0.5
 #: After rank 0 has looked for the reports one by one, it pauses for so many times as long.

@@ -6,15 +6,13 @@ costs only space: it is logged, and the next save tries again. Damage is returne
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 from ..context import Context
 from ..errors import IntegrityError, SnapstoreError
 from ..protocol.forget import ForgetResult
 from ..protocol.gc import collect
-
-log = logging.getLogger("snapstore")
+from ..text import log
 
 
 def forget_and_collect(

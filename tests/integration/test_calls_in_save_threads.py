@@ -8,12 +8,13 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kit.repositories import OPTIONS
-from snapstore import InvalidInputError, SnapshotManager, StorageError
+from snapstore import InvalidInputError, KeepLast, SnapshotManager, StorageError, text
 from snapstore.engine.cpu import CpuEngine
 from snapstore.save.handle import SaveHandle
 from snapstore.storage.memory import MemoryStore
@@ -134,17 +135,60 @@ def test_the_thread_of_a_mirror_cannot_wait_for_itself(monkeypatch):
     assert found
 
 
-def test_a_handler_that_raises_ends_no_wait_for_a_failed_save():
+def no_handler(record: logging.LogRecord) -> None:
+    raise LookupError("no such handler")
+
+
+def test_a_handler_that_raises_fails_nothing(capsys):
     """logging catches no error of a filter, nor of a handler's `emit`."""
+    with (
+        told_of_lines(no_handler),
+        SnapshotManager(MemoryStore(), run="a", options=OPTIONS, mirror=MemoryStore(), keep=KeepLast(1)) as manager,
+    ):
+        for step in range(3):
+            assert manager.save(step, STATE, tags=["best"]).result().step == step
+            assert manager.wait_until_mirrored(20) == []
+        manager.wait_until_finished()
+        assert manager.all_steps() == [2]
+        assert manager.restore()["w"][7] == 7
+    assert "LookupError: no such handler" in capsys.readouterr().err
 
-    def told(record: logging.LogRecord) -> None:
-        raise LookupError("no such handler")
 
+def test_a_handler_that_raises_ends_no_thread_of_a_mirror(monkeypatch):
+    with told_of_lines(no_handler):
+        manager = SnapshotManager(MemoryStore(), run="a", options=OPTIONS, mirror=MemoryStore())
+        target = manager._mirror._target.context.store
+        put = target.put
+        monkeypatch.setattr(target, "put", lambda *_: no_answer())
+        manager.save(0, STATE).result()
+        assert manager.wait_until_mirrored() == [0]
+        monkeypatch.setattr(target, "put", put)
+        assert manager.wait_until_mirrored(20) == []
+        manager.close()
+
+
+def no_answer() -> None:
+    raise StorageError("no answer")
+
+
+def test_lines_of_the_log_name_their_place(caplog):
+    text.log.warning("1 %s", "x")
+    assert [(r.module, r.funcName, r.getMessage()) for r in caplog.records] == [
+        ("test_calls_in_save_threads", "test_lines_of_the_log_name_their_place", "1 x")
+    ]
+
+
+def test_every_module_logs_through_the_log_that_raises_nothing():
+    for path in Path(text.__file__).parent.rglob("*.py"):
+        assert path.name in ("text.py", "app.py") or 'getLogger("snapstore")' not in path.read_text(), path
+
+
+def test_a_handler_that_raises_ends_no_wait_for_a_failed_save():
     store = GateStore()
     store.gate.set()
     with SnapshotManager(store, run="a", options=OPTIONS) as manager:
         store.refuse = True
-        with told_of_lines(told):
+        with told_of_lines(no_handler):
             handle = manager.save(0, STATE)
             with pytest.raises(StorageError, match="no answer"):
                 handle.result(20)

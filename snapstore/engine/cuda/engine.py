@@ -8,7 +8,6 @@ the CPU engine.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,6 +21,7 @@ from ...errors import InvalidInputError
 from ...format.codec_choice import REPEATS, RUNS, SKEWED
 from ...format.pack import Encoded
 from ...state.arrays import Memory
+from ...text import log
 from ...threads import Gate
 from ..batches import Chunks, DecodeBatch, EncodeBatch
 from ..cpu import CpuEngine
@@ -38,8 +38,6 @@ from .streams import (
     out_of_memory,
     release_cached_memory,
 )
-
-log = logging.getLogger("snapstore")
 
 #: How many batches run at a time at most, and their size [bytes]: codecs need a thousand blocks to fill the device.
 BATCHES_AT_ONCE = 3

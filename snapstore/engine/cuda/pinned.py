@@ -7,7 +7,6 @@ state, in a few large allocations. A forked child inherits none of it.
 from __future__ import annotations
 
 import ctypes
-import logging
 import mmap
 import os
 import threading
@@ -24,10 +23,10 @@ import torch
 
 from ...arrays import Bytes, Column
 from ...state.arrays import Memory
+from ...text import log
 from ...threads import Threads, after_fork_in_child
 from .graph_capture import beside_captures
 
-log = logging.getLogger("snapstore")
 #: Parts of an allocation begin at multiples of this [bytes].
 ALIGNMENT = 256
 HUGE_PAGE_BYTES = 2 * 1024 * 1024

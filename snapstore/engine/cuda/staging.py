@@ -7,7 +7,6 @@ milliseconds, and `wait_copied` waits in the background.
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +20,7 @@ import torch
 from ...arrays import Bytes, Column
 from ...errors import InvalidInputError
 from ...state.arrays import Memory, as_memory, copy_into
+from ...text import log
 from . import kernels
 from .pinned import ALIGNMENT, Buffers, Pinned, host_rooms
 from .sources import Sources, TensorKey, start_digests
@@ -29,7 +29,6 @@ from .streams import copy_async, out_of_memory, ragged, release_cached_memory
 if TYPE_CHECKING:
     from ..registry import Engines
 
-log = logging.getLogger("snapstore")
 #: The most device memory that a save works in [bytes]: if its copies lie on the device, and if they lie on the host.
 WORK_BYTES, HOST_WORK_BYTES = 1280 * 1024 * 1024, 480 * 1024 * 1024
 #: The most that copies and work memory of a large state take, times the state; with the cache of torch, it is 2.1.

@@ -5,7 +5,6 @@ A WorkStream belongs to one thread at a time. Its launches run in order; its mem
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -23,7 +22,6 @@ from ...errors import InvalidInputError
 from ..batches import Chunks
 from . import kernels
 
-log = logging.getLogger("snapstore")
 #: Sizes of large device memory are rounded up to a multiple of the largest of these: this, somewhat more than a quarter
 #: of a batch, and an eighth to a sixteenth of the size. So freed memory fits the next request [bytes].
 STEP_BYTES = 2 * 1024 * 1024

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import index as as_int
 from types import EllipsisType
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
@@ -89,6 +89,13 @@ class _Reader:
     def __init__(self, context: Context, opened: OpenSnapshot) -> None:
         self._context, self._opened, self._lock = context, opened, threading.Lock()
         self.ref = opened.snapshot.ref
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse pickle and deep copies of handles, for which a worker of a DataLoader that is spawned asks."""
+        raise TypeError(
+            f"lazy tensors of {self.ref} cannot be pickled or copied; in the process that reads them, open the "
+            f"repository and call tensors({self.ref!r})"
+        )
 
     def run(self, action: Callable[[OpenSnapshot], None]) -> None:
         """Run an action on the open snapshot; if it fails because the snapshot was rewritten, open that and repeat."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+from typing import NoReturn
 
 from ..errors import InvalidInputError
 from ..format.records import Snapshot
@@ -34,6 +35,10 @@ class SaveHandle:
     def __repr__(self) -> str:
         state = "skipped" if self.skipped else "running" if not self.done() else self._error or self._snapshot
         return f"SaveHandle({state!r})"
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse pickle and copy: a copy of a running save would not learn how it ends."""
+        raise TypeError("a SaveHandle cannot be pickled or copied; use the snapshot that its result() returns")
 
     def done(self) -> bool:
         """Return whether the save has committed, failed, or was skipped."""

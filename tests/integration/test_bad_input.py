@@ -698,6 +698,17 @@ def test_no_pickle_and_no_copy(tmp_path, how):
             how(snapshots)
         with pytest.raises(TypeError, match=r"^a Repository cannot be pickled or copied; open another one by its URL"):
             how(snapshots.repository)
+        handle = snapshots.save(0, {"w": np.arange(9)})
+        with pytest.raises(TypeError, match=r"^a SaveHandle cannot be pickled or copied; use the snapshot"):
+            how(handle)
+        assert how(handle.result())
+        tensors = snapshots.repository.tensors("r@0")
+        for lazy in (tensors, tensors["w"]):
+            if how is copy.copy:
+                assert how(lazy)["w" if lazy is tensors else 3] is not None
+                continue
+            with pytest.raises(TypeError, match=r"^lazy tensors of r@0 cannot be pickled .* tensors\('r@0'\)"):
+                how(lazy)
 
 
 def test_arguments_of_other_types(tmp_path):

@@ -12,9 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..storage.base import ObjectStore
-from ..storage.cache_dir import cache_folder, usable_cache
+from ..storage.cache_dir import cache_folder, remove_left_behind, usable_cache
 from ..storage.local import LocalStore
 from ..text import log
+
+#: The names of temporary indexes begin so.
+TEMPORARY = "snapstore-index-"
 
 
 def folder_for(store: ObjectStore, uuid: str) -> tuple[Path | None, bool]:
@@ -44,7 +47,8 @@ def temporary_folder(store: ObjectStore, why: str = "") -> tuple[Path | None, bo
         why: why the cache cannot be used, for a warning; "": it is not wanted.
     """
     try:
-        folder = Path(tempfile.mkdtemp(prefix="snapstore-index-"))
+        folder = Path(tempfile.mkdtemp(prefix=TEMPORARY))
+        remove_left_behind(folder.parent, TEMPORARY)
     except OSError as error:
         reasons = "; ".join(filter(None, (why, f"a temporary folder cannot be made: {error.strerror or error}")))
         log.warning("%s; %s has no index: every start reads all records", reasons, store.url)

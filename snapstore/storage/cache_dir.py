@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import os
 import re
 import shutil
 import stat
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -32,6 +34,8 @@ CACHE_BYTES = 4 * 1024 * 1024 * 1024
 #: The only folders that `shrink` removes: indexes (`catalog.index.folder_for`), and the rest of an index that a killed
 #: process was removing.
 _INDEX, _EVICTED = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}"), re.compile(r"evicted-[0-9a-f]{16}")
+#: A temporary index may be so new that the process that made it has not locked it yet [s].
+NEW_S = 60.0
 _ESCAPED = re.compile(r"\\([0-7]{3})")  # in /proc/mounts: \040 is a space
 _IN_USE = "used"  # a file in each folder; its modification time is the time of the last use
 
@@ -195,14 +199,29 @@ def _use_of(folder: Path) -> tuple[float, int, Path]:
     return used_s, size_bytes, folder
 
 
-def _remove_unused(folder: Path) -> bool:
-    """Remove a folder unless it is in use; return whether it was removed."""
+@functools.cache
+def remove_left_behind(place: Path, prefix: str) -> None:
+    """Remove the temporary indexes of this user that killed processes have left; only once in a process.
+
+    Args:
+        place: where they lie, which may be open to all users. Their names begin with the prefix.
+    """
+    with suppress(OSError):
+        for folder in [] if on_network(place) else place.glob(f"{prefix}*"):  # file locks may fail on a network
+            with suppress(OSError):
+                _require_private(folder)
+                if folder.lstat().st_mtime < time.time() - NEW_S:
+                    _remove_unused(folder, prefix)
+
+
+def _remove_unused(folder: Path, prefix: str = "evicted-") -> bool:
+    """Remove a folder unless it is in use, under a new name with the prefix; return whether it was removed."""
     fd = os.open(folder / _IN_USE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not is_used(fd, folder):  # another process was faster
             return False
-        removed = folder.rename(folder.with_name(f"evicted-{os.urandom(8).hex()}"))
+        removed = folder.rename(folder.with_name(f"{prefix}{os.urandom(8).hex()}"))
     except BlockingIOError:
         return False
     finally:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -13,10 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kit.processes import environment
 from kit.repositories import OPTIONS, check_restores, opened, save
 from snapstore import Repository
 from snapstore.storage import cache_dir
 from snapstore.storage.cache_dir import begin_use, end_use, shrink
+from snapstore.storage.memory import MemoryStore
 
 KiB = 1024
 
@@ -79,8 +82,10 @@ def test_a_folder_that_is_no_index_of_ours_is_left_alone(folder):
 
 USER = """
 import sys
+import tempfile
 from pathlib import Path
 from snapstore.storage.cache_dir import begin_use
+from snapstore.storage.memory import MemoryStore
 begin_use(Path(sys.argv[1]), 60)
 print("in use", flush=True)
 sys.stdin.read()
@@ -274,3 +279,78 @@ def test_another_thing_in_the_place_of_the_cache(tmp_path, made, monkeypatch, ca
         repository.save({"x": np.arange(9)}, run="a", step=1)
         assert repository.restore("a@1")["x"].tolist() == list(range(9))
     assert "has a temporary index" in caplog.text
+
+
+# --- temporary indexes -----------------------------------------------------------------------------------------------
+
+KILLED = """
+import os, signal
+from snapstore import Repository
+from snapstore.storage.memory import MemoryStore
+repository = Repository.create(MemoryStore())
+print(repository.context.index.folder, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    (place := tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(place))
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    monkeypatch.setattr(cache_dir, "NEW_S", 0.0)
+    cache_dir.remove_left_behind.cache_clear()
+    return place
+
+
+def killed_in(place: Path) -> Path:
+    """Return the index that a killed process has left."""
+    out = subprocess.run([sys.executable, "-c", KILLED], env=environment(), capture_output=True, text=True).stdout
+    folder = Path(out.strip())
+    assert folder.parent == place
+    assert (folder / "data.mdb").exists()
+    return folder
+
+
+def test_a_temporary_index_that_a_killed_process_has_left_is_removed(place, tmp_path):
+    left = killed_in(place)
+    with Repository.create(MemoryStore(), options=OPTIONS) as repository:
+        assert [*place.iterdir()] == [repository.context.index.folder]
+        cache_dir.remove_left_behind.cache_clear()
+        with Repository.create(MemoryStore(), options=OPTIONS) as other:
+            assert {*place.iterdir()} == {index.context.index.folder for index in (repository, other)}
+        save(repository, "a", 0, 0)
+    assert not left.exists()
+
+
+def test_only_temporary_indexes_of_this_user_are_removed(place, tmp_path, monkeypatch):
+    target, others = tmp_path / "target", place / "snapstore-index-others"
+    target.mkdir(mode=0o700)
+    (target / "precious").touch()
+    (place / "snapstore-index-link").symlink_to(target)
+    (place / "snapstore-index-file").touch()
+    (place / "snapstore-other").mkdir(mode=0o700)
+    (place / "snapstore-index-open").mkdir()
+    (place / "snapstore-index-open").chmod(0o777)
+    others.mkdir(mode=0o700)
+    (place / "snapstore-index-ours").mkdir(mode=0o700)
+    (place / "snapstore-index-ours" / "link").symlink_to(target)
+    lstat = Path.lstat
+
+    def of_another(self):
+        status = lstat(self)
+        return os.stat_result((*status[:4], status.st_uid + 1, *status[5:])) if self == others else status
+
+    monkeypatch.setattr(Path, "lstat", of_another)
+    before = names(place)
+    cache_dir.remove_left_behind(place, "snapstore-index-")
+    assert before - names(place) == {"snapstore-index-ours"}
+    assert names(target) == {"precious"}
+
+
+def test_a_new_temporary_index_is_not_removed(place, monkeypatch):
+    """The process that made it may not have locked it yet."""
+    monkeypatch.setattr(cache_dir, "NEW_S", 60.0)
+    (place / "snapstore-index-new").mkdir(mode=0o700)
+    cache_dir.remove_left_behind(place, "snapstore-index-")
+    assert names(place) == {"snapstore-index-new"}

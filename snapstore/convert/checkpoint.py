@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidInputError
+from ..text import some
 
 #: `fingerprint` reads so many samples of so many bytes of a file, and a smaller file whole.
 SAMPLES, SAMPLE_BYTES = 64, 4096
@@ -123,6 +124,31 @@ def _sample(path: Path) -> bytes:
             file.seek((size - SAMPLE_BYTES) * number // (SAMPLES - 1))
             found.append(file.read(SAMPLE_BYTES))
         return b"".join(found)
+
+
+def versions(source: Path, names: Iterable[str] | None = None) -> dict[str, tuple[int, int, int] | None]:
+    """Return (inode, size, time of the last change) of each file of a checkpoint, by name; None: it cannot be read.
+
+    Args:
+        names: of the files; None: all of them.
+    """
+    found: dict[str, tuple[int, int, int] | None] = {}
+    for name in (names_below(source)[0] if source.is_dir() else {""}) if names is None else names:
+        found[name] = None
+        with suppress(OSError):
+            status = (source / name).stat()
+            found[name] = status.st_ino, status.st_size, status.st_mtime_ns
+    return found
+
+
+def require_unchanged(source: Path, before: dict[str, tuple[int, int, int] | None]) -> None:
+    """Raise InvalidInputError if a file has changed since `versions` looked: its tensors may be of two checkpoints."""
+    now = versions(source, before)
+    if changed := sorted(str(source / name) for name in before if before[name] != now[name]):
+        raise InvalidInputError(
+            f"{some(changed, 3)}: changed while it was imported; nothing was committed; import it again once it is "
+            "complete"
+        )
 
 
 def read_json(path: Path) -> dict[str, Any]:

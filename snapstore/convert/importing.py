@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from ..save.inputs import SaveRequest
 from ..save.pipeline import save
 from ..text import some
 from . import files
-from .checkpoint import Checkpoint, fingerprint, step_in
+from .checkpoint import Checkpoint, fingerprint, require_unchanged, step_in, versions
 from .dcp_folder import is_dcp, open_dcp
 from .hf_folder import is_hf, open_hf
 from .lazy_state import inputs_of_lazy
@@ -144,12 +145,15 @@ def _import(
             yield Imported(str(path), there[step], True, 0, [], _source_of(there[step]) not in (None, source))
             continue
         view.require_known(f"{path}: step {step} of run {run!r}", run, step=step)
+        before = versions(path)
         opened = _open(path, kind)
         imported = {"from": path.name, "format": kind, "source": source, **opened.imported}
         about = {"imported": imported, **opened.about}
         request = SaveRequest(run, step, None, bases, None, about)
         request.resolve(repository.context, repository.lineage)
-        inputs = inputs_of_lazy(opened.state, repository.context.engines, opened.let_go)
+        inputs = inputs_of_lazy(
+            opened.state, repository.context.engines, opened.let_go, partial(require_unchanged, path, before)
+        )
         size, left_out, opened.state = opened.bytes_read, opened.left_out, None
         snapshot = save(repository.context, repository.lineage, request, [inputs], None)
         yield Imported(str(path), snapshot, False, size, left_out)

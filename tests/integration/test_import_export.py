@@ -33,6 +33,7 @@ from snapstore.convert import (
     export_snapshot,
     hf_export,
     import_checkpoints,
+    importing,
     orbax_folder,
     safetensors_file,
 )
@@ -797,6 +798,30 @@ def test_an_import_that_fails_goes_on_where_it_was(repository, tmp_path):
     assert [snapshot.step for snapshot in repository.snapshots("r")] == [1]
     damaged.write_bytes(whole)
     assert [one.skipped for one in imported(repository, *sources)] == [True, False, False]
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_a_checkpoint_that_changes_while_it_is_imported_is_not_committed(repository, tmp_path, monkeypatch, kind):
+    """As by a training that writes its newest checkpoint over the one before."""
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        write_checkpoint(kind, tmp_path / folder / NAMES[kind].format(1), 1 + (folder == "b"))
+    source, other = (tmp_path / folder / NAMES[kind].format(1) for folder in ("a", "b"))
+
+    def replaced(*args):
+        for path in [*filter(Path.is_file, source.rglob("*"))] or [source]:
+            path.write_bytes((other / path.relative_to(source)).read_bytes())
+            os.utime(path, ns=(0, 0))
+        return save(*args)
+
+    save = importing.save
+    monkeypatch.setattr(importing, "save", replaced)
+    with pytest.raises(InvalidInputError, match="changed while it was imported; nothing was committed"):
+        imported(repository, source)
+    assert repository.snapshots("r") == []
+    monkeypatch.setattr(importing, "save", save)
+    imported(repository, source)
+    assert repository.check("restore").problems == []
 
 
 def test_a_skipped_step_with_other_files_is_reported(repository, tmp_path):

@@ -28,6 +28,7 @@ from numbers import Real
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from .errors import FormatError, InvalidInputError
+from .text import counted
 
 
 class SnapshotLike(Protocol):
@@ -307,8 +308,8 @@ def apply(policies: Policy | Iterable[Policy], snapshots: Iterable[S], *, force:
     by_policy = [policy.reasons(steps) for policy in policies]
     if steps and not any(by_policy) and not force:
         raise InvalidInputError(
-            f"forget: {describe(policies)} would keep none of the {len(steps)} steps of run {runs[0]}; "
-            "add a policy such as KeepLast(1), or pass force (--force)"
+            f"forget: {describe(policies)} would keep none of the steps of run {runs[0]}, which has "
+            f"{counted(len(steps), 'step')}; add a policy such as KeepLast(1), or pass force (--force)"
         )
 
     decisions = []

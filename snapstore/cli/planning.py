@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import InvalidInputError
-from ..text import human_bytes
+from ..text import counted, human_bytes
 from .app import Place, Shell, UsageError, verb
 from .output import line, print_json, spinner
 
@@ -136,7 +136,8 @@ def _print(run: Run, rates: Rates, given: dict[str, float], found: Estimate) -> 
     line(f"stored:    {size(found.first_bytes)} the first, {size(found.next_bytes)} each later one")
     line(f"codec:     {found.codec}; auto would choose {found.auto_codec}")
     line(f"failures:  one in {_time(found.failure_s)}; best interval {_time(found.best_interval_s)}")
-    line(f"interval:  {found.interval_steps} steps, {_time(every_s)}: {100 * found.lost_share:.2f} % of the time lost")
+    every = counted(found.interval_steps, "step")
+    line(f"interval:  {every}, {_time(every_s)}: {100 * found.lost_share:.2f} % of the time lost")
     line(f"a save:    stall {_time(found.stall_s)}, committed after {_time(found.save_s)}")
     line(f"a restore: {_time(found.restore_s)}")
     kept = f"{size(found.kept_bytes)} with {run.keep or 'all'} kept"

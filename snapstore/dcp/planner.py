@@ -49,6 +49,7 @@ from ..state.containers import Path
 from ..state.per_rank import is_per_rank
 from ..state.sharded import Boxes, Sharding, dtensor_like, locals_of, sharding_of
 from ..state.wrapped import unwrapped
+from ..text import counted
 from .names import Closed
 from .target import NO_PROCESS
 
@@ -368,7 +369,9 @@ def _resolved(planner: DefaultSavePlanner, key: str, held: Any, items: Sequence[
     if is_same and all(value.dtype == old[0].dtype for value in values):
         return None
     if left := sum(local.numel() for local in old) - sum(value.numel() for _, value in parts):
-        raise InvalidInputError(f"{name} changes it and leaves {left} elements of this rank out: give items for all")
+        raise InvalidInputError(
+            f"{name} changes it and leaves {counted(left, 'element')} of this rank out: give items for all"
+        )
     if len(parts) == len(old) == 1:
         new = [parts[0][1].detach()]
     else:

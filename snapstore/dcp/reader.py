@@ -37,7 +37,7 @@ from torch.futures import Future
 from ..errors import InvalidInputError, NotFoundError, SnapstoreError
 from ..repository import Repository
 from ..restore.sources import AsRank
-from ..text import log, some
+from ..text import counted, log, some
 from .names import is_tensor, refs_of
 from .planner import read_items
 from .stored import Piece, StoredState
@@ -171,7 +171,8 @@ class SnapstoreReader(Target, StorageReader):
                 cast.append(item.storage_index.fqn)
             pieces.append(Piece(leaf.value, tuple(item.storage_offsets), tuple(item.lengths), target.detach()))
         if cast:
-            log.warning("%s: casting %d tensors to the dtypes given: %s", stored.snapshot.ref, len(cast), some(cast, 5))
+            what = counted(len(cast), "tensor")
+            log.warning("%s: casting %s to the dtypes given: %s", stored.snapshot.ref, what, some(cast, 5))
         stored.fill([*pieces, *inner])
         tensors = (item for item in plan.items if item.type is not LoadItemType.BYTE_IO)
         for item, piece in zip(tensors, pieces, strict=True):

@@ -24,7 +24,7 @@ from ..state.composite import inner_of, plain_of
 from ..state.restore_buffers import RestoreBuffers, slots_of
 from ..state.tensors import Slot
 from ..state.tree_decode import ELSEWHERE, decode
-from ..text import log
+from ..text import counted, log
 from .names import Leaf, ObjectTypes, flat_leaves
 from .planner import Shards
 
@@ -71,7 +71,7 @@ class StoredState:
         gone = [key for key, leaf in self.leaves.items() if leaf.value is ELSEWHERE]
         if gone:
             why = self._sources.elsewhere or "each rank's own (PerRank, RngState), as per_rank='drop' asks"
-            log.warning("%s: leaving out %d keys: %s", self.snapshot.ref, len(gone), why)
+            log.warning("%s: leaving out %s: %s", self.snapshot.ref, counted(len(gone), "key"), why)
         self.leaves = {key: leaf for key, leaf in self.leaves.items() if leaf.value is not ELSEWHERE}
 
     def _open(self, snapshot: Snapshot) -> None:
@@ -178,7 +178,7 @@ class StoredState:
 
     def _read(self, buffers: RestoreBuffers) -> None:
         wants, what = buffers.wants(), f"{self.snapshot.ref}: loading"
-        limits.require_memory(buffers.fresh_bytes(), f"{what} {len(wants)} tensors")
+        limits.require_memory(buffers.fresh_bytes(), f"{what} {counted(len(wants), 'tensor')}")
         overlaps = self._sources.overlaps(wants)
         require_decoding_of(self._context, overlaps, what)
         try:

@@ -255,7 +255,7 @@ def _selected(index: Index, shape: Sequence[int], name: str) -> tuple[list[range
         raise IndexError(f"{name}: an index has at most one ellipsis")
     missing = len(shape) - len(given) + len(dots)
     if missing < 0:
-        raise IndexError(f"{name}: {len(given) - len(dots)} indices for {len(shape)} dimensions")
+        raise IndexError(f"{name}: {len(given) - len(dots)} indices for {counted(len(shape), 'dimension')}")
     at = dots[0] if dots else len(given)
     given[at : at + 1] = [slice(None)] * missing
     ranges = [_range(one, size, name) for one, size in zip(given, shape, strict=True)]

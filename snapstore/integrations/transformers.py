@@ -48,7 +48,7 @@ from ..retention import KeepLast
 from ..state.composite import require_classes
 from ..state.per_rank import PerRank
 from ..state.rng import RngState
-from ..text import log
+from ..text import counted, log
 
 with needs("transformers, accelerate", 'pip install "snapstore[transformers]"'):
     import safetensors.torch
@@ -425,7 +425,8 @@ def _write_files(manager: SnapshotManager, step: int, path: Path) -> None:
             name = "rng_state.pth" if count == 1 else f"rng_state_{rank}.pth"
             torch.save(_rng_of(manager, step), path / name)
         else:
-            log.warning("%s: %d ranks saved, %d resume: random numbers differ", snapshot.ref, metadata["ranks"], count)
+            saved = counted(metadata["ranks"], "rank")
+            log.warning("%s: %s saved, %d resume: random numbers differ", snapshot.ref, saved, count)
     write = partial(_write_common, context, snapshot, path)
     if count == 1:
         write()

@@ -44,7 +44,7 @@ from ..format.pack import ENTRY
 from ..format.records import ManifestRef, Snapshot
 from ..protocol.commit import Claim
 from ..protocol.revisions import is_ruling, retry_conflicts, same_content
-from ..text import log
+from ..text import counted, log
 from .roots import Written, new_roots
 from .shared_manifests import Replacements, beside, put_list
 from .stored_blobs import Stored, lengths_of, names_of
@@ -324,11 +324,11 @@ class Rewriting(ABC):
         self.made.update(work.lengths())
         self.published(work)
         log.info(
-            "run=%s step=%d %s: %d blobs rewritten, total=%.2fs",
+            "run=%s step=%d %s: %s rewritten, total=%.2fs",
             ruling.run,
             ruling.step,
             self.verb,
-            len(work.new),
+            counted(len(work.new), "blob"),
             time.monotonic() - started,
         )
         return revision

@@ -275,6 +275,13 @@ def test_the_same_step_twice(root):
         check_restores(repository)
 
 
+def test_counts_of_one(tmp_path):
+    with Repository.create(tmp_path / "repo", options=OPTIONS) as repository:
+        save(repository, "one", 0, 0)
+        with pytest.raises(InvalidInputError, match="keep none of the steps of run one, which has 1 step; "):
+            repository.forget(KeepSteps([77]), run="one")
+
+
 @pytest.mark.parametrize("keep", [[], [KeepSteps([77])], [KeepBest("unknown")]])
 def test_a_policy_that_keeps_nothing(repository, keep):
     with pytest.raises(InvalidInputError, match=r"keep none|no policy"):

@@ -1245,7 +1245,7 @@ def test_a_tensor_of_another_dtype_gets_the_values_and_a_warning(writer: Any, re
     dcp.load(state, storage_reader=reader, checkpoint_id=1)
     assert state["a"].equal(values.bfloat16())
     assert state["b"].equal(values)
-    assert "casting 1 tensors to the dtypes given: a" in caplog.text
+    assert "casting 1 tensor to the dtypes given: a" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

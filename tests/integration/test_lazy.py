@@ -236,6 +236,8 @@ def test_rows_can_be_gone_through(repository):
     assert [row.tolist() for row in handle] == arrays(2)["small"].tolist()
     with pytest.raises(TypeError, match="no length"):
         len(repository.tensors("arrays@2")["model.scalar"])
+    with pytest.raises(IndexError, match=r"3 indices for 1 dimension$"):
+        repository.tensors("arrays@2")["model.line"][0, 0, 0]
     with pytest.raises(InvalidInputError, match="bytes 0 to 49 of 48"):
         handle.read_bytes(0, 49)
     for bounds in ((0.0, 4), (0, None), ("0", 4)):

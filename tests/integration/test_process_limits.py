@@ -48,7 +48,7 @@ with SnapshotManager(root, run="a") as snapshots:
         ("files", "save", "StorageError: .*too many open files .EMFILE.; raise the limit .ulimit -n.", "0 2"),
         ("files", "restore", "StorageError: .*too many open files .EMFILE.; raise the limit .ulimit -n.", "0 1 2"),
         ("memory", "save", "CapabilityError: save: out of memory .*; nothing was committed", "0 2"),
-        ("memory", "restore", "CapabilityError: (restore a@1: out of memory|a@1: restoring 1 tensors: needs)", "0 1 2"),
+        ("memory", "restore", "CapabilityError: (restore a@1: out of memory|a@1: restoring 1 tensor: needs)", "0 1 2"),
     ],
 )
 def test_a_limit_of_the_machine(tmp_path, limit, verb, says, steps):

@@ -29,6 +29,7 @@ from torch.utils.data import RandomSampler
 from ..errors import CapabilityError, InvalidInputError, needs
 from ..format.records import Snapshot
 from ..manager import SnapshotManager
+from ..ranks import place
 from ..save.handle import SaveHandle
 from ..state.per_rank import PerRank
 from ..state.rng import RngState
@@ -74,6 +75,8 @@ def save_state(
     _refuse(accelerator, "save")
     if not (force or manager.should_save(step)):
         return SaveHandle(skipped=True)
+    if accelerator.num_processes < place()[1]:
+        _warn_of_alone(place()[1])
     if not accelerator.sync_gradients:
         log.warning("run=%s step=%d saved between two optimizer steps: without gradients", manager.run, step)
     configuration = accelerator.project_configuration
@@ -236,6 +239,16 @@ def _warn_of_order() -> None:
     log.warning(
         "accelerate: the order of a loader with shuffle=True is not stored: a training that resumes in an epoch sees "
         "other batches; pass dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True) to Accelerator"
+    )
+
+
+@cache
+def _warn_of_alone(count: int) -> None:
+    """Log the warning once per process."""
+    log.warning(
+        "accelerate: each of the %d processes trains alone, without the gradients of the others; on CPUs pass "
+        "Accelerator(cpu=True), or launch with 'accelerate launch --cpu'",
+        count,
     )
 
 

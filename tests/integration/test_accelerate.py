@@ -271,3 +271,16 @@ def test_an_error_of_load_state_advises_what_its_caller_can_do(ours, tmp_path):
         manager.restore_into({"model": model}, 1, keys="model")
         assert same(model.state_dict(), first.prepared[0].state_dict())
         assert added is not None
+
+
+def test_processes_that_train_alone_are_warned_of(ours, tmp_path, monkeypatch, caplog):
+    """On a machine without a GPU, Accelerator() makes a group of all processes, and does not train with it."""
+    training = Training()
+    ours._warn_of_alone.cache_clear()
+    with SnapshotManager(tmp_path, run="a") as manager:
+        ours.save_state(training.accelerator, manager, 0)
+        assert "trains alone" not in caplog.text
+        monkeypatch.setattr(ours, "place", lambda: (0, 2))
+        for step in (1, 2):
+            ours.save_state(training.accelerator, manager, step)
+    assert caplog.text.count("each of the 2 processes trains alone, without the gradients of the others") == 1

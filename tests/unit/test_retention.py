@@ -239,7 +239,9 @@ def test_no_policy_is_an_error_unless_forced():
 def test_policies_that_keep_nothing_are_an_error_unless_forced():
     snapshots = [Snap("a", 1, 1), Snap("b", 2, 2, tags=("paper",)), Snap("c", 3, 3)]
     policies = [KeepEvery(steps=1000), KeepBest("accuracy")]
-    with pytest.raises(InvalidInputError, match=r"KeepEvery\(steps=1000\), .* none of the steps of run exp1, which has 3 steps"):
+    with pytest.raises(
+        InvalidInputError, match=r"KeepEvery\(steps=1000\), .* none of the steps of run exp1, which has 3 steps"
+    ):
         apply(policies, snapshots)
     assert reasons(policies, snapshots, force=True) == {1: (), 2: ("tag paper",), 3: ("newest",)}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -82,26 +82,20 @@ def save(
         raise UsageError("no file named; pass FILE or DIR")
     metrics, path = _metrics(metric or []), Path(expand_home(file))
     with shell.repository() as repository:
-        from ..convert import files
+        from ..convert.importing import save_file
         from ..state.folder import pack_folder
 
         with spinner(f"saving {path}"):
             is_folder = path.is_dir()
             if follow_links and not is_folder:
                 raise UsageError(f"--follow-links: {path} is not a folder")
-            state, about = (pack_folder(path, follow_links=follow_links), {}) if is_folder else files.read(path)
-            snapshot = repository.save(
-                state,
-                run=run,
-                step=step,
-                parent=parent,
-                bases=base or [],
-                metrics=metrics,
-                metadata={"safetensors": about} if about else None,
-                tags=tag or [],
-                full=full,
-                ranks=False,
-            )
+            arguments: dict[str, Any] = {"run": run, "step": step, "parent": parent, "bases": base or []}
+            arguments |= {"metrics": metrics, "tags": tag or [], "full": full}
+            if is_folder:
+                state = pack_folder(path, follow_links=follow_links)
+                snapshot = repository.save(state, ranks=False, **arguments)
+            else:
+                snapshot = save_file(repository, path, **arguments)
     if shell.as_json:
         print_json({"snapshot": snapshot_json(snapshot)})
         return

@@ -146,8 +146,7 @@ def require_unchanged(source: Path, before: dict[str, tuple[int, int, int] | Non
     now = versions(source, before)
     if changed := sorted(str(source / name) for name in before if before[name] != now[name]):
         raise InvalidInputError(
-            f"{some(changed, 3)}: changed while it was imported; nothing was committed; import it again once it is "
-            "complete"
+            f"{some(changed, 3)}: changed while it was read; nothing was committed; try again once it is complete"
         )
 
 

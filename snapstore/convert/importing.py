@@ -22,6 +22,7 @@ from ..format.records import Snapshot
 from ..repository import Repository
 from ..save.inputs import SaveRequest
 from ..save.pipeline import save
+from ..save.streaming import inputs_of_state
 from ..text import some
 from . import files
 from .checkpoint import Checkpoint, fingerprint, require_unchanged, step_in, versions
@@ -149,14 +150,31 @@ def _import(
         opened = _open(path, kind)
         imported = {"from": path.name, "format": kind, "source": source, **opened.imported}
         about = {"imported": imported, **opened.about}
-        request = SaveRequest(run, step, None, bases, None, about)
+        check = partial(require_unchanged, path, before)
+        request = SaveRequest(run, step, None, bases, None, about, before_commit=check)
         request.resolve(repository.context, repository.lineage)
-        inputs = inputs_of_lazy(
-            opened.state, repository.context.engines, opened.let_go, partial(require_unchanged, path, before)
-        )
+        inputs = inputs_of_lazy(opened.state, repository.context.engines, opened.let_go)
         size, left_out, opened.state = opened.bytes_read, opened.left_out, None
         snapshot = save(repository.context, repository.lineage, request, [inputs], None)
         yield Imported(str(path), snapshot, False, size, left_out)
+
+
+def save_file(repository: Repository, path: Path, **arguments: Any) -> Snapshot:
+    """Save the state in a file, which must not change meanwhile.
+
+    Args:
+        arguments: as for `Repository.save`.
+
+    Raises:
+        InvalidInputError: as `files.read` raises it, or the file has changed; the others as of `Repository.save`.
+    """
+    context, before = repository.context, versions(path)
+    state, about = files.read(path)
+    metadata = {"safetensors": about} if about else None
+    check = partial(require_unchanged, path, before)
+    request = SaveRequest(metadata=metadata, before_commit=check, **arguments)
+    request.resolve(context, repository.lineage)
+    return save(context, repository.lineage, request, inputs_of_state(state, context.engines), None)
 
 
 def _open(path: Path, kind: str) -> Checkpoint:

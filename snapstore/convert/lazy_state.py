@@ -64,14 +64,11 @@ class _Leaves:
         return array_node(value.kind, len(self.reads) - 1, False)
 
 
-def inputs_of_lazy(
-    state: Any, engines: Engines, let_go: Callable[[Any], None], at_end: Callable[[], None]
-) -> PartInput:
+def inputs_of_lazy(state: Any, engines: Engines, let_go: Callable[[Any], None]) -> PartInput:
     """Return a state as the only part of a save; iterating over its tensors reads them.
 
     Args:
         let_go: called with each array once it is stored, before the next is read.
-        at_end: called after the last; what it raises ends the save.
 
     Raises:
         UnsupportedLeafError: a value cannot be stored; all of them are named.
@@ -80,14 +77,11 @@ def inputs_of_lazy(
     encoder = Encoder(leaves.put, lambda value, path: None, leaves.put_later, columnar=True)
     tree = encoder.node(state, ())
     encoder.raise_problems()
-    return PartInput("", tree, _tensors(leaves.reads, engines, let_go, at_end), once=True)
+    return PartInput("", tree, _tensors(leaves.reads, engines, let_go), once=True)
 
 
 def _tensors(
-    reads: list[tuple[Path, Callable[[], Any]]],
-    engines: Engines,
-    let_go: Callable[[Any], None],
-    at_end: Callable[[], None],
+    reads: list[tuple[Path, Callable[[], Any]]], engines: Engines, let_go: Callable[[Any], None]
 ) -> Iterator[TensorInput]:
     reads.reverse()
     while reads:
@@ -101,7 +95,6 @@ def _tensors(
             tensor.array = None
         let_go(value)
         del value, tensor
-    at_end()
 
 
 def _require_memory(path: Path, value: Any) -> None:

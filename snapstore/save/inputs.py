@@ -45,6 +45,7 @@ class SaveRequest:
         number: of this save among those of the job's ranks.
         last: id of this process's last save of the run, if it has not restored the run since.
         first_seq: the lowest sequence number to take.
+        before_commit: called once all tensors are stored; what it raises ends the save without a commit.
 
     Raises:
         InvalidInputError: an argument cannot be saved, or tensors have no memory here.
@@ -64,6 +65,7 @@ class SaveRequest:
     number: int = 0
     last: str | None = None
     first_seq: int = 0
+    before_commit: Callable[[], None] = lambda: None
     metadata_node: msgspec.Raw = field(init=False)
     _metrics: dict[str, Read] = field(init=False)
 

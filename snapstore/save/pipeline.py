@@ -59,6 +59,7 @@ def save(
                 session.watch = request.require_wanted
                 bases = load_bases(context, session, lineage.cached_manifests())
                 written = write(context, session, inputs, bases, full=request.full, staging=staging)
+                request.before_commit()
                 snapshot = commit(session, request, written, written.bases.ids, written.bases.generation)
             if staging:
                 staging.keep_as_base(inputs, snapshot.id)

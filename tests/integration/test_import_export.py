@@ -816,12 +816,38 @@ def test_a_checkpoint_that_changes_while_it_is_imported_is_not_committed(reposit
 
     save = importing.save
     monkeypatch.setattr(importing, "save", replaced)
-    with pytest.raises(InvalidInputError, match="changed while it was imported; nothing was committed"):
+    with pytest.raises(InvalidInputError, match="changed while it was read; nothing was committed"):
         imported(repository, source)
     assert repository.snapshots("r") == []
     monkeypatch.setattr(importing, "save", save)
     imported(repository, source)
     assert repository.check("restore").problems == []
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pt"])
+def test_a_file_that_changes_while_the_shell_saves_it_is_not_committed(tmp_path, monkeypatch, kind):
+    path, other = (tmp_path / folder / f"x.{kind}" for folder in "ab")
+    for step, one in enumerate((path, other)):
+        one.parent.mkdir()
+        save_file(model(step), one) if kind == "safetensors" else torch.save(model(step), one)
+
+    def replaced(*args):
+        path.write_bytes(other.read_bytes())
+        os.utime(path, ns=(0, 0))
+        return save(*args)
+
+    save = importing.save
+    place = ["--repo", str(tmp_path / "repo")]
+    assert not invoke(["init", *place]).exit_code
+    arguments = ["save", str(path), "--run", "r", "--step", "1", *place]
+    monkeypatch.setattr(importing, "save", replaced)
+    result = invoke(arguments)
+    assert result.exit_code
+    assert f"{path}: changed while it was read; nothing was committed" in " ".join(result.stderr.split())
+    monkeypatch.setattr(importing, "save", save)
+    assert not invoke(arguments).exit_code
+    with Repository.open(tmp_path / "repo") as repository:
+        assert same(flat(repository.restore("r@1")), flat(model(1)))
 
 
 def test_a_skipped_step_with_other_files_is_reported(repository, tmp_path):

@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -103,7 +104,9 @@ class Log:
     def _say(self, level: int, message: str, args: tuple[object, ...]) -> None:
         try:
             self._logger.log(level, message, *args, stacklevel=3)  # the line of the caller
-        except Exception:  # noqa: BLE001  a save that is committed must not fail over a line about it
+        except (Exception, SystemExit) as error:  # a save that is committed must not fail over a line about it
+            if isinstance(error, SystemExit) and threading.current_thread() is threading.main_thread():
+                raise  # elsewhere it would end only a thread of ours
             self._note_lost()
 
     def _note_lost(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -139,10 +140,17 @@ def no_handler(record: logging.LogRecord) -> None:
     raise LookupError("no such handler")
 
 
-def test_a_handler_that_raises_fails_nothing(capsys):
+def end(record: logging.LogRecord) -> None:
+    """End the program, as some handlers do: in a thread, SystemExit ends only the thread."""
+    if threading.current_thread() is not threading.main_thread():
+        raise SystemExit("no such handler")
+
+
+@pytest.mark.parametrize("told", [no_handler, end])
+def test_a_handler_that_raises_fails_nothing(capsys, told):
     """logging catches no error of a filter, nor of a handler's `emit`."""
     with (
-        told_of_lines(no_handler),
+        told_of_lines(told),
         SnapshotManager(MemoryStore(), run="a", options=OPTIONS, mirror=MemoryStore(), keep=KeepLast(1)) as manager,
     ):
         for step in range(3):
@@ -151,7 +159,12 @@ def test_a_handler_that_raises_fails_nothing(capsys):
         manager.wait_until_finished()
         assert manager.all_steps() == [2]
         assert manager.restore()["w"][7] == 7
-    assert "LookupError: no such handler" in capsys.readouterr().err
+    assert "no such handler" in capsys.readouterr().err
+
+
+def test_a_handler_may_end_the_program_in_the_main_thread():
+    with told_of_lines(lambda record: sys.exit("told to")), pytest.raises(SystemExit, match="told to"):
+        text.log.warning("end")
 
 
 def test_a_handler_that_raises_ends_no_thread_of_a_mirror(monkeypatch):

@@ -405,9 +405,10 @@ class Index:
             fresh = self._open_again(environment)
             if fresh is not None and database != b"records":
                 fresh.put(database, items)
-        except (lmdb.Error, OSError) as error:
+        except (lmdb.Error, OSError, MemoryError) as error:  # a save may be committed already
             if self._environment is environment:
-                log.warning("index %s cannot be written (%s); the next write adds what is missing", self.folder, error)
+                why = str(error) or type(error).__name__
+                log.warning("index %s cannot be written (%s); the next write adds what is missing", self.folder, why)
 
     def _open_again(self, gone: Environment | None) -> Environment | None:
         """Make a new index with all known records, in place of one whose folder was removed; None: there is none."""

@@ -196,6 +196,18 @@ def test_a_temporary_folder_that_is_deleted_is_not_trusted_by_its_name(caplog):
     shutil.rmtree(folder)
 
 
+def test_a_save_is_committed_though_its_index_finds_no_memory(root, monkeypatch, caplog):
+    """It is reported as committed, too."""
+    with opened(root) as repository:
+        with monkeypatch.context() as patched:
+            patched.setattr(Environment, "put", lambda *_: _fail(MemoryError()))
+            save(repository, "a", 4, 4)
+        assert "cannot be written (MemoryError); the next write adds what is missing" in caplog.text
+        check_restores(repository)
+    with opened(root) as repository:
+        assert [s.step for s in repository.snapshots("a")] == [1, 2, 3, 4]
+
+
 def test_a_folder_in_the_way_of_a_file(root):
     (index_of(root) / "data.mdb").unlink()
     (index_of(root) / "data.mdb").mkdir()

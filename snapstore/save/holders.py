@@ -5,6 +5,9 @@ The ranks exchange this in the first save, and in the one after a save that has 
 only its share of a tensor could not store the rest later. So until it knows the holders, it copies plain tensors whole;
 if they are too large for that, it exchanges before it copies (staging.py). Equal trees are sent once.
 
+Rank 0 also tells, for each plain tensor that all ranks hold, which rank stores its first cell. It alone chooses this,
+and keeps to it, so that no two ranks cut a tensor by different choices.
+
 Later a rank may hold other plain tensors, such as optimizer state that appears after the first save. It copies new
 plain tensors whole. If it is rank 0, all ranks exchange again. Else it asks rank 0, which answers when every other rank
 has reported, or asks as well. Ranks whose tensors have not changed do not wait: their shares are valid as long as each
@@ -28,12 +31,13 @@ from ..text import some
 from ..threads import msgpack_decoder
 from .merged_trees import holders_of
 from .rank_state import PartTree, decode_trees, encode_trees
-from .shares import Name
+from .shares import Name, common
 
 T = TypeVar("T")
 #: Waits that end once other ranks have called `save`; in the others, ranks may have much to write.
 _CALLS = _BEGINS, _COMES = "rank 0 to begin a save", "all ranks to call save"
 Holders = Mapping[Name, tuple[int, ...]]
+Turns = Mapping[Name, int]  # see `RankShares.turns`
 
 
 class Exchange:
@@ -65,34 +69,40 @@ class Exchange:
 
         return self._wait(_BEGINS, said, [0])
 
-    def holders(self, trees: Sequence[PartTree]) -> Holders:
-        """Return the holders of the plain tensors that not all ranks hold."""
+    def holders(
+        self, trees: Sequence[PartTree], names: Collection[Name], choose: Callable[[Holders], Turns]
+    ) -> tuple[Holders, Turns]:
+        """Return the holders of the plain tensors that not all ranks hold, and the turns of the others.
+
+        Args:
+            names: of this rank's plain tensors.
+            choose: returns the turns, given the holders; only rank 0 calls it.
+        """
         ranks, key = self._ranks, self._key
         own = encode_trees(trees)
         ranks.post(key(f"digest/{ranks.rank}"), xxhash.xxh3_128_digest(own))
         if ranks.rank == 0:
             found = self._gather(own)
-            self._tell(found)
-            return found
+            return found, self._tell(found, choose(found))
         asked = decode(self._wait("rank 0 to compare trees", lambda: ranks.look(key("ask-trees")), [0]), Ask)
         if ranks.rank in asked.ranks:
             ranks.post(key(f"trees/{ranks.rank}"), own)
-        return self._told()
+        return self._told(names)
 
-    def ask(self, names: Collection[Name]) -> Holders:
-        """Return the holders after a change, on a rank that holds other plain tensors than in the last exchange."""
+    def ask(self, names: Collection[Name]) -> tuple[Holders, Turns]:
+        """Return the same after a change, on a rank that holds other plain tensors than in the last exchange."""
         ranks = self._ranks
         ranks.post(self._key(f"changed/{ranks.rank}"), msgspec.msgpack.encode(list(names)))
         ranks.post(self._key("changed"), b"yes")
-        return self._told()
+        return self._told(names)
 
-    def answer(self, holders: Holders, own: Collection[Name]) -> Holders | None:
+    def answer(self, holders: Holders, own: Collection[Name], turns: Turns) -> Holders | None:
         """Answer the ranks that ask, on rank 0, and return the new holders.
 
         None: no rank asks, or another one may still ask.
 
         Args:
-            holders, own: the holders, and the names of rank 0's plain tensors, as of the last exchange.
+            holders, own, turns: the holders, rank 0's plain tensors and the turns, as of the last exchange.
 
         Raises:
             RanksError: see `require_kept`.
@@ -114,20 +124,23 @@ class Exchange:
         new = {name: tuple(sorted(of)) for name, of in found.items() if of}
         require_kept((name for name, of in old.items() if not found[name].isdisjoint(of)), old, new)
         new = {name: of for name, of in new.items() if of != everyone}
-        self._tell(new)
+        self._tell(new, turns)
         return new
 
-    def _tell(self, found: Holders) -> None:
+    def _tell(self, found: Holders, turns: Turns) -> Turns:
         by_holders: dict[tuple[int, ...], list[Name]] = {}
         for name, holders in found.items():
             by_holders.setdefault(holders, []).append(name)
-        self._ranks.post(self._key("holders"), msgspec.msgpack.encode(list(by_holders.items())))
+        in_order = [turns.get(name, 0) for name in common(turns, found)]  # all ranks have the same order
+        self._ranks.post(self._key("holders"), msgspec.msgpack.encode((list(by_holders.items()), in_order)))
+        return turns
 
-    def _told(self) -> Holders:
+    def _told(self, own: Iterable[Name]) -> tuple[Holders, Turns]:
         ranks, key = self._ranks, self._key
         data = self._wait("rank 0 to tell who holds which tensors", lambda: ranks.look(key("holders")), [0])
-        groups = msgpack_decoder(list[tuple[tuple[int, ...], list[Name]]]).decode(data)
-        return {name: holders for holders, names in groups for name in names}
+        groups, turns = msgpack_decoder(tuple[list[tuple[tuple[int, ...], list[Name]]], list[int]]).decode(data)
+        found = {name: holders for holders, names in groups for name in names}
+        return found, dict(zip(common(own, found), turns, strict=False))
 
     def _gather(self, own: bytes) -> Holders:
         """Return the holders from the trees of all ranks, on rank 0."""

@@ -22,14 +22,14 @@ from ..distributed.questions import Questions
 from ..errors import InvalidInputError, RanksError, out_of_memory
 from ..format.records import Snapshot
 from ..protocol.same_repository import Opened
-from .holders import Exchange, Holders, require_kept
+from .holders import Exchange, Holders, Turns, require_kept
 from .inputs import PartInput, SaveRequest, plain_names
 from .lineage import Lineage
 from .outcomes import in_save
 from .pipeline import finish
 from .rank_state import trees_of
 from .rank_writer import RankWriter
-from .shares import Name, RankShares, Replicas
+from .shares import Name, RankShares, Replicas, balanced_turns, common, names_of
 from .staging import Learn, Staging
 from .together import Job
 
@@ -63,6 +63,7 @@ class RankJob:
         self._holders: Holders | None = None  # as of the last exchange
         self._holders_are_sure = False  # whether no save has failed here since
         self._own: frozenset[Name] = frozenset()  # the plain tensors of this rank at that time
+        self._turns: Turns = {}  # as rank 0 has told them last
         self._learnt_in = self._answered_in = -1  # the numbers of saves
         self._exchange: Exchange | None = None  # of the save that runs
         self._has_failed = False  # whether the last save has failed
@@ -178,12 +179,12 @@ class RankJob:
             self._job.require_begun(request.number, request)
 
         exchange = Exchange(self.ranks, partial(self._job.key, request.number), check, self.prefix)
-        own, found, self._exchange = plain_names(inputs), self._holders, exchange
+        own, found, turns, self._exchange = plain_names(inputs), self._holders, self._turns, exchange
         try:
             if exchange.is_wanted(here=not self._holders_are_sure or own != self._own):
-                found = exchange.holders(trees_of(inputs))
+                found, turns = exchange.holders(trees_of(inputs), own, partial(self._choose, inputs, own))
             elif own != self._own:
-                found = exchange.ask(own)
+                found, turns = exchange.ask(own)
         except RanksError as error:
             raise in_save(request.ref, error, "nothing was committed") from error
         if found is None:
@@ -191,14 +192,28 @@ class RankJob:
         if self._holders_are_sure and self._holders is not None:
             require_kept(own & self._own, self._holders, found)
         if not self._holders_are_sure or found is not self._holders:
-            inputs = staging.use_holders(inputs, replace(self.shares(), holders=found, known=own))
-        self._holders, self._own, self._holders_are_sure, self._learnt_in = found, own, True, request.number
+            inputs = staging.use_holders(inputs, replace(self.shares(), holders=found, known=own, turns=turns))
+        self._holders, self._own, self._turns, self._learnt_in = found, own, turns, request.number
+        self._holders_are_sure = True
         return inputs
+
+    def _choose(self, inputs: Sequence[PartInput], own: frozenset[Name], holders: Holders) -> Turns:
+        """Return the turns of the plain tensors that all ranks hold, on rank 0; the told ones stay."""
+        specs = {
+            name: spec
+            for part in inputs
+            if part.own_nodes is None
+            for name, spec in zip(names_of(part.name, part.specs), part.specs, strict=True)
+        }
+        names = common(own, holders)
+        chunk_bytes = self._job.context.config.chunk_bytes
+        self._turns = balanced_turns({name: specs[name] for name in names}, self._turns, self.ranks.count, chunk_bytes)
+        return self._turns
 
     def _answer(self, number: int) -> None:
         """Answer ranks whose plain tensors have changed, on rank 0; raise RanksError if this save cannot store them."""
         if self._exchange is not None and self._holders is not None and self._answered_in != number:
-            found = self._exchange.answer(self._holders, self._own)
+            found = self._exchange.answer(self._holders, self._own, self._turns)
             if found is not None:
                 self._holders, self._answered_in = found, number
 

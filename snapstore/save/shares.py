@@ -5,7 +5,8 @@ Ranks that hold the same box each store a share of its rows; no rank asks anothe
 
 A box of replicas is cut into cells where a row ends on the grid of its strip (docs/design/ranks.md, "Cuts"), so another
 number of ranks cuts it into the same chunks. A box with fewer such cells than replicas is cut between any rows if each
-share has several chunks. Else some of the replicas store one cell each, chosen by a hash of the path.
+share has several chunks. Else some of the replicas store one cell each. For a plain tensor that all ranks hold, rank 0
+chooses these when the ranks exchange holders, so that all store about as much; for any other, a hash of the path does.
 
 Replicas that may differ are not cut: the first one stores the whole box, so no tensor mixes the values of two ranks.
 """
@@ -20,6 +21,7 @@ from itertools import accumulate, pairwise
 from typing import Literal
 
 import msgspec
+import numpy as np
 import xxhash
 
 from ..format.boxes import strip_start
@@ -83,6 +85,7 @@ class RankShares:
             known yet, so each whole plain tensor counts as this rank's share.
         replicas: "check": replicas are equal, so each stores a share. "rank0": they may differ.
         known: the plain tensors that `holders` covers; any other one is new to this rank. None: it covers all.
+        turns: of plain tensors that all ranks hold: the rank that stores the first cell (`balanced_turns`).
         job_ranks: by rank, its number in the job, which meshes use; None: the same numbers.
     """
 
@@ -93,6 +96,7 @@ class RankShares:
     replicas: Replicas = "check"
     known: Container[Name] | None = None
     job_ranks: Sequence[int] | None = None
+    turns: Mapping[Name, int] = field(default_factory=dict)
 
     def knows(self, name: Name) -> bool:
         """Return whether this rank knows which ranks hold a plain tensor."""
@@ -129,7 +133,8 @@ class RankShares:
             replica, replicas = 0, 1
         found: list[Piece] = []
         row = 0  # of the local tensor
-        turn = _turn(name, replicas) if replicas > 1 else 0
+        turn = self.turns.get(name) if sharding is None and replicas == self.world_size else None
+        turn = _turn(name, replicas) if turn is None else turn
         is_apart = sharding is not None and sharding.is_apart
         for number, (offsets, sizes) in enumerate(boxes):
             shares = _shares(tuple(offsets), tuple(sizes), spec.itemsize, self.chunk_bytes, replicas, turn)
@@ -150,7 +155,7 @@ def _saving(group: tuple[int, ...], job_ranks: Sequence[int]) -> tuple[int, ...]
 
 
 def _turn(name: Name, replicas: int) -> int:
-    """Return the replica that stores the first cell of a tensor; it spreads small tensors over all replicas."""
+    """Return the replica that stores the first cell of a tensor, by a hash, which spreads many tensors evenly."""
     part, path, number = name
     return xxhash.xxh3_64_intdigest(f"{part}\0{display(path)}\0{number}".encode()) % replicas
 
@@ -161,17 +166,62 @@ def _shares(
 ) -> list[tuple[int, int]]:
     """Return (first row, number of rows) of the share of each replica of a box."""
     rows = sizes[0] if sizes else 1
-    row_bytes = math.prod(sizes[1:]) * itemsize
-    if not rows * row_bytes:
-        return [(0, 0)] * replicas
-    step = math.lcm(row_bytes, chunk_bytes) // row_bytes  # rows of the strip from one end on the grid to the next
-    start = strip_start(offsets, sizes, itemsize) // row_bytes
-    inner = range(step - start % step, rows, step)
-    if len(inner) + 1 < replicas and rows * row_bytes >= replicas * MIN_CHUNKS_OFF_GRID * chunk_bytes:
-        ends = [rows * (i + 1) // replicas for i in range(replicas)]
+    edges = _edges(offsets, sizes, itemsize, chunk_bytes, replicas)
+    if not edges:
+        ends = [rows * (i + 1) // replicas if math.prod(sizes) else 0 for i in range(replicas)]
     else:
-        edges = [*inner, rows]
         each, more = divmod(len(edges), replicas)
         counts = [each + ((i - turn) % replicas < more) for i in range(replicas)]
         ends = [edges[count - 1] if count else 0 for count in accumulate(counts)]
     return [(first, end - first) for first, end in pairwise([0, *ends])]
+
+
+def _edges(
+    offsets: tuple[int, ...], sizes: tuple[int, ...], itemsize: int, chunk_bytes: int, replicas: int
+) -> Sequence[int]:
+    """Return the rows of a box where its cells end; none if it is empty, or is cut between any rows."""
+    rows = sizes[0] if sizes else 1
+    row_bytes = math.prod(sizes[1:]) * itemsize
+    if not rows * row_bytes:
+        return ()
+    step = math.lcm(row_bytes, chunk_bytes) // row_bytes  # rows of the strip from one end on the grid to the next
+    start = strip_start(offsets, sizes, itemsize) // row_bytes
+    inner = range(step - start % step, rows, step)
+    if len(inner) + 1 < replicas and rows * row_bytes >= replicas * MIN_CHUNKS_OFF_GRID * chunk_bytes:
+        return ()
+    return [*inner, rows]
+
+
+def common(own: Iterable[Name], holders: Container[Name]) -> list[Name]:
+    """Return those plain tensors of a rank that all ranks hold, in an order that is the same on all ranks."""
+    return sorted((name for name in own if name not in holders), key=msgspec.msgpack.encode)
+
+
+def balanced_turns(
+    specs: Mapping[Name, TensorSpec], known: Mapping[Name, int], replicas: int, chunk_bytes: int
+) -> dict[Name, int]:
+    """Return, for plain tensors that all ranks hold, the rank that stores the first cell: all store about as much.
+
+    The largest cells come first; each goes to the ranks that have least so far.
+
+    Args:
+        specs: of the whole tensors.
+        known: turns that stay: ranks have copied by them.
+    """
+    cells = {}
+    for name, spec in specs.items():
+        edges = _edges((0,) * len(spec.shape), spec.shape, spec.itemsize, chunk_bytes, replicas)
+        cells[name] = len(edges), spec.nbytes // max(1, len(edges))
+    loads, found = np.zeros(replicas, np.int64), dict[Name, int]()
+    order = sorted(specs, key=lambda name: (name not in known, -cells[name][1], msgspec.msgpack.encode(name)))
+    for name in order:
+        count, cell_bytes = cells[name]
+        if not (more := count % replicas):
+            found[name] = known.get(name, 0)
+            continue
+        if (turn := known.get(name)) is None:
+            sums = np.concatenate([[0], np.cumsum(np.concatenate([loads, loads[: more - 1]]))])
+            turn = int((sums[more:] - sums[:-more]).argmin())
+        found[name] = turn
+        loads[np.arange(turn, turn + more) % replicas] += cell_bytes
+    return found

@@ -607,6 +607,31 @@ def test_a_save_succeeds_when_ranks_come_to_hold_other_tensors(store, async_save
     save_three_steps(store, async_save, held)
 
 
+@pytest.mark.parametrize("forgets", [None, 0, 1])
+def test_small_tensors_that_appear_later_move_no_other_one(store, forgets):
+    """Rank 0 chooses who stores them. A rank may learn the structure again, or the holders, as after an error."""
+
+    def held(step, rank):
+        sizes = {f"w{number}": 20 * (number + 1) for number in range(9)}
+        if step:  # larger than all before, so that a new choice would move these
+            sizes = {f"a{number}": 200 + 9 * number for number in range(4)} | sizes
+        tensors = {name: torch.arange(float(size)) + step for name, size in sizes.items()}
+        if step == 2 and rank == 1:
+            tensors["w8"] = torch.stack([tensors["w8"]] * 2, 1)[:, 0]  # other strides
+        return {"m": tensors}
+
+    managers = Managers(store)
+    for step in range(4):
+        assert not any(
+            isinstance(one, Exception) for one in managers.all(lambda m, r, s=step: m.save(s, held(s, r)).result())
+        )
+        if step == 2 and forgets is not None:
+            managers[forgets]._job._holders_are_sure = False
+    assert managers.end() == [None] * COUNT
+    with opened(store) as repository:
+        assert all(same(repository.restore(f"a@{step}"), held(step, 0)) for step in range(4))
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("change", ["dropped", "held as well"])
 def test_a_tensor_that_some_ranks_keep_and_others_drop_is_stored_by_the_next_save(store, rank, change):

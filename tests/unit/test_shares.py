@@ -1,12 +1,13 @@
 """The shares of replicas hold each row once, are cut on the grid where that is possible, and are balanced."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from snapstore.format.boxes import cut, strip_start
-from snapstore.save.shares import MIN_CHUNKS_OFF_GRID, RankShares
+from snapstore.save.shares import MIN_CHUNKS_OFF_GRID, RankShares, balanced_turns, common
 from snapstore.state.held_array import Held
 from snapstore.state.sharded import Sharding
 from snapstore.state.tensors import TensorSpec
@@ -128,3 +129,56 @@ def test_a_rank_outside_of_the_group_stores_nothing():
     assert shares.pieces(("m", ("v",), 0), spec_of((600, 2)), Sharding((600, 2), (), 0, 1, ())) == []
     megatron = Sharding((600, 2), (((0, 0), (600, 2)),), 1, 1, ())
     assert shares.pieces(("m", ("v",), 0), spec_of((600, 2)), megatron) == []
+
+
+def stored_bytes(specs, ranks, turns):
+    """Return how much each rank stores of plain tensors that all ranks hold, and check that together it is all."""
+    found = []
+    for rank in range(ranks):
+        shares = RankShares(rank, ranks, CHUNK, turns=turns)
+        pieces = [(spec, piece) for name, spec in specs.items() for piece in shares.pieces(name, spec, None)]
+        found.append(sum(int(np.prod(piece.sizes)) * spec.itemsize for spec, piece in pieces))
+    assert sum(found) == sum(spec.nbytes for spec in specs.values())
+    return np.array(found)
+
+
+def named(shapes):
+    return {("m", ("m", number), 0): spec_of(shape) for number, shape in enumerate(shapes)}
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
+def test_few_small_tensors_are_balanced(ranks):
+    """A convolutional network under DDP: most tensors have fewer chunks than there are ranks."""
+    widths = [16, 32, 64, 128]
+    shapes = [(4 * w, w) for w in widths * 6] + [(w, w, 3, 3) for w in widths[:3] * 4] + [(w,) for w in widths * 8]
+    specs = named(shapes)
+    held = stored_bytes(specs, ranks, balanced_turns(specs, {}, ranks, CHUNK))
+    assert held.max() < 1.05 * held.mean()
+
+
+@given(st.lists(st.lists(st.integers(0, 40), max_size=3), max_size=12), st.integers(1, 9), st.data())
+def test_turns_are_the_same_on_all_ranks_and_stay(shapes, ranks, data):
+    """They follow from the tensors, not from their order; tensors that come later change no turn."""
+    specs = named(shapes)
+    some = dict(data.draw(st.permutations(list(specs.items()))))
+    turns = balanced_turns(specs, {}, ranks, CHUNK)
+    assert balanced_turns(some, {}, ranks, CHUNK) == turns
+    assert common(some, ()) == common(specs, ())
+    stored_bytes(specs, ranks, turns)
+    more = specs | {("m", ("m", f"new {number}"), 0): spec for number, spec in enumerate(specs.values())}
+    later = balanced_turns(more, turns, ranks, CHUNK)
+    assert {name: later[name] for name in specs} == turns
+    stored_bytes(more, ranks, later)
+
+
+def test_the_turns_of_tensors_that_only_some_ranks_hold_do_not_matter():
+    name = ("m", ("m", "w"), 0)
+    for turn in range(3):
+        held = [
+            len(RankShares(rank, 3, CHUNK, {name: (0, 2)}, turns={name: turn}).pieces(name, spec_of((4,)), None))
+            for rank in range(3)
+        ]
+        assert held in ([1, 0, 0], [0, 0, 1])
+        assert held == [
+            len(RankShares(rank, 3, CHUNK, {name: (0, 2)}).pieces(name, spec_of((4,)), None)) for rank in range(3)
+        ]

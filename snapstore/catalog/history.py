@@ -19,6 +19,7 @@ from ..format.records import COMMITTED, FORGOTTEN, SWEPT, Snapshot
 from ..storage.base import ObjectStore
 from ..text import counted, strip_hint
 from . import policy_store
+from .known_records import copied
 
 #: The advice for records that have vanished: the index may hold the last copy.
 PUT_BACK = (
@@ -212,8 +213,12 @@ class View:
 
     def snapshots(self, run: str | None = None, states: tuple[str, ...] | None = (COMMITTED,)) -> list[Snapshot]:
         """Return the snapshots of a run (None: of all runs) in some states (None: in any), sorted by run and seq."""
+        return [copied(s) for s in self._chosen(run, states)]
+
+    def _chosen(self, run: str | None = None, states: tuple[str, ...] | None = (COMMITTED,)) -> list[Snapshot]:
+        """Return the same as `snapshots`, not copied, so only for use in here."""
         if run is not None and states == (COMMITTED,):
-            return list(self._committed(run))
+            return self._committed(run)
         self._require_listed(run)
         chosen = (
             s for s in self._by_id.values() if (run is None or s.run == run) and (states is None or s.state in states)
@@ -235,20 +240,21 @@ class View:
             NotFoundError: there is none; the message lists the runs.
             IntegrityError, StorageError: it may have one, whose record is gone or cannot be read.
         """
-        if not self.snapshots(run, states):
+        if not self._chosen(run, states):
             self.require_known(f"run {run!r}", run)
-            there = ", ".join(sorted({s.run for s in self.snapshots(states=states)})) or "none"
+            there = ", ".join(self.runs(states)) or "none"
             raise NotFoundError(f"run {run!r}: has no snapshots in this repository; runs: {there}")
 
     def get(self, snapshot_id: str) -> Snapshot | None:
         """Return the snapshot of this full id, in any state; None if the listing showed none."""
-        return self._by_id.get(snapshot_id)
+        found = self._by_id.get(snapshot_id)
+        return found and copied(found)
 
     def tagged(self, run: str) -> dict[str, list[Snapshot]]:
         """Return the committed snapshots with each tag of a run, in their order. The tag means the last of them."""
         if run not in self._tagged:
             found: dict[str, list[Snapshot]] = {}
-            for snapshot in self._committed(run):
+            for snapshot in self.snapshots(run):
                 for name in snapshot.tags:
                     found.setdefault(name, []).append(snapshot)
             self._tagged[run] = found
@@ -262,7 +268,7 @@ class View:
     def newest(self, run: str) -> Snapshot | None:
         """Return the readable committed snapshot of the highest seq; None if there is none."""
         found = self._committed(run)
-        return found[-1] if found else None
+        return copied(found[-1]) if found else None
 
     def latest(self, run: str) -> Snapshot | None:
         """Return the newest committed snapshot; None if there is none. Unlike `newest`, raise if that is not certain.
@@ -287,7 +293,7 @@ class View:
         Raises:
             IntegrityError, StorageError: a record that may be newer is gone, or cannot be read.
         """
-        found = next((s for s in reversed(self._committed(run)) if s.id not in besides), None)
+        found = next((copied(s) for s in reversed(self._committed(run)) if s.id not in besides), None)
         last = other.newest(run)
         known = [s for s in (found, self.get(last.id) if last else None) if s is not None]
         last_here = max(known, key=lambda s: (s.seq, s.id), default=None)
@@ -326,15 +332,16 @@ class View:
 
     def children(self, snapshot_id: str) -> list[Snapshot]:
         """Return the committed snapshots whose parent is this snapshot."""
-        return [s for s in self.snapshots() if s.parent == snapshot_id]
+        return [copied(s) for s in self._chosen() if s.parent == snapshot_id]
 
-    def runs(self) -> list[str]:
-        """Return the runs with a committed snapshot, sorted."""
-        return sorted({s.run for s in self.snapshots()})
+    def runs(self, states: tuple[str, ...] | None = (COMMITTED,)) -> list[str]:
+        """Return the runs with a snapshot in some states (None: in any), sorted."""
+        self._require_listed()
+        return sorted({s.run for s in self._by_id.values() if states is None or s.state in states})
 
     def superseded(self, run: str | None = None) -> set[str]:
         """Return the ids of committed snapshots, of a run or of all, whose (run, step) has one of higher seq."""
-        snapshots = self.snapshots(run)
+        snapshots = self._chosen(run)
         last = {(s.run, s.step): s.id for s in snapshots}
         return {s.id for s in snapshots} - set(last.values())
 
@@ -359,7 +366,7 @@ class View:
         run, at, name = ref.rpartition("@")
         if not at or not run or not name:
             raise InvalidInputError(f"reference {ref!r}: expected {FORMS}")
-        of_run = self.snapshots(run, states)
+        of_run = self._chosen(run, states)
         if not of_run:
             self.require_known(ref, run)
             there = ", ".join(self.runs()) or "none"
@@ -375,7 +382,7 @@ class View:
                 found = [s for s in of_step if s.state == COMMITTED]
                 found = found or [s for s in of_step if not is_dropped(s)] or of_step
             if not found and committed and name in ("highest", "best"):
-                return self._first_of(ref, run, committed)
+                return copied(self._first_of(ref, run, committed))
         best = max(found, key=lambda s: (s.seq, s.id), default=None)
         if best is None or name not in best.tags:  # a tag is on one snapshot of its run
             self.require_known(ref, run, best, step)
@@ -386,7 +393,7 @@ class View:
             raise NotFoundError(
                 f"reference {ref!r}: run {run!r} has no such step or tag; last steps: {steps}; tags: {tags}"
             )
-        return best
+        return copied(best)
 
     def _first_of(self, ref: str, run: str, committed: Sequence[Snapshot]) -> Snapshot:
         """Return the highest step, or the best by its metric, of the committed snapshots of a run."""
@@ -419,7 +426,7 @@ class View:
         if len(found) > 1:
             ids = ", ".join(sorted(s.id[:12] for s in found)[:5])
             raise InvalidInputError(f"reference {ref!r}: ambiguous, {len(found)} snapshots: {ids}; give more digits")
-        return found[0]
+        return copied(found[0])
 
 
 def is_dropped(snapshot: Snapshot) -> bool:

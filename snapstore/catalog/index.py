@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,7 +29,7 @@ import lmdb
 
 from ..errors import DAMAGE, FormatError, IntegrityError, InvalidInputError, SnapstoreError, StorageError
 from ..format import manifest, records
-from ..format.keys import name_of_record, parse_record_key, record_key, records_prefix
+from ..format.keys import parse_record_key, record_key, records_prefix
 from ..format.manifest import ManifestHeader
 from ..format.records import Config, ManifestRef, Snapshot
 from ..storage.base import ObjectInfo, ObjectStore
@@ -40,6 +40,7 @@ from .history import View
 from .index_folder import folder_for, temporary_folder
 from .known_records import JUST_MADE, KnownRecord, KnownRecords, copied, packed
 from .lmdb_file import Environment
+from .record_listing import list_ruling
 from .repeated_ids import repeated_ids
 
 #: LMDB's map is fixed and sparse, since growing one online is error-prone. A thousand snapshots take about 10 MB, so
@@ -95,6 +96,7 @@ class Index:
         self._records = KnownRecords()
         self._pauses: dict[str, _Pause] = {}
         self._environment: Environment | None = None
+        self._noted: dict[str, KnownRecord] = {}  # which the cache does not know yet (`_note_listing`)
         self._listed: set[str | None] = set()  # the runs that were listed; None: all of them at once
         if folder is None:
             return
@@ -130,7 +132,9 @@ class Index:
         self.check_process()  # before the lock: a thread that a fork left behind may hold it
         with self._lock:
             prefix = records_prefix(run)
-            ruling, vanished = self._list_ruling(prefix, 2 if list_twice or self._listed.isdisjoint((None, run)) else 1)
+            times = 2 if list_twice or self._listed.isdisjoint((None, run)) else 1
+            ruling, gone = list_ruling(self._store, self._records, prefix, times)
+            vanished = [copied(self._records[key].snapshot) for key in sorted(gone)]
             self._listed.add(run)
             repeated = repeated_ids(self._store, ruling)
             ruling = {key: info for key, info in ruling.items() if key not in repeated}
@@ -143,38 +147,10 @@ class Index:
             damaged, unread = self._read_records({key: infos[key] for key in infos.keys() - known - paused.keys()})
             unknown = damaged.keys() | (unread := paused | unread).keys()
             others = self._other_revisions(unknown) if unknown else None
-            shown = [copied(self._records[key].snapshot) for key in ruling.keys() - unknown]
+            shown = [self._records[key].snapshot for key in ruling.keys() - unknown]
             view = View(shown, damaged, vanished, unread, others, repeated, self._store)
             view.only_run = run
             return view
-
-    def _list_ruling(self, prefix: str, times: int) -> tuple[dict[str, ObjectInfo | None], list[Snapshot]]:
-        """List the records under a prefix.
-
-        Returns:
-            (key of each ruling record -> how it is listed; None: as in the cache), (known records that are not listed).
-        """
-        known = self._records.under(prefix)
-        vanished = set(known)
-        listings = [self._store.list(prefix) for _ in range(times)]
-        # For each snapshot the highest revision and its key. No more is kept of each object: there may be tens of
-        # thousands, and every thread that ever refreshed keeps the memory that its listing took.
-        highest: dict[str, tuple[int, str, ObjectInfo | None]] = {}
-        for info in chain.from_iterable(listings):
-            record = known.get(info.key)
-            if record is not None and record.is_listed_as(info):
-                revision = record.snapshot.revision
-                news = info if record.modified_s == JUST_MADE else None
-            else:
-                parsed = parse_record_key(info.key)
-                if parsed is None:
-                    continue
-                revision, news = parsed[3], info
-            vanished.discard(info.key)
-            if (name := name_of_record(info.key)) not in highest or (revision, info.key) > highest[name][:2]:
-                highest[name] = revision, info.key, news
-        ruling = {key: news for _, key, news in highest.values()}  # older revisions are never read
-        return ruling, [copied(known[key].snapshot) for key in sorted(vanished)]
 
     def _read_records(self, infos: Mapping[str, ObjectInfo]) -> tuple[dict[str, str], dict[str, str]]:
         """Read and cache records, given how they are listed.
@@ -203,7 +179,7 @@ class Index:
                     if took_s > SLOW_FAILURE_S:
                         until_s = time.monotonic() + min(PAUSE_FACTOR * took_s, MAX_PAUSE_S)
                         self._pauses[key] = _Pause(until_s, infos[key], unread[key])
-            self._store_all(b"records", fresh)
+            self._store_all({b"records": fresh})
         return damaged, unread
 
     def _paused(self, prefix: str, infos: Mapping[str, ObjectInfo]) -> dict[str, str]:
@@ -244,10 +220,13 @@ class Index:
         return found
 
     def _note_listing(self, infos: Iterable[ObjectInfo]) -> None:
-        """Remember how records that this process made are listed, so that another record in their place is noticed."""
+        """Remember how records that this process made are listed, so that another record in their place is noticed.
+
+        The cache learns it with the next record: each write looks at all of its pages.
+        """
         noted = {info.key: KnownRecord.from_listing(self._records[info.key].snapshot, info) for info in infos}
         self._records.update(noted)
-        self._store_all(b"records", packed(noted))
+        self._noted |= noted
 
     def _timed_record(self, key: str) -> tuple[bytes | SnapstoreError, float]:
         """Return (`_get_record`, how long it took [s])."""
@@ -294,9 +273,10 @@ class Index:
         record = KnownRecord(copied(snapshot), len(data), JUST_MADE, b"")
         with self._lock:
             self._records[snapshot.key] = record
-            self._store_all(b"records", {snapshot.key: record.pack(data)})
-            if headers:
-                self._store_all(b"manifests", headers)
+            self._store_all(
+                {b"records": packed(self._noted) | {snapshot.key: record.pack(data)}, b"manifests": headers or {}}
+            )
+            self._noted.clear()
 
     def header(self, ref: ManifestRef) -> ManifestHeader:
         """Return a manifest's header, from the cache or the store.
@@ -322,7 +302,7 @@ class Index:
             found: dict[str, bytes | SnapstoreError] = {**self._cached_headers(some)}
             missing = {ref.sha256: ref for ref in some if ref.sha256 not in found}
             read = dict(zip(missing, _in_threads(self._get_header, list(missing.values())), strict=True))
-            self._store_all(b"manifests", {name: data for name, data in read.items() if isinstance(data, bytes)})
+            self._store_all({b"manifests": {name: data for name, data in read.items() if isinstance(data, bytes)}})
             found |= read
             for ref in some:
                 header = found[ref.sha256]
@@ -366,6 +346,7 @@ class Index:
         with self._lock:
             before, self._records = self._records, KnownRecords()
             self._pauses.clear()
+            self._noted.clear()
             try:
                 if self._environment is None and self.folder is not None:
                     self._environment = Environment.open(self.folder, self.uuid, self._limit_bytes)
@@ -380,17 +361,17 @@ class Index:
                 unknown = before.under(records_prefix()).keys() & (view.damaged.keys() | view.unread.keys())
                 kept = {key: replace(before[key], size_bytes=-1) for key in unknown}
                 self._records.update(kept)
-                self._store_all(b"records", packed(kept))
+                self._store_all({b"records": packed(kept)})
             return view
 
-    def _store_all(self, database: bytes, items: dict[str, bytes]) -> None:
-        """Cache items; if the cache cannot be written, only log that."""
+    def _store_all(self, items: Mapping[bytes, Mapping[str, bytes]]) -> None:
+        """Cache items of databases; if the cache cannot be written, only log that."""
         environment = self._environment  # another thread may close it
-        if not items or environment is None:
+        if environment is None or not any(items.values()):
             return
         try:
             try:
-                environment.put(database, items)
+                environment.put(items)
             except lmdb.MapFullError:
                 log.warning(
                     "index %s does not fit into its %d bytes; it is built again", self.folder, self._limit_bytes
@@ -398,13 +379,12 @@ class Index:
                 environment.wipe()
                 by_revision = sorted(self._records.values(), key=lambda record: record.snapshot.revision)
                 ruling = {record.snapshot.id: record for record in by_revision}
-                environment.put(b"records", packed({record.snapshot.key: record for record in ruling.values()}))
-                if database != b"records":
-                    environment.put(database, items)
+                known = packed({record.snapshot.key: record for record in ruling.values()})
+                environment.put({**items, b"records": known})
         except FileNotFoundError:
             fresh = self._open_again(environment)
-            if fresh is not None and database != b"records":
-                fresh.put(database, items)
+            if fresh is not None:
+                fresh.put({**items, b"records": {}})
         except (lmdb.Error, OSError, MemoryError) as error:  # a save may be committed already
             if self._environment is environment:
                 why = str(error) or type(error).__name__
@@ -425,7 +405,7 @@ class Index:
                 if self.folder is not None:
                     self._environment = Environment.open(self.folder, self.uuid, self._limit_bytes)
                     known = {record.snapshot.key: record for record in self._records.values()}
-                    self._environment.put(b"records", packed(known))
+                    self._environment.put({b"records": packed(known)})
             except (lmdb.Error, OSError) as error:
                 log.warning("index %s cannot be built again: %s", self.folder, error)
             return self._environment
@@ -440,6 +420,8 @@ class Index:
         if os.getpid() != self._pid:  # before the lock: the fork may have left it held; and the folder is the parent's
             return
         with self._lock:
+            if not self.temporary:
+                self._store_all({b"records": packed(self._noted)})
             environment, self._environment = self._environment, None
             if environment is not None:
                 environment.release()

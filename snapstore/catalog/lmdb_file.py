@@ -20,7 +20,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
@@ -210,14 +210,15 @@ class Environment:
             self._remove()
             self._open_lmdb()
 
-    def put(self, database: bytes, items: dict[str, bytes]) -> None:
-        """Store all items in one transaction."""
+    def put(self, items: Mapping[bytes, Mapping[str, bytes]]) -> None:
+        """Store all items of some databases in one transaction; its seal takes a look at all used pages."""
         with self._locked():
             self._follow()
             with self._env.begin(write=True) as transaction:
-                for key, data in items.items():
-                    value = self._checksum(database, key.encode(), data) + data
-                    transaction.put(key.encode(), value, db=self._databases[database])
+                for database, of_it in items.items():
+                    for key, data in of_it.items():
+                        value = self._checksum(database, key.encode(), data) + data
+                        transaction.put(key.encode(), value, db=self._databases[database])
             self._seal()
 
     def get_all(self, database: bytes, keys: Iterable[str]) -> dict[str, bytes]:

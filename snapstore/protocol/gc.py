@@ -292,7 +292,7 @@ def _live(context: Context, present: Iterable[str], *, list_twice: bool) -> tupl
         view = context.index.refresh(list_twice=list_twice)
         if view.vanished and not list_twice:
             view = context.index.refresh(list_twice=True)
-        for run in {snapshot.run for snapshot in view.snapshots(states=None)}:
+        for run in view.runs(states=None):
             context.store.sync(f"snapshots/{run}/")  # a power cut must not take back what the listings show
         try:
             return view, _live_keys(context, view, present)

@@ -98,10 +98,11 @@ def find_unexplained(context: Context, view: View, sizes: Mapping[str, int], ses
     known = _read_origins.get(context.index, {})
     _read_origins[context.index] = {key: known[key] for key in known.keys() & sizes.keys()}
     left = set(sizes)
-    left -= {key for snapshot in view.snapshots(states=None) for key in snapshot.named_keys}
     for _, keys in all_needed_keys(context.index, view.snapshots(states=(FORGOTTEN,))):
         if not isinstance(keys, SnapstoreError):
             left -= keys
+    if left:
+        left -= {key for snapshot in view.snapshots(states=None) for key in snapshot.named_keys}
     for kind in ("manifests/", "packs/"):  # an explained manifest explains what it names
         chosen = sorted(key for key in left if key.startswith(kind))
         for key, origin in _origins(context, {key: sizes[key] for key in chosen}).items():

@@ -17,12 +17,13 @@ Several threads may use one store. Every failure is an error of `errors.py`.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from ..errors import AlreadyExistsError, FormatError, IntegrityError, InvalidInputError, NotFoundError
@@ -40,8 +41,7 @@ RESERVED = frozenset({"tmp", "index"})
 _COMPONENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectInfo:
+class ObjectInfo(msgspec.Struct, frozen=True, gc=False):
     """One object, as `list` and `stat` describe it.
 
     Attributes:
@@ -54,8 +54,20 @@ class ObjectInfo:
     modified_s: float
     tag: str = ""
 
+    @property
+    def is_key_only(self) -> bool:
+        """Return whether a listing gave the key alone, as it was asked to."""
+        return math.isnan(self.modified_s)
 
+
+#: Given keys of one folder, returns those of which a listing may give the key alone.
+KeyOnly = Callable[[Sequence[str]], Container[str]]
 GetRanges = Callable[[str, Sequence[int], Sequence[memoryview]], None]
+
+
+def key_alone(key: str) -> ObjectInfo:
+    """Return the info of an object of which a listing gives the key alone."""
+    return ObjectInfo(key, 0, math.nan)
 
 
 class ObjectStore(Protocol):
@@ -139,10 +151,14 @@ class ObjectStore(Protocol):
                 found[key] = self.stat(key).size_bytes
         return found
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, key_only: KeyOnly | None = None) -> Iterator[ObjectInfo]:
         """Yield every object whose key starts with `prefix` (empty, or ending in `/`), in no particular order.
 
         An object that is put or deleted meanwhile may be missing. Every other object comes exactly once.
+
+        Args:
+            key_only: Says of which objects the caller needs no more than the key, which costs a local store less. A
+                store for which it does not describes them all the same.
         """
         ...
 

@@ -16,6 +16,10 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from .base import MAX_LEVELS, RESERVED, is_component
+
+#: The errors of a folder that is not there, or no folder.
+GONE = (FileNotFoundError, NotADirectoryError)
 #: Flags to open a folder only to reach its entries. On Linux this needs no permission to list it, and opens nothing on
 #: the server of a network file system.
 _REACH = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
@@ -104,6 +108,70 @@ def closing(fd: int) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+def walk(root: int, pending: list[str]) -> Iterator[tuple[str, int]]:
+    """Yield (prefix, descriptor) of folders below a root, except of any that is gone or too deep for objects.
+
+    A folder that cannot be read raises, because its entries are unknown. Folders are taken from `pending`, so a deep
+    folder cannot exhaust Python's stack.
+
+    Args:
+        pending: The prefixes; the caller adds those of the folders that it finds.
+
+    Raises:
+        SymbolicLinkError: A folder is a link.
+    """
+    while pending:
+        below = pending.pop()
+        if below.count("/") >= MAX_LEVELS:
+            continue
+        try:
+            folder = open_below(root, below.split("/")[:-1])
+        except GONE:
+            continue
+        with closing(folder):
+            yield below, folder
+
+
+def names_in(folder: int, below: str = "tmp/") -> list[str]:
+    """Return the names in a folder that could be part of a key; none if the folder has vanished.
+
+    All names are read at once: if files are deleted while a folder is read, the listing may miss other files. The
+    status of the files is not kept: for thousands of files it takes megabytes.
+
+    Args:
+        below: The prefix of the folder; the root, which has an empty one, has names that are reserved.
+    """
+    try:
+        with closing(open_readable(folder)) as readable, os.scandir(readable) as scan:
+            names = [entry.name for entry in scan if is_component(entry.name)]
+    except GONE:
+        return []
+    return names if below else [name for name in names if name not in RESERVED]
+
+
+def folder_names(folder: int, below: str) -> list[str]:
+    """Return the names of the folders in a folder that could be part of a key.
+
+    Most file systems tell them without a look at each file.
+
+    Raises:
+        SymbolicLinkError: There is a link.
+    """
+    found = []
+    try:
+        with closing(open_readable(folder)) as readable, os.scandir(readable) as scan:
+            for entry in scan:
+                if not is_component(entry.name) or (not below and entry.name in RESERVED):
+                    continue
+                if entry.is_symlink():
+                    raise SymbolicLinkError(below + entry.name)
+                if entry.is_dir(follow_symlinks=False):
+                    found.append(entry.name)
+    except GONE:
+        return []
+    return found
 
 
 def stat_entry(folder: int, name: str, shown: str) -> os.stat_result:

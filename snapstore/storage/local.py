@@ -32,33 +32,36 @@ from . import trials
 from .atomic_write import AtomicWriter, make_root, open_temps
 from .base import (
     GET_LIMIT_BYTES,
-    MAX_LEVELS,
-    RESERVED,
     Buffer,
     GetRanges,
+    KeyOnly,
     ObjectInfo,
     ObjectStore,
     byte_view,
     check_key,
     check_limit,
     check_prefix,
-    is_component,
+    key_alone,
     not_empty,
     not_found,
     range_memory,
     too_short,
 )
 from .folders import (
+    GONE,
     Identity,
     SymbolicLinkError,
     closing,
+    folder_names,
     identity,
+    names_in,
     open_below,
     open_file,
     open_folder,
     open_readable,
     open_root,
     stat_entry,
+    walk,
 )
 from .kept_open import KeptOpen
 from .locks import clean_temp, drop_temp, is_locked, open_temp, unlock
@@ -66,7 +69,6 @@ from .os_errors import is_unreadable, translate
 
 _READ_PIECE_BYTES = 1024 * 1024 * 1024  # one read(2) moves less than 2 GiB
 
-_GONE = (FileNotFoundError, NotADirectoryError)
 _MOST_BAD_INODES = 64  # more than this mean a failing disk, where each may take half a minute
 _TEMP_NAME = re.compile(r"[0-9a-f]{32}")
 
@@ -174,14 +176,14 @@ class LocalStore(ObjectStore):
             raise not_found(key, self.url)
         return _info(key, status)
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, key_only: KeyOnly | None = None) -> Iterator[ObjectInfo]:
         """Yield every object under `prefix`; skip entries that vanish meanwhile, raise for any other failure.
 
         A file whose inode cannot be read is listed too, since its name exists: with size 0, which no object of a
         repository has, and with an infinite time, so that nothing takes it for old. Reading it fails.
         """
         check_prefix(prefix)
-        return self._list(prefix)
+        return self._list(prefix, key_only)
 
     def delete(self, keys: Iterable[str]) -> None:
         """Unlink every key: needs no free space, keeps the folders, and may be undone by a power loss."""
@@ -217,14 +219,15 @@ class LocalStore(ObjectStore):
         with self._failures(prefix or "/", "fsync"), self._rooted() as root:
             try:
                 folder = self._writer.open_durable(root, prefix.split("/")[:-1], make=False)
-            except _GONE:
+            except GONE:
                 return
             with closing(folder):
                 self._writer.fsync_name(folder, prefix[: prefix.rfind("/") + 1])
-            for key, status, above in self._walk(root, prefix):
-                if status is not None and stat.S_ISDIR(status.st_mode):
-                    with suppress(*_GONE), closing(open_folder(above, key.rpartition("/")[2], key)) as below:
-                        self._writer.fsync_name(below, f"{key}/")
+            for below, folder in walk(root, pending := [prefix]):
+                for name in folder_names(folder, below):
+                    with suppress(*GONE), closing(open_folder(folder, name, below + name)) as inner:
+                        self._writer.fsync_name(inner, f"{below}{name}/")
+                    pending.append(f"{below}{name}/")
 
     def touch(self, key: str) -> None:
         """Set `modified_s` to the file system's present time; see `ObjectStore.touch`."""
@@ -251,10 +254,10 @@ class LocalStore(ObjectStore):
     def clean(self) -> int:
         """Unlink temporary files that no process writes; return the bytes freed. Without file locks, unlink none."""
         freed_bytes = 0
-        with self._failures("tmp/", "clean"), self._rooted() as root, suppress(*_GONE):
+        with self._failures("tmp/", "clean"), self._rooted() as root, suppress(*GONE):
             temps = open_folder(root, "tmp", "tmp")
             with closing(temps):
-                for name in filter(_TEMP_NAME.fullmatch, _names(temps)):
+                for name in filter(_TEMP_NAME.fullmatch, names_in(temps)):
                     freed_bytes += clean_temp(temps, name)
         return freed_bytes
 
@@ -316,39 +319,16 @@ class LocalStore(ObjectStore):
                 os.close(fd)
                 raise
 
-    def _list(self, prefix: str) -> Iterator[ObjectInfo]:
+    def _list(self, prefix: str, key_only: KeyOnly | None) -> Iterator[ObjectInfo]:
+        bad = 0
         with self._failures(prefix or "/", "list"), self._rooted() as root:
-            for key, status, _ in self._walk(root, prefix):
-                if status is None:
-                    yield ObjectInfo(key, 0, math.inf)
-                elif stat.S_ISREG(status.st_mode):
-                    yield _info(key, status)
-            # An unmount in mid-listing makes every folder look deleted; an incomplete listing must not look complete.
-            if self._root_identity() != identity(os.fstat(root)):
-                raise StorageError(f"{self.url}: replaced or unmounted while it was listed; mount it and try again")
-
-    def _walk(self, root: int, prefix: str) -> Iterator[tuple[str, os.stat_result | None, int]]:
-        """Yield (key, status, descriptor of its folder) of files and folders below `prefix`.
-
-        The status of a file whose inode cannot be read is None. A folder that cannot be read raises, because its
-        entries are unknown. The walk keeps a stack of its own, so a deep folder cannot exhaust Python's.
-
-        Raises:
-            SymbolicLinkError: There is a link.
-        """
-        pending, bad = [prefix], 0
-        while pending:
-            below = pending.pop()
-            try:
-                folder = open_below(root, below.split("/")[:-1])
-            except _GONE:
-                continue
-            with closing(folder):
-                for name in _names(folder):
-                    if not below and name in RESERVED:
+            for below, folder in walk(root, pending := [prefix]):
+                names = names_in(folder, below)
+                bare = key_only([below + name for name in names]) if key_only else ()
+                for name in names:
+                    if (key := below + name) in bare:
+                        yield key_alone(key)
                         continue
-                    key = below + name
-                    status: os.stat_result | None
                     try:
                         status = stat_entry(folder, name, key)
                     except FileNotFoundError:
@@ -357,10 +337,15 @@ class LocalStore(ObjectStore):
                         bad += 1
                         if bad > _MOST_BAD_INODES or not self._is_bad_file(error, folder, name):
                             raise
-                        status = None
-                    if status is not None and stat.S_ISDIR(status.st_mode) and key.count("/") < MAX_LEVELS - 1:
+                        yield ObjectInfo(key, 0, math.inf)
+                        continue
+                    if stat.S_ISDIR(status.st_mode):
                         pending.append(f"{key}/")
-                    yield key, status, folder
+                    elif stat.S_ISREG(status.st_mode):
+                        yield _info(key, status)
+            # An unmount in mid-listing makes every folder look deleted; an incomplete listing must not look complete.
+            if self._root_identity() != identity(os.fstat(root)):
+                raise StorageError(f"{self.url}: replaced or unmounted while it was listed; mount it and try again")
 
     def _is_bad_file(self, error: OSError, folder: int, name: str) -> bool:
         """Return whether an error is about this one inode, and the folder lists it as a file."""
@@ -393,7 +378,7 @@ class LocalStore(ObjectStore):
             finally:
                 os.close(root)
             yield folder, name
-        except _GONE as error:
+        except GONE as error:
             raise not_found(key, self.url) from error
         except OSError as error:
             raise self._failed(key, verb, error) from error
@@ -415,7 +400,7 @@ class LocalStore(ObjectStore):
         """
         try:
             root = open_root(self._root)
-        except _GONE as error:
+        except GONE as error:
             raise StorageError(
                 f"{self.url}: expected a directory, found none; mount it, or make it with 'snapstore init'"
             ) from error
@@ -459,19 +444,6 @@ class LocalStore(ObjectStore):
 def _info(key: str, status: os.stat_result) -> ObjectInfo:
     """Return the ObjectInfo of a file; the tag has the change time (ctime), which no copying tool can set."""
     return ObjectInfo(key, status.st_size, status.st_mtime, f"{status.st_ino:x}-{status.st_ctime_ns:x}")
-
-
-def _names(folder: int) -> list[str]:
-    """Return the names in a folder that could be part of a key; none if the folder has vanished.
-
-    All names are read at once: if files are deleted while a folder is read, the listing may miss other files. The
-    status of the files is not kept: for thousands of files it takes megabytes.
-    """
-    try:
-        with closing(open_readable(folder)) as readable, os.scandir(readable) as scan:
-            return [entry.name for entry in scan if is_component(entry.name)]
-    except _GONE:
-        return []
 
 
 def _entries(folder: int) -> dict[str, bool]:

@@ -12,11 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from .base import (
     GET_LIMIT_BYTES,
     Buffer,
+    KeyOnly,
     ObjectInfo,
     ObjectStore,
     already_exists,
@@ -24,6 +26,7 @@ from .base import (
     check_key,
     check_limit,
     check_prefix,
+    key_alone,
     not_empty,
     not_found,
     range_memory,
@@ -79,11 +82,13 @@ class MemoryStore(ObjectStore):
         _, info = self._object(key)
         return info
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Return every object under `prefix` at the time of this call."""
+    def list(self, prefix: str, key_only: KeyOnly | None = None) -> Iterator[ObjectInfo]:
+        """Return every object under `prefix` at the time of this call; see `ObjectStore.list`."""
         check_prefix(prefix)
         with self._mutex:
-            return iter([info for key, (_, info) in self._objects.items() if key.startswith(prefix)])
+            found = {key: info for key, (_, info) in self._objects.items() if key.startswith(prefix)}
+        bare = key_only(list(found)) if key_only else ()
+        return iter([key_alone(key) if key in bare else info for key, info in found.items()])
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete every key; a missing one is not an error."""

@@ -19,7 +19,7 @@ import pytest
 
 from kit.damage import three
 from kit.faults import READ_FAULTS, FaultStore, Unreadable
-from kit.objects import clone, flip, keys_of
+from kit.objects import clone, flip, keys_of, with_keys_alone
 from kit.processes import environment
 from kit.ranks import save_shared
 from kit.repositories import (
@@ -421,10 +421,10 @@ class StaleOnce(MemoryStore):
 
     lacking: frozenset[str] = frozenset()
 
-    def list(self, prefix):
+    def list(self, prefix, key_only=None):
         lacking = self.lacking if prefix.startswith("snapshots/") else frozenset()
         self.lacking = frozenset() if lacking else self.lacking
-        return (info for info in super().list(prefix) if info.key not in lacking)
+        return with_keys_alone((info for info in super().list(prefix) if info.key not in lacking), key_only)
 
 
 def test_one_stale_listing_of_the_destination_makes_nothing_present(source):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import re
 from contextlib import suppress
-from dataclasses import replace
 from functools import cache
 
 import pytest
+from msgspec import structs
 
 from kit import damage
 from kit.damage import CLASSES, DAMAGES, PLACES, everyone, refs, repository, restoring
@@ -235,7 +235,7 @@ def harm(store, key, how):
     other = next(d for k, (d, _) in store._objects.items() if k.startswith("snapshots/") and k[:-2] != key[:-2])
     flipped = bytes([*data[:60], data[60] ^ 4, *data[61:]])
     changed = {"flip": flipped, "truncated": data[: len(data) // 2], "empty": b"", "replaced": other}.get(how, data)
-    store._objects[key] = changed, replace(info, size_bytes=len(changed))
+    store._objects[key] = changed, structs.replace(info, size_bytes=len(changed))
 
 
 def gone(name, how):

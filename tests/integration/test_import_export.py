@@ -501,7 +501,7 @@ def test_files_of_the_folder_of_a_config_are_copied_in_pieces(repository, tmp_pa
     assert exported.files == ["config.json", "corpus.txt", "model.safetensors"]
     assert filecmp.cmp(tmp_path / "config" / "corpus.txt", tmp_path / "h" / "corpus.txt", shallow=False)
 
-    def refused(path, *args):
+    def refused(path, *args, **options):
         raise PermissionError(13, "Permission denied") if path.name == "corpus.txt" else AssertionError
 
     monkeypatch.setattr(Path, "open", refused)

@@ -1382,9 +1382,9 @@ def test_a_child_forked_while_a_listing_runs_can_end(tmp_path):
         from snapstore.storage.memory import MemoryStore
 
         class Slow(MemoryStore):
-            def list(self, prefix):
+            def list(self, prefix, key_only=None):
                 time.sleep(0.3)
-                return super().list(prefix)
+                return super().list(prefix, key_only)
 
         manager = SnapshotManager(Slow(), run="a")
         manager.save(1, {"w": np.zeros(5000)})

@@ -106,7 +106,7 @@ def test_gc_lists_many_objects_side_by_side(monkeypatch):
     versions(store, 6)
     assert len(expected := gc._sizes(store)) > 20
     real = MemoryStore.list
-    monkeypatch.setattr(MemoryStore, "list", lambda self, prefix: prefixes.append(prefix) or real(self, prefix))
+    monkeypatch.setattr(MemoryStore, "list", lambda self, *of: prefixes.append(of[0]) or real(self, *of))
     monkeypatch.setattr(gc, "FEW_OBJECTS", 3)
     assert gc._sizes(store) == expected
     assert len(set(prefixes)) == len(prefixes) == 2 + 512

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import xxhash
+from msgspec import structs
 
 from kit.damage import damaged, packs_of, refs, repository, restoring, three, twin, wound
 from kit.faults import Crash, FaultStore, Unreadable, one_thread
@@ -1069,7 +1070,7 @@ def test_the_dates_of_copied_files_tell_no_order(store):
 def dated(store, date):
     """Give every object another date."""
     store._objects = {
-        key: (data, replace(info, modified_s=date(key, info))) for key, (data, info) in store._objects.items()
+        key: (data, structs.replace(info, modified_s=date(key, info))) for key, (data, info) in store._objects.items()
     }
 
 

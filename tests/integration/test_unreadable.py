@@ -479,7 +479,7 @@ def test_a_store_that_fails_amid_a_repair_is_no_damage(store):
         manifests = [ref.key for ref in found.snapshot("a@1").manifests]
     flip(store, key, 60)
     failing = Unreadable(store, *manifests)
-    failing.list = lambda prefix: _unless_failed(failing, prefix)
+    failing.list = lambda prefix, *_: _unless_failed(failing, prefix)
     with opened(failing) as found, pytest.raises(StorageError):
         found.repair(apply=True, drop=True)
     with opened(store) as found:

@@ -21,6 +21,7 @@ from itertools import islice
 from random import Random
 
 from kit.faults import FaultStore
+from kit.objects import with_keys_alone
 from snapstore.errors import AlreadyExistsError, IntegrityError, NotFoundError
 from snapstore.storage.base import GET_LIMIT_BYTES, Buffer, ObjectInfo, ObjectStore
 
@@ -132,7 +133,7 @@ class LyingStore(FaultStore):
         kept = set(self._cut(lie, sorted(found)))
         return {key: size for key, size in found.items() if key in kept}
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, key_only=None) -> Iterator[ObjectInfo]:
         lie = self._now("list", prefix)
         number = len(self.asked) - 1
         found = {info.key: info for info in super().list(prefix)}
@@ -140,9 +141,9 @@ class LyingStore(FaultStore):
         if lie == "stale":
             old = {key: info for key, info in self._before.items() if key.startswith(prefix)}
             self.told = self.told or old.keys() != found.keys()
-            return iter(old.values())
+            return with_keys_alone(old.values(), key_only)
         kept = self._cut(lie, sorted(found))
-        return iter([found[key] for key in kept])
+        return with_keys_alone((found[key] for key in kept), key_only)
 
     def _cut(self, lie: str, keys: list[str]) -> list[str]:
         if not lie or not keys:

@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from snapstore.storage.base import ObjectStore
+from snapstore.storage.base import ObjectStore, key_alone
 from snapstore.storage.memory import MemoryStore
 
 
 def keys_of(store: ObjectStore, prefix: str = "") -> list[str]:
     """Return the keys below a prefix, sorted."""
     return sorted(info.key for info in store.list(prefix))
+
+
+def with_keys_alone(infos, key_only):
+    """Return what a listing shows, after a lie, with the key alone where the caller has asked for no more."""
+    found = {info.key: info for info in infos}
+    bare = key_only(list(found)) if key_only else ()
+    return iter([key_alone(key) if key in bare else info for key, info in found.items()])
 
 
 def clone(store: MemoryStore) -> MemoryStore:

@@ -471,10 +471,10 @@ def test_a_listing_that_lacks_records_stops_gc(stage):
 def test_a_failed_listing_stops_gc(stage, monkeypatch):
     packs = keys_of(stage.store, "packs/")
 
-    def refuse(prefix: str) -> Any:
+    def refuse(prefix: str, *more: Any) -> Any:
         if prefix == "snapshots/":
             raise StorageError("403 (injected)")
-        return type(stage.store).list(stage.store, prefix)
+        return type(stage.store).list(stage.store, prefix, *more)
 
     with opened(stage.store) as repository:
         monkeypatch.setattr(stage.store, "list", refuse)

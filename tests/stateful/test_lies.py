@@ -21,7 +21,7 @@ from kit import foreign
 from kit.actors import Actor
 from kit.faults import Crash, FaultStore, one_thread
 from kit.lies import LyingStore, every_lie
-from kit.objects import clone, flip, keys_of
+from kit.objects import clone, flip, keys_of, with_keys_alone
 from kit.ranks import save_shared
 from kit.repositories import OPTIONS, check_clean, check_whole, committed, created, opened, save, version_of
 from kit.samples import SEED, THOROUGH, sampled
@@ -368,8 +368,8 @@ class Blind(LyingStore):
 
     hidden: frozenset[str] = frozenset()
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return iter([info for info in super().list(prefix) if info.key not in self.hidden])
+    def list(self, prefix: str, key_only=None) -> Iterator[ObjectInfo]:
+        return with_keys_alone((info for info in super().list(prefix) if info.key not in self.hidden), key_only)
 
 
 @cache
@@ -545,8 +545,8 @@ class Hiding(FaultStore):
 
     hidden = ""
 
-    def list(self, prefix):
-        return iter([info for info in super().list(prefix) if info.key != self.hidden])
+    def list(self, prefix, key_only=None):
+        return with_keys_alone((info for info in super().list(prefix) if info.key != self.hidden), key_only)
 
 
 @pytest.mark.parametrize("verb", ["gc", "forget", "forget_snapshots"])

@@ -12,7 +12,6 @@ import tempfile
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +20,7 @@ import msgspec
 import platformdirs
 import pytest
 import xxhash
+from msgspec import structs
 
 from kit.objects import clone, flip_file, keys_of
 from kit.processes import environment
@@ -792,7 +792,7 @@ def test_a_cached_header_of_another_manifest_is_not_believed(root):
         right = index.header(ref)
         index.header(other)
         wrong = index._cached_headers([other])[other.sha256]
-        index._environment.put(b"manifests", {ref.sha256: wrong})
+        index._environment.put({b"manifests": {ref.sha256: wrong}})
         assert index._cached_headers([ref, other]) == {other.sha256: wrong}
         assert index.header(ref) == right
 
@@ -928,7 +928,7 @@ def test_a_cold_gc_names_the_snapshot_whose_manifest_is_missing(many, tmp_path, 
     ref = snapshot.manifests[1]
     data, info = store._objects.pop(ref.key)
     if how == "cut":
-        store._objects[ref.key] = data[:40], replace(info, size_bytes=40)
+        store._objects[ref.key] = data[:40], structs.replace(info, size_bytes=40)
     before = dict(store._objects)
     expected = rf"gc: a@17: {ref.key}.*nothing was deleted" if how == "deleted" else ref.key
     with pytest.raises(IntegrityError, match=expected):
@@ -1066,7 +1066,7 @@ def test_an_index_that_another_thread_closes_is_no_failure(root, monkeypatch):
         looks = iter(range(10))
         with monkeypatch.context() as patch:
             patch.setattr(type(index), "_environment", gone, raising=False)
-            index._store_all(b"manifests", {"a": b"b"})
+            index._store_all({b"manifests": {"a": b"b"}})
 
 
 def test_an_index_that_another_process_rebuilds_stays_usable(root, caplog):

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from kit.faults import FaultStore, Unreadable
-from kit.objects import clone, keys_of
+from kit.objects import clone, keys_of, with_keys_alone
 from kit.repositories import OPTIONS, check_clean, created, opened, save, values
 from kit.s3_stores import moto_bucket
 from snapstore import FormatError, IntegrityError, KeepEvery, KeepLast, NotFoundError, Repository, SnapshotManager
@@ -91,7 +92,7 @@ def test_on_s3_a_save_asks_for_the_records_of_its_run(monkeypatch):
         for run in ("a", "a-b"):
             save(repository, run, 0, 0)
         inner = repository.store.list
-        monkeypatch.setattr(repository.store, "list", lambda prefix: (prefixes.append(prefix), inner(prefix))[1])
+        monkeypatch.setattr(repository.store, "list", lambda *of: (prefixes.append(of[0]), inner(*of))[1])
         save(repository, "a", 1, 1)
         assert [p for p in prefixes if p.startswith("snapshots/")] == ["snapshots/a/"] * 2
         assert repository.snapshot("a@1").parent == repository.snapshot("a@0").id
@@ -114,10 +115,10 @@ def test_one_listing_without_the_newest_record_costs_a_save_nothing(made, lackin
     store, hidden, asked = clone(made), set(), []
     inner = store.list
 
-    def list_(prefix):
+    def list_(prefix, key_only=None):
         asked.append(prefix)
         skip = asked.count("snapshots/a/") == lacking + 1 and prefix == "snapshots/a/"
-        return (info for info in inner(prefix) if not (skip and info.key in hidden))
+        return with_keys_alone((info for info in inner(prefix) if not (skip and info.key in hidden)), key_only)
 
     store.list = list_
     with SnapshotManager(store, run="a", keep=KeepLast(2), async_save=False, options=OPTIONS) as manager:
@@ -148,10 +149,10 @@ def test_one_listing_that_lacks_a_record_costs_a_gc_nothing(made, lacking, known
     store, asked, hidden = clone(made), [], set()
     inner = store.list
 
-    def list_(prefix):
+    def list_(prefix, key_only=None):
         asked.append(prefix)
         skip = prefix == "snapshots/" and asked.count(prefix) == lacking + 1
-        return (info for info in inner(prefix) if not (skip and info.key in hidden))
+        return with_keys_alone((info for info in inner(prefix) if not (skip and info.key in hidden)), key_only)
 
     with opened(store) as repository:
         repository.view()
@@ -180,10 +181,10 @@ def test_one_listing_without_the_save_that_a_sweep_has_waited_for_costs_nothing(
     store, asked, hidden = clone(made), [], set()
     inner, put = store.list, store.put
 
-    def list_(prefix):
+    def list_(prefix, key_only=None):
         asked.append(prefix)
         skip = prefix == "snapshots/" and asked.count(prefix) == lacking + 1
-        return (info for info in inner(prefix) if not (skip and info.key in hidden))
+        return with_keys_alone((info for info in inner(prefix) if not (skip and info.key in hidden)), key_only)
 
     with opened(store) as collector, opened(store) as saver:
         collector.view()
@@ -240,7 +241,7 @@ def test_a_view_of_one_run_answers_as_that_of_all_runs():
             store.delete(keys[number % len(keys) :][:1])
             if number % 2:
                 data, info = store._objects[keys[-1]]
-                store._objects[keys[-1]] = b"rubbish" + data[7:], replace(info, modified_s=info.modified_s + 1)
+                store._objects[keys[-1]] = b"rubbish" + data[7:], structs.replace(info, modified_s=info.modified_s + 1)
         for _ in range(2):
             for run in (*RUNS, "none"):
                 assert answers_of(repository.context.index.refresh(run), run) == answers_of(repository.view(), run)

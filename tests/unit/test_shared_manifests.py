@@ -249,8 +249,8 @@ class Blind(MemoryStore):
         super().__init__()
         self._objects, self._locked, self._name = inner._objects, inner._locked, name
 
-    def list(self, prefix):
-        return (info for info in super().list(prefix) if self._name not in info.key)
+    def list(self, prefix, key_only=None):
+        return (info for info in super().list(prefix, key_only) if self._name not in info.key)
 
 
 def require_no_deletion(store, hidden):

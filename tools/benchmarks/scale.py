@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from snapstore.format.chunk_table import ChunkTable
 from snapstore.format.hashing import checksum
 from snapstore.format.keys import pack_key
 from snapstore.format.manifest import Box, TensorEntry
-from snapstore.format.records import Snapshot
+from snapstore.format.records import COMMITTED, FORGOTTEN, SWEPT, Snapshot
 from snapstore.storage.local import LocalStore
 
 MiB = 1024 * 1024
@@ -211,6 +212,33 @@ def saves_beside(folder: Path, count: int) -> list[Row]:
     ]
 
 
+def save_next(manager: SnapshotManager, first: int, number: int) -> None:
+    """Save step `first + number`."""
+    manager.save(first + number, {"w": np.arange(64) + number})
+
+
+def saves_after(folder: Path, count: int) -> list[Row]:
+    """Return the CPU time of small saves in a run that has saved `count` times; all are kept, or all swept."""
+    rows = []
+    for policies, states in ((), (COMMITTED,)), ((KeepLast(3),), (COMMITTED, FORGOTTEN, SWEPT)):
+        place = folder / str(len(states))
+        with Repository.create(place) as repository:
+            first = repository.save({"w": np.arange(64)}, run="mine", step=0)
+            for number in range(1, count):
+                name, seq = records.new_id(), first.seq + number
+                for revision, state in enumerate(states):
+                    other = msgspec.structs.replace(
+                        first, id=name, step=number, seq=seq, write_id=records.new_id(), revision=revision, state=state
+                    )
+                    repository.store.put(other.key, records.encode(other))
+        with SnapshotManager(place, run="mine", keep=policies, async_save=False) as manager:
+            for step in range(count, count + 3):  # reads the records, and forgets the first ones
+                manager.save(step, {"w": np.arange(64) + step})
+            after_ms = cpu_ms(partial(save_next, manager, count + 3), 10)
+        rows.append(row(f"save{' with KeepLast(3)' * bool(policies)} after {count:,} saves", after_ms, "ms of CPU"))
+    return rows
+
+
 def figures(folder: Path, snapshots: int, shared: int) -> list[Row]:
     """Return all rows."""
     help_s = seconds(lambda: subprocess.run([PROGRAM, "--help"], check=True, capture_output=True))
@@ -233,14 +261,16 @@ def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--quick", action="store_true", help="a tenth of the snapshots; nothing is written to docs/")
-    parser.add_argument("--saves", action="store_true", help="only saves beside other runs; docs/ stays as it is")
+    parser.add_argument("--saves", action="store_true", help="only saves beside many records; docs/ stays as it is")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix=".bench-", dir=ROOT))
     began = time.time()
     os.environ["SNAPSTORE_CACHE_DIR"] = str(folder / "cache")  # a cold one, and none of the user's
     try:
         if args.saves:
-            rows = [one for count in (100, 1000, 5000) for one in saves_beside(folder / str(count), count)]
+            counts = (100, 1000, 5000)
+            rows = [one for count in counts for one in saves_beside(folder / str(count), count)]
+            rows += [one for count in counts for one in saves_after(folder / f"after-{count}", count)]
         else:
             rows = figures(folder, 100 if args.quick else 1000, 1000)
     finally:

@@ -46,6 +46,7 @@ from ...threads import Threads, when_dropped
 from .. import trials
 from ..base import (
     Buffer,
+    KeyOnly,
     ObjectInfo,
     ObjectStore,
     already_exists,
@@ -270,7 +271,7 @@ class S3Store(Reader, ObjectStore):
                 found |= sizes
         return found
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, key_only: KeyOnly | None = None) -> Iterator[ObjectInfo]:
         """Yield every object under `prefix`, in pages of 1,000; skip names that are not keys, which are not ours."""
         check_prefix(prefix)
         return (info for info in self._requests.listed(prefix) if is_key(info.key))

@@ -96,7 +96,7 @@ class Index:
         self._records = KnownRecords()
         self._pauses: dict[str, _Pause] = {}
         self._environment: Environment | None = None
-        self._noted: dict[str, KnownRecord] = {}  # which the cache does not know yet (`_note_listing`)
+        self._noted: set[str] = set()  # keys of records of which the cache does not know it (`_note_listing`)
         self._listed: set[str | None] = set()  # the runs that were listed; None: all of them at once
         if folder is None:
             return
@@ -226,7 +226,10 @@ class Index:
         """
         noted = {info.key: KnownRecord.from_listing(self._records[info.key].snapshot, info) for info in infos}
         self._records.update(noted)
-        self._noted |= noted
+        self._noted |= noted.keys()
+
+    def _packed_noted(self) -> dict[str, bytes]:
+        return packed({key: self._records[key] for key in self._noted})
 
     def _timed_record(self, key: str) -> tuple[bytes | SnapstoreError, float]:
         """Return (`_get_record`, how long it took [s])."""
@@ -274,7 +277,7 @@ class Index:
         with self._lock:
             self._records[snapshot.key] = record
             self._store_all(
-                {b"records": packed(self._noted) | {snapshot.key: record.pack(data)}, b"manifests": headers or {}}
+                {b"records": self._packed_noted() | {snapshot.key: record.pack(data)}, b"manifests": headers or {}}
             )
             self._noted.clear()
 
@@ -381,10 +384,10 @@ class Index:
                 ruling = {record.snapshot.id: record for record in by_revision}
                 known = packed({record.snapshot.key: record for record in ruling.values()})
                 environment.put({**items, b"records": known})
-        except FileNotFoundError:
-            fresh = self._open_again(environment)
-            if fresh is not None:
-                fresh.put({**items, b"records": {}})
+            except FileNotFoundError:
+                environment = self._open_again(environment)
+                if environment is not None:
+                    environment.put({**items, b"records": {}})
         except (lmdb.Error, OSError, MemoryError) as error:  # a save may be committed already
             if self._environment is environment:
                 why = str(error) or type(error).__name__
@@ -406,7 +409,7 @@ class Index:
                     self._environment = Environment.open(self.folder, self.uuid, self._limit_bytes)
                     known = {record.snapshot.key: record for record in self._records.values()}
                     self._environment.put({b"records": packed(known)})
-            except (lmdb.Error, OSError) as error:
+            except (lmdb.Error, OSError, InvalidInputError) as error:
                 log.warning("index %s cannot be built again: %s", self.folder, error)
             return self._environment
 
@@ -420,11 +423,14 @@ class Index:
         if os.getpid() != self._pid:  # before the lock: the fork may have left it held; and the folder is the parent's
             return
         with self._lock:
-            if not self.temporary:
-                self._store_all({b"records": packed(self._noted)})
             environment, self._environment = self._environment, None
             if environment is not None:
-                environment.release()
+                try:
+                    if self._noted and not self.temporary:
+                        with suppress(lmdb.Error, OSError, MemoryError):  # each record is then read once more
+                            environment.put({b"records": self._packed_noted()})
+                finally:
+                    environment.release()
             if self.temporary and self.folder is not None:
                 shutil.rmtree(self.folder, ignore_errors=True)
 

@@ -6,8 +6,8 @@ may go on using a store, but never keeps the parent's locks. atomic_write.py wri
 Invariants, and what is lost without them:
 
 - Below the root, no symbolic link is followed (folders.py). A link in place of a folder or an object is an error, also
-  in a listing: if a user moves a folder elsewhere and leaves a link, a gc that does not see its snapshots must not
-  delete their packs.
+  in a listing that describes it: if a user moves a folder elsewhere and leaves a link, a gc that does not see its
+  snapshots must not delete their packs.
 - Each operation opens the root once and works below that descriptor, so all of it happens in one place, whatever is
   mounted over the root meanwhile. While a place is `pinned`, every operation compares device and inode of the root with
   the pin; reads in `kept_open` do so when they open a file.

@@ -208,6 +208,59 @@ def test_a_save_is_committed_though_its_index_finds_no_memory(root, monkeypatch,
         assert [s.step for s in repository.snapshots("a")] == [1, 2, 3, 4]
 
 
+def test_a_save_is_committed_though_its_index_is_deleted_and_cannot_be_built_again(root, monkeypatch):
+    """The cache is deleted right before the save writes into it, on a full disk."""
+    real = index_module.Index.add
+
+    def add(index, *given):
+        shutil.rmtree(index.folder)
+        monkeypatch.setattr(Environment, "put", put)
+        real(index, *given)
+
+    def put(environment, items):
+        with environment._locked():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(index_module.Index, "add", add)
+    with opened(root) as repository:
+        save(repository, "a", 4, 4)
+        check_restores(repository)
+
+
+@pytest.mark.parametrize("setting", ["usable", "not absolute"])
+def test_a_deleted_index_is_not_built_again_at_the_close(root, setting, monkeypatch, caplog):
+    with opened(root) as repository:
+        save(repository, "a", 4, 4)
+        repository.view()
+        shutil.rmtree(folder := index_of(root))
+        if setting != "usable":
+            monkeypatch.setenv("SNAPSTORE_CACHE_DIR", "relative")
+    assert not folder.exists()
+    assert not caplog.messages
+
+
+def test_a_save_goes_on_though_the_cache_is_deleted_and_its_setting_is_wrong_now(root, monkeypatch):
+    with opened(root) as repository:
+        shutil.rmtree(index_of(root))
+        monkeypatch.setenv("SNAPSTORE_CACHE_DIR", "relative")
+        save(repository, "a", 4, 4)
+        check_restores(repository)
+
+
+def test_the_cache_keeps_the_record_that_was_read_last(root):
+    """A record that this process made is seen in a listing, then another one takes its place (a backup)."""
+    with opened(root) as repository:
+        index = repository.context.index
+        made = save(repository, "a", 4, 4)
+        index.refresh()
+        other = structs.replace(made, tags=["other"])
+        (root / made.key).unlink()
+        (root / made.key).write_bytes(encode(other))
+        assert index.refresh().newest("a").tags == ["other"]
+    with opened(root) as repository:
+        assert repository.context.index.cached(made.key).tags == ["other"]
+
+
 def test_a_folder_in_the_way_of_a_file(root):
     (index_of(root) / "data.mdb").unlink()
     (index_of(root) / "data.mdb").mkdir()

@@ -45,6 +45,7 @@ def list_ruling(
         if info.is_key_only:
             key_only.add(key)
             continue
+        described.add(key)
         record = known.get(key)
         if record is not None and record.is_listed_as(info):
             revision = record.snapshot.revision
@@ -56,7 +57,6 @@ def list_ruling(
             if parsed is None:
                 continue
             revision, news = parsed[3], info
-        described.add(key)
         if (name := name_of_record(key)) not in highest or (revision, key) > highest[name][:2]:
             highest[name] = revision, key, news
     key_only -= described

@@ -180,3 +180,13 @@ def test_a_cache_learns_how_records_are_listed_before_the_program_ends(tmp_path)
         other.close()
     assert sizes == {0: ANY, 1: ANY, 2: ANY, 3: -1}
     assert min(sizes[step] for step in range(3)) > 0
+
+
+def test_files_that_are_no_records_make_no_listing_whole(tmp_path, looked_at):
+    store, record = LocalStore(tmp_path), record_key("a", 1, IDS[0], 0)
+    store.prepare()
+    for key in (record, "snapshots/a/x.bak1", "snapshots/a/x.bak2"):
+        store.put(key, b"x")
+    looked_at.clear()
+    assert list(list_ruling(store, KnownRecords(), "snapshots/", 1)[0]) == [record]
+    assert looked_at[record] == 1

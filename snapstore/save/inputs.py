@@ -27,7 +27,7 @@ from ..state.metrics import Read
 from ..state.tensors import Node, TensorSpec
 from .lineage import Lineage
 from .replicas import Replica, replicas_of
-from .shares import Name, Piece, RankShares, names_of
+from .shares import Name, Piece, RankShares, balanced_turns, names_of
 
 #: Part, path, and a number among the tensors with that path: keys such as 1.0 and "1.0" give one path. A rank adds the
 #: box, as offsets and sizes.
@@ -246,6 +246,18 @@ def plain_names(parts: Iterable[Part | PartInput]) -> frozenset[Name]:
         plain = set(part.plain)
         found.update(name for i, name in enumerate(names_of(part.name, part.specs)) if i in plain)
     return frozenset(found)
+
+
+def turns_of(inputs: Sequence[PartInput], shares: RankShares) -> dict[Name, int]:
+    """Return the turns of the plain tensors that all ranks hold by `shares`, whose turns stay; see `balanced_turns`."""
+    names, holders = plain_names(inputs), shares.holders or {}
+    specs = {
+        name: spec
+        for part in inputs
+        for name, spec in zip(names_of(part.name, part.specs), part.specs, strict=True)
+        if name in names and name not in holders
+    }
+    return balanced_turns(specs, shares.turns, shares.world_size, shares.chunk_bytes)
 
 
 def cut_plain(inputs: Sequence[PartInput], shares: RankShares, old: RankShares) -> list[PartInput]:

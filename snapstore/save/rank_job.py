@@ -23,13 +23,13 @@ from ..errors import InvalidInputError, RanksError, out_of_memory
 from ..format.records import Snapshot
 from ..protocol.same_repository import Opened
 from .holders import Exchange, Holders, Turns, require_kept
-from .inputs import PartInput, SaveRequest, plain_names
+from .inputs import PartInput, SaveRequest, plain_names, turns_of
 from .lineage import Lineage
 from .outcomes import in_save
 from .pipeline import finish
 from .rank_state import trees_of
 from .rank_writer import RankWriter
-from .shares import Name, RankShares, Replicas, balanced_turns, common, names_of
+from .shares import Name, RankShares, Replicas
 from .staging import Learn, Staging
 from .together import Job
 
@@ -182,7 +182,7 @@ class RankJob:
         own, found, turns, self._exchange = plain_names(inputs), self._holders, self._turns, exchange
         try:
             if exchange.is_wanted(here=not self._holders_are_sure or own != self._own):
-                found, turns = exchange.holders(trees_of(inputs), own, partial(self._choose, inputs, own))
+                found, turns = exchange.holders(trees_of(inputs), own, partial(self._choose, inputs))
             elif own != self._own:
                 found, turns = exchange.ask(own)
         except RanksError as error:
@@ -197,17 +197,9 @@ class RankJob:
         self._holders_are_sure = True
         return inputs
 
-    def _choose(self, inputs: Sequence[PartInput], own: frozenset[Name], holders: Holders) -> Turns:
+    def _choose(self, inputs: Sequence[PartInput], holders: Holders) -> Turns:
         """Return the turns of the plain tensors that all ranks hold, on rank 0; the told ones stay."""
-        specs = {
-            name: spec
-            for part in inputs
-            if part.own_nodes is None
-            for name, spec in zip(names_of(part.name, part.specs), part.specs, strict=True)
-        }
-        names = common(own, holders)
-        chunk_bytes = self._job.context.config.chunk_bytes
-        self._turns = balanced_turns({name: specs[name] for name in names}, self._turns, self.ranks.count, chunk_bytes)
+        self._turns = turns_of(inputs, replace(self.shares(), holders=holders, turns=self._turns))
         return self._turns
 
     def _answer(self, number: int) -> None:

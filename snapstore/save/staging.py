@@ -33,7 +33,7 @@ from ..state.held_array import Held
 from ..state.learner import DifferentStructureError
 from ..state.structure import Match
 from ..threads import after_fork_in_child
-from .inputs import Key, PartInput, TensorInput, cut_plain, inputs_of, plain_names
+from .inputs import Key, PartInput, TensorInput, cut_plain, inputs_of, plain_names, turns_of
 from .known_state import KnownState
 from .replicas import Replica, digests_of, spans
 from .shares import Name, RankShares
@@ -354,7 +354,7 @@ class Staging:
         inputs = inputs_of(parts, self.shares)
         if self.shares is not None and self._must_learn_first(inputs):
             as_if_all_hold = replace(self.shares, holders=self.shares.holders or {}, known=None)
-            inputs = inputs_of(parts, as_if_all_hold)
+            inputs = inputs_of(parts, replace(as_if_all_hold, turns=turns_of(inputs, as_if_all_hold)))
         on_host, on_devices = self._by_place(_tensors(inputs))
         for tensor, _ in on_host:
             if tensor.spec.nbytes >= INLINE_BYTES:

@@ -632,6 +632,21 @@ def test_small_tensors_that_appear_later_move_no_other_one(store, forgets):
         assert all(same(repository.restore(f"a@{step}"), held(step, 0)) for step in range(4))
 
 
+def test_the_first_save_uses_the_memory_that_prepare_has_allocated(monkeypatch):
+    """Ranks that must not copy plain tensors whole prepare the shares that rank 0 will choose."""
+    monkeypatch.setattr("snapstore.save.staging.MAX_WHOLE_BYTES", 0)
+    tensors = {f"w{number}": torch.arange(2048.0 * (number % 5 + 1)) for number in range(9)}  # of 1 to 5 chunks
+    managers = Managers(created(chunk_bytes=8192))
+    managers.all(lambda m, _: (m.prepare({"m": tensors}), m.wait_until_finished()))
+    prepared = [dict(m._staging._spare) for m in managers]
+    managers.all(lambda m, _: m.save(0, {"m": tensors}).result())
+    for m, memory in zip(managers, prepared, strict=True):
+        assert len(memory) > 3
+        assert memory.keys() == m._staging._base.keys()
+        assert all(m._staging._base[key] is one for key, one in memory.items())
+    assert managers.end() == [None] * COUNT
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("change", ["dropped", "held as well"])
 def test_a_tensor_that_some_ranks_keep_and_others_drop_is_stored_by_the_next_save(store, rank, change):

@@ -183,6 +183,7 @@ class Staging:
 
         If a tensor lies on a device with an engine, all are copied, see `copy`; else none is.
         """
+        self._known = None  # it may be another structure: `use_holders`
         on_devices = any(self._on_device(held.value) for part in parts for held in part.arrays)
         return self.copy(parts, learn) if on_devices else inputs_of(parts, self.shares)
 

@@ -632,6 +632,22 @@ def test_small_tensors_that_appear_later_move_no_other_one(store, forgets):
         assert all(same(repository.restore(f"a@{step}"), held(step, 0)) for step in range(4))
 
 
+def test_a_synchronous_save_after_asynchronous_ones_stores_a_new_tensor(store):
+    """In an exit handler, saves become synchronous; the structure that staging knows has no such tensor."""
+    tensors = {"w": torch.arange(3000.0)}
+    managers = Managers(store)
+    for step in range(2):
+        if step:
+            tensors["new"] = torch.arange(2000.0)
+            for manager in managers:
+                manager._async = False  # as an exit handler does
+        found = managers.all(lambda m, _, s=step: m.save(s, {"m": tensors}).result())
+        assert not any(isinstance(one, Exception) for one in found), found
+    assert managers.end() == [None] * COUNT
+    with opened(store) as repository:
+        assert same(repository.restore("a@1"), {"m": tensors})
+
+
 def test_the_first_save_uses_the_memory_that_prepare_has_allocated(monkeypatch):
     """Ranks that must not copy plain tensors whole prepare the shares that rank 0 will choose."""
     monkeypatch.setattr("snapstore.save.staging.MAX_WHOLE_BYTES", 0)

@@ -355,3 +355,37 @@ def test_a_fault_of_any_message_of_any_manager(kind, step, rank, mode):
         tally("ranks: message faults")
         if not reached:
             break
+
+
+@pytest.mark.parametrize("number", range(EXAMPLES))
+def test_small_tensors_that_change_while_ranks_forget_or_fail(number):
+    """All ranks cut each tensor by one choice of rank 0, whichever rank has failed, or has forgotten something."""
+    random = Random(SEED + number)
+    count, store = random.randint(2, 4), created()
+    managers = Managers(store, count, async_save=random.random() < 0.5)
+    sizes, saved = {f"w{i}": 20 * i + 1 for i in range(6)}, []
+    for step in range(8):
+        for name in random.sample([f"w{i}" for i in range(12)], random.randrange(4)):
+            sizes[name] = random.choice([random.randrange(1, 250), random.randrange(1, 3000)])
+            if random.random() < 0.3:
+                del sizes[name]
+        saved.append({"m": {name: torch.arange(float(size)) + step for name, size in sizes.items()}})
+        chosen = random.randrange(count)
+        event = random.choice(["none", "forgets holders", "forgets structure", "fails"])
+        if event == "forgets holders":
+            managers[chosen]._job._holders_are_sure = False
+        elif event == "forgets structure":
+            managers[chosen]._staging._known = None
+        elif event == "fails":
+            states = [saved[-1] | ({"bad": object()} if rank == chosen else {}) for rank in range(count)]
+            words = managers.all(lambda m, rank, states=states, step=step: m.save(step, states[rank]).result())
+            assert all(isinstance(word, Exception) for word in words), words
+        words = managers.all(lambda m, _, step=step: m.save(step, saved[step]).result())
+        assert all(isinstance(word, Snapshot) for word in words), f"a@{step}, rank {chosen} {event}: {words}"
+    managers.end()
+    with opened(store) as repository:
+        for step, state in enumerate(saved):
+            restored = repository.restore(f"a@{step}")["m"]
+            assert same({name: restored[name] for name in state["m"]}, state["m"])
+            assert restored.keys() == state["m"].keys()
+    tally("ranks: small tensors")

@@ -83,7 +83,9 @@ class Exchange:
         ranks.post(key(f"digest/{ranks.rank}"), xxhash.xxh3_128_digest(own))
         if ranks.rank == 0:
             found = self._gather(own)
-            return found, self._tell(found, choose(found))
+            turns = choose(found)
+            self._tell(found, turns)
+            return found, turns
         asked = decode(self._wait("rank 0 to compare trees", lambda: ranks.look(key("ask-trees")), [0]), Ask)
         if ranks.rank in asked.ranks:
             ranks.post(key(f"trees/{ranks.rank}"), own)
@@ -127,13 +129,12 @@ class Exchange:
         self._tell(new, turns)
         return new
 
-    def _tell(self, found: Holders, turns: Turns) -> Turns:
+    def _tell(self, found: Holders, turns: Turns) -> None:
         by_holders: dict[tuple[int, ...], list[Name]] = {}
         for name, holders in found.items():
             by_holders.setdefault(holders, []).append(name)
-        in_order = [turns.get(name, 0) for name in common(turns, found)]  # all ranks have the same order
+        in_order = [turns[name] for name in common(turns, found)]  # all ranks have the same order
         self._ranks.post(self._key("holders"), msgspec.msgpack.encode((list(by_holders.items()), in_order)))
-        return turns
 
     def _told(self, own: Iterable[Name]) -> tuple[Holders, Turns]:
         ranks, key = self._ranks, self._key

@@ -34,8 +34,8 @@ def dim_order_of(value: Any) -> DimOrder:
 def _order(shape: tuple[int, ...], strides: tuple[int, ...]) -> DimOrder:
     """Return the dimension order of elements at these strides; see `dim_order_of`.
 
-    A dimension of size 1 has a stride too, which torch's fused kernels compare. If some order gives all strides, that
-    is the order. Else dimensions of size 1 keep their places.
+    A dimension of size 1 has a stride too, from which torch chooses the layout of a convolution's output. If some order
+    gives all strides, that is the order. Else dimensions of size 1 keep their places.
     """
     if not math.prod(shape):
         return ()

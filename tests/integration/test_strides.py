@@ -80,7 +80,9 @@ def test_restore_gives_the_layouts_of_torch(saved):
     repo, state = saved
     expected = forms(through_torch(state))
     assert forms(repo.restore("r@1")) == expected
-    assert dim_order_of(repo.restore("r@1")["1x1"]) == (0, 2, 3, 1), "fused kernels compare strides of size 1 too"
+    assert dim_order_of(repo.restore("r@1")["1x1"]) == (0, 2, 3, 1), (
+        "a convolution chooses the layout of its output by these strides"
+    )
 
 
 def test_lazy_and_streamed_tensors_have_them(saved):

@@ -33,7 +33,7 @@ import numpy as np
 import xxhash
 import zstandard
 
-KNOWN_FEATURES = {"ranks", "strides"}
+KNOWN_FEATURES = {"ranks", "strides", "parameter_shapes"}
 SMALL_OBJECT, METADATA, CHUNK, INLINE, BOX_MAP = 64 << 20, 1 << 20, 64 << 20, 16 << 20, 256 << 20
 SPARSE = 1 << 24  # elements
 DEPTH, CHAIN, SAME_HASH, NESTING = 200, 255, 256, 96
@@ -743,9 +743,10 @@ class Tree:
         """Decode the root dict of part "", whose values may be the trees of other parts."""
         others = {name for name in self.snapshot.parts if name != self.part}
         named: list[str] = []
-        need(not others or (isinstance(node, list) and node[0] in ("dict", "odict")), "the root is no dict")
+        root = node[3] if isinstance(node, list) and node[0] == "optimizer" and len(node) == 4 else node
+        need(not others or (isinstance(root, list) and root[0] in ("dict", "odict")), "the root is no dict")
         if others:
-            named = [value[1] for value in node[2] if isinstance(value, list) and value[0] == "part"]
+            named = [value[1] for value in root[2] if isinstance(value, list) and value[0] == "part"]
             need(sorted(named) == sorted(others), "each part is not named once")
         return self.value(node, 0)
 
@@ -761,7 +762,7 @@ class Tree:
             found = decode(node)
             if found is not None:
                 return found
-        need(depth < DEPTH or node[0] in ("enum", "object", "columns", "rank"), "a tree is too deep")
+        need(depth < DEPTH or node[0] in ("enum", "object", "optimizer", "columns", "rank"), "a tree is too deep")
         return self._container(node, depth + 1)
 
     def _plain(self, node: list[Any]) -> Any:
@@ -861,6 +862,13 @@ class Tree:
             case ["object", str(kind), str(module), str(name), inner, *fields]:
                 need(not isinstance(inner, list) or inner[:1] != ["object"], "the plain form of an object is an object")
                 return self._object(kind, (module, name), self.value(inner, depth - 1), fields)
+            case ["optimizer", list(forms), list(numbers), list(inner)]:
+                need(inner[:1] in (["dict"], ["odict"], ["columns"]), "the state of an optimizer is no dict")
+                for form in forms:
+                    need(isinstance(form, list) and len(form) == 2 and type(form[0]) is str, "the form of a parameter")
+                    integers(form[1])
+                need(all(n < len(forms) for n in integers(numbers)), "a form of a parameter that is not there")
+                return self.value(inner, depth - 1)
             case ["part", str(name)] if depth == 2 and self.part == "" and self.rank is None:
                 return self.snapshot.tree(name)
             case ["rank", int(i)] if self.rank is None:

@@ -44,10 +44,10 @@ Counted = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNTED)]
 Rank = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]  # a u32 in packs
 MAX_REVISION = 10**9 - 1
 Argument = bool | int | float | str | None
-#: The features of a record and of manifests that several ranks wrote; of a manifest with the section of that name.
-RANKS, STRIDES = "ranks", "strides"
+#: Features: of several ranks (of records too); of dimension orders; of the forms of an optimizer's parameters.
+RANKS, STRIDES, PARAMETER_SHAPES = "ranks", "strides", "parameter_shapes"
 #: The features of records and manifests that this release knows.
-KNOWN_FEATURES = frozenset({RANKS, STRIDES})
+KNOWN_FEATURES = frozenset({RANKS, STRIDES, PARAMETER_SHAPES})
 
 #: The reason in a record that a repair reconstructed from manifests alone; these words are part of the format.
 RECONSTRUCTED = "made up from its manifests by a repair"

@@ -136,7 +136,7 @@ def differences(
         )
         return
     names = [_names(some) for some in (groups, there)]
-    yield from _moved(*names, path)
+    yield from _moved(names[0], names[1], path)
     forms, parameters = decoded.parameters.get(id(stored), (None, []))[1], _parameters(value)
     if len(forms) != len(numbers) or len(parameters) != len(numbers):
         return
@@ -220,7 +220,7 @@ def loader_decides(stored: Any, decoded: Decoded, path: Path) -> tuple[str, ...]
 # --- restore: after the loader ---
 
 
-def put_back(value: Any, state: Any, forms: Sequence[ParameterForm] | None) -> None:
+def put_back(value: Any, state: Any, forms: Sequence[ParameterForm] | None, *, copy: bool = False) -> None:
     """Put the values of a loaded state in place of the ones that an optimizer's loader has cast.
 
     torch casts state to the dtype of its parameter, whatever dtype it had. Only parameters that have their stored dtype
@@ -230,6 +230,7 @@ def put_back(value: Any, state: Any, forms: Sequence[ParameterForm] | None) -> N
     Args:
         state: The state that the optimizer has loaded.
         forms: The forms of the parameters at the save; None: their dtypes are the same.
+        copy: Whether the optimizer gets copies of the values.
     """
     numbers, parameters = _numbers(state), _parameters(value)
     if numbers is None or len(numbers) != len(parameters) or (forms is not None and len(forms) != len(numbers)):
@@ -240,20 +241,20 @@ def put_back(value: Any, state: Any, forms: Sequence[ParameterForm] | None) -> N
         if forms is None or str(parameter.dtype) == f"torch.{forms[i].dtype}":
             loaded, wanted = optimizer.state.get(parameter), state["state"].get(number)
             if is_mapping(loaded):
-                _put_back(loaded, wanted, parameter.dtype if hooks else None)
+                _put_back(loaded, wanted, parameter.dtype if hooks else None, copy)
 
 
-def _put_back(loaded: Any, wanted: Any, dtype: Any) -> Any:
+def _put_back(loaded: Any, wanted: Any, dtype: Any, copy: bool) -> Any:
     """Return a loaded value, a list or dict itself, with the wanted tensors for casts to `dtype` (None: to any)."""
     import torch
 
     if isinstance(loaded, torch.Tensor):
         alike = isinstance(wanted, torch.Tensor) and wanted.shape == loaded.shape and wanted.dtype != loaded.dtype
-        return wanted.to(loaded.device) if alike and dtype in (None, loaded.dtype) else loaded
+        return wanted.to(loaded.device, copy=copy) if alike and dtype in (None, loaded.dtype) else loaded
     if type(loaded) not in CONTAINERS or type(wanted) is not type(loaded):
         return loaded
     there = {key: child for _, key, child in children(wanted)}
-    new = {key: _put_back(child, there.get(key), dtype) for _, key, child in children(loaded)}
+    new = {key: _put_back(child, there.get(key), dtype, copy) for _, key, child in children(loaded)}
     if type(loaded) is tuple:
         return tuple(new.values()) if any(map(is_not, new.values(), loaded)) else loaded
     for _, key, child in children(loaded):

@@ -151,6 +151,82 @@ def test_a_save_that_knows_the_structure_notices_other_parameters(change):
         structure.match(state)
 
 
+# --- casts ---
+
+
+class Kept(torch.optim.Optimizer):
+    """Keeps float32 tensors of the parameter's shape and of others, in a list, a dict and a tuple."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure):
+        loss = closure()
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                values = [torch.full(shape, 0.3) for shape in (parameter.shape, (), (3,), (2, 2))]
+                state.update(kept=[values[0]], deep={"a": {"b": values[1]}}, pair=(values[2], 5), one=values[3])
+            state["kept"][0].mul_(0.9).add_(parameter.grad.float(), alpha=state["deep"]["a"]["b"].item())
+            state["deep"]["a"]["b"].mul_(state["pair"][0].sum()).mul_(state["one"].mean())
+            parameter.data.sub_(state["kept"][0].to(parameter.dtype), alpha=0.1)
+        return loss
+
+
+TORCH = ["SGD", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "Adafactor"]
+OPTIMIZERS = {name: getattr(torch.optim, name) for name in (*TORCH, "LBFGS")} | {"kept": Kept}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_resume_is_exact_whatever_the_loader_casts(name, dtype):
+    """Where torch.save and load_state_dict resume exactly, so does a restore; and it does where torch casts."""
+    net, optimizer = trained(lambda net: OPTIMIZERS[name](net.parameters()), dtype=dtype)
+    saved = Saved({"m": net, "o": optimizer})
+    at_save = by_torch({"m": net.state_dict(), "o": optimizer.state_dict()})
+    expected = [train(net, optimizer, 3), list(net.parameters())]
+    for number in range(2):
+        target = model(dtype=dtype)
+        into = OPTIMIZERS[name](target.parameters())
+        train(target, into, 0, number)  # a fresh one, and a running one
+        saved.restore(into={"m": target, "o": into})
+        same(into.state_dict(), at_save["o"])
+        same([train(target, into, 3), list(target.parameters())], expected)
+    target = model(dtype=dtype)
+    into = OPTIMIZERS[name](target.parameters())
+    into.load_state_dict(at_save["o"])
+    dtypes = [_dtypes(one["state"]) for one in (into.state_dict(), at_save["o"])]
+    assert (dtypes[0] != dtypes[1]) == (name in {"ASGD", "NAdam", "kept"})
+
+
+def _dtypes(value):
+    if isinstance(value, torch.Tensor):
+        return value.dtype
+    if isinstance(value, dict):
+        return {key: _dtypes(child) for key, child in value.items()}
+    return list(map(_dtypes, value)) if isinstance(value, list | tuple) else None
+
+
+def test_parameters_of_another_dtype_and_hooks_keep_what_the_loader_left():
+    net, optimizer = trained(lambda net: Kept(net.parameters()), dtype=torch.bfloat16)
+    saved = Saved({"o": optimizer})
+    with pytest.raises(InvalidInputError, match="changed dtypes"):  # as before: the program may convert it itself
+        saved.restore(into={"o": Kept(model(dtype=torch.float64).parameters())})
+    hooked, seen = Kept(net.parameters()), []
+
+    def narrow(optimizer):
+        for state in optimizer.state.values():
+            state["one"] = state["one"].half()
+            seen.append(state["kept"][0].dtype)
+
+    hooked.register_load_state_dict_post_hook(narrow)
+    with pytest.raises(InvalidInputError, match=r"o.state.0.one: dtype: expected float32, got float16") as error:
+        saved.restore(into={"o": hooked})
+    assert "kept" not in str(error.value.args)
+    assert set(seen) == {torch.bfloat16}
+    assert hooked.state[net[0].weight]["kept"][0].dtype == torch.float32
+
+
 # --- groups and names ---
 
 

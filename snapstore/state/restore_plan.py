@@ -6,8 +6,8 @@ a byte is written. flatten.py is the inverse.
 
 Rules that users see:
 
-- Names inside an object belong to it and are not checked, except in modules with torch's own `load_state_dict`, which
-  would also refuse wrong names.
+- Names and shapes inside an object belong to it and are not checked, except in modules with torch's own loaders, which
+  would also refuse wrong ones. The state of an optimizer must fit its groups and parameters (optimizers.py).
 - With `into`, dict keys must be the same on both sides. A list, tuple or deque without arrays and objects is one value,
   so its length may differ; with arrays inside, the length must be equal. Lists and dicts are changed in place.
 - With `keys` and no `into`, lists and tuples contain only the selected items: the next ones move up.

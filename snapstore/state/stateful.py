@@ -73,6 +73,8 @@ def loads_as_torch(value: Any) -> bool:
     """Return whether `value` is a module or optimizer whose `load_state_dict` is torch's own."""
     torch = imported("torch")
     kinds = () if torch is None else (torch.nn.Module, torch.optim.Optimizer)
+    if "load_state_dict" in getattr(value, "__dict__", ()):
+        return False
     return any(isinstance(value, kind) and type(value).load_state_dict is kind.load_state_dict for kind in kinds)
 
 
@@ -101,7 +103,7 @@ def loader_decides(value: Any, path: Path) -> Callable[[Path], Collection[str]]:
     own = {name for name, one in inside if type(one)._load_from_state_dict not in loaders}
 
     def decides(below: Path) -> Collection[str]:
-        owner, _, name = str(below[len(path)]).rpartition(".")
+        owner, _, name = str((*below, "")[len(path)]).rpartition(".")
         return ("shape", "dtype") if name == _EXTRA_STATE else ("shape",) if owner in own else ()
 
     return decides

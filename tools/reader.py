@@ -402,6 +402,7 @@ class Tensor:
     dtype: str
     data: np.ndarray[Any, Any]
     requires_grad: bool
+    order: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -475,9 +476,9 @@ class Entry:
         self.order = tuple(order)
 
     def assembled(
-        self, pieces: list[tuple[list[int], list[int], bytes]], orders: set[tuple[int, ...]]
+        self, pieces: list[tuple[list[int], list[int], bytes]], order: tuple[int, ...]
     ) -> np.ndarray[Any, Any]:
-        """Put disjoint boxes that cover the whole together, in the order in memory that all of them have."""
+        """Put disjoint boxes that cover the whole together, in an order of dimensions in memory."""
         size = self.numpy.itemsize
         need(sum(len(data) for _, _, data in pieces) == math.prod(self.shape) * size, "boxes do not cover a tensor")
         out, seen = np.zeros(self.shape, f"V{size}"), np.zeros(self.shape, bool)
@@ -487,7 +488,6 @@ class Entry:
             seen[where] = True
             out[where] = np.frombuffer(data, out.dtype).reshape(sizes)
         found = out.view(self.numpy)
-        order = next(iter(orders)) if len(orders) == 1 else ()
         return np.ascontiguousarray(found.transpose(order)).transpose(np.argsort(order)) if order else found
 
 
@@ -717,9 +717,15 @@ class Part:
     def array(self, rank: int | None, index: int) -> np.ndarray[Any, Any]:
         """Return the bytes of an entry of the root, or of a rank's own."""
         if rank is None:
-            return self.root.entries[index].assembled(self.pieces[index], self.orders[index])
+            return self.root.entries[index].assembled(self.pieces[index], self.order(None, index))
         entry = self.children[rank].entries[index]
-        return entry.assembled(entry.pieces, {entry.order})
+        return entry.assembled(entry.pieces, entry.order)
+
+    def order(self, rank: int | None, index: int) -> tuple[int, ...]:
+        """Return the order in memory of an entry of the root, in which all its boxes were written, or of a rank's."""
+        if rank is not None:
+            return self.children[rank].entries[index].order
+        return next(iter(self.orders[index])) if len(self.orders[index]) == 1 else ()
 
     def entries(self, rank: int | None) -> list[Entry]:
         """Return the entries of the root, or of a rank."""
@@ -818,10 +824,10 @@ class Tree:
         match node:
             case ["tensor" | "parameter" as tag, int(index), bool(requires_grad)]:
                 entry, array = self.snapshot.array(self.part, self.rank, index, "tensor")
-                return Tensor(tag, entry.dtype, array, requires_grad)
+                return Tensor(tag, entry.dtype, array, requires_grad, self.snapshot.order(self.part, self.rank, index))
             case ["array", int(index)]:
                 entry, array = self.snapshot.array(self.part, self.rank, index, "array")
-                return Tensor("array", entry.dtype, array, False)
+                return Tensor("array", entry.dtype, array, False, self.snapshot.order(self.part, self.rank, index))
             case ["bytes", int(index)]:
                 return self.snapshot.array(self.part, self.rank, index, "bytes")[1].tobytes()
             case ["bytearray", int(index)]:
@@ -1036,6 +1042,10 @@ class Snapshot:
         need(0 <= number(i) < len(nodes), f"rank {self.rank} has no own value {i} in part {part!r}")
         return Tree(self, part, self.rank).value(nodes[i], 0)
 
+    def order(self, part: str, rank: int | None, index: int) -> tuple[int, ...]:
+        """Return the order in memory of the dimensions of an array."""
+        return self.parts[part].order(rank, index)
+
     def array(self, part: str, rank: int | None, index: int, family: str) -> tuple[Entry, np.ndarray[Any, Any]]:
         """Return an entry of this family, and its array: that of the entry to which it is tied."""
         entries = self.parts[part].entries(rank)
@@ -1182,7 +1192,8 @@ def described(value: Any, path: str = "") -> Iterator[tuple[str, list[Any]]]:
     elif isinstance(value, Tensor):
         kind = {"tensor": "Tensor", "parameter": "Parameter", "array": "ndarray"}[value.kind]
         digest = hashlib.sha256(value.data.tobytes()).hexdigest()
-        yield path, [kind, value.dtype, list(value.data.shape), value.requires_grad, digest]
+        order = [list(value.order)] if value.order else []
+        yield path, [kind, value.dtype, list(value.data.shape), value.requires_grad, digest, *order]
     elif isinstance(value, bytes | bytearray):
         yield path, [type(value).__name__, len(value), hashlib.sha256(value).hexdigest()]
     elif isinstance(value, set | frozenset):

@@ -542,7 +542,9 @@ def test_an_archive_whose_entries_share_bytes_or_are_hidden(tmp_path, fails):
     with zipfile.ZipFile(tmp_path / "x.pt", "a") as archive:
         archive.writestr("x/data/1", bytes(4096))
         shared = archive.infolist()[-1]
-        archive.filelist += [copy.copy(shared) for _ in range(100)]
+        for number in range(2, 100):
+            archive.filelist.append(copy.copy(shared))
+            archive.filelist[-1].filename = f"x/data/{number}"
     assert "its entries have" in fails(tmp_path / "x.pt")
     for data in (whole + b"x", whole + whole[-22:], whole[:4] + whole):
         (tmp_path / "x.pt").write_bytes(data)

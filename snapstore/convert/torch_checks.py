@@ -25,11 +25,13 @@ from typing import Any, BinaryIO, NamedTuple
 
 from ..chunks import limits
 from ..errors import InvalidInputError
-from ..state.containers import MAX_DEPTH
+from ..state.containers import MAX_DEPTH, metadata_of
 from .safetensors_file import first_line
 
 #: A state from elsewhere may have so many values, or more if its file has nearly as many.
 MAX_PLACES = 1_000_000
+#: So many characters count as a value.
+_VALUE_CHARACTERS = 1024
 #: A pickle may visit so many values for each of its bytes.
 _VISITS_A_BYTE = 16
 #: How many pickles precede the bytes of the tensors in torch's form before zip archives.
@@ -429,19 +431,22 @@ class _Scan:
 
 
 def require_tree(state: Any, where: str) -> None:
-    """Check that few lists that hold each other again and again do not make a state of very many values.
+    """Check that few values that are named again and again do not make a very large state. A KiB of text is a value.
 
     Raises:
         InvalidInputError: it would be stored as more than MAX_PLACES values, and 16 times what the file has.
     """
-    places: dict[int, int] = {}  # of values in each container, by id
+    places: dict[int, int] = {}  # of values in each container and long text, by id
     in_file = 0
     pending = [(state, False)]
     while pending:
         value, is_counted = pending.pop()
+        if isinstance(value, str) and len(value) >= _VALUE_CHARACTERS and id(value) not in places:
+            places[id(value)] = 1 + len(value) // _VALUE_CHARACTERS
+            in_file += places[id(value)]
         if not isinstance(value, dict | list | tuple | set | frozenset) or (id(value) in places and not is_counted):
             continue
-        inside = [*value, *value.values()] if isinstance(value, dict) else list(value)
+        inside = [*value, *value.values(), metadata_of(value)] if isinstance(value, dict) else list(value)
         if is_counted:
             places[id(value)] = min(1 + sum(places.get(id(child), 1) for child in inside), sys.maxsize)
         else:

@@ -180,11 +180,17 @@ def check_new(path: Path, *, force: bool, is_folder: bool = False) -> None:
     """Refuse an output before the work begins.
 
     Raises:
-        InvalidInputError: its folder is missing, it is a folder but should be a file, or its name is "." or "..".
+        InvalidInputError: its folder is missing, it is a folder but should be a file, or it is not the name of a file.
         AlreadyExistsError: it exists, and `force` is not set.
     """
     if path.name in ("", ".."):
         raise InvalidInputError(f"{path}: expected the name of a new {'folder' if is_folder else 'file'}")
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:  # such as a surrogate, a NUL, or a name that is too long
+        raise InvalidInputError(f"{path}: cannot be the name of a file here: {first_line(error)}") from error
     if not path.parent.is_dir():
         raise InvalidInputError(f"{path}: {path.parent} is not a folder; create it first")
     if path.is_dir() and not is_folder:

@@ -473,6 +473,26 @@ def test_a_snapshot_whose_files_would_leave_the_export(tmp_path, repository):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["\ud800", "e\udcff.json", "a\n\x1b[31mb", "a\0b", "\x9b31m", "d/\x7f"])
+def test_a_snapshot_with_a_file_whose_name_is_not_printable(tmp_path, repository, name):
+    state = {"model": {"w": torch.ones(2)}, "files": {"config.json": b"{}", name: b"{}"}}
+    repository.save(state, run="a", step=1, metadata={"imported": {"format": "hf", "files": 1}})
+    with pytest.raises(InvalidInputError, match=r"a@1: holds a file named .* has a control character, or a surrogate"):
+        export_snapshot(repository, "a@1", tmp_path / "out", to="hf")
+    assert list(tmp_path.iterdir()) == []
+    for to, output in (("torch", "x.pt"), ("dcp", "d"), ("safetensors", "x.safetensors")):
+        export_snapshot(repository, "a@1", tmp_path / output, to=to, options=ExportOptions(part="model"))
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a\0", "x" * 300])
+def test_an_export_to_a_name_that_no_file_can_have(tmp_path, repository, name):
+    repository.save({"model": {"w": torch.ones(2)}}, run="a", step=1)
+    for to, ending in (("hf", ""), ("dcp", ""), ("torch", ".pt"), ("safetensors", ".safetensors")):
+        with pytest.raises(InvalidInputError, match="cannot be the name of a file here"):
+            export_snapshot(repository, "a@1", tmp_path / (name + ending), to=to)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_tensors_without_a_form_are_refused(tmp_path, repository, fails):
     sparse = torch.eye(3).to_sparse()
     torch.save({"ok": torch.ones(1), "bad": sparse}, tmp_path / "x.pt")

@@ -240,11 +240,7 @@ class Watch:
             return
         who = self._who()
         if killed := sorted(ended & set(who)):
-            raise RanksError(
-                f"{named(killed)} of {self._ranks.count}: its process has ended (killed, or failed) without closing "
-                f"its SnapshotManager, while rank {self._ranks.rank} waited for {self._what}; start the job again",
-                ranks=killed,
-            )
+            raise ended_error(self._ranks, killed, self._what)
         for rank in who:
             if (why := self._ranks.look(f"{prefix}ended/{rank}")) is not None:
                 raise RanksError(
@@ -257,6 +253,15 @@ class Watch:
 def ended_processes(ranks: Ranks) -> set[int]:
     """Return the ranks whose process has ended without a word, as far as rank 0 has told."""
     return set(map(int, (ranks.look(ENDED_PROCESSES) or b"").split()))
+
+
+def ended_error(ranks: Ranks, ended: Sequence[int], what: str) -> RanksError:
+    """Return the error that the processes of some ranks have ended, while this rank waited for `what`."""
+    return RanksError(
+        f"{named(ended)} of {ranks.count}: its process has ended (killed, or failed) without closing its "
+        f"SnapshotManager, while rank {ranks.rank} waited for {what}; start the job again",
+        ranks=ended,
+    )
 
 
 def say_ended(ranks: Ranks, prefix: str, error: BaseException | None, limit_s: float | None = None) -> None:

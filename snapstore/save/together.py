@@ -27,7 +27,7 @@ import msgspec
 
 from ..context import Context
 from ..distributed import messages
-from ..distributed.base import Ranks, Watch, wait_for
+from ..distributed.base import Ranks, Watch, ended_error, ended_processes, wait_for
 from ..distributed.messages import (
     COMMITTED,
     FAILED,
@@ -292,12 +292,19 @@ class _Save:
         return Watch(ranks, what, who, ranks.total_s, self._job.prefix, look)
 
     def _watch_failures(self, *, now: bool = False) -> None:
-        """Raise RelayedError once another rank has failed; it looks twice a second, or `now`."""
+        """Raise RelayedError once another rank has failed; it looks twice a second, or `now`.
+
+        Raises:
+            RanksError: the process of a rank that has not reported has ended.
+        """
         self._request.require_wanted()
         if now or time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + LOOK_S
             if (data := self._ranks.look(self._key("failed"))) is not None:
                 raise RelayedError(decode(data, Failed))
+            ended = sorted(ended_processes(self._ranks))
+            if ended := [rank for rank in ended if self._ranks.look(self._key(f"report/{rank}")) is None]:
+                raise ended_error(self._ranks, ended, f"reports of step {self._request.step}")
 
     # -- the other ranks
 

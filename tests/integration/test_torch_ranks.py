@@ -376,6 +376,12 @@ def test_the_others_notice_a_killed_rank_within_seconds(tmp_path, when):
         snapshots.save(1, {{"a": torch.ones(3000)}}).result()
         if rank == 1 and {when == "in a save"}:
             RankWriter.write = die
+        elif rank == 0 and {when == "in a save"}:
+            def write_for_long(writer, session, begin):
+                for _ in range(600):
+                    session.watch()
+                    time.sleep(0.1)
+            RankWriter.write = write_for_long
         elif rank == 1:
             die()
         began = time.monotonic()

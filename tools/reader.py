@@ -33,7 +33,7 @@ import numpy as np
 import xxhash
 import zstandard
 
-KNOWN_FEATURES = {"ranks"}
+KNOWN_FEATURES = {"ranks", "strides"}
 SMALL_OBJECT, METADATA, CHUNK, INLINE, BOX_MAP = 64 << 20, 1 << 20, 64 << 20, 16 << 20, 256 << 20
 SPARSE = 1 << 24  # elements
 DEPTH, CHAIN, SAME_HASH, NESTING = 200, 255, 256, 96
@@ -442,6 +442,7 @@ class Entry:
         need(type(self.requires_grad) is bool and len(integers(self.shape)) <= 64, "an entry's fields")
         self.inline = (0, 0) if inline is None else tuple(integers(inline, 2))
         self.pieces: list[tuple[list[int], list[int], bytes]] = []
+        self.order: tuple[int, ...] = ()
 
     def same(self, other: Entry) -> bool:
         """Whether both have one family, dtype and shape."""
@@ -467,8 +468,16 @@ class Entry:
         for _, sizes, data in self.pieces:
             need(len(data) == math.prod(sizes) * self.numpy.itemsize, "a box has another number of bytes")
 
-    def assembled(self, pieces: list[tuple[list[int], list[int], bytes]]) -> np.ndarray[Any, Any]:
-        """Put disjoint boxes that cover the whole together."""
+    def lay_out(self, order: Any) -> None:
+        """Take the order of the dimensions in memory."""
+        every = list(range(len(self.shape)))
+        need(self.family in ("tensor", "array") and sorted(integers(order)) == every != order, "an order of dimensions")
+        self.order = tuple(order)
+
+    def assembled(
+        self, pieces: list[tuple[list[int], list[int], bytes]], orders: set[tuple[int, ...]]
+    ) -> np.ndarray[Any, Any]:
+        """Put disjoint boxes that cover the whole together, in the order in memory that all of them have."""
         size = self.numpy.itemsize
         need(sum(len(data) for _, _, data in pieces) == math.prod(self.shape) * size, "boxes do not cover a tensor")
         out, seen = np.zeros(self.shape, f"V{size}"), np.zeros(self.shape, bool)
@@ -477,7 +486,9 @@ class Entry:
             need(not seen[where].any(), "boxes overlap")
             seen[where] = True
             out[where] = np.frombuffer(data, out.dtype).reshape(sizes)
-        return out.view(self.numpy)
+        found = out.view(self.numpy)
+        order = next(iter(orders)) if len(orders) == 1 else ()
+        return np.ascontiguousarray(found.transpose(order)).transpose(np.argsort(order)) if order else found
 
 
 # --- manifests ---
@@ -485,7 +496,7 @@ class Entry:
 COLUMNS = {"ref_counts": "<u2", "ref_kinds": "u1", "ref_packs": "<u4", "ref_offsets": "<u8", "ref_lengths": "<u4"}
 COLUMNS |= {"lengths": "<u4", "digests": "V16", "ref_digests": "V16"}
 #: Sections that this reader knows; it ignores others, whatever their codec and size.
-SECTIONS = {"tree", "tensors", "inline", *COLUMNS}
+SECTIONS = {"tree", "tensors", "inline", "strides", *COLUMNS}
 
 
 class Manifest:
@@ -522,13 +533,20 @@ class Manifest:
         self.entries = [Entry(fields) for fields in entries]
         need(len(self.entries) == header["tensors"], "a manifest has another number of tensors")
         self.tree = unpack(self.sections["tree"])
+        need(("strides" in header["features"]) == ("strides" in self.sections), "strides without their feature")
+        orders = unpack(self.sections.get("strides", b"\x90"))
+        need("strides" not in self.sections or orders, "no strides")
+        numbers = [number(entry) for entry, _ in orders]
+        need(numbers == sorted(set(numbers)) and max(numbers, default=-1) < len(self.entries), "entries of strides")
+        for entry, order in orders:
+            self.entries[entry].lay_out(order)
         self._read()
 
     def _section(self, data: bytes, name: str, offset: int, stored: int, raw: int, codec: int) -> bytes:
         need(offset + stored <= len(data), "a section ends beyond its manifest")
         need(codec in (0, 1), f"a section has codec {codec}", UnknownError)
         need(codec or stored == raw, "a section has another length")
-        bound = {"inline": INLINE, "tree": max(64 << 10, 64 * stored), "tensors": max(64 << 10, 64 * stored)}
+        bound = {"inline": INLINE} | dict.fromkeys(("tree", "tensors", "strides"), max(64 << 10, 64 * stored))
         need(not codec or raw <= bound.get(name, 4 * self.reference["size_bytes"]), f"the section {name} is too long")
         need(not codec or name not in ("digests", "ref_digests"), f"the section {name} is compressed")
         section = data[offset : offset + stored]
@@ -612,6 +630,7 @@ class Part:
         self.tree, self.own = self.root.tree, dict[int | None, list[Any]]()
         self.pieces = [list(entry.pieces) for entry in self.root.entries]
         self.boxes = [Counter[tuple[int, ...]]() for _ in self.pieces]  # (rank, offsets, sizes)
+        self.orders = [{entry.order} if entry.pieces else set() for entry in self.root.entries]
         if several:
             self._require_root(children)
         else:
@@ -687,6 +706,7 @@ class Part:
             need(entry.same(self.root.entries[places_here[nth]]), "root and child have other tensors of one path")
             need(entry.boxes or not entry.pieces, "inline bytes without a box")
             self.pieces[places_here[nth]] += entry.pieces
+            self.orders[places_here[nth]] |= {entry.order} if entry.pieces else set()
             self.boxes[places_here[nth]].update((rank, *offsets, *sizes) for offsets, sizes, _ in entry.pieces)
         if child.tree is not None:
             is_own = isinstance(child.tree, list) and len(child.tree) == 2 and child.tree[0] == "own"
@@ -697,9 +717,9 @@ class Part:
     def array(self, rank: int | None, index: int) -> np.ndarray[Any, Any]:
         """Return the bytes of an entry of the root, or of a rank's own."""
         if rank is None:
-            return self.root.entries[index].assembled(self.pieces[index])
+            return self.root.entries[index].assembled(self.pieces[index], self.orders[index])
         entry = self.children[rank].entries[index]
-        return entry.assembled(entry.pieces)
+        return entry.assembled(entry.pieces, {entry.order})
 
     def entries(self, rank: int | None) -> list[Entry]:
         """Return the entries of the root, or of a rank."""

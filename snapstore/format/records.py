@@ -44,10 +44,10 @@ Counted = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNTED)]
 Rank = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]  # a u32 in packs
 MAX_REVISION = 10**9 - 1
 Argument = bool | int | float | str | None
-#: The feature of a record and of manifests that several ranks wrote.
-RANKS = "ranks"
+#: The features of a record and of manifests that several ranks wrote; of a manifest with the section of that name.
+RANKS, STRIDES = "ranks", "strides"
 #: The features of records and manifests that this release knows.
-KNOWN_FEATURES = frozenset({RANKS})
+KNOWN_FEATURES = frozenset({RANKS, STRIDES})
 
 #: The reason in a record that a repair reconstructed from manifests alone; these words are part of the format.
 RECONSTRUCTED = "made up from its manifests by a repair"

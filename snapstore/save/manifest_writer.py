@@ -27,6 +27,7 @@ from ..format.manifest import Box, Manifest, TensorEntry
 from ..format.records import RANKS, ManifestList, ManifestRef
 from ..format.tensor_layout import check_ties
 from ..state.arrays import as_bytes
+from ..state.dim_order import DimOrder
 from ..state.tensors import TensorSpec
 from ..state.tree_encode import pack
 from ..text import log
@@ -206,6 +207,7 @@ class Layout:
     whole: Name | None = None  # the tensor of which the last entry has boxes
     wholes: int = 0  # in a job of ranks: how many tensors the tree counts
     boxes: dict[int, tuple[box_map.Box, ...]] = field(default_factory=dict)  # by number of the tensor
+    dim_orders: dict[int, DimOrder] = field(default_factory=dict)  # by number of the entry
 
     def append(self, tensor: TensorInput, chunks: int, inline: bytes) -> None:
         """Add the entry of a tensor, or a box to its entry; it lies in `chunks` chunks, or inline."""
@@ -216,6 +218,8 @@ class Layout:
             self.entries.append(entry_of(spec, boxes, place))
         else:
             self._append_box(tensor, tensor.box_of, chunks, place)
+        if spec.dim_order:
+            self.dim_orders[len(self.entries) - 1] = spec.dim_order
         self.rows += chunks
         self.logical_bytes += nbytes
         self.inline += inline
@@ -318,6 +322,7 @@ def _write_manifests(
             packs=packs,
             pack_sizes=sizes,
             logical_bytes=layout.logical_bytes,
+            dim_orders=layout.dim_orders,
             features=[RANKS] if world_size else [],
             world_size=world_size,
             box_map=box_map.BoxMap.of_rank(rank, layout.boxes, layout.wholes).encode(),

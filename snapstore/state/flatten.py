@@ -7,9 +7,9 @@ match their specs (held_array.py). restore_plan.py is the inverse.
 Rules that users see:
 
 - An object with `state_dict` and `load_state_dict` is stored as its state; names inside belong to the object.
-- Arrays are values: shape, dtype, requires_grad and ties are stored; strides, device, gradients, grad_fn and Python
-  attributes are not. Tied arrays have the same memory, shape, stride and dtype, and are sharded alike; arrays that only
-  overlap are stored separately.
+- Arrays are values: shape, dtype, requires_grad, ties and the order of the dimensions in memory are stored; gaps
+  between elements, device, gradients, grad_fn and Python attributes are not. Tied arrays have the same memory, shape,
+  stride and dtype, and are sharded alike; arrays that only overlap are stored separately.
 - Functions in the state of a torch lr_scheduler are code that its constructor sets (SWALR in older releases). They are
   left out, as torch leaves them out of the state of LambdaLR. `load_state_dict` only updates, so the constructor's
   functions remain.
@@ -211,7 +211,7 @@ class _Flattener:
 
     def _append(self, spec: TensorSpec, stored: Any) -> None:
         self._part.specs.append(spec)
-        self._part.arrays.append(Held(stored, spec))
+        self._part.arrays.append(Held.of(stored, spec))
 
     def _put_first(self, value: Any, here: tuple[str, int]) -> tuple[str, int]:
         """Return the (part, index) where this memory was put first, which may be `here`."""
@@ -275,10 +275,10 @@ class _RankFlattener(_Flattener):
         self._part.shardings.append(self._sharding)
         self._part.specs.append(spec)
         if self._sharding is None:
-            self._part.arrays.append(Held(stored, spec))
+            self._part.arrays.append(Held.of(stored, spec))
             return
         held = [
-            Held(local, TensorSpec(spec.path, "tensor", spec.dtype, tuple(local.shape), False, spec.tie))
+            Held.of(local, TensorSpec(spec.path, "tensor", spec.dtype, tuple(local.shape), False, spec.tie))
             for local in self._locals
         ]
         held[0].others = tuple(held[1:])

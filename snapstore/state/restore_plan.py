@@ -42,7 +42,7 @@ from .per_rank import PerRank, has_objects
 from .repeated_places import RepeatedPlaces, is_plain, same_plain
 from .restore_buffers import RestoreBuffers, Want, slots_of
 from .sharded_optimizer import with_sharded_state
-from .stateful import is_stateful, is_strict_module, loads_as_torch, state_of
+from .stateful import is_stateful, is_strict_module, is_torch_module, loads_as_torch, state_of
 from .tensors import Slot, StoredPart, family, is_array
 from .tree_decode import ELSEWHERE, Decoded
 
@@ -301,7 +301,8 @@ class RestorePlan:
         if is_strict_module(target) and is_mapping(stored):
             self._compare_names(stored, present, path)
         if needed:
-            self._match(stored, with_sharded_state(target, stored, present, self.buffers.spec, self._decoded), path)
+            filled = with_sharded_state(target, stored, present, self.buffers.spec, self._decoded)
+            self._match(stored, filled, path, replaceable=not is_torch_module(target))
         if self.left_out is not None and is_strict_module(target) and is_mapping(stored):
             build = self._common(stored, present, path)
         elif extent == "some":
@@ -329,15 +330,15 @@ class RestorePlan:
             self._differences.add_renamed(path, len(pairs), advice(pairs, path, is_module=is_module))
         return names
 
-    def _match(self, stored: Any, present: Any, path: Path) -> None:
-        """Find arrays in an object's own state that can be filled directly."""
+    def _match(self, stored: Any, present: Any, path: Path, *, replaceable: bool) -> None:
+        """Find arrays in an object's own state that can be filled directly; see `RestoreBuffers.claim`."""
         for below, value, text in composite_fit.differences(stored, present, path, self._decoded):
             if self._selection.extent(value, below) != "none":
                 self._differ(below, text)
         for below, slot, array in self._arrays_of_both(stored, present, path):
             problem = mismatch(self.buffers.spec(slot), array)
             if problem is None:
-                self.buffers.claim(slot, array, owned=True)
+                self.buffers.claim(slot, array, owned=True, replaceable=replaceable)
             elif problem.startswith(("shape", "dtype")):
                 self._differ(below, problem)
 

@@ -75,6 +75,12 @@ def loads_as_torch(value: Any) -> bool:
     return any(isinstance(value, kind) and type(value).load_state_dict is kind.load_state_dict for kind in kinds)
 
 
+def is_torch_module(value: Any) -> bool:
+    """Return whether `value` is a module whose `load_state_dict` is torch's own, which copies values."""
+    torch = imported("torch")
+    return torch is not None and isinstance(value, torch.nn.Module) and loads_as_torch(value)
+
+
 def names_in_modules(objects: Mapping[Path, Any]) -> dict[Path, dict[Any, bool]]:
     """Return the names of the parameters and buffers of each module among objects, and whether each is a buffer."""
     torch = imported("torch")

@@ -25,6 +25,7 @@ from ..errors import InvalidInputError, UnsupportedLeafError
 from . import composite
 from .arrays import Array, address_of, describe
 from .containers import Path, at_once
+from .dim_order import dim_order_of
 from .held_array import Held
 from .known_tensors import BLOCK_ARRAYS, Block, addresses_of, storages_of
 from .learner import MAPPINGS, Container, DifferentStructureError, Learner, bytes_of, is_own_key
@@ -303,11 +304,11 @@ class Structure:
             stored = bytes(value) if type(value) is bytearray else value
             grad = spec.kind in ("tensor", "parameter") and value.requires_grad
             try:
-                form = (*describe(stored), grad)
+                form = (*describe(stored), grad, dim_order_of(stored))
             except UnsupportedLeafError as error:  # `flatten` says where
                 raise DifferentStructureError from error
             place = address_of(stored)  # of a sparse tensor there is none
-            if form != (spec.kind, spec.dtype, spec.shape, spec.requires_grad) or place in places:
+            if form != (spec.kind, spec.dtype, spec.shape, spec.requires_grad, spec.dim_order) or place in places:
                 raise DifferentStructureError
             places.update([place] if place else [])
             others.append((row, Held(stored, spec)))

@@ -34,7 +34,7 @@ import numpy as np
 from ..errors import InvalidInputError, add_line
 from ..text import said, some
 from . import classes, composite, composite_fit
-from .arrays import OnDevice, dtype_name, mismatch
+from .arrays import SHARED_ELEMENTS, OnDevice, dtype_name, mismatch
 from .containers import CONTAINERS, MAX_DEPTH, Path, children, is_mapping, leaves, like, metadata_of, shown
 from .differences import IN_INTO, IN_SNAPSHOT, MAX_LINES, Differences, advice, renamed
 from .fit import Fit, Mismatches
@@ -339,6 +339,8 @@ class RestorePlan:
             problem = mismatch(self.buffers.spec(slot), array)
             if problem is None:
                 self.buffers.claim(slot, array, owned=True, replaceable=replaceable)
+            elif problem == SHARED_ELEMENTS:
+                self.buffers.compare_loaded(slot)
             elif problem.startswith(("shape", "dtype")):
                 self._differ(below, problem)
 

@@ -33,7 +33,7 @@ import numpy as np
 import xxhash
 import zstandard
 
-KNOWN_FEATURES = {"ranks", "strides"}
+KNOWN_FEATURES = {"ranks", "strides", "parameter_shapes"}
 SMALL_OBJECT, METADATA, CHUNK, INLINE, BOX_MAP = 64 << 20, 1 << 20, 64 << 20, 16 << 20, 256 << 20
 SPARSE = 1 << 24  # elements
 DEPTH, CHAIN, SAME_HASH, NESTING = 200, 255, 256, 96
@@ -402,6 +402,7 @@ class Tensor:
     dtype: str
     data: np.ndarray[Any, Any]
     requires_grad: bool
+    order: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -475,9 +476,9 @@ class Entry:
         self.order = tuple(order)
 
     def assembled(
-        self, pieces: list[tuple[list[int], list[int], bytes]], orders: set[tuple[int, ...]]
+        self, pieces: list[tuple[list[int], list[int], bytes]], order: tuple[int, ...]
     ) -> np.ndarray[Any, Any]:
-        """Put disjoint boxes that cover the whole together, in the order in memory that all of them have."""
+        """Put disjoint boxes that cover the whole together, in an order of dimensions in memory."""
         size = self.numpy.itemsize
         need(sum(len(data) for _, _, data in pieces) == math.prod(self.shape) * size, "boxes do not cover a tensor")
         out, seen = np.zeros(self.shape, f"V{size}"), np.zeros(self.shape, bool)
@@ -487,7 +488,6 @@ class Entry:
             seen[where] = True
             out[where] = np.frombuffer(data, out.dtype).reshape(sizes)
         found = out.view(self.numpy)
-        order = next(iter(orders)) if len(orders) == 1 else ()
         return np.ascontiguousarray(found.transpose(order)).transpose(np.argsort(order)) if order else found
 
 
@@ -717,9 +717,15 @@ class Part:
     def array(self, rank: int | None, index: int) -> np.ndarray[Any, Any]:
         """Return the bytes of an entry of the root, or of a rank's own."""
         if rank is None:
-            return self.root.entries[index].assembled(self.pieces[index], self.orders[index])
+            return self.root.entries[index].assembled(self.pieces[index], self.order(None, index))
         entry = self.children[rank].entries[index]
-        return entry.assembled(entry.pieces, {entry.order})
+        return entry.assembled(entry.pieces, entry.order)
+
+    def order(self, rank: int | None, index: int) -> tuple[int, ...]:
+        """Return the order in memory of an entry of the root, in which all its boxes were written, or of a rank's."""
+        if rank is not None:
+            return self.children[rank].entries[index].order
+        return next(iter(self.orders[index])) if len(self.orders[index]) == 1 else ()
 
     def entries(self, rank: int | None) -> list[Entry]:
         """Return the entries of the root, or of a rank."""
@@ -743,9 +749,10 @@ class Tree:
         """Decode the root dict of part "", whose values may be the trees of other parts."""
         others = {name for name in self.snapshot.parts if name != self.part}
         named: list[str] = []
-        need(not others or (isinstance(node, list) and node[0] in ("dict", "odict")), "the root is no dict")
+        root = node[3] if isinstance(node, list) and node[0] == "optimizer" and len(node) == 4 else node
+        need(not others or (isinstance(root, list) and root[0] in ("dict", "odict")), "the root is no dict")
         if others:
-            named = [value[1] for value in node[2] if isinstance(value, list) and value[0] == "part"]
+            named = [value[1] for value in root[2] if isinstance(value, list) and value[0] == "part"]
             need(sorted(named) == sorted(others), "each part is not named once")
         return self.value(node, 0)
 
@@ -761,7 +768,7 @@ class Tree:
             found = decode(node)
             if found is not None:
                 return found
-        need(depth < DEPTH or node[0] in ("enum", "object", "columns", "rank"), "a tree is too deep")
+        need(depth < DEPTH or node[0] in ("enum", "object", "optimizer", "columns", "rank"), "a tree is too deep")
         return self._container(node, depth + 1)
 
     def _plain(self, node: list[Any]) -> Any:
@@ -817,10 +824,10 @@ class Tree:
         match node:
             case ["tensor" | "parameter" as tag, int(index), bool(requires_grad)]:
                 entry, array = self.snapshot.array(self.part, self.rank, index, "tensor")
-                return Tensor(tag, entry.dtype, array, requires_grad)
+                return Tensor(tag, entry.dtype, array, requires_grad, self.snapshot.order(self.part, self.rank, index))
             case ["array", int(index)]:
                 entry, array = self.snapshot.array(self.part, self.rank, index, "array")
-                return Tensor("array", entry.dtype, array, False)
+                return Tensor("array", entry.dtype, array, False, self.snapshot.order(self.part, self.rank, index))
             case ["bytes", int(index)]:
                 return self.snapshot.array(self.part, self.rank, index, "bytes")[1].tobytes()
             case ["bytearray", int(index)]:
@@ -861,6 +868,13 @@ class Tree:
             case ["object", str(kind), str(module), str(name), inner, *fields]:
                 need(not isinstance(inner, list) or inner[:1] != ["object"], "the plain form of an object is an object")
                 return self._object(kind, (module, name), self.value(inner, depth - 1), fields)
+            case ["optimizer", list(forms), list(numbers), list(inner)]:
+                need(inner[:1] in (["dict"], ["odict"], ["columns"]), "the state of an optimizer is no dict")
+                for form in forms:
+                    need(isinstance(form, list) and len(form) == 2 and type(form[0]) is str, "the form of a parameter")
+                    integers(form[1])
+                need(all(n < len(forms) for n in integers(numbers)), "a form of a parameter that is not there")
+                return self.value(inner, depth - 1)
             case ["part", str(name)] if depth == 2 and self.part == "" and self.rank is None:
                 return self.snapshot.tree(name)
             case ["rank", int(i)] if self.rank is None:
@@ -1028,6 +1042,10 @@ class Snapshot:
         need(0 <= number(i) < len(nodes), f"rank {self.rank} has no own value {i} in part {part!r}")
         return Tree(self, part, self.rank).value(nodes[i], 0)
 
+    def order(self, part: str, rank: int | None, index: int) -> tuple[int, ...]:
+        """Return the order in memory of the dimensions of an array."""
+        return self.parts[part].order(rank, index)
+
     def array(self, part: str, rank: int | None, index: int, family: str) -> tuple[Entry, np.ndarray[Any, Any]]:
         """Return an entry of this family, and its array: that of the entry to which it is tied."""
         entries = self.parts[part].entries(rank)
@@ -1174,7 +1192,8 @@ def described(value: Any, path: str = "") -> Iterator[tuple[str, list[Any]]]:
     elif isinstance(value, Tensor):
         kind = {"tensor": "Tensor", "parameter": "Parameter", "array": "ndarray"}[value.kind]
         digest = hashlib.sha256(value.data.tobytes()).hexdigest()
-        yield path, [kind, value.dtype, list(value.data.shape), value.requires_grad, digest]
+        order = [list(value.order)] if value.order else []
+        yield path, [kind, value.dtype, list(value.data.shape), value.requires_grad, digest, *order]
     elif isinstance(value, bytes | bytearray):
         yield path, [type(value).__name__, len(value), hashlib.sha256(value).hexdigest()]
     elif isinstance(value, set | frozenset):

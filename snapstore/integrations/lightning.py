@@ -26,12 +26,14 @@ from ..options import SaveOptions
 from ..repository import Repository
 from ..retention import KeepBest
 from ..save.handle import SaveHandle
+from ..state.optimizers import OptimizerState
 from ..state.per_rank import PerRank
 from ..state.rng import RngState
 from ..text import log, quoted
 from ..threads import imported
 from . import references
 from .lightning_loops import OWN, checkpoint_of, connector, require_ours, validates_next
+from .stored_optimizers import StoredOptimizers, put_back_by_name
 
 _NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
 _SHARDED, _REFUSED = ("FSDPStrategy", "ModelParallelStrategy"), ("DeepSpeedStrategy", "XLAStrategy", "XLAFSDPStrategy")
@@ -276,6 +278,7 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         self._metrics, self._per_rank = tuple(metrics), per_rank
         self._manager: SnapshotManager | None = None  # None outside a `fit`, and with `fast_dev_run`
         self._restored: dict[str, Any] | None = None  # the checkpoint that is being loaded
+        self._stored: StoredOptimizers | None = None  # the states of optimizers in it
         self._last_step = self._seen_step = 0
         self._awaited = ""  # the event of Lightning for which a save that is due waits
 
@@ -287,7 +290,7 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
             return
         _require_known(trainer.strategy)
         _require_one_resume([one for one in trainer.callbacks if isinstance(one, SnapshotCallback)])
-        self._restored = None
+        self._restored = self._stored = None
         if trainer.fast_dev_run:  # a test of some batches, which must leave no snapshot to resume from
             return
         if self._manager is None:
@@ -302,16 +305,22 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         else:
             restored = manager.restore(step, device="cpu", per_rank=self._per_rank)
             require_ours(manager.run, step, restored, OWN)
-            self._restored = restored
+            self._restored, self._stored = restored, StoredOptimizers(manager, step, "optimizer_states")
             connector(trainer)._loaded_checkpoint = checkpoint_of(self._restored)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Load the tensors of a sharded strategy, which exist only now; set the random generators."""
+        """Load the tensors of a sharded strategy, which exist only now; check the optimizers of any other one.
+
+        Then set the random generators.
+        """
         if trainer.ckpt_path is not None:
             self._restored = None  # the caller's checkpoint was loaded
         if self._restored is None:
             return
-        if _is_sharded(trainer.strategy):
+        if not _is_sharded(trainer.strategy):
+            assert self._stored is not None
+            self._stored.require_fit(trainer.strategy.optimizers)
+        else:
             self._restored = self._load_sharded(trainer, self._restored["step"])
             connector(trainer)._loaded_checkpoint = checkpoint_of(self._restored)
         self._set_generators()
@@ -319,12 +328,14 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Set the random generators again, unless an epoch begins: making a loader's iterator has drawn a number."""
+        if self._stored is not None and self._restored is not None:
+            self._stored.put_back(trainer.strategy.optimizers, self._restored["optimizer_states"])
         if self._restored is not None and self._restored[OWN]["begins_epoch"]:
             trainer.fit_loop.restarting = False  # with max_steps, Lightning makes it true again
             trainer.fit_loop.epoch_loop.restarting = False  # else it would take the epoch for one that has ended
         else:
             self._set_generators()
-        self._restored, self._awaited = None, ""
+        self._restored, self._stored, self._awaited = None, None, ""
         self._last_step = self._seen_step = trainer.global_step  # until it grows, gradients are accumulated
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
@@ -413,6 +424,9 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         state = connector(trainer).dump_checkpoint(weights_only=False)
         if _is_sharded(trainer.strategy):
             _require_sharded(state)
+        elif "optimizer_states" in state:
+            pairs = zip(trainer.strategy.optimizers, state["optimizer_states"], strict=True)
+            state["optimizer_states"] = [OptimizerState(*pair) for pair in pairs]
         own = {"rng": RngState(), "begins_epoch": bool(trainer.is_last_batch)}
         kept = {key: value if key in _TENSORS else PerRank(value) for key, value in state.items()}
         metadata = {"lightning": [key for key in state if key not in _TENSORS]}
@@ -434,6 +448,7 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         distributed.set_model_state_dict(model, target["state_dict"])
         for optimizer, state in zip(optimizers, target["optimizer_states"], strict=True):
             distributed.set_optimizer_state_dict(model, optimizer, state)
+            put_back_by_name(model, optimizer, state)
         return {key: value.value if isinstance(value, PerRank) else value for key, value in target.items()}
 
 

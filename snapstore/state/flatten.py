@@ -37,9 +37,10 @@ from .composite import SHARD, core_of, shard_of
 from .containers import CONTAINERS, Items, Path, items_of
 from .held_array import Held
 from .learner import DifferentStructureError, own_key
+from .optimizers import expand
 from .per_rank import is_per_rank
 from .sharded import Sharding, locals_of, sharding_of
-from .stateful import buffers_of, is_stateful, names_in_modules, state_of
+from .stateful import buffers_of, is_stateful, names_in_modules
 from .structure import Structure, learn
 from .tensors import Node, TensorSpec, array_node
 from .tree_encode import PLAIN, Encoder, encode_plain
@@ -154,7 +155,7 @@ class _Flattener:
         self._encoder = Encoder(self._put, self._expand, columnar=True)
 
     def parts(self, state: Any) -> list[Part]:
-        root = self._root_of(state)
+        root, parameters = self._root_of(state)
         items = items_of(root) if type(root) in (dict, OrderedDict) else []
         parts = _parts_in(items)
         if not parts:
@@ -165,25 +166,26 @@ class _Flattener:
             done = [self._fill("", partial(self._encoder.each, root, (), items, parts.keys()))]
             done += [self._fill(name, partial(self._encoder.node, child, (name,))) for name, child in parts.items()]
         self._encoder.raise_problems()
+        if parameters is not None:
+            done[0] = replace(done[0], tree=[*parameters, done[0].tree])
         del self._encoder  # else the garbage collector alone would free the state's arrays
         return done
 
-    def _root_of(self, state: Any) -> Any:
-        """Return the state of an object that is the whole state; any other state itself."""
-        expanded = self._expand(state, ())
-        return state if expanded is None else expanded[0]
+    def _root_of(self, state: Any) -> tuple[Any, list[Node] | None]:
+        """Return the result of `expand` for an object that is the whole state; any other state itself."""
+        return self._expand(state, ()) or (state, None)
 
     def _fill(self, name: str, tree: Callable[[], Node]) -> Part:
         self._part, self._tied = Part(name, None, [], []), {}
         return replace(self._part, tree=tree())
 
-    def _expand(self, value: Any, path: Path) -> tuple[Any] | None:
-        if not is_stateful(value):
-            return None
-        self.is_repeated = self.is_repeated or id(value) in self.states
-        state = self.states[id(value)] = state_of(value, path)
-        self._objects[path] = value
-        return (state,)
+    def _expand(self, value: Any, path: Path) -> tuple[Any, list[Node] | None] | None:
+        expanded = expand(value, path)
+        if expanded is not None:
+            self.is_repeated = self.is_repeated or id(value) in self.states
+            self.states[id(value)] = expanded[0]
+            self._objects[path] = value
+        return expanded
 
     def _put(self, value: Any, path: Path) -> Node:
         stored = bytes(value) if type(value) is bytearray else unwrapped(value)
@@ -239,8 +241,8 @@ class _RankFlattener(_Flattener):
                 done.append(own)
         return done
 
-    def _root_of(self, state: Any) -> Any:
-        return state if is_per_rank(state) else super()._root_of(state)
+    def _root_of(self, state: Any) -> tuple[Any, list[Node] | None]:
+        return (state, None) if is_per_rank(state) else super()._root_of(state)
 
     def _special(self, value: Any, path: Path) -> Node:
         """Return the node of a value that only ranks have, or None."""

@@ -333,7 +333,7 @@ class Repository(Snapshots):
         from .rewrite.compact import compact
 
         if max_repack_bytes is not None and (type(max_repack_bytes) is not int or max_repack_bytes < 0):
-            raise InvalidInputError(f"max_repack_bytes {quoted(max_repack_bytes)}: expected an int from 0, or None")
+            raise InvalidInputError(f"max_repack_bytes {quoted(max_repack_bytes)}: expected an int of 0 or more")
         return compact(
             self.context,
             only=None if refs is None else self._resolve_all(refs, (COMMITTED,)),

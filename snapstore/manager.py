@@ -36,7 +36,7 @@ from .save.handle import SaveHandle
 from .save.upkeep import forget_and_collect
 from .steps import Steps
 from .storage.base import ObjectStore
-from .text import log
+from .text import log, quoted
 from .threads import Slot
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class SnapshotManager(Steps):
         self.run = check_name("run", run)
         interval = retention.as_int(save_interval_steps)
         if interval is None or interval < 1:
-            raise InvalidInputError(f"save_interval_steps {save_interval_steps!r}: expected an integer of 1 or more")
+            raise InvalidInputError(f"save_interval_steps {quoted(save_interval_steps)}: expected an int of 1 or more")
         check_choice("on_busy", on_busy, ("wait", "skip"))
         check_flags(async_save=async_save, keep_base=keep_base, read_only=read_only, mirror_verify=mirror_verify)
         self.save_interval_steps = interval

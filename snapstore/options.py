@@ -10,6 +10,7 @@ from .format.argument_checks import check_choice
 from .format.codecs import CODECS
 from .format.delta_choice import DEFAULT_RESTORE_COST
 from .format.pack import DEFAULT_PACK_BYTES, LARGE_PACK_BYTES, MANY_PACKS
+from .text import quoted
 
 #: At this cost a chain has about a hundred deltas that are almost as large as the full chunk. `delta_choice.MAX_LINKS`
 #: also limits a chain.
@@ -44,15 +45,15 @@ class SaveOptions:
     def __post_init__(self) -> None:
         for name, value in (("pack_bytes", self.pack_bytes), ("threads", self.threads)):
             if type(value) is not int and not (name == "threads" and value is None):
-                raise InvalidInputError(f"{name} {value!r}: expected an int, got {type(value).__name__}")
+                raise InvalidInputError(f"{name} {quoted(value)}: expected an int, got {type(value).__name__}")
         if type(self.restore_cost) not in (int, float) or not 1 <= self.restore_cost <= MAX_RESTORE_COST:
-            raise InvalidInputError(f"restore_cost {self.restore_cost!r}: expected 1.0 to {MAX_RESTORE_COST}")
+            raise InvalidInputError(f"restore_cost {quoted(self.restore_cost)}: expected 1.0 to {MAX_RESTORE_COST}")
         if not 4096 <= self.pack_bytes <= 1024**3:
-            raise InvalidInputError(f"pack_bytes {self.pack_bytes}: expected 4 KiB to 1 GiB")
+            raise InvalidInputError(f"pack_bytes {quoted(self.pack_bytes)}: expected 4 KiB to 1 GiB")
         check_choice("codec", self.codec, (*CODECS, "auto"))
         check_choice("verify_writes", self.verify_writes, ("off", "sample", "full"))
         if self.threads is not None and not 1 <= self.threads <= 1024:
-            raise InvalidInputError(f"threads {self.threads}: expected 1 to 1024")
+            raise InvalidInputError(f"threads {quoted(self.threads)}: expected 1 to 1024")
 
     @classmethod
     def of(cls, options: SaveOptions | None) -> SaveOptions:

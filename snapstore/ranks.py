@@ -13,7 +13,7 @@ from typing import Any, Literal
 from .distributed.base import Ranks
 from .distributed.local import local_ranks
 from .errors import InvalidInputError
-from .text import log
+from .text import log, quoted
 from .threads import imported
 
 _ADVICE = (
@@ -36,7 +36,7 @@ def choose(run: str, ranks: Ranks | Literal[False] | None) -> tuple[Ranks | None
         return None, False
     if ranks is not None:
         if not isinstance(ranks, Ranks):
-            raise InvalidInputError(f"ranks={ranks!r}: expected a Ranks such as TorchRanks(group), False or None")
+            raise InvalidInputError(f"ranks={quoted(ranks)}: expected a Ranks such as TorchRanks(group), False or None")
         return ranks, False
     rank, count = place()
     if not _is_initialized():
@@ -66,7 +66,7 @@ def check(run: str, ranks: Literal[False] | None, *, has_manager: bool = False) 
     if ranks is False:
         return
     if ranks is not None:
-        raise InvalidInputError(f"ranks={ranks!r}: expected False or None; {_ADVICE.format(name=run)}")
+        raise InvalidInputError(f"ranks={quoted(ranks)}: expected False or None; {_ADVICE.format(name=run)}")
     rank, count = place()
     if count > 1 and has_manager:
         raise InvalidInputError(

@@ -36,7 +36,7 @@ from .save.lineage import Lineage
 from .snapshots import Snapshots
 from .storage.base import ObjectStore
 from .storage.urls import open_store
-from .text import counted, some
+from .text import counted, quoted, some
 from .threads import when_dropped
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Repository(Snapshots):
             StorageError, CapabilityError: the store cannot be written, or lacks a property that snapstore needs.
         """
         if like is not None and not isinstance(like, Repository):
-            raise InvalidInputError(f"like {like!r}: expected an open Repository, got {type(like).__name__}")
+            raise InvalidInputError(f"like {quoted(like)}: expected an open Repository, got {type(like).__name__}")
         chunking.check_chunk_bytes(chunk_bytes)
         options = SaveOptions.of(options)
         store = open_store(url, create=True)
@@ -277,7 +277,7 @@ class Repository(Snapshots):
             StorageError: the store failed; the next gc continues.
         """
         if isinstance(fence_after_s, bool) or not isinstance(fence_after_s, int | float) or not fence_after_s >= 0:
-            raise InvalidInputError(f"fence_after_s {fence_after_s!r}: expected a number of seconds of 0 or more")
+            raise InvalidInputError(f"fence_after_s {quoted(fence_after_s)}: expected a number of seconds of 0 or more")
         return gc.collect(self.context, dry_run=dry_run, fence_after_s=fence_after_s, unexplained=unexplained)
 
     @pinned
@@ -333,7 +333,7 @@ class Repository(Snapshots):
         from .rewrite.compact import compact
 
         if max_repack_bytes is not None and (type(max_repack_bytes) is not int or max_repack_bytes < 0):
-            raise InvalidInputError(f"max_repack_bytes {max_repack_bytes!r}: expected an int of 0 or more, or None")
+            raise InvalidInputError(f"max_repack_bytes {quoted(max_repack_bytes)}: expected an int of 0 or more")
         return compact(
             self.context,
             only=None if refs is None else self._resolve_all(refs, (COMMITTED,)),
@@ -373,7 +373,7 @@ class Repository(Snapshots):
         from .copy.copy import CopyResult, copy
 
         if refs is not None and run is not None:
-            raise InvalidInputError(f"run {run!r}: pass either refs or run")
+            raise InvalidInputError(f"run {quoted(run)}: pass either refs or run")
         (chosen, unknown), named = self._chosen(refs, run), refs is not None
         if isinstance(to, Repository):
             return copy(self.context, to.context, chosen, unknown, named=named, dry_run=dry_run, verify=verify)

@@ -28,7 +28,7 @@ from numbers import Real
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from .errors import FormatError, InvalidInputError
-from .text import counted
+from .text import counted, quoted
 
 
 class SnapshotLike(Protocol):
@@ -133,11 +133,13 @@ class KeepSteps(Policy):
 
     def __init__(self, steps: Iterable[int]) -> None:
         if isinstance(steps, (str, bytes)) or not isinstance(steps, Iterable):
-            raise InvalidInputError(f"KeepSteps: expected steps as a list of integers, got {steps!r}")
+            raise InvalidInputError(f"KeepSteps: expected steps as a list of integers, got {quoted(steps)}")
         given = [(as_int(step), step) for step in steps]
         for number, step in given:
             if number is None or not 0 <= number <= _MAX_NUMBER:
-                raise InvalidInputError(f"KeepSteps: expected steps that are integers from 0 to 2^53, got {step!r}")
+                raise InvalidInputError(
+                    f"KeepSteps: expected steps that are integers from 0 to 2^53, got {quoted(step)}"
+                )
         if not given:
             raise InvalidInputError("KeepSteps: expected at least one step, got none")
         object.__setattr__(self, "steps", tuple(sorted({number for number, _ in given if number is not None})))
@@ -169,7 +171,7 @@ class KeepBest(Policy):
             raise InvalidInputError(f"KeepBest: expected the name of a metric, got {name!r:.100}")
         object.__setattr__(self, "n", _at_least_one("KeepBest", "n", self.n))
         if self.mode not in ("min", "max"):
-            raise InvalidInputError(f"KeepBest: expected mode 'min' or 'max', got {self.mode!r}")
+            raise InvalidInputError(f"KeepBest: expected mode 'min' or 'max', got {quoted(self.mode)}")
         for field in ("metric", "mode"):  # plain: only such text can be stored
             object.__setattr__(self, field, str.__str__(getattr(self, field)))
 
@@ -391,11 +393,11 @@ def check(policies: Policy | Iterable[Policy]) -> list[Policy]:
     if type(policies) in _CLASSES:  # no subclass, which could not be read again
         return [policies]  # type: ignore[list-item]
     if isinstance(policies, str) or not isinstance(policies, Iterable):
-        raise InvalidInputError(f"keep: expected policies such as KeepLast(3), got {policies!r}")
+        raise InvalidInputError(f"keep: expected policies such as KeepLast(3), got {quoted(policies)}")
     policies = list(policies)
     for policy in policies:
         if type(policy) not in _CLASSES:
-            raise InvalidInputError(f"keep: expected policies ({', '.join(_KINDS)}), got {policy!r}")
+            raise InvalidInputError(f"keep: expected policies ({', '.join(_KINDS)}), got {quoted(policy)}")
     return policies
 
 
@@ -419,7 +421,7 @@ def as_int(value: object) -> int | None:
 def named_step(step: object) -> str:
     """Return the text of a step or tag: NumPy's 3 is the same step as 3."""
     number = as_int(step)
-    return repr(step if number is None else number)
+    return quoted(step if number is None else number)
 
 
 #: No number in a policy is larger; JSON and floats hold all up to this one.
@@ -438,7 +440,7 @@ def _is_short_text(name: str) -> bool:
 def _at_least_one(policy: str, name: str, value: object) -> int:
     number = as_int(value)
     if number is None or not 1 <= number <= _MAX_NUMBER:
-        raise InvalidInputError(f"{policy}: expected {name} to be an integer from 1 to 2^53, got {value!r}")
+        raise InvalidInputError(f"{policy}: expected {name} to be an integer from 1 to 2^53, got {quoted(value)}")
     return number
 
 
@@ -469,7 +471,8 @@ def _parse_duration(duration: str | dt.timedelta | float) -> dt.timedelta:
         parsed = dt.timedelta(0)
     if parsed <= dt.timedelta(0):
         raise InvalidInputError(
-            f"KeepWithin: expected a duration > 0 such as '2h', '7d', '1d12h', a timedelta or seconds, got {duration!r}"
+            "KeepWithin: expected a duration > 0 such as '2h', '7d', '1d12h', a timedelta or seconds, got "
+            f"{quoted(duration)}"
         )
     return parsed
 

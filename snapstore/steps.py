@@ -17,7 +17,7 @@ from . import retention
 from .catalog import policy_store
 from .errors import InvalidInputError, NotFoundError, StorageError
 from .format import records
-from .format.argument_checks import check_choice, check_step
+from .format.argument_checks import TARGET_FIRST, check_choice, check_step
 from .format.records import MAX_OBJECT_BYTES, Snapshot
 from .options import SaveOptions
 from .ranks import place
@@ -490,7 +490,7 @@ class Steps:
 
     def _local_ref(self, context: Context, step: int | str | None) -> str:
         if step is not None:
-            return f"{self.run}@{step if isinstance(step, str) else check_step(step)}"
+            return f"{self.run}@{step if isinstance(step, str) else check_step(step, TARGET_FIRST)}"
         if self._mirror is not None and (newest := self._mirror.newest()[0]):
             return f"id:{newest.id}"
         if context.index.refresh().latest(self.run) is None:

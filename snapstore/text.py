@@ -12,12 +12,20 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
+import reprlib
 import sys
 import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
+
+#: Characters of an argument in an error.
+MOST_QUOTED = 200
+#: Looks at few members of a container: the repr of a whole state would take seconds.
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist, _SHORT.maxtuple, _SHORT.maxset = 4, 20, 20, 20, 20
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = MOST_QUOTED
 
 _HINT = re.compile(r"; run 'snapstore (?:check|repair)[^']*'(?: again)?")
 
@@ -51,6 +59,12 @@ def _shown(character: str) -> str:
     if "\udc80" <= character <= "\udcff":  # how Python keeps such a byte of a path
         return f"\\x{ord(character) - 0xDC00:02x}"
     return character.encode("unicode_escape").decode()
+
+
+def quoted(value: object) -> str:
+    """Return the repr of an argument for an error, at most MOST_QUOTED characters of it: a state may be passed."""
+    text = _SHORT.repr(value)
+    return text if len(text) <= MOST_QUOTED else f"{text[: MOST_QUOTED - 3]}..."
 
 
 def counted(count: int, thing: str) -> str:

@@ -14,10 +14,11 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from .. import retention
 from ..errors import IntegrityError, InvalidInputError, NotFoundError, StorageError, UnreadRecordError
 from ..format import records
+from ..format.argument_checks import check_ref
 from ..format.keys import parse_record_key
 from ..format.records import COMMITTED, FORGOTTEN, SWEPT, Snapshot
 from ..storage.base import ObjectStore
-from ..text import counted, strip_hint
+from ..text import counted, quoted, strip_hint
 from . import policy_store
 from .known_records import copied
 
@@ -241,9 +242,9 @@ class View:
             IntegrityError, StorageError: it may have one, whose record is gone or cannot be read.
         """
         if not self._chosen(run, states):
-            self.require_known(f"run {run!r}", run)
+            self.require_known(f"run {quoted(run)}", run)
             there = ", ".join(self.runs(states)) or "none"
-            raise NotFoundError(f"run {run!r}: has no snapshots in this repository; runs: {there}")
+            raise NotFoundError(f"run {quoted(run)}: has no snapshots in this repository; runs: {there}")
 
     def get(self, snapshot_id: str) -> Snapshot | None:
         """Return the snapshot of this full id, in any state; None if the listing showed none."""
@@ -359,18 +360,17 @@ class View:
             NotFoundError: it names nothing; the message lists what there is.
             IntegrityError, StorageError: the answer may be a snapshot whose record is gone or cannot be read.
         """
-        if not isinstance(ref, str):
-            raise InvalidInputError(f"reference {ref!r}: expected a str, got {type(ref).__name__}")
+        check_ref(ref)
         if _ID.match(ref):
             return self._resolve_id(ref, states)
         run, at, name = ref.rpartition("@")
         if not at or not run or not name:
-            raise InvalidInputError(f"reference {ref!r}: expected {FORMS}")
+            raise InvalidInputError(f"reference {quoted(ref)}: expected {FORMS}")
         of_run = self._chosen(run, states)
         if not of_run:
             self.require_known(ref, run)
             there = ", ".join(self.runs()) or "none"
-            raise NotFoundError(f"reference {ref!r}: no run {run!r} in this repository; runs: {there}")
+            raise NotFoundError(f"reference {quoted(ref)}: no run {quoted(run)} in this repository; runs: {there}")
         committed = [s for s in of_run if s.state == COMMITTED]
         step = int(name) if name.isdecimal() and len(name) <= 128 else None  # int() refuses thousands of digits
         if name == "latest":
@@ -391,7 +391,7 @@ class View:
             steps = ", ".join(str(s.step) for s in reversed(newest)) or "none"
             tags = ", ".join(sorted({tag for s in committed for tag in s.tags})) or "none"
             raise NotFoundError(
-                f"reference {ref!r}: run {run!r} has no such step or tag; last steps: {steps}; tags: {tags}"
+                f"reference {quoted(ref)}: run {quoted(run)} has no such step or tag; last steps: {steps}; tags: {tags}"
             )
         return copied(best)
 
@@ -405,27 +405,34 @@ class View:
         best = next((policy for policy in policies if isinstance(policy, retention.KeepBest)), None)
         if best is None:
             raise NotFoundError(
-                f"reference {ref!r}: run {run!r} has no KeepBest policy, which would say by which metric, and no such "
+                f"reference {quoted(ref)}: "
+                f"run {quoted(run)} has no KeepBest policy, which would say by which metric, and no such "
                 "tag; save it with SnapshotManager(..., keep=[KeepBest('metric')])"
             )
         ranked = best.ranked(current)
         if not ranked:
-            raise NotFoundError(f"reference {ref!r}: no snapshot of run {run!r} has the metric {best.metric!r}")
+            raise NotFoundError(
+                f"reference {quoted(ref)}: no snapshot of run {quoted(run)} has the metric {best.metric!r}"
+            )
         return ranked[0]
 
     def _resolve_id(self, ref: str, states: tuple[str, ...]) -> Snapshot:
         prefix = ref.removeprefix("id:").lower()
         if not prefix or not set(prefix) <= set("0123456789abcdef"):
-            raise InvalidInputError(f"reference {ref!r}: expected id: and hexadecimal digits")
+            raise InvalidInputError(f"reference {quoted(ref)}: expected id: and hexadecimal digits")
         found = [s for s in self._by_id.values() if s.id.startswith(prefix) and s.state in states]
         for _, name, key in self._unknown():
             if name.startswith(prefix) and (parsed := parse_record_key(key)):
                 self.require_known(ref, parsed[0], snapshot_id=name)
         if not found:
-            raise NotFoundError(f"reference {ref!r}: no snapshot whose id starts with {prefix!r}; see 'snapstore log'")
+            raise NotFoundError(
+                f"reference {quoted(ref)}: no snapshot whose id starts with {quoted(prefix)}; see 'snapstore log'"
+            )
         if len(found) > 1:
             ids = ", ".join(sorted(s.id[:12] for s in found)[:5])
-            raise InvalidInputError(f"reference {ref!r}: ambiguous, {len(found)} snapshots: {ids}; give more digits")
+            raise InvalidInputError(
+                f"reference {quoted(ref)}: ambiguous, {len(found)} snapshots: {ids}; give more digits"
+            )
         return copied(found[0])
 
 

@@ -24,7 +24,7 @@ from ..context import Context
 from ..errors import InvalidInputError, StorageError
 from ..protocol.liveness import listed_sessions
 from ..protocol.unexplained_objects import DELETE_UNEXPLAINED, find_damaged, find_unexplained
-from ..text import counted, human_bytes, some
+from ..text import counted, human_bytes, quoted, some
 from .recoverable import recover_record
 from .report import COPY, DROP, CheckResult, Problem, require_level
 from .scan_objects import ScanResult, scan_objects
@@ -54,7 +54,7 @@ def check(
     """
     _require_portion(share, subset)
     if max_decoded_bytes is not None and (type(max_decoded_bytes) is not int or max_decoded_bytes < 0):
-        raise InvalidInputError(f"max_decoded_bytes {max_decoded_bytes!r}: expected an int of 0 or more, or None")
+        raise InvalidInputError(f"max_decoded_bytes {quoted(max_decoded_bytes)}: expected an int of 0 or more, or None")
     require_level(level)
     records = scan_records(context)
     scan = scan_objects(context, records, level, share=share, subset=subset, max_decoded_bytes=max_decoded_bytes)
@@ -70,10 +70,10 @@ def check(
 def _require_portion(share: object, subset: Any) -> None:
     """Raise InvalidInputError if either argument of `check` is out of range, or of another type."""
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-        raise InvalidInputError(f"share {share!r}: expected a number of more than 0 and at most 1")
+        raise InvalidInputError(f"share {quoted(share)}: expected a number of more than 0 and at most 1")
     of_ints = isinstance(subset, Sequence) and len(subset) == 2 and all(type(number) is int for number in subset)
     if not of_ints or not 1 <= subset[0] <= subset[1]:
-        raise InvalidInputError(f"subset {subset!r}: expected two ints (n, t) with n from 1 to t")
+        raise InvalidInputError(f"subset {quoted(subset)}: expected two ints (n, t) with n from 1 to t")
 
 
 def _with_unexplained(context: Context, scan: ScanResult, report: CheckResult) -> CheckResult:

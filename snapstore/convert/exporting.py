@@ -22,7 +22,7 @@ from ..repository import Repository
 from ..restore.sources import SHARED_ONLY, AsRank
 from ..restore.streaming import TensorReader
 from ..state.fit import Fit
-from ..text import some
+from ..text import quoted, some
 from . import files, hf_export
 from .dcp_folder import METADATA
 from .files import Exported
@@ -87,11 +87,11 @@ def export_snapshot(
         OutputError: the output cannot be written.
     """
     if to not in get_args(To):
-        raise InvalidInputError(f"to {to!r}: expected one of {', '.join(get_args(To))}")
+        raise InvalidInputError(f"to {quoted(to)}: expected one of {', '.join(get_args(To))}")
     options, path = options or ExportOptions(), Path(output)
     if isinstance(options.strip, str):
         raise InvalidInputError(
-            f"strip {options.strip!r}: expected a sequence of prefixes, such as [{options.strip!r}]"
+            f"strip {quoted(options.strip)}: expected a sequence of prefixes, such as [{quoted(options.strip)}]"
         )
     as_rank = rank_for(to, options.per_rank)
     if to in ("torch", "safetensors") and files.is_known(path) and files.format_of(path) != to:

@@ -23,6 +23,7 @@ from ..format.records import Snapshot
 from ..repository import Repository
 from ..restore.streaming import TensorReader
 from ..state.tensors import TensorSpec
+from ..text import quoted
 from . import safetensors_file
 from .checkpoint import file_inside
 from .hf_folder import (
@@ -137,7 +138,7 @@ def plan(
         InvalidInputError: safetensors cannot hold the state, or a file beside the weights has a name of theirs.
     """
     if type(max_shard_bytes) is not int or max_shard_bytes < 1:
-        raise InvalidInputError(f"max_shard_bytes {max_shard_bytes!r}: expected an int of 1 or more")
+        raise InvalidInputError(f"max_shard_bytes {quoted(max_shard_bytes)}: expected an int of 1 or more")
     tied = _tied(reader.specs, beside)
     kept: list[str | None] = [None if name in tied else name for name, _ in reader.specs]
     specs = [(name, spec) for name, spec in reader.specs if name not in tied]

@@ -23,7 +23,7 @@ from ..repository import Repository
 from ..save.inputs import SaveRequest
 from ..save.pipeline import save
 from ..save.streaming import inputs_of_state, is_stream
-from ..text import some
+from ..text import quoted, some
 from . import files
 from .checkpoint import Checkpoint, fingerprint, require_unchanged, step_in, versions
 from .dcp_folder import is_dcp, open_dcp
@@ -128,7 +128,7 @@ def import_checkpoints(
     run = check_name("run", run)
     paths = [Path(source) for source in sources]
     if format is not None and format not in FORMATS:
-        raise InvalidInputError(f"format {format!r}: expected one of {', '.join(FORMATS)}")
+        raise InvalidInputError(f"format {quoted(format)}: expected one of {', '.join(FORMATS)}")
     if step is not None and len(paths) != 1:
         raise InvalidInputError(f"step {step}: is given for {len(paths)} sources; import them one by one")
     formats = {path: format or format_of(path) for path in paths}

@@ -22,6 +22,7 @@ from ..state.classes import Form, Make, Types
 from ..state.containers import Path, is_mapping
 from ..state.tensors import Slot, family
 from ..state.tree_decode import Decoded
+from ..text import quoted
 
 _STEP = re.compile(r"(\d+)/*$", re.ASCII)
 _FORMS = "expected a step, or a path or text that ends with it, such as 'runs/a/step-100'"
@@ -35,7 +36,7 @@ def step_of(checkpoint_id: Any) -> int:
     """
     step = _find_step(checkpoint_id)
     if step is None:
-        raise InvalidInputError(f"checkpoint_id {checkpoint_id!r}: {_FORMS}")
+        raise InvalidInputError(f"checkpoint_id {quoted(checkpoint_id)}: {_FORMS}")
     return check_step(step)
 
 
@@ -55,7 +56,7 @@ def refs_of(run: str, checkpoint_id: Any) -> list[str]:
     if step is not None:
         names.append(str(check_step(step)))
     if not names:
-        raise InvalidInputError(f"checkpoint_id {checkpoint_id!r}: {_FORMS}; or with a tag, or 'latest'")
+        raise InvalidInputError(f"checkpoint_id {quoted(checkpoint_id)}: {_FORMS}; or with a tag, or 'latest'")
     return [f"{run}@{name}" for name in names]
 
 

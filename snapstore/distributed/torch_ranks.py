@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from ..errors import CapabilityError, InvalidInputError, RanksError, SnapstoreError
 from ..format.records import new_id
-from ..text import log
+from ..text import log, quoted
 from ..threads import Threads, msgpack_decoder
 from .base import ENDED_PROCESSES, LINGER_S, ChannelError, ClosedError, named
 from .process_ends import EndsListener, Tie
@@ -94,11 +94,13 @@ class TorchRanks:
             raise InvalidInputError("TorchRanks: torch.distributed is not initialised; call init_process_group first")
         for name, value in (("silent_s", silent_s), ("total_s", total_s)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise InvalidInputError(f"{name} {value!r}: expected a number of seconds above 0")
+                raise InvalidInputError(f"{name} {quoted(value)}: expected a number of seconds above 0")
         try:
             self.rank, self.count = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
         except (ValueError, TypeError) as error:
-            raise InvalidInputError(f"TorchRanks: group {group!r}: expected a process group of this job") from error
+            raise InvalidInputError(
+                f"TorchRanks: group {quoted(group)}: expected a process group of this job"
+            ) from error
         if self.rank < 0:
             raise InvalidInputError("TorchRanks: this rank is not in the given group; make one only on its ranks")
         self.silent_s, self.total_s = (float(min(value, MAX_WAIT_S)) for value in (silent_s, total_s))

@@ -14,11 +14,17 @@ import msgspec
 
 from ..errors import InvalidInputError
 from ..state.metrics import Read, begin_read
+from ..state.stateful import is_stateful
 from ..state.tree_encode import encode_plain
+from ..text import quoted
 from .keys import NAME
 from .records import MAX_FIELD_BYTES, MAX_STEP
 
 V = TypeVar("V")
+
+#: Advice for swapped arguments.
+TARGET_FIRST = "restore_into(target, step) of a SnapshotManager takes the target first"
+_REF_FIRST = "restore_into('run@step', target) of a Repository takes the reference first"
 
 
 def _text(name: object) -> str:
@@ -39,43 +45,59 @@ def check_name(what: str, name: object) -> str:
 def check_choice(what: str, choice: object, choices: Sequence[str]) -> None:
     """Raise InvalidInputError unless `choice` is one of the choices."""
     if choice not in choices:
-        raise InvalidInputError(f"{what} {choice!r}: expected one of {', '.join(choices)}")
+        raise InvalidInputError(f"{what} {quoted(choice)}: expected one of {', '.join(choices)}")
 
 
 def check_list(what: str, given: object) -> None:
     """Raise InvalidInputError unless `given` can be a list of str: it is not one str, and can be iterated over."""
     if isinstance(given, str) or not isinstance(given, Iterable):
         kind = "one str" if isinstance(given, str) else type(given).__name__
-        raise InvalidInputError(f"{what} {given!r}: expected a list of str, got {kind}")
+        raise InvalidInputError(f"{what} {quoted(given)}: expected a list of str, got {kind}")
 
 
 def check_flags(**flags: object) -> None:
     """Raise InvalidInputError unless each of these arguments is a bool: a text such as "no" would count as True."""
     for name, given in flags.items():
         if not isinstance(given, bool):
-            raise InvalidInputError(f"{name} {given!r}: expected True or False, got {type(given).__name__}")
+            raise InvalidInputError(f"{name} {quoted(given)}: expected True or False, got {type(given).__name__}")
 
 
-def check_step(step: object) -> int:
-    """Return `step` as an int if it is a step number, else raise InvalidInputError."""
+def check_step(step: object, order: str = "the step comes before the state") -> int:
+    """Return `step` as an int if it is a step number, else raise InvalidInputError.
+
+    Args:
+        order: the advice if it is a state: the caller has probably swapped two arguments.
+    """
     try:
         if isinstance(step, bool):
             raise TypeError("a bool is no number")
         number = operator.index(step)  # type: ignore[arg-type]
     except TypeError as error:
-        given = "step" if isinstance(step, Mapping | Sequence) and not isinstance(step, str) else f"step {step!r}"
+        given = "step" if _is_state(step) else f"step {quoted(step)}"
         text = f"{given}: expected an integer from 0 to {MAX_STEP}, got {type(step).__name__}"
-        raise InvalidInputError(f"{text}; the step comes before the state" if given == "step" else text) from error
+        raise InvalidInputError(f"{text}; {order}" if given == "step" else text) from error
     if not 0 <= number <= MAX_STEP:
-        raise InvalidInputError(f"step {number}: expected 0 to {MAX_STEP}")
+        raise InvalidInputError(f"step {quoted(number)}: expected 0 to {MAX_STEP}")
     return number
+
+
+def check_ref(ref: object) -> None:
+    """Raise InvalidInputError unless a reference is a str."""
+    if not isinstance(ref, str):
+        given, advice = ("reference", f"; {_REF_FIRST}") if _is_state(ref) else (f"reference {quoted(ref)}", "")
+        raise InvalidInputError(f"{given}: expected a str, got {type(ref).__name__}{advice}")
+
+
+def _is_state(argument: object) -> bool:
+    is_container = isinstance(argument, Mapping | Sequence) and not isinstance(argument, str | bytes)
+    return is_container or is_stateful(argument)
 
 
 def check_tag(name: str) -> str:
     """Return `name` as a plain str if it can be a tag, else raise InvalidInputError."""
     name = check_name("tag", name)
     if name == "latest" or name.isdecimal():
-        raise InvalidInputError(f"tag {name!r}: it reads as a step number or as 'latest'; choose another name")
+        raise InvalidInputError(f"tag {quoted(name)}: it reads as a step number or as 'latest'; choose another name")
     return name
 
 
@@ -101,7 +123,7 @@ def check_metrics(metrics: Mapping[str, SupportsFloat]) -> dict[str, Read]:
         try:
             checked[_text(name)] = begin_read(value)
         except InvalidInputError as error:
-            raise InvalidInputError(f"metric {name!r}: {error}") from error
+            raise InvalidInputError(f"metric {quoted(name)}: {error}") from error
     return checked
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..arrays import Bytes
 from ..errors import InvalidInputError
+from ..text import quoted
 
 DEFAULT_CHUNK_BYTES = 1024 * 1024
 MIN_CHUNK_BYTES = 64
@@ -32,7 +33,8 @@ def check_chunk_bytes(chunk_bytes: object) -> int:
     """Return `chunk_bytes` if chunks may have that size, else raise InvalidInputError."""
     if not isinstance(chunk_bytes, int) or chunk_bytes % 16 or not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
         raise InvalidInputError(
-            f"chunk size {chunk_bytes!r}: expected a multiple of 16 from {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES} bytes"
+            f"chunk size {quoted(chunk_bytes)}: "
+            f"expected a multiple of 16 from {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES} bytes"
         )
     return chunk_bytes
 

@@ -28,7 +28,7 @@ from ..restore.pipeline import read_as_ruled
 from ..state.arrays import from_bytes
 from ..state.containers import display
 from ..state.tensors import TensorSpec
-from ..text import some
+from ..text import quoted, some
 from .diff import pieces_of
 from .stored_tensors import StoredTensor, boxes_of, chunks_of, naming, read_tensors
 
@@ -83,7 +83,7 @@ def first_difference(context: Context, a: str, b: str) -> DivergenceResult:
     """
     for name in (a, b):
         if not isinstance(name, str):
-            raise InvalidInputError(f"run {name!r}: expected a str, got {type(name).__name__}")
+            raise InvalidInputError(f"run {quoted(name)}: expected a str, got {type(name).__name__}")
     steps: list[int] = []
     view = context.index.refresh()
     for one, other in _pairs(view, a, b):
@@ -120,7 +120,7 @@ def _resolve(view: View, name: str) -> Snapshot:
     try:
         return view.resolve(name)
     except (InvalidInputError, NotFoundError):
-        view.require_known(f"run {name!r}", name)
+        view.require_known(f"run {quoted(name)}", name)
         raise
 
 

@@ -15,6 +15,7 @@ from ..engine.rates import Rates, codec_for
 from ..errors import InvalidInputError
 from ..format.argument_checks import check_choice
 from ..format.pack import DEFAULT_PACK_BYTES, LARGE_PACK_BYTES, MANY_PACKS
+from ..text import quoted
 
 YEAR_S = 365.25 * 86400
 #: Bounds of the numbers of a run, so that no result overflows.
@@ -77,11 +78,11 @@ class Run:
         for name in ("parameters", "ranks", "step_s"):
             value = getattr(self, name)
             if not LEAST <= value <= MOST:
-                raise InvalidInputError(f"{name} {value!r}: expected a number from {LEAST} to {MOST}")
+                raise InvalidInputError(f"{name} {quoted(value)}: expected a number from {LEAST} to {MOST}")
         for name in ("interval_steps", "failure_s", "restart_s", "keep"):
             value = getattr(self, name)
             if not 0 <= value <= MOST:
-                raise InvalidInputError(f"{name} {value!r}: expected a number from 0 to {MOST}")
+                raise InvalidInputError(f"{name} {quoted(value)}: expected a number from 0 to {MOST}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,10 +129,10 @@ class Estimate:
 def _check(rates: Rates, **prices: float) -> None:
     for name, rate in asdict(rates).items():
         if not rate >= LEAST:
-            raise InvalidInputError(f"rate {name} {rate!r}: expected at least {LEAST} bytes a second")
+            raise InvalidInputError(f"rate {name} {quoted(rate)}: expected at least {LEAST} bytes a second")
     for name, price in prices.items():
         if not (math.isfinite(price) and price >= 0):
-            raise InvalidInputError(f"{name} {price!r}: expected a number of 0 or more")
+            raise InvalidInputError(f"{name} {quoted(price)}: expected a number of 0 or more")
 
 
 def estimate(run: Run, rates: Rates, *, storage_price: float = STORAGE_PRICE, put_price: float = PUT_PRICE) -> Estimate:

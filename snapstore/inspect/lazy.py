@@ -32,7 +32,7 @@ from ..state.arrays import as_bytes, from_bytes, new_array, require_memory_of_te
 from ..state.dim_order import DimOrder
 from ..state.fit import Fit
 from ..state.restore_buffers import Want
-from ..text import counted
+from ..text import counted, quoted
 
 #: A selection with steps is read in boxes of at most this size [bytes]; one without steps is read in one box.
 PIECE_BYTES = 64 * 1024 * 1024
@@ -289,7 +289,7 @@ def _range(one: Any, size: int, name: str) -> range:
         place = None
     if place is None:
         raise InvalidInputError(
-            f"{name}: index {one!r}: expected ints, slices and an ellipsis; read a slice, then index the result"
+            f"{name}: index {quoted(one)}: expected ints, slices and an ellipsis; read a slice, then index the result"
         )
     if not -size <= place < size:
         raise IndexError(f"{name}: index {place} is out of range of a dimension of {size}")

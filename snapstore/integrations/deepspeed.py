@@ -32,6 +32,7 @@ from ..ranks import place
 from ..repository import Repository
 from ..retention import Policy
 from ..save.handle import SaveHandle
+from ..text import quoted
 from . import references
 
 with needs("deepspeed>=0.17", 'pip install "snapstore[deepspeed]"'):
@@ -103,7 +104,8 @@ class SnapstoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # deep
         """
         if not isinstance(info, CheckpointCommitInfo):
             raise CapabilityError(
-                f"create({info!r}): this DeepSpeed passes no CheckpointCommitInfo; snapstore was tested with 0.19.8"
+                f"create({quoted(info)}): "
+                "this DeepSpeed passes no CheckpointCommitInfo; snapstore was tested with 0.19.8"
             )
         step_of(info.tag)
         if self._async and info.save_latest:

@@ -29,7 +29,7 @@ from ..save.handle import SaveHandle
 from ..state.optimizers import OptimizerState
 from ..state.per_rank import PerRank
 from ..state.rng import RngState
-from ..text import log
+from ..text import log, quoted
 from ..threads import imported
 from . import references
 from .lightning_loops import OWN, checkpoint_of, connector, require_ours, validates_next
@@ -273,7 +273,7 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
     ) -> None:
         super().__init__()
         if when not in ("step", "validation"):
-            raise InvalidInputError(f"when {when!r}: expected 'step' or 'validation'")
+            raise InvalidInputError(f"when {quoted(when)}: expected 'step' or 'validation'")
         self._given, self._when, self._resume = manager, when, resume
         self._metrics, self._per_rank = tuple(metrics), per_rank
         self._manager: SnapshotManager | None = None  # None outside a `fit`, and with `fast_dev_run`

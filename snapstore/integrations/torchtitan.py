@@ -29,7 +29,7 @@ from ..options import SaveOptions
 from ..repository import Repository
 from ..retention import KeepLast, Policy
 from ..save.handle import SaveHandle
-from ..text import log
+from ..text import log, quoted
 from ..threads import imported
 
 MODEL, OPTIMIZER, LR_SCHEDULER, DATALOADER = "model", "optimizer", "lr_scheduler", "dataloader"
@@ -173,7 +173,8 @@ class SnapstoreCheckpointManager:
             named, at, name = initial.rpartition("@")
             if not at or not named or not name:
                 raise InvalidInputError(
-                    f"initial_load_path {initial!r}: expected a reference such as 'exp0@1000', or for torchtitan 0.3 "
+                    f"initial_load_path {quoted(initial)}: "
+                    "expected a reference such as 'exp0@1000', or for torchtitan 0.3 "
                     "'snapstore://exp0@1000'; to load a folder of DCP or of safetensors, import it into the repository "
                     "first"
                 )

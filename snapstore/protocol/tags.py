@@ -20,7 +20,7 @@ from ..context import Context
 from ..errors import ConflictError, InvalidInputError, NotFoundError
 from ..format.argument_checks import check_tag, check_tags
 from ..format.records import COMMITTED, Snapshot
-from ..text import log
+from ..text import log, quoted
 from .revisions import retry_conflicts, revise
 
 #: After this many attempts, two processes that take a tag from each other both let the newest snapshot keep it.
@@ -40,7 +40,7 @@ def untag(context: Context, ref: str, name: str) -> Snapshot:
     def remove(snapshot: Snapshot) -> list[str]:
         if name not in snapshot.tags:
             there = ", ".join(snapshot.tags) or "none"
-            raise NotFoundError(f"{snapshot.ref}: has no tag {name!r}; tags: {there}")
+            raise NotFoundError(f"{snapshot.ref}: has no tag {quoted(name)}; tags: {there}")
         return [tag for tag in snapshot.tags if tag != name]
 
     return _revise_committed(context, ref, remove)[1]

@@ -26,7 +26,7 @@ from ..format.tensor_layout import ChunkSums, check_boxes, check_whole, spec_of
 from ..state.containers import display
 from ..state.restore_buffers import Want
 from ..state.tensors import TensorSpec
-from ..text import counted
+from ..text import counted, quoted
 from ..threads import Threads
 from .manifests import read_manifests, stored_parts
 from .overlaps import Overlap, StoredBox, overlap_of
@@ -56,7 +56,9 @@ class AsRank:
 
     def __post_init__(self) -> None:
         if self.per_rank not in ("same", "drop") and (type(self.per_rank) is not int or self.per_rank < 0):
-            raise InvalidInputError(f"per_rank {self.per_rank!r}: expected 'same', 'drop' or the number of a rank")
+            raise InvalidInputError(
+                f"per_rank {quoted(self.per_rank)}: expected 'same', 'drop' or the number of a rank"
+            )
 
     def owner(self, saved: int) -> int | None:
         """Return the rank whose own values are read from a snapshot of `saved` ranks; None: there is none.

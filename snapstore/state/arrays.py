@@ -206,6 +206,10 @@ def extent_of(target: Any) -> tuple[str, int, int]:
     return str(target.device), target.data_ptr(), target.data_ptr() + reach * target.dtype.itemsize
 
 
+#: A problem of `mismatch`.
+SHARED_ELEMENTS = "elements share memory in the target (an expanded view); give it memory of its own"
+
+
 def mismatch(spec: TensorSpec, target: Any) -> str | None:
     """Return why an array of `into` cannot be filled with a stored one, or None if it can.
 
@@ -241,20 +245,21 @@ def _mismatch(spec: TensorSpec, target: Any, sharding: Sharding | None) -> str |
         return f"shape: expected {whole} as in the target, got {spec.shape}"
     if dtype != spec.dtype:
         return f"dtype: expected {dtype} as in the target, got {spec.dtype}"
-    strides = target.strides if kind == "array" else target.stride()
-    if _overlaps_itself(shape, strides, target.itemsize if kind == "array" else 1):
-        return "elements share memory in the target (an expanded view); give it memory of its own"
+    if overlaps_itself(target):
+        return SHARED_ELEMENTS
     if kind == "array" and not target.flags.writeable:
         return "read-only in the target; give it a writable copy"
     return None
 
 
-def _overlaps_itself(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
+def overlaps_itself(target: Any) -> bool:
     """Return whether elements may share memory; also True for layouts that interleave without sharing."""
-    reach = itemsize
-    for stride, size in sorted((abs(stride), size) for stride, size in zip(strides, shape, strict=True) if size > 1):
+    is_ndarray = isinstance(target, np.ndarray)
+    strides, reach = (target.strides, target.itemsize) if is_ndarray else (target.stride(), 1)
+    sizes = zip(strides, target.shape, strict=True)
+    for stride, size in sorted((abs(stride), size) for stride, size in sizes if size > 1):
         if stride < reach:
-            return math.prod(shape) > 0
+            return math.prod(target.shape) > 0
         reach += stride * (size - 1)
     return False
 

@@ -26,7 +26,7 @@ from enum import Enum
 from typing import Any
 
 from ..errors import InvalidInputError, UnsupportedLeafError
-from ..text import said
+from ..text import quoted, said
 from . import composite
 from .containers import CONTAINERS, MAX_DEPTH, Path, children, shown
 
@@ -232,7 +232,9 @@ class Types:
 
     def __init__(self, classes: Iterable[type] = (), into: Any = None, known: Iterable[type] = ()) -> None:
         if isinstance(classes, type | str):
-            raise InvalidInputError(f"types {classes!r}: expected a list of classes, got one {type(classes).__name__}")
+            raise InvalidInputError(
+                f"types {quoted(classes)}: expected a list of classes, got one {type(classes).__name__}"
+            )
         self._given = list(classes or ())
         for given in self._given:
             _check_class(given)
@@ -335,7 +337,7 @@ def _check_class(kind: Any) -> None:
     )
     if not known:
         raise InvalidInputError(
-            f"types: {kind!r} is no dataclass, Enum, named tuple, subclass of dict, list, str, int or float, or "
+            f"types: {quoted(kind)} is no dataclass, Enum, named tuple, subclass of dict, list, str, int or float, or "
             "tensor of other tensors (__tensor_flatten__)"
         )
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from ..errors import InvalidInputError, NotFoundError
-from ..text import counted, some
+from ..text import counted, quoted, some
 from .containers import CONTAINERS, children, is_mapping, like, shown
 from .selection import Selection
 from .tensors import StoredPart
@@ -90,14 +90,18 @@ class Fit:
 
     def __post_init__(self) -> None:
         if self.part is not None and not isinstance(self.part, str):
-            raise InvalidInputError(f"part {self.part!r}: expected the name of one, got {type(self.part).__name__}")
+            raise InvalidInputError(
+                f"part {quoted(self.part)}: expected the name of one, got {type(self.part).__name__}"
+            )
         if not isinstance(self.strict, bool | Mismatches):
-            raise InvalidInputError(f"strict {self.strict!r}: expected True, False or Mismatches()")
+            raise InvalidInputError(f"strict {quoted(self.strict)}: expected True, False or Mismatches()")
         names = [*self.rename, *self.rename.values()] if isinstance(self.rename, Mapping) else []
         if not all(isinstance(name, str) for name in names):
             raise InvalidInputError("rename: expected a mapping of str to str, got other types in it")
         if self.rename is not None and not isinstance(self.rename, Mapping) and not callable(self.rename):
-            raise InvalidInputError(f"rename {self.rename!r}: expected a mapping of old to new names, or a function")
+            raise InvalidInputError(
+                f"rename {quoted(self.rename)}: expected a mapping of old to new names, or a function"
+            )
 
     @classmethod
     def of(cls, keys: str | Sequence[str] | Fit | None) -> Fit:
@@ -131,7 +135,9 @@ class Fit:
             found |= {key: child for _, key, child in items}  # a key 5 is "5", unless there is a "5"
             if self.part not in found:
                 there = list(dict.fromkeys([*names, *(str(element) for element, _, _ in items)]))
-                raise NotFoundError(f"part {self.part!r}: not in this snapshot; its parts are {some(there) or 'none'}")
+                raise NotFoundError(
+                    f"part {quoted(self.part)}: not in this snapshot; its parts are {some(there) or 'none'}"
+                )
             tree, names = found[self.part], []
         if self.rename is not None:
             new_names = _Names(self.rename)

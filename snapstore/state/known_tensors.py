@@ -95,9 +95,12 @@ class Block:
         return storages
 
     def lie_where_noted(self, tensors: Sequence[Any]) -> bool:
-        """Return whether the batched tensors have the noted addresses, and storages on devices the noted sizes."""
+        """Return whether the batched tensors have the known form and the noted addresses, and storages their sizes.
+
+        torch lets other threads run within `set_`: a match may find the new address of a tensor and its old shape.
+        """
         assert self.places is not None
-        if not lie_at(tensors, self.places, self._positions):
+        if not lie_at(tensors, self.places, self._positions) or not self.has_form(tensors):
             return False
         return list(map(len, storages_of([tensors[k] for k in self._on_devices]))) == self.device_sizes
 

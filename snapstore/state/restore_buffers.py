@@ -24,6 +24,7 @@ import numpy as np
 
 from ..errors import FormatError, InvalidInputError
 from .arrays import (
+    SHARED_ELEMENTS,
     Memory,
     OnDevice,
     as_bytes,
@@ -38,6 +39,7 @@ from .arrays import (
     new_array,
     new_memory,
     note_written,
+    overlaps_itself,
     torch_dtype,
 )
 from .containers import CONTAINERS, Path, children, like, metadata_of, shown
@@ -215,6 +217,10 @@ class RestoreBuffers:
                 f"{shown(spec.path)}: tied to entry {other} of part {name!r}, which has another kind, dtype or shape"
             )
         return found, other
+
+    def compare_loaded(self, slot: Slot) -> None:
+        """Compare an array of an object with the stored values after its load: its elements share memory."""
+        self._overlapping.add(slot)
 
     def find_overlaps(self) -> None:
         """Find targets that share memory although the snapshot stores them as separate arrays.
@@ -418,6 +424,8 @@ class RestoreBuffers:
             assign(expected, stored, dtype)
             stored = expected
         if not np.array_equal(as_bytes(array), as_bytes(stored)):
+            if overlaps_itself(array):
+                raise InvalidInputError(f"{shown(path)}: {SHARED_ELEMENTS}: it cannot hold the stored values")
             raise InvalidInputError(
                 f"{shown(path)}: shares memory with another array in the target, but the snapshot has different values "
                 "for the two; untie them in the target and restore again"

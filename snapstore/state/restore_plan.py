@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InvalidInputError, add_line
 from ..text import some
 from . import classes, composite, composite_fit, optimizers
-from .arrays import OnDevice, mismatch
+from .arrays import SHARED_ELEMENTS, OnDevice, mismatch
 from .containers import CONTAINERS, MAX_DEPTH, Path, children, is_mapping, leaves, like, metadata_of, shown
 from .differences import IN_INTO, IN_SNAPSHOT, Differences, advice, renamed
 from .fit import Fit, Mismatches
@@ -337,6 +337,8 @@ class RestorePlan:
             problem = mismatch(spec_of(slot), array)
             if problem is None:
                 self.buffers.claim(slot, array, owned=True, replaceable=not is_torch_module(target))
+            elif problem == SHARED_ELEMENTS:
+                self.buffers.compare_loaded(slot)
             elif problem.startswith(("shape", "dtype")) and problem.partition(":")[0] not in may_differ(below):
                 self._differ(below, problem)
 

@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import Any
 
 from ..errors import InvalidInputError, NotFoundError
-from ..text import some
+from ..text import quoted, some
 from .containers import CONTAINERS, Path, children, display, leaves, like, shown
 
 _WILDCARD = re.compile(r"[*?[]")
@@ -124,7 +124,7 @@ def _checked(keys: str | Sequence[str] | None) -> list[str] | None:
     """
     listed = isinstance(keys, Sequence) and all(isinstance(key, str) for key in keys)
     if keys is not None and not listed:  # a str is a sequence of str too
-        raise InvalidInputError(f"keys {keys!r}: expected a pattern or a list of patterns")
+        raise InvalidInputError(f"keys {quoted(keys)}: expected a pattern or a list of patterns")
     if keys is None:
         return None
     if not keys and not isinstance(keys, str):
@@ -135,7 +135,7 @@ def _checked(keys: str | Sequence[str] | None) -> list[str] | None:
 def _no_match(keys: Sequence[str], paths: Sequence[Path], part_names: Iterable[str]) -> str:
     """Return the error for keys that select nothing: it names the parts, or leaves of the part that is meant."""
     parts = dict.fromkeys([*filter(None, part_names), *(shown(path[:1]) for path in paths)])
-    names = some([repr(key) for key in keys], 5)
+    names = some([quoted(key) for key in keys], 5)
     text = f"keys {names}: {'matches' if len(keys) == 1 else 'match'} nothing in this snapshot; "
     begun = keys[0].partition(".")[0]
     inside = [shown(path) for path in paths if shown(path[:1]) == begun]

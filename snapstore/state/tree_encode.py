@@ -230,7 +230,31 @@ _NO_FORM = "has no stored form: convert it to a plain value, or wrap it in an ob
 def _advice(value: Any) -> str:
     if isinstance(value, IOBase):
         return "is an open file, which has no stored form: store its bytes, as getvalue() or read() gives them"
-    return "is read only as a whole state: save an iterator alone" if isinstance(value, Iterator) else _NO_FORM
+    if isinstance(value, Iterator):
+        return "is read only as a whole state: save an iterator alone"
+    kinds = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(value).__mro__)
+    return next((_INSTEAD[kind] for kind in kinds if kind in _INSTEAD), _NO_FORM)
+
+
+_GENERATOR = (
+    "has no stored form: save generator.{0} in its place, and after a restore {1}; RngState() saves the global "
+    "generators of Python, NumPy and torch"
+)
+#: Class -> the advice for it. Its module may not be imported.
+_INSTEAD = {
+    "torch._C.Generator": _GENERATOR.format("get_state()", "call generator.set_state(value)"),
+    "random.SystemRandom": "draws from the operating system, so it has no state: leave it out",
+    "random.Random": _GENERATOR.format("getstate()", "call generator.setstate(value)"),
+    "numpy.random._generator.Generator": _GENERATOR.format(
+        "bit_generator.state", "assign generator.bit_generator.state = value"
+    ),
+    "numpy.random.bit_generator.BitGenerator": _GENERATOR.format("state", "assign generator.state = value"),
+    "numpy.random.mtrand.RandomState": _GENERATOR.format("get_state(legacy=False)", "call generator.set_state(value)"),
+    "torch.utils.data.dataloader.DataLoader": (
+        "does not know its position, so it has no state: save torchdata's StatefulDataLoader in its place, which "
+        "goes on within an epoch with the same shuffling; or leave it out"
+    ),
+}
 
 
 _CROWDED = f"has more than {MAX_ALIKE} keys of one hash, which would take too long to read: use str as keys"

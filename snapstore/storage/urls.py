@@ -14,6 +14,7 @@ from pathlib import Path
 from urllib.parse import unquote_to_bytes
 
 from ..errors import CapabilityError, InvalidInputError, NotFoundError, StorageError
+from ..text import quoted
 from .base import ObjectStore, is_component
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
@@ -41,7 +42,7 @@ def open_store(url: str | Path | ObjectStore, *, create: bool = False) -> Object
     if not isinstance(url, str | Path):
         if callable(getattr(url, "get_range", None)):
             return url
-        raise InvalidInputError(f"{url!r}: expected a URL, a path or an object store, got {type(url).__name__}")
+        raise InvalidInputError(f"{quoted(url)}: expected a URL, a path or an object store, got {type(url).__name__}")
     url = str(url)
     if (path := local_path(url)) is not None:
         return _open_local(path, create=create)
@@ -98,7 +99,7 @@ def _open_local(path: str, *, create: bool) -> ObjectStore:
     from .local import LocalStore
 
     if not path or "\0" in path:
-        raise InvalidInputError(f"{path!r}: expected the path of a directory")
+        raise InvalidInputError(f"{quoted(path)}: expected the path of a directory")
     if _MISTYPED.match(path):  # it is not repeated: it may carry a password
         raise InvalidInputError(
             "looks like a URL, expected s3://bucket/prefix, file:///path or memory://NAME, without blanks or quotes "

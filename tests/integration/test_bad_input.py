@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import enum
+import inspect
+import itertools
 import pickle
 import shutil
 from functools import partial
@@ -14,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 
+import snapstore
 from kit.objects import keys_of
 from kit.repositories import OPTIONS, check_clean, check_restores, check_whole, index_of, opened, save
 from snapstore import (
@@ -774,3 +777,68 @@ def test_swapped_arguments_of_save_do_not_print_the_state(root):
         assert len(str(caught.value)) < 200
         with pytest.raises(InvalidInputError, match=r"^step 'five': expected an integer"):
             snapshots.save("five", state)
+
+
+class Huge:
+    """An object with a state whose repr is long."""
+
+    def __repr__(self):
+        return "r" * 100_000
+
+    def state_dict(self):
+        return {"w": np.arange(3.0)}
+
+    def load_state_dict(self, state): ...
+
+
+HUGE = [{f"w{i}": np.arange(900.0) for i in range(40)}, Huge(), [b"y" * 100_000], 10**300, "x" * 100_000]
+#: Arguments of which errors speak in full: places, and a target, whose differences are listed.
+IN_FULL = {"to", "url", "repository", "mirror", "path", "target", "state", "metadata"}
+#: Methods that end or wait, and one that takes results of another.
+LEFT_OUT = {"close", "handle_preemption", "in_need_of_quarantined", "wait_until_finished"}
+NEEDED = {"ref": "a@0", "refs": ["a@0"], "run": "a", "a": "a", "b": "b", "name": "good", "policies": (), "step": 1}
+NEEDED |= {"state": {"n": 1}, "target": {"n": 0}}
+
+
+def parameters_of(function):
+    """Yield the names of a function's parameters, and of those of its `**options`, and whether each is needed."""
+    for one in inspect.signature(function).parameters.values():
+        text = str(one.annotation)
+        if text.startswith("Unpack["):
+            yield from ((name, False) for name in getattr(snapstore, text[7:-1]).__annotations__)
+        elif one.name not in ("self", "cls") and one.kind is not one.VAR_KEYWORD:
+            yield one.name, one.default is one.empty
+
+
+@pytest.mark.parametrize("kind", [Repository, SnapshotManager])
+def test_no_error_quotes_a_long_argument(root, kind):
+    """Whichever argument of whichever method is a state, a long text or a long number: the error is short."""
+    refused = set()
+    with Repository.open(root) as repository, SnapshotManager(repository, run="a") as manager:
+        made = repository if kind is Repository else manager
+        for name, method in inspect.getmembers(kind, inspect.isfunction):
+            found = dict(parameters_of(method))
+            needed = {one: NEEDED[one] for one, is_needed in found.items() if is_needed and one in NEEDED}
+            for one, value in itertools.product(found.keys() - IN_FULL, HUGE):
+                if name.startswith("_") or name in LEFT_OUT:
+                    continue
+                text = ""
+                try:
+                    list(getattr(made, name)(**needed | {one: value}) or ())
+                except (SnapstoreError, TypeError) as error:
+                    text = str(error)
+                    refused.add((name, one))
+                assert len(text) < 800, f"{name}({one}={type(value).__name__}): {text[:300]}"
+    assert {("restore", "keys"), ("restore_into", "per_rank")} <= refused
+    assert len(refused) > 20
+
+
+def test_swapped_arguments_of_restore_into(repository):
+    state = {"w": np.arange(5000.0)}
+    for target in (state, Huge()):
+        with pytest.raises(InvalidInputError, match=r"^reference: expected a str, .* takes the reference first$"):
+            repository.restore_into(target, "a@1")
+        with SnapshotManager(repository, run="a", read_only=True) as snapshots:
+            for step in (1, "good"):
+                with pytest.raises(InvalidInputError, match=r"^step: expected an integer .* takes the target first$"):
+                    snapshots.restore_into(step, target)

@@ -44,6 +44,13 @@ def test_the_gpus_section_is_what_its_records_give(tools):
     assert tools.page.placed("gpu") == tools.gpu_page.section({n: record(n) for n in tools.gpu_page.RECORDS})
 
 
+def test_the_table_of_resumed_trainings_matches_its_record(tools):
+    from resume_matrix import record as resume
+
+    there = (RECORDS / "resume.json").exists()  # a whole run takes long, so it is not made for each change
+    assert tools.page.placed("resume") == (resume.table(record("resume")) if there else "")
+
+
 def test_page_writes_the_gpus_section_again_and_nothing_else(tools, copy, monkeypatch):
     page = copy / "benchmarks.md"
     whole = page.read_text()

@@ -530,3 +530,33 @@ def test_buffers_are_known_from_a_module_and_from_names():
     assert buffers({"m": renamed}) == {f"m.w.{name}" for name in of_norm}
     assert buffers({"m": {"running_mean": torch.ones(3), 7: torch.ones(3)}, "running_var": torch.ones(3)}) == set()
     assert buffers({"m": {"running_mean": torch.ones(3).numpy(), "running_var": torch.ones(3).numpy()}}) == set()
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_tensor_of_an_object_whose_elements_share_memory(replaces):
+    """torch copies into such a tensor without an error, and it then has other values than were loaded."""
+
+    class Holder:
+        def __init__(self, values):
+            self.values = values
+
+        def state_dict(self):
+            return {"values": self.values}
+
+        def load_state_dict(self, state):
+            if replaces:
+                self.values = state["values"]
+            else:
+                self.values.copy_(state["values"])
+
+    saved = Saved({"o": Holder(torch.arange(21.0).reshape(7, 3))})
+    target = {"o": Holder(torch.zeros(23).as_strided((7, 3), (2, 1)))}
+    if replaces:
+        saved.restore(into=target)
+        same(target["o"].values, torch.arange(21.0).reshape(7, 3))
+        return
+    with pytest.raises(InvalidInputError, match=r"o\.values: elements share memory .* cannot hold the stored values"):
+        saved.restore(into=target)
+    constant = Saved({"o": Holder(torch.ones(7, 3))})
+    constant.restore(into=target)  # these it can hold
+    same(target["o"].values.clone(), torch.ones(7, 3))

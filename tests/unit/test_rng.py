@@ -1,7 +1,9 @@
 """RngState is loaded last and restores the same draws; another number of CUDA devices is an error."""
 
 import random
+import re
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ import torch
 
 from kit.states import Loader, Saved
 from snapstore import KeepLast, Repository, SnapshotManager
-from snapstore.errors import InvalidInputError
+from snapstore.errors import InvalidInputError, UnsupportedLeafError
 from snapstore.state.rng import RngState
 
 
@@ -26,6 +28,40 @@ def test_rng_state_draws_the_same_again():
     assert [draw() for _ in range(3)] == want
     RngState().load_state_dict(saved.restore()["rng"])
     assert [draw() for _ in range(3)] == want
+
+
+@pytest.mark.parametrize(
+    ("generator", "draws"),
+    [
+        (random.Random(3), lambda one: one.gauss(0, 1)),
+        (np.random.default_rng(3), lambda one: one.normal()),
+        (np.random.MT19937(3), lambda one: one.random_raw()),
+        (np.random.RandomState(3), lambda one: one.randn()),
+        (torch.Generator().manual_seed(3), lambda one: torch.rand(1, generator=one).item()),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_the_error_for_a_generator_names_the_lines_that_work(generator, draws):
+    """The lines of the error, run as they stand, give the same draws after a restore."""
+    with pytest.raises(UnsupportedLeafError, match="RngState") as caught:
+        Saved({"a": {"sampler": generator}})
+    get, put = re.search(r"sampler: .* save (\S+) in .* (?:call|assign) (.*); Rng", str(caught.value)).groups()
+    draws(generator)
+    saved = Saved({"rng": eval(get, {"generator": generator})})
+    want = [draws(generator) for _ in range(3)]
+    for target in (None, {"rng": eval(get, {"generator": generator})}):
+        exec(put, {"generator": generator, "value": saved.restore(into=target)["rng"]})
+        assert [draws(generator) for _ in range(3)] == want
+
+
+def test_the_error_for_a_loader_without_a_position_names_one_that_has_it():
+    loader = torch.utils.data.DataLoader([1.0, 2.0])
+    with pytest.raises(UnsupportedLeafError, match=r"^loader: .*DataLoader does not know its .* StatefulDataLoader"):
+        Saved({"loader": loader})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchdata's own
+        loader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader([1.0, 2.0])
+        assert Saved({"loader": loader}).restore()["loader"]
 
 
 def test_rng_state_is_loaded_last():

@@ -206,6 +206,25 @@ def test_a_tensor_that_moves_while_it_is_recognised():
         match.confirm()
 
 
+def test_a_match_in_the_middle_of_set_():
+    """torch gives a tensor its new storage before its new shape, and lets other threads run meanwhile."""
+    weight, new = torch.ones(2, 3), torch.arange(12.0)
+    state = {"w": weight, "other": torch.ones(2, 3)}
+    _, learnt = flatten_and_learn(state)
+    known, arrays = learnt
+    known.match_of(arrays, {}).confirm()
+    weight.set_(new.untyped_storage(), 0, (2, 3))  # as it looks in the middle of set_(new, 0, (4, 3))
+    match = known.match(state)
+    weight.set_(new.untyped_storage(), 0, (4, 3))
+    with pytest.raises(DifferentStructureError):
+        match.confirm()
+    held = flatten(state)[0].arrays[0]
+    held.take()
+    weight.set_(new.untyped_storage(), 0, (2, 3))
+    with pytest.raises(InvalidInputError, match="other memory, or another form, while it was read"):
+        held.confirm()
+
+
 @pytest.mark.parametrize("when", ["before the match", "before it is confirmed"])
 def test_a_storage_that_is_cut_while_its_address_stays(when, monkeypatch):
     """torch may give a shorter storage the address of the old one; nothing beyond its end may be copied."""

@@ -18,7 +18,7 @@ def checkout(tmp_path_factory):
 
 
 @pytest.mark.parametrize("argument", ["--help", "-h"])
-@pytest.mark.parametrize("tool", ["bench", "demo", "flicker", "lint", "test", "test-gpu", "torture"])
+@pytest.mark.parametrize("tool", ["bench", "demo", "flicker", "lint", "resume-matrix", "test", "test-gpu", "torture"])
 def test_help_sets_up_nothing(checkout, tool, argument):
     before = sorted(checkout.rglob("*"))
     done = subprocess.run([checkout / "tools" / tool, argument], capture_output=True, text=True, timeout=60)
@@ -101,7 +101,7 @@ def test_bench_installs_the_checkpoints_that_a_benchmark_needs(prepared, bench):
     assert calls.endswith(f"-m benchmarks {bench}\n")
 
 
-@pytest.mark.parametrize("tool", ["bench", "demo", "torture"])
+@pytest.mark.parametrize("tool", ["bench", "demo", "resume-matrix", "torture"])
 def test_relative_paths_of_options_are_paths_of_the_callers_folder(prepared, tmp_path_factory, monkeypatch, tool):
     here = tmp_path_factory.mktemp("caller")
     folder = prepared(f"{SETUP}echo $PWD $SNAPSTORE_CALLER_FOLDER")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -93,10 +94,9 @@ def placed(bench: str) -> str:
 
 
 def _split(page: str, bench: str) -> tuple[str, str, str, str, str]:
-    head, begin, rest = page.partition(f"<!-- {bench}: written by tools/bench {bench} -->\n")
-    text, end, tail = rest.partition(f"<!-- end of {bench} -->")
-    if not end:
+    marks = re.compile(f"(<!-- {bench}: written by [^\n]* -->\n)(.*?)(<!-- end of {bench} -->)", re.DOTALL)
+    if (match := marks.search(page)) is None:
         raise ValueError(
             f"docs/benchmarks.md: {bench}: expected the two marks of its section, found none; put them there"
         )
-    return head, begin, text, end, tail
+    return page[: match.start()], match[1], match[2], match[3], page[match.end() :]

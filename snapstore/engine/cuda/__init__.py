@@ -24,6 +24,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from ...errors import CapabilityError, InvalidInputError
+from ...text import quoted
 from .graph_capture import beside_captures as beside_captures
 
 if TYPE_CHECKING:
@@ -159,10 +160,14 @@ def require_device(device: Any) -> None:
 
     try:
         found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise InvalidInputError(f"device {device!r}: expected a device of torch, such as cpu or cuda:0") from error
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise InvalidInputError(
+            f"device {quoted(device)}: expected a device of torch, such as cpu or cuda:0"
+        ) from error
     if found.type == "meta":
-        raise InvalidInputError(f"device {device!r}: has no memory; Repository.tensors gives shapes without values")
+        raise InvalidInputError(
+            f"device {quoted(device)}: has no memory; Repository.tensors gives shapes without values"
+        )
     if found.type != "cuda":
         try:
             torch.empty(1, device=found)

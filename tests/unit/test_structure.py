@@ -31,7 +31,7 @@ def found(parts):
         tensors = getattr(part, "tensors", None)
         if tensors is None:
             stored = [bytes(_bytes(held)) for held in part.arrays]
-            specs = list(part.specs)
+            specs = [held.spec for held in part.arrays]
         else:
             stored = [bytes(tensor.copy) for tensor in tensors]
             specs = [tensor.spec for tensor in tensors]

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import InvalidInputError, UnsupportedLeafError
 from ..threads import imported
-from . import classes, columns, composite
+from . import classes, columns, composite, objects
 from .containers import (
     CONTAINERS,
     INT_MAX,
@@ -33,6 +33,7 @@ from .containers import (
     step,
 )
 from .tensors import Node, is_array, numpy_dtype_name
+from .torch_layouts import layout_of
 from .tree import FACTORIES, INLINE_BYTES
 from .tree_decode import decode_plain
 
@@ -213,14 +214,17 @@ class Encoder:
 
 
 def _check_composite(value: Any) -> None:
-    """Check that a composite tensor comes back as it is, without the classes of values in its context."""
+    """Check that a composite tensor comes back as it is."""
+    if layout_of(value) is not None:
+        return
     if value.requires_grad:
         raise UnsupportedLeafError(f"{type_name(value)} that requires grad has no stored form: pass tensor.detach()")
-    node = encode_plain(composite.plain_of(value)[composite.CONTEXT])
-    if pack(encode_plain(decode_plain(node))) != pack(node):
+    try:
+        encode_plain(composite.plain_of(value)[composite.CONTEXT])
+    except UnsupportedLeafError as error:
         raise UnsupportedLeafError(
-            f"{type_name(value)} has values of classes in its context, and no stored form: pass tensor.dequantize()"
-        )
+            f"{type_name(value)} has a value in its context without a stored form ({error}): pass tensor.dequantize()"
+        ) from error
 
 
 _NO_FORM = "has no stored form: convert it to a plain value, or wrap it in an object with state_dict/load_state_dict"
@@ -229,7 +233,13 @@ _NO_FORM = "has no stored form: convert it to a plain value, or wrap it in an ob
 def _advice(value: Any) -> str:
     if isinstance(value, IOBase):
         return "is an open file, which has no stored form: store its bytes, as getvalue() or read() gives them"
-    return "is read only as a whole state: save an iterator alone" if isinstance(value, Iterator) else _NO_FORM
+    if isinstance(value, Iterator):
+        return "is read only as a whole state: save an iterator alone"
+    kind: Any = type(value)
+    if not objects.has_attributes_only(kind):
+        return _NO_FORM
+    call = f"torch.serialization.add_safe_globals([{kind.__qualname__}])"
+    return f"{_NO_FORM}; or, if its attributes are plain values and tensors, allow its class: {call}"
 
 
 _CROWDED = f"has more than {MAX_ALIKE} keys of one hash, which would take too long to read: use str as keys"

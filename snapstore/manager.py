@@ -116,14 +116,14 @@ class SnapshotManager(Steps):
         self._async, self._skip_busy = async_save, on_busy == "skip"
         from .save.rank_job import RankJob  # imports all code that threads run: see threads.py
         from .save.staging import Mode, Staging
+        from .save.streaming import FirstState
 
         check_choice("replicas", replicas, ("check", "rank0"))
         check_choice("staging", staging, get_args(Mode))
         self._alone = ranks is False
         chosen, self._made_ranks = (None, False) if read_only and ranks is None else choose(self.run, ranks)
         self._job: RankJob | None = RankJob(chosen, replicas) if chosen is not None else None
-        self._exchange = None
-        self._owned = not isinstance(repository, Repository)
+        self._exchange, self._owned = None, not isinstance(repository, Repository)
         try:
             alike = f"open, replicas={replicas!r}, on_busy={on_busy!r}, save_interval_steps={interval}, run={run!r}"
             opened = partial(self._opened, repository, options, parent, mirror, kept_there)
@@ -138,12 +138,12 @@ class SnapshotManager(Steps):
         if not read_only:
             self.repository.context.engines.start_loading()
         self._background = Background(self.run, self.repository.context.engines)
-        self._pid = os.getpid()
+        self._pid, self._closed = os.getpid(), False
         self._running: SaveRequest | None = None
         self._preemption: Preemption | None = None
         self._ending: SignalHandler | None = None
         self._retention_error: BaseException | None = None  # it costs only space, so saves go on
-        self._closed = False
+        self._first_state = FirstState(of_rank=self._job is not None)
 
     def __repr__(self) -> str:
         return f"SnapshotManager({self.repository.url!r}, run={self.run!r})"
@@ -171,7 +171,7 @@ class SnapshotManager(Steps):
         """Save a snapshot of the state; return as soon as the state may change again.
 
         Args:
-            step: a step off the interval is skipped unless `force`.
+            step: a step off the interval is skipped unless `force`; at the first one the state is only checked.
             state: any nesting of dict, list and tuple over tensors, arrays, plain values and objects with state_dict.
                 Or an iterator of (dotted path, tensor): it cannot be copied, so `save` returns when it is committed.
             metrics, metadata, tags: see `Repository.save`. With several ranks they must be equal on all.
@@ -194,7 +194,7 @@ class SnapshotManager(Steps):
                 self._job.refuse(error)
             raise
         if not (force or self.should_save(step)):
-            return SaveHandle(skipped=True)
+            return self._first_state.skip(state)
         started = time.monotonic()
         self._background.check_inside()
         full = retention.stays_without_neighbours(self.keep, step, self.save_interval_steps)
@@ -255,7 +255,6 @@ class SnapshotManager(Steps):
 
         if self.read_only or is_stream(state):  # the tensors of an iterator are not copied
             return
-
         with self._background.holding_slot("") as slot:
             parts = flatten(state, of_rank=self._job is not None)
             self.repository.context.engines.start_loading()

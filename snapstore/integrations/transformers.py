@@ -31,21 +31,14 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ..context import Context
-from ..errors import (
-    CapabilityError,
-    IntegrityError,
-    InvalidInputError,
-    NotFoundError,
-    RanksError,
-    StorageError,
-    needs,
-)
+from ..errors import CapabilityError, IntegrityError, InvalidInputError, NotFoundError, RanksError, StorageError, needs
 from ..format.records import Snapshot
 from ..manager import SnapshotManager
 from ..ranks import place
 from ..restore.pipeline import read
 from ..retention import KeepLast
 from ..state.composite import require_classes
+from ..state.objects import allowed_classes
 from ..state.per_rank import PerRank
 from ..state.rng import RngState
 from ..text import counted, log
@@ -405,8 +398,9 @@ def checkpoint_dir(
     with tempfile.TemporaryDirectory(prefix="snapstore-", dir=folder) as parent:
         path = Path(parent) / f"checkpoint-{step}"
         path.mkdir()
-        _write_files(manager, step, path)
-        yield str(path)
+        with torch.serialization.safe_globals(allowed_classes()):  # the Trainer reads the files with torch.load
+            _write_files(manager, step, path)
+            yield str(path)
 
 
 def _write_files(manager: SnapshotManager, step: int, path: Path) -> None:

@@ -93,8 +93,8 @@ def safe_globals() -> list[Any]:
     return [one[0] if type(one) is tuple else one for one in found]
 
 
-def allowed_classes() -> list[type]:
+def allowed_classes() -> list[Any]:
     """Return the classes of `ALLOWED` that the program has imported."""
     modules = ((imported(module), names) for module, names in ALLOWED.items())
-    found = [vars(module).get(name) for module, names in modules if module is not None for name in names]
+    found: list[Any] = [vars(module).get(name) for module, names in modules if module is not None for name in names]
     return [kind for kind in found if has_attributes_only(kind)]

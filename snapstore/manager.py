@@ -63,6 +63,7 @@ class SnapshotManager(Steps):
             It is made if there is none. A new first repository takes the digest seed and chunk size of the mirror. A
             step that only the mirror has is copied back when it is restored.
         mirror_keep: the policies of the mirror; (): it keeps everything; None: those of `keep`.
+        mirror_verify: as `verify` of `Repository.copy`, for the copies to the mirror and back.
         async_save: save in the background; else `save` returns after the commit.
         on_busy: while a save runs, or forgets and runs gc after its commit, `save` waits for it ("wait"), or skips
             ("skip"); with `force` it waits. While memory is taken for a save (`prepare`), `save` always waits.
@@ -94,6 +95,7 @@ class SnapshotManager(Steps):
         keep: retention.Policy | Sequence[retention.Policy] = (),
         mirror: str | Path | ObjectStore | None = None,
         mirror_keep: retention.Policy | Sequence[retention.Policy] | None = None,
+        mirror_verify: bool = True,
         async_save: bool = True,
         on_busy: Literal["wait", "skip"] = "wait",
         staging: Literal["auto", "device", "host"] = "auto",
@@ -108,12 +110,12 @@ class SnapshotManager(Steps):
         if interval is None or interval < 1:
             raise InvalidInputError(f"save_interval_steps {save_interval_steps!r}: expected an integer of 1 or more")
         check_choice("on_busy", on_busy, ("wait", "skip"))
-        check_flags(async_save=async_save, keep_base=keep_base, read_only=read_only)
+        check_flags(async_save=async_save, keep_base=keep_base, read_only=read_only, mirror_verify=mirror_verify)
         self.save_interval_steps = interval
         self.keep = retention.check(keep)
         kept_there = self.keep if mirror_keep is None else retention.check(mirror_keep)
         self.read_only = read_only
-        self._async, self._skip_busy = async_save, on_busy == "skip"
+        self._async, self._skip_busy, self._verifies = async_save, on_busy == "skip", mirror_verify
         from .save.rank_job import RankJob  # imports all code that threads run: see threads.py
         from .save.staging import Mode, Staging
         from .save.streaming import FirstState
@@ -138,12 +140,11 @@ class SnapshotManager(Steps):
         if not read_only:
             self.repository.context.engines.start_loading()
         self._background = Background(self.run, self.repository.context.engines)
-        self._pid, self._closed = os.getpid(), False
+        self._pid, self._closed, self._first_state = os.getpid(), False, FirstState(of_rank=self._job is not None)
         self._running: SaveRequest | None = None
         self._preemption: Preemption | None = None
         self._ending: SignalHandler | None = None
         self._retention_error: BaseException | None = None  # it costs only space, so saves go on
-        self._first_state = FirstState(of_rank=self._job is not None)
 
     def __repr__(self) -> str:
         return f"SnapshotManager({self.repository.url!r}, run={self.run!r})"

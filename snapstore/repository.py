@@ -347,6 +347,7 @@ class Repository(Snapshots):
         *,
         to: str | Path | ObjectStore | Repository,
         run: str | None = None,
+        verify: bool = True,
         dry_run: bool = False,
     ) -> CopyResult:
         """Copy snapshots into another repository as they are stored: verify them, and send only blobs that it lacks.
@@ -358,6 +359,7 @@ class Repository(Snapshots):
             refs: the snapshots to copy. None: all committed ones, except snapshots that the destination has forgotten.
             to: the destination. If there is none, one is made, with the chunk size and digest seed of this repository.
             run: without `refs`: copy only the snapshots of this run.
+            verify: rebuild each chunk that is sent; compare its digest. False: no save there builds on it until proven.
 
         Returns:
             The work done, and the snapshots that could not be copied; nothing of them was committed.
@@ -372,15 +374,15 @@ class Repository(Snapshots):
 
         if refs is not None and run is not None:
             raise InvalidInputError(f"run {run!r}: pass either refs or run")
-        chosen, unknown = self._chosen(refs, run)
+        (chosen, unknown), named = self._chosen(refs, run), refs is not None
         if isinstance(to, Repository):
-            return copy(self.context, to.context, chosen, unknown, named=refs is not None, dry_run=dry_run)
+            return copy(self.context, to.context, chosen, unknown, named=named, dry_run=dry_run, verify=verify)
         try:
             target = Repository.open(to) if dry_run else Repository.open_or_create(to, like=self, options=self.options)
         except NotFoundError:
             return CopyResult(str(to), copied=chosen, unknown=unknown, dry_run=True)
         with target:
-            return copy(self.context, target.context, chosen, unknown, named=refs is not None, dry_run=dry_run)
+            return copy(self.context, target.context, chosen, unknown, named=named, dry_run=dry_run, verify=verify)
 
     def _chosen(self, refs: Sequence[str] | None, run: str | None) -> tuple[list[Snapshot], dict[str, str]]:
         """Return the snapshots that are named, or those of a run, or all; and the records that are not known."""
@@ -421,8 +423,8 @@ class Repository(Snapshots):
         """Verify the repository, and return the problems that were found.
 
         Args:
-            level: "metadata" (are all objects there?), "data" (are all stored bytes intact?) or "restore" (does every
-                state come back bit for bit?).
+            level: "metadata" (are all objects there?), "data" (are all stored bytes as written?) or "restore" (does the
+                state come back bit for bit? Only this level compares digests).
             share: the part of the packs that "data" reads, 0 to 1.
             subset: (n, t): "data" reads the n-th of t fixed shares of the packs, so t checks read them all.
             max_decoded_bytes: "restore" decodes at most so many bytes; None: 1 GiB plus 8192 times the stored bytes. No

@@ -86,6 +86,7 @@ class Steps:
     repository: Repository
     keep: Sequence[retention.Policy]
     read_only: bool
+    _verifies: bool
     _unapplied = ""  # a warning of stored policies, if this manager has none
     if TYPE_CHECKING:
         _job: RankJob | None
@@ -256,7 +257,7 @@ class Steps:
         opened = Repository.open if read_only else partial(Repository.open_or_create, like=repository)
         opened = partial(opened, mirror, options=repository.options)
         url = mirror if isinstance(mirror, str) else getattr(mirror, "url", str(mirror))
-        found = Mirror(self.run, url, repository.context, opened, keep, read_only=read_only)
+        found = Mirror(self.run, url, repository.context, opened, keep, read_only=read_only, verify=self._verifies)
         found.start()
         repository.lineage.number_from(self.run, lambda: found.next_seq)
         self._mirror = found

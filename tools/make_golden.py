@@ -2,6 +2,7 @@
 
     .venv/bin/python tools/make_golden.py
     .venv/bin/python tools/make_golden.py --deltas   # tests/golden/v<version>-deltas/, with every kind of delta
+    .venv/bin/python tools/make_golden.py --layouts   # tests/golden/v<version>-layouts/, with strides and optimizers
     python3 tools/make_golden.py --gpu   # tests/golden/v<version>-gpu/: the same deltas, written by the GPU engine
     python3 tools/make_golden.py --ans   # tests/golden/ans-v<version>/, which only a GPU can read
 
@@ -36,19 +37,25 @@ import torch
 from snapstore import KeepEvery, KeepLast, PerRank, Repository, RngState, SaveOptions, Snapshot, SnapshotManager
 from snapstore.distributed.local import local_ranks
 from snapstore.format.records import ABORTED, COMMITTED, FORGOTTEN, FORMAT_VERSION, SWEPT
+from snapstore.state.dim_order import dim_order_of
 from snapstore.state.tensors import TORCH_DTYPES
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests" / "golden" / f"v{FORMAT_VERSION}"
 MAX_BYTES = 448 * 1024
 DELTAS = FOLDER.with_name(f"{FOLDER.name}-deltas")
 MAX_DELTA_BYTES = 300 * 1000
+LAYOUTS = FOLDER.with_name(f"{FOLDER.name}-layouts")
 BY_GPU = FOLDER.with_name(f"{FOLDER.name}-gpu")
 ANS = FOLDER.with_name(f"ans-{FOLDER.name}")
 OPTIONS = SaveOptions(restore_cost=4.0, threads=2)
 #: Step of the run "job" -> how many ranks save it.
 JOB = {0: 3, 1: 3, 2: 2}
+#: Snapshots of the run "layouts", and ranks of the run "shares".
+LAYOUT_STEPS, SHARES = 3, 2
 #: A state of more leaves has only their digest in expected.json.
 MANY_LEAVES = 25
+#: Runs that ranks save.
+JOBS = ("job", "shares")
 #: Snapshots of the run "few".
 FEW_STEPS = 4
 #: Snapshots of the run "kinds": how each changes the elements of the one before.
@@ -73,15 +80,23 @@ def _described(value: Any, path: str) -> Iterator[tuple[str, list[Any]]]:
     elif isinstance(value, torch.Tensor):
         raw = value.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes() if value.numel() else b""
         dtype = str(value.dtype).removeprefix("torch.")
-        yield path, [type(value).__name__, dtype, list(value.shape), value.requires_grad, _sha256(raw)]
+        yield path, [type(value).__name__, dtype, list(value.shape), value.requires_grad, _sha256(raw), *_order(value)]
     elif isinstance(value, np.ndarray):
-        yield path, ["ndarray", value.dtype.str, list(value.shape), False, _sha256(value.tobytes())]
+        yield path, ["ndarray", value.dtype.str, list(value.shape), False, _sha256(value.tobytes()), *_order(value)]
+    elif isinstance(value, torch.optim.Optimizer):
+        yield from _described(value.state_dict(), path)
     elif isinstance(value, bytes | bytearray):
         yield path, [type(value).__name__, len(value), _sha256(bytes(value))]
     elif isinstance(value, set | frozenset):
         yield path, [type(value).__name__, sorted(map(repr, value))]
     else:
         yield path, [type(value).__name__, repr(value)]
+
+
+def _order(value: Any) -> list[list[int]]:
+    """Return the order of the dimensions in memory, in a list; [] for C order."""
+    order = dim_order_of(value)
+    return [list(order)] if order else []
 
 
 def _sha256(data: bytes) -> str:
@@ -234,6 +249,58 @@ def long_chain(step: int) -> dict[str, Any]:
         for _ in range(step):
             part[name].view(bits)[torch.from_numpy(rng.choice(often, 90, replace=False))] += 1
     return {"model": part}
+
+
+class Momentum(torch.optim.Optimizer):
+    """An optimizer without arguments, whose state is the same in every release of torch."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+
+def layouts(step: int) -> dict[str, Any]:
+    """Return arrays whose dimensions lie in other orders than C's, and an optimizer with momenta like them."""
+    rng = np.random.default_rng(11)
+    images = torch.from_numpy(rng.normal(0, 0.02, (24, 16, 3, 3)).astype(np.float32))
+    images.view(-1)[: 40 * step] += 1e-7
+    model = {
+        "channels_last": torch.nn.Parameter(images.to(memory_format=torch.channels_last)),
+        "1x1": torch.nn.Parameter(images[:, :, :1, :1].clone(memory_format=torch.channels_last)),
+        "transposed": torch.from_numpy(rng.normal(0, 1, (60, 40))).to(torch.bfloat16).t(),
+        "permuted": torch.from_numpy(rng.normal(0, 1, (10, 12, 14))).permute(2, 0, 1),
+        "inline": torch.arange(6).reshape(3, 2).t(),
+        "in order": torch.nn.Parameter(torch.arange(1200.0).reshape(30, 40) + step),
+        "gaps": torch.arange(60).reshape(6, 10)[:, ::2].t(),
+    }
+    optimizer = Momentum([p for p in model.values() if isinstance(p, torch.nn.Parameter)])
+    for parameter in optimizer.param_groups[0]["params"]:
+        optimizer.state[parameter] = {"momentum": parameter.detach() / 3, "step": torch.tensor(float(step))}
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3, dtype=torch.float64))], "lr": 0.2})
+    arrays = {"fortran": np.asfortranarray(rng.normal(0, 1, (30, 40))), "axes": np.zeros((2, 3, 4)).transpose(1, 2, 0)}
+    return {"model": model, "optimizer": optimizer, "arrays": arrays, "nested": {"optimizers": [optimizer]}}
+
+
+def layouts_of_rank(rank: int) -> dict[str, Any]:
+    """Return a rank's rows: of a matrix that all ranks have column by column, and of one that one rank has so."""
+    whole = torch.arange(48.0 * 40).reshape(48, 40)
+    both, one = (part_of(whole, 0, rank, SHARES) for _ in range(2))
+    both.data = both.data.t().contiguous().t()
+    if rank:
+        one.data = one.data.t().contiguous().t()
+    found = layouts(0)
+    return {
+        "both": both,
+        "one": one,
+        "plain": found["model"]["channels_last"],
+        "optimizer": found["optimizer"],
+        "own": PerRank({"optimizer": Momentum([torch.nn.Parameter(torch.ones(4 + rank, 2))]), "t": whole[rank:].t()}),
+    }
+
+
+def restored_of_rank(rank: int) -> dict[str, Any]:
+    """Return a rank's state of the run "shares" as a restore gives it."""
+    whole, found = torch.arange(48.0 * 40).reshape(48, 40), layouts_of_rank(rank)
+    return found | {"both": whole.t().contiguous().t(), "one": whole, "own": found["own"].value}
 
 
 def ans(step: int) -> dict[str, Any]:
@@ -425,6 +492,19 @@ def write(folder: Path) -> None:
     save_job(folder, 2, 1, JOB[2])
 
 
+def write_layouts(folder: Path) -> None:
+    """Write a repository with dimension orders and optimizers, of one process and of ranks."""
+    with Repository.create(folder, chunk_bytes=4096, options=OPTIONS) as repo:
+        for step in range(LAYOUT_STEPS):
+            repo.save(layouts(step), run="layouts", step=step)
+    ranks = local_ranks(SHARES)
+    with ThreadPoolExecutor(SHARES) as pool:
+        manager_of = partial(SnapshotManager, folder, run="shares", async_save=False, options=OPTIONS)
+        managers = list(pool.map(lambda rank: manager_of(ranks=rank), ranks))
+    on_all(managers, lambda manager, rank: manager.save(0, layouts_of_rank(rank)).result())
+    on_all(managers, lambda manager, _: manager.close())
+
+
 def write_deltas(folder: Path, device: str = "cpu") -> None:
     """Write a repository with the kinds of deltas and chains that `write` does not make, from tensors on `device`."""
     with Repository.create(folder, chunk_bytes=8192, options=replace(OPTIONS, restore_cost=100.0)) as repo:
@@ -449,7 +529,15 @@ def on_device(state: dict[str, Any], device: str) -> dict[str, Any]:
 
 
 #: Run -> the state of a step.
-STATES = {"main": state, "fork": state, "few": few_changes, "kinds": delta_kinds, "long": long_chain, "ans": ans}
+STATES = {
+    "layouts": layouts,
+    "main": state,
+    "fork": state,
+    "few": few_changes,
+    "kinds": delta_kinds,
+    "long": long_chain,
+    "ans": ans,
+}
 
 
 def expectations(folder: Path) -> dict[str, Any]:
@@ -461,15 +549,20 @@ def expectations(folder: Path) -> dict[str, Any]:
             found = {
                 "id": s.id, "run": s.run, "step": s.step, "seq": s.seq, "state": s.state, "parent": s.parent,
                 "tags": s.tags, "metrics": s.metrics, "depth": s.depth, "logical_bytes": s.logical_bytes,
-                "leaves": summary(describe(repo.restore(f"id:{s.id}"))) if readable and s.run != "job" else None,
+                "leaves": summary(describe(repo.restore(f"id:{s.id}"))) if readable and s.run not in JOBS else None,
             }  # fmt: skip
             if s.run == "job":
                 found["ranks"] = [summary(describe(restored_job(repo, s.step, rank))) for rank in range(JOB[s.step])]
                 require_job(repo, s.step)
+            elif s.run == "shares":
+                with SnapshotManager(repo, run="shares", read_only=True) as manager:
+                    ranks = [describe(manager.restore(s.step, per_rank=rank)) for rank in range(SHARES)]
+                assert ranks == [describe(restored_of_rank(rank)) for rank in range(SHARES)]
+                found["ranks"] = list(map(summary, ranks))
             elif readable and s.run in STATES:
                 assert found["leaves"] == summary(describe(STATES[s.run](s.step))), s.ref
             snapshots.append(found)
-        assert 3 in {s["depth"] for s in snapshots}
+        assert max(s["depth"] for s in snapshots) >= (1 if folder == LAYOUTS else 3)
         assert repo.check("restore").ok
     return {"format": FORMAT_VERSION, "snapshots": snapshots}
 
@@ -488,12 +581,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--deltas", action="store_true", help="make the one with every kind of delta")
+    which.add_argument("--layouts", action="store_true", help="make the one with strides and optimizers")
     which.add_argument("--gpu", action="store_true", help="make the same deltas on a GPU")
     which.add_argument("--ans", action="store_true", help="make the one with nvCOMP's ANS, on a GPU")
     chosen = parser.parse_args()
     folder, make, most = FOLDER, write, MAX_BYTES
     if chosen.deltas:
         folder, make, most = DELTAS, write_deltas, MAX_DELTA_BYTES
+    elif chosen.layouts:
+        folder, make, most = LAYOUTS, write_layouts, MAX_DELTA_BYTES
     elif chosen.gpu:
         folder, make, most = BY_GPU, partial(write_deltas, device="cuda"), MAX_DELTA_BYTES
     elif chosen.ans:

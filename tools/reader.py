@@ -33,7 +33,7 @@ import numpy as np
 import xxhash
 import zstandard
 
-KNOWN_FEATURES = {"ranks"}
+KNOWN_FEATURES = {"ranks", "strides", "parameter_shapes"}
 SMALL_OBJECT, METADATA, CHUNK, INLINE, BOX_MAP = 64 << 20, 1 << 20, 64 << 20, 16 << 20, 256 << 20
 SPARSE = 1 << 24  # elements
 DEPTH, CHAIN, SAME_HASH, NESTING = 200, 255, 256, 96
@@ -402,6 +402,7 @@ class Tensor:
     dtype: str
     data: np.ndarray[Any, Any]
     requires_grad: bool
+    order: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -442,6 +443,7 @@ class Entry:
         need(type(self.requires_grad) is bool and len(integers(self.shape)) <= 64, "an entry's fields")
         self.inline = (0, 0) if inline is None else tuple(integers(inline, 2))
         self.pieces: list[tuple[list[int], list[int], bytes]] = []
+        self.order: tuple[int, ...] = ()
 
     def same(self, other: Entry) -> bool:
         """Whether both have one family, dtype and shape."""
@@ -467,8 +469,16 @@ class Entry:
         for _, sizes, data in self.pieces:
             need(len(data) == math.prod(sizes) * self.numpy.itemsize, "a box has another number of bytes")
 
-    def assembled(self, pieces: list[tuple[list[int], list[int], bytes]]) -> np.ndarray[Any, Any]:
-        """Put disjoint boxes that cover the whole together."""
+    def lay_out(self, order: Any) -> None:
+        """Take the order of the dimensions in memory."""
+        every = list(range(len(self.shape)))
+        need(self.family in ("tensor", "array") and sorted(integers(order)) == every != order, "an order of dimensions")
+        self.order = tuple(order)
+
+    def assembled(
+        self, pieces: list[tuple[list[int], list[int], bytes]], order: tuple[int, ...]
+    ) -> np.ndarray[Any, Any]:
+        """Put disjoint boxes that cover the whole together, in an order of dimensions in memory."""
         size = self.numpy.itemsize
         need(sum(len(data) for _, _, data in pieces) == math.prod(self.shape) * size, "boxes do not cover a tensor")
         out, seen = np.zeros(self.shape, f"V{size}"), np.zeros(self.shape, bool)
@@ -477,7 +487,8 @@ class Entry:
             need(not seen[where].any(), "boxes overlap")
             seen[where] = True
             out[where] = np.frombuffer(data, out.dtype).reshape(sizes)
-        return out.view(self.numpy)
+        found = out.view(self.numpy)
+        return np.ascontiguousarray(found.transpose(order)).transpose(np.argsort(order)) if order else found
 
 
 # --- manifests ---
@@ -485,7 +496,7 @@ class Entry:
 COLUMNS = {"ref_counts": "<u2", "ref_kinds": "u1", "ref_packs": "<u4", "ref_offsets": "<u8", "ref_lengths": "<u4"}
 COLUMNS |= {"lengths": "<u4", "digests": "V16", "ref_digests": "V16"}
 #: Sections that this reader knows; it ignores others, whatever their codec and size.
-SECTIONS = {"tree", "tensors", "inline", *COLUMNS}
+SECTIONS = {"tree", "tensors", "inline", "strides", *COLUMNS}
 
 
 class Manifest:
@@ -522,13 +533,20 @@ class Manifest:
         self.entries = [Entry(fields) for fields in entries]
         need(len(self.entries) == header["tensors"], "a manifest has another number of tensors")
         self.tree = unpack(self.sections["tree"])
+        need(("strides" in header["features"]) == ("strides" in self.sections), "strides without their feature")
+        orders = unpack(self.sections.get("strides", b"\x90"))
+        need("strides" not in self.sections or orders, "no strides")
+        numbers = [number(entry) for entry, _ in orders]
+        need(numbers == sorted(set(numbers)) and max(numbers, default=-1) < len(self.entries), "entries of strides")
+        for entry, order in orders:
+            self.entries[entry].lay_out(order)
         self._read()
 
     def _section(self, data: bytes, name: str, offset: int, stored: int, raw: int, codec: int) -> bytes:
         need(offset + stored <= len(data), "a section ends beyond its manifest")
         need(codec in (0, 1), f"a section has codec {codec}", UnknownError)
         need(codec or stored == raw, "a section has another length")
-        bound = {"inline": INLINE, "tree": max(64 << 10, 64 * stored), "tensors": max(64 << 10, 64 * stored)}
+        bound = {"inline": INLINE} | dict.fromkeys(("tree", "tensors", "strides"), max(64 << 10, 64 * stored))
         need(not codec or raw <= bound.get(name, 4 * self.reference["size_bytes"]), f"the section {name} is too long")
         need(not codec or name not in ("digests", "ref_digests"), f"the section {name} is compressed")
         section = data[offset : offset + stored]
@@ -612,6 +630,7 @@ class Part:
         self.tree, self.own = self.root.tree, dict[int | None, list[Any]]()
         self.pieces = [list(entry.pieces) for entry in self.root.entries]
         self.boxes = [Counter[tuple[int, ...]]() for _ in self.pieces]  # (rank, offsets, sizes)
+        self.orders = [{entry.order} if entry.pieces else set() for entry in self.root.entries]
         if several:
             self._require_root(children)
         else:
@@ -687,6 +706,7 @@ class Part:
             need(entry.same(self.root.entries[places_here[nth]]), "root and child have other tensors of one path")
             need(entry.boxes or not entry.pieces, "inline bytes without a box")
             self.pieces[places_here[nth]] += entry.pieces
+            self.orders[places_here[nth]] |= {entry.order} if entry.pieces else set()
             self.boxes[places_here[nth]].update((rank, *offsets, *sizes) for offsets, sizes, _ in entry.pieces)
         if child.tree is not None:
             is_own = isinstance(child.tree, list) and len(child.tree) == 2 and child.tree[0] == "own"
@@ -697,9 +717,15 @@ class Part:
     def array(self, rank: int | None, index: int) -> np.ndarray[Any, Any]:
         """Return the bytes of an entry of the root, or of a rank's own."""
         if rank is None:
-            return self.root.entries[index].assembled(self.pieces[index])
+            return self.root.entries[index].assembled(self.pieces[index], self.order(None, index))
         entry = self.children[rank].entries[index]
-        return entry.assembled(entry.pieces)
+        return entry.assembled(entry.pieces, entry.order)
+
+    def order(self, rank: int | None, index: int) -> tuple[int, ...]:
+        """Return the order in memory of an entry of the root, in which all its boxes were written, or of a rank's."""
+        if rank is not None:
+            return self.children[rank].entries[index].order
+        return next(iter(self.orders[index])) if len(self.orders[index]) == 1 else ()
 
     def entries(self, rank: int | None) -> list[Entry]:
         """Return the entries of the root, or of a rank."""
@@ -723,9 +749,10 @@ class Tree:
         """Decode the root dict of part "", whose values may be the trees of other parts."""
         others = {name for name in self.snapshot.parts if name != self.part}
         named: list[str] = []
-        need(not others or (isinstance(node, list) and node[0] in ("dict", "odict")), "the root is no dict")
+        root = node[3] if isinstance(node, list) and node[0] == "optimizer" and len(node) == 4 else node
+        need(not others or (isinstance(root, list) and root[0] in ("dict", "odict")), "the root is no dict")
         if others:
-            named = [value[1] for value in node[2] if isinstance(value, list) and value[0] == "part"]
+            named = [value[1] for value in root[2] if isinstance(value, list) and value[0] == "part"]
             need(sorted(named) == sorted(others), "each part is not named once")
         return self.value(node, 0)
 
@@ -741,7 +768,7 @@ class Tree:
             found = decode(node)
             if found is not None:
                 return found
-        need(depth < DEPTH or node[0] in ("enum", "object", "columns", "rank"), "a tree is too deep")
+        need(depth < DEPTH or node[0] in ("enum", "object", "optimizer", "columns", "rank"), "a tree is too deep")
         return self._container(node, depth + 1)
 
     def _plain(self, node: list[Any]) -> Any:
@@ -797,10 +824,10 @@ class Tree:
         match node:
             case ["tensor" | "parameter" as tag, int(index), bool(requires_grad)]:
                 entry, array = self.snapshot.array(self.part, self.rank, index, "tensor")
-                return Tensor(tag, entry.dtype, array, requires_grad)
+                return Tensor(tag, entry.dtype, array, requires_grad, self.snapshot.order(self.part, self.rank, index))
             case ["array", int(index)]:
                 entry, array = self.snapshot.array(self.part, self.rank, index, "array")
-                return Tensor("array", entry.dtype, array, False)
+                return Tensor("array", entry.dtype, array, False, self.snapshot.order(self.part, self.rank, index))
             case ["bytes", int(index)]:
                 return self.snapshot.array(self.part, self.rank, index, "bytes")[1].tobytes()
             case ["bytearray", int(index)]:
@@ -841,6 +868,13 @@ class Tree:
             case ["object", str(kind), str(module), str(name), inner, *fields]:
                 need(not isinstance(inner, list) or inner[:1] != ["object"], "the plain form of an object is an object")
                 return self._object(kind, (module, name), self.value(inner, depth - 1), fields)
+            case ["optimizer", list(forms), list(numbers), list(inner)]:
+                need(inner[:1] in (["dict"], ["odict"], ["columns"]), "the state of an optimizer is no dict")
+                for form in forms:
+                    need(isinstance(form, list) and len(form) == 2 and type(form[0]) is str, "the form of a parameter")
+                    integers(form[1])
+                need(all(n < len(forms) for n in integers(numbers)), "a form of a parameter that is not there")
+                return self.value(inner, depth - 1)
             case ["part", str(name)] if depth == 2 and self.part == "" and self.rank is None:
                 return self.snapshot.tree(name)
             case ["rank", int(i)] if self.rank is None:
@@ -1008,6 +1042,10 @@ class Snapshot:
         need(0 <= number(i) < len(nodes), f"rank {self.rank} has no own value {i} in part {part!r}")
         return Tree(self, part, self.rank).value(nodes[i], 0)
 
+    def order(self, part: str, rank: int | None, index: int) -> tuple[int, ...]:
+        """Return the order in memory of the dimensions of an array."""
+        return self.parts[part].order(rank, index)
+
     def array(self, part: str, rank: int | None, index: int, family: str) -> tuple[Entry, np.ndarray[Any, Any]]:
         """Return an entry of this family, and its array: that of the entry to which it is tied."""
         entries = self.parts[part].entries(rank)
@@ -1154,7 +1192,8 @@ def described(value: Any, path: str = "") -> Iterator[tuple[str, list[Any]]]:
     elif isinstance(value, Tensor):
         kind = {"tensor": "Tensor", "parameter": "Parameter", "array": "ndarray"}[value.kind]
         digest = hashlib.sha256(value.data.tobytes()).hexdigest()
-        yield path, [kind, value.dtype, list(value.data.shape), value.requires_grad, digest]
+        order = [list(value.order)] if value.order else []
+        yield path, [kind, value.dtype, list(value.data.shape), value.requires_grad, digest, *order]
     elif isinstance(value, bytes | bytearray):
         yield path, [type(value).__name__, len(value), hashlib.sha256(value).hexdigest()]
     elif isinstance(value, set | frozenset):

@@ -4,9 +4,10 @@ Three levels; each includes the one before:
 
     metadata   every small object and every manifest can be read and matches its name; every pack that is needed is
                there and has its size; the index agrees
-    data       the bytes of every pack match its SHA-256; in a damaged pack every blob is checked
+    data       the bytes of every pack match its SHA-256: as they were written, whatever content that is; in a damaged
+               pack every blob is checked
     restore    every chunk of every snapshot is rebuilt; its digest, and the digests and lengths of its references, are
-               compared
+               compared. Only this level proves that content is right
 
 In: an open repository. Out: a CheckResult with every problem; each problem names the snapshots that it damages and the
 command to run. Nothing is written. scan_records.py and scan_objects.py read the repository; recoverable.py says which

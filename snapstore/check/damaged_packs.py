@@ -146,7 +146,11 @@ def _require_state(parts: Sequence[StoredPart]) -> None:
 
 
 def unbuilt(
-    context: Context, m: Manifest, rows: Sequence[int], proven: dict[int, int] | None = None
+    context: Context,
+    m: Manifest,
+    rows: Sequence[int],
+    proven: dict[int, int] | None = None,
+    checksums: Column | None = None,
 ) -> dict[int, SnapstoreError]:
     """Rebuild chunks, compare the headers of their blobs with the manifest; return row -> error of each that fails.
 
@@ -156,12 +160,15 @@ def unbuilt(
     Args:
         proven: receives, for each row that does not fail, how many blobs of its chain give their chunks
             (`chain_decode.prove_chain`).
+        checksums: (k,) of the blob of each reference, as in `ProvingEngine`; None: none is known.
 
     Raises:
         StorageError: the store does not answer at all, or withholds a pack, which may be whole.
     """
     packs, lengths = m.header.pack_names, m.table.lengths
-    engine = ProvingEngine(context.engines.cpu, m.table.ref_digests[m.table.refs_of(np.array(rows, np.int64))])
+    refs = m.table.refs_of(np.array(rows, np.int64))
+    known = np.zeros(len(refs), np.uint64) if checksums is None else checksums[refs]
+    engine = ProvingEngine(context.engines.cpu, m.table.ref_digests[refs], known)
     try:
         rebuilt = (whole(m.table, packs, row, np.empty(int(lengths[row]), np.uint8)) for row in rows)
         for _ in ChunkReader(context, engine).rebuild(rebuilt):
@@ -180,8 +187,8 @@ def unbuilt(
         if len(rows) == 1:
             return {rows[0]: error}
     half = len(rows) // 2  # halves, not single rows: each try is a request
-    failed = unbuilt(context, m, rows[:half], proven)
-    return failed | unbuilt(context, m, rows[half:], proven)
+    failed = unbuilt(context, m, rows[:half], proven, checksums)
+    return failed | unbuilt(context, m, rows[half:], proven, checksums)
 
 
 def _without_traceback(error: SnapstoreError) -> SnapstoreError:

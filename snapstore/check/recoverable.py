@@ -141,6 +141,8 @@ def _reconstructed(
                 f"its record is reconstructed from its manifests and from revision {earlier.revision}; what came later "
                 "is undone"
             )
+        if stand_in(key).revision:  # a copy may have written it, and nothing tells whether that verified the chunks
+            record = msgspec.structs.replace(record, unproven=context.config.uuid)
         if has_all(context, scan.sizes, record):
             return record.revised(), f"{whence}; it is tagged {_repair_tag(record.id)!r}: look at it"
     return None

@@ -35,6 +35,7 @@ from ..format.manifest import Manifest, manifest_name
 from ..format.rank_checks import RankCheck, check_roots
 from ..format.records import COMMITTED, FORGOTTEN, MAX_OBJECT_BYTES, Lost, ManifestList, ManifestRef, Snapshot, decode
 from ..format.tensor_layout import check_layouts
+from ..protocol.session import PROVE
 from ..text import some, strip_hint
 from .damaged_packs import DamagedPacks, check_tree
 from .report import COPY, DROP, GC, REPAIR, REPAIR_CHUNKS, CheckResult, Findings, stand_in
@@ -61,6 +62,7 @@ class ScanResult:
         recovered: packs in quarantine that are whole, or gone and needed by no snapshot.
         found_again: ids of the snapshots that lack a manifest by a note, but that lack none now or are collected.
         unneeded: keys of the packs and manifests that no committed snapshot needs; none if nothing can tell.
+        proven: ids of the snapshots whose chains are proven, each link by its digest; none below level "restore".
     """
 
     report: CheckResult
@@ -73,6 +75,7 @@ class ScanResult:
     recovered: frozenset[str]
     found_again: frozenset[str]
     unneeded: frozenset[str]
+    proven: frozenset[str]
 
 
 def scan_objects(
@@ -110,6 +113,7 @@ class _ObjectScanner:
         for key, offsets in records.noted_blobs.items():
             for offset in offsets:
                 self._packs.condemn(key, offset)
+        self._proven: set[str] = set()
         self._unknown: set[str] = set()  # ids of snapshots that this release or this machine cannot read in full
         self._without_manifest: dict[str, str] = {}
         self._without_list: set[str] = set()
@@ -124,8 +128,10 @@ class _ObjectScanner:
         if self._level == "restore":
             for snapshot in reversed(snapshots):
                 with suppress(*DAMAGE):  # remembers the good chains, also chains of older snapshots
-                    for _, m in all_manifests(snapshot, self._read):
-                        self._rebuilder.failures(snapshot.ref, m, self._packs, prove=True)
+                    manifests = (m for _, m in all_manifests(snapshot, self._read))
+                    failures = partial(self._rebuilder.failures, snapshot.ref, packs=self._packs, prove=True)
+                    if not [row for m in manifests for row in failures(m=m)]:
+                        self._proven.add(snapshot.id)
         needed = set(self._records.quarantined)
         for snapshot in snapshots:
             keys = self._scan_snapshot(snapshot)
@@ -146,6 +152,7 @@ class _ObjectScanner:
             recovered=frozenset(recovered),
             found_again=frozenset(found_again),
             unneeded=unneeded,
+            proven=frozenset(self._proven & {snapshot.id for snapshot in report.restorable}),
         )
 
     def _report(self, snapshots: Sequence[Snapshot], unneeded: frozenset[str]) -> CheckResult:
@@ -153,6 +160,8 @@ class _ObjectScanner:
         bad = {name for problem in self._findings.problems for name in problem.snapshots}
         doubtful = bad | self._unknown
         kept = [snapshot for snapshot in snapshots if snapshot.state in _STATES]
+        for s in (s for s in kept if s.unproven):
+            self._findings.note("record", s.key, f"{s.ref}: copied without verification; no save builds on it", PROVE)
         damaged, named = list(self._records.damaged), {s.id for s in self._records.damaged}
         unknown = [stand_in(key) for key in sorted(self._records.unknown)]
         return CheckResult(

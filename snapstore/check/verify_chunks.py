@@ -9,12 +9,15 @@ import hashlib
 
 import numpy as np
 
+from ..arrays import Column
 from ..chunks import limits
 from ..context import Context
-from ..errors import CapabilityError, SnapstoreError
+from ..errors import CapabilityError, IntegrityError, SnapstoreError
 from ..format.manifest import Manifest
 from ..text import human_bytes, log
 from .damaged_packs import DamagedPacks, lost_rows, unbuilt
+
+_FORGED_LINK = "an older blob of its chain does not give the chunk of its digest; run 'snapstore check --restore'"
 
 
 class ChunkRebuilder:
@@ -24,21 +27,26 @@ class ChunkRebuilder:
         max_decoded_bytes: limit of the bytes to decode; None: the default of limits.py.
 
     Attributes:
+        store: of the repository.
         budget: counts the bytes decoded.
     """
 
     def __init__(self, context: Context, max_decoded_bytes: int | None) -> None:
-        self._context = context
+        self._context, self.store = context, context.store
         self.budget = limits.Budget(context.store, max_decoded_bytes)
         self._good: set[bytes] = set()  # names of chains
 
-    def failures(self, ref: str, m: Manifest, packs: DamagedPacks, *, prove: bool = False) -> dict[int, SnapstoreError]:
+    def failures(
+        self, ref: str, m: Manifest, packs: DamagedPacks, *, prove: bool = False, checksums: Column | None = None
+    ) -> dict[int, SnapstoreError]:
         """Rebuild the chunks of a manifest, except chains that are known to be good and chunks with a lost blob.
 
         Args:
             ref: the snapshot, for messages.
             prove: also remember each link of a chain that gives the digest of its own chunk: older snapshots refer to
-                such links, and their blobs need no second decode.
+                such links, and their blobs need no second decode. A chunk with another link fails too: the chunk itself
+                can be rebuilt, but the link is not the chunk of its digest.
+            checksums: (k,) of the blob of each reference, as in `ProvingEngine`; None: none is known.
 
         Returns:
             row -> error, of the chunks that cannot be rebuilt. A CapabilityError means that this machine cannot, which
@@ -49,17 +57,21 @@ class ChunkRebuilder:
         first = {names[starts[row]]: row for row in reversed(range(len(m.table))) if row not in lost}
         rows = sorted(row for name, row in first.items() if name not in self._good)
         decoded = int((m.table.lengths[rows].astype(np.int64) * m.table.ref_counts[rows]).sum())
-        log.info("%s: %s to decode for level 'restore'", ref, human_bytes(decoded))
+        log.info("%s: %s to decode", ref, human_bytes(decoded))
         proven: dict[int, int] | None = {} if prove else None
         try:
             self.budget.spend(decoded, f"{ref}, and the snapshots checked before it")
-            failed = unbuilt(self._context, m, rows, proven) if rows else {}
+            failed = unbuilt(self._context, m, rows, proven, checksums) if rows else {}
         except CapabilityError as error:
             failed = dict.fromkeys(rows, error)
         self._good.update(names[starts[row]] for row in rows if row not in failed)
         for row, count in (proven or {}).items():
             self._good.update(names[starts[row] : starts[row] + count])
         bad = {name: failed[row] for name, row in first.items() if row in failed}
+        if prove:
+            for name, row in first.items():
+                if not self._good.issuperset(names[starts[row] : starts[row + 1]]):
+                    bad.setdefault(name, IntegrityError(_FORGED_LINK))
         return {row: bad[name] for row in range(len(m.table)) if (name := names[starts[row]]) in bad}
 
 

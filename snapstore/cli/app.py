@@ -28,6 +28,7 @@ from ..errors import (
     NotFoundError,
     OutputError,
     SnapstoreError,
+    UnknownFormatError,
 )
 from ..text import printable
 from .output import note, print_json, writing
@@ -314,7 +315,7 @@ def _explain(error: Exception) -> tuple[int, str, str]:
         return USAGE, "UsageError", str(error)
     if isinstance(error, ConflictError):
         code = BUSY
-    elif isinstance(error, FormatError | IntegrityError):
+    elif isinstance(error, FormatError | IntegrityError) and not isinstance(error, UnknownFormatError):
         code = CORRUPT
     else:
         code = ERROR

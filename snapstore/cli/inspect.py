@@ -64,6 +64,7 @@ def log(
             snapshots = _newest(snapshots, limit)
         marks = {"superseded": view.superseded(), "damaged": _damaged(repository, snapshots)}
     marks["made_up"] = {s.id for s in snapshots if s.is_reconstructed}
+    marks["unproven"] = {s.id for s in snapshots if s.unproven}
     if mirror is not None:
         marks |= _not_mirrored(view, snapshots, mirror)
     if shell.as_json:

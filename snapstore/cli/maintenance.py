@@ -293,17 +293,21 @@ def copy(
     refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...", help="Copy these snapshots.")] = None,
     run: Annotated[str | None, typer.Option("--run", metavar="R", help="Copy a run.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Copy every committed snapshot.")] = False,
+    no_verify: Annotated[
+        bool, typer.Option("--no-verify", help="Rebuild no chunk; no save builds on these copies until proven.")
+    ] = False,
     dry_run: DryRun = False,
 ) -> int | None:
     """Copy snapshots into another repository.
 
-    Decodes nothing, and sends no blob that the destination has. Repeat an interrupted copy to continue it. Safe beside
-    running saves. Exit code 3: some snapshots could not be copied, or some records could not be read.
+    Rebuilds each chunk that it sends and compares its digest; sends no blob that the destination has. Repeat an
+    interrupted copy to continue it. Safe beside running saves. Exit code 3: some snapshots could not be copied, or some
+    records could not be read.
     """
     if bool(refs) + (run is not None) + everything != 1:
         raise UsageError("name snapshots, or pass --run R or --all: one of the three")
     with shell.repository() as repository, spinner(f"copying to {to}"):
-        result = repository.copy(refs or None, to=to, run=run, dry_run=dry_run)
+        result = repository.copy(refs or None, to=to, run=run, verify=not no_verify, dry_run=dry_run)
     if shell.as_json:
         names = ("copied", "present", "left_out", "failed", "unknown", "blobs", "read_bytes", "stored_bytes", "dry_run")
         print_json(fields_json(result, "url", *names))

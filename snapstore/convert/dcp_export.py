@@ -23,7 +23,7 @@ from torch.futures import Future
 
 from ..errors import InvalidInputError
 from ..restore.streaming import TensorReader
-from ..state.arrays import as_bytes
+from ..state.arrays import as_bytes, assign
 from ..state.containers import is_mapping, leaves
 from .files import save_torch
 
@@ -121,7 +121,7 @@ class _Planner(DefaultSavePlanner):
             self._at, self._value = self._at + 1, None  # let go of it before the next is read
             self._value = next(self._values)
             if self._at in self._pickled:
-                as_bytes(self._tensors[self._at])[:] = as_bytes(self._value)
+                assign(self._tensors[self._at], as_bytes(self._value))
         if write_item.type == WriteItemType.BYTE_IO:
             return super().resolve_data(write_item)
         if self._at != position:

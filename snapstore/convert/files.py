@@ -30,7 +30,7 @@ from ..arrays import Bytes
 from ..errors import AlreadyExistsError, InvalidInputError, OutputError, UnsupportedLeafError
 from ..format.records import Snapshot
 from ..restore.streaming import TensorReader
-from ..state.arrays import as_bytes, extent_of
+from ..state.arrays import as_bytes, extent_of, in_memory_order
 from ..state.containers import CONTAINERS, children, leaves, metadata_of
 from ..state.tensors import is_array
 from ..state.weights_only import Changed, to_weights_only
@@ -328,11 +328,11 @@ def _fill_torch(temp: Path, state: Any, reader: TensorReader, tensors: Sequence[
         for tensor in _arrays_of(state):
             number = numbers.setdefault(_memory_of(tensor), len(numbers))
             if _memory_of(tensor) not in unread:  # an array of NumPy, or long bytes
-                _put(file, places[number], as_bytes(tensor))
+                _put(file, places[number], as_bytes(in_memory_order(tensor)))
         for (_, value), tensor in zip(reader, tensors, strict=True):
             place = None if isinstance(tensor, np.ndarray) else numbers.get(_memory_of(tensor))
             if place is not None:
-                _put(file, places[place], as_bytes(value))
+                _put(file, places[place], as_bytes(in_memory_order(value)))
             del value
 
 

@@ -6,13 +6,15 @@ manifests (moving.py). A copy is a writer like any other (docs/design/protocol.m
     begin     create revision 0 as `aborted`, if the destination does not know the id; then PUT a session for the next
               revision, and only then LIST marks and records: chunks that are there, and that no gc is about to delete,
               are not sent again
-    write     blobs, unchanged; each pack of the source is compared with the SHA-256 in its name; then manifests
+    write     blobs, unchanged; each pack of the source is compared with the SHA-256 in its name; each chunk of which a
+              blob was copied is rebuilt, and its digest compared; then manifests
     commit    check that the packs and manifests are there; create-only PUT of the next revision, `committed`
 
 So a gc that fences a copy creates the same key as the copy, and so do two copies of one snapshot: exactly one wins. An
 interrupted copy leaves packs that no snapshot needs and that its session or its record explains; the next copy goes on
 with the snapshots that are not there yet. A copy that finds the source damaged deletes its packs. The source is only
-read. A snapshot that is rewritten meanwhile is read again; one whose bytes a gc has deleted is an error.
+read. A snapshot that is rewritten meanwhile is read again; one whose bytes a gc has deleted is an error. Without
+verification the record says so (`unproven`), and no save builds on the copy.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from ..context import Context
 from ..errors import (
     DAMAGE,
     AlreadyExistsError,
+    CapabilityError,
     ConflictError,
     IntegrityError,
     InvalidInputError,
@@ -55,6 +58,8 @@ from ..save.known_chunks import load_bases
 from ..text import brief, human_bytes, log
 from .moving import Moved, move
 
+#: The errors of a snapshot that cannot be copied, though both stores answer; the others can be.
+UNCOPIED = (*DAMAGE, UnreadObjectError, CapabilityError)
 #: The reason in the first record of a copy, in the destination.
 COPY_BEGUN = "a copy of it has begun"
 
@@ -98,6 +103,7 @@ def copy(
     *,
     named: bool,
     dry_run: bool = False,
+    verify: bool = True,
 ) -> CopyResult:
     """Copy snapshots into another repository. One that cannot be copied is noted; the others are copied.
 
@@ -105,6 +111,7 @@ def copy(
         snapshots: of the source.
         unknown: for the result.
         named: also copy snapshots that the destination has forgotten.
+        verify: as in `Copier`.
 
     Raises:
         InvalidInputError: the two are one repository, or their digests have different seeds.
@@ -112,13 +119,13 @@ def copy(
     """
     require_same_seed(source, target)
     copier = Copier(source, target)
-    copier.is_one_pass = True
+    copier.is_one_pass, copier.verify = True, verify
     result = copier.result
     result.unknown, result.dry_run = unknown, dry_run
     for snapshot in in_order(snapshots):
         try:
             copier.copy(snapshot, named=named)
-        except (*DAMAGE, AlreadyExistsError, ConflictError, UnreadObjectError) as error:  # a new session may be "taken"
+        except (*UNCOPIED, AlreadyExistsError, ConflictError) as error:  # a new session may be "taken"
             log.info("run=%s step=%d: copy failed: %s", snapshot.run, snapshot.step, error)
             result.failed.append((snapshot, f"{snapshot.ref}: {str(error).removeprefix(f'{snapshot.ref}: ')}"))
     return result
@@ -145,13 +152,11 @@ def in_order(snapshots: Iterable[Snapshot]) -> list[Snapshot]:
     chosen = {s.id: s for s in sorted(snapshots, key=lambda s: (s.run, s.seq, s.id))}
     done: dict[str, Snapshot] = {}
     for first in chosen.values():
-        stack = [first.id]
-        seen = set(stack)
+        stack, seen = [first.id], {first.id}
         while stack:
             snapshot = chosen[stack[-1]]
             before = [name for name in (snapshot.parent, *snapshot.bases) if name in chosen and name not in done]
-            before = [name for name in before if name and name not in seen]  # forged records may form a circle
-            if before:
+            if before := [name for name in before if name and name not in seen]:  # forged records may form a circle
                 seen.update(before)
                 stack += before
             else:
@@ -164,7 +169,7 @@ class CopySession(Session):
 
     Args:
         there: the ruling record in the destination. If it is committed, the copy uses its chunks that are not lost.
-        source: the snapshot in its source.
+        source: the snapshot in its source, `unproven` as its copy will be.
         near: ids of snapshots that are likely to share chunks with it.
         before: the records of the destination, as they were listed before.
     """
@@ -177,7 +182,7 @@ class CopySession(Session):
         self._is_of_run = all(s.run == there.run for s in known)
         self.parent = source.parent if before.get(source.parent or "") is not None else None
         self.usable_bases: list[Snapshot] = []
-        self.seq = 0
+        self.seq, self._trusted = 0, source.unproven  # a copy without verification builds on others of its source
 
     def _look(self) -> None:
         """Choose bases. The copy has its number, so one listing suffices.
@@ -202,7 +207,7 @@ class CopySession(Session):
         """
         try:
             yield
-        except (*DAMAGE, UnreadObjectError):
+        except UNCOPIED:
             with suppress(SnapstoreError):
                 self.store.delete(sorted(self.written))
             raise
@@ -231,6 +236,8 @@ class Copier:
     Attributes:
         result: the result so far.
         is_one_pass: whether all copies are made in one pass: then snapshots that are there need one listing together.
+        verify: whether to rebuild each chunk that is copied and compare its digest. Then only snapshots of the
+            destination that were proven are bases, and one that was copied without verification is copied again.
     """
 
     def __init__(
@@ -244,7 +251,7 @@ class Copier:
     ) -> None:
         self._source, self._target, self._watch, self._tags_of = source, target, watch, tags_of
         self._is_later, self._takes_tags = is_later, takes_tags
-        self.is_one_pass = False
+        self.is_one_pass, self.verify = False, True
         self._listed: tuple[View, View] | None = None  # the records of both stores, as this pass has listed them
         self.result = CopyResult(target.store.url)
         self._last: dict[str, Snapshot] = {}  # run -> the snapshot that was copied last, or was there
@@ -297,6 +304,7 @@ class Copier:
         Raises:
             IntegrityError, FormatError, NotFoundError: it is damaged in the source, or was collected there; nothing was
                 committed.
+            CapabilityError: this machine cannot rebuild one of its chunks, so it cannot verify the copy.
             ConflictError: other processes keep revising it; or a gc of the destination fenced this copy as dead.
             UnreadObjectError: its record, in one of the stores, cannot be read now, or the source withholds its bytes.
             StorageError: one of the stores failed.
@@ -332,7 +340,7 @@ class Copier:
             return None
         if earlier is not None:
             return self._attempt(snapshot, named)  # a copy is made of the records as they are now
-        if there is not None and there.state == FORGOTTEN and not is_dropped(there) and has_bytes(self._target, there):
+        if there and there.state == FORGOTTEN and not is_dropped(there) and self._seems_whole(there, named):
             try:
                 there = unforget(self._target, f"id:{there.id}")
             except (NotFoundError, InvalidInputError) as error:  # it was collected, or brought back, since
@@ -351,6 +359,8 @@ class Copier:
 
     def _seems_whole(self, there: Snapshot, named: bool) -> bool:
         """Return whether a committed snapshot of the destination needs no copy; look for its objects if it is named."""
+        if self.verify and there.unproven:
+            return False
         return has_bytes(self._target, there) if named else not in_need_of_quarantined(self._target, [there])
 
     def _present(self, names: Sequence[str], there: Snapshot) -> Snapshot:
@@ -377,6 +387,7 @@ class Copier:
             views: the records of the source, and those of the destination.
         """
         started = time.monotonic()
+        ruling = msgspec.structs.replace(ruling, unproven=msgspec.UNSET if self.verify else self._source.config.uuid)
         found = list(all_manifests(ruling, self._read))
         with confirmed(self._target):
             there = known or self.begin(ruling, *views)
@@ -389,7 +400,7 @@ class Copier:
                 session.watch = self._watch
                 bases = load_bases(self._target, session, self._manifests)
                 with session.taking_back():
-                    moved = move(self._target, session, self._source.store, found, bases)
+                    moved = move(self._target, session, self._source, found, bases, verify=self.verify)
                 record = self._record(ruling, there, moved)
                 kept = there.tags if there.state == COMMITTED else []  # others may have the tags of a dropped one
                 record = msgspec.structs.replace(record, tags=[*dict.fromkeys([*kept, *names])])
@@ -457,8 +468,7 @@ class Copier:
             seq = max(0, min(max(seq, before + 1), end - 1))
         else:
             seq = view.next_seq(ruling.run, max([ruling.seq, *(s.seq + 1 for s in begun if s.run == ruling.run)]))
-        record = aborted(ruling.run, ruling.step, ruling.id, COPY_BEGUN)
-        return msgspec.structs.replace(record, seq=seq)
+        return msgspec.structs.replace(aborted(ruling.run, ruling.step, ruling.id, COPY_BEGUN), seq=seq)
 
     def _note(self, record: Snapshot, moved: Moved) -> None:
         self.result.copied.append(record)

@@ -21,7 +21,6 @@ from ..catalog import policy_store
 from ..catalog.history import FIRST_SEQ, View, is_dropped
 from ..context import Context
 from ..errors import (
-    DAMAGE,
     CapabilityError,
     ConflictError,
     IntegrityError,
@@ -38,7 +37,7 @@ from ..protocol.forget import ForgetResult, forget
 from ..protocol.quarantine import in_need_of_quarantined
 from ..protocol.same_repository import confirmed
 from ..text import log, some
-from .copy import COPY_BEGUN, Copier, require_same_seed
+from .copy import COPY_BEGUN, UNCOPIED, Copier, require_same_seed
 from .mirror_failures import Failures
 from .mirror_order import due_tags, free_tags, is_later, is_mirrored, lacks, newest_of_both, only_there, wanted
 from .mirror_retention import Retention
@@ -62,6 +61,7 @@ class Mirror:
         open_target: opens the mirror, or makes it; called until it succeeds.
         keep: the policies of the mirror; none: it keeps everything.
         read_only: copy nothing; only `nearest`, `newest` and `view` are of use.
+        verify: as in `Copier`, in both directions.
 
     Attributes:
         url: URL of the mirror.
@@ -78,9 +78,10 @@ class Mirror:
         keep: Sequence[retention.Policy] = (),
         *,
         read_only: bool = False,
+        verify: bool = True,
     ) -> None:
         self.run, self.url, self._source, self._open_target, self._keep = run, url, source, open_target, keep
-        self.problem, self.read_only, self.next_seq = "", read_only, 0
+        self.problem, self.read_only, self._verify, self.next_seq = "", read_only, verify, 0
         self._target: Repository | None = None
         self._copier: Copier | None = None
         self._pending: list[Snapshot] = []  # committed and not mirrored, oldest first
@@ -304,6 +305,7 @@ class Mirror:
     def _copy_due(self, target: Context) -> bool:
         self._store_policies(target)  # if the mirror could not be reached at the start
         copier = self._copier = self._copier or Copier(self._source, target, self._require_going_on, due_tags, is_later)
+        copier.verify = self._verify
         due, here, there = self._due(target)
         if due:
             copier.announce(itertools.takewhile(lambda _: not self._ends, due), here, there)
@@ -314,7 +316,7 @@ class Mirror:
                 continue
             try:
                 copier.copy(snapshot, named=bool(snapshot.tags))
-            except (*DAMAGE, UnreadObjectError) as error:  # the others do not wait for it
+            except UNCOPIED as error:  # the others do not wait for it
                 if self._is_committed(snapshot):
                     self._note_failure(snapshot, error)
                     continue
@@ -458,7 +460,7 @@ class Mirror:
 
         Raises:
             NotFoundError: the name names nothing in either store.
-            IntegrityError, FormatError, ConflictError, StorageError: as `Copier.copy` raises them.
+            IntegrityError, FormatError, CapabilityError, ConflictError, StorageError: as `Copier.copy` raises them.
         """
         if name == "latest":
             found, is_there = self.newest()
@@ -478,5 +480,6 @@ class Mirror:
             is_later=lambda here, there: not is_later(there, here),
             takes_tags=False,  # of two snapshots with a tag the later one counts, and policies keep both
         )
+        copier.verify = self._verify
         copier.copy(found, named=True)
         return self._source

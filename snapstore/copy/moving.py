@@ -4,6 +4,10 @@ In: the manifests of a snapshot in its source, and the chunks that the destinati
 manifests in the destination, with the same content. Blobs are copied as they are stored. The source's packs are read
 whole and compared with the SHA-256 in their names; every blob is parsed, and compared with the reference in its
 manifest. A chunk that a base has is only referenced, as in a save, and so is the rest of its chain.
+
+These hashes and names only say that the blobs are those of the source. `verify` shows that they are the chunks of their
+digests: it rebuilds each chunk of which a blob was copied from the source's blobs, and compares the digests of all
+chunks of its chain. Then the chunk is right on the chain in the destination too, whose older blobs were proven before.
 """
 
 from __future__ import annotations
@@ -11,18 +15,23 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import msgspec
 import numpy as np
 
 from ..arrays import Column
 from ..catalog.read_twice import settled
+from ..check.damaged_packs import DamagedPacks
+from ..check.verify_chunks import ChunkRebuilder, tensor_of
 from ..chunks.uploader import PackUploader
 from ..context import Context
-from ..errors import FormatError, IntegrityError, NotFoundError
+from ..errors import DAMAGE, CapabilityError, FormatError, IntegrityError, NotFoundError
 from ..format import blob, manifest
 from ..format.chunk_table import COLUMNS, ChunkTable, spans
+from ..format.hashing import keyed_checksum
 from ..format.keys import pack_key
 from ..format.manifest import Manifest
 from ..format.records import ManifestRef
@@ -35,6 +44,8 @@ from ..threads import Threads
 
 #: The most packs of the source that are read ahead while others are put, and the most bytes of these packs.
 READ_AHEAD, READ_AHEAD_BYTES = 4, 128 * 1024 * 1024
+#: About so many bytes are decoded between two heartbeats of a copy.
+VERIFIED_AT_ONCE_BYTES = 256 * 1024 * 1024
 #: A place is (pack << OFFSET_BITS) + offset: packs are smaller, since they are read whole.
 OFFSET_BITS = 40
 #: Columns of a chunk table with a row for each reference.
@@ -85,29 +96,35 @@ class Moved:
 def move(
     context: Context,
     session: AnySession,
-    source: ObjectStore,
+    source: Context,
     manifests: Sequence[tuple[ManifestRef, Manifest]],
     bases: Bases,
+    *,
+    verify: bool = True,
 ) -> Moved:
     """Copy the blobs of one snapshot, and write its manifests; all of it is durable on return.
 
     Args:
         context: the destination.
-        source: the store with the packs of the manifests.
+        source: the repository with the packs of the manifests.
         manifests: of the snapshot: each root, then its children.
         bases: the chunks of the destination that may be referenced.
+        verify: rebuild each chunk of which a blob was copied, before the manifests are written.
 
     Raises:
         IntegrityError, FormatError: a pack of the source is missing or damaged, or contradicts a manifest; the error
-            names it.
+            names it. Or a chunk is not that of its digest.
+        CapabilityError: this machine cannot rebuild a chunk.
         UnreadObjectError: the source withholds a pack, though it answers.
         StorageError: one of the stores failed.
     """
     chunk_bytes = max((m.header.chunk_bytes for _, m in manifests), default=0)
     packs = PackUploader(session, context.options.pack_bytes, chunk_bytes)
-    mover = _Mover(context, session, source, bases, packs)
+    prover = replace(source, engines=context.engines) if verify else None  # saves of the source wait for its engines
+    mover = _Mover(context, session, source.store, bases, packs, prover)
     try:
         mover.move_blobs(manifests)
+        mover.verify()
         mover.write_manifests()
     finally:
         packs.close()
@@ -161,14 +178,22 @@ class _Mover:
     """Copies one snapshot."""
 
     def __init__(
-        self, context: Context, session: AnySession, source: ObjectStore, bases: Bases, packs: PackUploader
+        self,
+        context: Context,
+        session: AnySession,
+        source: ObjectStore,
+        bases: Bases,
+        packs: PackUploader,
+        prover: Context | None,
     ) -> None:
         self._context, self._session, self._source, self._bases, self._packs = context, session, source, bases, packs
+        self._prover = prover
         self.moved = Moved()
         self._parts: list[_Part] = []
         self._names: dict[str, int] = {}  # packs of the source
         self._sizes: list[int] = []
         self._keys = self._places = np.zeros(0, np.int64)  # of all blobs: their places in the source, and here
+        self._checksums = np.zeros(0, np.uint64)  # of all blobs, as they were copied
 
     # -- blobs
 
@@ -183,11 +208,12 @@ class _Mover:
         self.moved.read_bytes = sum(ref.size_bytes for ref, _ in manifests)
         joined = np.concatenate([part.keys for part in self._parts] or [np.zeros(0, np.int64)])
         self._keys, firsts = np.unique(joined, return_index=True)
-        self._places = np.zeros(len(self._keys), np.int64)
+        self._places, self._checksums = np.zeros(len(self._keys), np.int64), np.zeros(len(self._keys), np.uint64)
         ends = np.cumsum([len(part.keys) for part in self._parts])
         of = np.searchsorted(ends, firsts, "right")
         names = list(self._names)
         self._require_packs(names, np.unique(self._keys >> OFFSET_BITS).tolist())
+        self._require_decodable()
         with Threads(READ_AHEAD) as readers:
             for number, part in enumerate(self._parts):
                 chosen = np.flatnonzero(of == number)
@@ -205,6 +231,38 @@ class _Mover:
         self._packs.finish()
         self.moved.blobs = len(self._keys)
         self.moved.sizes = dict(zip(map(pack_key, self._packs.names), self._packs.sizes, strict=True))
+
+    def _require_decodable(self) -> None:
+        """Try to rebuild one chunk before the first put: a machine that lacks the codec would put all blobs in vain.
+
+        Raises:
+            CapabilityError: this machine cannot rebuild it.
+        """
+        if self._prover is None:
+            return
+        for part in [part for part in self._parts if len(part.own)][:1]:
+            rows, none = _rows_of(part)[:1], np.zeros(len(part.manifest.table.ref_kinds), np.uint64)
+            with suppress(*DAMAGE):  # found again once the packs have been compared with their names
+                settled(self._source, partial(_require_proven, ChunkRebuilder(self._prover, None), part, rows, none))
+
+    def verify(self) -> None:
+        """Rebuild the chunks of which a blob was copied; compare the digests of all chunks of their chains.
+
+        Raises:
+            IntegrityError: a chunk cannot be rebuilt, or is not that of its digest, by two reads.
+            CapabilityError: this machine cannot rebuild one.
+        """
+        if self._prover is None:
+            return
+        rebuilder = ChunkRebuilder(self._prover, None)
+        for part in self._parts:
+            table, rows = part.manifest.table, _rows_of(part)
+            ends = np.cumsum(table.lengths[rows] * table.ref_counts[rows].astype(np.int64))
+            checksums = np.zeros(len(table.ref_kinds), np.uint64)
+            checksums[part.own] = self._checksums[np.searchsorted(self._keys, part.keys)]
+            for some in np.split(rows, np.flatnonzero(np.diff(ends // VERIFIED_AT_ONCE_BYTES)) + 1):
+                settled(self._source, partial(_require_proven, rebuilder, part, some, checksums))
+                self._session.heartbeat()
 
     def _require_packs(self, names: Sequence[str], packs: Sequence[int]) -> None:
         """Look before the first put whether the source has the packs: a copy that fails leaves what it has put.
@@ -291,6 +349,7 @@ class _Mover:
                 one = stored[offset : offset + int(table.ref_lengths[ref])]
                 _compare(blob.parse(one, f"{where} at {offset}"), table, ref, row, f"{where} at {offset}")
                 found.append(one)
+            self._checksums[chosen[batch]] = [keyed_checksum(one) for one in found]
             numbers, offsets = self._packs.add(stored_of(found), engine)
             self._places[chosen[batch]] = (numbers << OFFSET_BITS) + offsets
 
@@ -347,6 +406,34 @@ class _Mover:
             packs.update(zip(header.pack_names, header.pack_size_list, strict=True))
         names, sizes = list(packs), list(packs.values())
         return replace(contents, packs=names, pack_sizes=sizes, children=children, depth=depth)
+
+
+def _rows_of(part: _Part) -> Column:
+    """Return the chunks of which a blob is copied, ascending."""
+    return np.unique(np.searchsorted(part.manifest.table.starts, part.own, "right") - 1)
+
+
+def _require_proven(rebuilder: ChunkRebuilder, part: _Part, rows: Column, checksums: Column) -> None:
+    """Rebuild some chunks of a manifest of the source, from the bytes that were copied: they are read a second time.
+
+    Raises:
+        IntegrityError: a chunk cannot be rebuilt, or one of its chain is not that of its digest.
+        CapabilityError: this machine cannot rebuild one.
+    """
+    m = part.manifest
+    some = replace(m, table=m.table.take(rows))
+    known, packs = checksums[m.table.refs_of(rows)], DamagedPacks(rebuilder.store)
+    for row, error in rebuilder.failures(part.ref.key, some, packs, prove=True, checksums=known).items():
+        what = tensor_of(m, int(rows[row]))
+        if isinstance(error, CapabilityError):
+            raise CapabilityError(
+                f"{what}: cannot be verified on this machine: {strip_hint(error)}; copy on a machine that can, or "
+                "without verification (--no-verify, verify=False)"
+            ) from error
+        raise IntegrityError(
+            f"{what}: its stored bytes are not the content of its digest ({strip_hint(error)}): they are damaged or "
+            "forged; nothing of this snapshot was copied; run 'snapstore check --restore' there"
+        ) from error
 
 
 def _compare(header: blob.Header, table: ChunkTable, ref: int, row: int, where: str) -> None:

@@ -16,6 +16,7 @@ from ..errors import FormatError, IntegrityError, InvalidInputError, out_of_memo
 from ..format.records import SWEPT, Snapshot
 from ..repository import Repository
 from ..restore.manifests import decoding_of
+from ..restore.overlaps import dim_orders_of
 from ..restore.pipeline import deleted_meanwhile, load, opened, require_decoding_of, ruling_now
 from ..restore.sources import AsRank, Sources
 from ..state import composite_fit
@@ -181,8 +182,9 @@ class StoredState:
 
     def _read(self, buffers: RestoreBuffers) -> None:
         wants, what = buffers.wants(), f"{self.snapshot.ref}: loading"
-        limits.require_memory(buffers.fresh_bytes(), f"{what} {counted(len(wants), 'tensor')}")
         overlaps = self._sources.overlaps(wants)
+        buffers.lay_out(dim_orders_of(overlaps))
+        limits.require_memory(buffers.fresh_bytes(), f"{what} {counted(len(wants), 'tensor')}")
         require_decoding_of(self._context, overlaps, what)
         try:
             load(self._context, wants, overlaps, buffers)

@@ -13,12 +13,12 @@ from contextlib import suppress
 import msgspec
 import numpy as np
 
-from ..arrays import Bytes
-from ..errors import InvalidInputError
+from ..arrays import Bytes, Column
+from ..errors import IntegrityError, InvalidInputError
 from ..format import blob, chain_decode, delta_choice, planes
 from ..format.codec_choice import estimate_bytes
 from ..format.codecs import sparse
-from ..format.hashing import digest
+from ..format.hashing import digest, keyed_checksum
 from ..format.pack import Encoded
 from ..state.arrays import Memory
 from ..threads import Threads
@@ -169,24 +169,29 @@ class ProvingEngine(CpuEngine):
 
     Args:
         digests: (m, 16) of the chunk of each blob that will be decoded, in order, by the manifest.
+        checksums: (m,) of the bytes of each blob, if they are known, else 0; see `hashing.keyed_checksum`.
 
     Attributes:
         proven: the result of `chain_decode.prove_chain` for each chunk so far, in order: a number of blobs.
     """
 
-    def __init__(self, engine: CpuEngine, digests: Bytes) -> None:
+    def __init__(self, engine: CpuEngine, digests: Bytes, checksums: Column) -> None:
         self._threads, self._free, self.digest_seed = engine._threads, engine._free, engine.digest_seed
-        self._digests = iter(digests)
+        self._blobs = zip(digests, checksums.tolist(), strict=True)
         self.proven: list[int] = []
 
     def start_decode(self, batch: DecodeBatch) -> Callable[[], object]:
         """Begin to rebuild a batch whose last blobs are all full."""
-        jobs = [(job, [next(self._digests).tobytes() for _ in job.blobs]) for job in _decode_jobs(batch)]
+        jobs = [(job, [next(self._blobs) for _ in job.blobs]) for job in _decode_jobs(batch)]
         wait = self._threads.start(self._prove_chunk, jobs)
         return lambda: self.proven.extend(wait())
 
-    def _prove_chunk(self, job_and_digests: tuple[DecodeJob, list[bytes]]) -> int:
-        job, digests = job_and_digests
+    def _prove_chunk(self, job_and_blobs: tuple[DecodeJob, list[tuple[Bytes, int]]]) -> int:
+        job, blobs = job_and_blobs
+        digests = [digest.tobytes() for digest, _ in blobs]
+        for data, where, (_, checksum) in zip(job.blobs, job.wheres, blobs, strict=True):
+            if checksum and keyed_checksum(data) != checksum:
+                raise IntegrityError(f"{where}: two reads return different bytes")
         with planes.scratch.borrowed():
             return chain_decode.prove_chain(job.blobs, job.wheres, digests, job.out, seed=self.digest_seed)
 

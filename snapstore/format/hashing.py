@@ -14,6 +14,8 @@ import xxhash
 
 from ..arrays import Bytes
 
+_KEY = secrets.randbits(64)  # of this process
+
 
 def new_seed() -> int:
     """Return 64 random bits, for the config of a new repository."""
@@ -31,3 +33,8 @@ def digest(chunk: Bytes, seed: int) -> bytes:
 def checksum(data: bytes | bytearray | memoryview) -> int:
     """Return the XXH3-64 without a seed. It detects damage of stored bytes; it never identifies content."""
     return xxhash.xxh3_64_intdigest(data)
+
+
+def keyed_checksum(data: bytes | bytearray | memoryview) -> int:
+    """Return an XXH3-64 that only this process can compute, not 0: it tells whether two reads return the same bytes."""
+    return xxhash.xxh3_64_intdigest(data, _KEY) or 1

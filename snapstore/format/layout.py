@@ -14,6 +14,7 @@ import zstandard
 from ..errors import FormatError, IntegrityError, UnknownFormatError
 from .chunk_table import COLUMNS
 from .hashing import checksum
+from .records import STRIDES
 
 PREFIX = struct.Struct("<8sHHIQ")  # magic, version, zero, header length, XXH3-64 of the header
 MAGIC = b"SNAPMANI"
@@ -26,7 +27,7 @@ MAX_COLUMNS_RATIO = 4
 MAX_NODES_BYTES, MAX_NODES_RATIO = 64 * 1024, 64
 #: Inline bytes beyond this are not compressed.
 MAX_INLINE_BYTES = 16 * 1024 * 1024
-_NODES = ("tree", "tensors")
+_NODES = ("tree", "tensors", STRIDES)
 _NAMES = {*COLUMNS, *_NODES, "inline"}
 
 Section = tuple[str, int, int, int, int]  # name, offset after the header, stored bytes, plain bytes, codec (1: zstd)

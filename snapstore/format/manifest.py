@@ -7,8 +7,8 @@ In: tensor entries and a chunk table (chunk_table.py). Out: one immutable object
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import FormatError, IntegrityError, NotFoundError
-from ..state.containers import display
+from ..state.dim_order import DimOrder
 from ..state.tree_decode import unpack_nodes
 from ..storage.base import ObjectStore
 from ..text import counted
@@ -24,34 +24,15 @@ from ..threads import msgpack_decoder
 from . import layout, open_maps
 from .chunk_table import COLUMNS, ChunkTable
 from .chunking import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
+from .entries import Box as Box
+from .entries import TensorEntry as TensorEntry
+from .entries import check_entries, decode_orders, encode_orders
 from .keys import manifest_key, sha256_names
 from .open_maps import NONE_UNKNOWN, Unknown
-from .records import RANKS, Count, MadeFor, ManifestRef, Rank, Seed, require_known_features
+from .records import RANKS, STRIDES, Count, MadeFor, ManifestRef, Rank, Seed, require_known_features
 
 #: The first read of a header takes this many bytes; most headers fit.
 HEADER_READ_BYTES = 64 * 1024
-
-
-class Box(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """A sub-array stored as consecutive chunks; without chunks, in its entry's inline bytes."""
-
-    offsets: tuple[int, ...]  # tuples and gc=False: such objects bring no full garbage collection nearer
-    sizes: tuple[int, ...]
-    first_chunk: Count
-    chunks: Count
-
-
-class TensorEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """One tensor, or the boxes of it that a rank has written (docs/format.md, "Tensor entry")."""
-
-    path: tuple[str | int, ...]
-    kind: str
-    dtype: str
-    shape: tuple[Count, ...]
-    requires_grad: bool
-    tie: tuple[str, int] | None
-    boxes: tuple[Box, ...]
-    inline: tuple[Count, Count] | None
 
 
 class ManifestHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,6 +92,7 @@ class Manifest:
     """A whole manifest in memory.
 
     Attributes:
+        dim_orders: by the number of the entry; see entries.py.
         unknown: the sections that this release does not know.
         ref: its reference; None before the manifest is written, or read by a reference.
     """
@@ -120,6 +102,7 @@ class Manifest:
     tensors: list[TensorEntry]
     inline: bytes
     table: ChunkTable
+    dim_orders: Mapping[int, DimOrder] = field(default_factory=dict)
     unknown: Sequence[layout.Unknown] = ()
     ref: ManifestRef | None = None
 
@@ -141,8 +124,8 @@ class Manifest:
 
     @property
     def content(self) -> bytes:
-        """Return tree, entries and inline bytes, packed: as bytes, a NaN equals itself."""
-        return msgspec.msgpack.encode((self.tree, self.tensors, self.inline))
+        """Return tree, entries, inline bytes and orders, packed: as bytes, a NaN equals itself."""
+        return msgspec.msgpack.encode((self.tree, self.tensors, self.inline, sorted(self.dim_orders.items())))
 
     def says_the_same(self, other: Manifest) -> bool:
         """Return whether two manifests differ only in the session and the record that they were written for.
@@ -179,7 +162,7 @@ class ManifestContents:
         pack_sizes: of each of them [bytes].
         tree: a node, or `msgspec.Raw` of a packed one.
         made_for: the record that will name the manifest; None: revision 0 of the snapshot `save_id`.
-        features, world_size, children, box_map: see `ManifestHeader`.
+        features, world_size, children, box_map: see `ManifestHeader`; `encode` adds the feature of `dim_orders`.
         depth: the most deltas in a chain of the children.
         unknown_keys, unknown_sections: of the manifest that this one replaces.
     """
@@ -203,6 +186,7 @@ class ManifestContents:
     children: Sequence[ManifestRef] = ()
     box_map: bytes = b""
     depth: int = 0
+    dim_orders: Mapping[int, DimOrder] = field(default_factory=dict)
     unknown_keys: Unknown = msgspec.UNSET
     unknown_sections: Sequence[layout.Unknown] = ()
 
@@ -220,6 +204,7 @@ class ManifestContents:
             table=m.table,
             packs=m.header.pack_names,
             pack_sizes=m.header.pack_size_list,
+            dim_orders=m.dim_orders,
             unknown_keys=m.header.unknown,
             unknown_sections=m.unknown,
         )
@@ -235,11 +220,13 @@ def encode(contents: ManifestContents) -> bytes:
             "tensors": msgspec.msgpack.encode(c.tensors),
             "inline": c.inline,
             **table.to_bytes(),
+            **encode_orders(c.dim_orders),
         },
         c.unknown_sections,
     )
     header = ManifestHeader(
-        **{name: getattr(c, name) for name in _SAME},
+        **{name: getattr(c, name) for name in _SAME if name != "features"},
+        features=list(dict.fromkeys([*c.features, *([STRIDES] if c.dim_orders else [])])),
         snapshot=snapshot,
         revision=revision,
         tensors=len(c.tensors),
@@ -469,6 +456,8 @@ def decode(data: bytes, where: str) -> Manifest:
         tensors = msgpack_decoder(list[TensorEntry]).decode(raw["tensors"])
         tree = unpack_nodes(raw["tree"])
         inline = raw["inline"]
+        orders = decode_orders(raw, header.features, tensors)
+        check_entries(tensors, len(table), len(inline))
     except KeyError as error:
         raise FormatError(f"{where}: section {error} is missing") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -482,19 +471,4 @@ def decode(data: bytes, where: str) -> Manifest:
         raise FormatError(
             f"{where}: {held[0]} tensors and {held[1]} references, header says {header.tensors} and {header.refs}"
         )
-    _check_entries(tensors, len(table), len(inline), where)
-    return Manifest(header, tree, tensors, inline, table, unknown)
-
-
-def _check_entries(tensors: Sequence[TensorEntry], chunks: int, inline: int, where: str) -> None:
-    """Raise FormatError if an entry leads out of so many chunks and inline bytes. There may be thousands."""
-    for entry in tensors:
-        dimensions = len(entry.shape)
-        for box in entry.boxes:
-            if box.first_chunk + box.chunks > chunks:
-                problem = f"chunks {box.first_chunk}+{box.chunks} of {chunks}"
-                raise FormatError(f"{where}: {display(entry.path)}: {problem}")
-            if len(box.offsets) != dimensions or len(box.sizes) != dimensions:
-                raise FormatError(f"{where}: {display(entry.path)}: a box of other rank than the tensor")
-        if entry.inline and sum(entry.inline) > inline:
-            raise FormatError(f"{where}: {display(entry.path)}: inline bytes {entry.inline} of {inline}")
+    return Manifest(header, tree, tensors, inline, table, orders, unknown)

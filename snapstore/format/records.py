@@ -44,10 +44,10 @@ Counted = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNTED)]
 Rank = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]  # a u32 in packs
 MAX_REVISION = 10**9 - 1
 Argument = bool | int | float | str | None
-#: The feature of a record and of manifests that several ranks wrote.
-RANKS = "ranks"
+#: Features: of several ranks (of records too); of dimension orders; of the forms of an optimizer's parameters.
+RANKS, STRIDES, PARAMETER_SHAPES = "ranks", "strides", "parameter_shapes"
 #: The features of records and manifests that this release knows.
-KNOWN_FEATURES = frozenset({RANKS})
+KNOWN_FEATURES = frozenset({RANKS, STRIDES, PARAMETER_SHAPES})
 
 #: The reason in a record that a repair reconstructed from manifests alone; these words are part of the format.
 RECONSTRUCTED = "made up from its manifests by a repair"
@@ -110,6 +110,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         parent: id of the snapshot from which this one continues; its run may be another.
         bases: ids of the snapshots whose packs this one uses.
         manifest_list: SHA-256 of its `ManifestList`; unset: all manifests were written for this snapshot.
+        unproven: uuid of the repository from which its chunks were copied unverified; unset: their digests were proven.
         created: seconds since the epoch, by the writer's clock.
         generation: 0, or the first base's generation plus one.
         depth: the most deltas in the chain of a chunk.
@@ -132,6 +133,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     bases: list[str] = []
     manifests: list[ManifestRef] = []
     manifest_list: Sha256 | msgspec.UnsetType = msgspec.UNSET
+    unproven: Id | msgspec.UnsetType = msgspec.UNSET
     tags: list[str] = []
     metrics: dict[str, float] = {}
     metadata_node: msgspec.Raw = msgspec.field(default=msgspec.Raw(b"\xc0"), name="metadata")  # decoded when asked for
@@ -382,10 +384,8 @@ def decode(data: bytes, kind: type[T], key: str) -> T:
         FormatError, UnknownFormatError: see `unpack`.
     """
     value = unpack(data, kind, key)
-    if isinstance(value, ManifestList):  # its name covers all of its bytes, also keys that this release does not know
-        own_key = manifest_key(hashlib.sha256(data).hexdigest())
-    else:
-        own_key = key_of(value)
+    # the name of a list covers all of its bytes, also keys that this release does not know
+    own_key = manifest_key(hashlib.sha256(data).hexdigest()) if isinstance(value, ManifestList) else key_of(value)
     if own_key != key:
         raise IntegrityError(f"{key}: holds the object of {own_key}; it was moved or altered")
     return value

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import index as as_int
 from types import EllipsisType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import numpy as np
@@ -25,16 +25,18 @@ from ..context import Context
 from ..errors import FormatError, IntegrityError, InvalidInputError, out_of_memory
 from ..format import boxes
 from ..format.records import Snapshot
-from ..restore.overlaps import Overlap, Reads, StoredBox, overlap_of
+from ..restore.overlaps import Overlap, Reads, StoredBox, dim_orders_of, overlap_of
 from ..restore.pipeline import require_decoding_of
 from ..restore.streaming import OpenSnapshot
-from ..state.arrays import as_bytes, new_array, require_memory_of_tensors
+from ..state.arrays import as_bytes, from_bytes, new_array, require_memory_of_tensors
+from ..state.dim_order import DimOrder
 from ..state.fit import Fit
 from ..state.restore_buffers import Want
 from ..text import counted
 
 #: A selection with steps is read in boxes of at most this size [bytes]; one without steps is read in one box.
 PIECE_BYTES = 64 * 1024 * 1024
+T = TypeVar("T")
 Index = Any  # an int, a slice, an ellipsis, or a tuple of these
 
 
@@ -97,8 +99,8 @@ class _Reader:
             f"repository and call tensors({self.ref!r})"
         )
 
-    def run(self, action: Callable[[OpenSnapshot], None]) -> None:
-        """Run an action on the open snapshot; if it fails because the snapshot was rewritten, open that and repeat."""
+    def run(self, action: Callable[[OpenSnapshot], T]) -> T:
+        """Return the result of an action on the open snapshot; if that was rewritten meanwhile, open it and repeat."""
         while True:
             opened = self._opened
             try:
@@ -128,7 +130,8 @@ class _Reader:
 class TensorHandle:
     """One stored tensor or array. Only an index (`handle[10:20, :]`), `read()` and `read_bytes()` read its values.
 
-    An index is ints, slices with positive steps and `...`, as in NumPy. Tensors come as torch.Tensor in host memory
+    An index is ints, slices with positive steps and `...`, as in NumPy. If it has no ints, the result has the layout in
+    memory of the tensor that was saved (channels_last, say). Tensors come as torch.Tensor in host memory
     without a gradient, arrays as numpy.ndarray.
 
     Attributes:
@@ -192,7 +195,10 @@ class TensorHandle:
         with out_of_memory(what, "read less of it at a time"):
             value = new_array(spec, None)
             if spec.nbytes:
-                self._reader.run(lambda opened: self._read(opened, ranges, as_bytes(value)))
+                order = self._reader.run(lambda opened: self._read(opened, ranges, as_bytes(value)))
+                if order and all(kept):
+                    limits.require_memory(spec.nbytes, what)
+                    value = from_bytes(as_bytes(value), msgspec.structs.replace(spec, dim_order=order), None)
         return value
 
     def read_bytes(self, first: int, end: int) -> Bytes:
@@ -218,8 +224,9 @@ class TensorHandle:
                 self._reader.run(lambda opened: self._read_span(opened, begin, stop, home))
         return home[first - begin * itemsize : end - begin * itemsize]
 
-    def _read(self, opened: OpenSnapshot, ranges: Sequence[range], home: Bytes) -> None:
-        """Read a selection, which is not empty, into `home`, which has its size."""
+    def _read(self, opened: OpenSnapshot, ranges: Sequence[range], home: Bytes) -> DimOrder:
+        """Read a selection, which is not empty, into `home` of its size; return the tensor's dimension order."""
+        order: DimOrder = ()
         itemsize = self._spec.itemsize
         there = home.view(f"V{itemsize}").reshape(tuple(map(len, ranges)))
         for place, piece in _pieces(ranges, itemsize):
@@ -227,12 +234,14 @@ class TensorHandle:
             steps = [of.step if len(of) > 1 else 1 for of in piece]
             want = Want(self._slot.part, self._slot.index, ((offsets, sizes),))
             overlaps = opened.sources.overlaps([want])[want]
+            order = dim_orders_of({want: overlaps}).get(want, ())
             if max(steps, default=1) == 1 and there[place].size == there.size:
                 self._reader.fill(overlaps, home)
                 continue
             box = np.empty(math.prod(sizes) * itemsize, np.uint8)
             self._reader.fill(list(_only(overlaps, steps)), box)
             there[place] = box.view(there.dtype).reshape(sizes)[tuple(slice(None, None, step) for step in steps)]
+        return order
 
     def _read_span(self, opened: OpenSnapshot, begin: int, stop: int, home: Bytes) -> None:
         """Read the elements [begin, stop) in C order into `home`; begin < stop."""

@@ -34,6 +34,7 @@ from ..save.handle import SaveHandle
 from ..state.per_rank import PerRank
 from ..state.rng import RngState
 from ..text import log
+from .stored_optimizers import put_back_by_name
 
 with needs("accelerate", 'pip install "snapstore[accelerate]"'):
     import accelerate
@@ -180,7 +181,9 @@ class _Prepared:
             for number, model in enumerate(self.models):
                 set_model_state_dict(model, state[_name("model", number)])
             for number, optimizer in enumerate(self.optimizers):
-                set_optimizer_state_dict(self.models[number], optimizer.optimizer, state[_name("optimizer", number)])
+                found = self.models[number], optimizer.optimizer, state[_name("optimizer", number)]
+                set_optimizer_state_dict(*found)
+                put_back_by_name(*found)
         self.accelerator.step = state["accelerator"]["step"]
         self.accelerator.project_configuration.iteration = state["accelerator"]["iteration"]
 

@@ -26,19 +26,19 @@ from ..options import SaveOptions
 from ..repository import Repository
 from ..retention import KeepBest
 from ..save.handle import SaveHandle
+from ..state.optimizers import OptimizerState
 from ..state.per_rank import PerRank
 from ..state.rng import RngState
 from ..text import log
 from ..threads import imported
 from . import references
-from .lightning_loops import OWN, checkpoint_of, connector, require_ours, validates_next
+from .lightning_loops import OWN, checkpoint_of, connector, require_ours, validates_next, with_classes, with_names
+from .stored_optimizers import StoredOptimizers, put_back_by_name
 
 _NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
 _SHARDED, _REFUSED = ("FSDPStrategy", "ModelParallelStrategy"), ("DeepSpeedStrategy", "XLAStrategy", "XLAFSDPStrategy")
 #: The parts of a checkpoint that all ranks hold together; each rank keeps its own of the others.
 _TENSORS = ("state_dict", "optimizer_states")
-#: The parts that are a class: that of the hyperparameters, if they are a config of OmegaConf.
-_CLASSES = ("hparams_type", "datamodule_hparams_type")
 _END_OF_EPOCH, _VALIDATION = "the end of its epoch", "its validation"
 
 
@@ -117,7 +117,7 @@ class SnapstoreCheckpointIO(_CheckpointIO):  # type: ignore[misc]  # a class of 
         replaces = references.has_file(path)
         self._wait(only_ended=replaces or path not in self._pending.values())
         step = checkpoint.get("global_step", checkpoint.get("step", 0))
-        handle = self._opened().save(step, _with_names(checkpoint), force=True, metadata={"path": path})
+        handle = self._opened().save(step, with_names(checkpoint), force=True, metadata={"path": path})
         if replaces:
             self._do(partial(self._publish, handle, path), path)
         else:
@@ -141,7 +141,7 @@ class SnapstoreCheckpointIO(_CheckpointIO):  # type: ignore[misc]  # a class of 
         if isinstance(map_location, dict):
             raise InvalidInputError("map_location: expected a device or None; tensors are not mapped one by one")
         where = self._where if self._manager is None else self._manager.repository
-        return _with_classes(references.restore(os.fspath(path), where, map_location, self._types))
+        return with_classes(references.restore(os.fspath(path), where, map_location, self._types))
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove the reference at `path`; forget its snapshot and run gc, with `async_save` in the background.
@@ -278,6 +278,7 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         self._metrics, self._per_rank = tuple(metrics), per_rank
         self._manager: SnapshotManager | None = None  # None outside a `fit`, and with `fast_dev_run`
         self._restored: dict[str, Any] | None = None  # the checkpoint that is being loaded
+        self._stored: StoredOptimizers | None = None  # the states of optimizers in it
         self._last_step = self._seen_step = 0
         self._awaited = ""  # the event of Lightning for which a save that is due waits
 
@@ -289,7 +290,7 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
             return
         _require_known(trainer.strategy)
         _require_one_resume([one for one in trainer.callbacks if isinstance(one, SnapshotCallback)])
-        self._restored = None
+        self._restored = self._stored = None
         if trainer.fast_dev_run:  # a test of some batches, which must leave no snapshot to resume from
             return
         if self._manager is None:
@@ -304,16 +305,22 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         else:
             restored = manager.restore(step, device="cpu", per_rank=self._per_rank)
             require_ours(manager.run, step, restored, OWN)
-            self._restored = _with_classes(restored)
+            self._restored, self._stored = with_classes(restored), StoredOptimizers(manager, step, "optimizer_states")
             connector(trainer)._loaded_checkpoint = checkpoint_of(self._restored)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Load the tensors of a sharded strategy, which exist only now; set the random generators."""
+        """Load the tensors of a sharded strategy, which exist only now; check the optimizers of any other one.
+
+        Then set the random generators.
+        """
         if trainer.ckpt_path is not None:
             self._restored = None  # the caller's checkpoint was loaded
         if self._restored is None:
             return
-        if _is_sharded(trainer.strategy):
+        if not _is_sharded(trainer.strategy):
+            assert self._stored is not None
+            self._stored.require_fit(trainer.strategy.optimizers)
+        else:
             self._restored = self._load_sharded(trainer, self._restored["step"])
             connector(trainer)._loaded_checkpoint = checkpoint_of(self._restored)
         self._set_generators()
@@ -321,12 +328,14 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Set the random generators again, unless an epoch begins: making a loader's iterator has drawn a number."""
+        if self._stored is not None and self._restored is not None:
+            self._stored.put_back(trainer.strategy.optimizers, self._restored["optimizer_states"])
         if self._restored is not None and self._restored[OWN]["begins_epoch"]:
             trainer.fit_loop.restarting = False  # with max_steps, Lightning makes it true again
             trainer.fit_loop.epoch_loop.restarting = False  # else it would take the epoch for one that has ended
         else:
             self._set_generators()
-        self._restored, self._awaited = None, ""
+        self._restored, self._stored, self._awaited = None, None, ""
         self._last_step = self._seen_step = trainer.global_step  # until it grows, gradients are accumulated
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
@@ -421,9 +430,12 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         names = [*self._metrics, *(policy.metric for policy in manager.keep if isinstance(policy, KeepBest))]
         logged = trainer.callback_metrics
         metrics = {name: logged[name] for name in dict.fromkeys(names) if name in logged}
-        state = _with_names(connector(trainer).dump_checkpoint(weights_only=False))
+        state = with_names(connector(trainer).dump_checkpoint(weights_only=False))
         if _is_sharded(trainer.strategy):
             _require_sharded(state)
+        elif "optimizer_states" in state:
+            pairs = zip(trainer.strategy.optimizers, state["optimizer_states"], strict=True)
+            state["optimizer_states"] = [OptimizerState(*pair) for pair in pairs]
         own = {"rng": RngState(), "begins_epoch": bool(trainer.is_last_batch)}
         kept = {key: value if key in _TENSORS else PerRank(value) for key, value in state.items()}
         metadata = {"lightning": [key for key in state if key not in _TENSORS]}
@@ -445,22 +457,8 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         distributed.set_model_state_dict(model, target["state_dict"])
         for optimizer, state in zip(optimizers, target["optimizer_states"], strict=True):
             distributed.set_optimizer_state_dict(model, optimizer, state)
-        return _with_classes({key: one.value if isinstance(one, PerRank) else one for key, one in target.items()})
-
-
-def _with_names(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint with the names of its classes in their places."""
-    found = {key: checkpoint.get(key) for key in _CLASSES}
-    names = {key: f"{one.__module__}.{one.__qualname__}" for key, one in found.items() if isinstance(one, type)}
-    return {**checkpoint, **names} if names else checkpoint
-
-
-def _with_classes(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return a restored checkpoint with the classes of OmegaConf that it names, if the program has imported them."""
-    module = imported("omegaconf")
-    kinds = () if module is None else (module.DictConfig, module.ListConfig)
-    known = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in kinds}
-    return {key: known.get(one, one) if key in _CLASSES else one for key, one in checkpoint.items()}
+            put_back_by_name(model, optimizer, state)
+        return with_classes({key: one.value if isinstance(one, PerRank) else one for key, one in target.items()})
 
 
 def _is_sharded(strategy: Any) -> bool:

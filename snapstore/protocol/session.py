@@ -27,6 +27,8 @@ from .commit import Claim, Putter
 from .liveness import aborted
 from .same_repository import confirmed
 
+#: The command that proves the snapshots that were copied without verification.
+PROVE = "snapstore repair --level restore --apply"
 #: Ids of the last saves that this process has begun.
 _begun: deque[str] = deque(maxlen=256)
 
@@ -47,6 +49,7 @@ class Session(Claim):
 
     _last: str | None = None
     _first_seq = 0
+    _trusted: str | msgspec.UnsetType = msgspec.UNSET  # uuid: snapshots that are `unproven` by it may be bases
 
     def __init__(
         self,
@@ -112,7 +115,8 @@ class Session(Claim):
     def _choose(self, view: View, marked: set[str] | None) -> None:
         """Set the parent, and choose the bases: the parent, the newest of the run and `also`.
 
-        A snapshot is no base if a mark names one of its packs or manifests, or if it is damaged.
+        A snapshot is no base if a mark names one of its packs or manifests, if it is damaged, or if it was copied
+        without verification: a chunk there may have other content than its digest says, and a save reads no such chunk.
         """
         newest = view.newest(self.run)
         newest_id = newest.id if newest else None
@@ -122,9 +126,13 @@ class Session(Claim):
             except (IntegrityError, StorageError) as error:
                 log.warning("run=%s the parent of this save may not be the newest snapshot: %s", self.run, error)
         self.parent = self.parent or newest_id
-        for name in [self.parent, newest_id, *self._also]:
+        for name in dict.fromkeys((self.parent, newest_id, *self._also)):
             snapshot = view.get(name) if name else None
             if marked is None or snapshot is None or snapshot.state != COMMITTED or snapshot in self.usable_bases:
+                continue
+            if snapshot.unproven and snapshot.unproven != self._trusted:
+                text = "run=%s base %s was copied without verification: not used; run '%s' to prove it"
+                (log.warning if self.verb == "save" else log.info)(text, self.run, snapshot.ref, PROVE)
                 continue
             try:
                 if marked.isdisjoint(needed_keys(self._index, snapshot)):

@@ -12,6 +12,7 @@ each complete by itself:
                  lacks a manifest: from now on no policy counts it
     heal         rewrite snapshots that need such a pack (heal.py), as the next revision of their records; write damaged
                  lists of manifests again, in the same way
+    prove        at level "restore": let saves build on snapshots that were copied without verification
     drop         only on request: forget the snapshots that stay damaged
     purge        only on request: take packs that no snapshot needs out of quarantine, so that gc deletes them
     index        rebuild it, unless the store is an older backup: then only the index knows which records vanished, and
@@ -130,6 +131,7 @@ class _Repair:
         self._note_lost()
         self._heal()
         self._renew_lists()
+        self._prove()
         if drop:
             self._drop()
         if purge:
@@ -429,6 +431,13 @@ class _Repair:
             if snapshot.state in _STATES and snapshot.manifest_list == self._scan.records.ruling[name].manifest_list:
                 message = f"{snapshot.ref}: its list of manifests is written again"
                 self._do("record", snapshot.key, message, partial(renew_list, self._context, snapshot))
+
+    def _prove(self) -> None:
+        """Let saves build on the snapshots that were copied without verification, and that this scan has proven."""
+        for snapshot in (s for s in self._scan.report.restorable if s.unproven and s.id in self._scan.proven):
+            message = f"{snapshot.ref}: each of its chunks has its digest: saves may build on it"
+            effect = partial(revisions.revise, self._context, snapshot, unproven=msgspec.UNSET)
+            self._do("prove", snapshot.key, message, effect)
 
     # -- drop, purge
 

@@ -14,7 +14,8 @@ class RepairAction:
     """One change that a repair made, or would make.
 
     Attributes:
-        kind: "config", "record", "session", "remove", "quarantine", "release", "heal", "drop", "purge" or "index".
+        kind: "config", "record", "session", "remove", "quarantine", "release", "heal", "prove", "drop", "purge" or
+            "index".
         key: key of the object that changes.
         message: describes the change.
     """

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -23,16 +23,22 @@ from ..chunks.reader import Wanted
 from ..format import boxes
 from ..format.manifest import Manifest
 from ..state.arrays import Memory, copy_box
+from ..state.dim_order import DimOrder
 
 #: Chunks that go through a buffer are rebuilt in groups of at most this much, or one by one [bytes].
 BUFFERED_BYTES = 8 * 1024 * 1024
 _NONE = np.empty(0, np.int64)
+T = TypeVar("T")
 _Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBox:
-    """A box of a tensor that a manifest holds: in chunks; if there are none, in the inline bytes from `inline` on."""
+    """A box of a tensor that a manifest holds: in chunks; if there are none, in the inline bytes from `inline` on.
+
+    Attributes:
+        dim_order: of the tensor that the writer had.
+    """
 
     m: Manifest
     offsets: Sequence[int]
@@ -40,6 +46,7 @@ class StoredBox:
     first_chunk: int = 0
     chunks: int = 0
     inline: int = 0
+    dim_order: DimOrder = ()
 
 
 class Shape(NamedTuple):
@@ -198,6 +205,15 @@ def overlap_of(
         rows, lengths, ends = rows[is_needed], lengths[is_needed], ends[is_needed]
     starts = ends - lengths
     return Overlap(stored, rows, starts, sizes, stored_at, stored_sizes, target_at, target_sizes, target_start)
+
+
+def dim_orders_of(overlaps: Mapping[T, Sequence[Overlap]]) -> dict[T, DimOrder]:
+    """Return the dimension orders of the arrays that are made of overlaps.
+
+    An array whose writers had different orders is in C order. Those in C order are left out.
+    """
+    orders = {key: {overlap.stored.dim_order for overlap in found} for key, found in overlaps.items()}
+    return {key: next(iter(found)) for key, found in orders.items() if len(found) == 1 and found != {()}}
 
 
 @dataclass(slots=True)

@@ -31,7 +31,7 @@ from ..state.restore_buffers import RestoreBuffers, Want
 from ..state.restore_plan import PARTLY_FILLED, RestorePlan
 from ..text import counted, log
 from .manifests import decoding_of, spend_decoding
-from .overlaps import Overlap, Reads
+from .overlaps import Overlap, Reads, dim_orders_of
 from .sources import ALONE, AsRank, Sources
 
 T = TypeVar("T")
@@ -223,8 +223,9 @@ def restore(
     specs = (sources.parts[want.part].specs[want.entry] for want in plan.wants)
     if device is not None and any(spec.kind in ("tensor", "parameter") for spec in specs):
         require_device(device)
-    limits.require_memory(plan.buffers.fresh_bytes(), f"{snapshot.ref}: restoring {counted(len(plan.wants), 'tensor')}")
     overlaps = sources.overlaps(plan.wants)
+    plan.buffers.lay_out(dim_orders_of(overlaps))
+    limits.require_memory(plan.buffers.fresh_bytes(), f"{snapshot.ref}: restoring {counted(len(plan.wants), 'tensor')}")
     require_decoding_of(context, overlaps, f"{snapshot.ref}: restoring")
     if plan.buffers.fills_at_once():
         target.begin()

@@ -19,7 +19,7 @@ from ..context import Context
 from ..errors import FormatError, InvalidInputError
 from ..format import manifest
 from ..format.box_map import ranks_with
-from ..format.manifest import Manifest, TensorEntry, manifest_name, part_name
+from ..format.manifest import Manifest, manifest_name, part_name
 from ..format.rank_checks import Cover, entries_by_path, match_entries, require_same_form
 from ..format.records import ManifestRef, Snapshot
 from ..format.tensor_layout import ChunkSums, check_boxes, check_whole, spec_of
@@ -145,8 +145,7 @@ class Sources:
     def _fill(self, part: int, opened: Sequence[_Open]) -> None:
         """Find the overlaps of arrays of one part."""
         if part >= len(self._roots):
-            own = self._own[part - len(self._roots)]
-            _check(own, [(one, own.tensors[one.want.entry]) for one in opened])
+            _check(self._own[part - len(self._roots)], [(one, one.want.entry) for one in opened])
         elif self._roots[part].header.world_size:
             root = self._roots[part]
             by_path = entries_by_path(root)
@@ -154,13 +153,13 @@ class Sources:
             for one in opened:
                 by_index.setdefault(one.want.entry, []).append(one)
             for child in self._children_of(root, opened):
-                entries = match_entries(by_path, child.tensors)
-                held = [(entry, index) for entry, index in entries if entry.boxes or entry.inline]  # others only count
-                _check(child, [(one, entry) for entry, index in held for one in by_index.get(index, ())])
+                entries = enumerate(match_entries(by_path, child.tensors))
+                held = [(number, index) for number, (entry, index) in entries if entry.boxes or entry.inline]
+                _check(child, [(one, number) for number, index in held for one in by_index.get(index, ())])
         else:  # `read_manifests` has checked that each tensor is whole
             m = self._roots[part]
             for one in opened:
-                one.add(m, m.tensors[one.want.entry])
+                one.add(m, one.want.entry)
             return
         for one in opened:
             one.require_covered(part_name(self.parts[part].name))
@@ -211,10 +210,10 @@ class _Open:
         self.boxes = [whole] if want.boxes is None else list(want.boxes)
         self.left = sum(math.prod(sizes) for _, sizes in self.boxes)
 
-    def add(self, m: Manifest, entry: TensorEntry) -> None:
+    def add(self, m: Manifest, number: int) -> None:
         """Add the overlaps with an entry of a manifest; the entry has been checked."""
         itemsize = self.spec.itemsize
-        for stored in _stored_boxes(m, entry, itemsize):
+        for stored in _stored_boxes(m, number, itemsize):
             start = 0
             for wanted in self.boxes:
                 found = overlap_of(stored, wanted, itemsize, start)
@@ -240,27 +239,29 @@ class _Open:
             raise FormatError(f"{where}: {display(self.spec.path)}: {problem}; run 'snapstore check'")
 
 
-def _check(child: Manifest, entries: Sequence[tuple[_Open, TensorEntry]]) -> None:
-    """Check entries of a child, and add their overlaps to the wanted arrays.
+def _check(child: Manifest, entries: Sequence[tuple[_Open, int]]) -> None:
+    """Check entries of a child, given by their numbers, and add their overlaps to the wanted arrays.
 
     Raises:
         FormatError: an entry contradicts the root's, or itself.
     """
     sums, where = ChunkSums(child.table), f"{part_name(child.header.part)}, rank {child.header.rank}"
-    for one, entry in entries:
+    for one, number in entries:
+        entry = child.tensors[number]
         require_same_form(spec_of(entry), one.spec, where)
         if entry.boxes:
             check_boxes(entry, sums, where)
         else:
             check_whole(entry, sums, where)
-        one.add(child, entry)
+        one.add(child, number)
 
 
-def _stored_boxes(m: Manifest, entry: TensorEntry, itemsize: int) -> Iterator[StoredBox]:
+def _stored_boxes(m: Manifest, number: int, itemsize: int) -> Iterator[StoredBox]:
     """Yield the boxes of an entry; boxes without chunks lie in the inline bytes, one after the other."""
+    entry, order = m.tensors[number], m.dim_orders.get(number, ())
     at = entry.inline[0] if entry.inline else 0
     if not entry.boxes and entry.inline is not None:
-        yield StoredBox(m, [0] * len(entry.shape), entry.shape, inline=at)
+        yield StoredBox(m, [0] * len(entry.shape), entry.shape, inline=at, dim_order=order)
     for box in entry.boxes:
-        yield StoredBox(m, box.offsets, box.sizes, box.first_chunk, box.chunks, at)
+        yield StoredBox(m, box.offsets, box.sizes, box.first_chunk, box.chunks, at, order)
         at += 0 if box.chunks else math.prod(box.sizes) * itemsize

@@ -24,7 +24,7 @@ from ..state.tensors import Slot, StoredPart, TensorSpec, family
 from ..state.tree_decode import ELSEWHERE
 from ..text import some
 from .manifests import decoding_of
-from .overlaps import Overlap
+from .overlaps import Overlap, dim_orders_of
 from .pipeline import deleted_meanwhile, load, opened, require_decoding_of, ruling_now
 from .sources import SHARED_ONLY, AsRank, Sources
 
@@ -152,8 +152,9 @@ class TensorReader:
         self.others, self.of_ranks = self._opened.others, self._opened.of_ranks
         if device is not None and any(family(spec.kind) == "tensor" for _, spec in self.specs):
             require_device(device)
+        copied = 1 + bool(dim_orders_of(self._overlaps))  # an array that is not in C order is copied into its layout
         most = max((sum(self._opened.spec(slot).nbytes for _, slot in group) for group in self._groups), default=0)
-        limits.require_memory(most, f"{self.snapshot.ref}: reading its largest tensor")
+        limits.require_memory(copied * most, f"{self.snapshot.ref}: reading its largest tensor")
         require_decoding_of(context, self._overlaps, f"{self.snapshot.ref}: restoring")
 
     def _use(self, opened: OpenSnapshot) -> None:
@@ -208,6 +209,7 @@ class TensorReader:
             buffers = RestoreBuffers(opened.parts, self._device, on_device=engines.on_device)
             for _, slot in group:
                 buffers.add(slot)
+            buffers.lay_out(dim_orders_of(self._overlaps))
             load(self._context, buffers.wants(), self._overlaps, buffers)
             return deque((path, buffers.build(slot)) for path, slot in group)
 
@@ -237,16 +239,14 @@ class TensorReader:
         tree = opened.selection.prune(opened.tree, ())
         for slot in slots_of(tree, opened.decoded.plain):
             buffers.add(slot)
-        others, most = [], 0
-        for want in buffers.wants():
-            spec = opened.parts[want.part].specs[want.entry]
-            if family(spec.kind) == "tensor" and want in self._overlaps:  # else it lies in the `_metadata` of a dict
-                buffers.buffer(want)
-            else:
-                others.append(want)
-                most += spec.nbytes
-        limits.require_memory(most, f"{self.snapshot.ref}: reading its values")
+        wants = {want: opened.parts[want.part].specs[want.entry] for want in buffers.wants()}
+        # A tensor that lies in the `_metadata` of a dict is a value too.
+        others = [want for want, spec in wants.items() if family(spec.kind) != "tensor" or want not in self._overlaps]
+        limits.require_memory(sum(wants[want].nbytes for want in others), f"{self.snapshot.ref}: reading its values")
         overlaps = opened.sources.overlaps(others)
+        buffers.lay_out(dim_orders_of(self._overlaps | overlaps))
+        for want in wants.keys() - set(others):
+            buffers.allocate(want)
         require_decoding_of(self._context, overlaps, f"{self.snapshot.ref}: reading its values")
         load(self._context, others, overlaps, buffers)
         return buffers.build(tree), [buffers.build(slot) for group in self._groups for _, slot in group]

@@ -129,7 +129,8 @@ class TensorInput(msgspec.Struct, eq=False, gc=False):
 
     Attributes:
         key: its name, the same in the next save.
-        spec: its path, kind, dtype and shape; the shape of a box is its sizes.
+        spec: its path, kind, dtype and shape, and the dimension order in memory of the tensor that has it; the shape of
+            a box is its sizes.
         box_of: the tensor that this box belongs to; None: it is a whole tensor.
         array: the caller's array; None once its bytes are copied.
         copy: its bytes, (nbytes,) uint8, as staging copied them; None: the caller's memory is read.
@@ -224,8 +225,8 @@ def inputs_of(parts: Sequence[Part], shares: RankShares | None = None) -> list[P
 
 
 def _tensors(part: Part) -> Iterator[TensorInput]:
-    for name, spec, array in zip(names_of(part.key, part.specs), part.specs, part.arrays, strict=True):
-        yield TensorInput(name, spec, array)
+    for name, array in zip(names_of(part.key, part.specs), part.arrays, strict=True):
+        yield TensorInput(name, array.spec, array)
 
 
 def _boxes(part: Part, shares: RankShares) -> Iterator[TensorInput]:
@@ -234,7 +235,7 @@ def _boxes(part: Part, shares: RankShares) -> Iterator[TensorInput]:
     for number, (name, held, sharding) in enumerate(zip(names, part.arrays, part.shardings, strict=True)):
         pieces = shares.pieces(name, part.specs[number], sharding, may_differ=number in part.buffers)
         for of, piece in zip(_boxes_of(name, part.specs, number, pieces), pieces, strict=True):
-            spec = msgspec.structs.replace(of.spec, shape=piece.sizes)
+            spec = msgspec.structs.replace(of.spec, shape=piece.sizes, dim_order=held.spec.dim_order)
             key = (*name, piece.offsets, piece.sizes)
             yield TensorInput(key, spec, piece.held(held), box_of=of)
 
@@ -287,7 +288,7 @@ def _cut(
         yield tensor
         return
     for piece in shares.pieces(of.name, of.spec, None, may_differ=of.name in buffers):
-        spec, copy = msgspec.structs.replace(of.spec, shape=piece.sizes), tensor.copy
+        spec, copy = msgspec.structs.replace(tensor.spec, shape=piece.sizes), tensor.copy
         if copy is not None and piece.sizes != of.spec.shape:
             start = piece.first_row * (spec.nbytes // piece.sizes[0])
             span = slice(start, start + spec.nbytes)

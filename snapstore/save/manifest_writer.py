@@ -24,11 +24,12 @@ from ..format.chunk_table import ChunkTable
 from ..format.chunking import INLINE_BYTES, PAGED_BYTES, page_ends
 from ..format.keys import pack_key
 from ..format.manifest import Box, Manifest, TensorEntry
-from ..format.records import RANKS, ManifestList, ManifestRef
+from ..format.records import PARAMETER_SHAPES, RANKS, ManifestList, ManifestRef
 from ..format.tensor_layout import check_ties
 from ..state.arrays import as_bytes
-from ..state.tensors import TensorSpec
-from ..state.tree_encode import pack
+from ..state.dim_order import DimOrder
+from ..state.tensors import Node, TensorSpec
+from ..state.tree_encode import has_parameters, pack
 from ..text import log
 from .chunk_writer import BaseDamagedError, ChunkWriter, Rows
 from .inputs import BoxOf, PartInput, TensorInput
@@ -168,7 +169,7 @@ def write(
                         else:
                             layout.append(tensor, 0, _inline_bytes(context, tensor))
                     if not world_size or part.own_nodes is not None:
-                        add_tree(chunks, layout, pack(part.tree))
+                        add_tree(chunks, layout, part.tree, pack(part.tree))
                     chunks.end_part()
                 chunks.finish()
                 return _write_manifests(context, session, chunks, layouts, place)
@@ -198,6 +199,7 @@ class Layout:
 
     part: str
     tree: bytes = NO_TREE
+    features: list[str] = field(default_factory=list)  # that a reader of the tree must know
     entries: list[TensorEntry] = field(default_factory=list)
     inline: bytearray = field(default_factory=bytearray)
     first_row: int = 0
@@ -206,6 +208,7 @@ class Layout:
     whole: Name | None = None  # the tensor of which the last entry has boxes
     wholes: int = 0  # in a job of ranks: how many tensors the tree counts
     boxes: dict[int, tuple[box_map.Box, ...]] = field(default_factory=dict)  # by number of the tensor
+    dim_orders: dict[int, DimOrder] = field(default_factory=dict)  # by number of the entry
 
     def append(self, tensor: TensorInput, chunks: int, inline: bytes) -> None:
         """Add the entry of a tensor, or a box to its entry; it lies in `chunks` chunks, or inline."""
@@ -216,6 +219,8 @@ class Layout:
             self.entries.append(entry_of(spec, boxes, place))
         else:
             self._append_box(tensor, tensor.box_of, chunks, place)
+        if spec.dim_order:
+            self.dim_orders[len(self.entries) - 1] = spec.dim_order
         self.rows += chunks
         self.logical_bytes += nbytes
         self.inline += inline
@@ -252,9 +257,11 @@ def entry_of(spec: TensorSpec, boxes: Sequence[Box] = (), inline: tuple[int, int
     return TensorEntry(spec.path, spec.kind, spec.dtype, spec.shape, spec.requires_grad, spec.tie, tuple(boxes), inline)
 
 
-def add_tree(chunks: ChunkWriter, layout: Layout, tree: bytes) -> None:
-    """Add the packed tree of a part; if it is large, write it as pages after the tensors."""
+def add_tree(chunks: ChunkWriter, layout: Layout, node: Node, tree: bytes) -> None:
+    """Add the tree of a part, also packed as `tree`; if it is large, write it as pages after the tensors."""
     layout.tree = tree
+    if has_parameters(node, tree):
+        layout.features.append(PARAMETER_SHAPES)
     if len(tree) < PAGED_BYTES:
         return
     data = np.frombuffer(tree, np.uint8)
@@ -318,7 +325,8 @@ def _write_manifests(
             packs=packs,
             pack_sizes=sizes,
             logical_bytes=layout.logical_bytes,
-            features=[RANKS] if world_size else [],
+            dim_orders=layout.dim_orders,
+            features=[RANKS, *layout.features] if world_size else layout.features,
             world_size=world_size,
             box_map=box_map.BoxMap.of_rank(rank, layout.boxes, layout.wholes).encode(),
         )

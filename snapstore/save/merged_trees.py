@@ -21,7 +21,7 @@ from ..distributed.base import named
 from ..errors import FormatError, InvalidInputError
 from ..state.containers import shown
 from ..state.tensors import ARRAY_TAGS, Node, TensorSpec
-from ..state.tree_decode import decode_plain, unpack_nodes
+from ..state.tree_decode import decode_plain, unpack_nodes, without_parameters
 from ..state.tree_encode import Encoder, encode_plain, pack
 from .rank_state import PartTree, encode_trees
 from .shares import Name, names_of
@@ -33,7 +33,7 @@ MAX_PROBLEMS = 20  # the most differences that one error names
 #: Positions in a node at which the keys and values of a mapping, the items of a sequence, or a plain form begin.
 _MAPPINGS = {"dict": 1, "odict": 1, "counter": 1, "defaultdict": 2}
 _SEQUENCES = {"list": 1, "tuple": 1, "deque": 2}
-_OBJECTS = {"object": 4}
+_OBJECTS = {"object": 4, "optimizer": 3}
 _STARTS = _MAPPINGS | _SEQUENCES | _OBJECTS
 _EQUAL = "make these values equal on all ranks, or put what is each rank's own into snapstore.PerRank"
 _FLATTEN = (
@@ -187,6 +187,8 @@ class _Merger:
 
     def _merged(self, views: Sequence[_View], path: Path) -> Node:
         """Return the nodes of one place, merged into one."""
+        if any(view.tag == "optimizer" for view in views) and len({pack(view.node[:3]) for view in views}) > 1:
+            views = [view.child(without_parameters(view.node)) for view in views]  # other parameters on other ranks
         node, tag = views[0].node, views[0].tag
         if any(view.tensor is not None for view in views):
             return self._tensor(views, path)

@@ -143,7 +143,7 @@ def write_roots(
             packs=list(packs),
             pack_sizes=list(packs.values()),
             logical_bytes=layout.logical_bytes + sum(ref.logical_bytes for ref in of_part),
-            features=[RANKS],
+            features=[RANKS, *layout.features],
             world_size=world_size,
             children=of_part,
             box_map=_box_map(found, children.orders, parts[number]),
@@ -173,7 +173,7 @@ def _write_trees(
         for part, tree in zip(parts, trees, strict=True):
             layouts.append(Layout(part.name, entries=list(map(entry_of, part.specs)), first_row=chunks.rows))
             chunks.begin_part(part.name)
-            add_tree(chunks, layouts[-1], tree)
+            add_tree(chunks, layouts[-1], part.tree, tree)
             chunks.end_part()
         check_ties({layout.part: layout.entries for layout in layouts})
         chunks.finish()

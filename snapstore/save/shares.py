@@ -71,7 +71,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
         value = local.value.detach() if spec.kind == "parameter" else local.value
         kind = "tensor" if spec.kind == "parameter" else spec.kind
         rows = value[self.first_row : self.first_row + self.sizes[0]]
-        return Held(rows, TensorSpec(spec.path, kind, spec.dtype, self.sizes, False, None))
+        return Held.of(rows, TensorSpec(spec.path, kind, spec.dtype, self.sizes, False, None))
 
 
 @dataclass(frozen=True)

@@ -143,8 +143,8 @@ def input_of(path: Path, value: Any, engines: Engines) -> TensorInput:
         kind, dtype, shape = describe(value)
     except UnsupportedLeafError as error:
         raise UnsupportedLeafError(f"{display(path)}: {error}; nothing was committed") from error
-    spec = TensorSpec(path, kind, dtype, shape, grad, None)
-    held = Held(value, spec)
+    held = Held.of(value, TensorSpec(path, kind, dtype, shape, grad, None))
+    spec = held.spec
     key = ("", spec.path, 0)
     if spec.nbytes >= engines.cpu.batch_bytes or device_of(value, engines.on_device) is not None:
         return TensorInput(key, spec, held, lent=True)

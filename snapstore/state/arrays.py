@@ -24,6 +24,7 @@ from ..errors import CapabilityError, InvalidInputError, UnsupportedLeafError
 from ..threads import imported
 from .composite import core_of, is_composite_class
 from .containers import shown
+from .dim_order import dim_order_of, inverse
 from .sharded import Sharding, locals_of, sharding_of
 from .tensors import MAX_DIMENSIONS, TORCH_DTYPES, TensorSpec, family, is_array, numpy_dtype, numpy_dtype_name
 from .torch_layouts import LAYOUTS
@@ -441,14 +442,26 @@ def torch_dtype(spec: TensorSpec) -> torch.dtype:
 
 
 def new_array(spec: TensorSpec, device: str | int | torch.device | None) -> Any:
-    """Return an uninitialized ndarray, or tensor on `device` (CPU by default), for a stored array."""
+    """Return an uninitialized ndarray, or tensor on `device` (CPU by default), for a stored array, in its layout."""
+    order = spec.dim_order
+    shape = [spec.shape[d] for d in order] if order else spec.shape
     if spec.kind == "array":
-        return np.empty(spec.shape, numpy_dtype(spec.dtype))
+        fresh = np.empty(shape, numpy_dtype(spec.dtype))
+        return fresh.transpose(inverse(order)) if order else fresh
     import torch
 
     # Bytes first: torch warns about an empty complex32. `.data` is a tensor of its own, not a view of them.
     memory = torch.empty(spec.nbytes, dtype=torch.uint8, device="cpu" if device is None else device)
-    return memory.view(torch_dtype(spec)).view(spec.shape).data
+    value = memory.view(torch_dtype(spec)).view(shape)
+    return value.permute(inverse(order)).data if order else value.data
+
+
+def in_memory_order(value: Any) -> Any:
+    """Return a view of a tensor or ndarray whose C order is the order in memory; of one with gaps, the array itself."""
+    order = dim_order_of(value)
+    if not order:
+        return value
+    return value.transpose(order) if isinstance(value, np.ndarray) else value.detach().permute(order)
 
 
 def from_bytes(home: Memory, spec: TensorSpec, device: str | int | torch.device | None) -> Any:

@@ -7,9 +7,9 @@ match their specs (held_array.py). restore_plan.py is the inverse.
 Rules that users see:
 
 - An object with `state_dict` and `load_state_dict` is stored as its state; names inside belong to the object.
-- Arrays are values: shape, dtype, requires_grad and ties are stored; strides, device, gradients, grad_fn and Python
-  attributes are not. Tied arrays have the same memory, shape, stride and dtype, and are sharded alike; arrays that only
-  overlap are stored separately.
+- Arrays are values: shape, dtype, requires_grad, ties and the order of the dimensions in memory are stored; gaps
+  between elements, device, gradients, grad_fn and Python attributes are not. Tied arrays have the same memory, shape,
+  stride and dtype, and are sharded alike; arrays that only overlap are stored separately.
 - Functions in the state of a torch lr_scheduler are code that its constructor sets (SWALR in older releases). They are
   left out, as torch leaves them out of the state of LambdaLR. `load_state_dict` only updates, so the constructor's
   functions remain.
@@ -37,9 +37,10 @@ from .composite import SHARD, core_of, shard_of
 from .containers import CONTAINERS, Items, Path, items_of
 from .held_array import Held
 from .learner import DifferentStructureError, own_key
+from .optimizers import expand
 from .per_rank import PerRank, is_per_rank
 from .sharded import Sharding, locals_of, sharding_of
-from .stateful import buffers_of, is_of_torch, is_stateful, names_in_modules, state_of
+from .stateful import buffers_of, is_of_torch, is_stateful, names_in_modules
 from .structure import Structure, learn
 from .tensors import Node, TensorSpec, array_node
 from .tree_encode import PLAIN, Encoder, encode_plain
@@ -168,7 +169,7 @@ class _Flattener:
         self._encoder = Encoder(self._put, self._expand, columnar=True)
 
     def parts(self, state: Any) -> list[Part]:
-        root = self._root_of(state)
+        root, parameters = self._root_of(state)
         items = items_of(root) if type(root) in (dict, OrderedDict) else []
         parts = _parts_in(items)
         if not parts:
@@ -179,27 +180,28 @@ class _Flattener:
             done = [self._fill("", partial(self._encoder.each, root, (), items, parts.keys()))]
             done += [self._fill(name, partial(self._encoder.node, child, (name,))) for name, child in parts.items()]
         self._encoder.raise_problems()
+        if parameters is not None:
+            done[0] = replace(done[0], tree=[*parameters, done[0].tree])
         del self._encoder  # else the garbage collector alone would free the state's arrays
         return done
 
-    def _root_of(self, state: Any) -> Any:
-        """Return the state of an object that is the whole state; any other state itself."""
-        expanded = self._expand(state, ())
-        return state if expanded is None else expanded[0]
+    def _root_of(self, state: Any) -> tuple[Any, list[Node] | None]:
+        """Return the result of `expand` for an object that is the whole state; any other state itself."""
+        return self._expand(state, ()) or (state, None)
 
     def _fill(self, name: str, tree: Callable[[], Node]) -> Part:
         self._part, self._tied = Part(name, None, [], []), {}
         return replace(self._part, tree=tree())
 
-    def _expand(self, value: Any, path: Path) -> tuple[Any] | None:
-        if not is_stateful(value):
-            return None
-        if self.is_check and not (type(value) is PerRank or is_of_torch(value)):
-            return ({},)
-        self.is_repeated = self.is_repeated or id(value) in self.states
-        state = self.states[id(value)] = state_of(value, path)
-        self._objects[path] = value
-        return (state,)
+    def _expand(self, value: Any, path: Path) -> tuple[Any, list[Node] | None] | None:
+        if self.is_check and is_stateful(value) and not (type(value) is PerRank or is_of_torch(value)):
+            return {}, None
+        expanded = expand(value, path)
+        if expanded is not None:
+            self.is_repeated = self.is_repeated or id(value) in self.states
+            self.states[id(value)] = expanded[0]
+            self._objects[path] = value
+        return expanded
 
     def _put(self, value: Any, path: Path) -> Node:
         stored = bytes(value) if type(value) is bytearray else unwrapped(value)
@@ -227,7 +229,7 @@ class _Flattener:
 
     def _append(self, spec: TensorSpec, stored: Any) -> None:
         self._part.specs.append(spec)
-        self._part.arrays.append(Held(stored, spec))
+        self._part.arrays.append(Held.of(stored, spec))
 
     def _put_first(self, value: Any, here: tuple[str, int]) -> tuple[str, int]:
         """Return the (part, index) where this memory was put first, which may be `here`."""
@@ -255,8 +257,8 @@ class _RankFlattener(_Flattener):
                 done.append(own)
         return done
 
-    def _root_of(self, state: Any) -> Any:
-        return state if is_per_rank(state) else super()._root_of(state)
+    def _root_of(self, state: Any) -> tuple[Any, list[Node] | None]:
+        return (state, None) if is_per_rank(state) else super()._root_of(state)
 
     def _special(self, value: Any, path: Path) -> Node:
         """Return the node of a value that only ranks have, or None."""
@@ -291,10 +293,10 @@ class _RankFlattener(_Flattener):
         self._part.shardings.append(self._sharding)
         self._part.specs.append(spec)
         if self._sharding is None:
-            self._part.arrays.append(Held(stored, spec))
+            self._part.arrays.append(Held.of(stored, spec))
             return
         held = [
-            Held(local, TensorSpec(spec.path, "tensor", spec.dtype, tuple(local.shape), False, spec.tie))
+            Held.of(local, TensorSpec(spec.path, "tensor", spec.dtype, tuple(local.shape), False, spec.tie))
             for local in self._locals
         ]
         held[0].others = tuple(held[1:])

@@ -11,11 +11,13 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from ..errors import InvalidInputError, UnsupportedLeafError
 from .arrays import Array, Memory, copy_into, describe, memory_key
 from .containers import Path, shown
+from .dim_order import dim_order_of
 from .tensors import TensorSpec
 
 
@@ -30,6 +32,7 @@ class Held:
     has no lock against that. NumPy does not resize an array in place while a weak reference to it exists.
 
     Attributes:
+        spec: with the dimension order of the array.
         others: of a sharded tensor whose boxes have local tensors of their own: the other local tensors.
     """
 
@@ -42,6 +45,12 @@ class Held:
         self._alias: Array = None
         self._place: tuple[Any, ...] = ()
         self._unresizable: Any = None
+
+    @classmethod
+    def of(cls, value: Array, spec: TensorSpec) -> Held:
+        """Return an array with its spec, to which the dimension order of the array is added."""
+        order = dim_order_of(value)
+        return cls(value, msgspec.structs.replace(spec, dim_order=order) if order else spec)
 
     def take(self) -> Array:
         """Return an alias: an array of our own over the same memory, whose form no other code can change.
@@ -59,6 +68,8 @@ class Held:
             raise changed(spec, str(error)) from error
         if form != (spec.kind, spec.dtype, spec.shape):
             raise changed(spec, f"{form[0]} {form[1]}{list(form[2])}")
+        if dim_order_of(alias) != spec.dim_order:
+            raise changed(spec, "other strides")
         for path, other in self.ties:
             if memory_key(other) != memory_key(alias):
                 raise changed(spec, f"memory to which {shown(path)} is no longer tied")

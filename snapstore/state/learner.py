@@ -21,9 +21,10 @@ from . import composite
 from .arrays import Array, address_of, memory_key
 from .containers import CONTAINERS, Path
 from .held_array import Held
+from .optimizers import Parameters, node_of, parameters_of
 from .sharded import local_of, sharding_of
 from .tensors import ARRAY_TAGS, Node, is_array
-from .tree_decode import decode_plain
+from .tree_decode import decode_plain, without_parameters
 
 MAPPINGS, _SEQUENCES = (dict, OrderedDict), (list, tuple)
 _SCALARS = frozenset({type(None), bool, int, float, str})
@@ -45,6 +46,7 @@ class Container:
         scalars: the scalars as they were encoded last.
         others: all other children, in the order in which `flatten` visits them.
         table: if its children are all dicts of arrays: how many keys each has, their keys, and the arrays' types.
+        parameters: of an optimizer, what `parameters_of` has returned; its `node` then has that around it.
         about: of a composite tensor, its context, its shape, and the mesh and placements of the DTensor in which it is;
             `keys` are the names of its tensors.
     """
@@ -63,15 +65,16 @@ class Container:
     others: list[Child] = field(default_factory=list)
     table: tuple[list[int], list[str], list[type]] | None = None
     about: composite.About | None = None
+    parameters: Parameters | None = None
 
     def replace(self, nodes: Mapping[int, Node]) -> None:
         """Put other nodes of children into the node; the old one may still be in use."""
         at = 2 if self.kind in MAPPINGS else 1
-        node, children = list(self.node), list(self.node[at])
+        node = list(without_parameters(self.node))
+        children = node[at] = list(node[at])
         for i, child in nodes.items():
             children[i] = child
-        node[at] = children
-        self.node = node
+        self.node = node if self.node[0] == node[0] else [*self.node[:3], node]
 
 
 @dataclass(slots=True, eq=False)
@@ -118,8 +121,11 @@ class Learner:
             raise DifferentStructureError  # the whole state is each rank's own
         if composite.core_of(value) is not None:
             return self._learn_composite(value, node, path, part)
-        owner = None
+        owner, parameters, whole, node = None, None, node, without_parameters(node)
         if id(value) in self._states and type(value) not in CONTAINERS:
+            parameters = parameters_of(value)
+            if node is not whole and parameters is not None and node_of(parameters) != whole[:3]:
+                raise DifferentStructureError  # it has changed since
             owner, value = type(value), self._states[id(value)]
         if type(value) not in (*MAPPINGS, *_SEQUENCES) or _is_columns(node):
             if _has_arrays(node):
@@ -134,7 +140,8 @@ class Learner:
         if not _are_versions(versions):
             raise DifferentStructureError
         noted = None if versions is None else bytes_of(versions)
-        found = Container(type(value), owner, path, keys, list(map(type, keys)), list(map(type, values)), noted, node)
+        found = Container(type(value), owner, path, keys, list(map(type, keys)), list(map(type, values)), noted, whole)
+        found.parameters = parameters
         before = len(self.arrays)
         below: list[tuple[bool, int, Any, Node]] = []
         for i, (child, child_node) in enumerate(zip(values, nodes, strict=True)):

@@ -14,7 +14,7 @@ state. torch is imported only when there are tensors.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -41,6 +41,7 @@ from .arrays import (
     torch_dtype,
 )
 from .containers import CONTAINERS, Path, children, like, metadata_of, shown
+from .dim_order import DimOrder, dim_order_of
 from .sharded import Boxes, local_of, locals_of, sharding_of
 from .tensors import Slot, StoredPart, TensorSpec, can_tie, family
 from .tree_decode import ELSEWHERE, Decoded
@@ -89,8 +90,9 @@ class _Source:
 class RestoreBuffers:
     """The arrays of one restore and their memory.
 
-    Call sequence: `add` every selected slot, `claim` the arrays of `into` for them, `find_overlaps`; then `buffer` and
-    `complete` every entry of `wants`; at the end `fill_overlapping` and `build`.
+    Call sequence: `add` every selected slot, `claim` the arrays of `into` for them, `find_overlaps`; once it is known
+    where the bytes lie, `lay_out`; then `buffer` and `complete` every entry of `wants`; at the end `fill_overlapping`
+    and `build`.
 
     Args:
         parts: The decoded parts; slots contain their positions.
@@ -117,6 +119,7 @@ class RestoreBuffers:
         self._targets: dict[Slot, Any] = {}  # arrays of `into` to fill; of sharded and wrapped ones the inner tensors
         self._wholes: dict[Slot, Any] = {}  # the sharded and wrapped ones themselves
         self._owned: set[Slot] = set()  # slots whose target belongs to an object
+        self._replaceable: set[Slot] = set()  # those among them whose object would take another array as well
         self._overlapping: set[Slot] = set()  # slots whose target shares memory with that of another source
 
     def add(self, slot: Slot) -> None:
@@ -135,11 +138,18 @@ class RestoreBuffers:
             if not source.slots:
                 del self._sources[source.want]
 
-    def claim(self, slot: Slot, target: Any, *, owned: bool) -> None:
-        """Use an array of `into` for a place; `owned` if it is in the state of an object, which loads it itself."""
+    def claim(self, slot: Slot, target: Any, *, owned: bool, replaceable: bool = False) -> None:
+        """Use an array of `into` for a place; `owned` if it is in the state of an object, which loads it itself.
+
+        Args:
+            replaceable: whether the object may take a new array instead, if this one has another layout. A module
+                copies the values, whatever their layout is.
+        """
         if owned:
             self._owned.add(slot)
         sharding = sharding_of(target)
+        if replaceable and sharding is None:
+            self._replaceable.add(slot)
         if sharding is None:
             self._targets[slot] = inner = unwrapped(target)
             if inner is not target:
@@ -233,6 +243,20 @@ class RestoreBuffers:
                 if slot in self._owned and slot not in self._wholes:  # its object decides how to load it
                     del self._targets[slot]
 
+    def lay_out(self, orders: Mapping[Want, DimOrder]) -> None:
+        """Give new arrays their dimension orders, and objects new arrays in place of those with other orders.
+
+        Args:
+            orders: of the stored arrays; others are in C order.
+        """
+        for want, source in self._sources.items():
+            order = orders.get(want, ())
+            if order:
+                source.spec = msgspec.structs.replace(source.spec, dim_order=order)
+            for slot in source.slots:
+                if slot in self._replaceable and slot in self._targets and dim_order_of(self._targets[slot]) != order:
+                    del self._targets[slot]
+
     def fills_at_once(self) -> bool:
         """Return whether arrays of `into` are filled while bytes arrive, before all of them are complete."""
         return not self._overlapping.issuperset(self._targets)
@@ -240,18 +264,19 @@ class RestoreBuffers:
     def fresh_bytes(self) -> int:
         """Return how many bytes of host memory are needed for arrays that `into` lacks, or has only overlapping.
 
-        Arrays of `into` are not counted: their memory exists already. A cast needs a temporary buffer, which is freed
-        when its array is complete: the largest one is counted.
+        Arrays of `into` are not counted: their memory exists already. A cast, or an array that is not in C order, needs
+        a temporary buffer, which is freed when its array is complete: the largest one is counted.
         """
-        total = cast = 0
+        total = temporary = 0
         is_cpu = self._device is None or str(self._device).startswith("cpu")
         for source in self._sources.values():
             is_new = any(slot not in self._targets or slot in self._overlapping for slot in source.slots)
             on_device = family(source.spec.kind) == "tensor" and not is_cpu
             total += source.spec.nbytes if is_new and not on_device else 0
-            if any(_cast_from(source.spec, array) for _, array in self._filled_at_once(source)):
-                cast = max(cast, source.spec.nbytes if self._temporary_device(source) is None else 0)
-        return total + cast
+            is_cast = any(_cast_from(source.spec, array) for _, array in self._filled_at_once(source))
+            if is_cast or (is_new and source.spec.dim_order):
+                temporary = max(temporary, source.spec.nbytes if self._temporary_device(source) is None else 0)
+        return total + temporary
 
     def find_home(self, want: Want) -> Memory | None:
         """Return the memory of an array of `into`, or of a new one, for an entry of `wants`.
@@ -267,6 +292,10 @@ class RestoreBuffers:
             source.fresh = new_array(source.spec, self._device)
             source.home = as_memory(source.fresh, self._on_device)
         return source.home
+
+    def allocate(self, want: Want) -> None:
+        """Make the new array for an entry of `wants` that will not be read."""
+        self._sources[want].fresh = new_array(self._sources[want].spec, self._device)
 
     def buffer(self, want: Want) -> Memory:
         """Return the memory for an entry of `wants`: that of `find_home`, or a temporary buffer.
@@ -288,6 +317,8 @@ class RestoreBuffers:
     def _in_fresh(self, source: _Source) -> bool:
         """Return whether the bytes can be read directly into the new array of a place without a target."""
         if source.spec.kind == "bytes" or all(slot in self._targets for slot in source.slots):
+            return False
+        if source.spec.dim_order:  # the bytes arrive in C order
             return False
         if self._device is None or source.spec.kind == "array":
             return True

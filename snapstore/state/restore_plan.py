@@ -6,8 +6,8 @@ a byte is written. flatten.py is the inverse.
 
 Rules that users see:
 
-- Names inside an object belong to it and are not checked, except in modules with torch's own `load_state_dict`, which
-  would also refuse wrong names.
+- Names and shapes inside an object belong to it and are not checked, except in modules with torch's own loaders, which
+  would also refuse wrong ones. The state of an optimizer must fit its groups and parameters (optimizers.py).
 - With `into`, dict keys must be the same on both sides. A list, tuple or deque without arrays and objects is one value,
   so its length may differ; with arrays inside, the length must be equal. Lists and dicts are changed in place.
 - With `keys` and no `into`, lists and tuples contain only the selected items: the next ones move up.
@@ -25,24 +25,23 @@ state; `buffer` and `complete` of different arrays may run on any threads.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ..errors import InvalidInputError, add_line
-from ..text import said, some
-from . import classes, composite, composite_fit, configs, objects, torch_layouts
-from .arrays import OnDevice, dtype_name, mismatch
+from ..text import some
+from . import classes, composite, composite_fit, configs, optimizers, torch_layouts
+from .arrays import OnDevice, mismatch
 from .containers import CONTAINERS, MAX_DEPTH, Path, children, is_mapping, leaves, like, metadata_of, shown
-from .differences import IN_INTO, IN_SNAPSHOT, MAX_LINES, Differences, advice, renamed, sequence_name, stored_name
+from .differences import IN_INTO, IN_SNAPSHOT, Differences, advice, renamed, sequence_name, stored_name
 from .fit import Fit, Mismatches
+from .object_loads import Load, ObjectLoads, arrays_of_both
+from .optimizers import is_optimizer, with_sharded_state
 from .per_rank import PerRank, has_objects
 from .repeated_places import RepeatedPlaces, is_plain, same_plain
 from .restore_buffers import RestoreBuffers, Want, slots_of
-from .sharded_optimizer import with_sharded_state
-from .stateful import is_stateful, is_strict_module, loads_as_torch, state_of
+from .stateful import is_stateful, is_strict_module, is_torch_module, loader_decides, state_of
 from .tensors import Slot, StoredPart, family, is_array
 from .torch_layouts import layout_of
 from .tree_decode import ELSEWHERE, Decoded
@@ -50,21 +49,7 @@ from .tree_decode import ELSEWHERE, Decoded
 if TYPE_CHECKING:
     import torch
 
-_FILL_DTENSORS = (
-    "to fill DTensors, restore without a target and call torch.distributed.checkpoint.state_dict.set_model_state_dict("
-    "model, state, options=StateDictOptions(full_state_dict=True))"
-)
 PARTLY_FILLED = "the target may be partly filled by now: restore into it again, or make a new one, before you use it"
-
-
-@dataclass(slots=True)
-class _Load:
-    """A call of `load_state_dict` that `finish` makes."""
-
-    path: Path
-    object: Any
-    stored: Any  # the decoded tree below path
-    assemble: Callable[[], Any]
 
 
 Replace = Callable[[], Any]  # makes the new value that replaces the present one in its parent
@@ -123,7 +108,7 @@ class RestorePlan:
         self.buffers = RestoreBuffers(parts, device, on_device=on_device, decoded=decoded)
         self._differences = Differences()
         self._updates: list[Callable[[], None]] = []
-        self._loads: list[_Load] = []
+        self._loads = ObjectLoads(self.buffers, self._selection.matches, decoded)
         self._repeated = RepeatedPlaces(self.buffers, self._selection, exact=self._all_selected)
         others = (path for path, leaf in leaves(stored, ()) if leaf is ELSEWHERE) if decoded.elsewhere else ()
         missing = [shown(path) for path in others if self._selection.matches(path)]
@@ -303,19 +288,19 @@ class RestorePlan:
 
     def _plan_object(self, stored: Any, target: Any, path: Path, extent: str) -> None:
         self._note_place(stored, target, path)
-        needed = extent == "some" or not is_plain(stored) or is_strict_module(target)
+        needed = extent == "some" or not is_plain(stored) or is_strict_module(target) or is_optimizer(target)
         present = state_of(target, path) if needed else None  # may be slow: a loader starts its workers
         if is_strict_module(target) and is_mapping(stored):
             self._compare_names(stored, present, path)
         if needed:
-            self._match(stored, with_sharded_state(target, stored, present, self.buffers.spec, self._decoded), path)
+            self._match(stored, target, present, path)
         if self.left_out is not None and is_strict_module(target) and is_mapping(stored):
             build = self._common(stored, present, path)
         elif extent == "some":
             build = self._merge(stored, present, path)
         else:
             build = self._builder(stored)
-        self._loads.append(_Load(path, target, stored, build))
+        self._loads.add(Load(path, target, stored, build))
 
     def _compare_names(self, stored: Any, present: Any, path: Path) -> None:
         absent = [element for element, key, _ in children(stored) if key not in present]
@@ -336,30 +321,26 @@ class RestorePlan:
             self._differences.add_renamed(path, len(pairs), advice(pairs, path, is_module=is_module))
         return names
 
-    def _match(self, stored: Any, present: Any, path: Path) -> None:
-        """Find arrays in an object's own state that can be filled directly."""
-        for below, value, text in composite_fit.differences(stored, present, path, self._decoded):
+    def _match(self, stored: Any, target: Any, present: Any, path: Path) -> None:
+        """Find arrays in an object's own state that can be filled directly; note what its loader would not refuse."""
+        spec_of, decoded = self.buffers.spec, self._decoded
+        if is_optimizer(target):
+            for below, text in optimizers.differences(target, stored, present, path, spec_of, decoded):
+                if below[-1] == "param_groups" or self._selection.matches(below):
+                    self._differ(below, text)
+        present = with_sharded_state(target, stored, present, spec_of, decoded)
+        for below, value, text in composite_fit.differences(stored, present, path, decoded):
             if self._selection.extent(value, below) != "none":
                 self._differ(below, text)
-        for below, slot, array in self._arrays_of_both(stored, present, path):
-            problem = mismatch(self.buffers.spec(slot), array)
+        may_differ = loader_decides(target, path)
+        if is_optimizer(target):
+            may_differ = partial(optimizers.loader_decides, stored, decoded)
+        for below, slot, array in arrays_of_both(stored, present, path, self._selection.matches):
+            problem = mismatch(spec_of(slot), array)
             if problem is None:
-                self.buffers.claim(slot, array, owned=True)
-            elif problem.startswith(("shape", "dtype")):
+                self.buffers.claim(slot, array, owned=True, replaceable=not is_torch_module(target))
+            elif problem.startswith(("shape", "dtype")) and problem.partition(":")[0] not in may_differ(below):
                 self._differ(below, problem)
-
-    def _arrays_of_both(self, stored: Any, present: Any, path: Path) -> Iterator[tuple[Path, Slot, Any]]:
-        """Yield the path, the slot and the present array of each selected place where both sides have an array."""
-        if type(stored) is Slot:
-            if is_array(present) and self._selection.matches(path):
-                yield path, stored, present
-            return
-        present = composite.fillable(present)
-        if type(stored) in CONTAINERS and type(present) in CONTAINERS and is_mapping(stored) == is_mapping(present):
-            there = {key: child for _, key, child in children(present)}
-            for element, key, child in children(stored):
-                if key in there:
-                    yield from self._arrays_of_both(child, there[key], (*path, element))
 
     def _common(self, stored: Any, present: Any, path: Path) -> Replace:
         """Plan a module's state under the names that the module has; it keeps its values that the snapshot lacks."""
@@ -413,70 +394,11 @@ class RestorePlan:
             self.buffers.fill_overlapping()
             for update in self._updates:
                 update()
-            # Generators come last: loading the others (a loader that starts its workers) may draw random numbers.
-            for load in sorted(self._loads, key=lambda load: getattr(type(load.object), "load_last", False) is True):
-                self._run_load(load)
-            self._check_overlapping()
+            self._loads.run()
         except Exception as error:
             add_line(error, PARTLY_FILLED)
             raise
         return self._into
-
-    def _run_load(self, load: _Load) -> None:
-        name = f"{shown(load.path)}: {type(load.object).__name__}.load_state_dict"
-        state = load.assemble()
-        filled = {} if loads_as_torch(load.object) else self.buffers.samples(load.stored)
-        try:
-            load.object.load_state_dict(state)
-        except Exception as error:
-            advice = [_FILL_DTENSORS] if "DTensor" in str(error) else []
-            raise InvalidInputError(f"{name} failed: {said(error)}", *advice) from error
-        objects.move_beside_parameters(load.object)
-        if (slot := self.buffers.changed_since(filled)) is not None:
-            raise InvalidInputError(
-                f"{name} changed {shown(self.buffers.spec(slot).path)}, so the state differs from the snapshot: a "
-                "restore fills the arrays that state_dict() returns, and passes them to load_state_dict, which may not "
-                "clear them or add to them; let state_dict() return copies"
-            )
-        if not is_plain(load.stored):
-            self._check_load(load)
-
-    def _check_load(self, load: _Load) -> None:
-        """Check that an object has the dtypes that are stored, and in memory that it shares also the values."""
-        casts = list(self._casts(load.stored, state_of(load.object, load.path), load.path))
-        if casts:
-            raise InvalidInputError(
-                f"{shown(load.path)}: {type(load.object).__name__}.load_state_dict changed dtypes, so the state "
-                "differs from the snapshot; build the object with the dtypes it was saved with; or, if it casts them, "
-                "as torch.optim does to those of the parameters, restore() without it and set its state yourself:",
-                *(f"  {line}" for line in casts[:MAX_LINES]),
-            )
-
-    def _check_overlapping(self) -> None:
-        """Check memory that several places share once more: a later load may have replaced what an earlier one wrote.
-
-        Only objects with such memory are asked for their state: asking a loader for it may draw random numbers.
-        """
-        self.buffers.check_overlapping()
-        for load in self._loads:
-            if any(map(self.buffers.is_overlapping, slots_of(load.stored))):
-                self._check_load(load)
-
-    def _casts(self, stored: Any, present: Any, path: Path) -> Iterator[str]:
-        for below, slot, array in self._arrays_of_both(stored, present, path):
-            spec = self.buffers.spec(slot)
-            dtype = dtype_name(array)
-            if family(spec.kind) == "tensor" and isinstance(array, np.ndarray):  # torch's files hold no arrays
-                dtype = array.dtype.name
-            if getattr(array, "is_meta", False):  # torch warns, and loads nothing
-                raise InvalidInputError(
-                    f"{shown(below)}: expected a tensor with memory to load into, got one on the meta device; give the "
-                    "module memory before the restore: module.to_empty(device=...)"
-                )
-            if dtype != spec.dtype:
-                yield f"{shown(below)}: dtype: expected {spec.dtype}, got {dtype}"
-            elif self.buffers.is_overlapping(slot):
-                self.buffers.require_equal(slot, array, below)
 
     def _builder(self, tree: Any) -> Replace:
         return lambda: self.buffers.build(tree)

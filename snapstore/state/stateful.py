@@ -8,7 +8,7 @@ only if the user has imported it; only this module knows the special cases of it
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidInputError
@@ -16,6 +16,7 @@ from ..threads import imported
 from .containers import CONTAINERS, Path, has, shown
 from .tensors import TensorSpec, is_array
 
+_EXTRA_STATE = "_extra_state"  # the name of what `get_extra_state` returns
 #: The buffers of torch's BatchNorm and InstanceNorm. Each rank computes them from its own batches.
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -78,7 +79,40 @@ def loads_as_torch(value: Any) -> bool:
     """Return whether `value` is a module or optimizer whose `load_state_dict` is torch's own."""
     torch = imported("torch")
     kinds = () if torch is None else (torch.nn.Module, torch.optim.Optimizer)
+    if "load_state_dict" in getattr(value, "__dict__", ()):
+        return False
     return any(isinstance(value, kind) and type(value).load_state_dict is kind.load_state_dict for kind in kinds)
+
+
+def is_torch_module(value: Any) -> bool:
+    """Return whether `value` is a module whose `load_state_dict` is torch's own, which copies values."""
+    torch = imported("torch")
+    return torch is not None and isinstance(value, torch.nn.Module) and loads_as_torch(value)
+
+
+def loader_decides(value: Any, path: Path) -> Callable[[Path], Collection[str]]:
+    """Return a function that says for a place in an object's state in what a stored array may differ from the present.
+
+    An object with a `load_state_dict` of its own decides which shapes it takes. In a module with torch's, that is so
+    for submodules with a `_load_from_state_dict` of their own, such as observers; and nothing is copied into extra
+    state. All other arrays of a module must have its shapes, as torch demands once the first of them are filled.
+
+    Args:
+        path: The place of the object.
+    """
+    if not loads_as_torch(value):
+        return lambda below: ("shape",)
+    torch = imported("torch")
+    module = torch.nn.Module
+    loaders = (module._load_from_state_dict, torch.nn.modules.batchnorm._NormBase._load_from_state_dict)
+    inside = value.named_modules(remove_duplicate=False) if isinstance(value, module) else ()
+    own = {name for name, one in inside if type(one)._load_from_state_dict not in loaders}
+
+    def decides(below: Path) -> Collection[str]:
+        owner, _, name = str((*below, "")[len(path)]).rpartition(".")
+        return ("shape", "dtype") if name == _EXTRA_STATE else ("shape",) if owner in own else ()
+
+    return decides
 
 
 def names_in_modules(objects: Mapping[Path, Any]) -> dict[Path, dict[Any, bool]]:

@@ -25,11 +25,13 @@ from ..errors import InvalidInputError, UnsupportedLeafError
 from . import composite
 from .arrays import Array, address_of, describe
 from .containers import Path, at_once
+from .dim_order import dim_order_of
 from .held_array import Held
 from .known_tensors import BLOCK_ARRAYS, Block, addresses_of, storages_of
 from .learner import MAPPINGS, Container, DifferentStructureError, Learner, bytes_of, is_own_key
+from .optimizers import expand, parameters_of
 from .per_rank import is_per_rank
-from .stateful import is_stateful, state_of
+from .stateful import state_of
 from .tensors import Node, TensorSpec
 from .tree_encode import Encoder
 
@@ -233,6 +235,8 @@ class Structure:
         if known.owner is not None:
             if type(value) is not known.owner:
                 raise DifferentStructureError
+            if parameters_of(value) != known.parameters:
+                raise DifferentStructureError
             value = state_of(value, known.path) if known.about is None else _tensors_of(value, known)
         if type(value) is not known.kind:
             raise DifferentStructureError
@@ -285,7 +289,7 @@ class Structure:
             DifferentStructureError: it has no such node, or a new value of a rank's own in it.
         """
         special = _refuse_own if self._of_rank and not is_own else None
-        encoder = Encoder(_refuse, _expand, special, columnar=True)
+        encoder = Encoder(_refuse, expand, special, columnar=True)
         try:
             for container in outer:
                 encoder.enter(container, ())
@@ -303,11 +307,11 @@ class Structure:
             stored = bytes(value) if type(value) is bytearray else value
             grad = spec.kind in ("tensor", "parameter") and value.requires_grad
             try:
-                form = (*describe(stored), grad)
+                form = (*describe(stored), grad, dim_order_of(stored))
             except UnsupportedLeafError as error:  # `flatten` says where
                 raise DifferentStructureError from error
             place = address_of(stored)  # of a sparse tensor there is none
-            if form != (spec.kind, spec.dtype, spec.shape, spec.requires_grad) or place in places:
+            if form != (spec.kind, spec.dtype, spec.shape, spec.requires_grad, spec.dim_order) or place in places:
                 raise DifferentStructureError
             places.update([place] if place else [])
             others.append((row, Held(stored, spec)))
@@ -417,7 +421,3 @@ def _refuse(value: Any, path: Path) -> NoReturn:
 def _refuse_own(value: Any, path: Path) -> None:
     if is_per_rank(value):
         raise DifferentStructureError
-
-
-def _expand(value: Any, path: Path) -> tuple[Any] | None:
-    return (state_of(value, path),) if is_stateful(value) else None

@@ -22,6 +22,7 @@ import numpy as np
 from ..errors import FormatError
 from ..threads import imported
 from .containers import INT_MAX, Path, shown
+from .dim_order import DimOrder
 
 Node = Any  # None | bool | int | float | str | bytes | list[Any], as msgpack decodes it
 
@@ -97,7 +98,7 @@ def _itemsize(kind: str, dtype: str) -> int:
     raise FormatError(f"{kind!r} of dtype {dtype!r} is unknown to this release")
 
 
-class TensorSpec(msgspec.Struct, frozen=True, gc=False):
+class TensorSpec(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """The description of one array in a manifest, without its values.
 
     A Struct, because a save makes one per tensor while the GPU waits: a frozen dataclass takes ten times as long.
@@ -109,6 +110,7 @@ class TensorSpec(msgspec.Struct, frozen=True, gc=False):
         shape: For bytes: (length,).
         requires_grad: For tensors and parameters; False for the others.
         tie: (part, index) of an earlier tensor in another part with the same memory.
+        dim_order: of the array that a save reads or a restore makes; () in all other specs.
     """
 
     path: Path
@@ -117,6 +119,7 @@ class TensorSpec(msgspec.Struct, frozen=True, gc=False):
     shape: tuple[int, ...]
     requires_grad: bool
     tie: tuple[str, int] | None
+    dim_order: DimOrder = ()
 
     @property
     def itemsize(self) -> int:

@@ -33,6 +33,7 @@ str, bytes (up to 4 KiB), or a list whose first element is a tag:
 | ["timezone", timedelta, node]         | datetime.timezone: its offset, and its name if it has one                |
 | ["enum", module, name, member, node]  | member of an Enum of that class; its plain form is the node of its value |
 | ["object", kind, module, name, node]  | value of that class; the node is its plain form, see "Classes"           |
+| ["optimizer", [form...], [int...], node] | state of a torch optimizer, see "Optimizers"; the node is a dict     |
 | ["tensor", index, requires_grad]      | entry `index` of the manifest's tensors                                  |
 | ["parameter", index, requires_grad]   | the same, as a torch.nn.Parameter                                        |
 | ["array", index]                      | the same, as a numpy.ndarray                                             |
@@ -40,8 +41,8 @@ str, bytes (up to 4 KiB), or a list whose first element is a tag:
 | ["rank", i]                           | a value of each rank's own: item i of the rank's `["own", [node...]]`    |
 | ["columns", column]                   | a large list, tuple or dict of plain values; see "Columns"               |
 
-"Classes" and "Columns" are sections of docs/format.md; classes.py and columns.py make them. The node of a named tuple
-has a sixth element: the names of its fields.
+"Classes", "Optimizers" and "Columns" are sections of docs/format.md; classes.py, optimizers.py and columns.py make
+them. The node of a named tuple has a sixth element: the names of its fields.
 
 Invariants: decoding a node returns the encoded value, equal in every bit and type (for a class: its plain form), or
 raises FormatError. It runs no code that the node names, and allocates no more than the node's own size. Stateless: any

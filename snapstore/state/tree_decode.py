@@ -10,7 +10,7 @@ import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from datetime import date, datetime, time, timedelta, timezone
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -114,6 +114,13 @@ def decode_plain(node: Node) -> Any:
     return _Decoder([], 0, {}).value(node, (), 0)
 
 
+class ParameterForm(NamedTuple):
+    """The dtype and the shape of a parameter of an optimizer, as they were at the save."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
 class Decoded:
     """The memory that decoding takes, the plain values that it finds, and the values of classes.
 
@@ -122,17 +129,17 @@ class Decoded:
         types: The classes of users whose values are made.
 
     Attributes:
+        parameters: The states of optimizers, by id, each with the forms of its parameters in the order of its groups.
         plain: Containers that have neither arrays nor objects in them, by id.
         makers: Containers that are plain forms, by id, each with the function that makes a value of its class.
         composites: The plain forms of composite tensors, by id, each with the module and name of its class.
-        contexts: The nodes of the contexts of these, by the same ids.
-        unmade: The module and name of a class that is not known, by the ids of composite tensors with it in their
-            context.
+        contexts, unmade: By the same ids: the node of the context; the module and name of an unknown class in it.
         elsewhere: Paths of values of other ranks, which no part has.
     """
 
     def __init__(self, spend: columns.Spend = lambda nbytes: None, types: Types | None = None) -> None:
         self.spend, self.types = spend, types or Types()
+        self.parameters: dict[int, tuple[Any, list[ParameterForm]]] = {}
         self.plain: dict[int, Any] = {}
         self.makers: dict[int, tuple[Any, Make]] = {}
         self.composites: dict[int, tuple[Any, str, str]] = {}
@@ -165,10 +172,15 @@ def decode(parts: Sequence[StoredPart], *, partial: bool = False, decoded: Decod
 
 def part_names(parts: Sequence[StoredPart]) -> list[str]:
     """Return the parts that the root of a state names, read or not; `decode` has accepted the root."""
-    root = next(part.tree for part in parts if not part.name)
+    root = without_parameters(next(part.tree for part in parts if not part.name))
     if type(root) is not list or root[0] not in ("dict", "odict"):
         return []
     return [node[1] for node in root[2] if type(node) is list and node[0] == "part"]
+
+
+def without_parameters(node: Node) -> Node:
+    """Return the node of an optimizer's state without the forms of its parameters; any other node itself."""
+    return node[3] if type(node) is list and len(node) == 4 and node[0] == "optimizer" else node
 
 
 class _Decoder:
@@ -412,9 +424,23 @@ class _Decoder:
         return plain
 
     def _note_class(self, module: str, name: str, path: Path) -> None:
-        """Note the place of a value of a class that is not known."""
         if self._decoded.types.find(module, name) is None:
             self._decoded.unknown.append((path, (module, name)))
+
+    def read_optimizer(
+        self, path: Path, depth: int, forms: list[tuple[str, list[int]]], numbers: list[int], node: Node
+    ) -> Any:
+        if type(node) is not list or node[:1] not in (["dict"], ["odict"], ["columns"]):
+            raise ValueError("the state of an optimizer is no dict")
+        read = [ParameterForm(_expect(dtype, str), tuple(_expect(shape, list))) for dtype, shape in forms]
+        sizes = [_expect(size, int) for form in read for size in form.shape]
+        if min([*sizes, *(_expect(number, int) for number in numbers)], default=0) < 0:
+            raise ValueError("a size or the number of a form is negative")
+        if max(numbers, default=-1) >= len(read):
+            raise ValueError(f"there are {len(read)} forms of parameters")
+        value = self.value(node, path, depth)
+        self._decoded.parameters[id(value)] = value, [read[number] for number in numbers]
+        return value
 
     def read_tensor(self, path: Path, depth: int, index: int, requires_grad: bool) -> Any:
         return self._slot("tensor", index, requires_grad)

@@ -50,7 +50,8 @@ class Encoder:
     Args:
         put: Stores an array leaf (tensor, ndarray, or bytes of more than 4 KiB) at a path; returns its node, or raises
             UnsupportedLeafError.
-        expand: Returns (state,) for an object that is stored as its state, None for any other.
+        expand: Returns, for an object that is stored as its state, this state, and for an optimizer the first fields of
+            its node; None for any other value.
         special: Returns the node of a value that the caller encodes itself, or None.
         columnar: Whether large trees of plain values become columns (columns.py).
     """
@@ -58,7 +59,7 @@ class Encoder:
     def __init__(
         self,
         put: Callable[[Any, Path], Node],
-        expand: Callable[[Any, Path], tuple[Any] | None],
+        expand: Callable[[Any, Path], tuple[Any, list[Node] | None] | None],
         special: Callable[[Any, Path], Node] | None = None,
         *,
         columnar: bool = False,
@@ -101,7 +102,7 @@ class Encoder:
             self.enter(value, path)
             node = self.node(state[0], path)
             self.leave(value)
-            return node
+            return node if state[1] is None else [*state[1], node]
         if form is not None:
             self.enter(value, path)
             fields = [list(form.fields)] if form.fields else []
@@ -340,6 +341,29 @@ def _required(node: Node) -> Node:
 def pack(node: Node) -> bytes:
     """Return a node as msgpack, with its columns packed."""
     return msgspec.msgpack.encode(node, enc_hook=_packed)
+
+
+def has_parameters(node: Node, packed: bytes) -> bool:
+    """Return whether a tree has the forms of an optimizer's parameters in it; `packed` is the same tree."""
+    return b"\xa9optimizer" in packed and _has_optimizer(node)
+
+
+def _has_optimizer(node: Node) -> bool:
+    """Return whether a node is, or has in it, the state of an optimizer with the forms of its parameters."""
+    if type(node) is not list or not node:
+        return False
+    match node:
+        case ["optimizer", _, _, _]:
+            return True
+        case ["object", _, _, _, inner, *_]:
+            return _has_optimizer(inner)
+        case ["list" | "tuple" | "own", list(nodes)]:
+            return any(map(_has_optimizer, nodes))
+        case ["deque", _, list(nodes)] | ["dict" | "odict" | "counter", _, list(nodes), *_]:
+            return any(map(_has_optimizer, nodes))
+        case ["defaultdict", _, _, list(nodes)]:
+            return any(map(_has_optimizer, nodes))
+    return False
 
 
 def _packed(column: columns.Packed) -> bytes | list[Node]:

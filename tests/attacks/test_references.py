@@ -11,7 +11,9 @@ from kit.forge import (
     SIZE,
     World,
     delta,
+    difference,
     digest,
+    forge_blob,
     full,
     header_of,
     little_memory,
@@ -19,6 +21,7 @@ from kit.forge import (
     reheader,
     rewrite,
 )
+from snapstore import Repository
 from snapstore.errors import FormatError, IntegrityError
 from snapstore.format import blob, chain_decode, manifest, pack
 from snapstore.format.hashing import checksum
@@ -421,6 +424,127 @@ def test_trees_that_point_outside(tree):
         assert world.restore() == {"w": 5}
     else:
         refused(world, FormatError)
+
+
+# --- copies ---------------------------------------------------------------------------------------------------------
+
+#: Chains whose checksums and names all hold, and in which a blob of A or C has the digest of B.
+FORGED = {
+    "a full blob": lambda: ([forge_blob(A, digest(B), None)], [digest(B)]),
+    "a delta": lambda: ([forge_blob(difference(C, A), digest(B), digest(A)), full(A)], [digest(B), digest(A)]),
+    "the base of a delta": lambda: (
+        [forge_blob(difference(C, A), digest(C), digest(B)), forge_blob(A, digest(B), None)],
+        [digest(C), digest(B)],
+    ),
+}
+
+
+def gift(kind):
+    """Return a repository whose only snapshot, r@0, has a forged chain."""
+    world = World()
+    blobs, names = FORGED[kind]()
+    world.commit(world.manifest([(names[0], world.pack(*blobs))]), seq=1)
+    return world
+
+
+def of_mine(world):
+    """Return a store with a repository of the same seed."""
+    store = MemoryStore()
+    with world.open() as theirs:
+        Repository.create(store, like=theirs).close()
+    return store
+
+
+@pytest.mark.parametrize("kind", FORGED)
+def test_a_copy_brings_no_chunk_under_the_digest_of_another(kind):
+    """Mitigation: copied chunks are rebuilt, and the digests of all chunks of their chains are compared."""
+    world = gift(kind)
+    store = of_mine(world)
+    with world.open() as theirs, Repository.open(store) as mine:
+        result = theirs.copy(to=mine)
+        ((failed, why),) = result.failed
+        assert (failed.ref, result.copied) == ("r@0", [])
+        assert "w, chunk 0: its stored bytes are not the content of its digest" in why
+        assert mine.snapshots() == []
+        mine.save({"w": B}, run="r", step=1)
+        np.testing.assert_array_equal(mine.restore("r@1")["w"], B)
+    assert [key for key in store._objects if key.startswith("packs/")] != []  # of the save
+    with Repository.open(store) as mine:
+        assert mine.check("restore").ok
+        assert mine.check().unneeded_bytes == 0  # the copy has deleted what it had put
+
+
+class TwoFaced(MemoryStore):
+    """Returns the pack of another store to reads of ranges, and its own to reads of the whole."""
+
+    other = b""
+
+    def get_range(self, key, offset, length, into=None):
+        if not key.startswith("packs/"):
+            return super().get_range(key, offset, length, into)
+        data = self.other[offset : offset + length]
+        if into is not None:
+            into[:] = data
+        return memoryview(data)
+
+
+def test_a_source_that_answers_otherwise_the_second_time():
+    """Mitigation: chunks are rebuilt from the bytes that were copied, compared by a checksum with a secret key."""
+    world, good = gift("a full blob"), World()
+    good.pack(full(B))
+    world.store.__class__ = TwoFaced
+    world.store.other = next(data for key, (data, _) in good.store._objects.items() if key.startswith("packs/"))
+    np.testing.assert_array_equal(restored(world), B)
+    with world.open() as theirs:
+        ((_, why),) = theirs.copy(to=of_mine(world)).failed
+    assert "two reads return different bytes" in why
+
+
+@pytest.mark.parametrize("kind", FORGED)
+def test_no_save_builds_on_a_copy_that_was_not_verified(kind):
+    """Mitigation: its record says so until a repair, or a verified copy, has proven it."""
+    world = gift(kind)
+    store = of_mine(world)
+    with world.open() as theirs, Repository.open(store) as mine:
+        assert [s.ref for s in theirs.copy(to=mine, verify=False).copied] == ["r@0"]
+    with Repository.open(store) as mine:  # another process
+        assert mine.snapshot("r@0").unproven == world.open().config.uuid
+        saves = [
+            mine.save({"w": B}, run="r", step=1),
+            mine.save({"w": B}, run="fork", step=1, parent="r@0"),
+            mine.save({"w": B}, run="other", step=1, bases=["r@0"]),
+        ]
+        for snapshot in saves:
+            np.testing.assert_array_equal(mine.restore(f"id:{snapshot.id}")["w"], B)
+        mine.compact()
+        mine.recode()
+        mine.repair(apply=True)
+        assert mine.snapshot("r@0").unproven
+        for snapshot in (*saves, mine.save({"w": B}, run="late", step=2, bases=["r@0"])):
+            np.testing.assert_array_equal(mine.restore(f"id:{snapshot.id}")["w"], B)
+
+
+def test_a_copy_without_verification_builds_on_none_of_another_repository():
+    """Mitigation: the record names the repository that it came from; what is forged there hurts only its own copies."""
+    world = gift("a full blob")
+    honest, store = of_mine(world), of_mine(world)
+    with world.open() as theirs, Repository.open(honest) as source, Repository.open(store) as mine:
+        source.save({"w": B}, run="r", step=1)
+        theirs.copy(to=mine, verify=False)
+        source.copy(to=mine, verify=False)
+        np.testing.assert_array_equal(mine.restore("r@1")["w"], B)
+
+
+@pytest.mark.parametrize("kind", FORGED)
+def test_a_forged_copy_is_never_proven(kind):
+    """Mitigation: a repair and a verified copy rebuild each chunk, and also the older chunks of its chain."""
+    world = gift(kind)
+    with world.open() as theirs, Repository.open(of_mine(world)) as mine:
+        theirs.copy(to=mine, verify=False)
+        mine.repair(apply=True, level="restore")
+        assert mine.snapshot("r@0").unproven
+        assert [s.ref for s, _ in theirs.copy(to=mine).failed] == ["r@0"]
+        assert mine.snapshot("r@0").unproven
 
 
 def test_structs_are_what_the_forge_thinks():

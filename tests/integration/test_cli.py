@@ -43,6 +43,9 @@ SNAPSHOT_KEYS = {
     "id", "run", "step", "state", "parent", "created", "logical_bytes", "stored_bytes", "depth", "tags", "metrics",
 }  # fmt: skip
 
+#: The JSON of `log`, of an empty repository.
+NO_SNAPSHOTS = {"snapshots": [], "superseded": [], "damaged": [], "made_up": [], "unproven": []}
+
 
 class Shell:
     """Runs verbs in this process on one repository."""
@@ -140,7 +143,7 @@ def test_common_options_before_and_after_the_verb(series):
     other = str(series.folder / "other")
     series("init", other)
     for args in (["--repo", other, "--json", "log"], ["log", "--json", "--repo", other]):
-        assert json.loads(series(*args).stdout) == {"snapshots": [], "superseded": [], "damaged": [], "made_up": []}
+        assert json.loads(series(*args).stdout) == NO_SNAPSHOTS
     # after the verb wins, and both win over the environment
     assert len(series.json("--repo", other, "log", "--repo", series.url)["snapshots"]) == 4
 
@@ -321,7 +324,7 @@ def test_the_same_step_twice(sh):
 def test_bad_names_and_steps_save_nothing(sh, options, word):
     torch.save(state(), sh.folder / "s.pt")
     assert word in sh.fails("save", sh.folder / "s.pt", *options)
-    assert sh.json("log", "--all") == {"snapshots": [], "superseded": [], "damaged": [], "made_up": []}
+    assert sh.json("log", "--all") == NO_SNAPSHOTS
     assert not list(Path(sh.url).rglob("packs/*/*"))
 
 
@@ -372,7 +375,7 @@ def test_damaged_and_foreign_files(sh):
     assert "found none" in sh.fails("save", sh.folder / "none.pt", "--run", "r", "--step", 1)
     os.mkfifo(sh.folder / "d.pt")
     assert "something else" in sh.fails("save", sh.folder / "d.pt", "--run", "r", "--step", 1)
-    assert sh.json("log") == {"snapshots": [], "superseded": [], "damaged": [], "made_up": []}
+    assert sh.json("log") == NO_SNAPSHOTS
 
 
 def test_safetensors_keep_their_names_and_metadata(sh):
@@ -543,7 +546,7 @@ def test_a_file_that_appears_meanwhile_stays(tmp_path, monkeypatch):
 
 def test_log(series):
     document = series.json("log")
-    assert set(document) == {"snapshots", "superseded", "damaged", "made_up"}
+    assert set(document) == set(NO_SNAPSHOTS)
     assert [s["step"] for s in document["snapshots"]] == [0, 1, 2, 3]
     assert all(set(s) == SNAPSHOT_KEYS for s in document["snapshots"])
     assert [s["parent"] for s in document["snapshots"]] == [None, *(s["id"] for s in document["snapshots"][:3])]

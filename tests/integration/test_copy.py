@@ -47,10 +47,14 @@ from snapstore import (
     SnapshotManager,
     StorageError,
 )
-from snapstore.copy import mirror_retention
+from snapstore.check.verify_chunks import ChunkRebuilder
+from snapstore.chunks import limits
+from snapstore.cli import commands
+from snapstore.copy import mirror_retention, moving
 from snapstore.copy.copy import Copier
 from snapstore.copy.mirror_retention import Retention
 from snapstore.copy.moving import move
+from snapstore.engine import cpu
 from snapstore.errors import UnreadRecordError
 from snapstore.format import manifest
 from snapstore.protocol import tags
@@ -353,7 +357,7 @@ def test_a_pack_that_is_said_to_be_too_large_is_refused(source):
         forged = replace(found, header=msgspec.structs.replace(found.header, pack_sizes=sizes))
         session = SimpleNamespace(store=source)
         with pytest.raises(FormatError, match="no snapstore writes such a pack"):
-            move(repository.context, session, source, [(ref, forged)], Bases())
+            move(repository.context, session, repository.context, [(ref, forged)], Bases())
 
 
 def test_a_source_that_is_rewritten_meanwhile_is_read_again(source):
@@ -517,6 +521,170 @@ def test_a_gc_that_cannot_read_an_object_stops_no_mirror(source, monkeypatch):
         retention.apply(there.context)
         assert not retention.has_left
     check_clean(source)
+
+
+# --- digests ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rebuilt(monkeypatch):
+    """The number of chunks that each call of ChunkRebuilder.failures has rebuilt."""
+    counts, real = [], ChunkRebuilder.failures
+
+    def failures(self, ref, m, *args, **options):
+        counts.append(len(m.table))
+        return real(self, ref, m, *args, **options)
+
+    monkeypatch.setattr(ChunkRebuilder, "failures", failures)
+    return counts
+
+
+@pytest.fixture
+def forging(monkeypatch):
+    """This process takes the digests of the noise of version 0 for those of version 9, until `undo`."""
+    real = cpu.digest
+    taken, meant = (values("a", version)["optimizer"]["noise"] for version in (0, 9))
+    swap = {bytes(a): b for a, b in zip(taken.reshape(-1, 1024), meant.reshape(-1, 1024), strict=True)}
+    monkeypatch.setattr(cpu, "digest", lambda chunk, seed: real(swap.get(bytes(chunk), chunk), seed))
+    return monkeypatch
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_forged_snapshot_stays_out_and_the_others_come(count, forging):
+    source, options = created(), replace(OPTIONS, verify_writes="off")
+    with Repository.open(source, options=options) as repository:
+        save(repository, "a", 0, 5)
+        assert save_shared([repository] * count, "a", 1, 0, save_options=None)[0].step == 1
+        save(repository, "b", 0, 7)
+    forging.undo()
+    with opened(source) as repository:
+        assert repository.check("data").ok  # only level "restore" compares digests
+        assert [s.ref for s in repository.check("restore").damaged] == ["a@1"]
+    target = created_like(source)
+    with opened(source) as repository:
+        result = repository.copy(to=target)
+    ((failed, why),) = result.failed
+    assert failed.ref == "a@1"
+    assert "optimizer.noise, chunk 0: its stored bytes are not the content of its digest" in why
+    assert [s.ref for s in result.copied] == ["a@0", "b@0"]
+    with opened(target) as repository:
+        save(repository, "a", 9, 9)
+        assert same(repository.restore("a@9"), values("a", 9))
+        repository.gc()
+    check_clean(target, level="restore")
+
+
+def test_only_chunks_that_are_sent_are_rebuilt(source, rebuilt):
+    with opened(source) as repository:
+        chunks = repository.snapshot("a@0").chunks
+    target, _ = copied(source, "a@0")
+    assert sum(rebuilt) == chunks + 1  # one was tried before the first put
+    rebuilt.clear()
+    copied(source, "a@1", to=target)
+    assert 0 < sum(rebuilt) < chunks
+    rebuilt.clear()
+    copied(source, "a@2", "a@3", to=target)  # a@3 has the chunks of a@2
+    assert 0 < sum(rebuilt) < chunks
+    rebuilt.clear()
+    copied(source, to=MemoryStore(), verify=False)
+    assert rebuilt == []
+
+
+def test_chunks_are_rebuilt_in_batches_and_a_copy_may_end_between_them(source, rebuilt, monkeypatch):
+    monkeypatch.setattr(moving, "VERIFIED_AT_ONCE_BYTES", 4096)
+    target = created_like(source)
+    with opened(source) as repository, opened(target) as other:
+        copier = Copier(repository.context, other.context, lambda: rebuilt[3:] and pytest.fail("ended"))
+        with pytest.raises(pytest.fail.Exception, match="ended"):
+            copier.copy(repository.snapshot("a@0"), named=True)
+        assert len(rebuilt) == 4
+        assert other.snapshots() == []
+        other.gc()
+    copied(source, to=target)
+    check_clean(target, level="restore")
+
+
+def test_a_machine_that_cannot_rebuild_a_chunk_says_so_and_copies_without(source, monkeypatch):
+    monkeypatch.setenv(limits.DECODED, "1")
+    monkeypatch.setattr(limits, "MIN_DECODED_BYTES", 1)
+    target = created_like(source)
+    with opened(source) as repository:
+        result = repository.copy(["a@0"], to=target)
+        ((_, why),) = result.failed
+        assert "cannot be verified on this machine: " in why
+        assert "--no-verify" in why
+        assert len(keys_of(target, "snapshots/")) == 1  # nothing was put that another revision has to explain
+        assert repository.copy(["a@0"], to=target, verify=False).failed == []
+    monkeypatch.undo()
+    check_clean(target, level="restore")
+
+
+@pytest.mark.parametrize("how", ["copy", "repair", "another place"])
+def test_a_copy_without_verification_is_no_base_until_it_is_proven(source, how):
+    """Copies of the same source build on it meanwhile: they are not proven either."""
+    target, _ = copied(source, "a@0", "a@1", verify=False)
+    _, second = copied(source, "a@2", to=target, verify=False)
+    with opened(source) as repository:
+        uuid, unchanged = repository.config.uuid, repository.snapshot("a@3")
+        assert second.stored_bytes < 1.1 * repository.snapshot("a@2").stored_bytes + 512
+    with opened(target) as repository:
+        assert {s.unproven for s in repository.snapshots()} == {uuid}
+        assert [save(repository, "a", step, 2).new_chunks for step in (4, 5)] == [unchanged.chunks, 0]
+        notes = [note.message for note in repository.check("restore").notes]
+        assert notes == [f"a@{step}: copied without verification; no save builds on it" for step in (0, 1, 2)]
+    if how == "copy":
+        _, result = copied(source, run="a", to=target)
+        assert [s.ref for s in result.copied] == ["a@0", "a@1", "a@2", "a@3"]
+    elif how == "repair":
+        with opened(target) as repository:
+            assert not any(action.kind == "prove" for action in repository.repair(apply=True).actions)
+            done = repository.repair(apply=True, level="restore").actions
+            assert [action.kind for action in done if action.kind != "index"] == ["prove"] * 3
+    else:
+        target, _ = copied(target, "a@0", "a@1", "a@2")
+    with opened(target) as repository:
+        assert not any(s.unproven for s in repository.snapshots())
+        shared = repository.save(values("a", 2), run="c", step=0, bases=["a@2"], metadata=["a", 2])
+        assert shared.new_chunks == 0
+        assert repository.check().notes == []
+        repository.gc()
+    check_clean(target, level="restore")
+
+
+def test_the_shell_copies_without_verification_and_marks_it(tmp_path, capsys):
+    def said(*words, place):
+        commands([*words, "--repo", str(tmp_path / place)], standalone_mode=False)
+        return capsys.readouterr().out
+
+    with Repository.create(tmp_path / "a") as repository:
+        save(repository, "a", 0, 0)
+    assert "1 snapshot copied" in said("copy", "--all", "--no-verify", "--to", str(tmp_path / "b"), place="a")
+    assert "unproven" in said("log", place="b")
+    assert "copied without verification; no save builds on it" in said("check", place="b")
+    assert "done, prove: a@0" in said("repair", "--level", "restore", "--apply", place="b")
+    assert "unproven" not in said("log", place="b")
+
+
+def test_a_record_rebuilt_from_the_manifests_of_a_copy_is_not_proven(source):
+    """Nothing tells whether that copy was verified."""
+    target, _ = copied(source, "a@0", verify=False)
+    flip(target, max(key for key in keys_of(target) if key.startswith("snapshots/")), 40)
+    with opened(target) as repository:
+        repository.repair(apply=True)
+        assert repository.snapshot("a@0").unproven == repository.config.uuid
+        repository.repair(apply=True, level="restore")
+        assert not repository.snapshot("a@0").unproven
+
+
+def test_a_tag_a_forget_and_a_rewrite_keep_it_unproven(source):
+    target, _ = copied(source, "a@0", "a@1", verify=False)
+    with opened(target) as repository:
+        repository.tag("a@0", "kept")
+        repository.untag("a@1", "good")
+        repository.forget_snapshots(["a@1"], force=True)
+        repository.unforget("a@1")
+        repository.compact()
+        assert all(s.unproven for s in repository.view().snapshots(states=("committed", "forgotten")))
 
 
 # --- lost in the destination -----------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import logging
 import shutil
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from snapstore import (
 from snapstore.cli import commands
 from snapstore.copy import mirror as mirrors
 from snapstore.copy.copy import Copier
+from snapstore.engine import cpu
 from snapstore.format import records
 from snapstore.protocol.forget import HELD_AT_MOST
 from snapstore.storage.local import LocalStore
@@ -123,6 +125,43 @@ def test_the_first_store_is_lost(tmp_path, caplog):
     assert "saved and not mirrored" not in caplog.text
     assert steps_in(tmp_path / "slow") == [0, 1, 2, 3, 4]
     check_clean(Repository.open(tmp_path / "fast").store)
+
+
+def test_a_mirror_that_is_not_verified_is_no_base_when_the_first_store_is_lost():
+    """A step that comes back is restored; the next save stores all of it again, and the one after that only changes."""
+    fast, slow = created(), MemoryStore()
+    with manager(fast, slow, mirror_verify=False) as snapshots:
+        saved(snapshots, [0, 1])
+        assert snapshots.wait_until_mirrored() == []
+        uuid = snapshots.repository.config.uuid
+    with opened(slow) as repository:
+        assert [s.unproven for s in repository.snapshots()] == [uuid, uuid]
+        there = repository.config.uuid
+    fast = MemoryStore()
+    with manager(fast, slow, mirror_verify=False) as snapshots:
+        assert same(snapshots.restore(), values("a", 1))
+        assert snapshots.repository.snapshot("a@1").unproven == there
+        saved(snapshots, [2, 3])
+        new = {s.step: s.new_chunks / s.chunks for s in snapshots.repository.snapshots("a")}
+        assert snapshots.wait_until_mirrored() == []
+    assert (new[2], new[3] < 1) == (1, True)
+    for store in (fast, slow):
+        check_clean(store, level="restore")
+
+
+def test_a_forged_snapshot_of_the_first_store_is_not_mirrored_and_the_others_are(caplog):
+    fast, slow = three(), MemoryStore()
+    real, options = cpu.digest, replace(OPTIONS, verify_writes="off")
+    with pytest.MonkeyPatch.context() as patch, Repository.open(fast, options=options) as repository:
+        patch.setattr(cpu, "digest", lambda chunk, seed: real(chunk[::-1].copy(), seed))
+        save(repository, "a", 20, 20)
+    with manager(fast, slow) as snapshots:
+        saved(snapshots, [21])
+        assert snapshots.wait_until_mirrored() == [20]
+    assert "step=20 cannot be mirrored, and is left out: " in caplog.text
+    assert "its stored bytes are not the content of its digest" in caplog.text
+    assert steps_in(slow) == [0, 1, 2, 21]
+    check_clean(slow, level="restore")
 
 
 def test_the_first_store_of_a_branch_is_lost(tmp_path):

@@ -146,11 +146,46 @@ def test_a_resume_is_exact_with_other_options(hf, tmp_path, options):
         assert same(found, expected), step
 
 
-def trained(hf, folder, *callbacks, path=None, train_dataset=None, **options):
+def test_state_that_torch_casts_resumes_to_the_bit(hf, tmp_path):
+    """Adafactor has float32 state for bfloat16 weights. The Trainer alone loads it as bfloat16, and differs."""
+    options = {"optim": "adafactor", "dtype": torch.bfloat16, "eval_strategy": "no"}
+    whole = trained(hf, tmp_path / "whole", **options)
+    assert whole.optimizer.state_dict()["state"][0]["exp_avg_sq_row"].dtype == torch.float32
+    alone = trained(hf, tmp_path / "alone", path=str(tmp_path / "whole" / "checkpoint-3"), **options)
+    assert not same(end_of(alone)[1], end_of(whole)[1])
+    with open_manager(tmp_path) as manager:
+        expected = end_of(trained(hf, tmp_path / "first", hf.SnapshotCallback(manager), **options))
+        with hf.checkpoint_dir(manager, 3) as path:
+            found = trained(hf, tmp_path / "second", hf.SnapshotCallback(manager), path=path, **options)
+    assert same(end_of(found), expected)  # the folder is gone, and the state still there
+
+
+def test_state_of_other_parameters_is_refused_when_the_training_begins(hf, tmp_path):
+    """torch gives it to the parameters at the same positions."""
+
+    def named(made, reverse):
+        parameters = list(made.model.named_parameters())
+        made.optimizer = torch.optim.AdamW(parameters[::-1] if reverse else parameters, 0.01)
+
+    with open_manager(tmp_path) as manager:
+        for reverse in (False, True):
+            made = hf.trainer(tmp_path / "out", hf.SnapshotCallback(manager))
+            named(made, reverse)
+            with hf.checkpoint_dir(manager, 3 if reverse else None) as path:
+                if not reverse:
+                    made.train()
+                    continue
+                with pytest.raises(InvalidInputError, match="a@3: the state does not fit the optimizer") as error:
+                    made.train(resume_from_checkpoint=path)
+    assert "optimizer.state.0.exp_avg: shape: expected (16,) as parameter 0" in error.value.args[1]
+
+
+def trained(hf, folder, *callbacks, path=None, train_dataset=None, dtype=torch.float32, **options):
     if options.get("eval_strategy") == "no":
         options["metric_for_best_model"] = None
     made = hf.trainer(folder, *callbacks, **options)
     made.train_dataset = train_dataset or made.train_dataset
+    made.model.to(dtype)
     if made.args.metric_for_best_model is None:
         made.remove_callback(hf.EarlyStoppingCallback)
     made.train(resume_from_checkpoint=path)
@@ -539,7 +574,7 @@ def test_generators_of_gpus(hf, tmp_path, monkeypatch):
         monkeypatch.setitem(PartialState._shared_state, "distributed_type", DistributedType.MULTI_GPU)
         with hf.checkpoint_dir(manager) as path:
             assert torch.load(Path(path, "rng_state.pth"), weights_only=False)["cuda"] == states["cuda"]
-        monkeypatch.setattr("snapstore.integrations.transformers.place", lambda: (1, 2))
+        monkeypatch.setattr("snapstore.integrations.transformers_files.place", lambda: (1, 2))
         monkeypatch.setattr("torch.distributed.all_gather_object", lambda found, mine: found.__init__([mine] * 2))
         manager.save(2, given, metadata={"transformers": "5", "ranks": 2, "parts": ["rng"]})
         with hf.checkpoint_dir(manager) as path:

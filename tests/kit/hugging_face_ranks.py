@@ -41,9 +41,10 @@ def train_fsdp2(root: Path, step: int) -> list[Any]:
     state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap", cpu_offload=False)
     state.distributed_type = DistributedType.FSDP
     torch.manual_seed(step)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
-    loader = torch.utils.data.DataLoader(torch.arange(96.0).reshape(24, 4) / 96, batch_size=2, shuffle=True)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)).double()
+    optimizer = torch.optim.NAdam(model.parameters(), 0.1)  # torch casts a float32 number of its state
+    data = torch.arange(96.0).double().reshape(24, 4) / 96
+    loader = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     state.distributed_type = DistributedType.FSDP  # which `prepare` has set back
     with SnapshotManager(root / "fsdp2", run="a") as manager:

@@ -39,13 +39,13 @@ SHAPE = (48, 8)
 class Model(pl.LightningModule):
     """A net with dropout and normalization, so that a resume needs generators and buffers."""
 
-    def __init__(self, *, sharded: bool, dropout: float) -> None:
+    def __init__(self, *, sharded: bool, dropout: float, casts: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.sharded = sharded
+        self.sharded, self.casts = sharded, casts
         self.save_hyperparameters({"width": 16})
         inner = [torch.nn.Dropout(dropout), *([] if sharded else [torch.nn.BatchNorm1d(16)])]
-        self.net = torch.nn.Sequential(torch.nn.Linear(8, 16), *inner, torch.nn.Linear(16, 3))
+        self.net = torch.nn.Sequential(torch.nn.Linear(8, 16), *inner, torch.nn.Linear(16, 3)).double()
 
     def configure_model(self) -> None:
         if self.sharded and not isinstance(self.net[0], torch.distributed.fsdp.FSDPModule):
@@ -59,7 +59,8 @@ class Model(pl.LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
+        # NAdam has a float32 number, which torch casts to the dtype of the parameters when it loads the state
+        optimizer = (torch.optim.NAdam if self.casts else torch.optim.AdamW)(self.parameters(), 1e-2)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 3)]
 
 
@@ -124,12 +125,12 @@ def train(job: dict[str, Any], rank: int) -> None:
         more |= {"strategy": ModelParallelStrategy(ranks, 1), "devices": ranks}
     more = {"devices": 1, "accelerator": "cpu", "logger": False, "enable_progress_bar": False} | more
     trainer = pl.Trainer(max_steps=job["stop"], enable_model_summary=False, callbacks=callbacks, **more)
-    data = torch.arange(SHAPE[0] * SHAPE[1] * ranks).reshape(-1, SHAPE[1]) / 100
+    data = torch.arange(SHAPE[0] * SHAPE[1] * ranks).reshape(-1, SHAPE[1]).double() / 100
     sampler = None if ranks == 1 else torch.utils.data.DistributedSampler(data, ranks, rank)
     torch.manual_seed(rank)
     loader = StatefulDataLoader(TensorDataset(data), 4, shuffle=sampler is None, sampler=sampler)
-    # a plain Lightning checkpoint has no generators, so a resume by it repeats no dropout
-    model = Model(sharded=kind == "sharded", dropout=0.0 if kind == "io" else 0.5)
+    # a plain Lightning checkpoint has no generators, so a resume by it repeats no dropout, and Lightning loads it alone
+    model = Model(sharded=kind == "sharded", dropout=0.0 if kind == "io" else 0.5, casts=kind != "io")
     trainer.fit(model, loader, **fit)
     Path(f"{job['out']}.{rank}").write_text(json.dumps([watch.steps, digest(trainer)]))
 

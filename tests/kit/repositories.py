@@ -145,7 +145,7 @@ def snapshots_of(store: ObjectStore) -> dict[str, Snapshot]:
 
 
 #: Fields that a new revision of a record may change, and fields that a rewrite may; no verb may change any other.
-REVISED = {"revision", "state", "write_id", "tags", "policy", "reason"}
+REVISED = {"revision", "state", "write_id", "tags", "policy", "reason", "unproven"}
 REWRITTEN = {"manifests", "manifest_list", "bases", "generation", "depth", "chunks", "new_chunks", "stored_bytes"}
 
 

@@ -204,7 +204,7 @@ def test_sections():
     for names, contents in rows:
         for name in names_in(names):
             found[name] = contents
-    assert list(found) == ["tree", "tensors", "inline", *chunk_table.COLUMNS]
+    assert list(found) == ["tree", "tensors", "inline", *chunk_table.COLUMNS, records.STRIDES]
     for name, (dtype, shape) in chunk_table.COLUMNS.items():
         of = "chunks" if name in ("digests", "lengths", "ref_counts") else "refs"
         of = "refs - chunks" if name == "ref_digests" else of
@@ -248,7 +248,7 @@ def test_dtypes():
 def test_factories_and_features():
     text = re.search(r"The `name` of a `defaultdict` is (.*?) or\s+None", section("Tree"), re.S)[1]
     assert set(names_in(text)) == set(tree.FACTORIES)
-    known = re.search(r"^Known features: (.*?) \(", section("What may grow"), re.M)[1]
+    known = re.search(r"^Known features: (.*?) Nothing", section("What may grow"), re.M | re.S)[1]
     assert set(names_in(known)) == records.KNOWN_FEATURES
 
 

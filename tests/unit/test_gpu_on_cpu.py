@@ -19,7 +19,7 @@ RUNS = [
     ["gpu/test_gpu_memory.py", "gpu/test_gpu_changes.py", "gpu/test_gpu_reshard.py", "gpu/test_gpu_interrupts.py"],
     [
         "gpu/test_gpu_staging.py", "gpu/test_gpu_first_save.py", "gpu/test_gpu_directions.py", "gpu/test_gpu_graphs.py",
-        "gpu/test_gpu_ranks.py",
+        "gpu/test_gpu_ranks.py", "gpu/test_gpu_strides.py::test_they_come_back_on_each_device",
         "contract/test_engines.py::test_a_batch_of_every_shape_at_once[cuda]",
         "contract/test_engines.py::test_sparse_deltas_of_the_cpu_engine",
         *(f"contract/test_engines.py::{name}{case}" for case in SPARSE for name in (

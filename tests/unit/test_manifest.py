@@ -348,3 +348,62 @@ def test_a_million_chunks_take_less_than_a_second_each_way():
         best[1] = min(best[1], time.process_time() - started)
     assert same(found.table, table)
     assert max(best) < 1.0, best
+
+
+def with_orders(orders, **changes):
+    """Return the bytes of a manifest of one entry of three dimensions and one of bytes, with a section of orders."""
+    entries = [
+        TensorEntry(("x",), "tensor", "uint8", (1, 2, 3), False, None, (), (0, 6)),
+        TensorEntry(("y",), "bytes", "bytes", (2,), False, None, (), (6, 2)),
+    ]
+    return encode(a_table([]), entries, bytes(8), dim_orders=orders, **changes)
+
+
+def test_orders_round_trip_under_their_feature():
+    found = manifest.decode(with_orders({0: (2, 0, 1)}), "here")
+    assert (found.dim_orders, found.header.features) == ({0: (2, 0, 1)}, ["strides"])
+    assert manifest.encode(manifest.ManifestContents.of(found)) == with_orders({0: (2, 0, 1)}), "a rewrite keeps them"
+    assert manifest.decode(with_orders({}), "here").header.features == []
+    assert with_orders({}) == encode(a_table([]), found.tensors, bytes(8)), "a manifest without orders is as before"
+
+
+@pytest.mark.parametrize(
+    "orders",
+    [
+        {0: (0, 1, 2)},  # C order
+        {0: (2, 1)},
+        {0: (2, 0, 1, 3)},
+        {0: (2, 2, 0)},
+        {0: (-1, 0, 1)},
+        {0: (2, 0, 2**70)},
+        {1: (0,)},
+        {1: ()},
+        {2: (2, 0, 1)},
+        {-1: (2, 0, 1)},
+    ],
+)
+def test_orders_that_no_writer_makes_are_refused(orders):
+    try:
+        data = with_orders(orders)
+    except OverflowError:
+        return  # msgpack has no such number
+    with pytest.raises(FormatError, match="section 'strides'"):
+        manifest.decode(data, "here")
+
+
+def test_the_section_and_its_feature_come_together():
+    without = encode(a_table([]), features=["strides"])
+    with pytest.raises(FormatError, match="features \\['strides'\\]"):
+        manifest.decode(without, "here")
+    real = layout.encode_sections
+
+    def without_feature(raw, unknown=()):
+        return real({**raw, "strides": msgspec.msgpack.encode([])}, unknown)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "encode_sections", without_feature)
+        data, both = encode(a_table([])), encode(a_table([]), features=["strides"])
+    with pytest.raises(FormatError, match="features \\[\\]"):
+        manifest.decode(data, "here")
+    with pytest.raises(FormatError, match="is empty"):
+        manifest.decode(both, "here")

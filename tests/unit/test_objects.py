@@ -3,6 +3,7 @@
 import collections
 import copy
 import inspect
+import re
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from torch.optim import swa_utils
 from kit.states import Loader, Saved, again, net, same, train
 from snapstore.errors import InvalidInputError, UnsupportedLeafError
 from snapstore.state.classes import Types
+from snapstore.state.fit import Fit
 from snapstore.state.flatten import flatten
 from snapstore.state.metrics import begin_read
 from snapstore.state.tree_decode import Decoded
@@ -210,6 +212,110 @@ def test_names_shapes_and_dtypes_of_a_module_are_listed_before_anything_changes(
     same(other.state_dict(), before)
 
 
+class History(nn.Linear):
+    """A layer whose extra state is longer with each step, as in TransformerEngine."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.seen = []
+
+    def get_extra_state(self):
+        return torch.tensor(self.seen, dtype=torch.float64 if self.seen else torch.uint8)
+
+    def set_extra_state(self, state):
+        self.seen = state.tolist()
+
+
+class Queue(nn.Module):
+    """A layer with a buffer of any length, which it makes itself when it loads one."""
+
+    def __init__(self, length=0):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("queue", torch.arange(float(length)))
+
+    def _load_from_state_dict(self, state, prefix, *args):
+        self.queue = torch.empty_like(state[prefix + "queue"])
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+class Buffer:
+    """An object with arrays of any length."""
+
+    def __init__(self, length=0):
+        self.arrays = {"tensor": torch.arange(float(length)), "array": np.arange(length), "list": [torch.ones(length)]}
+
+    def state_dict(self):
+        return self.arrays
+
+    def load_state_dict(self, state):
+        self.arrays = dict(state)
+
+
+class LoadsAll(nn.Linear):
+    """A layer that loads weights of any shape."""
+
+    def load_state_dict(self, state, strict=True):
+        self.weight, self.bias = nn.Parameter(state["weight"]), nn.Parameter(state["bias"])
+
+
+def observed():
+    """Return a layer with torch's observers, whose buffers get their shapes from the first batch."""
+    quantization = pytest.importorskip("torch.ao.quantization")
+    layer = nn.Sequential(nn.Linear(4, 8)).train()
+    layer.qconfig = quantization.get_default_qat_qconfig("fbgemm")
+    return quantization.prepare_qat(layer)
+
+
+def history(length):
+    made = nn.Sequential(History(), nn.Linear(4, 2))
+    made[0].seen = [0.5] * length
+    return made
+
+
+def observed_after(length):
+    made = observed()
+    if length:
+        made(torch.ones(length, 4))
+    return made
+
+
+MAKERS = {
+    **{"extra state": history, "queue": Queue, "object": Buffer, "observers": observed_after},
+    **{"inner queue": lambda length: nn.Sequential(Queue(length)), "loader": lambda length: LoadsAll(length + 1, 3)},
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Please use quant_min:UserWarning")
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize("strict", [True, False])
+def test_shapes_that_belong_to_an_object_are_its_loaders(make, strict):
+    """Both ways of a resume fill a fresh object, and one whose state has grown since."""
+    source = make(5)
+    saved = Saved({"m": source, "w": torch.ones(1)})
+    expected = copy.deepcopy(source.state_dict())
+    for length in (0, 9):
+        by_torch, target = make(length), make(length)
+        by_torch.load_state_dict(copy.deepcopy(expected))
+        same(by_torch.state_dict(), expected)
+        saved.restore(into={"m": target, "w": torch.zeros(1)}, keys=Fit(strict=strict))
+        same(target.state_dict(), expected)
+
+
+def test_shapes_beside_them_are_compared_before_anything_changes():
+    for source, target, name in (
+        (history(3), nn.Sequential(History(), nn.Linear(4, 3)), "1.weight"),
+        (nn.Sequential(nn.Linear(2, 2), Queue(3)), nn.Sequential(nn.Linear(2, 3), Queue(4)), "0.weight"),
+    ):
+        before = copy.deepcopy(target.state_dict())
+        with pytest.raises(InvalidInputError, match=rf"m.{name}: shape: expected .* as in the target") as caught:
+            again({"m": source}, into={"m": target})
+        assert not re.search("_extra_state|queue", str(caught.value))
+        same(target.state_dict(), before)
+    with pytest.raises(InvalidInputError, match=r"LoadsAll\.load_state_dict failed: KeyError"):
+        again({"m": {"weight": torch.ones(2)}}, into={"m": LoadsAll(1, 1)})
+
+
 def test_modules_that_change_their_names_are_not_checked():
     class Renames(nn.Module):
         def __init__(self):
@@ -268,11 +374,11 @@ def test_an_error_of_the_callers_code_says_what_it_is(error, text):
 
 def test_a_load_that_fails_says_that_the_target_may_be_partly_filled():
     model = net()
-    optimizer = torch.optim.SGD(model.parameters())
-    target, other = filled(net()), filled(net())
-    groups = torch.optim.SGD([{"params": [one]} for one in target.parameters()])
-    with pytest.raises(InvalidInputError, match=r"o: SGD.load_state_dict failed") as caught:
-        again({"o": optimizer, "w": torch.ones(2)}, into={"o": groups, "w": (w := torch.zeros(2))})
+    optimizer, other = torch.optim.SGD(model.parameters(), momentum=0.9), filled(net())
+    adam = torch.optim.AdamW(filled(net()).parameters())
+    train(model, optimizer, 1)
+    with pytest.raises(InvalidInputError, match=r"o: AdamW.load_state_dict failed") as caught:
+        again({"o": optimizer, "w": torch.ones(2)}, into={"o": adam, "w": (w := torch.zeros(2))})
     assert caught.value.args[-1].startswith("the target may be partly filled by now: restore into it again")
     assert w.tolist() == [1, 1]
     with pytest.raises(InvalidInputError, match="nothing was changed") as caught:
@@ -383,8 +489,12 @@ def test_an_objects_own_arrays_are_filled_in_place():
     same(other.state, saved.state)
     assert other.state["array"] is held["array"]
     assert other.state["strided"] is held["strided"]
-    other.state["array"] = np.zeros(4)
-    with pytest.raises(InvalidInputError, match=r"m\.array: shape"):
+    other.state["array"] = array = np.zeros(4)  # its loader takes any shape
+    again({"m": saved}, into={"m": other})
+    same(other.state, saved.state)
+    assert not array.any()
+    other.state["array"] = np.zeros(saved.state["array"].shape, np.int8)
+    with pytest.raises(InvalidInputError, match=r"m\.array: dtype"):
         again({"m": saved}, into={"m": other})
 
 

@@ -30,7 +30,7 @@ def test_help_sets_up_nothing(checkout, tool, argument):
 def test_bench_refuses_a_name_that_is_no_benchmark(checkout):
     done = subprocess.run([checkout / "tools" / "bench", "speed"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert "expected cpu, s3, scale, compact, gpu, ranks, bytes or import, got 'speed'" in done.stderr
+    assert "expected cpu, s3, scale, compact, gpu, ranks, bytes, import or copies, got 'speed'" in done.stderr
     assert not (checkout / ".venv").exists()
 
 

@@ -3,7 +3,7 @@
 import sys
 from importlib import import_module
 
-BENCHMARKS = ("cpu", "s3", "scale", "compact", "gpu", "ranks", "bytes", "import")
+BENCHMARKS = ("cpu", "s3", "scale", "compact", "gpu", "ranks", "bytes", "import", "copies")
 
 
 def main() -> None:

@@ -1,0 +1,135 @@
+"""Repositories of an older release are read and saved into; that release refuses what it does not know, by its name."""
+
+import os
+import subprocess
+import sys
+import tarfile
+
+import pytest
+import torch
+
+from kit.processes import ROOT, environment
+from kit.states import same
+from snapstore import KeepLast, Repository, SaveOptions
+
+#: The commit before manifests had features beside `ranks`.
+OLDER = "cd1843d1"
+OPTIONS = SaveOptions(threads=2)
+WRITE = """
+import sys, torch, snapstore
+with snapstore.Repository.create(sys.argv[1], chunk_bytes=4096) as repo:
+    for step in range(4):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(64, 64)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for _ in range(step + 1):
+            model(torch.ones(1, 64)).sum().backward()
+            optimizer.step()
+        state = {"model": model, "optimizer": optimizer, "columns": torch.arange(6000.0).reshape(60, 100).t()}
+        repo.save(state, run="r", step=step, tags=["first"] if step == 0 else [])
+    torch.save({name: repo.restore(f"r@{step}") for step, name in enumerate("abcd")}, sys.argv[2])
+"""
+SAVE = """
+import sys, torch, snapstore
+with snapstore.SnapshotManager(sys.argv[1], run="r", async_save=False) as manager:
+    manager.save(9, {"w": torch.ones(4)})
+"""
+
+
+@pytest.fixture(scope="module")
+def older(tmp_path_factory):
+    """The folder of the older release."""
+    folder = tmp_path_factory.mktemp("older")
+    archive = folder / "older.tar"
+    command = ["git", "-C", ROOT, "archive", "-o", archive, OLDER, "snapstore"]
+    if subprocess.run(command, check=False, capture_output=True).returncode:
+        pytest.skip(f"no git, or no history since {OLDER}")
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
+    return folder
+
+
+def run(older, *arguments):
+    """Run Python with the older release."""
+    env = environment() | {"PYTHONPATH": os.fspath(older)}
+    done = subprocess.run([sys.executable, *arguments], env=env, cwd=older, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def state_of(step):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(step + 1):
+        model(torch.ones(1, 64)).sum().backward()
+        optimizer.step()
+    return {"model": model, "optimizer": optimizer, "columns": torch.arange(6000.0).reshape(60, 100).t()}
+
+
+def test_an_older_repository_is_read_and_saved_into(older, tmp_path):
+    code, _, errors = run(older, "-c", WRITE, tmp_path / "r", tmp_path / "states.pt")
+    assert code == 0, errors
+    expected = torch.load(tmp_path / "states.pt", weights_only=False)
+    with Repository.open(tmp_path / "r", options=OPTIONS) as repo:
+        for step, name in enumerate("abcd"):
+            same(repo.restore(f"r@{step}"), expected[name])
+            target = state_of(0)
+            repo.restore_into(f"r@{step}", target)
+            same(target["optimizer"].state_dict(), expected[name]["optimizer"])
+        assert repo.restore("r@0")["columns"].is_contiguous()
+        state = state_of(3)
+        saved = repo.save(state, run="r", step=4)
+        assert saved.new_chunks == 0, "its chunks are those of the older snapshot"
+        assert repo.restore("r@4")["columns"].stride() == state["columns"].stride()
+        repo.tag("r@1", "again")
+        repo.forget([KeepLast(1)], run="r")
+        repo.gc()
+        same(repo.restore("r@first"), expected["a"])
+        same(repo.restore("r@again"), expected["b"])
+        assert not repo.check("restore").problems
+
+
+def snapstore(older, folder, *arguments):
+    code, out, errors = run(older, "-m", "snapstore", *arguments, "--repo", folder)
+    return code, out + errors
+
+
+@pytest.fixture
+def newer(tmp_path):
+    """A repository with a snapshot that the older release can read, and one that it cannot."""
+    with Repository.create(tmp_path / "r", chunk_bytes=4096, options=OPTIONS) as repo:
+        repo.save({"w": torch.arange(5000.0)}, run="r", step=1)
+        repo.save({"w": torch.arange(5000.0), "x": torch.ones(50, 60).t()}, run="r", step=2)
+        repo.save({"w": torch.arange(9000.0)}, run="gone", step=1)
+        repo.save({"w": torch.arange(4.0)}, run="gone", step=2)
+        repo.forget([KeepLast(1)], run="gone")
+    return tmp_path / "r"
+
+
+def files(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and "index" not in path.parts}
+
+
+def test_an_older_release_names_the_feature(older, newer, tmp_path):
+    before = files(newer)
+    code, text = snapstore(older, newer, "restore", "r@1", "-o", tmp_path / "x.pt")
+    assert code == 0, text
+    code, text = snapstore(older, newer, "restore", "r@2", "-o", tmp_path / "y.pt")
+    assert code, text
+    assert "needs 'strides', which this snapstore" in text
+    assert "use the release that wrote it, or a newer one" in text
+    for verb in (["check", "--restore"], ["gc"], ["repair"], ["log"]):
+        code, text = snapstore(older, newer, *verb)
+        assert "damage" not in text.lower().replace("undamaged", ""), f"{verb}: {text}"
+        assert bool(code) == ("'strides'" in text) == (verb != ["log"]), f"{verb}: {text}"
+        assert files(newer) == before, f"{verb}: its gc stops, and nothing is deleted or changed"
+
+
+def test_an_older_release_saves_beside_it_and_loses_nothing(older, newer):
+    code, _, errors = run(older, "-c", SAVE, newer)
+    assert code == 0 or "'strides'" in errors
+    with Repository.open(newer, options=OPTIONS) as repo:
+        assert repo.restore("r@2")["x"].stride() == (1, 60)
+        assert not repo.check("restore").problems
+        if code == 0:
+            assert (repo.restore("r@9")["w"] == 1).all()

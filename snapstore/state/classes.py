@@ -359,11 +359,19 @@ def _check_class(kind: Any) -> None:
 
 def known_classes() -> list[type]:
     """Return the classes that need not be passed: the program allows `torch.load` to make them, as torchao's import
-    does, or objects.py lists them. They are imported already.
+    does, or objects.py lists them; and Enums and dataclasses beside an allowed composite tensor. They are imported.
     """
     kinds = [kind for kind in objects.safe_globals() if isinstance(kind, type)]
-    found = [kind for kind in kinds if composite.is_composite_class(kind) or _is_of_users(kind)]
-    return [*found, *objects.allowed_classes()]
+    tensors = [kind for kind in kinds if composite.is_composite_class(kind)]
+    beside = [value for kind in tensors for value in vars(sys.modules.get(kind.__module__, kind)).values()]
+    names = {kind.__module__ for kind in tensors}
+    found = [value for value in beside if isinstance(value, type) and value.__module__ in names and _is_plain(value)]
+    return [*tensors, *filter(_is_of_users, kinds), *found, *objects.allowed_classes()]
+
+
+def _is_plain(kind: Any) -> bool:
+    """Return whether a class is an Enum or a dataclass."""
+    return issubclass(kind, Enum) or dataclasses.is_dataclass(kind)
 
 
 def _is_of_users(kind: Any) -> bool:

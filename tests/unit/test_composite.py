@@ -314,6 +314,13 @@ def test_a_context_may_have_enums_and_dataclasses(repository, is_safe):
         assert found.context == torch.load(buffer, weights_only=False).context
 
 
+def test_classes_beside_an_allowed_one_are_known(repository):
+    """torchao allows NF4Tensor, and not the dataclass in its context."""
+    repository.save({"m": {"w": Coded.of(VALUES, OPTIONS)}}, run="a", step=0)
+    with torch.serialization.safe_globals([Coded]):
+        assert repository.restore("a@0")["m"]["w"].context == OPTIONS
+
+
 def test_without_a_class_of_its_context_it_comes_back_in_its_plain_form(repository):
     """Else it would have a plain value in the place of a member of an enum."""
     repository.save({"m": {"w": Coded.of(VALUES, OPTIONS)}}, run="a", step=0)

@@ -33,7 +33,8 @@ class SnapstoreError(Exception):
             cannot add a line.
 
     Attributes:
-        not_begun: whether another rank has raised this error to its caller at once, and so has not begun this save.
+        not_begun: whether the next save begins all the same: another rank has raised this error to its caller at once,
+            and so has not begun this save; or the next save does better by itself.
     """
 
     not_begun = False

@@ -24,7 +24,7 @@ from ..state.containers import MAX_DEPTH
 from ..state.tensors import MAX_DIMENSIONS, TORCH_DTYPES
 from . import files
 from .checkpoint import Checkpoint, file_inside, names_below, nest, step_in
-from .lazy_state import Later
+from .lazy_state import MAX_CLAIMS, Later
 from .safetensors_file import first_line
 
 METADATA = ".metadata"
@@ -84,8 +84,6 @@ _UNUSED = (
 )
 #: Arguments of an object: those of a path are the names of its folders.
 _MAX_ARGUMENTS = 1000
-#: How often `.metadata` may name each byte of the files. DCP names it once.
-_MAX_CLAIMS = 16
 #: How many positions a list may lack. DCP stores no empty dicts and lists, and puts None in their place.
 _MAX_GAPS = 1000
 
@@ -253,7 +251,7 @@ def _places(folder: Path, where: Path, storage_data: Any) -> Places:
         claimed += length
         place = None if offsets is None else _numbers(offsets)
         found.setdefault(name, {})[str(place)] = _Stored(checked[file], offset, length)
-    if claimed > _MAX_CLAIMS * (there := sum(path.stat().st_size for path in checked.values())):
+    if claimed > MAX_CLAIMS * (there := sum(path.stat().st_size for path in checked.values())):
         raise InvalidInputError(f"{where}: names {claimed} bytes, but its files have {there}; it is damaged")
     return found
 
@@ -297,7 +295,7 @@ def _leaf(where: Path, name: str, entry: Any, places: Places) -> Any:
         raise InvalidInputError(
             f"{where}: {name}: two of its shards overlap, and elements are missing; it is damaged: save it again"
         )
-    return Later(partial(_assemble, name, dtype, shape, shards))
+    return Later(partial(_assemble, name, dtype, shape, shards), nbytes=wanted * getattr(torch, dtype).itemsize)
 
 
 def _missing(where: Path, what: str) -> InvalidInputError:

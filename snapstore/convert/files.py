@@ -16,7 +16,6 @@ import re
 import secrets
 import sys
 import warnings
-import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
@@ -36,15 +35,13 @@ from ..state.tensors import is_array
 from ..state.weights_only import Changed, to_weights_only
 from . import safetensors_file
 from .safetensors_file import first_line, name_in_utf8
-from .torch_checks import require_bounded, require_tree
+from .torch_checks import entries, require_bounded, require_tree
 
 SAFETENSORS = ".safetensors"
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", SAFETENSORS)
 #: Linux's MADV_PAGEOUT, which Python does not name: reclaim these pages now.
 PAGE_OUT = 21
 
-#: The name of an entry, in an archive of torch, that has the bytes of a storage.
-_MEMORY = re.compile(r"/data/[0-9]+\Z")
 # torch's own message advises to load the file unsafely; only the name of the object is shown.
 _OBJECT = re.compile(r"GLOBAL (\S+)|[Uu]nsupported (?:class|type|global):? (?!GLOBAL)(\S+)")
 
@@ -111,57 +108,14 @@ def read_torch(path: Path) -> Any:
         InvalidInputError: it is damaged, or holds Python objects.
     """
     with name_in_utf8(path) as name:
-        sizes = _stored_sizes(path)
-        if sizes is not None:
-            state = load_torch(name, str(path), mapped=True)
-            if _memory_sizes(state) == sizes:
-                return state
-            del state
         return load_torch(name, str(path))
 
 
-def _memory_sizes(state: Any) -> list[int] | None:
-    """Return the sizes of the storages of all tensors in a state, sorted [bytes]; None: a tensor has no storage."""
-    found: dict[int, int] = {}
-    pending, seen = [state], set[int]()
-    while pending:
-        value = pending.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, dict):
-            pending += value.values()
-        elif isinstance(value, list | tuple | set | frozenset):
-            pending += value
-        elif is_array(value):
-            try:
-                found[_memory_of(value)] = value.untyped_storage().nbytes()
-            except NotImplementedError:  # sparse
-                return None
-    return sorted(found.values())
-
-
-def _stored_sizes(path: Path) -> list[int] | None:
-    """Return the sizes of the storages in a file of torch, sorted [bytes]; None: torch must not map the file.
-
-    Torch maps compressed bytes as if they were values, and reads beyond the end of a storage that is too short.
-    """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            entries = archive.infolist()
-    except (zipfile.BadZipFile, NotImplementedError, ValueError):
-        return None
-    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-        return None
-    return sorted(entry.file_size for entry in entries if _MEMORY.search(entry.filename))
-
-
-def load_torch(file: Any, where: str, *, mapped: bool = False) -> Any:
-    """Return the state in a path or an open file of torch; make no Python objects.
+def load_torch(file: Path | BinaryIO, where: str) -> Any:
+    """Return the state in a path or an open file of torch; make no Python objects. A path is mapped where it can be.
 
     Args:
         where: its name in errors.
-        mapped: map the file instead of reading it.
 
     Raises:
         InvalidInputError: it is damaged, or holds Python objects.
@@ -169,12 +123,12 @@ def load_torch(file: Any, where: str, *, mapped: bool = False) -> Any:
     """
     import torch
 
-    with Path(file).open("rb") if isinstance(file, str | Path) else nullcontext(file) as opened:
-        require_bounded(opened, where, mapped=mapped)
+    with file.open("rb") if isinstance(file, Path) else nullcontext(file) as opened:
+        is_mapped = require_bounded(opened, where, may_map=isinstance(file, Path))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about storages of old files: a user can do nothing about it
-            state = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+            state = torch.load(file, map_location="cpu", weights_only=True, mmap=is_mapped)
     except pickle.UnpicklingError as error:
         met = _OBJECT.search(str(error))
         if met is None:  # torch's message would advise to load it unsafely
@@ -226,11 +180,17 @@ def check_new(path: Path, *, force: bool, is_folder: bool = False) -> None:
     """Refuse an output before the work begins.
 
     Raises:
-        InvalidInputError: its folder is missing, it is a folder but should be a file, or its name is "." or "..".
+        InvalidInputError: its folder is missing, it is a folder but should be a file, or it is not the name of a file.
         AlreadyExistsError: it exists, and `force` is not set.
     """
     if path.name in ("", ".."):
         raise InvalidInputError(f"{path}: expected the name of a new {'folder' if is_folder else 'file'}")
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:  # such as a surrogate, a NUL, or a name that is too long
+        raise InvalidInputError(f"{path}: cannot be the name of a file here: {first_line(error)}") from error
     if not path.parent.is_dir():
         raise InvalidInputError(f"{path}: {path.parent} is not a folder; create it first")
     if path.is_dir() and not is_folder:
@@ -374,18 +334,10 @@ def _put(file: BinaryIO, record: _Record, data: Bytes) -> None:
 def _records(file: BinaryIO) -> dict[int, _Record]:
     """Return the records of a file of torch that have the bytes of a storage, by the storage's number."""
     found = {}
-    with zipfile.ZipFile(file) as archive:
-        entry = archive.start_dir
-        for info in archive.infolist():
-            folder, _, name = info.filename.rpartition("/")
-            if folder.endswith("/data") and name.isdecimal():
-                file.seek(info.header_offset + 26)
-                header = file.read(4)
-                lengths = int.from_bytes(header[:2], "little") + int.from_bytes(header[2:], "little")
-                found[int(name)] = _Record(info.header_offset + 30 + lengths, info.file_size, entry)
-            file.seek(entry + 28)
-            sizes = file.read(6)
-            entry += 46 + sum(int.from_bytes(sizes[i : i + 2], "little") for i in (0, 2, 4))
+    for entry in entries(file):
+        folder, _, name = entry.name.rpartition(b"/")
+        if folder.endswith(b"/data") and name.isdigit():
+            found[int(name)] = _Record(entry.start, entry.size, entry.place)
     return found
 
 

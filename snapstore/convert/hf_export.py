@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ _WEIGHTS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".ot"),
     *(".onnx", ".onnx_data", ".gguf", ".tflite", ".mlmodel"),
 )
+#: Control characters and surrogates: a terminal obeys some, and some have no form in UTF-8.
+_ODD = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 #: Files in the folder of --config that belong to a training run, not to the model.
 _OF_TRAINING = {*STATES, TRAINER_STATE, *INDEXES}
 
@@ -81,7 +84,7 @@ def other_files(repository: Repository, snapshot: Snapshot, config: str | Path |
     """Return the files beside the weights, by name: those of a folder, else the imported ones.
 
     Raises:
-        InvalidInputError: the folder has no config, or a name leads out of the export.
+        InvalidInputError: the folder has no config, or a name leads out of the export or is not printable.
     """
     if config is not None:
         return _of_folder(Path(config))
@@ -92,9 +95,10 @@ def other_files(repository: Repository, snapshot: Snapshot, config: str | Path |
     for name in found:
         slashed = name.replace("\\", "/")
         path = PurePosixPath(slashed)
-        leaves = path.is_absolute() or ".." in path.parts or "\0" in name or slashed != str(path)
-        if leaves or slashed != name:
+        leaves, odd = path.is_absolute() or ".." in path.parts or slashed != str(path), _ODD.search(name)
+        if leaves or odd or slashed != name:
             why = "leads out of the export" if leaves else "names a folder on Windows"
+            why = "has a control character, or a surrogate, which is no character" if odd else why
             raise InvalidInputError(
                 f"{snapshot.ref}: holds a file named {name!r}, which {why}; restore it with --keys instead, and "
                 "export with --config, a folder of the other files"

@@ -22,13 +22,13 @@ from ..format.records import Snapshot
 from ..repository import Repository
 from ..save.inputs import SaveRequest
 from ..save.pipeline import save
-from ..save.streaming import inputs_of_state
+from ..save.streaming import inputs_of_state, is_stream
 from ..text import some
 from . import files
 from .checkpoint import Checkpoint, fingerprint, require_unchanged, step_in, versions
 from .dcp_folder import is_dcp, open_dcp
 from .hf_folder import is_hf, open_hf
-from .lazy_state import inputs_of_lazy
+from .lazy_state import inputs_of_lazy, require_bounded_inputs
 from .orbax_folder import is_orbax, open_orbax
 from .safetensors_file import laters
 
@@ -153,7 +153,7 @@ def _import(
         check = partial(require_unchanged, path, before)
         request = SaveRequest(run, step, None, bases, None, about, before_commit=check)
         request.resolve(repository.context, repository.lineage)
-        inputs = inputs_of_lazy(opened.state, repository.context.engines, opened.let_go)
+        inputs = inputs_of_lazy(opened.state, repository.context.engines, opened.let_go, opened.bytes_read, str(path))
         size, left_out, opened.state = opened.bytes_read, opened.left_out, None
         snapshot = save(repository.context, repository.lineage, request, [inputs], None)
         yield Imported(str(path), snapshot, False, size, left_out)
@@ -166,7 +166,9 @@ def save_file(repository: Repository, path: Path, **arguments: Any) -> Snapshot:
         arguments: as for `Repository.save`.
 
     Raises:
-        InvalidInputError: as `files.read` raises it, or the file has changed; the others as of `Repository.save`.
+        InvalidInputError: as `files.read` raises it, the tensors are much larger than the file, or it has changed; the
+            others as of `Repository.save`.
+        CapabilityError: a tensor that was expanded does not fit into memory.
     """
     context, before = repository.context, versions(path)
     state, about = files.read(path)
@@ -174,7 +176,10 @@ def save_file(repository: Repository, path: Path, **arguments: Any) -> Snapshot:
     check = partial(require_unchanged, path, before)
     request = SaveRequest(metadata=metadata, before_commit=check, **arguments)
     request.resolve(context, repository.lineage)
-    return save(context, repository.lineage, request, inputs_of_state(state, context.engines), None)
+    inputs = inputs_of_state(state, context.engines)
+    if not is_stream(state):
+        require_bounded_inputs(inputs, path.stat().st_size, str(path))
+    return save(context, repository.lineage, request, inputs, None)
 
 
 def _open(path: Path, kind: str) -> Checkpoint:

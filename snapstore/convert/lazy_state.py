@@ -8,13 +8,13 @@ Invariant: at most one value that a `Later` has read is alive here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..chunks import limits
 from ..engine.registry import Engines
-from ..errors import UnsupportedLeafError
+from ..errors import InvalidInputError, UnsupportedLeafError
 from ..save.inputs import PartInput, TensorInput
 from ..save.streaming import input_of
 from ..state.arrays import describe, extent_of, memory_key
@@ -22,6 +22,10 @@ from ..state.containers import Path, shown
 from ..state.tensors import Node, array_node, is_array
 from ..state.torch_layouts import layout_of
 from ..state.tree_encode import Encoder
+from ..text import human_bytes
+
+#: So many bytes of tensors may come from each byte of a file. torch.save writes each byte once; tensors can share some.
+MAX_CLAIMS = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,18 +35,21 @@ class Later:
     Attributes:
         read: returns the value; it may be called once.
         kind: whether the value is a torch.Tensor that requires no grad, or bytes.
+        nbytes: its size, if its file only claims that it has so many bytes.
     """
 
     read: Callable[[], Any]
     kind: Literal["tensor", "bytes"] = "tensor"
+    nbytes: int = 0
 
 
 @dataclass(slots=True)
 class _Leaves:
-    """The arrays of a state, in order; `places` has the number of each memory that was met."""
+    """The arrays of a state, in order, and the sum of their sizes; `places`: the number of each memory that was met."""
 
     reads: list[tuple[Path, Callable[[], Any]]] = field(default_factory=list)
     places: dict[Any, int] = field(default_factory=dict)
+    nbytes: int = 0
 
     def put(self, value: Any, path: Path) -> Node:
         """Add an array, or long bytes, unless its memory is there already; return its node.
@@ -56,6 +63,7 @@ class _Leaves:
         number = len(self.reads) if place is None else self.places.setdefault(place, len(self.reads))
         if number == len(self.reads):
             self.reads.append((path, lambda: stored))
+            self.nbytes += len(stored) if isinstance(stored, bytes) else stored.nbytes
         return array_node(kind, number, getattr(stored, "requires_grad", False))
 
     def put_later(self, value: Any, path: Path) -> Node | None:
@@ -71,23 +79,59 @@ class _Leaves:
         if not isinstance(value, Later):
             return None
         self.reads.append((path, value.read))
+        self.nbytes += value.nbytes
         return array_node(value.kind, len(self.reads) - 1, False)
 
 
-def inputs_of_lazy(state: Any, engines: Engines, let_go: Callable[[Any], None]) -> PartInput:
+def inputs_of_lazy(
+    state: Any, engines: Engines, let_go: Callable[[Any], None], bytes_read: int, where: str
+) -> PartInput:
     """Return a state as the only part of a save; iterating over its tensors reads them.
 
     Args:
         let_go: called with each array once it is stored, before the next is read.
+        bytes_read: the size of its files [bytes].
+        where: the name of the checkpoint in errors.
 
     Raises:
         UnsupportedLeafError: a value cannot be stored; all of them are named.
+        InvalidInputError: its tensors are much larger than its files.
     """
     leaves = _Leaves()
     encoder = Encoder(leaves.put, lambda value, path: None, leaves.put_later, columnar=True)
     tree = encoder.node(state, ())
     encoder.raise_problems()
+    _require_explained(leaves.nbytes, bytes_read, where)
     return PartInput("", tree, _tensors(leaves.reads, engines, let_go), once=True)
+
+
+def require_bounded_inputs(inputs: Sequence[PartInput], bytes_read: int, where: str) -> None:
+    """Check the inputs of a state that was read whole, as `inputs_of_lazy` and the reading of its tensors do.
+
+    Raises:
+        InvalidInputError: its tensors are much larger than its files.
+        CapabilityError: one that was expanded does not fit into memory.
+    """
+    tensors = [tensor for part in inputs for tensor in part.tensors]
+    _require_explained(sum(tensor.spec.nbytes for tensor in tensors), bytes_read, where)
+    for tensor in tensors:
+        if tensor.array is not None:
+            _require_memory(tensor.spec.path, tensor.array.value)
+
+
+def _require_explained(nbytes: int, bytes_read: int, where: str) -> None:
+    """Check that tensors are not much larger than their files: torch can expand a few bytes to any number.
+
+    Raises:
+        InvalidInputError: they are.
+    """
+    most = max(limits.MIN_DECODED_BYTES, MAX_CLAIMS * bytes_read)
+    if nbytes > most:
+        raise InvalidInputError(
+            f"{where}: its tensors have {human_bytes(nbytes)} ({nbytes} bytes), expected at most {human_bytes(most)} "
+            f"for {bytes_read} bytes of files: they repeat a few bytes; save them as they were before `expand`; or it "
+            "is damaged, or made to waste time"
+        )
 
 
 def _tensors(

@@ -1,8 +1,13 @@
 """Checks of a file of torch before torch reads it: that it takes time and memory as the file is long.
 
-In: an open file. Out: nothing, or an error. `torch.load(weights_only=True)` runs no code, but a small file can still
-name one tuple so often that its hash takes for ever, or ask for any number of bytes. So each pickle is followed here,
-with the sizes of values in place of the values. Where torch stops with an error, this stops too: torch reports it.
+In: an open file. Out: whether torch may map it, or an error. `torch.load(weights_only=True)` runs no code, but a small
+file can still name one tuple so often that its hash takes for ever, or ask for any number of bytes. So each pickle is
+followed here, with the sizes of values in place of the values. Where torch stops with an error, this stops too: torch
+reports it.
+
+Python's `zipfile` is not used: it reads some archives in another way than torch. It takes a name from an extra field,
+cuts it off at a NUL, and finds the directory and large sizes elsewhere. So the directory is read here, an archive that
+two readers could read in two ways is refused, and torch's own reader gives the pickle.
 """
 
 from __future__ import annotations
@@ -13,18 +18,20 @@ import pickletools
 import re
 import struct
 import sys
-import zipfile
 import zlib
-from collections.abc import Sequence
-from typing import Any, BinaryIO
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, BinaryIO, NamedTuple
 
 from ..chunks import limits
 from ..errors import InvalidInputError
-from ..state.containers import MAX_DEPTH
+from ..state.containers import MAX_DEPTH, metadata_of
 from .safetensors_file import first_line
 
 #: A state from elsewhere may have so many values, or more if its file has nearly as many.
 MAX_PLACES = 1_000_000
+#: So many characters count as a value.
+_VALUE_CHARACTERS = 1024
 #: A pickle may visit so many values for each of its bytes.
 _VISITS_A_BYTE = 16
 #: How many pickles precede the bytes of the tensors in torch's form before zip archives.
@@ -35,15 +42,36 @@ _LEGACY_NAME = 6
 _SIZED = re.compile(r"\w+\.bytearray|torch\..*(Tensor|Storage)")
 #: pickle writes bytes as text in one of these encodings. Others take much time or memory.
 _ENCODINGS = ("latin1", "latin-1")
+#: The entry with the pickle in an archive of torch.
+_PICKLE = b"data.pkl"
+#: An entry in the directory of a zip archive: magic bytes, flags, method, CRC-32, size packed and unpacked, lengths of
+#: the name, the extra fields and the comment, attributes, and the offset of the local header.
+_ENTRY = struct.Struct("<4s4xHH4xLLLHHH4xLL")
+#: The local header: magic bytes, and the lengths of the name and the extra fields between it and the content.
+_HEADER = struct.Struct("<4s22xHH")
+#: A size or an offset of an entry that is in its extra fields.
+_WIDE = 0xFFFFFFFF
+#: Flags of encrypted and patched entries; the attribute of a folder, of which torch reads nothing.
+_ENCRYPTED, _IS_FOLDER = 0x2061, 0x10
+#: torch cuts off longer names.
+_MAX_NAME = 511
+#: The bytes of an element, by the name of the type of a storage in a pickle.
+_ITEM_SIZES = {
+    **dict.fromkeys(("Untyped", "Byte", "Char", "Bool", "QInt8", "QUInt8", "QUInt4x2", "QUInt2x4"), 1),
+    **{"Half": 2, "BFloat16": 2, "Short": 2, "Int": 4, "Float": 4, "QInt32": 4},
+    **{"Long": 8, "Double": 8, "ComplexFloat": 8, "ComplexDouble": 16},
+}
 _TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "TUPLE": None}
 
 
-def require_bounded(file: BinaryIO, where: str, *, mapped: bool) -> None:
-    """Check a file of torch; it is left at its beginning.
+def require_bounded(file: BinaryIO, where: str, *, may_map: bool) -> bool:
+    """Check a file of torch; return whether torch may map it instead of reading it. It is left at its beginning.
+
+    A mapped file gives the same values, unless it is compressed, or gives one storage two types.
 
     Args:
         where: its name in errors.
-        mapped: whether torch will map it instead of reading it.
+        may_map: whether the caller can map it.
 
     Raises:
         InvalidInputError: it is damaged, or made to waste time or memory.
@@ -51,52 +79,143 @@ def require_bounded(file: BinaryIO, where: str, *, mapped: bool) -> None:
     """
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
+    is_mapped = False
     if file.read(4) == b"PK\x03\x04":
-        _require_bounded_zip(file, size, where, mapped=mapped)
+        is_mapped = _require_bounded_zip(file, size, where, may_map=may_map)
     else:
         file.seek(0)
-        scan = _Scan(where, size)
+        scan = _Scan(where, size, None)
         for _ in range(_LEGACY_PICKLES):
             if not scan.follow(file):
                 break
     file.seek(0)
+    return is_mapped
 
 
-def _require_bounded_zip(file: BinaryIO, size: int, where: str, *, mapped: bool) -> None:
+def _require_bounded_zip(file: BinaryIO, size: int, where: str, *, may_map: bool) -> bool:
+    import torch
+
+    advice = "import it on a machine with more memory, or unpack it and save it again"
+    with _damaged(where):
+        found = entries(file)
+        folder = len(found[0].name.partition(b"/")[0])
+        records = {entry.name.lower()[folder + 1 :]: entry for entry in found}
+        checksum = records[_PICKLE].crc32
+    packed, unpacked = sum(entry.packed_size for entry in found), sum(entry.size for entry in found)
+    if packed > size:
+        raise _wasteful(where, f"its entries have {packed} bytes, but it has {size}")
+    is_mapped = may_map and all(entry.is_stored for entry in found)
+    if not is_mapped:
+        limits.require_memory(unpacked, f"{where}, unpacked", advice)
+    with _damaged(where):
+        file.seek(0)
+        pickled = torch._C.PyTorchFileReader(file).get_record(_PICKLE.decode())
+        if checksum and zlib.crc32(pickled) != checksum:  # torch can be told to write none
+            raise ValueError(f"the CRC-32 of data.pkl is {zlib.crc32(pickled):08x}, expected {checksum:08x}")
+    scan = _Scan(where, size, records)
+    scan.follow(io.BytesIO(pickled))
+    if is_mapped and scan.has_two_types:
+        limits.require_memory(unpacked, where, advice)
+    return is_mapped and not scan.has_two_types
+
+
+@contextmanager
+def _damaged(where: str) -> Iterator[None]:
     try:
-        with zipfile.ZipFile(file) as archive:
-            entries = archive.infolist()
-            _require_one_directory(file, size)
-            stored = sum(entry.file_size for entry in entries if entry.compress_type == zipfile.ZIP_STORED)
-            unpacked = sum(entry.file_size for entry in entries) - stored
-            if stored > size:
-                raise _wasteful(where, f"its entries have {stored} bytes, but it has {size}")
-            advice = "import it on a machine with more memory, or unpack it and save it again"
-            limits.require_memory(unpacked if mapped else stored + unpacked, f"{where}, unpacked", advice)
-            for entry in entries:
-                if entry.filename.lower().endswith("data.pkl"):  # torch takes a name in any case
-                    _Scan(where, size).follow(io.BytesIO(archive.read(entry)))
-    except InvalidInputError:
-        raise
-    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, RuntimeError) as error:
+        yield
+    except (ValueError, LookupError, RuntimeError, OSError, struct.error) as error:
         raise InvalidInputError(f"{where}: not a PyTorch file, or damaged: {first_line(error)}") from error
 
 
-def _require_one_directory(file: BinaryIO, size: int) -> None:
-    """Check that torch finds the directory of a zip archive where Python does: Python allows bytes before and after.
+class Entry(NamedTuple):
+    """An entry of a zip archive. Sizes and offsets are in bytes.
+
+    Attributes:
+        size: of its content, unpacked.
+        is_stored: whether the content is not compressed.
+        start: the offset of the content in the file.
+        place: the offset of its part of the directory in the file.
+    """
+
+    name: bytes
+    size: int
+    packed_size: int
+    is_stored: bool
+    crc32: int
+    start: int
+    place: int
+
+
+def entries(file: BinaryIO) -> list[Entry]:
+    """Return the entries of a zip archive, as torch reads them.
 
     Raises:
-        ValueError: it does not.
+        ValueError: it is damaged, or torch or another reader could read it in another way.
     """
+    directory, start, count = _directory(file)
+    found, names, at = list[Entry](), set[bytes](), 0
+    while at < len(directory):
+        part = directory[at : at + _ENTRY.size].ljust(_ENTRY.size, b"\0")
+        magic, flags, method, crc32, packed, size, *lengths, attributes, header = _ENTRY.unpack(part)
+        name_end = at + _ENTRY.size + lengths[0]
+        name = directory[at + _ENTRY.size : name_end]
+        wide = _wide_numbers(directory[name_end : name_end + lengths[1]])
+        size, packed, header = (next(wide, -1) if value == _WIDE else value for value in (size, packed, header))
+        what, place, at = f"entry {len(found)} of the archive, {name[:80]!r},", start + at, name_end + sum(lengths[1:])
+        if magic != b"PK\x01\x02" or at > len(directory) or flags & _ENCRYPTED or method not in (0, 8):
+            raise ValueError(f"{what} cannot be read")
+        is_empty = attributes & _IS_FOLDER or name.endswith(b"/") or not packed
+        if min(size, packed, header) < 0 or (is_empty and size) or (method == 0 and packed != size):
+            raise ValueError(f"{what} has a wrong size")
+        folder = found[0].name if found else name
+        if not name.startswith(folder.partition(b"/")[0] + b"/") or b"\0" in name or len(name) > _MAX_NAME:
+            raise ValueError(f"{what} has no name in the folder of the archive")
+        if name.lower() in names:  # torch takes a name in any case
+            raise ValueError(f"{what} has the name of another one")
+        names.add(name.lower())
+        content = header + _HEADER.size
+        if content <= start:
+            file.seek(header)
+            magic, *lengths = _HEADER.unpack(file.read(_HEADER.size))
+            content += sum(lengths)
+        if content + packed > start or magic != b"PK\x03\x04":
+            raise ValueError(f"{what} does not lie where the directory says")
+        found.append(Entry(name, size, packed, method == 0, crc32, content, place))
+    if len(found) != count or not found:
+        raise ValueError(f"the directory of the archive has {len(found)} entries, expected {count}")
+    return found
+
+
+def _directory(file: BinaryIO) -> tuple[bytes, int, int]:
+    """Return the directory of a zip archive, its offset in the file [bytes], and how many entries it states.
+
+    Raises:
+        ValueError: it does not lie right before the end of the file.
+    """
+    size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - 98))
-    end = file.read().rjust(98, b"\0")
-    at, (length, start) = size - 22, struct.unpack("<LL", end[88:96])
+    end = file.read(98).rjust(98, b"\0")
+    at, (count, length, start) = size - 22, struct.unpack("<HLL", end[86:96])
     if end[56:60] == b"PK\x06\x07":  # the directory of a long archive
-        at, (length, start) = size - 98, struct.unpack("<QQ", end[40:56])
-        if int.from_bytes(end[64:72], "little") != at:
+        at, (count, length, start) = size - 98, struct.unpack("<QQQ", end[32:56])
+        if end[:4] != b"PK\x06\x06" or int.from_bytes(end[64:72], "little") != at:
             raise ValueError("the directory of the archive is not at its end")
     if end[76:80] != b"PK\x05\x06" or start + length != at:
         raise ValueError("the directory of the archive is not at its end")
+    file.seek(start)
+    return file.read(length), start, count
+
+
+def _wide_numbers(extra: bytes) -> Iterator[int]:
+    """Yield the numbers of 64 bits that the extra fields of an entry have in place of its sizes and its offset."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<HH", extra, at)
+        if kind == 1:
+            data = extra[at + 4 : at + 4 + length]
+            yield from struct.unpack_from(f"<{len(data) // 8}Q", data)
+            return
+        at += 4 + length
 
 
 def _wasteful(where: str, why: str) -> InvalidInputError:
@@ -141,12 +260,17 @@ class _Scan:
 
     Args:
         size: of the file [bytes].
+        records: the entries of its archive by their names in lower case; None: it is of the form before archives.
+
+    Attributes:
+        has_two_types: whether one storage has two types of elements. torch.save writes this for empty ones only.
     """
 
-    def __init__(self, where: str, size: int) -> None:
-        self._where, self._size = where, size
+    def __init__(self, where: str, size: int, records: Mapping[bytes, Entry] | None) -> None:
+        self._where, self._size, self._records = where, size, records
         self._visits, self._at, self._elements = 0, 0, 0
-        self._storages = set[Any]()
+        self._storages: dict[Any, tuple[Any, Any]] = {}
+        self.has_two_types = False
         self._stack: list[_Value] = []
         self._outer: list[list[_Value]] = []
         self._memo: dict[int, _Value] = {}
@@ -271,36 +395,58 @@ class _Scan:
         return made
 
     def _storage(self, name: _Value) -> None:
-        """Count the elements of a storage. In an archive torch compares them with their entry; before, with nothing.
+        """Count the elements of a storage; in an archive, compare them with their entry.
 
         Raises:
-            InvalidInputError: all storages have more elements than the file has bytes.
+            InvalidInputError: all storages have more elements than the file has bytes, or one is not what its entry is.
         """
         self._visit(name)
-        if len(name.items) != _LEGACY_NAME:
-            return
-        key, elements = name.items[2].value or name.items[2], name.items[4].value
-        if type(elements) is int and key not in self._storages:
-            self._storages.add(key)
-            self._elements += elements
-            if self._elements > self._size:
-                raise _wasteful(self._where, f"has {self._size} bytes, but its tensors have more elements")
+        if self._records is not None:
+            self._require_entry([item.value for item in name.items], self._records)
+        elif len(name.items) == _LEGACY_NAME:
+            key, elements = name.items[2].value or name.items[2], name.items[4].value
+            if type(elements) is int and key not in self._storages:
+                self._storages[key] = key, None
+                self._elements += elements
+                if self._elements > self._size:
+                    raise _wasteful(self._where, f"has {self._size} bytes, but its tensors have more elements")
+
+    def _require_entry(self, name: list[Any], records: Mapping[bytes, Entry]) -> None:
+        """Check that a storage has the size of its entry, and that the entry has one name: torch reads it by each.
+
+        Raises:
+            InvalidInputError: it is not so.
+        """
+        _, kind, key, _, elements = name  # a ValueError ends the scan: torch refuses other names
+        item_size = _ITEM_SIZES.get(str(kind).rpartition(".")[2].removesuffix("Storage"))
+        if type(key) is not str or type(elements) is not int or item_size is None:
+            raise _wasteful(self._where, f"names a storage as {str(name)[:80]}, which torch.save never does")
+        entry = records.get(f"data/{key}".encode(errors="surrogatepass").lower())
+        first_key, first_kind = self._storages.setdefault(entry, (key, kind))
+        if entry is None or elements != entry.size // item_size or key != first_key:
+            has = "is missing" if entry is None else f"has {entry.size} bytes"
+            what = f"{elements} elements of {item_size} bytes in data/{key[:80]}, which {has}"
+            raise _wasteful(self._where, f"names {what}")
+        self.has_two_types |= kind != first_kind
 
 
 def require_tree(state: Any, where: str) -> None:
-    """Check that few lists that hold each other again and again do not make a state of very many values.
+    """Check that few values that are named again and again do not make a very large state. A KiB of text is a value.
 
     Raises:
         InvalidInputError: it would be stored as more than MAX_PLACES values, and 16 times what the file has.
     """
-    places: dict[int, int] = {}  # of values in each container, by id
+    places: dict[int, int] = {}  # of values in each container and long text, by id
     in_file = 0
     pending = [(state, False)]
     while pending:
         value, is_counted = pending.pop()
+        if isinstance(value, str) and len(value) >= _VALUE_CHARACTERS and id(value) not in places:
+            places[id(value)] = 1 + len(value) // _VALUE_CHARACTERS
+            in_file += places[id(value)]
         if not isinstance(value, dict | list | tuple | set | frozenset) or (id(value) in places and not is_counted):
             continue
-        inside = [*value, *value.values()] if isinstance(value, dict) else list(value)
+        inside = [*value, *value.values(), metadata_of(value)] if isinstance(value, dict) else list(value)
         if is_counted:
             places[id(value)] = min(1 + sum(places.get(id(child), 1) for child in inside), sys.maxsize)
         else:

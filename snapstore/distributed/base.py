@@ -38,6 +38,8 @@ CLOSE_S = 60.0
 WARN_S = 30.0
 #: The text of why a rank has ended is cut to this many characters.
 MAX_TEXT = 400
+#: The key under which rank 0 may tell the numbers of ranks whose process has ended, such as "1 5".
+ENDED_PROCESSES = "ended processes"
 RESTART = "start the job again: it resumes from the newest committed snapshot"
 
 
@@ -232,16 +234,34 @@ class Watch:
 
     def _look_for_ends(self, prefix: str) -> None:
         """Raise for a rank that has ended; not at the first look that sees an end: its messages are read before."""
+        ended = ended_processes(self._ranks)
         if not self._has_ended:
-            self._has_ended = self._ranks.look(f"{prefix}ended") is not None
+            self._has_ended = bool(ended) or self._ranks.look(f"{prefix}ended") is not None
             return
-        for rank in self._who():
+        who = self._who()
+        if killed := sorted(ended & set(who)):
+            raise ended_error(self._ranks, killed, self._what)
+        for rank in who:
             if (why := self._ranks.look(f"{prefix}ended/{rank}")) is not None:
                 raise RanksError(
                     f"rank {rank} of {self._ranks.count} {why.decode(errors='replace')}, while rank "
                     f"{self._ranks.rank} waited for {self._what}",
                     ranks=[rank],
                 )
+
+
+def ended_processes(ranks: Ranks) -> set[int]:
+    """Return the ranks whose process has ended without a word, as far as rank 0 has told."""
+    return set(map(int, (ranks.look(ENDED_PROCESSES) or b"").split()))
+
+
+def ended_error(ranks: Ranks, ended: Sequence[int], what: str) -> RanksError:
+    """Return the error that the processes of some ranks have ended, while this rank waited for `what`."""
+    return RanksError(
+        f"{named(ended)} of {ranks.count}: its process has ended (killed, or failed) without closing its "
+        f"SnapshotManager, while rank {ranks.rank} waited for {what}; start the job again",
+        ranks=ended,
+    )
 
 
 def say_ended(ranks: Ranks, prefix: str, error: BaseException | None, limit_s: float | None = None) -> None:
@@ -274,8 +294,9 @@ def wait_for_ends(ranks: Ranks, prefix: str, limit_s: float) -> None:
         while ranks.look_all([*keys.values()]) is None and (now := time.monotonic()) < began + limit_s:
             if now >= next_look:
                 next_look = now + CALL_S
-                late = [rank for rank, key in keys.items() if ranks.look(key) is None]
-                if late and min(ranks.silences(late)) > patience_s:
+                ended = ended_processes(ranks)
+                late = [rank for rank, key in keys.items() if rank not in ended and ranks.look(key) is None]
+                if not late or min(ranks.silences(late)) > patience_s:
                     return
                 if late and now > began + LINGER_S and not has_warned:
                     has_warned = True

@@ -162,11 +162,13 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         record: the committed record, if it is small; else each rank reads it.
+        is_stale: whether the ranks exchange holders in the next save.
     """
 
     state: str
     failed: Failed | None = None
     record: bytes = b""
+    is_stale: bool = False
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):

@@ -28,8 +28,10 @@ from torch._C._distributed_c10d import TCPStore
 
 from ..errors import CapabilityError, InvalidInputError, RanksError, SnapstoreError
 from ..format.records import new_id
+from ..text import log
 from ..threads import Threads, msgpack_decoder
-from .base import LINGER_S, ChannelError, ClosedError, named
+from .base import ENDED_PROCESSES, LINGER_S, ChannelError, ClosedError, named
+from .process_ends import EndsListener, Tie
 from .split_values import SplitValues
 
 T = TypeVar("T")
@@ -55,6 +57,7 @@ class _Place(msgspec.Struct, frozen=True):
     Attributes:
         attempt: identifies this call of rank 0; "": rank 0 has not come.
         calls: by rank, the call that this answers; empty: rank 0 only asks.
+        ends_port: of the `EndsListener`; 0: there is none.
     """
 
     hosts: list[str] = []
@@ -62,6 +65,7 @@ class _Place(msgspec.Struct, frozen=True):
     attempt: str = ""
     missing: list[int] = []
     calls: dict[int, str] = {}
+    ends_port: int = 0
 
     @classmethod
     def decoded(cls, data: bytes | None) -> _Place:
@@ -103,14 +107,24 @@ class TorchRanks:
         self.job_ranks: Sequence[int] | None = None if group is None else tuple(ranks)
         self._pid, self._closed = os.getpid(), False
         self._server: TCPStore | None = None
+        self._listener: EndsListener | None = None
+        self._tie: Tie | None = None
         self._heard: dict[int, tuple[bytes, float]] = {}  # each rank's count of heartbeats, and when it changed [s]
         self._heard_lock = threading.Lock()
-        place = self._meet(group)
-        self.attempt = place.attempt
-        self._messages, self._beats = self._client(place), self._client(place)
-        self._values = SplitValues(lambda call: self._open(self._messages).call(call))
         self._beat_count = 0
-        self.beat()
+        try:
+            place = self._meet(group)
+            self.attempt = place.attempt
+            self._messages, self._beats = self._client(place), self._client(place)
+            self._values = SplitValues(lambda call: self._open(self._messages).call(call))
+            if self._listener is not None:
+                self._listener.start()
+            if self.rank and place.ends_port:
+                self._tie = Tie(self._host, place.ends_port, place.attempt, self.rank)
+            self.beat()
+        except BaseException:
+            self._close_ties()
+            raise
 
     def __repr__(self) -> str:
         return f"TorchRanks(rank={self.rank}, count={self.count}, attempt={self.attempt[:8]!r})"
@@ -184,7 +198,17 @@ class TorchRanks:
         attempt = new_id()
         self._server.set("attempt", attempt)
         is_first = torch.distributed.get_rank() == 0
-        return _Place(_own_hosts(is_first), self._server.port, attempt)
+        try:
+            self._listener = EndsListener(attempt, self.count, self._tell_ends)
+        except OSError as error:
+            log.warning("rank 0 cannot open a port (%s): it notices killed ranks only by missing heartbeats", error)
+        ends_port = self._listener.port if self._listener is not None else 0
+        return _Place(_own_hosts(is_first), self._server.port, attempt, ends_port=ends_port)
+
+    def _tell_ends(self, ranks: Collection[int]) -> None:
+        """Tell all ranks which processes have ended, given those whose connection is closed."""
+        ended = [rank for rank in ranks if self.look(f"closed/{rank}") is None]
+        self._open(self._messages).set(ENDED_PROCESSES, " ".join(map(str, ended)).encode())
 
     def _client(self, place: _Place) -> _Client:
         limit_s = self.silent_s
@@ -197,6 +221,7 @@ class TorchRanks:
             try:
                 client = _tcp_store(host, place.port, is_master=False)
                 if client.get("attempt").decode() == place.attempt:
+                    self._host = host
                     return client
                 failures.append(f"{host}: another server")
             except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
@@ -232,6 +257,8 @@ class TorchRanks:
         """Send a heartbeat: tell the other ranks that this one is alive."""
         self._beat_count += 1
         self._open(self._beats).set(f"beats/{self.rank}", str(self._beat_count).encode())
+        if self._tie is not None:
+            self._tie.renew()
 
     def silences(self, ranks: Collection[int]) -> list[float]:
         """Return for each of some ranks the time since its last heartbeat [s]; see `Ranks`.
@@ -271,7 +298,13 @@ class TorchRanks:
         self._closed = True
         self._messages.close()
         self._beats.close()
+        self._close_ties()
         self._server = None
+
+    def _close_ties(self) -> None:
+        for end in (self._tie, self._listener):
+            if end is not None:
+                end.close()
 
 
 class _Client:

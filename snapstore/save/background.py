@@ -64,8 +64,8 @@ class Background:
     def raise_errors(self, begins: str | None = None) -> None:
         """Raise the first error of the saves that failed since the last call; drop the others.
 
-        A save does not raise an error that its handle has raised, or that another rank has raised instead of beginning
-        the save (`RankJob.numbered`).
+        A save does not raise an error that its handle has raised, or that is `not_begun`: another rank has raised it
+        instead of beginning the save (`RankJob.numbered`), or this save does better (`holders.require_kept`).
 
         Args:
             begins: run@step of the save that calls this and now does not begin; "": of a preparation; None: no save.

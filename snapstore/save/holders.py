@@ -11,7 +11,9 @@ and keeps to it, so that no two ranks cut a tensor by different choices.
 Later a rank may hold other plain tensors, such as optimizer state that appears after the first save. It copies new
 plain tensors whole. If it is rank 0, all ranks exchange again. Else it asks rank 0, which answers when every other rank
 has reported, or asks as well. Ranks whose tensors have not changed do not wait: their shares are valid as long as each
-tensor that they have kept has the same holders as before. If not, the save fails.
+tensor that they have kept has its former holders. If more ranks hold it, the shares of the former ones are the whole
+tensor, so these alone count as its holders in this save, and all exchange in the next one. If some ranks have kept it
+and others have dropped it, nothing has copied their shares: the save fails, and the next one exchanges.
 """
 
 from __future__ import annotations
@@ -48,6 +50,10 @@ class Exchange:
         check: called between looks for a message; it raises to end a wait.
         prefix: of the keys of all saves.
 
+    Attributes:
+        is_stale: whether more ranks hold a tensor than the returned holders say, on rank 0: all exchange in the next
+            save.
+
     All methods raise:
         SnapstoreError: another rank cannot save its state; it is named.
         RanksError: a rank does not answer, or does not call `save`.
@@ -55,6 +61,7 @@ class Exchange:
 
     def __init__(self, ranks: Ranks, key: Callable[[str], str], check: Callable[[], object], prefix: str) -> None:
         self._ranks, self._key, self._check, self._prefix = ranks, key, check, prefix
+        self.is_stale = False
 
     def is_wanted(self, *, here: bool) -> bool:
         """Return whether the ranks exchange holders in this save: the value of `here` on rank 0."""
@@ -70,19 +77,25 @@ class Exchange:
         return self._wait(_BEGINS, said, [0])
 
     def holders(
-        self, trees: Sequence[PartTree], names: Collection[Name], choose: Callable[[Holders], Turns]
+        self,
+        trees: Sequence[PartTree],
+        names: Collection[Name],
+        choose: Callable[[Holders], Turns],
+        known: Holders | None = None,
     ) -> tuple[Holders, Turns]:
         """Return the holders of the plain tensors that not all ranks hold, and the turns of the others.
 
         Args:
             names: of this rank's plain tensors.
             choose: returns the turns, given the holders; only rank 0 calls it.
+            known: the holders by which ranks may have copied, on rank 0.
         """
         ranks, key = self._ranks, self._key
         own = encode_trees(trees)
         ranks.post(key(f"digest/{ranks.rank}"), xxhash.xxh3_128_digest(own))
         if ranks.rank == 0:
-            found = self._gather(own)
+            everyone = dict.fromkeys(names, tuple(range(ranks.count)))
+            found = self._keep_shares(self._gather(own), everyone, known or {})
             turns = choose(found)
             self._tell(found, turns)
             return found, turns
@@ -117,17 +130,28 @@ class Exchange:
                 changed[rank] = set(msgpack_decoder(list[Name]).decode(data))
             elif ranks.look(self._key(f"report/{rank}")) is None:
                 return None
-        everyone = tuple(range(ranks.count))
-        old = dict.fromkeys(own, everyone) | dict(holders)
+        everyone = dict.fromkeys(own, tuple(range(ranks.count)))
+        old = everyone | dict(holders)
         found = {name: {rank for rank in of if rank not in changed} for name, of in old.items()}
         for rank, names in changed.items():
             for name in names:
                 found.setdefault(name, set()).add(rank)
-        new = {name: tuple(sorted(of)) for name, of in found.items() if of}
+        new = self._keep_shares({name: tuple(sorted(of)) for name, of in found.items() if of}, {}, holders)
         require_kept((name for name, of in old.items() if not found[name].isdisjoint(of)), old, new)
-        new = {name: of for name, of in new.items() if of != everyone}
+        new = {name: of for name, of in new.items() if of != everyone.get(name)}
         self._tell(new, turns)
         return new
+
+    def _keep_shares(self, found: Holders, everyone: Holders, known: Holders) -> dict[Name, tuple[int, ...]]:
+        """Return holders in which a tensor that all its known holders have kept has these.
+
+        Args:
+            found: the holders of now; `everyone` has more.
+        """
+        held = {name: found.get(name) or everyone.get(name, ()) for name in known}
+        more = {name: of for name, of in known.items() if set(of) < set(held[name])}
+        self.is_stale = bool(more)
+        return dict(found) | more
 
     def _tell(self, found: Holders, turns: Turns) -> None:
         by_holders: dict[tuple[int, ...], list[Name]] = {}
@@ -186,8 +210,10 @@ def require_kept(kept: Iterable[Name], old: Holders, new: Holders) -> None:
     """
     moved = sorted({shown(name[1]) for name in kept if new.get(name) != old.get(name)})
     if moved:
-        raise RanksError(
+        error = RanksError(
             f"{some(moved, 5)}: some ranks held it in the last save and hold it still, and others have dropped it or "
             "hold it now as well; this save has copied only shares of it, so nothing was committed; save again: the "
             "next save stores it"
         )
+        error.not_begun = True  # so the next save begins
+        raise error

@@ -274,7 +274,8 @@ def cut_plain(inputs: Sequence[PartInput], shares: RankShares, old: RankShares) 
             boxes = [box for tensor in part.tensors for box in _cut(tensor, names, buffers, shares)]
             for one in part.replicas:
                 one.group = shares.group(one.name, None) if one.name in names else one.group
-            part = replace(part, tensors=boxes, replicas=[one for one in part.replicas if len(one.group) > 1])
+            own = [one for one in part.replicas if one.name not in names or shares.rank in one.group]
+            part = replace(part, tensors=boxes, replicas=[one for one in own if len(one.group) > 1])
         found.append(part)
     return found
 

@@ -182,7 +182,8 @@ class RankJob:
         own, found, turns, self._exchange = plain_names(inputs), self._holders, self._turns, exchange
         try:
             if exchange.is_wanted(here=not self._holders_are_sure or own != self._own):
-                found, turns = exchange.holders(trees_of(inputs), own, partial(self._choose, inputs))
+                known = self._holders if self._holders_are_sure else None
+                found, turns = exchange.holders(trees_of(inputs), own, partial(self._choose, inputs), known)
             elif own != self._own:
                 found, turns = exchange.ask(own)
         except RanksError as error:
@@ -194,7 +195,7 @@ class RankJob:
         if not self._holders_are_sure or found is not self._holders:
             inputs = staging.use_holders(inputs, replace(self.shares(), holders=found, known=own, turns=turns))
         self._holders, self._own, self._turns, self._learnt_in = found, own, turns, request.number
-        self._holders_are_sure = True
+        self._holders_are_sure, self._job.is_stale = True, exchange.is_stale
         return inputs
 
     def _choose(self, inputs: Sequence[PartInput], holders: Holders) -> Turns:
@@ -207,7 +208,7 @@ class RankJob:
         if self._exchange is not None and self._holders is not None and self._answered_in != number:
             found = self._exchange.answer(self._holders, self._own, self._turns)
             if found is not None:
-                self._holders, self._answered_in = found, number
+                self._holders, self._answered_in, self._job.is_stale = found, number, self._exchange.is_stale
 
     def give_up(self, number: int, error: BaseException, *, not_begun: bool = False) -> None:
         """Tell the other ranks that this one does not take part in a save.
@@ -233,7 +234,7 @@ class RankJob:
                 with closing(RankWriter(context, lineage, self.ranks, request, inputs, staging)) as data:
                     snapshot = self._job.save(request.number, request, data)
                 staging.keep_as_base(inputs, snapshot.id)
-            self._has_failed = False
+            self._has_failed, self._holders_are_sure = False, not self._job.is_stale
             lineage.note_saved(snapshot, data.manifests)
             return finish(context, request, snapshot, data.headers, before) if self.leads else snapshot
 

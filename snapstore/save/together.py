@@ -27,7 +27,7 @@ import msgspec
 
 from ..context import Context
 from ..distributed import messages
-from ..distributed.base import Ranks, Watch, wait_for
+from ..distributed.base import Ranks, Watch, ended_error, ended_processes, wait_for
 from ..distributed.messages import (
     COMMITTED,
     FAILED,
@@ -75,6 +75,7 @@ class Job:
         old_keys: posted by this rank, with the numbers of their saves: no rank looks them up again once all take part
             in a later save.
         warned: the buffers that were warned of: see `compare_replicas` (only on rank 0).
+        is_stale: whether the ranks exchange holders in the next save, as rank 0 says; see `Exchange`.
     """
 
     context: Context
@@ -85,6 +86,7 @@ class Job:
     known_trees: dict[bytes, bytes] = field(default_factory=dict)
     old_keys: dict[str, int] = field(default_factory=dict)
     warned: set[frozenset[str]] = field(default_factory=set)
+    is_stale: bool = False
     _next_look: float = 0.0
 
     def save(self, number: int, request: SaveRequest, data: RankWriter) -> Snapshot:
@@ -158,7 +160,8 @@ class _Save:
             with session:
                 snapshot = self._lead(session)
                 data = records.encode(snapshot)
-                outcome = Outcome(COMMITTED, record=data if len(data) <= messages.MAX_RECORD_BYTES else b"")
+                data = data if len(data) <= messages.MAX_RECORD_BYTES else b""
+                outcome = Outcome(COMMITTED, record=data, is_stale=self._job.is_stale)
             return snapshot
         except BaseException as error:
             if outcome.state != COMMITTED:
@@ -289,12 +292,19 @@ class _Save:
         return Watch(ranks, what, who, ranks.total_s, self._job.prefix, look)
 
     def _watch_failures(self, *, now: bool = False) -> None:
-        """Raise RelayedError once another rank has failed; it looks twice a second, or `now`."""
+        """Raise RelayedError once another rank has failed; it looks twice a second, or `now`.
+
+        Raises:
+            RanksError: the process of a rank that has not reported has ended.
+        """
         self._request.require_wanted()
         if now or time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + LOOK_S
             if (data := self._ranks.look(self._key("failed"))) is not None:
                 raise RelayedError(decode(data, Failed))
+            ended = sorted(ended_processes(self._ranks))
+            if ended := [rank for rank in ended if self._ranks.look(self._key(f"report/{rank}")) is None]:
+                raise ended_error(self._ranks, ended, f"reports of step {self._request.step}")
 
     # -- the other ranks
 
@@ -383,6 +393,7 @@ class _Save:
                 raise RanksError(request.unwanted)
             watch()
 
+        self._job.is_stale = True  # unless rank 0 says otherwise
         try:
             ranks.post(self._key(f"report/{rank}"), encode(report))
             outcome = decode(wait_for(lambda: ranks.look(self._key("outcome")), watch_all), Outcome)
@@ -394,6 +405,7 @@ class _Save:
         if outcome.state != COMMITTED:
             why = outcome.failed.text if outcome.failed else "rank 0 does not know"
             return settle(self._context, request, begin.id, rank, RanksError(why, ranks=[0]))
+        self._job.is_stale = outcome.is_stale
         return read_committed(self._context, request, begin.id, outcome.record)
 
     # -- all ranks

@@ -142,7 +142,12 @@ class RestorePlan:
             )
         if self._differences:
             raise InvalidInputError(
-                *self._differences.message(self._stored, self._into, all_selected=self._all_selected)
+                *self._differences.message(
+                    self._stored,
+                    self._into,
+                    all_selected=self._all_selected,
+                    wholes=[*optimizers.states_in(self._stored, ())],
+                )
             )
         if some_arrays and not len(self.buffers):
             raise InvalidInputError(f"nothing of the snapshot fits the target, also with strict=False: {self.left_out}")

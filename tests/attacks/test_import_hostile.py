@@ -16,13 +16,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
+from safetensors.torch import save_file as save_safetensors
 
 from kit.forge import MIB, little_memory
 from kit.repositories import OPTIONS, same
 from snapstore import CapabilityError, InvalidInputError, Repository
+from snapstore.chunks import limits
 from snapstore.convert import ExportOptions, export_snapshot, import_checkpoints, torch_checks
 from snapstore.convert.dcp_folder import METADATA
+from snapstore.convert.importing import save_file
 from snapstore.storage.memory import MemoryStore
 
 
@@ -133,8 +135,9 @@ def test_metadata_that_lies(folder, fails):
     assert "expected metadata of DCP, got list" in fails(folder)
 
 
-def test_a_tensor_larger_than_memory(folder, repository):
+def test_a_tensor_larger_than_memory(folder, repository, monkeypatch):
     """Its first shard is there; with the second one it has a shape that no machine can hold."""
+    monkeypatch.setattr(limits, "MIN_DECODED_BYTES", 1 << 60)  # else it is already too large for its files
 
     def change(metadata):
         tensor = metadata.state_dict_metadata["model.w"]
@@ -153,9 +156,19 @@ def test_a_tensor_larger_than_memory(folder, repository):
     assert repository.snapshots() == []
 
 
-def test_a_few_bytes_that_are_expanded_to_more_than_memory(folder, repository, tmp_path):
-    many = torch.zeros(1).expand(10**12)
-    torch.save({"model": {"w": many}}, tmp_path / "x.pt")
+def test_a_text_that_is_named_again_and_again_in_a_file_of_torch(tmp_path, fails, repository, monkeypatch):
+    """A megabyte names 100 GB."""
+    monkeypatch.setattr(torch_checks, "MAX_PLACES", 10_000)
+    torch.save({"a": ["x" * 10**6] * 1000}, tmp_path / "x.pt")
+    assert "which name each other so often" in fails(tmp_path / "x.pt")
+    torch.save({"a": ["x" * 10**6] * 5}, tmp_path / "x.pt")
+    list(import_checkpoints(repository, [tmp_path / "x.pt"], run="r"))
+    assert repository.restore("r@0") == {"a": ["x" * 10**6] * 5}
+
+
+def test_few_bytes_that_are_expanded(folder, repository, tmp_path, monkeypatch):
+    """The sum counts, of one tensor or of many, in a file or in shards."""
+    many = torch.zeros(1).expand(10**8)
 
     def change(metadata):
         index, info = next((index, info) for index, info in metadata.storage_data.items() if index.fqn == "model.w")
@@ -168,9 +181,27 @@ def test_a_few_bytes_that_are_expanded_to_more_than_memory(folder, repository, t
             info.length = file.tell() - info.offset
 
     altered(folder, change)
-    for source in (tmp_path / "x.pt", folder):
-        with pytest.raises(CapabilityError, match=r"model\.w: torch\.float32\[10{12}\]: needs 4.0TB .*before `expand`"):
-            list(import_checkpoints(repository, [source], run="r"))
+
+    def imported(source):
+        return list(import_checkpoints(repository, [source], run="r"))
+
+    def saved(source):
+        return save_file(repository, source, run="s", step=1)
+
+    monkeypatch.setenv("SNAPSTORE_MAX_MEMORY", "32MiB")
+    torch.save({"model": {"w": many}}, tmp_path / "x.pt")
+    for read, source in ((imported, tmp_path / "x.pt"), (imported, folder), (saved, tmp_path / "x.pt")):
+        with pytest.raises(CapabilityError, match=r"model\.w: torch.float32\[10{8}\]: needs 400.0MB .*before `expand`"):
+            read(source)
+    monkeypatch.setattr(limits, "MIN_DECODED_BYTES", 10**8)
+    base = torch.ones(10**5)
+    for made in ([many], [many[: 10**7 - i] for i in range(20)], [base[i:] for i in range(400)]):
+        torch.save({"model": made}, tmp_path / "x.pt")
+        for read in (imported, saved):
+            with pytest.raises(InvalidInputError, match=r"x\.pt: its tensors have .*, expected at most 100.0MB for"):
+                read(tmp_path / "x.pt")
+    with pytest.raises(InvalidInputError, match=r"dcp-1: its tensors have 400.0MB .*, expected at most 100.0MB for"):
+        imported(folder)
     assert repository.snapshots() == []
 
 
@@ -330,7 +361,14 @@ def test_a_value_of_dcp_that_is_an_object(tmp_path, fails):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("make", [list, tuple, lambda values: dict(enumerate(values))])
+def with_metadata(values):
+    """Return an OrderedDict with these values in the attribute that torch's state dicts have."""
+    made = OrderedDict()
+    made._metadata = dict(enumerate(values))
+    return made
+
+
+@pytest.mark.parametrize("make", [list, tuple, lambda values: dict(enumerate(values)), with_metadata])
 def test_a_doubled_value_in_a_file_of_torch(tmp_path, fails, repository, make):
     """Its file has a kilobyte, and as a tree it has 2^60 values. Values that people share are imported."""
     torch.save({"a": doubled(make)}, tmp_path / "x.pt")
@@ -350,7 +388,7 @@ def test_a_pickle_with_an_object(tmp_path, fails, name):
     (tmp_path / "h").mkdir()
     torch.save({"state_dict": {"w": torch.zeros(2)}, "callback": Command(tmp_path)}, tmp_path / name)
     if name.startswith("h/opt"):
-        save_file({"w": torch.zeros(2)}, tmp_path / "h" / "model.safetensors")
+        save_safetensors({"w": torch.zeros(2)}, tmp_path / "h" / "model.safetensors")
     message = fails((tmp_path / name).parent if name.startswith("h/") else tmp_path / name)
     assert "refused: it holds a Python object (posix.system)" in message
     (tmp_path / name).write_bytes(pickle.dumps(Command(tmp_path)))
@@ -380,10 +418,10 @@ def test_safetensors_that_are_cut_off_or_lie(tmp_path, fails):
         lambda h: h["v"].update(data_offsets=h["w"]["data_offsets"]),
         lambda h: h.clear(),
     ):
-        save_file({"w": torch.zeros(2), "v": torch.ones(2)}, path)
+        save_safetensors({"w": torch.zeros(2), "v": torch.ones(2)}, path)
         header(path, change)
         assert f"{path}: not a safetensors file, or damaged" in fails(home)
-    save_file({"w": torch.zeros(2)}, path)
+    save_safetensors({"w": torch.zeros(2)}, path)
     whole = path.read_bytes()
     for size in (0, 7, 20, len(whole) - 1):
         path.write_bytes(whole[:size])
@@ -393,8 +431,8 @@ def test_safetensors_that_are_cut_off_or_lie(tmp_path, fails):
 def test_an_index_that_names_files_elsewhere(tmp_path, fails):
     home = tmp_path / "h"
     home.mkdir()
-    save_file({"secret": torch.zeros(2)}, tmp_path / "elsewhere.safetensors")
-    save_file({"w": torch.zeros(2)}, home / "model-1.safetensors")
+    save_safetensors({"secret": torch.zeros(2)}, tmp_path / "elsewhere.safetensors")
+    save_safetensors({"w": torch.zeros(2)}, home / "model-1.safetensors")
     index = home / "model.safetensors.index.json"
     for name in ("../elsewhere.safetensors", str(tmp_path / "elsewhere.safetensors"), "missing", None, ["x"]):
         try:
@@ -420,7 +458,7 @@ def test_links_of_a_hub_cache_are_followed(tmp_path, repository):
     blobs, home = tmp_path / "models--x" / "blobs", tmp_path / "models--x" / "snapshots" / "abc"
     blobs.mkdir(parents=True)
     home.mkdir(parents=True)
-    save_file({"w": torch.ones(2)}, blobs / "1")
+    save_safetensors({"w": torch.ones(2)}, blobs / "1")
     (home / "model.safetensors").symlink_to("../../blobs/1")
     (found,) = import_checkpoints(repository, [home], run="hub")
     assert repository.restore(found.snapshot.ref)["model"]["w"].tolist() == [1, 1]
@@ -432,6 +470,26 @@ def test_a_snapshot_whose_files_would_leave_the_export(tmp_path, repository):
         repository.save(state, run="a", step=1, metadata={"imported": {"format": "hf", "files": 1}})
         with pytest.raises(InvalidInputError, match="leads out of the export"):
             export_snapshot(repository, "a@latest", tmp_path / "out", to="hf")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["\ud800", "e\udcff.json", "a\n\x1b[31mb", "a\0b", "\x9b31m", "d/\x7f"])
+def test_a_snapshot_with_a_file_whose_name_is_not_printable(tmp_path, repository, name):
+    state = {"model": {"w": torch.ones(2)}, "files": {"config.json": b"{}", name: b"{}"}}
+    repository.save(state, run="a", step=1, metadata={"imported": {"format": "hf", "files": 1}})
+    with pytest.raises(InvalidInputError, match=r"a@1: holds a file named .* has a control character, or a surrogate"):
+        export_snapshot(repository, "a@1", tmp_path / "out", to="hf")
+    assert list(tmp_path.iterdir()) == []
+    for to, output in (("torch", "x.pt"), ("dcp", "d"), ("safetensors", "x.safetensors")):
+        export_snapshot(repository, "a@1", tmp_path / output, to=to, options=ExportOptions(part="model"))
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a\0", "x" * 300])
+def test_an_export_to_a_name_that_no_file_can_have(tmp_path, repository, name):
+    repository.save({"model": {"w": torch.ones(2)}}, run="a", step=1)
+    for to, ending in (("hf", ""), ("dcp", ""), ("torch", ".pt"), ("safetensors", ".safetensors")):
+        with pytest.raises(InvalidInputError, match="cannot be the name of a file here"):
+            export_snapshot(repository, "a@1", tmp_path / (name + ending), to=to)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -542,7 +600,9 @@ def test_an_archive_whose_entries_share_bytes_or_are_hidden(tmp_path, fails):
     with zipfile.ZipFile(tmp_path / "x.pt", "a") as archive:
         archive.writestr("x/data/1", bytes(4096))
         shared = archive.infolist()[-1]
-        archive.filelist += [copy.copy(shared) for _ in range(100)]
+        for number in range(2, 100):
+            archive.filelist.append(copy.copy(shared))
+            archive.filelist[-1].filename = f"x/data/{number}"
     assert "its entries have" in fails(tmp_path / "x.pt")
     for data in (whole + b"x", whole + whole[-22:], whole[:4] + whole):
         (tmp_path / "x.pt").write_bytes(data)

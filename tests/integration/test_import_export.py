@@ -39,6 +39,7 @@ from snapstore.convert import (
 )
 from snapstore.convert.checkpoint import nest
 from snapstore.convert.importing import default_run, format_of
+from snapstore.convert.importing import save_file as save_torch_file
 from snapstore.errors import AlreadyExistsError, IntegrityError, OutputError
 from snapstore.restore.streaming import TensorReader
 from snapstore.storage.memory import MemoryStore
@@ -356,9 +357,29 @@ def test_a_memory_that_is_shorter_than_its_tensor_is_refused(repository, tmp_pat
         for entry in old.infolist():
             data = old.read(entry)
             new.writestr(entry.filename, data[:100] if entry.filename.endswith("/data/0") else data)
-    with pytest.raises(InvalidInputError, match=r"short.pt: not a PyTorch file, or damaged"):
+    with pytest.raises(InvalidInputError, match=r"short.pt: names 1000 elements .* in data/0, which has 100 bytes"):
         list(import_checkpoints(repository, [tmp_path / "short.pt"], run="a"))
     assert not repository.snapshots()
+
+
+def test_empty_tensors_over_one_storage_keep_their_dtypes(repository, tmp_path):
+    """torch gives them all the dtype of the first if it maps the file."""
+    empty = torch.empty(0, 3, dtype=torch.float16)
+    state = {"a": empty, "b": empty.view(torch.uint8), "c": empty.view(torch.bfloat16), "d": torch.arange(5.0)}
+    torch.save(state, tmp_path / "x.pt")
+    loaded = torch.load(tmp_path / "x.pt")
+    assert same(loaded, state)
+    imported(repository, tmp_path / "x.pt", step=0)
+    save_torch_file(repository, tmp_path / "x.pt", run="s", step=0)
+    assert same(repository.restore("r@0"), loaded)
+    assert same(repository.restore("s@0"), loaded)
+
+
+def test_a_storage_with_a_part_of_an_element_behind_it(repository, tmp_path):
+    """torch 2.13 writes such a file, and cannot read it back unless it maps it."""
+    torch.save({"w": torch.arange(10, dtype=torch.uint8)[:8].view(torch.float32)}, tmp_path / "x.pt")
+    imported(repository, tmp_path / "x.pt", step=0)
+    assert same(repository.restore("r@0"), torch.load(tmp_path / "x.pt", mmap=True))
 
 
 def test_a_compressed_file_of_torch_is_unpacked(repository, tmp_path):

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -663,29 +664,68 @@ def test_the_first_save_uses_the_memory_that_prepare_has_allocated(monkeypatch):
     assert managers.end() == [None] * COUNT
 
 
+def with_x(step: int, *, has_x: bool = True) -> dict[str, Any]:
+    return {"m": {"all": torch.ones(9) + step, **({"x": torch.arange(5000.0) + step} if has_x else {})}}
+
+
+@pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("change", ["dropped", "held as well"])
-def test_a_tensor_that_some_ranks_keep_and_others_drop_is_stored_by_the_next_save(store, rank, change):
-    """A rank that kept the tensor has copied only its share, and no rank copied the rest: the error says what to do."""
+def test_a_tensor_that_some_ranks_keep_and_others_drop_is_stored_by_the_next_save(store, rank, waits):
+    """A rank that kept the tensor has copied only its share, and no rank copied the rest.
 
-    def held(step, own):
-        has_x = own != rank or (step == 0) == (change == "dropped")
-        return {"m": {"all": torch.ones(9) + step, **({"x": torch.arange(5000.0) + step} if has_x else {})}}
-
+    A wait raises the error, which says what to do; the next save begins all the same.
+    """
     managers = Managers(store)
     for step in range(3):
-        managers.all(lambda m, own, step=step: m.save(step, held(step, own)))
-        found = managers.all(lambda m, _: m.wait_until_finished())
-        if step == 1:
+        handles = managers.all(lambda m, own, step=step: m.save(step, with_x(step, has_x=own != rank or step == 0)))
+        assert not any(isinstance(handle, Exception) for handle in handles), handles
+        found = managers.all(lambda m, _: m.wait_until_finished()) if waits or step != 1 else []
+        if step == 1 and waits:
             assert [type(error) for error in found] == [RanksError] * COUNT
             assert all("m.x: some ranks held it in the last save" in str(error) for error in found), found
             assert all("save again: the next save stores it" in str(error) for error in found), found
-        else:
+        elif step != 1:
             assert found == [None] * COUNT
     assert managers.end() == [None] * COUNT
     with opened(store) as repository:
         assert [s.step for s in repository.snapshots()] == [0, 2]
-        assert same(repository.restore("a@2"), {"m": {"all": torch.ones(9) + 2, "x": torch.arange(5000.0) + 2}})
+        assert same(repository.restore("a@2"), with_x(2))
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+@pytest.mark.parametrize("then", ["all keep it", "only the new ones keep it"])
+@pytest.mark.parametrize(
+    ("first", "second"), [([0], [0, 1]), ([1], [0, 1]), ([2], [1, 2]), ([1], [0, 1, 2]), ([0, 2], [0, 1, 2])]
+)
+def test_a_tensor_that_more_ranks_hold_is_stored_at_once(store, first, second, then, async_save):
+    """The ranks that have held it have copied all of it; they share it with the others from the next save on."""
+    third = second if then == "all keep it" else [rank for rank in second if rank not in first]
+    managers = Managers(store, async_save=async_save)
+    for step, holders in enumerate((first, second, third)):
+        found = managers.all(lambda m, own, s=step, of=holders: m.save(s, with_x(s, has_x=own in of)).result())
+        assert not any(isinstance(one, Exception) for one in found), (step, found)
+    assert [[*m._job._holders.values()] for m in managers] == [[tuple(third)] if len(third) < COUNT else []] * COUNT
+    assert managers.end() == [None] * COUNT
+    with opened(store) as repository:
+        assert repository.check("restore").ok
+        for step in range(3):
+            assert same(repository.restore(f"a@{step}"), with_x(step))
+
+
+def test_another_value_of_a_rank_that_holds_a_tensor_as_well_is_an_error_of_the_next_save(store):
+    managers = Managers(store)
+    for step in range(3):
+        states = [with_x(step, has_x=own < 2 or step > 0) for own in range(COUNT)]
+        if step:
+            states[2]["m"]["x"][7] += 1
+        found = managers.all(lambda m, own, s=step, given=states: m.save(s, given[own]).result())
+        if step < 2:
+            assert not any(isinstance(one, Exception) for one in found), (step, found)
+    assert [type(one) for one in found] == [InvalidInputError] * COUNT
+    assert all("rank 2: m.x: differ from the replicas on ranks 0, 1" in str(one) for one in found), found
+    managers.end()
+    with opened(store) as repository:
+        assert same(repository.restore("a@1"), with_x(1))
 
 
 @pytest.mark.parametrize("async_save", [True, False])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import textwrap
+from contextlib import suppress
 
 import pytest
 
@@ -351,6 +354,101 @@ def test_a_rank_0_that_does_not_answer_while_the_ranks_meet(tmp_path, sent, when
     said, codes = run(program, 2, tmp_path, stopped=[0], place=place)
     assert codes[1] == 0, said[1]
     assert "named" in said[1], said[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["in a save", "between saves"])
+def test_the_others_notice_a_killed_rank_within_seconds(tmp_path, when):
+    """Not after ten minutes without a heartbeat; also if the killed process has a child, as a DataLoader's worker."""
+    program = f"""
+        from snapstore.save.rank_writer import RankWriter
+
+        def die(*_):
+            child = os.fork()
+            if not child:
+                time.sleep(100)
+                os._exit(0)
+            pathlib.Path({str(tmp_path / "child")!r}).write_text(str(child))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        snapshots = SnapshotManager({str(tmp_path / "repository")!r}, run="a", save_interval_steps=1)
+        assert snapshots._job.ranks.silent_s == 600
+        snapshots.save(1, {{"a": torch.ones(3000)}}).result()
+        if rank == 1 and {when == "in a save"}:
+            RankWriter.write = die
+        elif rank == 0 and {when == "in a save"}:
+            def write_for_long(writer, session, begin):
+                for _ in range(600):
+                    session.watch()
+                    time.sleep(0.1)
+            RankWriter.write = write_for_long
+        elif rank == 1:
+            die()
+        began = time.monotonic()
+        try:
+            snapshots.save(2, {{"a": torch.ones(3000)}}).result()
+        except RanksError as error:
+            said = str(error)
+            assert error.ranks == (1,) and "rank 1 of 3: its process has ended" in said, error
+            assert "save a@2: " in said and "nothing was committed" in said, error
+        else:
+            raise AssertionError("no error")
+        assert time.monotonic() - began < 20, time.monotonic() - began
+        with_error = ValueError("the job ends")
+        snapshots.__exit__(ValueError, with_error, None)
+        assert time.monotonic() - began < 40, time.monotonic() - began
+        print("done", flush=True)
+        os._exit(0)  # gloo would wait for the killed rank
+    """
+    try:
+        said, codes = run(program, 3, tmp_path)
+    finally:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+    assert codes == [0, -signal.SIGKILL, 0], "\n".join(said)
+    assert all("done" in said[rank] for rank in (0, 2)), "\n".join(said)
+
+
+@pytest.mark.slow
+def test_ranks_that_close_or_lose_only_a_connection_have_not_ended(tmp_path):
+    """A proxy may close a connection: a living rank connects again. A stranger at the port changes nothing."""
+    program = """
+        from snapstore.distributed.base import ended_processes
+
+        ranks = TorchRanks()
+
+        def wait_until(expected):
+            end = time.monotonic() + 20
+            while ended_processes(ranks) != expected:
+                assert time.monotonic() < end, ended_processes(ranks)
+                time.sleep(0.05)
+
+        def meet(name):
+            ranks.post(f"{name}/{rank}", b"")
+            while ranks.look_all([f"{name}/{r}" for r in range(3)]) is None:
+                time.sleep(0.02)
+
+        if rank == 1:
+            import socket
+            for said in (b"", b"GET / HTTP/1.0\\r\\n", b"x" * 99, ranks.attempt.encode() + (7).to_bytes(4, "big")):
+                with socket.create_connection(ranks._tie._place, 10) as stranger:
+                    stranger.sendall(said)
+            ranks._tie._sock.shutdown(socket.SHUT_RDWR)
+        wait_until({1})
+        meet("cut")
+        if rank == 1:
+            ranks.beat()
+        wait_until(set())
+        meet("tied again")
+        if rank == 2:
+            ranks.close()
+        else:
+            time.sleep(2)
+            assert ended_processes(ranks) == set()
+            ranks.close()
+    """
+    said, codes = run(program, 3, tmp_path)
+    assert codes == [0, 0, 0], "\n".join(said)
 
 
 @pytest.mark.slow

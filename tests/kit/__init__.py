@@ -44,6 +44,7 @@ kit get it from `kit.processes.environment`.
 | `fake_cuda` | a CUDA device made of the CPU, as a plugin of pytest | the host code of the GPU engine runs without a GPU |
 | `remembered` | the same bytes are decoded only once in a process of the tests; the fixture `remembering` | a test is about which objects are stored, read or damaged, and not about how they are decoded |
 | `tally` | counts of the cases that a harness tried, for `tools/torture` | a test is one of its harnesses |
+| `killed_jobs` | jobs of `tools/train_ranks.py` under torchrun, each killed after an event that it waits for | jobs must lose nothing when ranks are killed |
 | `rank_worker` | a rank of a training with FSDP2 or DDP that can kill itself, a script | real processes with gloo are killed or stopped |
 | `hugging_face`, `hugging_face_ranks` | trainings with transformers and Accelerate, on one rank and on two; scripts | a test needs their Trainer |
 | `lightning_worker` | trainings with Lightning in forks of one process, which may be killed | a test needs a Trainer |

@@ -4,7 +4,8 @@ A small explicit-state model of `save/holders.py`: three ranks save twice. Befor
 one tensor. In each save other ranks may hold it, and another tensor, which only rank 1 has, may come or go. Before a
 rank hears anything, it has copied only its old share if it has kept the tensor, or all of a tensor that is new to it.
 Either save may fail at any point. The invariant: a committed save stores each sixth of the tensor exactly once, or none
-if no rank holds it. With a rule dropped there must be a counter-example, or the rule is not needed.
+if no rank holds it; and no save is given up only because more ranks hold the tensor. With a rule dropped there must be
+a counter-example, or the rule is not needed.
 
     python tests/models/holders.py        every rule, kept and dropped
 """
@@ -23,9 +24,11 @@ RULES = {
     "ask": "a rank that holds other tensors than in the last exchange asks before it stores",
     "rank 0 exchanges": "rank 0 lets all exchange if it holds other tensors than in the last exchange",
     "all have spoken": "rank 0 answers when every other rank has reported or asks as well",
-    "kept by all": "rank 0 gives up if a tensor that some have kept is held by others than before",
+    "kept by all": "rank 0 gives up if some have kept a tensor and others have dropped it",
+    "kept shares": "if all have kept a tensor and others hold it as well, the shares stay in this save",
     "kept here": "a rank gives up if a tensor that it has kept is held by others than it knew",
     "after a failure": "all exchange in the save after one that has failed",
+    "after kept shares": "all exchange in the save after one whose shares have stayed",
 }
 COUNT = 3
 #: A tensor in parts that one, two or three ranks can share evenly, as bits.
@@ -62,7 +65,8 @@ class State(NamedTuple):
     save: int = 0
     exchange: bool = False
     begun: bool = False
-    told: int = -1  # the holders, as rank 0 tells them
+    told: int = -1  # the ranks that store the tensor, as rank 0 tells them
+    again: bool = False  # whether all exchange in the next save
     outcome: str = ""
 
 
@@ -85,6 +89,12 @@ def own(s: State, rank: int) -> tuple[bool, bool]:
 
 def put(s: State, number: int, rank: Rank) -> State:
     return s._replace(ranks=(*s.ranks[:number], rank, *s.ranks[number + 1 :]))
+
+
+def kept(known: int, held: int, dropped: Names) -> int:
+    """Return who stores a tensor that these ranks hold now: the known holders, if all of them have kept it."""
+    stays = known and known & held == known and "kept shares" not in dropped
+    return known if stays else held
 
 
 def learn(s: State, number: int, found: int, dropped: Names, *, asked: bool) -> State:
@@ -120,8 +130,12 @@ def lead_steps(s: State, dropped: Names) -> Iterator[Step]:
         else:
             yield "0: begins", learn(s, 0, lead.known, dropped, asked=False)._replace(begun=True)
     elif lead.at == "learn" and all(rank.at == "told" for rank in others):
-        after = learn(s, 0, s.held[s.save], dropped, asked=True)
-        yield "0: tells the holders of now", after._replace(told=s.held[s.save])
+        held = s.held[s.save]
+        found = kept(lead.known, held, dropped) if lead.sure else held
+        yield (
+            "0: tells who stores it",
+            learn(s, 0, found, dropped, asked=True)._replace(told=found, again=found != held),
+        )
     elif lead.at == "write":
         yield "0: stores", put(s, 0, lead._replace(at="reported"))._replace(begun=True)
     elif lead.at == "reported":
@@ -129,11 +143,14 @@ def lead_steps(s: State, dropped: Names) -> Iterator[Step]:
         spoken = all(rank.at in ("asks", "reported") for rank in others) or "all have spoken" in dropped
         if asks and s.told < 0 and spoken:
             mask = sum(1 << number for number in asks)
-            found = (lead.known & ~mask) | (s.held[s.save] & mask)
+            held = (lead.known & ~mask) | (s.held[s.save] & mask)
+            found = kept(lead.known, held, dropped)
             if found & lead.known and found != lead.known and "kept by all" not in dropped:
-                yield "0: gives up, a tensor was kept", s._replace(outcome="F")
+                is_lost = lead.known & held != lead.known
+                yield "0: gives up, a tensor was kept", s._replace(outcome="F" if is_lost else "in vain")
             else:
-                yield "0: answers", put(s, 0, lead._replace(known=found))._replace(told=found)
+                after = put(s, 0, lead._replace(known=found))
+                yield "0: answers", after._replace(told=found, again=found != held)
         if all(rank.at == "reported" for rank in others):
             yield "0: commits", s._replace(outcome="C")
     yield "0: gives up", s._replace(outcome="F")
@@ -157,13 +174,14 @@ def rank_steps(s: State, number: int, dropped: Names) -> Iterator[Step]:
         yield f"{number}: reports", put(s, number, rank._replace(at="reported"))
 
 
-def next_save(s: State) -> Iterator[Step]:
-    """The save has ended: all go on to the next one; after a failure they are unsure."""
+def next_save(s: State, dropped: Names) -> Iterator[Step]:
+    """The save has ended: all go on to the next one; after a failure, or if shares have stayed, they are unsure."""
     if not s.outcome or s.save == len(s.held) - 1:
         return
     for blind in range(-1, COUNT) if s.outcome == "C" else [-1]:  # a rank that cannot know that it is committed
+        knows = s.outcome == "C" and (not s.again or "after kept shares" in dropped)
         ranks = tuple(
-            rank._replace(at="start", copied="", stored=0, sure=rank.sure and s.outcome == "C" and number != blind)
+            rank._replace(at="start", copied="", stored=0, sure=rank.sure and knows and number != blind)
             for number, rank in enumerate(s.ranks)
         )
         yield "the next save", State(s.held, s.other, ranks, save=s.save + 1)
@@ -174,7 +192,7 @@ def first_steps() -> Iterator[State]:
     for before in SETS:
         ranks = tuple(Rank(before, (bool(before >> rank & 1), False)) for rank in range(COUNT))
         for first in SETS:
-            for second in {first, before}:
+            for second in {first, before, first & ~before}:
                 for other in ((False, False), (True, True)):
                     yield State((first, second), other, ranks)
 
@@ -187,13 +205,13 @@ def steps(s: State | None, dropped: Names) -> Iterator[tuple[str, State | None]]
     if not s.outcome:
         for number in range(1, COUNT):
             yield from rank_steps(s, number, dropped)
-    yield from next_save(s)
+    yield from next_save(s, dropped)
 
 
 def holds(s: State | None) -> bool:
-    """Return whether a committed save has stored each part once."""
+    """Return whether a committed save has stored each part once, and none was given up though no rank lacks a part."""
     if s is None or s.outcome != "C":
-        return True
+        return s is None or s.outcome != "in vain"
     stored = 0
     for rank in s.ranks:
         if stored & rank.stored:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import os
 import re
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 import boto3
+import botocore.session
 from botocore import auth
 from botocore import exceptions as aws
 from botocore.config import Config
@@ -29,6 +31,7 @@ from .transport import InvalidAnswerError, Session, close_body, hand_over_body
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
+T = TypeVar("T")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
 _PREFIX_COMPONENT = re.compile(r"[A-Za-z0-9._=+@-]{1,255}")
 _STORAGE_CLASS = re.compile(r"[A-Z0-9_]{1,64}")
@@ -41,6 +44,13 @@ _PREFIX_LIMIT = 512
 CREDENTIALS_TIMEOUT_S = 60.0
 #: Credentials that expire sooner are not used; this is botocore's own limit [s].
 CREDENTIALS_LEFT_S = 600
+#: Places of credentials that are no profile, by botocore's name.
+_PLACES = {
+    "": "no place: there are none",
+    "env": "its own environment, which no other process can change: start it again with valid ones, or use a profile",
+    "container-role": "the role of its container",
+    "iam-role": "the role of its instance",
+}
 #: boto3 is not safe to make clients in several threads. A fork does not wait for the lock, since its holder may wait
 #: for credentials; a forked child gets a new one.
 _CREATE_LOCK = threading.Lock()
@@ -153,6 +163,49 @@ def make_client(*, connections: int, connect_timeout_s: float, read_timeout_s: f
     return made
 
 
+def credentials_of(client: Any) -> object:
+    """Return the credentials with which a client signs."""
+    return client._request_signer._credentials
+
+
+def renew_credentials(client: Any) -> str:
+    """Read the credentials from where a new process would take them; return that place, for errors.
+
+    The client keeps its endpoint and connections: another server would not have the objects of this one.
+
+    Raises:
+        Failure: The configuration cannot be used.
+    """
+
+    def read() -> tuple[object, str]:
+        session = botocore.session.Session()
+        found = session.get_credentials()
+        method = getattr(found, "method", "")
+        file = {"shared-credentials-file": "credentials_file", "config-file": "config_file"}.get(method)
+        of = f" of {session.get_config_variable(file)}" if file else f" ({method})"
+        return found, _PLACES.get(method) or f"profile {session.profile or 'default'!r}{of}"
+
+    place: str
+    client._request_signer._credentials, place = guarded(_in_time, read)
+    return place
+
+
+def _in_time(fetch: Callable[[], T]) -> T:
+    """Return credentials that a program or a server may tell, which may never answer.
+
+    Raises:
+        CredentialRetrievalError: It does not answer in time.
+    """
+    try:
+        return run_with_timeout(fetch, CREDENTIALS_TIMEOUT_S)
+    except TimeoutError:
+        raise _no_answer() from None
+
+
+def _no_answer() -> aws.CredentialRetrievalError:
+    return aws.CredentialRetrievalError(provider="credentials", error_msg="no answer in time")
+
+
 def _follow_no_redirect(context: dict[str, Any], **_: Any) -> None:
     """Follow no redirect of botocore's own HeadBucket: it is to find the region after one, and would call itself."""
     context["s3_redirect"]["redirected"] = True
@@ -171,7 +224,7 @@ def _refresh_credentials(request_signer: Any, **_: Any) -> None:
         run_with_timeout(present.get_frozen_credentials, CREDENTIALS_TIMEOUT_S)
     except TimeoutError:
         if present.refresh_needed(CREDENTIALS_LEFT_S):
-            raise aws.CredentialRetrievalError(provider="credentials", error_msg="no answer in time") from None
+            raise _no_answer() from None
 
 
 def _keep_page(response_dict: dict[str, Any], customized_response_dict: dict[str, Any], **_: Any) -> None:

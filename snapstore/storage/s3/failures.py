@@ -55,11 +55,19 @@ class Failure(Exception):  # noqa: N818 - never raised to users: it is the cause
         status: The HTTP status of the server's refusal, or 0.
         code: The server's error code, such as `NoSuchKey`; the status if the answer has no body (HEAD).
         retryable: Whether the same request may succeed later.
+        place: Where this process has read the credentials once more; "" if it has not.
     """
+
+    place = ""
 
     def __init__(self, name: str, advice: str, *, status: int = 0, code: str = "", retryable: bool = False) -> None:
         super().__init__(name, advice)
         self.name, self.advice, self.status, self.code, self.retryable = name, advice, status, code, retryable
+
+    @property
+    def is_of_credentials(self) -> bool:
+        """Return whether other credentials may help: these have expired, are unknown, or cannot be fetched."""
+        return self.code in CREDENTIAL_CODES or any(word in self.name for word in ("Credential", "Token", "SSO"))
 
     @property
     def is_withheld(self) -> bool:
@@ -72,8 +80,8 @@ class Failure(Exception):  # noqa: N818 - never raised to users: it is the cause
     def as_error(self, what: str) -> SnapstoreError:
         """Return the error to raise; `what` names the thing and the action."""
         if self.status:
-            return refused(what, self.code, self.status)
-        return StorageError(f"{what}: {self.advice}")
+            return refused(what, self.code, self.status, self.place)
+        return StorageError(f"{what}: {self.advice}{_read_from(self.place)}")
 
 
 def guarded(call: Callable[..., T], *args: Any, **options: Any) -> T:
@@ -120,13 +128,16 @@ def pause(attempt: int) -> None:
 _DENIED = "no permission; docs/s3.md lists what the policy must allow"
 _UNKNOWN_KEY = "unknown or wrong credentials; check AWS_PROFILE or AWS_ACCESS_KEY_ID and the secret"
 _EXPIRED = "the credentials have expired; renew them"
+_UNKNOWN_KEY_CODES = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "InvalidTokenId", "Unauthorized")
+_EXPIRED_CODES = ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired")
+CREDENTIAL_CODES = {*_UNKNOWN_KEY_CODES, *_EXPIRED_CODES}
 _FULL = "no quota or space left; free some, or run 'snapstore gc'"
 _REGION = "the bucket is in another region, or not on this endpoint; set AWS_DEFAULT_REGION or AWS_ENDPOINT_URL_S3"
 _DAMAGED = "the bytes were damaged on the way; test this machine's memory and network"
 _ADVICE = {
     **dict.fromkeys(("AccessDenied", "403", "AllAccessDisabled", "MethodNotAllowed"), _DENIED),
-    **dict.fromkeys(("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken"), _UNKNOWN_KEY),
-    **dict.fromkeys(("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"), _EXPIRED),
+    **dict.fromkeys(_UNKNOWN_KEY_CODES, _UNKNOWN_KEY),
+    **dict.fromkeys(_EXPIRED_CODES, _EXPIRED),
     **dict.fromkeys(("PermanentRedirect", "AuthorizationHeaderMalformed", "301"), _REGION),
     "IllegalLocationConstraintException": _REGION,
     **dict.fromkeys(("BadDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"), _DAMAGED),
@@ -154,8 +165,17 @@ def safe_code(code: object) -> str:
     return code if isinstance(code, str) and (_CODE.fullmatch(code) or code in _CODES_WITH_DIGITS) else ""
 
 
-def refused(what: str, code: str, status: int) -> SnapstoreError:
-    """Return the error to raise for a server's refusal; `what` names the thing and the action."""
+def _read_from(place: str) -> str:
+    return f"; this process has read them once more, from {place}" if place else ""
+
+
+def refused(what: str, code: str, status: int, place: str = "") -> SnapstoreError:
+    """Return the error to raise for a server's refusal.
+
+    Args:
+        what: The thing and the action.
+        place: See `Failure`.
+    """
     if code in _FULL_CODES or status == 507:
         return StorageFullError(f"{what}: {_FULL} ({code})")
     if code == "NotImplemented" or status == 501:
@@ -165,7 +185,7 @@ def refused(what: str, code: str, status: int) -> SnapstoreError:
     advice = _ADVICE.get(code) or (
         _DENIED if status == 403 else "try again; if it fails again, ask the server's administrator"
     )
-    return StorageError(f"{what}: {advice} ({code}, HTTP status {status})")
+    return StorageError(f"{what}: {advice}{_read_from(place)} ({code}, HTTP status {status})")
 
 
 _UNSENDABLE = (

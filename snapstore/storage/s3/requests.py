@@ -5,12 +5,15 @@ connections of its own.
 
 - An object is missing if the server says NoSuchKey, or, for answers without a body (HEAD), if a listing does not show
   it. A proxy's 404 must not make a live session look ended.
+- If the credentials are refused, they are read once more, as a new process would, and the request is sent again. So a
+  process goes on after its keys have been exchanged. Each request does so at most once.
 - An answer without a required field (a page without its end, an object without its length) is an error.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
@@ -21,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from ...errors import StorageError
+from ...threads import after_fork_in_child
 from ..base import ObjectInfo, not_found
-from .client import BucketUrl, make_client
-from .failures import Failure, send
+from .client import BucketUrl, credentials_of, make_client, renew_credentials
+from .failures import CREDENTIAL_CODES, Failure, code_of, send
 from .listing import Listing, Page, read_page
 
 if TYPE_CHECKING:
@@ -31,6 +35,10 @@ if TYPE_CHECKING:
 
 #: The most open connections; further callers wait for one.
 CONNECTIONS = 64
+
+#: One thread at a time reads credentials once more; see client.py for the fork.
+_RENEWING = threading.Lock()
+after_fork_in_child(_RENEWING._at_fork_reinit)  # type: ignore[attr-defined]
 
 Answer = Mapping[str, Any]  # to a GET: "Body" is a stream, "ContentRange" its place in the object
 
@@ -54,6 +62,7 @@ class Requests:
             read_timeout_s=read_timeout_s,
         )
         self._connected = os.getpid(), self._make_client()
+        self._credentials_place = ""  # where they were read once more
         self.place = f"{_without_user(self.client.meta.endpoint_url)} {self.url}"
 
     def below(self, name: str) -> Requests:
@@ -73,7 +82,7 @@ class Requests:
         return client
 
     def ask(self, key: str, verb: str, call: Callable[..., Any], name: str | None = None, **options: Any) -> Any:
-        """Send a request about `key` and return the answer; send it again while a retry may help.
+        """Send a request about `key` and return the answer; send it again while a retry, or other keys, may help.
 
         Args:
             name: The object that the request names, if it names one.
@@ -85,12 +94,41 @@ class Requests:
         wanted = {"Bucket": self.bucket} | ({} if name is None else {"Key": self.prefix + name}) | options
         with self.failures(key, verb):
             try:
-                return send(call, wanted, self.attempts)
+                return self._send(call, wanted)
             except Failure as failure:
-                is_bare = verb == "stat" and failure.status == 404 and failure.code == "404"
-                if is_bare and all(info.key != key for info in self.listed(key)):
-                    raise not_found(key, self.url) from failure  # an answer to HEAD carries no error code
+                is_bare = verb == "stat" and failure.code == str(failure.status)  # an answer to HEAD has no error code
+                if is_bare and failure.status == 404 and all(info.key != key for info in self.listed(key)):
+                    raise not_found(key, self.url) from failure
+                if is_bare and failure.status in (400, 401, 403) and self._renew_by_listing(key):
+                    return self._send(call, wanted)
                 raise
+
+    def _send(self, call: Callable[..., Any], wanted: Mapping[str, Any]) -> Any:
+        used = credentials_of(self.client)
+        try:
+            return send(call, wanted, self.attempts)
+        except Failure as failure:
+            if not failure.is_of_credentials:
+                raise
+        with _RENEWING:
+            if credentials_of(self.client) is used:  # else another thread has read them since
+                self._credentials_place = renew_credentials(self.client)
+        try:
+            return send(call, wanted, self.attempts)
+        except Failure as failure:
+            if failure.is_of_credentials:
+                failure.place = self._credentials_place
+            raise
+
+    def _renew_by_listing(self, key: str) -> bool:
+        """Return whether the credentials were refused, and were read once more: a listing says why it is refused."""
+        used = credentials_of(self.client)
+        try:
+            next(self.listed(key), None)
+        except StorageError as error:
+            if code_of(error) in CREDENTIAL_CODES:
+                raise
+        return credentials_of(self.client) is not used
 
     def listed(self, prefix: str) -> Iterator[ObjectInfo]:
         """Yield every object whose name starts with `prefix`; its key is its name below our prefix.

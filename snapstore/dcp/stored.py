@@ -30,6 +30,7 @@ from ..state.restore_buffers import RestoreBuffers, slots_of
 from ..state.sharded import sharding_of
 from ..state.stateful import is_strict_module
 from ..state.tensors import Slot, TensorSpec
+from ..state.torch_layouts import layout_of
 from ..state.tree_decode import ELSEWHERE, decode
 from ..text import counted, log
 from .names import Closed, Leaf, ObjectTypes, flat_leaves, is_tensor
@@ -219,6 +220,8 @@ class StoredState:
         """
         spec = self._parts[value.part].specs[value.index] if type(value) is Slot else None
         text = composite_fit.mismatch(value, target, self._decoded) if spec is None else mismatch(spec, target)
+        if text is None and spec is None and (layout := layout_of(target)) is not None:
+            text = f"type: a {layout.__qualname__} tensor is restored as a whole"
         if text is not None:
             raise InvalidInputError(f"{key}: {text}; DCP fills only such tensors: use Repository.restore_into")
         if spec is not None:

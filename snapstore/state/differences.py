@@ -7,13 +7,15 @@ Stateless but for `Differences`, which one restore fills; torch is not imported.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
+from types import MappingProxyType
 from typing import Any
 
 from ..text import counted
 from .containers import CONTAINERS, Path, children, display, is_mapping, leaves, shown
+from .tensors import Slot
 
 MAX_LINES = 50  # differences that one error lists
 MIN_LINES = 4  # differences that it lists of each part, if the part has so many
@@ -228,3 +230,20 @@ def _lead(names: Iterable[str]) -> str:
     first, *others = names
     lead = "".join(f"{name}." for name in takewhile(WRAPPERS.__contains__, first.split(".")))
     return lead if all(name.startswith(lead) for name in others) else ""
+
+
+def sequence_name(value: Any) -> str:
+    """Return the type of a list, tuple or deque for a message."""
+    name = type(value).__name__
+    return f"{name}(maxlen={value.maxlen})" if isinstance(value, deque) else name
+
+
+def stored_name(stored: Any, composites: Mapping[int, Any] = MappingProxyType({})) -> str:
+    """Return the type of a decoded value for a message.
+
+    Args:
+        composites: See `Decoded`.
+    """
+    if id(stored) in composites:
+        return ".".join(composites[id(stored)][1:])
+    return stored.tag if type(stored) is Slot else type(stored).__name__

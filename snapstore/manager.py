@@ -118,6 +118,7 @@ class SnapshotManager(Steps):
         self._async, self._skip_busy, self._verifies = async_save, on_busy == "skip", mirror_verify
         from .save.rank_job import RankJob  # imports all code that threads run: see threads.py
         from .save.staging import Mode, Staging
+        from .save.streaming import FirstState
 
         check_choice("replicas", replicas, ("check", "rank0"))
         check_choice("staging", staging, get_args(Mode))
@@ -139,12 +140,11 @@ class SnapshotManager(Steps):
         if not read_only:
             self.repository.context.engines.start_loading()
         self._background = Background(self.run, self.repository.context.engines)
-        self._pid = os.getpid()
+        self._pid, self._closed, self._first_state = os.getpid(), False, FirstState(of_rank=self._job is not None)
         self._running: SaveRequest | None = None
         self._preemption: Preemption | None = None
         self._ending: SignalHandler | None = None
         self._retention_error: BaseException | None = None  # it costs only space, so saves go on
-        self._closed = False
 
     def __repr__(self) -> str:
         return f"SnapshotManager({self.repository.url!r}, run={self.run!r})"
@@ -172,7 +172,7 @@ class SnapshotManager(Steps):
         """Save a snapshot of the state; return as soon as the state may change again.
 
         Args:
-            step: a step off the interval is skipped unless `force`.
+            step: a step off the interval is skipped unless `force`; at the first one the state is only checked.
             state: any nesting of dict, list and tuple over tensors, arrays, plain values and objects with state_dict.
                 Or an iterator of (dotted path, tensor): it cannot be copied, so `save` returns when it is committed.
             metrics, metadata, tags: see `Repository.save`. With several ranks they must be equal on all.
@@ -195,7 +195,7 @@ class SnapshotManager(Steps):
                 self._job.refuse(error)
             raise
         if not (force or self.should_save(step)):
-            return SaveHandle(skipped=True)
+            return self._first_state.skip(state)
         started = time.monotonic()
         self._background.check_inside()
         full = retention.stays_without_neighbours(self.keep, step, self.save_interval_steps)
@@ -256,7 +256,6 @@ class SnapshotManager(Steps):
 
         if self.read_only or is_stream(state):  # the tensors of an iterator are not copied
             return
-
         with self._background.holding_slot("") as slot:
             parts = flatten(state, of_rank=self._job is not None)
             self.repository.context.engines.start_loading()

@@ -14,12 +14,13 @@ from typing import Any, Literal
 
 from ..chunks import limits
 from ..engine.registry import Engines
-from ..errors import InvalidInputError
+from ..errors import InvalidInputError, UnsupportedLeafError
 from ..save.inputs import PartInput, TensorInput
 from ..save.streaming import input_of
 from ..state.arrays import describe, extent_of, memory_key
 from ..state.containers import Path, shown
 from ..state.tensors import Node, array_node, is_array
+from ..state.torch_layouts import layout_of
 from ..state.tree_encode import Encoder
 from ..text import human_bytes
 
@@ -66,7 +67,15 @@ class _Leaves:
         return array_node(kind, number, getattr(stored, "requires_grad", False))
 
     def put_later(self, value: Any, path: Path) -> Node | None:
-        """Add a `Later`, and return its node; None: the value is not one."""
+        """Add a `Later`, and return its node; None: the value is not one.
+
+        Raises:
+            UnsupportedLeafError: it is a sparse, jagged or quantized tensor. Nothing checks the storages in it.
+        """
+        if (layout := layout_of(value)) is not None:
+            raise UnsupportedLeafError(
+                f"torch.{layout.__qualname__} tensor has no stored form in an import: save what torch.load returns"
+            )
         if not isinstance(value, Later):
             return None
         self.reads.append((path, value.read))

@@ -17,12 +17,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ..errors import InvalidInputError, NotFoundError
-from ..state.containers import MAX_DEPTH, Path, shown
+from ..state.containers import MAX_DEPTH, Path, is_mapping, shown
 from ..state.per_rank import PerRank, has_objects
 from ..state.stateful import is_stateful, state_of
 from .exchange import DetailsWantedError
 from .planner import SnapstoreLoadPlanner, SnapstorePlanner, closed
 from .reader import SnapstoreReader
+from .stored import StoredState
 from .writer import SnapstoreWriter
 
 _Place = tuple[Path, Any]  # an object, and where it is
@@ -138,12 +139,15 @@ def load(state: dict[str, Any], reader: SnapstoreReader, step: int | str | None 
         step: a step, a tag, or None for the newest. Each rank looks a tag or the newest up by itself: if a save may be
             committed meanwhile, pass the number of a step, the same on all ranks.
 
+    An object gets all values that the snapshot has for it, also the ones that it lacks, such as the moments of a new
+    optimizer. Groups, names and shapes of an optimizer's parameters must fit.
+
     Raises:
         InvalidInputError: an object is in a tuple, dataclass or other value that DCP replaces as a whole, or in a list
             that is at two places; two keys of `state` have the same text; or the state contains itself. Nothing was
             loaded.
-        CheckpointException: the snapshot lacks a key of the state, or a shape differs; nothing was loaded. Or reading
-            failed: the state may be partly filled.
+        CheckpointException: the snapshot lacks a key of the state, or a shape differs, or an optimizer does not fit;
+            nothing was loaded. Or reading failed: the state may be partly filled.
         Exception: the error of a load_state_dict; the tensors, and the objects before, are loaded.
     """
     checkpoint_id = "latest" if step is None else _id_of(step)
@@ -151,20 +155,21 @@ def load(state: dict[str, Any], reader: SnapstoreReader, step: int | str | None 
     if len(keys) < len(state):
         raise InvalidInputError("state: two of its keys have the same text, which is their key in DCP; rename one")
     ordered = {name: state[keys[name]] for name in sorted(keys)}  # objects load in the same order on all ranks
-    with _alone_is_meant(), _opened(ordered):
-        _fill(ordered, reader, checkpoint_id)
+    with _alone_is_meant(), _opened(ordered) as objects:
+        _fill(ordered, reader, checkpoint_id, objects)
     for text, value in ordered.items():
         if state[keys[text]] is not value:
             state[keys[text]] = value
 
 
-def _fill(state: dict[str, Any], reader: SnapstoreReader, checkpoint_id: Any) -> None:
+def _fill(state: dict[str, Any], reader: SnapstoreReader, checkpoint_id: Any, objects: _Objects) -> None:
     """Fill a state without objects; if its snapshot is deleted meanwhile, with the one that the id then means."""
     tried = set()
     while True:
         try:
+            planner = SnapstoreLoadPlanner(complete=lambda opened: objects.complete(opened, reader.present()))
             state_dict_loader.load(
-                state, checkpoint_id=checkpoint_id, storage_reader=reader, planner=SnapstoreLoadPlanner(), no_dist=True
+                state, checkpoint_id=checkpoint_id, storage_reader=reader, planner=planner, no_dist=True
             )
             return
         except CheckpointException as error:
@@ -174,8 +179,53 @@ def _fill(state: dict[str, Any], reader: SnapstoreReader, checkpoint_id: Any) ->
             tried.add(reader.snapshot.id)
 
 
+class _Objects:
+    """The objects of a state, each with the result of its `state_dict`; an object comes after the ones in its state."""
+
+    def __init__(self, state: dict[str, Any], places: list[_Place]) -> None:
+        objects = {path: value for path, value in places if type(value) is not PerRank}
+        deepest_first = sorted(objects.items(), key=lambda one: -len(one[0]))
+        self._places = [(path, value, _container(state, path)[path[-1]]) for path, value in deepest_first]
+        self._stored: StoredState | None = None
+
+    def complete(self, state: dict[str, Any], stored: StoredState) -> None:
+        """Give each state a place for each value that the snapshot has for its object.
+
+        Raises:
+            InvalidInputError: the state of an object has objects in it, and lacks a value; or a stored state does not
+                fit its optimizer. Nothing was loaded.
+        """
+        self._stored = stored
+        for path, value, opened in self._places:
+            if (tree := _below(stored.tree, path)) is None:
+                continue
+            completed = stored.completed(tree, opened, value, path)
+            has_objects_in_it = any(len(other) > len(path) and other[: len(path)] == path for other, *_ in self._places)
+            if completed is not opened and has_objects_in_it:
+                raise InvalidInputError(
+                    f"{shown(path)}: the snapshot has values for this {type(value).__name__} that its state_dict() "
+                    "lacks, beside objects: call restore_into of a Repository or SnapshotManager; nothing was loaded"
+                )
+            _container(state, path)[path[-1]] = completed
+
+    def put_back(self, path: Path, value: Any, loaded: Any) -> None:
+        """Put back what the loader of an optimizer has cast."""
+        assert self._stored is not None
+        self._stored.put_back(_below(self._stored.tree, path), value, loaded)
+
+
+def _below(tree: Any, path: Path) -> Any:
+    """Return the stored value at a path of a state, whose first element is text; None: there is none."""
+    for number, key in enumerate(path):
+        if is_mapping(tree):
+            tree = {str(one): child for one, child in tree.items()}.get(str(key)) if not number else tree.get(key)
+        else:
+            tree = tree[key] if isinstance(tree, list) and type(key) is int and key < len(tree) else None
+    return tree
+
+
 @contextmanager
-def _opened(state: dict[str, Any]) -> Iterator[None]:
+def _opened(state: dict[str, Any]) -> Iterator[_Objects]:
     """Replace objects by their states, and afterwards let each object load the state that is then in its place."""
     places: list[_Place] = []  # an object comes before the objects in its state
     seen: dict[int, Path] = {}
@@ -183,7 +233,8 @@ def _opened(state: dict[str, Any]) -> Iterator[None]:
     try:
         for key in sorted(state, key=lambda key: not is_stateful(state[key])):
             loads += _open_place(state, key, (key,), places, seen)
-        yield
+        objects = _Objects(state, places)
+        yield objects
         last = [path for path, value in loads if _is_last(value)]
         for place in sorted(loads, key=lambda load: any(path[: len(load[0])] == load[0] for path in last)):
             path, value = place
@@ -191,6 +242,7 @@ def _opened(state: dict[str, Any]) -> Iterator[None]:
             loaded, container[path[-1]] = container[path[-1]], value
             places = [one for one in places if one is not place]
             value.load_state_dict(loaded)
+            objects.put_back(path, value, loaded)
     finally:
         for path, value in reversed(places):
             _container(state, path)[path[-1]] = value

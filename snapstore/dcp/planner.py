@@ -46,6 +46,7 @@ from ..errors import InvalidInputError
 from ..save.inputs import PartInput
 from ..state.arrays import memory_key
 from ..state.containers import Path
+from ..state.optimizers import OptimizerState, parameters_of
 from ..state.per_rank import is_per_rank
 from ..state.sharded import Boxes, Sharding, dtensor_like, locals_of, sharding_of
 from ..state.wrapped import unwrapped
@@ -101,6 +102,15 @@ def staged_of(planner: SavePlanner) -> Staged | None:
     return staged
 
 
+class _StateOf(dict[str, Any]):
+    """The state of an optimizer, which belongs to it: the save stores the forms of its parameters."""
+
+    optimizer: Any = None
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)  # a copy has no optimizer
+
+
 @dataclass(frozen=True, slots=True)
 class _Failed:
     """The error of an object's state_dict, in the place of its state."""
@@ -126,6 +136,9 @@ def _closed(value: Any) -> Any:
         state = value.state_dict()
     except Exception as error:  # noqa: BLE001  `opened` raises it
         return _Failed(error)
+    if type(state) is dict and parameters_of(value) is not None:
+        state = _StateOf(state)
+        state.optimizer = value
     return Closed(state) if isinstance(state, Stateful) else state
 
 
@@ -138,9 +151,15 @@ def opened(state: Any) -> Any:
     for value in state.values():
         if type(value) is _Failed:
             raise value.error
-    if not any(type(value) is Closed for value in state.values()):
+    if not any(type(value) in (Closed, _StateOf) for value in state.values()):
         return state
-    return {key: value.value if type(value) is Closed else value for key, value in state.items()}
+    return {key: _original(value) for key, value in state.items()}
+
+
+def _original(value: Any) -> Any:
+    if type(value) is _StateOf:
+        return OptimizerState(value.optimizer, dict(value))
+    return value.value if type(value) is Closed else value
 
 
 class SnapstorePlanner(DefaultSavePlanner):
@@ -168,10 +187,12 @@ class SnapstoreLoadPlanner(DefaultLoadPlanner):
 
     Args:
         allow_partial_load: whether keys of the state that the snapshot lacks keep their values; else they are an error.
+        complete: is called with the state first, and may add to it.
     """
 
-    def __init__(self, allow_partial_load: bool = False) -> None:
+    def __init__(self, allow_partial_load: bool = False, complete: Callable[[Any], None] | None = None) -> None:
         super().__init__(flatten_sharded_tensors=False, allow_partial_load=allow_partial_load)
+        self._complete = complete
         self._places: dict[Path, _Place] = {}
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
@@ -181,6 +202,8 @@ class SnapstoreLoadPlanner(DefaultLoadPlanner):
         before. That puts None before a tensor in a list where the state has only empty dicts and lists, and then the
         snapshot lacks the key of None.
         """
+        if self._complete is not None:
+            self._complete(state_dict)
         self.flatten_state_dict = True
         super().set_up_planner(state_dict, metadata, is_coordinator)
         self.flatten_state_dict = False  # DCP puts the values into its flat view then, and `load_bytes` into the state

@@ -15,13 +15,14 @@ from __future__ import annotations
 import io
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -39,7 +40,7 @@ from ..repository import Repository
 from ..restore.sources import AsRank
 from ..text import counted, log, some
 from .names import is_tensor, refs_of
-from .planner import read_items
+from .planner import SnapstoreLoadPlanner, read_items
 from .stored import Piece, StoredState
 from .target import Target, Url, place_in
 
@@ -133,7 +134,7 @@ class SnapstoreReader(Target, StorageReader):
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Name the coordinator's snapshot in all plans: ranks find different ones if a save is committed meanwhile."""
-        return [replace(plan, storage_data=self._present().snapshot.id) for plan in plans]
+        return [replace(plan, storage_data=self.present().snapshot.id) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the tensors and set the values that a plan names.
@@ -144,13 +145,17 @@ class SnapstoreReader(Target, StorageReader):
         Raises:
             NotFoundError: the snapshot lacks a key of the plan.
             InvalidInputError: the coordinator has found a snapshot of other keys or shapes; the planner gives a tensor
-                of another shape than the item's; the plan wants a tensor, and the snapshot has a value; this is called
-                before `read_metadata`; or see `read_items`, and `StoredState.pieces_in`.
+                of another shape than the item's; the plan wants a tensor, and the snapshot has a value; it leaves out
+                some of an optimizer's state; this is called before `read_metadata`; or see `read_items`, and
+                `StoredState.pieces_in`.
             UnsupportedLeafError: see `read_items`.
             IntegrityError, FormatError: a chunk is damaged; the tensors may be half written.
         """
         plan = replace(plan, items=read_items(plan, planner))
         stored = self._agreed(plan)
+        held: Any = getattr(planner, "state_dict", {})
+        if type(planner) in (DefaultLoadPlanner, SnapstoreLoadPlanner):  # others may select keys
+            _require_whole_optimizers(stored, held)
         pieces, values, cast, inner = [], [], [], list[Piece]()
         for item in plan.items:
             leaf = stored.leaves.get(item.storage_index.fqn)
@@ -158,7 +163,6 @@ class SnapstoreReader(Target, StorageReader):
                 raise NotFoundError(f"{stored.snapshot.ref}: has no {item.storage_index.fqn!r}")
             if item.type is LoadItemType.BYTE_IO:
                 if stored.is_composite(leaf.value):
-                    held: Any = getattr(planner, "state_dict", {})
                     inner += stored.pieces_in(leaf.value, held.get(item.dest_index.fqn), item.dest_index.fqn)
                 else:
                     values.append(item)
@@ -192,7 +196,7 @@ class SnapstoreReader(Target, StorageReader):
         self.snapshot = stored.snapshot
         return stored
 
-    def _present(self) -> StoredState:
+    def present(self) -> StoredState:
         """Return the snapshot that this thread has read; or that was read last, if this thread has read none."""
         stored: StoredState | None = getattr(self._own, "stored", self._stored)
         if stored is None:
@@ -201,7 +205,7 @@ class SnapstoreReader(Target, StorageReader):
 
     def _agreed(self, plan: LoadPlan) -> StoredState:
         """Return the snapshot that a plan names: the coordinator's; raises InvalidInputError as `read_data` does."""
-        own = self._present()
+        own = self.present()
         if plan.storage_data in (None, own.snapshot.id):
             return own
         agreed = self._open(f"id:{plan.storage_data}")
@@ -238,4 +242,15 @@ def _check_shape(item: ReadItem, target: torch.Tensor) -> None:
         raise InvalidInputError(
             f"{item.dest_index.fqn}: the planner's tensor has shape {tuple(target.shape)}, expected "
             f"{tuple(item.lengths)} as in its plan"
+        )
+
+
+def _require_whole_optimizers(stored: StoredState, keys: Collection[str]) -> None:
+    """Check that a load takes all that the snapshot has of an optimizer, or nothing; raises InvalidInputError."""
+    if (key := stored.left_out(keys)) is not None:
+        raise InvalidInputError(
+            f"{key}: the snapshot has it, and the state to fill has no place for it, but for other values of this "
+            "optimizer: a new optimizer has no state yet; call snapstore.dcp.load(state, reader, step), or pass the "
+            "state that get_optimizer_state_dict(model, optimizer) of torch.distributed.checkpoint.state_dict makes; "
+            "nothing was loaded"
         )

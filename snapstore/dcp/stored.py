@@ -6,7 +6,8 @@ needs them. If the snapshot is rewritten meanwhile, it is read again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from operator import is_not
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -19,14 +20,20 @@ from ..restore.manifests import decoding_of
 from ..restore.overlaps import dim_orders_of
 from ..restore.pipeline import deleted_meanwhile, load, opened, require_decoding_of, ruling_now
 from ..restore.sources import AsRank, Sources
-from ..state import composite_fit
+from ..state import composite_fit, optimizers
 from ..state.arrays import mismatch, torch_dtype
 from ..state.composite import inner_of, plain_of
+from ..state.containers import CONTAINERS, Path, is_mapping, like, shown
+from ..state.differences import MAX_LINES
+from ..state.optimizers import with_sharded_state
 from ..state.restore_buffers import RestoreBuffers, slots_of
-from ..state.tensors import Slot
+from ..state.sharded import sharding_of
+from ..state.stateful import is_strict_module
+from ..state.tensors import Slot, TensorSpec
+from ..state.torch_layouts import layout_of
 from ..state.tree_decode import ELSEWHERE, decode
 from ..text import counted, log
-from .names import Leaf, ObjectTypes, flat_leaves
+from .names import Closed, Leaf, ObjectTypes, flat_leaves, is_tensor
 from .planner import Shards
 
 T = TypeVar("T")
@@ -58,6 +65,7 @@ class StoredState:
     Attributes:
         snapshot: as it was read last.
         leaves: by DCP's keys, in the order of the state.
+        tree: the decoded state.
 
     Raises:
         NotFoundError: the reference names nothing.
@@ -81,7 +89,8 @@ class StoredState:
         self._sources = Sources(self._context, snapshot, None, self._as_rank)
         self._parts = self._sources.parts
         self._decoded = decoding_of(where, ObjectTypes(self._types))
-        self.leaves = flat_leaves(decode(self._parts, decoded=self._decoded), self._decoded, where)
+        self.tree = decode(self._parts, decoded=self._decoded)
+        self.leaves = flat_leaves(self.tree, self._decoded, where)
 
     def _until_read(self, read: Callable[[], T]) -> T:
         """Return the result of `read`; read again if a recode or a compact has rewritten the snapshot meanwhile.
@@ -121,6 +130,80 @@ class StoredState:
         """
         self._until_read(lambda: self._fill(pieces))
 
+    def completed(self, stored: Any, present: Any, target: Any, path: Path) -> Any:
+        """Return the state of an object with a place for each stored value; containers are copied if they change.
+
+        Names that the snapshot lacks go, except those of a module, which would refuse the state: DCP raises an error.
+
+        Args:
+            stored: the decoded value at the place of the object.
+            present: the result of its `state_dict`.
+            target: the object.
+
+        Raises:
+            InvalidInputError: it is an optimizer, and the state does not fit it.
+        """
+        if optimizers.is_optimizer(target):
+            stored = optimizers.with_numbers(stored)
+            found = optimizers.differences(target, stored, present, path, self._spec, self._decoded)
+            if lines := [f"{shown(below)}: {text}" for below, text in found]:
+                raise InvalidInputError(*lines[:MAX_LINES], "nothing was loaded")
+            present = with_sharded_state(target, stored, present, self._spec, self._decoded)
+        if is_strict_module(target):
+            return self._merged(stored, present, kept=present)
+        return self._merged(stored, present)
+
+    def put_back(self, stored: Any, target: Any, loaded: Any) -> None:
+        """Put the values of a loaded state in place of the ones that the loader of an optimizer has cast."""
+        if (found := self._decoded.parameters.get(id(stored))) and optimizers.is_optimizer(target):
+            optimizers.put_back(target, loaded, found[1])
+
+    def _merged(self, stored: Any, present: Any, kept: Any = None) -> Any:
+        if stored is ELSEWHERE or id(stored) in self._decoded.makers:
+            return present
+        if type(stored) not in CONTAINERS:
+            is_alike = is_tensor(stored) == isinstance(present, torch.Tensor) and type(present) not in CONTAINERS
+            return present if is_alike or sharding_of(present) is not None else self._room(stored)
+        if is_mapping(stored) and is_mapping(present):
+            items = {key: self._merged(stored[key], child) for key, child in present.items() if key in stored}
+            items |= {key: child for key, child in (kept or {}).items() if key not in items}
+            items |= {key: self._room(child) for key, child in stored.items() if key not in items}
+            is_same = len(items) == len(present) and all(items.get(key) is child for key, child in present.items())
+            return present if is_same else like(present, items.items())
+        if type(stored) is not type(present) or len(stored) != len(present):
+            return self._room(stored)
+        if type(stored) is not list:
+            return present
+        new = list(map(self._merged, stored, present))
+        return new if any(map(is_not, new, present)) else present
+
+    def _room(self, value: Any) -> Any:
+        """Return a value like a decoded one, with new tensors; DCP replaces all else in it."""
+        if is_tensor(value):
+            return torch.empty_like(self.form(value), device="cpu")
+        if value is ELSEWHERE or type(value) not in CONTAINERS or id(value) in self._decoded.makers:
+            return Closed(value)
+        if is_mapping(value):
+            return like(value, ((key, self._room(child)) for key, child in value.items() if child is not ELSEWHERE))
+        return list(map(self._room, value)) if type(value) is list else value
+
+    def left_out(self, keys: Collection[str]) -> str | None:
+        """Return the key of a value that a load leaves out although it takes others of the same optimizer; or None.
+
+        Args:
+            keys: of the values that it takes.
+        """
+        for path in optimizers.states_in(self.tree, ()):
+            prefix = "".join(f"{element}." for element in path)
+            below = [key for key in self.leaves if key.startswith(prefix)]
+            missing = [key for key in below if key not in keys]
+            if 0 < len(missing) < len(below):
+                return missing[0]
+        return None
+
+    def _spec(self, slot: Slot) -> TensorSpec:
+        return self._parts[slot.part].specs[slot.index]
+
     def is_composite(self, value: Any) -> bool:
         """Return whether the value of a leaf is the plain form of a composite tensor."""
         return id(value) in self._decoded.composites
@@ -137,6 +220,8 @@ class StoredState:
         """
         spec = self._parts[value.part].specs[value.index] if type(value) is Slot else None
         text = composite_fit.mismatch(value, target, self._decoded) if spec is None else mismatch(spec, target)
+        if text is None and spec is None and (layout := layout_of(target)) is not None:
+            text = f"type: a {layout.__qualname__} tensor is restored as a whole"
         if text is not None:
             raise InvalidInputError(f"{key}: {text}; DCP fills only such tensors: use Repository.restore_into")
         if spec is not None:

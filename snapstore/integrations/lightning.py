@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from ..errors import CapabilityError, InvalidInputError, NotFoundError, SnapstoreError
 from ..manager import SnapshotManager
@@ -32,7 +32,7 @@ from ..state.rng import RngState
 from ..text import log, quoted
 from ..threads import imported
 from . import references
-from .lightning_loops import OWN, checkpoint_of, connector, require_ours, validates_next
+from .lightning_loops import OWN, checkpoint_of, connector, require_ours, validates_next, with_classes, with_names
 from .stored_optimizers import StoredOptimizers, put_back_by_name
 
 _NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
@@ -117,7 +117,7 @@ class SnapstoreCheckpointIO(_CheckpointIO):  # type: ignore[misc]  # a class of 
         replaces = references.has_file(path)
         self._wait(only_ended=replaces or path not in self._pending.values())
         step = checkpoint.get("global_step", checkpoint.get("step", 0))
-        handle = self._opened().save(step, checkpoint, force=True, metadata={"path": path})
+        handle = self._opened().save(step, with_names(checkpoint), force=True, metadata={"path": path})
         if replaces:
             self._do(partial(self._publish, handle, path), path)
         else:
@@ -141,7 +141,7 @@ class SnapstoreCheckpointIO(_CheckpointIO):  # type: ignore[misc]  # a class of 
         if isinstance(map_location, dict):
             raise InvalidInputError("map_location: expected a device or None; tensors are not mapped one by one")
         where = self._where if self._manager is None else self._manager.repository
-        return cast(dict[str, Any], references.restore(os.fspath(path), where, map_location, self._types))
+        return with_classes(references.restore(os.fspath(path), where, map_location, self._types))
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove the reference at `path`; forget its snapshot and run gc, with `async_save` in the background.
@@ -305,7 +305,7 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         else:
             restored = manager.restore(step, device="cpu", per_rank=self._per_rank)
             require_ours(manager.run, step, restored, OWN)
-            self._restored, self._stored = restored, StoredOptimizers(manager, step, "optimizer_states")
+            self._restored, self._stored = with_classes(restored), StoredOptimizers(manager, step, "optimizer_states")
             connector(trainer)._loaded_checkpoint = checkpoint_of(self._restored)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -343,6 +343,7 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         if self._manager is None:
             return
         manager, step = self._manager, trainer.global_step
+        self._check_first(trainer, pl_module)
         before, self._seen_step = self._seen_step // manager.save_interval_steps, step
         due = manager.should_save(step) or (step // manager.save_interval_steps > before and not manager.read_only)
         if self._when == "step" and step != self._last_step and (due or self._awaited):
@@ -410,6 +411,14 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         if not self._awaited:
             self._save(trainer)
 
+    def _check_first(self, trainer: Any, pl_module: Any) -> None:
+        """Check the first state: what Lightning saves, without the hooks of callbacks and of the user."""
+        if self._manager is None or self._manager.read_only:
+            return
+        objects = {} if _is_sharded(trainer.strategy) else {"model": pl_module, "optimizers": trainer.optimizers}
+        hparams = [one.hparams for one in (pl_module, trainer.datamodule) if getattr(one, "hparams", None)]
+        self._manager._first_state.check({**objects, "hyper_parameters": hparams})
+
     def _is_told_to_end(self, step: int) -> bool:
         try:
             return self._opened().reached_preemption(step)
@@ -421,7 +430,7 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         names = [*self._metrics, *(policy.metric for policy in manager.keep if isinstance(policy, KeepBest))]
         logged = trainer.callback_metrics
         metrics = {name: logged[name] for name in dict.fromkeys(names) if name in logged}
-        state = connector(trainer).dump_checkpoint(weights_only=False)
+        state = with_names(connector(trainer).dump_checkpoint(weights_only=False))
         if _is_sharded(trainer.strategy):
             _require_sharded(state)
         elif "optimizer_states" in state:
@@ -449,7 +458,7 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         for optimizer, state in zip(optimizers, target["optimizer_states"], strict=True):
             distributed.set_optimizer_state_dict(model, optimizer, state)
             put_back_by_name(model, optimizer, state)
-        return {key: value.value if isinstance(value, PerRank) else value for key, value in target.items()}
+        return with_classes({key: one.value if isinstance(one, PerRank) else one for key, one in target.items()})
 
 
 def _is_sharded(strategy: Any) -> bool:

@@ -11,11 +11,14 @@ from typing import Any
 
 from ..errors import CapabilityError, InvalidInputError
 from ..text import log
+from ..threads import imported
 
 #: The key of a checkpoint under which `SnapshotCallback` stores what Lightning does not.
 OWN = "snapstore"
 #: The releases of Lightning whose private names `connector` knows.
 _KNOWN = ((2, 5), (2, 6))
+#: The parts that are a class: that of the hyperparameters, if they are a config of OmegaConf.
+_CLASSES = ("hparams_type", "datamodule_hparams_type")
 #: In the state of torchdata's StatefulDataLoader: whether its iterator has ended.
 _ENDED = "_iterator_finished"
 
@@ -88,3 +91,18 @@ def validates_next(trainer: Any) -> bool:
     if epochs is None:
         return bool((trainer.fit_loop.total_batch_idx + 1) % every == 0)
     return bool((trainer.current_epoch + 1) % epochs == 0 and (trainer.fit_loop.batch_idx + 1) % every == 0)
+
+
+def with_names(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint with the names of its classes in their places."""
+    found = {key: checkpoint.get(key) for key in _CLASSES}
+    names = {key: f"{one.__module__}.{one.__qualname__}" for key, one in found.items() if isinstance(one, type)}
+    return {**checkpoint, **names} if names else checkpoint
+
+
+def with_classes(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return a restored checkpoint with the classes of OmegaConf that it names, if the program has imported them."""
+    module = imported("omegaconf")
+    kinds = () if module is None else (module.DictConfig, module.ListConfig)
+    known = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in kinds}
+    return {key: known.get(one, one) if key in _CLASSES else one for key, one in checkpoint.items()}

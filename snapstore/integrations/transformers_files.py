@@ -24,6 +24,7 @@ from ..manager import SnapshotManager
 from ..ranks import place
 from ..restore.pipeline import read
 from ..state.composite import require_classes
+from ..state.objects import allowed_classes
 from ..text import counted, log
 from .stored_optimizers import StoredOptimizers
 
@@ -86,7 +87,8 @@ def checkpoint_dir(
         _write_files(manager, step, path)
         _OPEN[manager] = step, path
         try:
-            yield str(path)
+            with torch.serialization.safe_globals(allowed_classes()):  # the Trainer reads the files with torch.load
+                yield str(path)
         finally:
             _OPEN.pop(manager, None)
 

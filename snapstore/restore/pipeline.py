@@ -25,8 +25,7 @@ from ..errors import (
 )
 from ..format.records import SWEPT, Snapshot
 from ..state.arrays import require_memory_of_tensors
-from ..state.classes import Types
-from ..state.composite import registered_classes
+from ..state.classes import Types, known_classes
 from ..state.fit import Fit
 from ..state.restore_buffers import RestoreBuffers, Want
 from ..state.restore_plan import PARTLY_FILLED, RestorePlan
@@ -218,7 +217,7 @@ def restore(
         keys=fit,
         device=device,
         on_device=context.engines.on_device,
-        decoded=decoding_of(snapshot.ref, Types(types, target.into, registered_classes())),
+        decoded=decoding_of(snapshot.ref, Types(types, target.into, known_classes())),
         elsewhere=sources.elsewhere,
     )
     specs = (sources.parts[want.part].specs[want.entry] for want in plan.wants)

@@ -145,10 +145,17 @@ class Group:
             DifferentStructureError: it has other strides since then: a part of it may have been copied already.
         """
         k, span = int(self.at[i]), self._slots[i].span
+        form = match.structure.forms[k]
+        _require_form(match.tensors[k], form)  # first: for `take` it would be an error
         whole = Held(match.tensors[k], self._specs[i]).take()
-        if (whole.stride(), whole.is_conj(), whole.is_neg()) != match.structure.forms[k]:
-            raise DifferentStructureError
+        _require_form(whole, form)
         return whole if span is None else whole.narrow(0, *span)
+
+
+def _require_form(tensor: Any, form: tuple[Any, ...]) -> None:
+    """Raise DifferentStructureError if a tensor has other strides, or is another kind of view, than in a structure."""
+    if (tensor.stride(), tensor.is_conj(), tensor.is_neg()) != form:
+        raise DifferentStructureError
 
 
 class SmallCopies:

@@ -18,12 +18,13 @@ from ..engine.registry import Engines
 from ..errors import InvalidInputError, UnsupportedLeafError
 from ..state.arrays import describe, device_of
 from ..state.containers import Path, display
-from ..state.flatten import flatten
+from ..state.flatten import flatten, require_stored_forms
 from ..state.held_array import Held
 from ..state.stateful import is_stateful
 from ..state.tensors import TensorSpec, array_node, is_array
 from ..state.tree_encode import encode_plain
 from ..state.wrapped import unwrapped
+from .handle import SaveHandle
 from .inputs import PartInput, TensorInput, inputs_of
 
 _END = object()
@@ -32,6 +33,38 @@ _END = object()
 def is_stream(state: Any) -> bool:
     """Return whether a state is an iterator of (path, tensor), or the items of a dict."""
     return isinstance(state, Iterator | ItemsView) and not is_stateful(state)
+
+
+class FirstState:
+    """Checks the first state that a manager gets, so that one that cannot be saved is found before a save is due.
+
+    An optimizer has no state before its first step, so it may pass here and be refused by its first save.
+
+    Each rank checks its own state: no save begins, so there is nothing to agree on.
+
+    Args:
+        of_rank: whether several ranks save together.
+    """
+
+    def __init__(self, *, of_rank: bool) -> None:
+        self._of_rank, self._is_new = of_rank, True
+
+    def skip(self, state: Any) -> SaveHandle:
+        """Return the handle of a save that is not due; check the state as `check` does."""
+        self.check(state)
+        return SaveHandle(skipped=True)
+
+    def check(self, state: Any) -> None:
+        """Check a state if it is the first; None and an iterator are none.
+
+        Raises:
+            UnsupportedLeafError: It has values without a stored form; up to 20 are named.
+            InvalidInputError: It contains itself, or a `state_dict()` failed.
+        """
+        if not self._is_new or state is None or is_stream(state):
+            return
+        self._is_new = False
+        require_stored_forms(state, of_rank=self._of_rank)
 
 
 def inputs_of_state(state: Any, engines: Engines) -> list[PartInput]:

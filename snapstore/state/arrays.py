@@ -27,6 +27,7 @@ from .containers import shown
 from .dim_order import dim_order_of, inverse
 from .sharded import Sharding, locals_of, sharding_of
 from .tensors import MAX_DIMENSIONS, TORCH_DTYPES, TensorSpec, family, is_array, numpy_dtype, numpy_dtype_name
+from .torch_layouts import LAYOUTS
 from .wrapped import unwrapped
 
 if TYPE_CHECKING:
@@ -128,6 +129,10 @@ def _tensor_form(form: type, dtype: torch.dtype, layout: Any) -> tuple[str, str,
             advice = "call its module once, so that it has a shape and values"
     elif layout is not torch.strided:
         problem = f"{layout} tensor"
+        if str(layout).removeprefix("torch.") in LAYOUTS:
+            advice = "save it in a nested state, such as a dict"
+        elif layout == "nested":
+            advice = "pass list(tensor.unbind()), or a nested tensor of layout=torch.jagged"
     elif name not in TORCH_DTYPES:
         problem = f"tensor of dtype {dtype}"
         if name.startswith(("qint", "quint")):

@@ -1,9 +1,10 @@
 """Values of common classes: paths, times, enums, dataclasses, named tuples, namespaces, subclasses of plain types.
 
-In: a value of a state. Out: its form as plain values and the name of its class; and back. Two kinds of classes:
+In: a value of a state. Out: its form as plain values and the name of its class; and back. Three kinds of classes:
 
 - Classes of the standard library (pathlib, datetime, argparse.Namespace, types.SimpleNamespace). Their values come back
   exactly.
+- Objects that objects.py allows, whose plain form is the dict of their attributes.
 - Classes of users, which snapstore knows only by name. Their values come back in the plain form: a dict of the fields
   of a dataclass, a tuple for a named tuple, the value of an enum's member (its name if the value is no scalar), and a
   dict, list, str, int or float for a subclass of these. `Types` has the classes that a caller passes, and makes values
@@ -27,8 +28,9 @@ from typing import Any
 
 from ..errors import InvalidInputError, UnsupportedLeafError
 from ..text import quoted, said
-from . import composite
+from . import composite, configs, objects
 from .containers import CONTAINERS, MAX_DEPTH, Path, children, shown
+from .torch_layouts import LAYOUTS
 
 PATHS: dict[str, type[pathlib.PurePath]] = {
     "posix": pathlib.PosixPath,
@@ -139,6 +141,8 @@ def form_of(value: Any) -> Form | None:
 
 def _unchecked_form_of(value: Any) -> Form | None:
     kind = type(value)
+    if (config := configs.form_of(value)) is not None:
+        return Form(config[0], configs.MODULE, *config[1:])
     base = next((base for base in (str, int, float) if isinstance(value, base)), None)
     plain = view_of(value) if base is None else _as_base(base, value)
     if plain is None or kind is base:
@@ -146,6 +150,9 @@ def _unchecked_form_of(value: Any) -> Form | None:
     if is_namespace(value):
         return Form("namespace", kind.__module__, kind.__qualname__, plain)
     if composite.is_composite(value):
+        kind = composite.kind_of(value)
+        return Form("dataclass", kind.__module__, kind.__qualname__, plain)
+    if objects.is_allowed(kind):
         return Form("dataclass", kind.__module__, kind.__qualname__, plain)
     attributes = {**getattr(value, "__dict__", {}), **_slots(value)}
     if dataclasses.is_dataclass(value):
@@ -240,17 +247,21 @@ class Types:
             _check_class(given)
         self._into, self._known = into, known
         self._names: dict[tuple[str, str], type] | None = None
-        self._qualified: dict[str, list[type]] = {}
+        self._qualified: list[dict[str, list[type]]] = []  # of the classes that were passed, and of the others
 
     def find(self, module: str, name: str) -> type | None:
         """Return the class of this module and qualified name, or else the only one of this qualified name."""
         if self._names is None:
-            found = [*self._given, *dict.fromkeys(_classes_in(self._into, 0, {})), *self._known]
-            self._names = {(kind.__module__, kind.__qualname__): kind for kind in reversed(found)}
-            for kind in self._names.values():
-                self._qualified.setdefault(kind.__qualname__, []).append(kind)
-        alike = self._qualified.get(name, [])
-        return self._names.get((module, name)) or (alike[0] if len(alike) == 1 else None)
+            passed = [*self._given, *dict.fromkeys(_classes_in(self._into, 0, {}))]
+            known = [*self._known, *LAYOUTS.values()]
+            self._names = {(kind.__module__, kind.__qualname__): kind for kind in reversed([*passed, *known])}
+            for kinds in (passed, known):
+                alike: dict[str, dict[str, type]] = {}
+                for kind in kinds:
+                    alike.setdefault(kind.__qualname__, {})[kind.__module__] = kind
+                self._qualified.append({qualified: list(found.values()) for qualified, found in alike.items()})
+        found = next((kinds[name] for kinds in self._qualified if name in kinds), [])
+        return self._names.get((module, name)) or (found[0] if len(found) == 1 else None)
 
     def maker(self, form: Form, path: Path) -> Make | None:
         """Return the function that makes a value of a stored form's class; None: its plain form is the value.
@@ -260,6 +271,9 @@ class Types:
         """
         if form.kind == "namespace":
             return functools.partial(_make_namespace, f"{form.module}.{form.name}")
+        if form.module == configs.MODULE:
+            make = configs.maker(form.name, self.find)
+            return None if make is None else functools.partial(_make_config, make, form.name, path)
         kind = self.find(form.module, form.name)
         if kind is None:
             return None
@@ -288,6 +302,7 @@ def _classes_in(state: Any, depth: int, seen: dict[int, Any]) -> Iterator[type]:
         return
     if isinstance(state, (Enum, str, int, float)):
         yield type(state)
+    yield from configs.classes_in(state)
     view = state if type(state) in CONTAINERS else view_of(state)
     if view is not None:
         if view is not state:
@@ -306,7 +321,7 @@ def view_of(value: Any) -> Any:
         return composite.plain_of(value)
     if dataclasses.is_dataclass(value):
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
-    if is_namespace(value):
+    if is_namespace(value) or objects.is_allowed(kind):
         return dict(vars(value))
     if isinstance(value, tuple):
         return tuple(value) if isinstance(getattr(kind, "_fields", None), tuple) else None
@@ -329,17 +344,43 @@ def put_back(value: Any, view: Any) -> None:
 
 
 def _check_class(kind: Any) -> None:
+    given: Any = kind
     known = isinstance(kind, type) and (
         issubclass(kind, (Enum, *_BASES))
         or dataclasses.is_dataclass(kind)
         or hasattr(kind, "_fields")
         or composite.is_composite_class(kind)
+        or objects.has_attributes_only(given)
     )
     if not known:
         raise InvalidInputError(
-            f"types: {quoted(kind)} is no dataclass, Enum, named tuple, subclass of dict, list, str, int or float, or "
-            "tensor of other tensors (__tensor_flatten__)"
+            f"types: {quoted(kind)} is no dataclass, Enum, named tuple, subclass of dict, list, str, int or float, "
+            "tensor of other tensors (__tensor_flatten__), or class of objects that have only attributes"
         )
+
+
+def known_classes() -> list[type]:
+    """Return the classes that need not be passed: the program allows `torch.load` to make them, as torchao's import
+    does, or objects.py lists them; and Enums and dataclasses beside an allowed composite tensor. They are imported.
+    """
+    kinds = [kind for kind in objects.safe_globals() if isinstance(kind, type)]
+    tensors = [kind for kind in kinds if composite.is_composite_class(kind)]
+    beside = [value for kind in tensors for value in vars(sys.modules.get(kind.__module__, kind)).values()]
+    names = {kind.__module__ for kind in tensors}
+    found = [value for value in beside if isinstance(value, type) and value.__module__ in names and _is_plain(value)]
+    return [*tensors, *filter(_is_of_users, kinds), *found, *objects.allowed_classes()]
+
+
+def _is_plain(kind: Any) -> bool:
+    """Return whether a class is an Enum or a dataclass."""
+    return issubclass(kind, Enum) or dataclasses.is_dataclass(kind)
+
+
+def _is_of_users(kind: Any) -> bool:
+    is_known = (
+        issubclass(kind, Enum) or dataclasses.is_dataclass(kind) or isinstance(getattr(kind, "_fields", 0), tuple)
+    )
+    return is_known or objects.has_attributes_only(kind)
 
 
 def _make(kind: type, form: Form, path: Path, plain: Any) -> Any:
@@ -347,7 +388,7 @@ def _make(kind: type, form: Form, path: Path, plain: Any) -> Any:
         if composite.is_composite_class(kind):
             return composite.make(kind, plain)
         if form.kind == "dataclass":
-            return _make_dataclass(kind, plain)
+            return _make_dataclass(kind, plain) if dataclasses.is_dataclass(kind) else _make_object(kind, plain)
         if form.kind == "namedtuple":
             if not (issubclass(kind, tuple) and hasattr(kind, "_fields")):
                 raise TypeError("it is not a named tuple")
@@ -359,10 +400,8 @@ def _make(kind: type, form: Form, path: Path, plain: Any) -> Any:
         raise _does_not_fit(path, kind, error) from error
 
 
-def _make_dataclass(kind: type, plain: dict[str, Any]) -> Any:
+def _make_dataclass(kind: Any, plain: dict[str, Any]) -> Any:
     """Return an instance with these fields, made without `__init__`, as pickle and copy make it."""
-    if not dataclasses.is_dataclass(kind):
-        raise TypeError("it is no dataclass")
     fields = {field.name: field for field in dataclasses.fields(kind)}
     if unknown := plain.keys() - fields.keys():
         raise TypeError(f"it has no fields {sorted(unknown)}")
@@ -377,6 +416,21 @@ def _make_dataclass(kind: type, plain: dict[str, Any]) -> Any:
         else:
             raise TypeError(f"its field {name!r} has no default and is not stored")
     return value
+
+
+def _make_object(kind: Any, plain: dict[str, Any]) -> Any:
+    if not objects.has_attributes_only(kind):
+        raise TypeError("it is no dataclass, and its objects have more than attributes")
+    return objects.make(kind, plain)
+
+
+def _make_config(make: Make, name: str, path: Path, plain: Any) -> Any:
+    try:
+        return make(plain)
+    except Exception as error:  # of OmegaConf
+        raise InvalidInputError(
+            f"{shown(path)}: cannot make a {name} of OmegaConf of what is stored: {said(error)}"
+        ) from error
 
 
 def _make_namespace(name: str, plain: dict[str, Any]) -> Any:

@@ -4,8 +4,9 @@ In: a tensor of a class with torch's `__tensor_flatten__` and `__tensor_unflatte
 together. Out: its plain form, a dict of its tensors by name, with its context and its shape; and back. So a snapshot
 has the tensors in it, as chunks like all others, and the name of its class (classes.py).
 
-Classes of torch itself are none: a DTensor is a shard of a larger tensor, and others stand for values that are still
-computed. A wrapper for all-gathers is none either if its inner tensor has all its values (wrapped.py).
+Sparse, jagged and quantized tensors of torch are composite too (torch_layouts.py). Other classes of torch are none: a
+DTensor is a shard of a larger tensor, and others stand for values that are still computed. A wrapper for all-gathers is
+none either if its inner tensor has all its values (wrapped.py).
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from typing import Any, TypeVar
 
 from ..errors import InvalidInputError, UnsupportedLeafError
 from ..threads import imported
+from . import torch_layouts
 from .containers import CONTAINERS, MAX_DEPTH, Path, children, shown
 from .sharded import dtensor_like, sharding_of
+from .torch_layouts import is_layout, layout_of
 from .wrapped import unwrapped
 
 #: The keys of the plain form that hold no tensor: what `__tensor_flatten__` returns beside the names, and the shape;
@@ -35,7 +38,12 @@ T = TypeVar("T")
 def is_composite(value: Any) -> bool:
     """Return whether a value is a composite tensor."""
     kind: Any = type(value)
-    return _is_class(kind) and unwrapped(value) is value
+    return (_is_class(kind) and unwrapped(value) is value) or layout_of(value) is not None
+
+
+def kind_of(value: Any) -> Any:
+    """Return the class of a composite tensor; of one of torch's own, its kind in torch_layouts.py."""
+    return layout_of(value) or type(value)
 
 
 def core_of(value: Any) -> Any:
@@ -50,7 +58,7 @@ def core_of(value: Any) -> Any:
 
 def like(value: Any, plain: Plain) -> Any:
     """Return the composite tensor of a plain form, in the class of another one, and in a DTensor if that is in one."""
-    new = make(type(core_of(value)), plain)
+    new = make(kind_of(core_of(value)), plain)
     return new if is_composite(value) else dtensor_like(value, new)
 
 
@@ -66,7 +74,7 @@ def _is_class(kind: Any) -> bool:
 
 def is_composite_class(kind: Any) -> bool:
     """Return whether values of a class may be composite tensors."""
-    return isinstance(kind, type) and _is_class(kind)
+    return isinstance(kind, type) and (_is_class(kind) or is_layout(kind))
 
 
 def plain_of(value: Any) -> Plain:
@@ -76,11 +84,27 @@ def plain_of(value: Any) -> Plain:
         UnsupportedLeafError: A tensor in it has the name of another entry of the form.
     """
     core = core_of(value)
-    names, context = core.__tensor_flatten__()
-    if taken := {CONTEXT, SHAPE, SHARD} & {*names}:
+    inner, context, shape = _flatten(core)
+    if taken := {CONTEXT, SHAPE, SHARD} & {*inner}:
         raise UnsupportedLeafError(f"{type(core).__name__} has a tensor of the name {min(taken)}: rename it")
-    form = {**{name: getattr(core, name) for name in names}, CONTEXT: context, SHAPE: core.shape}
+    form = {**inner, CONTEXT: context, SHAPE: shape}
     return form if core is value else {**form, SHARD: shard_of(value)}
+
+
+def _flatten(core: Any) -> tuple[Plain, Any, Any]:
+    """Return the tensors in a composite tensor by name, its context, and its shape."""
+    if layout_of(core) is not None:
+        return torch_layouts.flatten(core)
+    names, context = core.__tensor_flatten__()
+    return {name: getattr(core, name) for name in names}, context, core.shape
+
+
+def fillable(value: Any) -> Any:
+    """Return the plain form of a composite tensor whose tensors can be filled; None for one of torch's own, which is
+    made and assigned as a whole; any other value itself.
+    """
+    core = core_of(value)
+    return value if core is None else None if layout_of(core) is not None else plain_of(value)
 
 
 def shard_of(value: Any) -> tuple[Any, ...]:
@@ -110,19 +134,17 @@ def tensors_of(value: Any, names: list[str], about: About) -> list[Any] | None:
         return None
     kind: Any = type(value)
     value = value if _is_class(kind) else core_of(value)
-    if value is None:
+    if value is None or (value.requires_grad and layout_of(value) is None):
         return None
     with sys.modules["torch"]._C.DisableTorchFunctionSubclass():
-        found, now = value.__tensor_flatten__()
-        if list(found) != names or value.requires_grad or not _is_same((now, value.shape), (context, shape)):
-            return None
-    return [getattr(value, name) for name in names]
+        found, *now = _flatten(value)
+        return list(found.values()) if list(found) == names and _is_same(now, [context, shape]) else None
 
 
 def dtensor_spec(value: Any) -> Any:
     """Return the mesh, placements and shape of a DTensor, or None for a composite tensor."""
     kind: Any = type(value)
-    return None if _is_class(kind) else getattr(value, "_spec", None)
+    return None if _is_class(kind) or layout_of(value) else getattr(value, "_spec", None)
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -176,20 +198,10 @@ def make(kind: Any, plain: Plain) -> Any:
     if not is_plain_form(plain) or not all(isinstance(value, torch.Tensor) for value in inner.values()):
         raise TypeError("it has other fields than tensors, a context and a shape")
     shape = torch.Size(plain[SHAPE])
+    if is_layout(kind):
+        return torch_layouts.make(kind, inner, plain[CONTEXT], shape)
     strides = [*accumulate(shape[:0:-1], mul, initial=1)][::-1] if shape else []
     value = kind.__tensor_unflatten__(inner, plain[CONTEXT], shape, tuple(strides))
     if type(value) is not kind or value.shape != shape:
         raise TypeError(f"it makes a {type(value).__name__} of shape {tuple(value.shape)}, stored is {tuple(shape)}")
     return value
-
-
-def registered_classes() -> list[type]:
-    """Return the classes of composite tensors that the program allows `torch.load` to make, as torchao's import does.
-
-    See torch.serialization.add_safe_globals. They are imported already.
-    """
-    torch = imported("torch")
-    if torch is None:
-        return []
-    found = (one[0] if type(one) is tuple else one for one in torch.serialization.get_safe_globals())
-    return [one for one in found if is_composite_class(one)]

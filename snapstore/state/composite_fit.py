@@ -10,10 +10,14 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from . import composite
+from . import composite, torch_layouts
+from .classes import Make, Types
 from .containers import CONTAINERS, Path, children, is_mapping
 from .repeated_places import same_plain
-from .tree_decode import Decoded
+from .restore_buffers import RestoreBuffers
+from .tensors import Node, StoredPart
+from .torch_layouts import is_layout
+from .tree_decode import Decoded, decode
 from .tree_encode import type_name
 
 _ABSENT: Any = object()
@@ -35,7 +39,7 @@ def differences(stored: Any, present: Any, path: Path, decoded: Decoded) -> Iter
         if text is not None:
             yield path, stored, text
         elif present is not _ABSENT:
-            decoded.makers[id(stored)] = stored, partial(composite.like, present)
+            decoded.makers[id(stored)] = stored, _maker(stored, present)
     elif type(stored) in CONTAINERS:
         is_alike = type(present) in CONTAINERS and is_mapping(present) == is_mapping(stored)
         there = {key: child for _, key, child in children(present)} if is_alike else {}
@@ -43,22 +47,28 @@ def differences(stored: Any, present: Any, path: Path, decoded: Decoded) -> Iter
             yield from differences(child, there.get(key, _ABSENT), (*path, element), decoded)
 
 
-def mismatch(stored: Any, present: Any, decoded: Decoded) -> str | None:
-    """Return why a value of the target cannot become a stored composite tensor, or None if it can."""
+def mismatch(stored: Any, present: Any, decoded: Decoded, *, in_place: bool = False) -> str | None:
+    """Return why a value of the target cannot become a stored composite tensor, or None if it can.
+
+    Args:
+        in_place: Whether it stays the object; else its object gets a new one.
+    """
     _, module, name = decoded.composites.get(id(stored), (None, "", type(stored).__name__))
     if present is _ABSENT:
         if id(stored) in decoded.makers:
             return None
+        module, name = decoded.unmade.get(id(stored), (module, name))
         return f"type: {module}.{name} is not known here: import {module}, or pass types=[{name}]"
     core = composite.core_of(present)
-    if core is None or type(core).__qualname__ != name:
+    kind: Any = None if core is None else composite.kind_of(core)
+    if kind is None or kind.__qualname__ != name:
         return f"type: expected {type_name(present)} as in the target, got {module}.{name}"
     plain = composite.plain_of(present)
     tensors = [[*composite.inner_of(one)] for one in (plain, stored)]
-    if {*tensors[0]} != {*tensors[1]}:
+    if not is_layout(kind) and {*tensors[0]} != {*tensors[1]}:
         return f"type: expected a {name} of tensors {tensors[0]} as in the target, got {tensors[1]}"
     if not same_plain(stored[composite.SHAPE], plain[composite.SHAPE]):
-        return f"shape: expected {tuple(core.shape)} as in the target, got {stored[composite.SHAPE]}"
+        return f"shape: expected {tuple(plain[composite.SHAPE])} as in the target, got {stored[composite.SHAPE]}"
     shards = [one.get(composite.SHARD) for one in (plain, stored)]
     if None not in shards and not same_plain(*shards[::-1]):
         return (
@@ -66,9 +76,31 @@ def mismatch(stored: Any, present: Any, decoded: Decoded) -> str | None:
             "has saved, so use the mesh and placements of the save"
         )
     context = stored[composite.CONTEXT], plain[composite.CONTEXT]
-    if not same_plain(*context):
+    if is_layout(kind):
+        return torch_layouts.misfit(context[0], core, in_place=in_place)
+    if not same_plain(*context) and not same_plain(context_like(decoded.contexts[id(stored)], context[1]), context[1]):
         return f"context of {name}: expected {context[1]} as in the target, got {context[0]}"
     return None
+
+
+def _maker(stored: Any, present: Any) -> Make:
+    """Return the function that makes a stored composite tensor in the class of the present one, which it fits."""
+    context = composite.plain_of(present)[composite.CONTEXT]
+    if is_layout(composite.kind_of(composite.core_of(present))) or same_plain(stored[composite.CONTEXT], context):
+        return partial(composite.like, present)
+    return lambda plain: composite.like(present, {**plain, composite.CONTEXT: context})  # with values of its classes
+
+
+def context_like(node: Node, present: Any) -> Any:
+    """Return a stored context with the classes of the values in another one.
+
+    Raises:
+        InvalidInputError: A class does not take what is stored.
+        FormatError: No save can have made the node.
+    """
+    decoded = Decoded(types=Types(into=present))
+    tree = decode([StoredPart("", node, ())], decoded=decoded)
+    return RestoreBuffers([], None, decoded=decoded).build(tree)
 
 
 def _boxes(shard: Any) -> str:

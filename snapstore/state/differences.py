@@ -7,13 +7,15 @@ Stateless but for `Differences`, which one restore fills; torch is not imported.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
+from types import MappingProxyType
 from typing import Any
 
 from ..text import counted
 from .containers import CONTAINERS, Path, children, display, is_mapping, leaves, shown
+from .tensors import Slot
 
 MAX_LINES = 50  # differences that one error lists
 MIN_LINES = 4  # differences that it lists of each part, if the part has so many
@@ -47,26 +49,30 @@ class Differences:
         self._parts.setdefault(path[:1], [])
         self._renamed.setdefault(path[:1], []).append((names, advice))
 
-    def message(self, stored: Any, into: Any, *, all_selected: bool) -> list[str]:
+    def message(self, stored: Any, into: Any, *, all_selected: bool, wholes: Sequence[Path] = ()) -> list[str]:
         """Return the lines of the error.
 
         Args:
             stored, into: The roots of both sides.
             all_selected: Whether the restore has no `keys`; the text then recommends some.
+            wholes: The paths of values that are restored as a whole or not at all, such as an optimizer's state.
         """
+        leaves_of_all = [path for found in self._parts.values() for path, _ in found]
+        cut = [whole for whole in wholes if any(path[: len(whole)] == whole for path in leaves_of_all)]
         each = max(MIN_LINES, MAX_LINES // len(self._parts))
         lines: list[str] = []
         for part in list(self._parts)[:MAX_LINES]:
             lines += self._lines(part, _names(stored), _names(into), each)
         if len(self._parts) > MAX_LINES:
             lines.append(f"... and {len(self._parts) - MAX_LINES} more parts")
+        advice = self._advice(stored, into, cut, all_selected=all_selected)
         return [
             "the snapshot does not fit the target; nothing was changed:",
             *(f"  {line}" for line in lines),
-            f"restore without a target to get all of it, or {self._advice(stored, into, all_selected=all_selected)}",
+            f"restore without a target to get all of it, or {advice}",
         ]
 
-    def _advice(self, stored: Any, into: Any, *, all_selected: bool) -> str:
+    def _advice(self, stored: Any, into: Any, cut: Sequence[Path], *, all_selected: bool) -> str:
         """Return what to restore instead.
 
         `keys` can select the parts without a difference. But they would leave out a whole part, such as the optimizer,
@@ -75,9 +81,9 @@ class Differences:
         kinds = {text for found in self._parts.values() for _, text in found}
         both = _names(stored).keys() & _names(into).keys()
         partly = any(IN_SNAPSHOT in dict(found).values() for part, found in self._parts.items() if {*part} & both)
-        if partly and not self._renamed and kinds <= {IN_INTO, IN_SNAPSHOT}:
+        if partly and not cut and not self._renamed and kinds <= {IN_INTO, IN_SNAPSHOT}:
             return "only the names that both have: restore_into(..., strict=False); the others keep their values"
-        fitting = self._fitting(stored) if all_selected else []
+        fitting = self._fitting(stored, cut) if all_selected else []
         what = "what the target has" if not self._renamed and kinds == {IN_INTO} else "the parts that fit"
         return f"only {what}: restore_into(..., keys={fitting})" if fitting else "with `keys` what fits"
 
@@ -100,7 +106,7 @@ class Differences:
         lines += [f"  {shown(path)}: {text}{note if path in here & there else ''}" for path, text in found[:each]]
         return [*lines, f"  ... and {len(found) - each} more"] if len(found) > each else lines
 
-    def _fitting(self, stored: Any) -> list[str]:
+    def _fitting(self, stored: Any, cut: Sequence[Path]) -> list[str]:
         """Return `keys` that select what fits: parts without a difference; and, of parts whose only differences are
         names that `into` lacks, the other names.
 
@@ -120,7 +126,7 @@ class Differences:
             elif path in self._renamed or any(text != IN_INTO for _, text in found):
                 others.append(shown(path))
             else:
-                missing = {leaf for leaf, _ in found}
+                missing = {*cut, *(leaf for leaf, _ in found)}
                 for leaf, _ in leaves(child, path):
                     lacks = any(leaf[:length] in missing for length in range(1, len(leaf) + 1))
                     (others if lacks else within).append(display(leaf))
@@ -224,3 +230,20 @@ def _lead(names: Iterable[str]) -> str:
     first, *others = names
     lead = "".join(f"{name}." for name in takewhile(WRAPPERS.__contains__, first.split(".")))
     return lead if all(name.startswith(lead) for name in others) else ""
+
+
+def sequence_name(value: Any) -> str:
+    """Return the type of a list, tuple or deque for a message."""
+    name = type(value).__name__
+    return f"{name}(maxlen={value.maxlen})" if isinstance(value, deque) else name
+
+
+def stored_name(stored: Any, composites: Mapping[int, Any] = MappingProxyType({})) -> str:
+    """Return the type of a decoded value for a message.
+
+    Args:
+        composites: See `Decoded`.
+    """
+    if id(stored) in composites:
+        return ".".join(composites[id(stored)][1:])
+    return stored.tag if type(stored) is Slot else type(stored).__name__

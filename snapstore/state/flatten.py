@@ -38,9 +38,9 @@ from .containers import CONTAINERS, Items, Path, items_of
 from .held_array import Held
 from .learner import DifferentStructureError, own_key
 from .optimizers import expand
-from .per_rank import is_per_rank
+from .per_rank import PerRank, is_per_rank
 from .sharded import Sharding, locals_of, sharding_of
-from .stateful import buffers_of, is_stateful, names_in_modules
+from .stateful import buffers_of, is_of_torch, is_stateful, names_in_modules
 from .structure import Structure, learn
 from .tensors import Node, TensorSpec, array_node
 from .tree_encode import PLAIN, Encoder, encode_plain
@@ -116,6 +116,19 @@ def flatten_and_learn(state: Any, *, of_rank: bool = False) -> tuple[list[Part],
         return parts, None
 
 
+def require_stored_forms(state: Any, *, of_rank: bool = False) -> None:
+    """Check that a state can be saved, as far as can be told without objects other than modules and optimizers.
+
+    Other objects are not asked for their state: a data loader would start its workers, or draw random numbers.
+
+    Raises:
+        UnsupportedLeafError, InvalidInputError: as `flatten`.
+    """
+    flattener = _RankFlattener() if of_rank else _Flattener()
+    flattener.is_check = True
+    flattener.parts(state)
+
+
 class _Memories:
     """The memories of arrays, and where each was put first."""
 
@@ -152,6 +165,7 @@ class _Flattener:
         self.states: dict[int, Any] = {}  # id of an object -> what its `state_dict` returned
         self._objects: dict[Path, Any] = {}  # the objects that were asked for their state
         self.is_repeated = False  # whether an object was asked for its state twice
+        self.is_check = False  # whether only modules and optimizers are asked
         self._encoder = Encoder(self._put, self._expand, columnar=True)
 
     def parts(self, state: Any) -> list[Part]:
@@ -180,6 +194,8 @@ class _Flattener:
         return replace(self._part, tree=tree())
 
     def _expand(self, value: Any, path: Path) -> tuple[Any, list[Node] | None] | None:
+        if self.is_check and is_stateful(value) and not (type(value) is PerRank or is_of_torch(value)):
+            return {}, None
         expanded = expand(value, path)
         if expanded is not None:
             self.is_repeated = self.is_repeated or id(value) in self.states

@@ -18,7 +18,7 @@ from typing import Any
 
 from ..errors import FormatError
 from . import composite
-from .arrays import Array, address_of
+from .arrays import Array, address_of, memory_key
 from .containers import CONTAINERS, Path
 from .held_array import Held
 from .optimizers import Parameters, node_of, parameters_of
@@ -170,7 +170,7 @@ class Learner:
 
     def _learn_composite(self, value: Any, node: Node, path: Path, part: str) -> Container:
         """Return the tensors in a composite tensor as a list. Its node stays as it is."""
-        kind = type(composite.core_of(value))
+        kind = composite.kind_of(composite.core_of(value))
         _, _, *name, (_, keys, children) = node
         count = keys.index(composite.CONTEXT)
         names, nodes, (context, shape) = keys[:count], children[:count], children[count : count + 2]
@@ -195,7 +195,9 @@ class Learner:
         if not is_same and sharding_of(array) is not None:  # its local tensor was flattened
             is_same = address_of(local_of(array)) == address_of(held.value)
         if not is_same and type(array) is not bytearray:  # a copy of it was flattened
-            raise DifferentStructureError
+            key = memory_key(array)  # a composite tensor may make objects over the tensors in it
+            if key is None or key != memory_key(held.value):
+                raise DifferentStructureError
         self.arrays.append(array)
         self.rows.append(row)
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..errors import InvalidInputError
 from ..text import said
-from . import composite, optimizers
+from . import composite, objects, optimizers
 from .arrays import dtype_name
 from .containers import CONTAINERS, Path, children, is_mapping, shown
 from .differences import MAX_LINES
@@ -50,7 +50,7 @@ def arrays_of_both(
         if is_array(present) and matches(path):
             yield path, stored, present
         return
-    present = composite.plain_of(present) if composite.core_of(present) is not None else present
+    present = composite.fillable(present)
     if type(stored) in CONTAINERS and type(present) in CONTAINERS and is_mapping(stored) == is_mapping(present):
         there = {key: child for _, key, child in children(present)}
         for element, key, child in children(stored):
@@ -96,6 +96,7 @@ class ObjectLoads:
         except Exception as error:
             advice = [_FILL_DTENSORS] if "DTensor" in str(error) else []
             raise InvalidInputError(f"{name} failed: {said(error)}", *advice) from error
+        objects.move_beside_parameters(load.object)
         if (slot := self._buffers.changed_since(filled)) is not None:
             raise InvalidInputError(
                 f"{name} changed {shown(self._buffers.spec(slot).path)}, so the state differs from the snapshot: a "

@@ -80,8 +80,8 @@ def expand(value: Any, path: Path) -> tuple[Any, list[Node] | None] | None:
     if not is_stateful(value):
         return None
     state = state_of(value, path)
-    found = parameters_of(value) if _numbers(state) is not None else None
-    return state, None if found is None or len(found[0]) != len(_numbers(state) or ()) else node_of(found)
+    found = parameters_of(value) if numbers_of(state) is not None else None
+    return state, None if found is None or len(found[0]) != len(numbers_of(state) or ()) else node_of(found)
 
 
 def node_of(parameters: Parameters) -> list[Node]:
@@ -98,7 +98,7 @@ def _parameters(value: Any) -> list[Any]:
     return list(chain.from_iterable(group["params"] for group in groups))
 
 
-def _numbers(state: Any) -> list[Any] | None:
+def numbers_of(state: Any) -> list[Any] | None:
     """Return the keys of the parameters in the state of an optimizer, in the order of its groups; None: it has none."""
     groups = state.get("param_groups") if is_mapping(state) else None
     if type(groups) is not list or not is_mapping(state.get("state")):
@@ -106,6 +106,29 @@ def _numbers(state: Any) -> list[Any] | None:
     if not all(is_mapping(group) and type(group.get("params")) is list for group in groups):
         return None
     return list(chain.from_iterable(group["params"] for group in groups))
+
+
+def states_in(tree: Any, path: Path) -> Iterator[Path]:
+    """Yield the path of each dict in a decoded tree that looks like the `state_dict()` of an optimizer.
+
+    Its parameters have numbers. With names, as DCP makes them, a rank may have some of its own.
+    """
+    if type(tree) not in CONTAINERS:
+        return
+    numbers = numbers_of(tree)
+    if numbers and set(map(type, numbers)) == {int} and set(map(str, tree["state"])) <= set(map(str, numbers)):
+        yield path
+        return
+    for element, _, child in children(tree):
+        yield from states_in(child, (*path, element))
+
+
+def with_numbers(state: Any) -> Any:
+    """Return the state of an optimizer with numbers as keys of parameters: DCP's own save makes text of numbers."""
+    texts = {str(number): number for number in numbers_of(state) or () if type(number) is int}
+    if not any(type(key) is str and key in texts for key in (state["state"] if texts else ())):
+        return state
+    return {**state, "state": {texts.get(key, key): child for key, child in state["state"].items()}}
 
 
 # --- restore: before anything is written ---
@@ -123,7 +146,7 @@ def differences(
     Args:
         present: The result of the optimizer's `state_dict`.
     """
-    numbers, here = _numbers(stored), _numbers(present)
+    numbers, here = numbers_of(stored), numbers_of(present)
     if numbers is None or here is None or getattr(value, "_optimizer_load_state_dict_pre_hooks", None):
         return
     groups, there = stored["param_groups"], present["param_groups"]
@@ -232,7 +255,7 @@ def put_back(value: Any, state: Any, forms: Sequence[ParameterForm] | None, *, c
         forms: The forms of the parameters at the save; None: their dtypes are the same.
         copy: Whether the optimizer gets copies of the values.
     """
-    numbers, parameters = _numbers(state), _parameters(value)
+    numbers, parameters = numbers_of(state), _parameters(value)
     if numbers is None or len(numbers) != len(parameters) or (forms is not None and len(forms) != len(numbers)):
         return
     optimizer = value.optimizer if type(value) is OptimizerState else value

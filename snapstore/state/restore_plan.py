@@ -31,10 +31,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInputError, add_line
 from ..text import some
-from . import classes, composite, composite_fit, optimizers
+from . import classes, composite, composite_fit, configs, optimizers, torch_layouts
 from .arrays import SHARED_ELEMENTS, OnDevice, mismatch
 from .containers import CONTAINERS, MAX_DEPTH, Path, children, is_mapping, leaves, like, metadata_of, shown
-from .differences import IN_INTO, IN_SNAPSHOT, Differences, advice, renamed
+from .differences import IN_INTO, IN_SNAPSHOT, Differences, advice, renamed, sequence_name, stored_name
 from .fit import Fit, Mismatches
 from .object_loads import Load, ObjectLoads, arrays_of_both
 from .optimizers import is_optimizer, with_sharded_state
@@ -43,6 +43,7 @@ from .repeated_places import RepeatedPlaces, is_plain, same_plain
 from .restore_buffers import RestoreBuffers, Want, slots_of
 from .stateful import is_stateful, is_strict_module, is_torch_module, loader_decides, state_of
 from .tensors import Slot, StoredPart, family, is_array
+from .torch_layouts import layout_of
 from .tree_decode import ELSEWHERE, Decoded
 
 if TYPE_CHECKING:
@@ -141,7 +142,12 @@ class RestorePlan:
             )
         if self._differences:
             raise InvalidInputError(
-                *self._differences.message(self._stored, self._into, all_selected=self._all_selected)
+                *self._differences.message(
+                    self._stored,
+                    self._into,
+                    all_selected=self._all_selected,
+                    wholes=[*optimizers.states_in(self._stored, ())],
+                )
             )
         if some_arrays and not len(self.buffers):
             raise InvalidInputError(f"nothing of the snapshot fits the target, also with strict=False: {self.left_out}")
@@ -166,6 +172,8 @@ class RestorePlan:
         if type(stored) is Slot and family(stored.tag) != "bytes":
             self._plan_array(stored, target, path)
             return None
+        if configs.is_config(target) and id(stored) in self._decoded.makers:
+            return self._builder(stored)
         if type(stored) in CONTAINERS and (view := classes.view_of(target)) is not None:
             return self._plan_view(stored, target, view, path)
         if type(stored) not in CONTAINERS:
@@ -195,7 +203,9 @@ class RestorePlan:
 
     def _plan_plain(self, stored: Any, target: Any, path: Path) -> Replace | None:
         if type(target) in CONTAINERS or is_array(target):
-            self._differ(path, f"type: expected {type(target).__name__} as in the target, got {_stored_name(stored)}")
+            self._differ(
+                path, f"type: expected {type(target).__name__} as in the target, got {stored_name(stored, {})}"
+            )
             return None
         return None if same_plain(stored, target) else lambda: self.buffers.build(stored)
 
@@ -212,10 +222,13 @@ class RestorePlan:
 
     def _plan_composite(self, stored: Any, target: Any, view: dict[str, Any], path: Path) -> None:
         """Plan the tensors in a composite tensor."""
-        if (text := composite_fit.mismatch(stored, target, self._decoded)) is not None:
+        if (text := composite_fit.mismatch(stored, target, self._decoded, in_place=True)) is not None:
             self._differ(path, text)
             return
         self._note_place(stored, target, path)
+        if layout_of(target) is not None:
+            self._updates.append(lambda: torch_layouts.assign(target, self.buffers.build(stored)))
+            return
         for name in composite.inner_of(view):
             self._plan(stored[name], view[name], (*path, name))
 
@@ -229,9 +242,7 @@ class RestorePlan:
     def _plan_value(self, stored: Any, target: Any, path: Path) -> Replace | None:
         """Plan a list, tuple or deque of plain values, whose length is part of its value."""
         if type(target) is not type(stored) or getattr(target, "maxlen", 0) != getattr(stored, "maxlen", 0):
-            self._differ(
-                path, f"type: expected {_sequence_name(target)} as in the target, got {_sequence_name(stored)}"
-            )
+            self._differ(path, f"type: expected {sequence_name(target)} as in the target, got {sequence_name(stored)}")
         elif type(target) is tuple:
             return None if same_plain(stored, target) else lambda: self.buffers.build(stored)
         else:
@@ -242,7 +253,8 @@ class RestorePlan:
     def _plan_container(self, stored: Any, target: Any, path: Path) -> Replace | None:
         alike = is_mapping(target) if is_mapping(stored) else type(target) is type(stored)
         if not alike:
-            self._differ(path, f"type: expected {type(target).__name__} as in the target, got {_stored_name(stored)}")
+            got = stored_name(stored, self._decoded.composites)
+            self._differ(path, f"type: expected {type(target).__name__} as in the target, got {got}")
             return None
         if type(target) is not tuple:
             self._note_place(stored, target, path)
@@ -410,12 +422,3 @@ def _setter(target: Any, key: Any, make: Replace) -> Callable[[], None]:
 def _refill(target: Any, values: Any) -> None:
     target.clear()
     target.extend(values)
-
-
-def _sequence_name(value: Any) -> str:
-    name = type(value).__name__
-    return f"{name}(maxlen={value.maxlen})" if isinstance(value, deque) else name
-
-
-def _stored_name(stored: Any) -> str:
-    return stored.tag if type(stored) is Slot else type(stored).__name__

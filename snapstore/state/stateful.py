@@ -69,6 +69,12 @@ def is_strict_module(value: Any) -> bool:
     )
 
 
+def is_of_torch(value: Any) -> bool:
+    """Return whether `value` is a module or an optimizer."""
+    torch = imported("torch")
+    return torch is not None and isinstance(value, (torch.nn.Module, torch.optim.Optimizer))
+
+
 def loads_as_torch(value: Any) -> bool:
     """Return whether `value` is a module or optimizer whose `load_state_dict` is torch's own."""
     torch = imported("torch")

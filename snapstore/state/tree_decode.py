@@ -17,9 +17,9 @@ import numpy as np
 
 from ..arrays import Bytes
 from ..errors import FormatError, InvalidInputError, UnknownFormatError
-from . import columns
+from . import columns, configs
 from .classes import SCALARS, Form, Make, Types, make_path
-from .composite import is_plain_form
+from .composite import CONTEXT, is_plain_form
 from .containers import INT_MAX, INT_MIN, MAX_ALIKE, MAX_DEPTH, Path, crowded, shown, step
 from .tensors import TORCH_DTYPES, Node, Slot, StoredPart, family, numpy_dtype
 from .tree import FACTORIES
@@ -133,6 +133,7 @@ class Decoded:
         plain: Containers that have neither arrays nor objects in them, by id.
         makers: Containers that are plain forms, by id, each with the function that makes a value of its class.
         composites: The plain forms of composite tensors, by id, each with the module and name of its class.
+        contexts, unmade: By the same ids: the node of the context; the module and name of an unknown class in it.
         elsewhere: Paths of values of other ranks, which no part has.
     """
 
@@ -142,6 +143,9 @@ class Decoded:
         self.plain: dict[int, Any] = {}
         self.makers: dict[int, tuple[Any, Make]] = {}
         self.composites: dict[int, tuple[Any, str, str]] = {}
+        self.contexts: dict[int, Node] = {}
+        self.unmade: dict[int, tuple[str, str]] = {}
+        self.unknown: list[tuple[Path, tuple[str, str]]] = []  # places of values of classes that are not known
         self.elsewhere: list[Path] = []
 
 
@@ -388,6 +392,7 @@ class _Decoder:
         plain = self.value(node, path, depth + 1)
         if type(plain) not in SCALARS or type(member) not in (str, type(None)):
             raise ValueError("a member has no scalar as its plain form")
+        self._note_class(module, name, path)
         return self._decoded.types.member(_expect(module, str), _expect(name, str), member, plain, path)
 
     def read_object(
@@ -395,18 +400,32 @@ class _Decoder:
     ) -> Any:
         if type(node) is list and node[:1] == ["object"]:
             raise ValueError("the plain form of an object is an object")
+        before = len(self._decoded.unknown)
         plain = self.value(node, path, depth)
         form = Form(_expect(kind, str), _expect(module, str), _expect(name, str), plain, tuple(fields))
         form.check()
+        make = self._decoded.types.maker(form, path)
         if kind == "dataclass" and is_plain_form(plain):
             self._decoded.composites[id(plain)] = plain, module, name
-        make = self._decoded.types.maker(form, path)
+            self._decoded.contexts[id(plain)] = node[2][node[1].index(CONTEXT)]
+            unknown = [one for at, one in self._decoded.unknown[before:] if at[len(path) : len(path) + 1] == (CONTEXT,)]
+            if unknown and make is not None:  # the class would get a plain value in its context
+                self._decoded.unmade[id(plain)], make = unknown[0], None
+        elif module == configs.MODULE:  # a config with plain values in the places of others would not be the stored one
+            make = None if len(self._decoded.unknown) > before else make
+            self._decoded.unknown += [(path, (module, name))] if make is None else []
+        elif kind != "namespace":
+            self._note_class(module, name, path)
         if make is None:
             return plain
         if type(plain) in SCALARS or plain == ():  # one object is every () of the state: its id names no place
             return make(plain)
         self._decoded.makers[id(plain)] = plain, make
         return plain
+
+    def _note_class(self, module: str, name: str, path: Path) -> None:
+        if self._decoded.types.find(module, name) is None:
+            self._decoded.unknown.append((path, (module, name)))
 
     def read_optimizer(
         self, path: Path, depth: int, forms: list[tuple[str, list[int]]], numbers: list[int], node: Node

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import InvalidInputError, UnsupportedLeafError
 from ..threads import imported
-from . import classes, columns, composite
+from . import classes, columns, composite, objects
 from .containers import (
     CONTAINERS,
     INT_MAX,
@@ -33,6 +33,7 @@ from .containers import (
     step,
 )
 from .tensors import Node, is_array, numpy_dtype_name
+from .torch_layouts import layout_of
 from .tree import FACTORIES, INLINE_BYTES
 from .tree_decode import decode_plain
 
@@ -214,14 +215,17 @@ class Encoder:
 
 
 def _check_composite(value: Any) -> None:
-    """Check that a composite tensor comes back as it is, without the classes of values in its context."""
+    """Check that a composite tensor comes back as it is."""
+    if layout_of(value) is not None:
+        return
     if value.requires_grad:
         raise UnsupportedLeafError(f"{type_name(value)} that requires grad has no stored form: pass tensor.detach()")
-    node = encode_plain(composite.plain_of(value)[composite.CONTEXT])
-    if pack(encode_plain(decode_plain(node))) != pack(node):
+    try:
+        encode_plain(composite.plain_of(value)[composite.CONTEXT])
+    except UnsupportedLeafError as error:
         raise UnsupportedLeafError(
-            f"{type_name(value)} has values of classes in its context, and no stored form: pass tensor.dequantize()"
-        )
+            f"{type_name(value)} has a value in its context without a stored form ({error}): pass tensor.dequantize()"
+        ) from error
 
 
 _NO_FORM = "has no stored form: convert it to a plain value, or wrap it in an object with state_dict/load_state_dict"
@@ -232,8 +236,14 @@ def _advice(value: Any) -> str:
         return "is an open file, which has no stored form: store its bytes, as getvalue() or read() gives them"
     if isinstance(value, Iterator):
         return "is read only as a whole state: save an iterator alone"
-    kinds = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(value).__mro__)
-    return next((_INSTEAD[kind] for kind in kinds if kind in _INSTEAD), _NO_FORM)
+    kind: Any = type(value)
+    names = (f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__)
+    if (instead := next((_INSTEAD[name] for name in names if name in _INSTEAD), None)) is not None:
+        return instead
+    if not objects.has_attributes_only(kind):
+        return _NO_FORM
+    call = f"torch.serialization.add_safe_globals([{kind.__qualname__}])"
+    return f"{_NO_FORM}; or, if its attributes are plain values and tensors, allow its class: {call}"
 
 
 _GENERATOR = (

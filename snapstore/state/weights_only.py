@@ -5,7 +5,7 @@ names values without such a form. One rule for each value, the first that fits:
 
 | value                                       | written as                                                         |
 |---------------------------------------------|--------------------------------------------------------------------|
-| a type that torch allows                    | itself                                                             |
+| a type that torch allows, a sparse tensor   | itself                                                             |
 | numpy.ndarray of numbers                    | torch.Tensor in native byte order, in the same memory if possible  |
 | numpy.ndarray of strings or times           | list of its elements, nested by its shape                          |
 | NumPy number or bool                        | Python's number or bool                                            |
@@ -13,6 +13,8 @@ names values without such a form. One rule for each value, the first that fits:
 | a dict key or set member that is a frozenset | tuple of its members, sorted by their text                        |
 | int of more than 255 bytes                  | str of its hexadecimal digits: `int(text, 16)` reads it            |
 | argparse.Namespace, types.SimpleNamespace   | dict of its attributes                                             |
+| an object of objects.py, or composite tensor | dict of its attributes, or of the tensors in it and its context   |
+| DictConfig, ListConfig                      | dict, list; interpolations are not resolved                        |
 | any other value that has a text (`str`)     | str: a time, a path, a numpy.dtype                                 |
 
 Invariants: a value that keeps its type is equal to the bit. The given state is not changed. Nothing is lost silently:
@@ -31,8 +33,12 @@ import numpy as np
 from ..errors import UnsupportedLeafError
 from ..text import some
 from .arrays import memory_key
-from .classes import is_namespace
+from .classes import is_namespace, view_of
+from .composite import core_of
+from .configs import is_config, plain_of
 from .containers import Path, shown, step
+from .objects import is_allowed
+from .torch_layouts import layout_of
 from .tree_encode import type_name
 
 #: torch's unpickler reads ints up to this size [bytes].
@@ -95,8 +101,12 @@ class _Converter:
     def value(self, value: Any, path: Path) -> Any:
         """Return a value in types that torch allows; note a problem if it has no such form."""
         kind = type(value)
-        if kind in self._allowed:
+        if kind in self._allowed or layout_of(value) is not None:
             return value
+        if core_of(value) is not None or is_allowed(kind):
+            return self._change(path, value, self._mapping(view_of(value), path))
+        if is_config(value):
+            return self._change(path, value, self.value(plain_of(value), path))
         if isinstance(value, Mapping):
             return self._mapping(value, path)
         if isinstance(value, Set):

@@ -438,6 +438,13 @@ def test_what_is_unknown_is_refused():
         ["object", "namedtuple", "m", "n", ["tuple", [1]], ["a", "b"]],
         ["object", "namedtuple", "m", "n", ["tuple", [1]], [1]],
         ["object", "namespace", "types", "SimpleNamespace", 5],
+        ["optimizer", [["float32", [2]]], [1], ["dict", [], []]],
+        ["optimizer", [["float32", [2]]], [True], ["dict", [], []]],
+        ["optimizer", [["float32", [-2]]], [0], ["dict", [], []]],
+        ["optimizer", [["float32"]], [0], ["dict", [], []]],
+        ["optimizer", [[5, [2]]], [0], ["dict", [], []]],
+        ["optimizer", [], [], ["list", []]],
+        ["optimizer", [], [], ["optimizer", [], [], ["dict", [], []]]],
     ],
     ids=str,
 )
@@ -459,6 +466,7 @@ def test_nodes_that_the_page_rules_out(node):
         ["enum", "m", "n", None, 5],
         ["object", "namedtuple", "m", "n", ["tuple", [1]], ["a"]],
         ["object", "subclass", "m", "n", "text"],
+        ["optimizer", [["later", []], ["float32", [2, 0]]], [1, 0, 1], ["odict", [], []]],
     ],
     ids=str,
 )

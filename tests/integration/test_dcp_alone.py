@@ -689,6 +689,148 @@ def test_the_steps_of_an_optimizer_load(writer: Any, reader: Any) -> None:
     same(target.state_dict(), optimizer.state_dict())
 
 
+def in_training(kind: Any, steps: int, dtype: torch.dtype = torch.float32, width: int = 4) -> tuple[Any, Any]:
+    """Return a model and its optimizer after some steps."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, width), torch.nn.Tanh(), torch.nn.Linear(width, 2)).to(dtype)
+    optimizer = kind(model.parameters())
+    go_on(model, optimizer, steps)
+    return model, optimizer
+
+
+def go_on(model: Any, optimizer: Any, steps: int) -> list[float]:
+    """Train, and return the losses."""
+    losses = []
+    for step in range(steps):
+        data = torch.full((2, 3), step + 1.0, dtype=next(model.parameters()).dtype)
+
+        def closure(data: Any = data) -> Any:
+            optimizer.zero_grad()
+            loss = model(data).square().sum()
+            loss.backward()
+            return loss
+
+        losses.append(optimizer.step(closure).item())
+    return losses
+
+
+SAVES = {
+    "snapstore": lambda state, repository, writer: snap.save(state, writer, 1),
+    "staged": lambda state, repository, writer: snap.async_save(state, writer, 1).result(),
+    "dcp": lambda state, repository, writer: dcp.save(state, storage_writer=writer, checkpoint_id=1),
+    "repository": lambda state, repository, writer: repository.save(state, run="r", step=1),
+}
+
+
+@pytest.mark.parametrize("way", SAVES)
+@pytest.mark.parametrize("name", ["AdamW", "NAdam", "LBFGS", "SGD", "Adafactor"])
+def test_a_new_optimizer_gets_its_state(way: str, name: str, writer: Any, repository: Repository, reader: Any) -> None:
+    """DCP loads only what the state has already, and a new optimizer has nothing. torch.save resumes exactly."""
+    kind = getattr(torch.optim, name)
+    model, optimizer = in_training(kind, 3)
+    SAVES[way]({"model": model, "deep": {"optimizer": optimizer}}, repository, writer)
+    states = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    expected = go_on(model, optimizer, 3)
+    for steps in (0, 1, 6):
+        other, target = in_training(kind, steps)
+        snap.load({"model": other, "deep": {"optimizer": target}}, reader, 1)
+        same([other.state_dict(), target.state_dict()], states)
+        assert go_on(other, target, 3) == expected
+    other, target = in_training(kind, 0)
+    other.load_state_dict(states[0])
+    target.load_state_dict(states[1])
+    assert go_on(other, target, 3) == expected
+
+
+def test_what_torch_casts_keeps_its_dtype_and_what_does_not_fit_is_refused(writer: Any, reader: Any) -> None:
+    model, optimizer = in_training(torch.optim.NAdam, 3, torch.bfloat16)
+    snap.save({"optimizer": optimizer}, writer, 1)
+    other, target = in_training(torch.optim.NAdam, 0, torch.bfloat16)
+    snap.load({"optimizer": target}, reader, 1)
+    same(target.state_dict(), optimizer.state_dict())
+    for steps in (0, 1):
+        other, target = in_training(torch.optim.NAdam, steps, torch.bfloat16, width=5)
+        before = copy.deepcopy(target.state_dict())
+        with pytest.raises(
+            dcp.CheckpointException, match=r"optimizer.state.0.exp_avg: shape: expected \(5, 3\) as param"
+        ):
+            snap.load({"model": other, "optimizer": target}, reader, 1)
+        same(target.state_dict(), before)
+    groups = torch.optim.NAdam([{"params": [parameter]} for parameter in model.parameters()])
+    with pytest.raises(dcp.CheckpointException, match="expected 4 groups of 1, 1, 1, 1 parameters"):
+        snap.load({"optimizer": groups}, reader, 1)
+
+
+@pytest.mark.parametrize("way", SAVES)
+def test_dcps_own_load_does_not_leave_the_state_of_an_optimizer_out(
+    way: str, writer: Any, repository: Repository, reader: Any
+) -> None:
+    """It cannot be completed there: DCP asks the optimizer for its state, and gives only that to the reader."""
+    model, optimizer = in_training(torch.optim.AdamW, 2)
+    SAVES[way]({"model": model, "optimizer": optimizer}, repository, writer)
+    other, target = in_training(torch.optim.AdamW, 0)
+    before = copy.deepcopy(other.state_dict())
+    for planner in (None, snap.SnapstoreLoadPlanner()):
+        state = {"model": other, "optimizer": target}
+        with pytest.raises(
+            dcp.CheckpointException, match=r"optimizer.state.0.step: .*call snapstore.dcp.load"
+        ) as caught:
+            dcp.load(state, storage_reader=reader, checkpoint_id=1, planner=planner)
+        assert "get_optimizer_state_dict(model, optimizer)" in str(caught.value)
+    same(other.state_dict(), before)
+    dcp.load({"model": other}, storage_reader=reader, checkpoint_id=1)  # all of the optimizer may be left out
+    same(other.state_dict(), model.state_dict())
+
+
+class Log:
+    """An object whose state grows: dicts, lists and tuples of tensors and values, and arrays."""
+
+    def __init__(self, count: int) -> None:
+        self.state = {number: {"mean": torch.ones(2) * number, "names": ["a"] * number} for number in range(count)}
+        self.more: Any = {"array": np.arange(count), "pair": (1, "b"), "empty": {}, "list": [{}]} if count else {}
+        self.tensors = [torch.ones(number + 1) for number in range(count)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": dict(self.state), "more": self.more, "tensors": self.tensors}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state, self.more, self.tensors = state["state"], state["more"], state["tensors"]
+
+
+class Holder:
+    """An object with an object in its state."""
+
+    def __init__(self, count: int) -> None:
+        self.state: dict[str, Any] = {"log": Log(count), **{f"value {number}": number for number in range(count)}}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def test_the_state_of_any_object_is_completed_or_refused(writer: Any, reader: Any) -> None:
+    source = Log(3)
+    snap.save({"own": {"log": PerRank(source)}, "logs": [torch.ones(1), Log(2)], "holder": Holder(2)}, writer, 1)
+    for count in (0, 1, 3):
+        target, listed = Log(count), Log(count)
+        snap.load({"own": {"log": PerRank(target)}, "logs": [torch.ones(1), listed]}, reader, 1)
+        same(target.state_dict(), source.state_dict())
+        same(listed.state_dict(), Log(2).state_dict())
+    holder, log = (made := Holder(1)), made.state["log"]
+    with pytest.raises(
+        dcp.CheckpointException, match=r"holder: the snapshot has values for this Holder .*restore_into"
+    ):
+        snap.load({"holder": holder}, reader, 1)
+    assert (list(holder.state), holder.state["log"]) == (["log", "value 0"], log)
+    same(log.state_dict(), Log(1).state_dict())
+    fits = Holder(2)
+    fits.state["log"] = Log(0)
+    snap.load({"holder": fits}, reader, 1)
+    same(fits.state["log"].state_dict(), Log(2).state_dict())
+
+
 @pytest.mark.parametrize("before", [{}, {"a": {}}, [{}], [], ()])
 def test_lists_with_something_empty_before_a_tensor_load(before: Any, writer: Any, reader: Any) -> None:
     """DCP's rewriting of sharded tensors puts None where nothing has a key; a load then missed that None."""

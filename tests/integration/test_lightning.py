@@ -645,3 +645,79 @@ def test_what_the_callback_does_not_know_is_refused(adapter):
         adapter._require_sharded({"state_dict": {"w": torch.ones(2)}})
     with pytest.raises(InvalidInputError, match="expected 'step' or 'validation'"):
         adapter.SnapshotCallback(lambda: None, when="epoch")
+
+
+@pytest.mark.filterwarnings("ignore")  # of Lightning
+def test_hyperparameters_of_omegaconf_come_back(tmp_path):
+    """Hydra passes them. Lightning keeps the class of the config too, beside the config."""
+    pytest.importorskip("omegaconf")
+    import lightning.pytorch as pl
+    from omegaconf import DictConfig, OmegaConf
+
+    from snapstore.integrations.lightning import SnapshotCallback, SnapstoreCheckpointIO
+
+    config = OmegaConf.create({"lr": 0.1, "width": 8, "out": "${width}"})
+    OmegaConf.set_struct(config, True)
+
+    class Net(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.save_hyperparameters(config)
+            self.net, self.loaded = torch.nn.Linear(8, 1), None
+
+        def on_load_checkpoint(self, checkpoint):
+            self.loaded = checkpoint
+
+        def training_step(self, batch, index):
+            return self.net(batch[0]).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), self.hparams.lr)
+
+    def fit_it(epochs, callbacks, plugins=(), path=None):
+        options = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        net, loader = Net(), DataLoader(TensorDataset(torch.ones(8, 8)), 4)
+        trainer = pl.Trainer(
+            max_epochs=epochs, callbacks=callbacks, plugins=list(plugins), default_root_dir=tmp_path, **options
+        )
+        trainer.fit(net, loader, ckpt_path=path)
+        return net.loaded
+
+    for epochs in (1, 2):
+        with SnapshotManager(tmp_path / "r", run="a") as manager:
+            of_callback = fit_it(epochs, [SnapshotCallback(manager)])
+        files = pl.callbacks.ModelCheckpoint(tmp_path / "c", every_n_train_steps=1, save_last=True)
+        plugin = SnapstoreCheckpointIO(tmp_path / "r", run="b")
+        of_plugin = fit_it(epochs, [files], [plugin], tmp_path / "c" / "last.ckpt" if epochs == 2 else None)
+    for loaded in (of_callback, of_plugin):
+        assert (loaded["hyper_parameters"], loaded["hparams_type"]) == (config, DictConfig)
+        assert OmegaConf.is_struct(loaded["hyper_parameters"])
+        assert OmegaConf.is_interpolation(loaded["hyper_parameters"], "out")
+
+
+@pytest.mark.filterwarnings("ignore")  # of Lightning
+def test_hyperparameters_that_cannot_be_saved_are_found_after_the_first_batch(tmp_path):
+    import lightning.pytorch as pl
+
+    from snapstore.integrations.lightning import SnapshotCallback
+
+    class Net(pl.LightningModule):
+        def __init__(self, activation):
+            super().__init__()
+            self.save_hyperparameters()
+            self.net, self.batches = torch.nn.Linear(8, 1), 0
+
+        def training_step(self, batch, index):
+            self.batches += 1
+            return self.net(batch[0]).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    net = Net(torch.relu)
+    options = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    with SnapshotManager(tmp_path / "r", run="a", save_interval_steps=1000) as manager:
+        trainer = pl.Trainer(max_epochs=1, callbacks=[SnapshotCallback(manager)], **options)
+        with pytest.raises(InvalidInputError, match=r"hyper_parameters\.0\.activation: .*no stored form"):
+            trainer.fit(net, DataLoader(TensorDataset(torch.ones(8, 8)), 1))
+    assert net.batches == 1

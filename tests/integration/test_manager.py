@@ -34,6 +34,7 @@ from snapstore import (
     KeepLast,
     KeepSteps,
     NotFoundError,
+    PerRank,
     Repository,
     SaveOptions,
     SnapshotManager,
@@ -1467,3 +1468,57 @@ def test_prepare_takes_an_iterator_as_save_does():
         manager.prepare(iter(state.items()))
         manager.save(1, iter(state.items()))
         assert torch.equal(manager.restore()["w"], state["w"])
+
+
+# --- the first state ---
+
+
+class Loader:
+    """Draws a random number when it is asked for its state, as a data loader does."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise AssertionError("asked for its state")
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+def unsaveable(count: int = 30) -> dict[str, Any]:
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("packed", torch.ones(2, 2).to_mkldnn())
+    return {"model": model, "loader": Loader(), "codes": {f"c{n}": print for n in range(count)}}
+
+
+def test_a_state_that_cannot_be_saved_is_found_at_the_first_call(store):
+    """Else a training of hours ends at its first save. All bad leaves are in one error."""
+    with manager(store, save_interval_steps=1000) as snapshots:
+        with pytest.raises(InvalidInputError) as caught:
+            snapshots.save(1, unsaveable())
+        lines = str(caught.value).splitlines()
+        assert lines[0].startswith("model.packed: torch._mkldnn tensor has no stored form")
+        assert (len(lines), lines[-1]) == (21, "... and 11 more")
+        assert snapshots.save(2, unsaveable()).skipped  # only the first state is checked
+        with pytest.raises(InvalidInputError, match=r"codes\.c1: "):
+            snapshots.save(1000, {"codes": {"c1": print}})
+    assert not Repository.open(store).snapshots()
+
+
+def test_what_is_no_state_does_not_count_as_the_first(store):
+    with manager(store, save_interval_steps=10) as snapshots:
+        pairs = iter([("w", np.zeros(3))])
+        for nothing in (None, pairs):
+            assert snapshots.save(1, nothing).skipped
+        assert next(pairs)[0] == "w"
+        with pytest.raises(InvalidInputError, match="codes: "):
+            snapshots.save(2, {"codes": print})
+
+
+def test_a_first_state_whose_loader_is_not_asked(store):
+    state = {"loader": Loader(), "own": PerRank({"loader": Loader()}), "w": np.zeros(3)}
+    with manager(store, save_interval_steps=10) as snapshots:
+        assert snapshots.save(1, state).skipped
+
+
+def test_prepare_finds_a_state_that_cannot_be_saved(store):
+    with manager(store) as snapshots, pytest.raises(InvalidInputError, match=r"(?s)codes\.c0: .*\.\.\. and 10 more"):
+        snapshots.prepare({"codes": unsaveable()["codes"]})

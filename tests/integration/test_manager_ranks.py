@@ -1086,3 +1086,14 @@ def test_a_mirror_that_cannot_be_read_by_rank_0_is_an_error_on_all_ranks(store, 
     assert [type(one) for one in found] == [StorageError] * COUNT, found
     assert all("the mirror does not answer" in str(one) for one in found)
     managers.end()
+
+
+def test_a_first_state_that_one_rank_cannot_save_is_found_before_a_save_is_due():
+    """No save begins, so the ranks go on in step if that rank goes on."""
+    managers = Managers(MemoryStore(), save_interval_steps=10)
+    good, bad = {"model": {"w": torch.ones(3)}}, {"model": {"w": torch.ones(3), "code": print}}
+    found = managers.all(lambda m, rank: m.save(1, bad if rank == 1 else good))
+    assert [getattr(one, "skipped", None) for one in found] == [True, None, True]
+    assert "model.code: " in str(found[1])
+    assert [one.result(30).step for one in managers.save(10)] == [10] * COUNT
+    managers.end()

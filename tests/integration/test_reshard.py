@@ -580,16 +580,20 @@ def test_own_values_one_by_one(own):
 # --- an optimizer without state
 
 
-def test_a_fresh_optimizer(repository):
-    """Restored before its first step, the optimizer gets state in the sharding of its parameters, and can continue."""
+@pytest.mark.parametrize(("kind", "dtype"), [(torch.optim.AdamW, torch.float32), (torch.optim.NAdam, torch.float64)])
+def test_a_fresh_optimizer(repository, kind, dtype):
+    """Restored before its first step, the optimizer gets state in the sharding of its parameters, and can continue.
 
-    def trained(rank, world):
-        model = torch.nn.Linear(5, 7)
+    torch casts a float32 number of NAdam; the restore puts the stored one back. State of other rows is refused.
+    """
+
+    def trained(rank, world, rows=7):
+        model = torch.nn.Linear(5, rows)
         for name, parameter in list(model.named_parameters()):
-            whole = torch.arange(parameter.numel(), dtype=torch.float32).reshape(parameter.shape) / 10
+            whole = torch.arange(parameter.numel(), dtype=dtype).reshape(parameter.shape) / 10
             setattr(model, name, torch.nn.Parameter(distribute_tensor(
                 whole, init_device_mesh("cpu", (world,)), [Shard(0)], src_data_rank=None)))  # fmt: skip
-        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+        return model, kind(model.parameters(), lr=0.1)
 
     def stepped(optimizer):
         for group in optimizer.param_groups:
@@ -615,6 +619,10 @@ def test_a_fresh_optimizer(repository):
             state, expected_state = optimizer.state[got], reference.state[wanted]
             assert torch.equal(local_of(state["exp_avg_sq"]), local_of(expected_state["exp_avg_sq"]))
             assert (state["step"].item(), state["exp_avg"].placements) == (2, got.placements)
+            dtypes = [{name: value.dtype for name, value in one.items()} for one in (state, expected_state)]
+            assert dtypes[0] == dtypes[1]
+        with pytest.raises(InvalidInputError, match=r"expected \(9, 5\) as parameter 0 of group 0 has"):
+            read_into(repository.context, ref, {"optimizer": trained(1, 2, rows=9)[1]}, keys="optimizer")
 
 
 # --- boxes that do not cover their tensor

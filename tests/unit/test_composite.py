@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+import io
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -265,17 +267,123 @@ class Mode(enum.Enum):
     FAST = 1
 
 
+class Other2(enum.Enum):
+    """Has the values of `Mode`."""
+
+    FAST = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class PerRow:
+    dim: int = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class PerColumn:
+    """Has the plain form of `PerRow`."""
+
+    dim: int = -1
+
+
+@dataclasses.dataclass
+class Options:
+    """As torchao keeps it of weights for dynamic quantization."""
+
+    granularity: Any
+    mode: Mode = Mode.FAST
+    many: Any = ()
+
+
+#: The plain list is large enough for a column.
+OPTIONS = {"options": Options(PerRow(), many=(1,) * 300), "kernel": Mode.FAST, "dtype": torch.int8, "block": [1, 50]}
+CLASSES = [Coded, Mode, PerRow, Options]
+
+
+@pytest.mark.parametrize("is_safe", [False, True])
+def test_a_context_may_have_enums_and_dataclasses(repository, is_safe):
+    value = Coded.of(VALUES, OPTIONS)
+    repository.save({"m": {"w": value}}, run="a", step=0)
+    with torch.serialization.safe_globals(CLASSES if is_safe else []):
+        found = repository.restore("a@0", types=[] if is_safe else CLASSES)["m"]["w"]
+        assert type(found) is Coded
+        assert (found.context, type(found.context["kernel"])) == (OPTIONS, Mode)
+        same([found.codes, found.scale], [value.codes, value.scale])
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        buffer.seek(0)
+        assert found.context == torch.load(buffer, weights_only=False).context
+
+
+def test_classes_beside_an_allowed_one_are_known(repository):
+    """torchao allows NF4Tensor, and not the dataclass in its context."""
+    repository.save({"m": {"w": Coded.of(VALUES, OPTIONS)}}, run="a", step=0)
+    with torch.serialization.safe_globals([Coded]):
+        assert repository.restore("a@0")["m"]["w"].context == OPTIONS
+
+
+def test_without_a_class_of_its_context_it_comes_back_in_its_plain_form(repository):
+    """Else it would have a plain value in the place of a member of an enum."""
+    repository.save({"m": {"w": Coded.of(VALUES, OPTIONS)}}, run="a", step=0)
+    found = repository.restore("a@0", types=[Coded, PerRow, Options])["m"]["w"]
+    assert type(found) is dict
+    assert found["__context__"][0]["kernel"] == 1
+    with pytest.raises(InvalidInputError, match=r"m\.w: is stored as the tensors"):
+        require_classes(repository.restore("a@0", types=[Coded, PerRow, Options]))
+    model = Keeper(None)
+    with pytest.raises(InvalidInputError, match=r"m\.w: type: .*Mode is not known here: import"):
+        repository.restore_into("a@0", {"m": model}, types=[Coded, PerRow, Options])
+    repository.restore_into("a@0", {"m": model}, types=CLASSES)
+    assert model.w.context == OPTIONS
+
+
+class Keeper:
+    """An object that has a composite tensor in its state."""
+
+    def __init__(self, w: Any) -> None:
+        self.w = w
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.w is None else {"w": self.w}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.w = state["w"]
+
+
+@pytest.mark.parametrize("kind", [dict, Keeper])
+def test_the_target_shows_the_classes_of_its_context(repository, kind):
+    value = Coded.of(VALUES, OPTIONS)
+    repository.save({"m": kind(w=value)}, run="a", step=0)
+    target = {"m": kind(w=Coded.of(VALUES * 0, OPTIONS))}
+    repository.restore_into("a@0", target)
+    found = target["m"].w if kind is Keeper else target["m"]["w"]
+    assert found.context == OPTIONS
+    same([found.codes, found.scale], [value.codes, value.scale])
+
+
+@pytest.mark.parametrize("kind", [dict, Keeper])
+@pytest.mark.parametrize(
+    "change", [{"kernel": Other2.FAST}, {"options": Options(PerColumn(), many=(1,) * 300)}, {"kernel": 1}]
+)
+def test_a_context_of_another_class_does_not_fit(repository, kind, change):
+    repository.save({"m": kind(w=Coded.of(VALUES, OPTIONS))}, run="a", step=0)
+    with pytest.raises(InvalidInputError, match=r"m\.w: context of Coded: expected"):
+        repository.restore_into("a@0", {"m": kind(w=Coded.of(VALUES * 0, {**OPTIONS, **change}))})
+
+
+def test_a_context_with_classes_is_never_taken_for_a_known_one():
+    state = {"m": {"w": Coded.of(VALUES, OPTIONS), "b": VALUES}}
+    assert flatten_and_learn(state)[1] is None
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (Coded.of(VALUES, Mode.FAST), "values of classes in its context"),
-        (Coded.of(VALUES, [Mode.FAST]), "values of classes in its context"),
         (Coded.of(VALUES, {1: object()}), "no stored form"),
         (Coded.of(VALUES, VALUES), "only plain values"),
         (Coded.of(VALUES).requires_grad_(), "requires grad"),
         (torch.nn.Parameter(Coded.of(VALUES)), "requires grad"),
     ],
-    ids=["enum", "in a list", "object", "tensor", "requires grad", "parameter"],
+    ids=["object", "tensor", "requires grad", "parameter"],
 )
 def test_what_would_not_come_back_is_refused(value, text):
     with pytest.raises(UnsupportedLeafError, match=rf"w: .*{text}"):

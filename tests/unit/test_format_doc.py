@@ -10,7 +10,7 @@ import pytest
 from snapstore.format import blob, chunk_table, chunking, codecs, layout, manifest, pack, planes, records
 from snapstore.format.codecs import deflate, sparse, zstd
 from snapstore.format.keys import NAME
-from snapstore.state import classes, containers, folder, tensors, tree, tree_decode
+from snapstore.state import classes, containers, folder, tensors, torch_layouts, tree, tree_decode
 from snapstore.state import columns as state_columns
 
 TEXT = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
@@ -268,8 +268,9 @@ def test_tree_is_the_table_of_the_module():
 
 
 def test_classes():
-    ((columns, rows),) = tables("Classes")
+    (columns, rows), (_, layouts) = tables("Classes")
     assert columns == ["kind", "plain form"]
+    assert {name for row in layouts for name in re.findall(r"`(\w+)`", row[0])} == set(torch_layouts.LAYOUTS)
     assert [row[0].strip("`") for row in rows] == list(classes.KINDS)
     assert classes.NAMESPACES == ("argparse.Namespace", "types.SimpleNamespace")
     assert set(re.findall(r"`([a-z ]+)`", dict(tables("Tree")[0][1])['`["path", kind, node]`'])) == set(classes.PATHS)

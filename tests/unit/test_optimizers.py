@@ -326,6 +326,20 @@ def test_part_of_a_state_is_checked_where_it_is_selected():
     assert "o.state.0.exp_avg: shape" in refused(saved, {"o": narrow}, keys="o.state.0.exp_avg")
 
 
+def test_advice_does_not_cut_into_the_state_of_an_optimizer():
+    net, optimizer = trained(lambda net: torch.optim.AdamW(net.parameters()))
+    fresh = torch.optim.AdamW(model().parameters())
+    state = {"m": net, "o": optimizer, "deep": {"list": [optimizer], "a": {"x": torch.ones(1), "y": torch.ones(1)}}}
+    into = {"m": model(), "o": fresh.state_dict(), "deep": {"list": [fresh.state_dict()], "a": {"x": torch.ones(1)}}}
+    with pytest.raises(InvalidInputError, match="missing in the target") as error:
+        Saved(state).restore(into=into)
+    assert error.value.args[-1].endswith("only what the target has: restore_into(..., keys=['m', 'deep.a.x'])")
+    there = {"m": net, "o": fresh.state_dict()}
+    with pytest.raises(InvalidInputError) as error:
+        Saved(there).restore(into={"m": model(), "o": optimizer.state_dict()})
+    assert error.value.args[-1].endswith("only the parts that fit: restore_into(..., keys=['m'])")
+
+
 # --- the stored form ---
 
 

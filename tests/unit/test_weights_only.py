@@ -72,6 +72,7 @@ SAMPLES = {
     "timezone": datetime.UTC,
     "enum": Color.RED,
     "object": types.SimpleNamespace(a=1, b=[2]),
+    "optimizer": torch.optim.SGD(torch.nn.Linear(2, 3).parameters()),
 }
 
 NUMBERS = ["?", "i1", "u1", "<i2", ">u2", "<u4", ">i4", "<u8", "<i8", ">f2", "<f4", ">f8", "<c8", ">c16"]

@@ -264,7 +264,7 @@ def overlaps_itself(target: Any) -> bool:
     sizes = zip(strides, target.shape, strict=True)
     for stride, size in sorted((abs(stride), size) for stride, size in sizes if size > 1):
         if stride < reach:
-            return bool(math.prod(target.shape) > 0)
+            return bool(math.prod(target.shape))
         reach += stride * (size - 1)
     return False
 

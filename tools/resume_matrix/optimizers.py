@@ -144,8 +144,16 @@ def _prodigyopt() -> Iterator[tuple[str, Callable[[Parameters], Any]]]:
     yield "Prodigy", import_module("prodigyopt").Prodigy
 
 
+def _allow(name: str) -> None:
+    """Allow the classes of a module, whose objects lie in states of optimizers; snapstore and torch.load ask for it."""
+    module = import_module(name)
+    kinds: list[Any] = [one for one in vars(module).values() if isinstance(one, type) and one.__module__ == name]
+    torch.serialization.add_safe_globals(kinds)
+
+
 @_of("galore_torch")
 def _galore_torch() -> Iterator[tuple[str, Callable[[Parameters], Any]]]:
+    _allow("galore_torch.galore_projector")
     for name, kind in _classes(import_module("galore_torch")):
         yield name, partial(_galore, kind)
 
@@ -161,6 +169,8 @@ def _galore(kind: Any, parameters: Parameters) -> Any:
 @_of("pytorch_optimizer")
 def _pytorch_optimizer() -> Iterator[tuple[str, Callable[[Parameters], Any]]]:
     module = import_module("pytorch_optimizer")
+    for utility in ("galore", "graft", "preconditioner"):
+        _allow(f"pytorch_optimizer.optimizer.utils.{utility}")
     for name in sorted(module.get_supported_optimizers()):
         yield name, partial(_loaded, module, name)
 

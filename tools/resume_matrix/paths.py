@@ -236,9 +236,8 @@ class _Trainer(_Framework):
             path: str | None = str(own / f"checkpoint-{STEPS}") if resumes == "files" else None
             if "snapshots" in (saves, resumes):
                 manager = stack.enter_context(self.manager())
-                if saves:
-                    callbacks.append(SnapshotCallback(manager))
-                else:
+                callbacks.append(SnapshotCallback(manager))
+                if resumes:
                     path = stack.enter_context(checkpoint_dir(manager, STEPS))
             trainer = transformers.Trainer(
                 model, args, train_dataset=Data(), callbacks=callbacks, optimizers=(optimizer, None)

@@ -22,11 +22,13 @@ from ..restore.pipeline import deleted_meanwhile, load, opened, require_decoding
 from ..restore.sources import AsRank, Sources
 from ..state import composite_fit, optimizers
 from ..state.arrays import mismatch, torch_dtype
+from ..state.classes import known_classes
 from ..state.composite import inner_of, plain_of
 from ..state.containers import CONTAINERS, Path, is_mapping, like, shown
 from ..state.differences import MAX_LINES
+from ..state.dim_order import strides_of
 from ..state.optimizers import with_sharded_state
-from ..state.restore_buffers import RestoreBuffers, slots_of
+from ..state.restore_buffers import RestoreBuffers, Want, slots_of
 from ..state.sharded import sharding_of
 from ..state.stateful import is_strict_module
 from ..state.tensors import Slot, TensorSpec
@@ -76,6 +78,7 @@ class StoredState:
     def __init__(self, repository: Repository, ref: str, types: Sequence[type], as_rank: AsRank) -> None:
         self._context, self._types, self._as_rank = repository.context, types, as_rank
         self.leaves: dict[str, Leaf] = {}
+        self._rooms: list[tuple[Want, torch.Tensor]] = []  # the new tensors of `completed`
         opened(self._context, ref, self._open)
         gone = [key for key, leaf in self.leaves.items() if leaf.value is ELSEWHERE]
         if gone:
@@ -88,7 +91,7 @@ class StoredState:
         self.snapshot, where = snapshot, snapshot.ref
         self._sources = Sources(self._context, snapshot, None, self._as_rank)
         self._parts = self._sources.parts
-        self._decoded = decoding_of(where, ObjectTypes(self._types))
+        self._decoded = decoding_of(where, ObjectTypes(self._types, None, known_classes()))
         self.tree = decode(self._parts, decoded=self._decoded)
         self.leaves = flat_leaves(self.tree, self._decoded, where)
 
@@ -149,9 +152,10 @@ class StoredState:
             if lines := [f"{shown(below)}: {text}" for below, text in found]:
                 raise InvalidInputError(*lines[:MAX_LINES], "nothing was loaded")
             present = with_sharded_state(target, stored, present, self._spec, self._decoded)
-        if is_strict_module(target):
-            return self._merged(stored, present, kept=present)
-        return self._merged(stored, present)
+        self._rooms = []
+        merged = self._merged(stored, present, kept=present if is_strict_module(target) else None)
+        self._lay_out_rooms()
+        return merged
 
     def put_back(self, stored: Any, target: Any, loaded: Any) -> None:
         """Put the values of a loaded state in place of the ones that the loader of an optimizer has cast."""
@@ -180,12 +184,23 @@ class StoredState:
     def _room(self, value: Any) -> Any:
         """Return a value like a decoded one, with new tensors; DCP replaces all else in it."""
         if is_tensor(value):
-            return torch.empty_like(self.form(value), device="cpu")
+            self._rooms.append((Want(value.part, value.index), torch.empty_like(self.form(value), device="cpu")))
+            return self._rooms[-1][1]
+        if id(value) in self._decoded.composites and id(value) in self._decoded.makers:
+            _, make = self._decoded.makers[id(value)]
+            return make({name: self._room(child) if is_tensor(child) else child for name, child in value.items()})
         if value is ELSEWHERE or type(value) not in CONTAINERS or id(value) in self._decoded.makers:
             return Closed(value)
         if is_mapping(value):
             return like(value, ((key, self._room(child)) for key, child in value.items() if child is not ELSEWHERE))
         return list(map(self._room, value)) if type(value) is list else value
+
+    def _lay_out_rooms(self) -> None:
+        """Give the new tensors the dimension orders of the stored ones: fused optimizers walk memory."""
+        orders = dim_orders_of(self._sources.overlaps({want for want, _ in self._rooms}))
+        for want, room in self._rooms:
+            if want in orders:
+                room.as_strided_(room.shape, strides_of(room.shape, orders[want]))
 
     def left_out(self, keys: Collection[str]) -> str | None:
         """Return the key of a value that a load leaves out although it takes others of the same optimizer; or None.

@@ -221,6 +221,8 @@ def write_torch(path: Path, reader: TensorReader, *, force: bool) -> Exported:
             "Python interface"
         ) from error
 
+    changed = [*(Changed(path, was, "its plain form") for path, was in reader.plain_forms), *changed]
+
     def fill(temp: Path) -> None:
         _write_torch(temp, plain)
         _fill_torch(temp, plain, reader, tensors)

@@ -180,6 +180,12 @@ class TensorReader:
         if group:
             yield group
 
+    @property
+    def plain_forms(self) -> list[tuple[str, str]]:
+        """Return (dotted path, class) of the selected values of classes of users, which come in their plain forms."""
+        selection, unknown = self._opened.selection, self._opened.decoded.unknown
+        return [(display(path), ".".join(named)) for path, named in unknown if selection.matches(path)]
+
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         """Yield (dotted path, tensor or array), each once it is verified.
 

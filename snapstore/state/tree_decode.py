@@ -414,7 +414,7 @@ class _Decoder:
         elif module == configs.MODULE:  # a config with plain values in the places of others would not be the stored one
             make = None if len(self._decoded.unknown) > before else make
             self._decoded.unknown += [(path, (module, name))] if make is None else []
-        elif kind != "namespace":
+        if kind != "namespace" and module != configs.MODULE:
             self._note_class(module, name, path)
         if make is None:
             return plain

@@ -1074,3 +1074,21 @@ def test_the_verbs_print_what_they_did(tmp_path):
         "expected a number of bytes"
         in shell("export", "old@2", "--to", "hf", "-o", tmp_path / "y", "--max-shard-size", "many", code=2).stderr
     )
+
+
+@dataclasses.dataclass
+class Moments:
+    """A user's class, as an optimizer may have it in its state."""
+
+    first: torch.Tensor
+    count: int
+
+
+def test_an_export_says_which_values_lose_their_class(tmp_path):
+    """torch.load(weights_only=True) would refuse the class, so the file has a dict; a training cannot go on with it."""
+    with Repository.create(tmp_path / "r") as repo:
+        repo.save({"state": [Moments(torch.ones(3), 2)], "w": torch.ones(2)}, run="r", step=1)
+        found = export_snapshot(repo, "r@1", tmp_path / "x.pt", to="torch")
+        assert [(one.path, one.was.rpartition(".")[2]) for one in found.changed] == [("state.0", "Moments")]
+        assert torch.load(tmp_path / "x.pt", weights_only=True)["state"][0]["count"] == 2
+        assert not export_snapshot(repo, "r@1", tmp_path / "y.pt", to="torch", options=ExportOptions(part="w")).changed

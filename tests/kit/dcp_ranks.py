@@ -1127,7 +1127,7 @@ def case_a_rank_that_cannot_copy(world: World) -> None:
     writer = world.writer("cannot-copy")
     for step in range(1, 5):
         state = {"w": whole((300, 40), step), "n": step}
-        bad = state | ({"bad": torch.empty(4, device="meta")} if world.rank == last else {})
+        bad = state | ({"bad": whole((4, 4)).to("meta")} if world.rank == last else {})
         if step % 2:  # by DCP's function, then by ours
             future = async_save(bad, storage_writer=writer, checkpoint_id=step, process_group=world.gloo)
         else:
@@ -1182,7 +1182,7 @@ def case_a_failed_save_and_the_plan_cache(world: World) -> None:
 
     writer, kept = world.writer("fails-cached"), []
     for step in range(1, 4):
-        for other in ({}, {"w": torch.empty(3, device="meta")}):
+        for other in ({}, {"w": whole((3, 3)).to("meta")}):
             state = {f"own{world.rank}": whole((300, 40), step), "all": whole((50, 3))}
             planner = OfFailedSaves(enable_plan_caching=True)
             save(state, storage_writer=writer, checkpoint_id=step, planner=planner)

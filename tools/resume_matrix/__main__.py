@@ -45,7 +45,7 @@ def main() -> int:
     assert len(pairs) == len(asked)
     known = record.causes()
     failed = record.failures(pairs, known)
-    if options.is_whole:
+    if options.is_whole and options.device == "cpu":
         failed += record.unused(pairs, known)
     made = record.record(pairs, absent, time.monotonic() - began, options.device)
     if options.out:

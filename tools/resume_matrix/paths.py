@@ -24,7 +24,7 @@ from .optimizers import Optimizer
 from .training import BATCH, MORE, STEPS, Case, Data, Run, build, limit, result, train
 
 #: An outcome of a run.
-SAME, DIFFERS, NOT_RUN, ERROR = "same", "differs", "not run", "error"
+SAME, DIFFERS, NOT_RUN, ERROR, TOLD = "same", "differs", "not run", "error", "told"
 ERROR_CHARACTERS = 300
 LIMIT_S = 60  # of a training: an optimizer may not converge in its own loop
 TOTAL = STEPS + MORE
@@ -59,6 +59,10 @@ def outcomes(case: Case, optimizer: Optimizer, paths: Iterable[str], folder: Pat
     return found
 
 
+class _ToldError(Exception):
+    """snapstore said when it saved that the training cannot be resumed from this."""
+
+
 def attempt(function: Callable[[], Any]) -> Any:
     """Return what a function returns, or the text of its error."""
     try:
@@ -67,6 +71,8 @@ def attempt(function: Callable[[], Any]) -> Any:
     except (Exception, CheckpointException) as error:  # noqa: BLE001  # DCP's is a BaseException
         cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         text = " ".join(str(cause).split())
+        if isinstance(error, _ToldError):
+            return f"{TOLD}: {text}"[:ERROR_CHARACTERS]
         return f"{ERROR}: {type(cause).__name__}: {text}"[:ERROR_CHARACTERS]
 
 
@@ -151,8 +157,15 @@ def _export(state: _State, folder: Path, stack: ExitStack) -> _Resume:
     from snapstore.convert import export_snapshot
 
     path = folder / "exported.pt"
-    export_snapshot(_saved(state, folder, stack), f"plain@{STEPS}", path, to="torch")
-    return lambda fresh: _load(fresh, torch.load(path, weights_only=False))
+    exported = export_snapshot(_saved(state, folder, stack), f"plain@{STEPS}", path, to="torch")
+    told = [f"{one.path} ({one.was}) is written as {one.written_as}" for one in exported.changed]
+
+    def load(fresh: _State) -> None:
+        if forms := [text for text in told if text.endswith("its plain form")]:
+            raise _ToldError(forms[0])
+        _load(fresh, torch.load(path, weights_only=False))
+
+    return load
 
 
 def _dcp(state: _State, folder: Path, stack: ExitStack) -> _Resume:

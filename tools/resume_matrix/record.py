@@ -1,7 +1,7 @@
 """The judgement of outcomes, and the record of a whole run: docs/benchmarks/resume.json and its table.
 
-A pair fails if torch.save resumes exactly and snapstore does not, if its process died, or if snapstore does not resume
-exactly and docs/reliability.md names no cause.
+A pair fails if torch.save resumes exactly and snapstore does not, and has not told so when it saved; if its process
+died; or if snapstore does not resume exactly and docs/reliability.md names no cause.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import snapstore
 from benchmarks import page
 
-from .paths import DIFFERS, ERROR, NOT_RUN, PATHS, SAME, Outcome
+from .paths import DIFFERS, ERROR, NOT_RUN, PATHS, SAME, TOLD, Outcome
 from .training import Case
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +56,7 @@ class Cause(NamedTuple):
 
 
 def kind(outcome: str) -> str:
-    """Return "same", "differs", "not run" or "error"."""
+    """Return "same", "differs", "not run", "error" or "told"."""
     return outcome.partition(":")[0]
 
 
@@ -64,16 +64,16 @@ def causes(text: str | None = None) -> list[Cause]:
     """Read the table of causes in docs/reliability.md.
 
     Raises:
-        ValueError: a row has another number of cells, or an outcome other than "differs" and "error".
+        ValueError: a row has another number of cells, or an outcome other than "differs", "error" and "told".
     """
     whole = (ROOT / "docs" / "reliability.md").read_text() if text is None else text
     section = whole.partition(HEADING)[2].partition("\n## ")[0]
     found = []
     for line in [one for one in section.splitlines() if one.startswith("|")][2:]:
         cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
-        if len(cells) != 6 or cells[4] not in (DIFFERS, ERROR):
+        if len(cells) != 6 or cells[4] not in (DIFFERS, ERROR, TOLD):
             raise ValueError(
-                f"docs/reliability.md: expected | optimizers | layouts | dtypes | paths | differs or error | cause |, "
+                "docs/reliability.md: expected | optimizers | layouts | dtypes | paths | differs, error, told | cause, "
                 f"got {line!r}"
             )
         optimizers, layouts, dtypes, paths = (re.findall("`([^`]+)`", cell) for cell in cells[:4])
@@ -88,7 +88,7 @@ def failures(pairs: Iterable[Pair], known: list[Cause]) -> list[str]:
         ours, theirs = pair.outcome
         why = ""
         if kind(ours) not in (SAME, NOT_RUN):
-            if theirs == SAME:
+            if theirs == SAME and kind(ours) != TOLD:
                 why = "torch.save resumes exactly"
             elif "process ended" in ours:
                 why = "a crash"
@@ -157,6 +157,7 @@ def table(made: dict[str, Any]) -> str:
         "both exact": (f"{SAME}/{SAME}",),
         "only snapstore exact": (f"{SAME}/{DIFFERS}", f"{SAME}/{ERROR}"),
         "only torch.save exact": (f"{DIFFERS}/{SAME}", f"{ERROR}/{SAME}"),
+        "told at the save": tuple(f"{TOLD}/{b}" for b in (SAME, DIFFERS, ERROR)),
         "neither exact": tuple(f"{a}/{b}" for a in (DIFFERS, ERROR) for b in (DIFFERS, ERROR)),
         "not run": (NOT_RUN,),
     }

@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,10 +60,6 @@ def outcomes(case: Case, optimizer: Optimizer, paths: Iterable[str], folder: Pat
     return found
 
 
-class _ToldError(Exception):
-    """snapstore said when it saved that the training cannot be resumed from this."""
-
-
 def attempt(function: Callable[[], Any]) -> Any:
     """Return what a function returns, or the text of its error."""
     try:
@@ -71,8 +68,6 @@ def attempt(function: Callable[[], Any]) -> Any:
     except (Exception, CheckpointException) as error:  # noqa: BLE001  # DCP's is a BaseException
         cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         text = " ".join(str(cause).split())
-        if isinstance(error, _ToldError):
-            return f"{TOLD}: {text}"[:ERROR_CHARACTERS]
         return f"{ERROR}: {type(cause).__name__}: {text}"[:ERROR_CHARACTERS]
 
 
@@ -110,6 +105,9 @@ def _plain(start: Callable[[], tuple[Any, Any]], paths: list[str], folder: Path)
             path: one if isinstance(one, str) else _compared(attempt(lambda one=one: resumed(one)), wanted)  # type: ignore[misc]
             for path, one in saved.items()
         }
+        for path, one in saved.items():
+            if isinstance(one, _Exported) and one.told and found[path] != SAME:
+                found[path] = f"{TOLD}: {one.told}"[:ERROR_CHARACTERS]
     return {path: Outcome(found[path], found["torch.save"]) for path in paths}
 
 
@@ -153,19 +151,25 @@ def _restore(state: _State, folder: Path, stack: ExitStack) -> _Resume:
     return lambda fresh: _load(fresh, repository.restore(f"plain@{STEPS}"))
 
 
+@dataclass(frozen=True)
+class _Exported:
+    """An exported file, and what snapstore told when it wrote it."""
+
+    path: Path
+    told: str
+
+    def __call__(self, fresh: _State) -> None:
+        """Load the file."""
+        _load(fresh, torch.load(self.path, weights_only=False))
+
+
 def _export(state: _State, folder: Path, stack: ExitStack) -> _Resume:
     from snapstore.convert import export_snapshot
 
     path = folder / "exported.pt"
     exported = export_snapshot(_saved(state, folder, stack), f"plain@{STEPS}", path, to="torch")
-    told = [f"{one.path} ({one.was}) is written as {one.written_as}" for one in exported.changed]
-
-    def load(fresh: _State) -> None:
-        if forms := [text for text in told if text.endswith("its plain form")]:
-            raise _ToldError(forms[0])
-        _load(fresh, torch.load(path, weights_only=False))
-
-    return load
+    forms = [one for one in exported.changed if one.written_as == "its plain form"]
+    return _Exported(path, f"{forms[0].path} ({forms[0].was}) is written as its plain form" if forms else "")
 
 
 def _dcp(state: _State, folder: Path, stack: ExitStack) -> _Resume:

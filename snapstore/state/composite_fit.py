@@ -6,13 +6,18 @@ composite tensor that the target has shows its class, so the caller need not pas
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
+from ..errors import InvalidInputError
 from . import composite, torch_layouts
+from .arrays import as_bytes
 from .classes import Make, Types
-from .containers import CONTAINERS, Path, children, is_mapping
+from .containers import CONTAINERS, Path, children, is_mapping, shown
 from .repeated_places import same_plain
 from .restore_buffers import RestoreBuffers
 from .tensors import Node, StoredPart
@@ -81,6 +86,33 @@ def mismatch(stored: Any, present: Any, decoded: Decoded, *, in_place: bool = Fa
     if not same_plain(*context) and not same_plain(context_like(decoded.contexts[id(stored)], context[1]), context[1]):
         return f"context of {name}: expected {context[1]} as in the target, got {context[0]}"
     return None
+
+
+def require_assigned(places: Sequence[tuple[Path, Any, Callable[[], Any]]]) -> None:
+    """Check that tensors of torch's own kinds that share memory have the stored values: each was assigned as a whole.
+
+    Args:
+        places: The path of each, the tensor of the target, and how to make the stored one.
+
+    Raises:
+        InvalidInputError: One has other values: that of a later place has the same indices, offsets or values.
+    """
+    inner = {id(target): composite.inner_of(composite.plain_of(target)) for _, target, _ in places}
+    memories = {name: {_memory_of(tensor) for tensor in tensors.values()} for name, tensors in inner.items()}
+    owners = Counter(memory for found in memories.values() for memory in found)
+    for path, target, make in places:
+        if max(owners[memory] for memory in memories[id(target)]) > 1:
+            stored = composite.inner_of(composite.plain_of(make()))
+            for name, tensor in inner[id(target)].items():
+                if not np.array_equal(as_bytes(tensor), as_bytes(stored[name].to(tensor.dtype))):
+                    raise InvalidInputError(
+                        f"{shown(path)}: shares memory ({name}) with another tensor in the target, but the snapshot "
+                        "has different values for the two; untie them in the target and restore again"
+                    )
+
+
+def _memory_of(tensor: Any) -> Any:
+    return tensor.device, tensor.untyped_storage().data_ptr() or id(tensor)
 
 
 def _maker(stored: Any, present: Any) -> Make:

@@ -108,6 +108,7 @@ class RestorePlan:
         self.buffers = RestoreBuffers(parts, device, on_device=on_device, decoded=decoded)
         self._differences = Differences()
         self._updates: list[Callable[[], None]] = []
+        self._assigned: list[tuple[Path, Any, Replace]] = []  # tensors of torch's own kinds
         self._loads = ObjectLoads(self.buffers, self._selection.matches, decoded)
         self._repeated = RepeatedPlaces(self.buffers, self._selection, exact=self._all_selected)
         others = (path for path, leaf in leaves(stored, ()) if leaf is ELSEWHERE) if decoded.elsewhere else ()
@@ -227,7 +228,8 @@ class RestorePlan:
             return
         self._note_place(stored, target, path)
         if layout_of(target) is not None:
-            self._updates.append(lambda: torch_layouts.assign(target, self.buffers.build(stored)))
+            self._assigned.append((path, target, make := self._builder(stored)))
+            self._updates.append(lambda: torch_layouts.assign(target, make()))
             return
         for name in composite.inner_of(view):
             self._plan(stored[name], view[name], (*path, name))
@@ -402,6 +404,7 @@ class RestorePlan:
             for update in self._updates:
                 update()
             self._loads.run()
+            composite_fit.require_assigned(self._assigned)
         except Exception as error:
             add_line(error, PARTLY_FILLED)
             raise

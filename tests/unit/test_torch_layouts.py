@@ -156,6 +156,40 @@ class Graph(torch.nn.Module):
             self.register_buffer(name, MAKE[name](seed))
 
 
+def csr(rows: Any, columns: Any, *values: float) -> Any:
+    return torch.sparse_csr_tensor(rows, columns, torch.tensor(values), (2, 2))
+
+
+def pair(kind: str, *, alike: bool) -> tuple[Any, Any]:
+    """Return two tensors, and two over one memory: as many values, of which the first two have others in each."""
+    rows, columns, other = torch.tensor([0, 1, 2]), torch.tensor([0, 1]), torch.tensor([1, 0])
+    if kind == "csr":
+        saved = csr(rows, columns, 1.0, 2.0), csr(rows, columns if alike else other, 3.0, 4.0)
+        return saved, (csr(rows, columns.clone(), 0.0, 0.0), csr(rows, columns, 0.0, 0.0))
+    if kind == "jagged":
+        first, target = jagged(1, 4), jagged(3, 2)
+        saved = first, first * 2 if alike else jagged(2, 3)
+        return saved, (target, target * 2)
+    whole = torch.quantize_per_tensor(torch.full((6,), 7.0) if alike else torch.arange(6.0), 1.0, 0, torch.qint8)
+    target = torch.quantize_per_tensor(torch.zeros(6), 1.0, 0, torch.qint8)
+    return (whole[:3], whole[3:]), (target[:3], target[2:5])
+
+
+@pytest.mark.parametrize("kind", ["csr", "jagged", "quantized"])
+def test_tensors_of_the_target_that_share_memory_get_only_equal_values(repository, kind):
+    saved, target = pair(kind, alike=True)
+    repository.save(dict(zip("ab", saved, strict=True)), run="x", step=1)
+    repository.restore_into("x@1", dict(zip("ab", target, strict=True)))
+    alike(saved[0], target[0])
+    alike(saved[1], target[1])
+    saved, target = pair(kind, alike=False)
+    if kind == "csr":  # both have the indices of the first
+        target = target[1], csr(target[1].crow_indices(), target[1].col_indices(), 0.0, 0.0)
+    repository.save(dict(zip("ab", saved, strict=True)), run="x", step=2)
+    with pytest.raises(InvalidInputError, match=r"a: shares memory \((values|offsets|col_indices)\) with another"):
+        repository.restore_into("x@2", dict(zip("ab", target, strict=True)))
+
+
 def test_a_module_loads_them_as_it_does_from_torch(repository):
     repository.save({"model": Graph(1)}, run="a", step=0)
     model, expected = Graph(2), Graph(2)

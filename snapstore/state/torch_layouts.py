@@ -66,8 +66,8 @@ class SparseCoo(Layout):
     def make(inner: Tensors, context: Context, shape: Any) -> Any:  # noqa: D102
         import torch
 
-        checks = {"check_invariants": True, "is_coalesced": _expect(context["is_coalesced"], bool)}
-        return torch.sparse_coo_tensor(inner["indices"], inner["values"], shape, **checks)
+        new = torch.sparse_coo_tensor(inner["indices"], inner["values"], shape, check_invariants=True)
+        return new._coalesced_(_expect(context["is_coalesced"], bool))  # whatever the order of the indices is
 
 
 class _Compressed(Layout):
@@ -86,12 +86,33 @@ class _Compressed(Layout):
 
         rows, columns, values = (inner[name] for name in (*cls.index, "values"))
         layout = getattr(torch, cls.__qualname__)
-        return torch.sparse_compressed_tensor(rows, columns, values, shape, layout=layout, check_invariants=True)
+        torch._validate_sparse_compressed_tensor_args(rows, _ascending(rows, columns), values, shape, layout)
+        batches, along = rows.ndim - 1, cls.index[1] == "col_indices"
+        block = values.shape[batches + 1 + along] if cls.__qualname__.startswith("sparse_bs") else 1
+        if columns.numel() and not 0 <= int(columns.min()) <= int(columns.max()) < shape[batches + along] // block:
+            raise ValueError("the indices lead outside of the shape")
+        return torch.sparse_compressed_tensor(rows, columns, values, shape, layout=layout, check_invariants=False)
 
     @staticmethod
     def assign(target: Any, new: Any) -> None:
         target.resize_as_sparse_(new)  # it may have another number of elements
         target.copy_(new.to(target.device))
+
+
+def _ascending(rows: Any, columns: Any) -> Any:
+    """Return ascending indices in place of the columns of each row, which torch demands only if it checks them.
+
+    Raises:
+        ValueError: The rows do not end where the columns do.
+    """
+    import torch
+
+    count, steps = columns.shape[-1], rows.diff()
+    is_within = rows.shape[:-1] == columns.shape[:-1] and bool(((rows >= 0) & (rows <= count)).all())
+    if not is_within or (steps < 0).any() or (rows[..., 0] != 0).any() or (rows[..., -1] != count).any():
+        raise ValueError("the offsets of the rows do not fit the indices")
+    starts = rows[..., :-1].flatten().repeat_interleave(steps.flatten()).reshape(columns.shape)
+    return torch.arange(count, dtype=columns.dtype, device=columns.device) - starts.to(columns.dtype)
 
 
 def _compressed(name: str, rows: str, columns: str) -> type[Layout]:

@@ -44,6 +44,13 @@ def dense(seed: int) -> torch.Tensor:
     return torch.randn(4, 4) * (torch.rand(4, 4) > 0.5)
 
 
+def unordered(seed: int, axis: int, block: int = 0) -> Any:
+    """Return a tensor as SciPy and products make them: its indices in a row are not in order, or there twice."""
+    make = [torch.sparse_bsr_tensor if block else torch.sparse_csr_tensor, torch.sparse_csc_tensor][axis]
+    values = torch.arange(4.0).reshape(4, *[1] * (2 if block else 0)).expand(4, *[block] * (2 if block else 0)) + seed
+    return make(torch.tensor([0, 2, 4]), torch.tensor([1, 0, 1, 1]), values, (2 * (block or 1), 2 * (block or 1)))
+
+
 INDICES = torch.tensor([[0, 0, 1], [1, 1, 0]])
 #: name -> a tensor of a seed; all seeds of a name have one shape.
 MAKE: dict[str, Any] = {
@@ -54,6 +61,16 @@ MAKE: dict[str, Any] = {
     "csc": lambda seed: dense(seed).to(torch.bfloat16).to_sparse_csc(),
     "bsr": lambda seed: dense(seed).to_sparse_bsr((2, 2)),
     "bsc": lambda seed: dense(seed).to_sparse_bsc((2, 2)),
+    "unordered coo": lambda seed: torch.sparse_coo_tensor(INDICES, torch.arange(3.0) + seed, (4, 4))._coalesced_(True),
+    "unordered csr": lambda seed: unordered(seed, 0),
+    "unordered csc": lambda seed: unordered(seed, 1),
+    "unordered bsr": lambda seed: unordered(seed, 0, 2),
+    "unordered batches": lambda seed: torch.sparse_csr_tensor(
+        torch.tensor([[0, 2, 3], [0, 0, 3]]),
+        torch.tensor([[1, 0, 2], [2, 1, 1]]),
+        torch.arange(6.0).view(2, 3) + seed,
+        (2, 2, 3),
+    ),
     "empty": lambda seed: (dense(seed) * (seed % 2)).to_sparse(),
     "parameter": lambda seed: torch.nn.Parameter(dense(seed).to_sparse()),
     "grad": lambda seed: dense(seed).to_sparse_csr().requires_grad_(),
@@ -240,7 +257,7 @@ def test_another_kind_shape_or_dtype_does_not_fit(name):
     others = [torch.zeros(4, 4), MAKE["coo" if value.layout is torch.sparse_csr else "csr"](2)]
     if not value.is_quantized and not value.is_nested:
         others += [value.detach().to(torch.float64), torch.zeros(3, 4).to_sparse(layout=value.layout)
-                   if name not in ("bsr", "bsc", "hybrid") else torch.zeros(4, 4)]  # fmt: skip
+                   if name not in ("bsr", "unordered bsr", "bsc", "hybrid") else torch.zeros(4, 4)]  # fmt: skip
     for other in others:
         with pytest.raises(InvalidInputError, match=r"v: (type|shape|dtype): expected"):
             again(saved, into={"v": other, "w": torch.zeros(1)})
@@ -376,13 +393,19 @@ def forged(name: str, **changes: Any) -> Any:
     ("name", "changes"),
     [
         ("coo", {"indices": torch.full((2, 3), 9)}),
-        ("coo", {"is_coalesced": True}),
         ("coo", {"is_coalesced": 1}),
         ("coo", {"dtype": ["dtype", "float64"]}),
         ("coo", {"shape": [1, 1]}),
         ("coo", {"shape": [-1, 4]}),
         ("csr", {"col_indices": torch.full((dense(1).count_nonzero(),), 77)}),
         ("csr", {"crow_indices": torch.tensor([0, 1, 2, 3, 99])}),
+        ("csr", {"crow_indices": torch.tensor([0, 2**62, -(2**63), -(2**62), 0])}),
+        ("csr", {"crow_indices": torch.tensor([0, 3, 1, 2, dense(1).count_nonzero()])}),
+        ("csr", {"crow_indices": torch.tensor([0, dense(1).count_nonzero()])}),
+        ("csr", {"col_indices": torch.full((dense(1).count_nonzero(),), -1)}),
+        ("bsr", {"col_indices": torch.tensor([0, 1, 0, 2])}),
+        ("unordered batches", {"col_indices": torch.tensor([[1, 0, 2], [2, 1, 3]])}),
+        ("unordered csc", {"row_indices": torch.tensor([1, 0, 2, 1])}),
         ("csr", {"requires_grad": "yes"}),
         ("per channel", {"axis": 5}),
         ("per channel", {"axis": -1}),

@@ -96,6 +96,7 @@ def _not_mirrored(here: View, snapshots: list[Snapshot], url: str) -> dict[str, 
 
 _DAMAGED = "needs an object that is damaged or missing; run 'snapstore check --read-data' to see what is lost"
 _RECONSTRUCTED = "a repair reconstructed the lost record; its order, its date and its stored size are guesses"
+_UNPROVEN = "copied without verification, so no save builds on it; 'snapstore repair --level restore --apply' proves it"
 
 
 def _damaged(repository: Repository, snapshots: list[Snapshot]) -> set[str]:
@@ -192,6 +193,7 @@ def show(shell: Shell, ref: Ref) -> int | None:
                 "superseded": superseded,
                 "damaged": damaged,
                 "made_up": snapshot.is_reconstructed,
+                "unproven": bool(snapshot.unproven),
             }
         )
         return code
@@ -202,6 +204,8 @@ def show(shell: Shell, ref: Ref) -> int | None:
         line(f"damaged   {_DAMAGED}")
     if snapshot.is_reconstructed:
         line(f"record    {_RECONSTRUCTED}")
+    if snapshot.unproven:
+        line(f"unproven  {_UNPROVEN}")
     if ranks:
         line(f"ranks     {ranks}, each with a manifest for every part of which it stores a piece")
     _print_parts(snapshot, tensors, ranks)

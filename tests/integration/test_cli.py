@@ -721,7 +721,7 @@ def test_show(series):
     document = series.json("show", "exp@1")
     assert set(document) == {
         "snapshot", "parent", "children", "reasons", "metadata", "chunks", "new_chunks", "stall_s", "total_s",
-        "manifests", "ranks", "tensors", "plain", "superseded", "damaged", "made_up",
+        "manifests", "ranks", "tensors", "plain", "superseded", "damaged", "made_up", "unproven",
     }  # fmt: skip
     assert set(document["snapshot"]) == set(document["parent"]) == set(document["children"][0]) == SNAPSHOT_KEYS
     assert (document["parent"]["step"], document["children"][0]["step"]) == (0, 2)

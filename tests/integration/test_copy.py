@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -660,9 +661,12 @@ def test_the_shell_copies_without_verification_and_marks_it(tmp_path, capsys):
         save(repository, "a", 0, 0)
     assert "1 snapshot copied" in said("copy", "--all", "--no-verify", "--to", str(tmp_path / "b"), place="a")
     assert "unproven" in said("log", place="b")
+    assert "\nunproven  copied without verification" in said("show", "a@0", place="b")
+    assert json.loads(said("show", "a@0", "--json", place="b"))["unproven"] is True
     assert "copied without verification; no save builds on it" in said("check", place="b")
     assert "done, prove: a@0" in said("repair", "--level", "restore", "--apply", place="b")
-    assert "unproven" not in said("log", place="b")
+    assert "unproven" not in said("log", place="b") + said("show", "a@0", place="b")
+    assert json.loads(said("show", "a@0", "--json", place="b"))["unproven"] is False
 
 
 def test_a_record_rebuilt_from_the_manifests_of_a_copy_is_not_proven(source):

@@ -172,7 +172,9 @@ def _plain(config: Any, *, is_typed: bool) -> Any:
     """
     content, about = config.__dict__["_content"], config._metadata
     if type(content) not in (dict, list):
-        raise UnsupportedLeafError(f"a config that is {content!r} has no stored form: {_ADVICE}")
+        raise UnsupportedLeafError(
+            f"a config that is {content!r} has no values, so no stored form: give it some, or pass None in its place"
+        )
     key_types = {about.key_type} if type(content) is dict else set()
     if not is_typed and {about.element_type, *key_types} - {Any, None}:
         raise UnsupportedLeafError(f"a config of typed values has no stored form: {_ADVICE}")

@@ -163,12 +163,17 @@ def flagged_value() -> Any:
 
 @pytest.mark.parametrize(
     "make",
-    [typed_values, flagged_value, lambda: omegaconf.DictConfig(None), lambda: omegaconf.DictConfig("${a}"),
-     lambda: OmegaConf.create({"a": omegaconf.IntegerNode(1)})],
-)  # fmt: skip
+    [typed_values, flagged_value, lambda: OmegaConf.create({"a": omegaconf.IntegerNode(1)})],
+)
 def test_what_would_not_come_back_is_refused_with_advice(make):
     with pytest.raises(UnsupportedLeafError, match=r"h\.config: a config .* has no stored form: pass omegaconf\.Ome"):
         flatten({"h": {"config": make()}})
+
+
+@pytest.mark.parametrize("content", [None, "???", "${a}"])
+def test_a_config_without_values_is_refused(content):
+    with pytest.raises(UnsupportedLeafError, match=r"^c: a config that is .* pass None in its place$"):
+        flatten({"c": omegaconf.DictConfig(content)})
 
 
 def test_a_subclass_is_refused():

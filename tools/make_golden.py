@@ -270,7 +270,7 @@ def layouts(step: int) -> dict[str, Any]:
         "permuted": torch.from_numpy(rng.normal(0, 1, (10, 12, 14))).permute(2, 0, 1),
         "inline": torch.arange(6).reshape(3, 2).t(),
         "in order": torch.nn.Parameter(torch.arange(1200.0).reshape(30, 40) + step),
-        "gaps": torch.arange(60).reshape(6, 10)[:, ::2].t(),
+        "gaps": torch.zeros(5, 12, dtype=torch.int64)[:, ::2].copy_(torch.arange(60).reshape(6, 10)[:, ::2].t()),
     }
     optimizer = Momentum([p for p in model.values() if isinstance(p, torch.nn.Parameter)])
     for parameter in optimizer.param_groups[0]["params"]:

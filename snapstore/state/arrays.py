@@ -462,7 +462,7 @@ def new_array(spec: TensorSpec, device: str | int | torch.device | None) -> Any:
 
 
 def in_memory_order(value: Any) -> Any:
-    """Return a view of a tensor or ndarray whose C order is the order in memory; of one with gaps, the array itself."""
+    """Return a view of a tensor or ndarray whose C order is the order in memory."""
     order = dim_order_of(value)
     if not order:
         return value

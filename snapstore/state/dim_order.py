@@ -20,7 +20,10 @@ DimOrder = tuple[int, ...]
 
 
 def dim_order_of(value: Any) -> DimOrder:
-    """Return the dimension order of a tensor, ndarray or bytes; () if it is in C order, overlaps itself or has gaps."""
+    """Return the dimension order of a tensor, ndarray or bytes; () if it is in C order or overlaps itself.
+
+    An array with gaps, such as some rows of a matrix in Fortran order, has the order of its strides.
+    """
     if isinstance(value, bytes | bytearray) or value.ndim < 2:
         return ()
     if isinstance(value, np.ndarray):
@@ -35,7 +38,8 @@ def _order(shape: tuple[int, ...], strides: tuple[int, ...]) -> DimOrder:
     """Return the dimension order of elements at these strides; see `dim_order_of`.
 
     A dimension of size 1 has a stride too, from which torch chooses the layout of a convolution's output. If some order
-    gives all strides, that is the order. Else dimensions of size 1 keep their places.
+    gives all strides, that is the order. Else dimensions of size 1 keep their places. A stride reaches at least over
+    the dimension that comes next in the order, or elements may share memory.
     """
     if not math.prod(shape):
         return ()
@@ -45,8 +49,9 @@ def _order(shape: tuple[int, ...], strides: tuple[int, ...]) -> DimOrder:
         large = [d for d in every if shape[d] > 1]
         of_large = iter(sorted(large, key=lambda d: -strides[d]))
         found = tuple(next(of_large) if shape[d] > 1 else d for d in every)
-        dense = strides_of(shape, found)
-        if any(dense[d] != strides[d] for d in large):
+        inside = sorted(large, key=lambda d: strides[d])
+        reach = [1, *(strides[d] * shape[d] for d in inside)]
+        if any(strides[d] < least for d, least in zip(inside, reach, strict=False)):
             return ()
     return () if found == every else found
 

@@ -15,7 +15,7 @@ from snapstore import KeepLast, PerRank, Repository, SaveOptions, SnapshotManage
 from snapstore.convert import export_snapshot
 from snapstore.distributed.local import local_ranks
 from snapstore.restore.streaming import TensorReader
-from snapstore.state.dim_order import dim_order_of
+from snapstore.state.dim_order import dim_order_of, inverse
 
 OPTIONS = SaveOptions(threads=2)
 
@@ -83,6 +83,32 @@ def test_restore_gives_the_layouts_of_torch(saved):
     assert dim_order_of(repo.restore("r@1")["1x1"]) == (0, 2, 3, 1), (
         "a convolution chooses the layout of its output by these strides"
     )
+
+
+def test_views_with_gaps_keep_their_order_on_every_way_out(tmp_path):
+    """The first singular vectors are such a view; GaLore keeps them, and products with them round by their layout."""
+    state = {"vectors": noise(40, 40).t()[:3], "inline": noise(3, 3).t()[:2], "half": noise(2, 8, 4, 4)[:, :3]}
+    state["channels_last"] = noise(2, 8, 4, 4).to(memory_format=torch.channels_last)[:, :3]
+    dense = {name: value.permute(o).contiguous().permute(inverse(o)) for name, value in state.items()
+             for o in [dim_order_of(value) or tuple(range(value.ndim))]}  # fmt: skip
+    assert dense["vectors"].stride() == (1, 3)
+    assert dense["channels_last"].stride() == (48, 1, 12, 3)
+    with Repository.create(tmp_path / "r", chunk_bytes=4096, options=OPTIONS) as repo:
+        repo.save(state, run="r", step=1)
+        assert forms(repo.restore("r@1")) == forms(dense)
+        assert forms({name: handle.read() for name, handle in repo.tensors("r@1").items()}) == forms(dense)
+        export_snapshot(repo, "r@1", tmp_path / "e.pt", to="torch")
+        assert forms(torch.load(tmp_path / "e.pt", weights_only=True)) == forms(dense)
+        with SnapshotManager(repo, run="m") as snapshots:
+            for step in range(3):  # the second save knows the state
+                state["vectors"].add_(1.0)
+                snapshots.save(step, state)
+            snapshots.wait_until_finished()
+            assert torch.equal(snapshots.restore()["vectors"], state["vectors"])
+            assert snapshots.restore()["vectors"].stride() == (1, 3)
+        repo.restore_into("r@1", state)
+        assert state["vectors"].stride() == (1, 40)
+        assert torch.equal(state["vectors"], dense["vectors"])
 
 
 def test_lazy_and_streamed_tensors_have_them(saved):

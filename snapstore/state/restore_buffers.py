@@ -150,12 +150,12 @@ class RestoreBuffers:
         if owned:
             self._owned.add(slot)
         sharding = sharding_of(target)
-        if replaceable and sharding is None:
-            self._replaceable.add(slot)
         if sharding is None:
             self._targets[slot] = inner = unwrapped(target)
             if inner is not target:
                 self._wholes[slot] = target
+            elif replaceable:
+                self._replaceable.add(slot)
             return
         self.remove(slot)
         self._wholes[slot] = target

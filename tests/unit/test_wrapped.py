@@ -79,6 +79,30 @@ def test_a_wrapped_tensor_is_saved_as_its_values_and_filled_in_place(repository,
     assert torch.equal(inner, WHOLE)
 
 
+class Average:
+    """An object that takes the tensor of its state as it is."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"w": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["w"]
+
+
+@pytest.mark.parametrize("layout", ["C", "columns"])
+def test_a_wrapped_tensor_of_an_object_is_filled_whatever_its_layout(repository, layout):
+    repository.save({"o": Average(Gathered(WHOLE.t().contiguous().t()))}, run="a", step=0)
+    inner = torch.zeros_like(WHOLE) if layout == "C" else torch.zeros(WHOLE.shape[::-1]).to(WHOLE.dtype).t()
+    target = Average(Gathered(inner))
+    whole = target.value
+    repository.restore_into("a@0", {"o": target})
+    assert target.value is whole
+    assert torch.equal(inner, WHOLE)
+
+
 def test_a_wrapped_parameter_needs_gradients_as_it_does(repository):
     value = torch.nn.Parameter(Gathered(WHOLE.clone()))
     assert type(value) is Gathered

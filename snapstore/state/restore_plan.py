@@ -345,7 +345,8 @@ class RestorePlan:
         for below, slot, array in arrays_of_both(stored, present, path, self._selection.matches):
             problem = mismatch(spec_of(slot), array)
             if problem is None:
-                self.buffers.claim(slot, array, owned=True, replaceable=not is_torch_module(target))
+                replaceable = not is_torch_module(target) or bool(may_differ(below))
+                self.buffers.claim(slot, array, owned=True, replaceable=replaceable)
             elif problem == SHARED_ELEMENTS:
                 self.buffers.compare_loaded(slot)
             elif problem.startswith(("shape", "dtype")) and problem.partition(":")[0] not in may_differ(below):

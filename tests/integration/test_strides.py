@@ -217,6 +217,36 @@ def test_a_module_keeps_its_layout(tmp_path):
         assert torch.equal(weight, net.weight)
 
 
+class Recorder(torch.nn.Module):
+    """A module with extra state, and a buffer that its own loader replaces."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.extra = value
+        self.register_buffer("queue", value)
+
+    def get_extra_state(self):
+        return {"extra": self.extra}
+
+    def set_extra_state(self, state):
+        self.extra = state["extra"]
+
+    def _load_from_state_dict(self, state, prefix, *args):
+        self.queue = state[f"{prefix}queue"]
+
+
+def test_what_a_module_loads_itself_has_the_stored_layout(tmp_path):
+    module = Recorder(torch.arange(12.0).view(4, 3).t())
+    by_torch, target = Recorder(torch.zeros(3, 4)), Recorder(torch.zeros(3, 4))
+    by_torch.load_state_dict(through_torch(module.state_dict()))
+    with Repository.create(tmp_path / "r", options=OPTIONS) as repo:
+        repo.save({"m": module}, run="r", step=1)
+        repo.restore_into("r@1", {"m": target})
+    assert forms(target.state_dict()["_extra_state"]) == forms(by_torch.state_dict()["_extra_state"])
+    assert target.queue.stride() == by_torch.queue.stride() == (1, 3)
+    assert torch.equal(target.queue, module.queue)
+
+
 @pytest.mark.parametrize("staged", [True, False])
 def test_a_layout_that_changes_between_saves_is_noticed(tmp_path, staged):
     """The second save of a manager recognises the state, and only compares it."""

@@ -165,7 +165,7 @@ def differences(
         return
     of_group = list(chain.from_iterable([number] * length for number, length in enumerate(lengths)))
     for i, (number, form, parameter) in enumerate(zip(numbers, forms, parameters, strict=True)):
-        shape = tuple(getattr(parameter, "shape", form.shape))
+        shape = _shape_of(parameter, form.shape)
         if shape != form.shape:
             name = next((f" ({some[i]})" for some in names[::-1] if some[i] is not None), "")
             text = f"shape: expected {shape} as parameter {i}{name} of group {of_group[i]} has in the target, got "
@@ -173,6 +173,14 @@ def differences(
             below = (*path, "state", number)
             for at in _arrays_like(form, stored["state"].get(number), below, spec_of, decoded):
                 yield at, text
+
+
+def _shape_of(parameter: Any, unknown: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a parameter, or `unknown` if it has none yet: a lazy module gets it when it is loaded."""
+    try:
+        return tuple(parameter.shape)
+    except (AttributeError, RuntimeError):
+        return unknown
 
 
 def _groups(lengths: Sequence[int]) -> str:

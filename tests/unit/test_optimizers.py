@@ -73,6 +73,27 @@ def refused(saved, target, **options):
 # --- shapes ---
 
 
+def test_a_lazy_module_and_its_optimizer_resume_as_with_torch():
+    """The parameters of the target get their shapes when the module is loaded, before its optimizer."""
+
+    def make():
+        net = torch.nn.Sequential(torch.nn.LazyLinear(4))
+        return net, torch.optim.AdamW(net.parameters(), lr=0.1)
+
+    net, optimizer = make()
+    net(torch.zeros(1, 8))
+    train(net, optimizer, 0)
+    saved, file = Saved({"m": net, "o": optimizer}), by_torch({"m": net.state_dict(), "o": optimizer.state_dict()})
+    wanted = train(net, optimizer, 3)
+    net, optimizer = make()
+    net.load_state_dict(file["m"])
+    optimizer.load_state_dict(file["o"])
+    assert train(net, optimizer, 3) == wanted
+    net, optimizer = make()
+    saved.restore(into={"m": net, "o": optimizer})
+    assert train(net, optimizer, 3) == wanted
+
+
 @pytest.mark.parametrize("options", ADAM_KINDS, ids=str)
 @pytest.mark.parametrize("steps", [0, 1], ids=["fresh", "running"])
 def test_state_of_another_shape_is_refused_before_anything_is_written(options, steps):

@@ -170,10 +170,10 @@ class Quantized(Layout):
             new = torch._empty_per_channel_affine_quantized(
                 shape, scales=scales, zero_points=zero_points, axis=axis, **form
             )
-        cls._integers(new).copy_(values)
-        if str(new.qscheme()) != f"torch.{scheme}" or values.shape != shape:
-            raise ValueError("the integers have another shape or scheme")
-        return new
+        if (values.shape, values.dtype) != (shape, cls._integers(new).dtype) or str(new.qscheme()) != f"torch.{scheme}":
+            raise ValueError("the integers have another shape, dtype or scheme")
+        values = values.clone()  # in its layout
+        return new.set_(values.untyped_storage(), values.storage_offset(), shape, values.stride())
 
 
 class Jagged(Layout):

@@ -163,6 +163,15 @@ def test_a_tensor_of_the_target_stays_the_object(repository, name, seed):
     alike(repository.restore("a@1")["a"]["v"], MAKE[name](1))
 
 
+@pytest.mark.parametrize("make", [lambda one: one.t(), lambda one: one.contiguous()], ids=["columns", "rows"])
+def test_a_quantized_tensor_has_the_stored_layout(repository, make):
+    value = make(MAKE["per tensor"](1))
+    repository.save({"v": value}, run="a", step=0)
+    found, expected = repository.restore("a@0")["v"], through_torch(value)
+    alike(found, expected)
+    assert found.stride() == expected.stride() == value.stride()
+
+
 class Graph(torch.nn.Module):
     """A module with sparse buffers and a quantized weight, whose load_state_dict is torch's own."""
 

@@ -140,7 +140,7 @@ class Session(Claim):
                 else:
                     log.info("run=%s base %s is being collected: not used", self.run, snapshot.ref)
             except (*DAMAGE, StorageError) as error:
-                log.warning("run=%s base %s is damaged and not used: %s", self.run, snapshot.ref, error)
+                log.warning("run=%s base %s cannot be read and is not used: %s", self.run, snapshot.ref, error)
 
     def commit(self, **fields: Any) -> Snapshot:
         """Create the record; see `publish` for what it raises."""

@@ -370,7 +370,7 @@ def features_of(store):
     return {header.part: list(header.features) for header in found}
 
 
-def test_only_a_manifest_with_an_optimizer_has_the_feature(monkeypatch):
+def test_only_a_manifest_with_an_optimizer_has_the_feature(monkeypatch, caplog):
     store, optimizer = MemoryStore(), torch.optim.SGD(model().parameters(), momentum=0.9)
     with Repository.create(store) as repository:
         repository.save({"optimizer": {"lr": 1}, "m": model()}, run="a", step=1)
@@ -382,6 +382,9 @@ def test_only_a_manifest_with_an_optimizer_has_the_feature(monkeypatch):
         assert older.restore("a@1")["optimizer"] == {"lr": 1}
         with pytest.raises(UnknownFormatError, match=r"needs 'parameter_shapes', which this snapstore .* not know"):
             older.restore("a@2")
+        older.save({"m": model()}, run="a", step=3)  # newer is not damaged
+    assert "base a@2 cannot be read and is not used: " in caplog.text
+    assert "damaged" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -250,7 +250,7 @@ def _require_whole_optimizers(stored: StoredState, keys: Collection[str]) -> Non
     if (key := stored.left_out(keys)) is not None:
         raise InvalidInputError(
             f"{key}: the snapshot has it, and the state to fill has no place for it, but for other values of this "
-            "optimizer: a new optimizer has no state yet; call snapstore.dcp.load(state, reader, step), or pass the "
-            "state that get_optimizer_state_dict(model, optimizer) of torch.distributed.checkpoint.state_dict makes; "
-            "nothing was loaded"
+            "optimizer: a new optimizer has no state yet; call snapstore.dcp.load(state, reader, step) with the "
+            "optimizer itself in `state`, or pass the state that get_optimizer_state_dict(model, optimizer) of "
+            "torch.distributed.checkpoint.state_dict makes; nothing was loaded"
         )

@@ -777,6 +777,8 @@ def test_dcps_own_load_does_not_leave_the_state_of_an_optimizer_out(
         ) as caught:
             dcp.load(state, storage_reader=reader, checkpoint_id=1, planner=planner)
         assert "get_optimizer_state_dict(model, optimizer)" in str(caught.value)
+    with pytest.raises(dcp.CheckpointException, match="with the optimizer itself in `state`"):
+        snap.load({"model": other, "optimizer": target.state_dict()}, reader, 1)
     same(other.state_dict(), before)
     dcp.load({"model": other}, storage_reader=reader, checkpoint_id=1)  # all of the optimizer may be left out
     same(other.state_dict(), model.state_dict())

@@ -13,7 +13,11 @@ from kit.killed_jobs import run_jobs
 from kit.samples import SEED, THOROUGH
 from kit.tally import EXAMPLES
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+    pytest.mark.timeout(900),  # of a hang: eight jobs, each of which starts several times
+]
 
 
 @pytest.mark.parametrize("seed", range(SEED, SEED + EXAMPLES))

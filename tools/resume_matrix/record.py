@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import platform
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
@@ -23,6 +24,7 @@ from .paths import DIFFERS, ERROR, NOT_RUN, PATHS, SAME, TOLD, Outcome
 from .training import Case
 
 ROOT = Path(__file__).parents[2]
+LINE_CHARACTERS = 106
 HEADING = "## Trainings that do not resume exactly"
 
 
@@ -167,7 +169,8 @@ def table(made: dict[str, Any]) -> str:
     ]
     missing = f"\nNot installed: {', '.join(made['not_installed'])}.\n" if made["not_installed"] else ""
     named = ", ".join(f"{name} {number}" for name, number in made["versions"].items())
-    about = f"{made['machine']}, device {made['device']}, {named}: {len(made['optimizers'])} optimizers\n"
+    about = f"{made['machine']}, device {made['device']}, {named}: {len(made['optimizers'])} optimizers"
+    about = textwrap.fill(about, LINE_CHARACTERS) + "\n"
     return f"\n{about}{missing}\n{page.table(('path', 'pairs', *columns), rows)}\n"
 
 

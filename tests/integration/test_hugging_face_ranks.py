@@ -1,20 +1,16 @@
 """Two ranks with Hugging Face's packages resume to the bit: the Trainer with DDP, Accelerate with FSDP2."""
 
-import socket
-
 import pytest
 
 from kit.forked import Forked, wait_all
-from kit.processes import environment
+from kit.processes import environment, free_port
 from kit.samples import THOROUGH
 
 
 @pytest.mark.skipif(not THOROUGH, reason="takes 20 s of CPU: SNAPSTORE_TEST_THOROUGH=1 runs it")
 def test_two_ranks_resume_to_the_bit(tmp_path):
     pytest.importorskip("transformers")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": "2"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": "2"}
     ranks = [
         Forked(
             "-m", "kit.hugging_face_ranks", str(tmp_path), log=tmp_path / f"log.{rank}",

@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from kit.faults import FaultStore, Unreadable
 from kit.objects import flip
-from kit.processes import TESTS, environment
+from kit.processes import TESTS, environment, free_port
 from kit.samples import some
 from snapstore import (
     CapabilityError,
@@ -59,12 +58,9 @@ class Worker:
         """Train; return the exit codes, and (steps, digest) of each rank that has ended."""
         self.number += 1
         out = self.folder / f"out-{self.number}"
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         repo = str(self.folder / "repo") if saves else None
         job = {"kind": kind, "ranks": ranks, "repo": repo, "stop": stop, "kill": kill, "resume": resume}
-        job |= {"per_rank": per_rank, "port": port, "out": str(out)}
+        job |= {"per_rank": per_rank, "port": free_port(), "out": str(out)}
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
         codes = next(json.loads(line) for line in self.process.stdout if line.startswith("[") and "Gloo" not in line)

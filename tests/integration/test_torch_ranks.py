@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import textwrap
 from contextlib import suppress
 
 import pytest
 
 from kit.forked import Forked, wait_all
-from kit.processes import environment
+from kit.processes import environment, free_port
 from snapstore.distributed import torch_ranks
 
 BEGIN = """
@@ -348,10 +347,7 @@ def test_a_rank_0_that_does_not_answer_while_the_ranks_meet(tmp_path, sent, when
             print("named")
         os._exit(0)
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    said, codes = run(program, 2, tmp_path, stopped=[0], place=place)
+    said, codes = run(program, 2, tmp_path, stopped=[0], place=f"tcp://127.0.0.1:{free_port()}")
     assert codes[1] == 0, said[1]
     assert "named" in said[1], said[1]
 

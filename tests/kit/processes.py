@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +22,23 @@ def environment(**more: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | more
 
 
+def free_port() -> int:
+    """Return a free port below the range from which Linux gives ports to sockets without one: none takes it."""
+    ports = random.SystemRandom().sample(range(20_000, 32_000), 100)
+    for port in ports:
+        with socket.socket() as server, suppress(OSError):
+            server.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"none of {len(ports)} ports is free")
+
+
 def run_ranks(script: str, job: dict[str, Any], ranks: int, log: Path, **more: str) -> list[int]:
     """Run a script of the kit as the ranks of a job on one host, each with JSON as its argument; return the exit codes.
 
     Args:
         log: their outputs go to `<log>.<rank>`.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        more |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(ranks)}
+    more |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     command = [sys.executable, "-W", "ignore", str(TESTS / "kit" / script), json.dumps(job)]
     running = []
     for rank in range(ranks):

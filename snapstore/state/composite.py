@@ -14,14 +14,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import accumulate
-from operator import is_, mul
+from operator import is_
 from typing import Any, TypeVar
 
 from ..errors import InvalidInputError, UnsupportedLeafError
 from ..threads import imported
 from . import torch_layouts
 from .containers import CONTAINERS, MAX_DEPTH, Path, children, shown
+from .dim_order import strides_of
 from .sharded import dtensor_like, sharding_of
 from .torch_layouts import is_layout, layout_of
 from .wrapped import unwrapped
@@ -200,8 +200,9 @@ def make(kind: Any, plain: Plain) -> Any:
     shape = torch.Size(plain[SHAPE])
     if is_layout(kind):
         return torch_layouts.make(kind, inner, plain[CONTEXT], shape)
-    strides = [*accumulate(shape[:0:-1], mul, initial=1)][::-1] if shape else []
-    value = kind.__tensor_unflatten__(inner, plain[CONTEXT], shape, tuple(strides))
+    # Not stored: a class that looks like one of its tensors, in shape, has its layout too.
+    strides = next((one.stride() for one in inner.values() if one.shape == shape), strides_of(shape, range(len(shape))))
+    value = kind.__tensor_unflatten__(inner, plain[CONTEXT], shape, strides)
     if type(value) is not kind or value.shape != shape:
         raise TypeError(f"it makes a {type(value).__name__} of shape {tuple(value.shape)}, stored is {tuple(shape)}")
     return value

@@ -703,3 +703,34 @@ def test_a_target_refuses_what_does_not_fit_it(number):
     with pytest.raises(InvalidInputError, match="w"):
         restored(["dict", ["w"], [node(NAMES, nodes)]], into={"w": value}, kind=Other)
     assert not value.codes.any()
+
+
+class Laid(Coded):
+    """One that has the layout of its codes, as torchao's weights have."""
+
+    @staticmethod
+    def __new__(cls, codes: Any, scale: Any, strides: Any = None, dtype: Any = torch.float32) -> Any:
+        form = {"strides": codes.stride() if strides is None else strides, "device": codes.device, "dtype": dtype}
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, **form)
+
+    def __init__(self, codes: Any, scale: Any, strides: Any = None, dtype: Any = torch.float32) -> None:
+        self.codes, self.scale, self.context = codes, scale, ()
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, context: Any, size: Any, stride: Any) -> Any:
+        return cls(inner["codes"], inner["scale"], stride)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_the_layout_of_its_tensors_is_its_own(repository, order):
+    codes = torch.empty_permuted((100, 6), order, dtype=torch.int8).copy_(torch.arange(600).reshape(100, 6) % 100)
+    value = Laid(codes, torch.ones(12))
+    repository.save({"w": value}, run="laid", step=1)
+    found = repository.restore("laid@1", types=[Laid])["w"]
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    expected = torch.load(buffer, weights_only=False)
+    assert type(found) is type(expected) is Laid
+    assert found.stride() == expected.stride() == codes.stride() == found.codes.stride()
+    assert torch.equal(found.codes, codes)

@@ -152,7 +152,7 @@ class TensorReader:
         self.others, self.of_ranks = self._opened.others, self._opened.of_ranks
         if device is not None and any(family(spec.kind) == "tensor" for _, spec in self.specs):
             require_device(device)
-        copied = 1 + bool(dim_orders_of(self._overlaps))  # an array that is not in C order is copied into its layout
+        copied = 1 + bool(self._dim_orders)  # an array that is not in C order is copied into its layout
         most = max((sum(self._opened.spec(slot).nbytes for _, slot in group) for group in self._groups), default=0)
         limits.require_memory(copied * most, f"{self.snapshot.ref}: reading its largest tensor")
         require_decoding_of(context, self._overlaps, f"{self.snapshot.ref}: restoring")
@@ -166,6 +166,7 @@ class TensorReader:
             for _, slot in group:
                 buffers.add(slot)
         self._overlaps: dict[Want, list[Overlap]] = opened.sources.overlaps(buffers.wants())
+        self._dim_orders = dim_orders_of(self._overlaps)
 
     def _grouped(self, sources: Sequence[list[Named]]) -> Iterator[list[Named]]:
         """Yield the paths and slots of stored tensors, in groups that are read together."""
@@ -215,7 +216,7 @@ class TensorReader:
             buffers = RestoreBuffers(opened.parts, self._device, on_device=engines.on_device)
             for _, slot in group:
                 buffers.add(slot)
-            buffers.lay_out(dim_orders_of(self._overlaps))
+            buffers.lay_out(self._dim_orders)
             load(self._context, buffers.wants(), self._overlaps, buffers)
             return deque((path, buffers.build(slot)) for path, slot in group)
 
@@ -250,7 +251,7 @@ class TensorReader:
         others = [want for want, spec in wants.items() if family(spec.kind) != "tensor" or want not in self._overlaps]
         limits.require_memory(sum(wants[want].nbytes for want in others), f"{self.snapshot.ref}: reading its values")
         overlaps = opened.sources.overlaps(others)
-        buffers.lay_out(dim_orders_of(self._overlaps | overlaps))
+        buffers.lay_out(self._dim_orders | dim_orders_of(overlaps))
         for want in wants.keys() - set(others):
             buffers.allocate(want)
         require_decoding_of(self._context, overlaps, f"{self.snapshot.ref}: reading its values")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import sys
@@ -49,7 +48,7 @@ def main() -> int:
         failed += record.unused(pairs, known)
     made = record.record(pairs, absent, time.monotonic() - began, options.device)
     if options.out:
-        options.out.write_text(json.dumps(made, indent=1) + "\n")
+        options.out.write_text(record.packed(made))
     elif options.is_whole:
         record.publish(made, "resume" if options.device == "cpu" else "resume-gpu")
     tally = Counter(f"{kind(one.outcome.snapstore)} (torch.save: {kind(one.outcome.torch_save)})" for one in pairs)

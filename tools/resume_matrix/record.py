@@ -174,7 +174,17 @@ def table(made: dict[str, Any]) -> str:
     return f"\n{about}{missing}\n{page.table(('path', 'pairs', *columns), rows)}\n"
 
 
+def packed(made: dict[str, Any]) -> str:
+    """Return a record as JSON with a line for each row."""
+    lines = []
+    for key, value in made.items():
+        is_rows = isinstance(value, list) and value and isinstance(value[0], dict)
+        text = "[\n" + ",\n".join(f"  {json.dumps(row)}" for row in value) + "\n ]" if is_rows else json.dumps(value)
+        lines.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
 def publish(made: dict[str, Any], name: str) -> None:
     """Write docs/benchmarks/<name>.json and the section of docs/benchmarks.md."""
-    (ROOT / "docs" / "benchmarks" / f"{name}.json").write_text(json.dumps(made, indent=1) + "\n")
+    (ROOT / "docs" / "benchmarks" / f"{name}.json").write_text(packed(made))
     page.place(name, table(made))

@@ -1,5 +1,6 @@
 """Repositories of an older release are read and saved into; that release refuses what it does not know, by its name."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -15,24 +16,31 @@ from snapstore import KeepLast, Repository, SaveOptions
 #: The commit before manifests had features beside `ranks`.
 OLDER = "cd1843d1"
 OPTIONS = SaveOptions(threads=2)
-WRITE = """
-import sys, torch, snapstore
-with snapstore.Repository.create(sys.argv[1], chunk_bytes=4096) as repo:
-    for step in range(4):
-        torch.manual_seed(0)
-        model = torch.nn.Linear(64, 64)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        for _ in range(step + 1):
-            model(torch.ones(1, 64)).sum().backward()
-            optimizer.step()
-        state = {"model": model, "optimizer": optimizer, "columns": torch.arange(6000.0).reshape(60, 100).t()}
-        repo.save(state, run="r", step=step, tags=["first"] if step == 0 else [])
-    torch.save({name: repo.restore(f"r@{step}") for step, name in enumerate("abcd")}, sys.argv[2])
-"""
 SAVE = """
 import sys, torch, snapstore
 with snapstore.SnapshotManager(sys.argv[1], run="r", async_save=False) as manager:
     manager.save(9, {"w": torch.ones(4)})
+"""
+
+
+def state_of(step):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(step + 1):
+        model(torch.ones(1, 64)).sum().backward()
+        optimizer.step()
+    return {"model": model, "optimizer": optimizer, "columns": torch.arange(6000.0).reshape(60, 100).t()}
+
+
+#: Writes four steps of `state_of` with the older release, and what it restores of them.
+WRITE = f"""
+import sys, torch, snapstore
+{inspect.getsource(state_of)}
+with snapstore.Repository.create(sys.argv[1], chunk_bytes=4096) as repo:
+    for step in range(4):
+        repo.save(state_of(step), run="r", step=step, tags=["first"] if step == 0 else [])
+    torch.save({{name: repo.restore(f"r@{{step}}") for step, name in enumerate("abcd")}}, sys.argv[2])
 """
 
 
@@ -54,16 +62,6 @@ def run(older, *arguments):
     env = environment() | {"PYTHONPATH": os.fspath(older)}
     done = subprocess.run([sys.executable, *arguments], env=env, cwd=older, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout, done.stderr
-
-
-def state_of(step):
-    torch.manual_seed(0)
-    model = torch.nn.Linear(64, 64)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for _ in range(step + 1):
-        model(torch.ones(1, 64)).sum().backward()
-        optimizer.step()
-    return {"model": model, "optimizer": optimizer, "columns": torch.arange(6000.0).reshape(60, 100).t()}
 
 
 def test_an_older_repository_is_read_and_saved_into(older, tmp_path):

@@ -65,6 +65,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
         seed: digest seed of the repository: all ranks must write to the same one.
         replicas: the argument of rank 0's writer: all ranks must have the same.
         holders: of the keys of this rank that not all ranks hold; None: as in the last answer.
+        stale: whether more ranks hold a key than `holders` says; then no rank may copy by these in the next save.
     """
 
     begin: Begin
@@ -75,6 +76,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     seed: int
     replicas: str
     holders: Groups | None
+    stale: bool
 
 
 class Told(msgspec.Struct, frozen=True, array_like=True):
@@ -164,10 +166,20 @@ def wanted_trees(plans: Sequence[Planned]) -> set[int]:
 
 
 class KeyHolders:
-    """Finds, on rank 0, the ranks that hold the keys which not all ranks hold. It keeps the keys of the last save."""
+    """Finds, on rank 0, the ranks that hold the keys which not all ranks hold. It keeps the keys of the last save.
+
+    If more ranks hold a key than in the last save, its former holders count, by whose shares the ranks may have copied
+    (see save/holders.py). Then no rank may copy by shares in the next save.
+
+    Attributes:
+        is_stale: whether the last answers name former holders.
+    """
 
     def __init__(self) -> None:
+        self.is_stale = False
         self._keys: dict[bytes, npt.NDArray[np.uint64]] = {}  # hashes, by their digest
+        self._plains: list[bytes] = []  # of each rank, the digest of its keys in the last save
+        self._groups: Groups = []  # the holders of all keys in that save
 
     def answers(self, plans: Sequence[Planned]) -> list[Groups | None]:
         """Return the holders for the answer to each rank; None: the same as in its last answer.
@@ -183,17 +195,22 @@ class KeyHolders:
                 f"{named(unknown)}: has another SnapstoreWriter than in the last save, or rank 0 has: make writers on "
                 "all ranks at once; nothing was committed; save again"
             )
-        groups = self._groups([plan.plain for plan in plans])
-        own = [[(ranks, keys) for ranks, keys in groups if rank in ranks] for rank in range(len(plans))]
+        plains = [plan.plain for plan in plans]
+        told = [(of, of, keys) for of, keys in self._groups]
+        if plains != self._plains or self.is_stale:
+            former = [] if self.is_stale else self._groups
+            self._plains, self._groups = plains, self._groups_of(plains)
+            told = _that_count(self._groups, former)
+        self.is_stale = any(of != now for now, of, _ in told)
+        told = [one for one in told if len(one[1]) < len(plans)]
+        own = [[(of, keys) for now, of, keys in told if rank in now] for rank in range(len(plans))]
         return [None if plan.heard == digest_of_groups(of) else of for plan, of in zip(plans, own, strict=True)]
 
-    def _groups(self, plains: Sequence[bytes]) -> Groups:
-        """Return the groups of all ranks, from the digest of each rank's keys."""
+    def _groups_of(self, plains: Sequence[bytes]) -> Groups:
+        """Return the ranks that hold each key, from the digest of each rank's keys."""
         ranks: dict[bytes, list[int]] = {}
         for rank, plain in enumerate(plains):
             ranks.setdefault(plain, []).append(rank)
-        if len(ranks) == 1:
-            return []
         sets = [self._keys[plain] for plain in ranks]
         keys, owners = np.concatenate(sets), np.repeat(np.arange(len(sets)), list(map(len, sets)))
         order = np.lexsort((owners, keys))
@@ -202,12 +219,22 @@ class KeyHolders:
         found: dict[tuple[int, ...], list[int]] = {}
         for key, of in zip(keys[starts].tolist(), np.split(owners, starts[1:]), strict=False):
             found.setdefault(tuple(of.tolist()), []).append(key)
-        held_by, all_sets = list(ranks.values()), len(sets)
+        held_by = list(ranks.values())
         return [
             (sorted(rank for number in of for rank in held_by[number]), np.array(hashes, "<u8").tobytes())
             for of, hashes in found.items()
-            if len(of) < all_sets
         ]
+
+
+def _that_count(groups: Groups, former: Groups) -> list[tuple[list[int], list[int], bytes]]:
+    """Return (ranks that hold keys, those of them that count, keys): the former holders if these have all kept it."""
+    before = {key: of for of, keys in former for key in np.frombuffer(keys, "<u8").tolist()}
+    found: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
+    for now, keys in groups:
+        for key in np.frombuffer(keys, "<u8").tolist():
+            of = before.get(key, now)
+            found.setdefault((tuple(now), tuple(of if set(of) < set(now) else now)), []).append(key)
+    return [(list(now), list(of), np.array(keys, "<u8").tobytes()) for (now, of), keys in found.items()]
 
 
 class Collected:

@@ -90,6 +90,7 @@ class Saver:
         self._keys: bytes | None = None  # hashes of the keys of the save that is planned: see `plan`
         self._known_keys: bytes | None = None  # the last keys that rank 0 has answered
         self._groups: Groups = []  # of rank 0's last answer
+        self._is_stale = False  # whether more ranks hold a key than it says
         self._set_place(place)
         if staging != "auto":
             self._context.engines.required = True
@@ -137,9 +138,13 @@ class Saver:
         sent = None if known == self._keys else self._keys
         return Planned(digest, xxhash.xxh3_128_digest(self._keys), sent, digest_of_groups(self._groups))
 
-    def hear(self, holders: Groups | None) -> None:
-        """Take rank 0's answer: the holders of the keys that not all ranks hold; None: as in its last answer."""
-        self._known_keys = self._keys
+    def hear(self, holders: Groups | None, *, stale: bool) -> None:
+        """Take rank 0's answer: the holders of the keys that not all ranks hold; None: as in its last answer.
+
+        Args:
+            stale: whether the next save must not copy by these.
+        """
+        self._known_keys, self._is_stale = self._keys, stale
         self._groups = self._groups if holders is None else holders
 
     def _holders_of(self, names: Iterable[Name]) -> Holders:
@@ -202,6 +207,8 @@ class Saver:
             bases = load_bases(context, session, cached, near)
             written = write(context, session, inputs, bases, full=False, staging=staging, place=self.place)
             staging.keep_as_base(inputs, session.id)  # if nothing is committed, no record names it as a base
+        if self._is_stale:
+            self._forget_holders()
         self._manifests = written.manifests_by_name
         buffers: dict[str, list[str]] = {}
         for part in inputs:

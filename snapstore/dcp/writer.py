@@ -278,7 +278,10 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
             self._first = wanted_trees(planned)
             wanted = set(range(len(plans))) if self._details else self._first
             common = (self._details, repository.config.digest_seed, self._saver.replicas)
-            answers = [Answer(begin, rank, len(plans), rank in wanted, *common, of) for rank, of in enumerate(holders)]
+            stale, count = self._key_holders.is_stale, len(plans)
+            answers = [
+                Answer(begin, rank, count, rank in wanted, *common, of, stale) for rank, of in enumerate(holders)
+            ]
         except BaseException as error:
             self._end_session(error, own=True)
             raise
@@ -335,7 +338,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         staged, request, saver = staged_of(planner), self._request, self._saver
         if staged is None:
             saver.take(place)
-            saver.hear(answer.holders)
+            saver.hear(answer.holders, stale=answer.stale)
             return saver.inputs(state_of(planner, self._plan))
         if saver.place != place:
             raise InvalidInputError(
@@ -349,7 +352,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
             )
         if request is not None:
             request.started, request.stall_s = staged.started, staged.stall_s
-        saver.hear(answer.holders)
+        saver.hear(answer.holders, stale=answer.stale)
         return staged.inputs()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

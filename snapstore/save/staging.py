@@ -255,9 +255,9 @@ class Staging:
 
             nbytes = np.array([held.spec.nbytes for _, held in chosen], np.int64)
             sources = Sources.of(device, [one.name for one, _ in chosen], nbytes, [held.take() for _, held in chosen])
-            found_at = self._start_digests(sources)
-            for i, (one, held) in enumerate(chosen):
-                held.confirm()
+            with _confirmed([held for _, held in chosen]):
+                found_at = self._start_digests(sources)
+            for i, (one, _) in enumerate(chosen):
                 one.digests = partial(found_at, i) if found_at else None
 
     @contextmanager
@@ -281,14 +281,9 @@ class Staging:
 
         keys, nbytes = [tensor.key for tensor, _ in tensors], [tensor.spec.nbytes for tensor, _ in tensors]
         sources = Sources.of(device, keys, np.array(nbytes, np.int64), [held.take() for _, held in tensors])
-        try:
+        with _confirmed([held for _, held in tensors]):
             memories = self._copy_of(sources)
-        except RuntimeError:  # torch found a storage that is now too short
-            for _, held in tensors:
-                held.confirm()
-            raise
-        for (tensor, held), memory in zip(tensors, memories(), strict=True):
-            held.confirm()
+        for (tensor, _), memory in zip(tensors, memories(), strict=True):
             tensor.copy, tensor.array = memory, None
 
     def _copy_of(self, sources: Sources) -> Callable[[], Sequence[Memory]]:
@@ -477,6 +472,19 @@ def _allow_gc() -> None:
 
 
 after_fork_in_child(_allow_gc)
+
+
+@contextmanager
+def _confirmed(arrays: Sequence[Held]) -> Iterator[None]:
+    """Confirm arrays after a read of their aliases, also if torch found a storage that is now too short."""
+    try:
+        yield
+    except RuntimeError:
+        for held in arrays:
+            held.confirm()
+        raise
+    for held in arrays:
+        held.confirm()
 
 
 def _tensors(inputs: Sequence[PartInput]) -> Iterator[TensorInput]:

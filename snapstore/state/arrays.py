@@ -88,14 +88,14 @@ def _describe_tensor(form: type, value: torch.Tensor) -> tuple[str, str]:
             )
         elif torch._C._functorch.is_functorch_wrapped_tensor(value):  # some have a storage, which is not theirs
             problem, advice = "tensor of torch.func.grad, vmap or another transform", "pass the result of the transform"
-        elif not _is_whole(value):
+        elif not is_whole(value):
             problem, advice = "tensor whose storage was freed, or cut short,", "pass a tensor that has all its values"
     if problem:
         raise UnsupportedLeafError(f"{problem} has no stored form: {advice}")
     return kind, dtype
 
 
-def _is_whole(value: torch.Tensor) -> bool:
+def is_whole(value: torch.Tensor) -> bool:
     """Return whether the storage of a tensor has all of its elements."""
     count = value.numel()
     if count and not value.is_contiguous():
@@ -316,7 +316,7 @@ def _copy_bits(destination: Any, source: Any) -> None:
         return
     import torch
 
-    if not _is_whole(source):  # torch does not check
+    if not is_whole(source):  # torch does not check
         raise RuntimeError("the storage of a tensor was freed, or cut short")
     with torch.no_grad():
         if source.dtype is torch.complex32 and destination.is_conj() != source.is_conj():

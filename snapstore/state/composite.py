@@ -21,13 +21,14 @@ from ..errors import InvalidInputError, UnsupportedLeafError
 from ..threads import imported
 from . import torch_layouts
 from .containers import CONTAINERS, MAX_DEPTH, Path, children, shown
-from .dim_order import strides_of
+from .dim_order import DimOrder, dim_order_of, is_dim_order, strides_of
 from .sharded import dtensor_like, sharding_of
 from .torch_layouts import is_layout, layout_of
 from .wrapped import unwrapped
 
-#: The keys of the plain form that hold no tensor: what `__tensor_flatten__` returns beside the names, and the shape;
-#: and, if it is the local tensor of a DTensor, the shape of that and the boxes of it that this rank has.
+#: The keys of the plain form that hold no tensor: what `__tensor_flatten__` returns beside the names; the shape, or if
+#: the layout is not that of the first tensor in it of this shape, (shape, dimension order); and, if it is the local
+#: tensor of a DTensor, the shape of that and the boxes of it that this rank has.
 CONTEXT, SHAPE, SHARD = "__context__", "__shape__", "__shard__"
 
 Plain = dict[str, Any]
@@ -92,11 +93,14 @@ def plain_of(value: Any) -> Plain:
 
 
 def _flatten(core: Any) -> tuple[Plain, Any, Any]:
-    """Return the tensors in a composite tensor by name, its context, and its shape."""
+    """Return the tensors in a composite tensor by name, its context, and what the plain form has as `SHAPE`."""
     if layout_of(core) is not None:
         return torch_layouts.flatten(core)
     names, context = core.__tensor_flatten__()
-    return {name: getattr(core, name) for name in names}, context, core.shape
+    inner, shape = {name: getattr(core, name) for name in names}, core.shape
+    of_inner = next((dim_order_of(one) for one in inner.values() if one.shape == shape), ())
+    order = dim_order_of(core)
+    return inner, context, shape if order == of_inner else (shape, order)
 
 
 def fillable(value: Any) -> Any:
@@ -112,6 +116,21 @@ def shard_of(value: Any) -> tuple[Any, ...]:
     sharding = sharding_of(value)
     assert sharding is not None
     return sharding.global_shape, sharding.boxes
+
+
+def shape_of(plain: Plain) -> tuple[Any, DimOrder | None]:
+    """Return the shape of a plain form, and its dimension order; None: that of the first tensor in it of this shape.
+
+    Raises:
+        TypeError: It is none, in a plain form from a store.
+    """
+    torch, found = imported("torch"), plain[SHAPE]
+    if type(found) is not tuple:
+        return torch.Size(found), None
+    shape, order = found if len(found) == 2 else (None, ())
+    if type(shape) is not torch.Size or type(order) is not tuple or (order and not is_dim_order(order, len(shape))):
+        raise TypeError(f"its shape is {found}")
+    return shape, order
 
 
 def inner_of(plain: Plain) -> Plain:
@@ -197,11 +216,12 @@ def make(kind: Any, plain: Plain) -> Any:
     inner = inner_of(plain)
     if not is_plain_form(plain) or not all(isinstance(value, torch.Tensor) for value in inner.values()):
         raise TypeError("it has other fields than tensors, a context and a shape")
-    shape = torch.Size(plain[SHAPE])
+    shape, order = shape_of(plain)
     if is_layout(kind):
         return torch_layouts.make(kind, inner, plain[CONTEXT], shape)
-    # Not stored: a class that looks like one of its tensors, in shape, has its layout too.
-    strides = next((one.stride() for one in inner.values() if one.shape == shape), strides_of(shape, range(len(shape))))
+    strides = strides_of(shape, order or range(len(shape)))
+    if order is None:
+        strides = next((one.stride() for one in inner.values() if one.shape == shape), strides)
     value = kind.__tensor_unflatten__(inner, plain[CONTEXT], shape, strides)
     if type(value) is not kind or value.shape != shape:
         raise TypeError(f"it makes a {type(value).__name__} of shape {tuple(value.shape)}, stored is {tuple(shape)}")

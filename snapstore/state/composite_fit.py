@@ -72,8 +72,9 @@ def mismatch(stored: Any, present: Any, decoded: Decoded, *, in_place: bool = Fa
     tensors = [[*composite.inner_of(one)] for one in (plain, stored)]
     if not is_layout(kind) and {*tensors[0]} != {*tensors[1]}:
         return f"type: expected a {name} of tensors {tensors[0]} as in the target, got {tensors[1]}"
-    if not same_plain(stored[composite.SHAPE], plain[composite.SHAPE]):
-        return f"shape: expected {tuple(plain[composite.SHAPE])} as in the target, got {stored[composite.SHAPE]}"
+    shapes = [composite.shape_of(one)[0] for one in (plain, stored)]
+    if not same_plain(*shapes):
+        return f"shape: expected {tuple(shapes[0])} as in the target, got {shapes[1]}"
     shards = [one.get(composite.SHARD) for one in (plain, stored)]
     if None not in shards and not same_plain(*shards[::-1]):
         return (

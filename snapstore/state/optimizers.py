@@ -19,7 +19,7 @@ from typing import Any
 from ..text import log
 from ..threads import imported
 from .arrays import torch_dtype
-from .composite import SHAPE, SHARD
+from .composite import SHARD, shape_of
 from .containers import CONTAINERS, Path, children, is_mapping
 from .differences import WRAPPERS
 from .sharded import dtensor_like
@@ -233,7 +233,7 @@ def _arrays_like(
         if tuple(spec_of(stored).shape) == form.shape:
             yield path
     elif id(stored) in decoded.composites:
-        if SHARD not in stored and tuple(stored[SHAPE]) == form.shape:
+        if SHARD not in stored and tuple(shape_of(stored)[0]) == form.shape:
             yield path
     elif type(stored) in CONTAINERS:
         for element, _, child in children(stored):
@@ -339,7 +339,7 @@ def _composite(parameter: Any, plain: Any, spec_of: Callable[[Slot], TensorSpec]
     import torch
 
     local = parameter.to_local().detach()
-    if plain[SHAPE] != local.shape:
+    if shape_of(plain)[0] != local.shape:
         return parameter
     empty = {
         name: torch.empty(spec_of(child).shape, dtype=torch_dtype(spec_of(child)), device=local.device)

@@ -1,5 +1,7 @@
 """If a state on a device changes while it is saved, no mixed values are committed (see tests/kit/changes.py)."""
 
+import sys
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from kit.samples import THOROUGH, sampled
 from snapstore import InvalidInputError
 
 if torch.cuda.is_available():  # they import CuPy
-    from snapstore.engine.cuda import engine, staging
+    from snapstore.engine.cuda import engine, kernels, staging
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -25,6 +27,8 @@ NAMES = [
     "storage: cut", "set_: other", "transposed in place", "transposed in place, of a strided one",
     "untied, and changed", "empty: more", "0-dim: other dtype",
 ]  # fmt: skip
+#: Storages of the CPU that plays a GPU cannot be resized.
+CAN_FREE = "kit.fake_cuda" not in sys.modules
 
 
 @pytest.fixture(autouse=True)
@@ -39,15 +43,21 @@ def watched():
     return found + [(engine.CudaEngine, name) for name in ("load", "start_digests", "start_encode", "sync")]
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_change_at_any_moment(mode):
+@pytest.mark.parametrize("by", ["kernels", "torch"])
+@pytest.mark.parametrize("mode", [*MODES, "not recognised"])
+def test_a_change_at_any_moment(monkeypatch, mode, by):
+    """The copies are made by kernels, or by torch, as long as the kernels are not loaded."""
+    kernels.wait_loaded(torch.cuda.current_device())
+    if by == "torch":
+        monkeypatch.setattr(staging.kernels, "loaded", lambda device: False)
     every = {**changes.CHANGES, **changes.OF_FEW}
     cases = [(name, rows) for name in NAMES for rows in (changes.MIDDLE, changes.SMALL)]
-    with changes.Runs(MODES[mode], "cuda", watched()) as runs:
-        for number in sampled(len(cases), 4):
+    always = {cases.index(("storage: freed", rows)) for rows in (changes.MIDDLE, changes.SMALL)} if CAN_FREE else set()
+    with changes.Runs(MODES.get(mode, {}), "cuda", watched(), recognise=mode in MODES) as runs:
+        for number in always | {*sampled(len(cases), 4)}:
             name, rows = cases[number]
             total = runs.moments(every[name], rows)
-            for at in range(total) if THOROUGH else sampled(total, 1 + total // 3):
+            for at in range(total) if THOROUGH or number in always else sampled(total, 1 + total // 3):
                 runs.run(every[name], rows, at)
     assert runs.refused
     assert runs.committed

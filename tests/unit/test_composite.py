@@ -24,11 +24,12 @@ from kit import rank_saves
 from kit.rank_saves import as_rank, sharded
 from kit.repositories import created, opened, same
 from kit.states import again
-from snapstore import InvalidInputError, PerRank, Repository, UnsupportedLeafError
+from snapstore import InvalidInputError, PerRank, Repository, SnapshotManager, UnsupportedLeafError
 from snapstore.dcp import SnapstoreReader, SnapstoreWriter
 from snapstore.errors import FormatError
 from snapstore.restore.pipeline import read_into
 from snapstore.restore.sources import AsRank
+from snapstore.state import composite
 from snapstore.state.composite import require_classes
 from snapstore.state.flatten import flatten, flatten_and_learn
 from snapstore.state.learner import DifferentStructureError
@@ -721,16 +722,46 @@ class Laid(Coded):
         return cls(inner["codes"], inner["scale"], stride)
 
 
+class Packed(Laid):
+    """One of two codes in a byte: no tensor in it has its shape."""
+
+    @staticmethod
+    def __new__(cls, codes: Any, scale: Any, strides: Any = None, dtype: Any = torch.float32) -> Any:
+        rows, columns = codes.shape
+        form = {"strides": strides or (2 * columns, 1), "device": codes.device, "dtype": dtype}
+        return torch.Tensor._make_wrapper_subclass(cls, (rows, 2 * columns), **form)
+
+
+@pytest.mark.parametrize("strides", [None, (12, 1), (1, 100)])
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_the_layout_of_its_tensors_is_its_own(repository, order):
+@pytest.mark.parametrize("kind", [Laid, Packed])
+def test_its_layout_is_what_torch_save_keeps(repository, kind, order, strides):
+    """Whether it is that of a tensor in it, or one of its own; also in a state that is recognised, and in a target."""
+    strides = (6, 1) if kind is Laid and strides == (12, 1) else strides
     codes = torch.empty_permuted((100, 6), order, dtype=torch.int8).copy_(torch.arange(600).reshape(100, 6) % 100)
-    value = Laid(codes, torch.ones(12))
-    repository.save({"w": value}, run="laid", step=1)
-    found = repository.restore("laid@1", types=[Laid])["w"]
+    value = kind(codes, torch.ones(12), strides)
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)
     expected = torch.load(buffer, weights_only=False)
-    assert type(found) is type(expected) is Laid
-    assert found.stride() == expected.stride() == codes.stride() == found.codes.stride()
-    assert torch.equal(found.codes, codes)
+    with SnapshotManager(repository, run="laid") as manager:
+        for step in (1, 2, 3):
+            if step == 3:  # the structure that is known has other strides
+                value = kind(codes, torch.ones(12), (1, 100) if value.stride()[0] != 1 else (value.shape[1], 1))
+            manager.save(step, {"w": value}).result()
+    for step in (1, 2, 3):
+        found = repository.restore(f"laid@{step}", types=[kind])["w"]
+        assert type(found) is type(expected) is kind
+        assert found.stride() == (expected if step < 3 else value).stride()
+        assert found.codes.stride() == codes.stride()
+        assert torch.equal(found.codes, codes)
+        target = {"w": kind(torch.zeros_like(codes), torch.zeros(12), value.stride())}
+        repository.restore_into(f"laid@{step}", target)
+        assert torch.equal(target["w"].codes, codes)
+
+
+@pytest.mark.parametrize("shape", [(100, 6), ((100, 6), (1, 0)), (torch.Size((100, 6)), (1, 1)), (torch.Size((6,)), 0)])
+def test_a_shape_that_is_none(shape):
+    plain = {**composite.plain_of(Coded.of(VALUES)), composite.SHAPE: shape}
+    with pytest.raises(TypeError):
+        composite.make(Coded, plain)

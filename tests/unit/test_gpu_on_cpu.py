@@ -132,8 +132,6 @@ SLOW = [
     *(f"gpu/test_gpu_changes.py::{name}" for name in (
         "test_the_save_after_a_change[asynchronous, device]",
         "test_the_save_after_a_change[asynchronous, host]",
-        "test_a_change_at_any_moment[synchronous]",
-        "test_a_change_at_any_moment[asynchronous, device]",
         "test_another_form_at_the_same_address[asynchronous, device]",
         "test_another_form_at_the_same_address[asynchronous, host]",
     )),

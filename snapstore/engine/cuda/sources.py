@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ...arrays import Column
+from ...state.arrays import is_whole
 from . import kernels
 
 TensorKey = Any
@@ -47,9 +48,24 @@ class Sources:
         return cls(device, keys, nbytes, tensors.__getitem__, keep=tensors)
 
     def all_of(self, rows: Column) -> Iterator[tuple[TensorKey, torch.Tensor, int]]:
-        """Yield (key, tensor, size) of these rows."""
+        """Yield (key, tensor, size) of these rows.
+
+        Raises:
+            RuntimeError: see `require_whole`.
+        """
         for row in rows.tolist():
-            yield self.keys[row], self.tensor(row), int(self.nbytes[row])
+            yield self.keys[row], require_whole(self.tensor(row)), int(self.nbytes[row])
+
+
+def require_whole(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose storage has all its bytes; the address of a freed one is 0, and torch would read there.
+
+    Raises:
+        RuntimeError: another thread has cut or freed the storage.
+    """
+    if not is_whole(value):
+        raise RuntimeError(f"a storage has {value.untyped_storage().nbytes()} bytes; its tensor needs {value.nbytes}")
+    return value
 
 
 def start_digests(

@@ -23,7 +23,7 @@ from ...state.arrays import Memory, as_memory, copy_into
 from ...text import log
 from . import kernels
 from .pinned import ALIGNMENT, Buffers, Pinned, host_rooms
-from .sources import Sources, TensorKey, start_digests
+from .sources import Sources, TensorKey, require_whole, start_digests
 from .streams import copy_async, out_of_memory, ragged, release_cached_memory
 
 if TYPE_CHECKING:
@@ -232,7 +232,9 @@ class DeviceStaging:
     def _address(self, value: torch.Tensor) -> int:
         """Return the address of a tensor's bytes in C order; the copy of a strided one lives until `wait_copied`."""
         if value.is_contiguous() and not value.is_conj() and not value.is_neg():
-            return value.data_ptr()
+            address = value.data_ptr()
+            require_whole(value)  # after the address was read: if it is freed now, the address stays mapped
+            return address
         self._keep.append(as_memory(value, lambda _: True))
         return int(self._keep[-1].data_ptr())
 

@@ -19,6 +19,7 @@ import torch
 
 from ...arrays import Column
 from ...errors import InvalidInputError
+from ...state.arrays import is_whole
 from ..batches import Chunks
 from . import kernels
 
@@ -349,11 +350,6 @@ def addresses_of(chunks: Chunks) -> npt.NDArray[np.uint64]:
     used = np.zeros(len(chunks.memories), bool)
     used[chunks.which[(chunks.which >= 0) & (chunks.lengths > 0)]] = True
     read = [m for m, is_used in zip(chunks.memories, used.tolist(), strict=True) if is_used]
-    if not all(_is_there(m) for m in read if isinstance(m, torch.Tensor)):
+    if not all(is_whole(m) for m in read if isinstance(m, torch.Tensor)):
         raise InvalidInputError("a tensor's memory was freed while it was saved; nothing was committed; save again")
     return np.where(chunks.which >= 0, bases[chunks.which] + chunks.starts, 0).astype(np.uint64)
-
-
-def _is_there(memory: torch.Tensor) -> bool:
-    """Return whether a tensor's storage has all its bytes."""
-    return memory.storage_offset() + memory.nbytes <= memory.untyped_storage().nbytes()

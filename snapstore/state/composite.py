@@ -127,10 +127,11 @@ def shape_of(plain: Plain) -> tuple[Any, DimOrder | None]:
     torch, found = imported("torch"), plain[SHAPE]
     if type(found) is not tuple:
         return torch.Size(found), None
-    shape, order = found if len(found) == 2 else (None, ())
-    if type(shape) is not torch.Size or type(order) is not tuple or (order and not is_dim_order(order, len(shape))):
-        raise TypeError(f"its shape is {found}")
-    return shape, order
+    if len(found) == 2 and type(found[0]) is torch.Size and type(found[1]) is tuple:
+        shape, order = found
+        if not order or is_dim_order(order, len(shape)):
+            return shape, order
+    raise TypeError(f"its shape is {found}")
 
 
 def inner_of(plain: Plain) -> Plain:

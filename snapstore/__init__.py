@@ -7,13 +7,13 @@
 
 The data path, folder by folder; each folder's docstring names the file to read first:
 
-    save      state/flatten -> save/staging copy -> format/chunking split -> engine/ digest -> save/known_chunks dedup
-              -> save/chunk_writer delta or full -> engine/ planes, codecs -> format/blob -> chunks/uploader packs
+    save      state/walk/flatten -> save/staging copy -> format/chunking split -> engine/ digest -> save/known_chunks dedup
+              -> save/chunk_writer delta or full -> engine/ planes, codecs -> format/blobs/blob -> chunks/uploader packs
               -> save/manifest_writer -> protocol/session commit the record -> catalog/index
-    restore   catalog/index record -> format/manifest -> restore/pipeline -> chunks/reader get ranges, decode, add
-              up the chain, verify -> state/restore_plan put together
+    restore   catalog/index record -> format/manifests/manifest -> restore/pipeline -> chunks/reader get ranges, decode, add
+              up the chain, verify -> state/fill/plan put together
 
-Ranks of a torch.distributed job save one snapshot together: save/rank_job -> save/together, over distributed/.
+Ranks of a torch.distributed job save one snapshot together: save/ranks/job -> save/ranks/together, over distributed/.
 `integrations/` has one module for each trainer.
 
 `save/pipeline.py` and `restore/pipeline.py` run these two paths; docs/design/walk.md follows them call by call.
@@ -82,14 +82,14 @@ if TYPE_CHECKING:
     from .rewrite.compact import CompactResult as CompactResult
     from .rewrite.recode import RecodeResult as RecodeResult
     from .save.handle import SaveHandle as SaveHandle
-    from .state.fit import FitOptions as FitOptions
-    from .state.fit import Mismatches as Mismatches
-    from .state.fit import NameOptions as NameOptions
+    from .state.fill.fit import FitOptions as FitOptions
+    from .state.fill.fit import Mismatches as Mismatches
+    from .state.fill.fit import NameOptions as NameOptions
     from .state.folder import Unpacked as Unpacked
     from .state.folder import pack_folder as pack_folder
     from .state.folder import unpack_folder as unpack_folder
-    from .state.per_rank import PerRank as PerRank
-    from .state.rng import RngState as RngState
+    from .state.walk.per_rank import PerRank as PerRank
+    from .state.walk.rng import RngState as RngState
     from .storage.base import ObjectInfo as ObjectInfo
     from .storage.base import ObjectStore as ObjectStore
 
@@ -103,7 +103,7 @@ _HOME = {
     "CopyResult": "copy.copy",
     "DiffResult": "inspect.diff",
     "DivergenceResult": "inspect.divergence",
-    "FitOptions": "state.fit",
+    "FitOptions": "state.fill.fit",
     "ForgetResult": "protocol.forget",
     "FormatError": "errors",
     "GcResult": "protocol.gc",
@@ -122,12 +122,12 @@ _HOME = {
     "KeepYearly": "retention",
     "LazyTensors": "inspect.lazy",
     "ManifestRef": "format.records",
-    "Mismatches": "state.fit",
-    "NameOptions": "state.fit",
+    "Mismatches": "state.fill.fit",
+    "NameOptions": "state.fill.fit",
     "NotFoundError": "errors",
     "ObjectInfo": "storage.base",
     "ObjectStore": "storage.base",
-    "PerRank": "state.per_rank",
+    "PerRank": "state.walk.per_rank",
     "Policy": "retention",
     "Problem": "check.report",
     "Ranks": "distributed.base",
@@ -136,7 +136,7 @@ _HOME = {
     "RepairAction": "repair.report",
     "RepairResult": "repair.report",
     "Repository": "repository",
-    "RngState": "state.rng",
+    "RngState": "state.walk.rng",
     "SaveHandle": "save.handle",
     "SaveOptions": "options",
     "Snapshot": "format.records",

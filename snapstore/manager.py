@@ -5,7 +5,7 @@ save does the rest: hash, encode, put, commit, then forget and gc by policy. One
 for it, or is skipped. The next `save` or wait raises a failure in the background. The methods have Orbax's names.
 
 In a job of several ranks each rank makes a manager, and all make the same calls: a save stores one snapshot of all
-ranks (save/rank_job.py). Only rank 0 lists the store, applies the policies and deletes.
+ranks (save/ranks/job.py). Only rank 0 lists the store, applies the policies and deletes.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, get_args
 
 from . import retention
+from .checks import check_choice, check_flags, check_name, check_step
 from .distributed.base import Ranks
+from .distributed.choose import check as check_ranks
+from .distributed.choose import choose
 from .distributed.preemption import Preemption, SignalHandler
 from .errors import CapabilityError, InvalidInputError
-from .format.argument_checks import check_choice, check_flags, check_name, check_step
 from .options import SaveOptions
-from .ranks import check as check_ranks
-from .ranks import choose
 from .repository import Repository
 from .save.background import Background, clear_frames
 from .save.handle import SaveHandle
@@ -41,7 +41,7 @@ from .threads import Slot
 
 if TYPE_CHECKING:
     from .save.inputs import PartInput, SaveRequest
-    from .save.rank_job import RankJob
+    from .save.ranks.job import RankJob
 
 #: After `close(timeout=)` has given a save up, it ends within the first time, unless its store does not answer. A save
 #: that waits for the one before looks in the second time whether the process is to end [s].
@@ -116,7 +116,7 @@ class SnapshotManager(Steps):
         kept_there = self.keep if mirror_keep is None else retention.check(mirror_keep)
         self.read_only = read_only
         self._async, self._skip_busy, self._verifies = async_save, on_busy == "skip", mirror_verify
-        from .save.rank_job import RankJob  # imports all code that threads run: see threads.py
+        from .save.ranks.job import RankJob  # imports all code that threads run: see threads.py
         from .save.staging import Mode, Staging
         from .save.streaming import FirstState
 
@@ -252,7 +252,7 @@ class SnapshotManager(Steps):
         self._check_open()
         self._background.check_inside()
         from .save.streaming import is_stream
-        from .state.flatten import flatten
+        from .state.walk.flatten import flatten
 
         if self.read_only or is_stream(state):  # the tensors of an iterator are not copied
             return
@@ -264,7 +264,7 @@ class SnapshotManager(Steps):
     def _begin(self, handle: SaveHandle, request: SaveRequest, state: Any, slot: Slot) -> None:
         """Run the save, or copy the state and leave the rest to a thread."""
         from .save.streaming import inputs_of_stream, is_stream
-        from .state.flatten import flatten
+        from .state.walk.flatten import flatten
 
         context, self._running = self.repository.context, request
         request.resolve(context, self.repository.lineage)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from .checks import check_choice
 from .errors import InvalidInputError
-from .format.argument_checks import check_choice
-from .format.codecs import CODECS
-from .format.delta_choice import DEFAULT_RESTORE_COST
-from .format.pack import DEFAULT_PACK_BYTES, LARGE_PACK_BYTES, MANY_PACKS
+from .format.blobs.codecs import CODECS
+from .format.blobs.pack import DEFAULT_PACK_BYTES, LARGE_PACK_BYTES, MANY_PACKS
+from .format.manifests.delta_choice import DEFAULT_RESTORE_COST
 from .text import quoted
 
 #: At this cost a chain has about a hundred deltas that are almost as large as the full chunk. `delta_choice.MAX_LINKS`

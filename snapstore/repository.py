@@ -16,12 +16,13 @@ from .catalog import policy_store
 from .catalog.config import new_config, read_config, read_or_reconstruct_config
 from .catalog.history import PUT_BACK
 from .catalog.index import open_index
+from .checks import check_choice, check_list, check_name
 from .context import Context
+from .distributed.choose import check as check_ranks
 from .engine.registry import Engines
 from .errors import AlreadyExistsError, InvalidInputError, NotFoundError
 from .format import chunking, records
-from .format.argument_checks import check_choice, check_list, check_name
-from .format.codecs import CODECS
+from .format.blobs.codecs import CODECS
 from .format.hashing import new_seed
 from .format.records import COMMITTED, FORGOTTEN, Config, Snapshot
 from .options import SaveOptions
@@ -29,7 +30,6 @@ from .protocol import forget, gc, quarantine, tags
 from .protocol.forget import ForgetResult
 from .protocol.gc import GcResult
 from .protocol.same_repository import pinned
-from .ranks import check as check_ranks
 from .retention import Policy
 from .retention import check as check_policies
 from .save.lineage import Lineage

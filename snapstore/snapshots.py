@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .inspect.divergence import DivergenceResult
     from .inspect.lazy import LazyTensors
     from .inspect.stats import StatsResult
-    from .state.fit import Mismatches, NameOptions, Rename
+    from .state.fill.fit import Mismatches, NameOptions, Rename
 
 
 class Snapshots:
@@ -120,7 +120,7 @@ class Snapshots:
         from .check.newest_whole import newest_whole_named
         from .restore.pipeline import read
         from .restore.sources import AsRank
-        from .state.fit import Fit
+        from .state.fill.fit import Fit
 
         fit, as_rank = Fit(keys, part, rename), AsRank(per_rank)
         with newest_whole_named(self.context, ref):
@@ -160,7 +160,7 @@ class Snapshots:
         from .check.newest_whole import newest_whole_named
         from .restore.pipeline import read_into
         from .restore.sources import AsRank
-        from .state.fit import Fit
+        from .state.fill.fit import Fit
 
         fit, as_rank = Fit(keys, strict=strict, **names), AsRank(per_rank)
         with newest_whole_named(self.context, ref):

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Unpack
 
 from . import retention
 from .catalog import policy_store
+from .checks import TARGET_FIRST, check_choice, check_step
+from .distributed.choose import place
 from .errors import InvalidInputError, NotFoundError, StorageError
 from .format import records
-from .format.argument_checks import TARGET_FIRST, check_choice, check_step
 from .format.records import MAX_OBJECT_BYTES, Snapshot
 from .options import SaveOptions
-from .ranks import place
 from .repository import Repository
 from .storage.base import ObjectStore
 from .text import log
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from .distributed.questions import V
     from .restore.exchange import Exchange
     from .restore.sources import AsRank
-    from .save.rank_job import RankJob
-    from .state.fit import FitOptions, NameOptions
+    from .save.ranks.job import RankJob
+    from .state.fill.fit import FitOptions, NameOptions
 
 #: Where a repository lies.
 Url = str | Path | ObjectStore
@@ -357,7 +357,7 @@ class Steps:
             SnapstoreError: see `Repository.restore`; with "exchange" also the error of another rank.
         """
         from .restore import pipeline
-        from .state.fit import Fit
+        from .state.fill.fit import Fit
 
         with self._reading(step, read, per_rank) as (context, ref, as_rank):
             chosen = Fit(keys, **names)
@@ -382,7 +382,7 @@ class Steps:
         and `restore` for `per_rank`, `read` and several ranks. The snapshot becomes the parent of the run's next save.
         """
         from .restore.pipeline import read_into
-        from .state.fit import Fit
+        from .state.fill.fit import Fit
 
         with self._reading(step, read, per_rank) as (context, ref, as_rank):
             snapshot = read_into(context, ref, target, keys=Fit(keys, **fit), types=types, as_rank=as_rank)

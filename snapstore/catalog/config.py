@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from functools import partial
 
 from ..errors import FormatError, IntegrityError, NotFoundError, StorageError, UnknownFormatError
-from ..format import manifest, records
+from ..format import records
 from ..format.chunking import DEFAULT_CHUNK_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from ..format.hashing import new_seed
-from ..format.manifest import ManifestHeader
+from ..format.manifests import manifest
+from ..format.manifests.manifest import ManifestHeader
 from ..format.records import Config, ManifestList
 from ..storage.base import ObjectStore
 from ..storage.os_errors import is_withheld

@@ -12,9 +12,9 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
 from .. import retention
+from ..checks import check_ref
 from ..errors import IntegrityError, InvalidInputError, NotFoundError, StorageError, UnreadRecordError
 from ..format import records
-from ..format.argument_checks import check_ref
 from ..format.keys import parse_record_key
 from ..format.records import COMMITTED, FORGOTTEN, SWEPT, Snapshot
 from ..storage.base import ObjectStore

@@ -28,9 +28,10 @@ from typing import TypeVar
 import lmdb
 
 from ..errors import DAMAGE, FormatError, IntegrityError, InvalidInputError, SnapstoreError, StorageError
-from ..format import manifest, records
+from ..format import records
 from ..format.keys import parse_record_key, record_key, records_prefix
-from ..format.manifest import ManifestHeader
+from ..format.manifests import manifest
+from ..format.manifests.manifest import ManifestHeader
 from ..format.records import Config, ManifestRef, Snapshot
 from ..storage.base import ObjectInfo, ObjectStore
 from ..storage.cache_dir import shrink

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from ..format.manifest import Manifest
+from ..format.manifests.manifest import Manifest
 from ..format.records import RANKS, ManifestRef, Snapshot
 from .index import Index
 

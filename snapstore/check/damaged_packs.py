@@ -16,13 +16,13 @@ from ..chunks.reader import ChunkReader, whole
 from ..context import Context
 from ..engine.cpu import ProvingEngine
 from ..errors import DAMAGE, CapabilityError, FormatError, SnapstoreError, StorageError
-from ..format import blob
+from ..format.blobs import blob
 from ..format.keys import pack_key
-from ..format.manifest import Manifest, manifest_name
-from ..format.tensor_layout import check_ties
+from ..format.manifests.manifest import Manifest, manifest_name
+from ..format.manifests.tensor_layout import check_ties
 from ..restore.manifests import decoding_of, pages_of, part_of, read_pages
-from ..state.tensors import StoredPart
-from ..state.tree_decode import decode, unpack_nodes
+from ..state.tree.decode import decode, unpack_nodes
+from ..state.values.tensors import StoredPart
 from ..storage.base import ObjectStore
 from ..storage.os_errors import is_withheld
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from ..catalog.read_twice import answers
 from ..context import Context
 from ..errors import DAMAGE, CapabilityError, FormatError, IntegrityError, OutputError, SnapstoreError, StorageError
-from ..format.rank_checks import read_children
+from ..format.manifests.rank_checks import read_children
 from ..format.records import Snapshot
 from ..restore.manifests import read_manifests
 from ..text import log, some

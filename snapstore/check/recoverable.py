@@ -21,12 +21,13 @@ from ..catalog.history import FIRST_SEQ
 from ..catalog.read_twice import tried
 from ..context import Context
 from ..errors import FormatError
-from ..format import manifest, records
+from ..format import records
 from ..format.keys import manifest_key, parse_record_key
-from ..format.manifest import Manifest, ManifestHeader
-from ..format.rank_checks import read_children
+from ..format.manifests import manifest
+from ..format.manifests.manifest import Manifest, ManifestHeader
+from ..format.manifests.rank_checks import read_children
+from ..format.manifests.tensor_layout import check_layouts
 from ..format.records import ABORTED, COMMITTED, FORGOTTEN, RANKS, ManifestList, ManifestRef, Snapshot
-from ..format.tensor_layout import check_layouts
 from ..storage.base import ObjectStore
 from .damaged_packs import check_tree
 from .report import stand_in

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ..format.argument_checks import check_choice
+from ..checks import check_choice
 from ..format.keys import parse_record_key
 from ..format.records import Snapshot
 from ..text import brief, strip_hint

@@ -28,13 +28,13 @@ from ..errors import (
     StorageError,
     UnknownFormatError,
 )
-from ..format import manifest
-from ..format.chain_decode import ReferenceMismatchError
+from ..format.blobs.chain_decode import ReferenceMismatchError
 from ..format.keys import manifest_key, pack_key, quarantined_names, record_key
-from ..format.manifest import Manifest, manifest_name
-from ..format.rank_checks import RankCheck, check_roots
+from ..format.manifests import manifest
+from ..format.manifests.manifest import Manifest, manifest_name
+from ..format.manifests.rank_checks import RankCheck, check_roots
+from ..format.manifests.tensor_layout import check_layouts
 from ..format.records import COMMITTED, FORGOTTEN, MAX_OBJECT_BYTES, Lost, ManifestList, ManifestRef, Snapshot, decode
-from ..format.tensor_layout import check_layouts
 from ..protocol.session import PROVE
 from ..text import some, strip_hint
 from .damaged_packs import DamagedPacks, check_tree

@@ -13,7 +13,7 @@ from ..arrays import Column
 from ..chunks import limits
 from ..context import Context
 from ..errors import CapabilityError, IntegrityError, SnapstoreError
-from ..format.manifest import Manifest
+from ..format.manifests.manifest import Manifest
 from ..text import human_bytes, log
 from .damaged_packs import DamagedPacks, lost_rows, unbuilt
 

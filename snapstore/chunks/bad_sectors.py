@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from ..arrays import Column
 from ..errors import StorageError
-from ..format import pack
+from ..format.blobs import pack
 from ..storage.os_errors import is_unreadable
 from ..text import log
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CapabilityError, InvalidInputError
-from ..format.delta_choice import MAX_LINKS
+from ..format.manifests.delta_choice import MAX_LINKS
 from ..storage.base import ObjectStore
 from ..text import human_bytes
 

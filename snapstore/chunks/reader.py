@@ -21,10 +21,10 @@ from ..context import Context
 from ..engine.base import Engine
 from ..engine.batches import Chunks, DecodeBatch
 from ..errors import IntegrityError, NotFoundError
-from ..format import pack
-from ..format.chunk_table import ChunkTable
+from ..format.blobs import pack
 from ..format.keys import pack_key
-from ..state.arrays import Memory
+from ..format.manifests.chunk_table import ChunkTable
+from ..state.values.arrays import Memory
 from ..storage.base import GetRanges
 from ..text import strip_hint
 from ..threads import Gate, Pending, Threads

@@ -16,10 +16,10 @@ import numpy as np
 from ..arrays import Bytes, Column
 from ..engine.base import Engine
 from ..errors import AlreadyExistsError, IntegrityError, NotFoundError, StorageError
-from ..format import blob
+from ..format.blobs import blob
+from ..format.blobs.pack import Encoded, PackWriter
 from ..format.keys import pack_key
-from ..format.pack import Encoded, PackWriter
-from ..protocol.commit import Putter
+from ..protocol.claim import Putter
 from ..storage.base import ObjectStore
 from ..threads import Pending, Threads
 

@@ -17,8 +17,8 @@ from ..arrays import Bytes, Column
 from ..engine.base import Engine
 from ..engine.batches import Chunks, DecodeBatch, EncodeBatch
 from ..errors import DAMAGE, IntegrityError
-from ..format.blob import ALIGNMENT, DIFFERENCE
-from ..format.pack import Encoded
+from ..format.blobs.blob import ALIGNMENT, DIFFERENCE
+from ..format.blobs.pack import Encoded
 
 #: Decoded chunks begin at multiples of this [bytes].
 _ROOM_ALIGNMENT = 256

@@ -14,14 +14,14 @@ import os
 import signal
 import sys
 
-from . import (
+from . import (  # importing a module registers its verbs
     inspect,
     maintenance,
     planning,
     retention,
     save_restore,
     transfer,
-)  # importing a module registers its verbs
+)
 from .app import commands
 
 __all__ = ["commands", "inspect", "main", "maintenance", "planning", "retention", "save_restore", "transfer"]

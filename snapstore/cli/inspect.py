@@ -27,7 +27,7 @@ from .output import (
 
 if TYPE_CHECKING:
     from ..catalog.history import View
-    from ..format.manifest import Manifest
+    from ..format.manifests.manifest import Manifest
     from ..format.records import Snapshot
     from ..inspect.divergence import DivergenceResult
     from ..inspect.stats import StatsResult
@@ -214,8 +214,8 @@ def show(shell: Shell, ref: Ref) -> int | None:
 
 
 def _tensors(m: Manifest) -> Iterator[dict[str, Any]]:
-    from ..format.tensor_layout import spec_of
-    from ..state.containers import display
+    from ..format.manifests.tensor_layout import spec_of
+    from ..state.values.containers import display
 
     for entry in (entry for entry in m.tensors if entry.kind != "page"):
         yield {
@@ -238,7 +238,7 @@ def _contents(repository: Repository, snapshot: Snapshot) -> Contents:
         NotFoundError: the snapshot was deleted meanwhile.
         IntegrityError, FormatError: a manifest is damaged.
     """
-    from ..format import manifest
+    from ..format.manifests import manifest
     from ..inspect.plain_values import decode_tree, plain_values
     from ..restore.pipeline import read_as_ruled
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import OutputError
-from ..state.containers import step
+from ..state.values.containers import step
 from ..text import counted, printable, some
 
 if TYPE_CHECKING:

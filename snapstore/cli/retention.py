@@ -163,7 +163,7 @@ def _is_number(text: str) -> bool:
 
 
 def _stored_policies(repository: Repository, run: str, force: bool) -> list[Policy]:
-    from ..format.argument_checks import check_name
+    from ..checks import check_name
 
     stored = repository.policies(check_name("run", run))
     if not stored and not force and repository.snapshots(run):  # else the error is about the unknown run

@@ -15,7 +15,7 @@ from .output import fields_json, line, note_changes, print_json, snapshot_json, 
 if TYPE_CHECKING:
     from ..convert import Exported, ExportOptions
     from ..repository import Repository
-    from ..state.fit import Fit
+    from ..state.fill.fit import Fit
 
 
 @verb()
@@ -153,7 +153,7 @@ def restore(
     output, names, rank = Path(expand_home(output)), _names(rename or []), per_rank_of(per_rank)
     with shell.repository() as repository:
         from ..convert import ExportOptions, files
-        from ..state.fit import Fit
+        from ..state.fill.fit import Fit
 
         fit = Fit(keys or None, part, names or None)
         if not files.is_known(output) and fit == Fit() and per_rank is None and _unpack(shell, repository, ref, output):

@@ -23,8 +23,8 @@ from torch.futures import Future
 
 from ..errors import InvalidInputError
 from ..restore.streaming import TensorReader
-from ..state.arrays import as_bytes, assign
-from ..state.containers import is_mapping, leaves
+from ..state.values.arrays import as_bytes, assign
+from ..state.values.containers import is_mapping, leaves
 from .files import save_torch
 
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
 from ..errors import InvalidInputError, out_of_memory
-from ..format.rank_checks import Cover
-from ..state.containers import MAX_DEPTH
-from ..state.tensors import MAX_DIMENSIONS, TORCH_DTYPES
+from ..format.manifests.rank_checks import Cover
+from ..state.values.containers import MAX_DEPTH
+from ..state.values.tensors import MAX_DIMENSIONS, TORCH_DTYPES
 from . import files
 from .checkpoint import Checkpoint, file_inside, names_below, nest, step_in
 from .lazy_state import MAX_CLAIMS, Later

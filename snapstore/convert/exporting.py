@@ -21,7 +21,7 @@ from ..errors import AlreadyExistsError, InvalidInputError, OutputError
 from ..repository import Repository
 from ..restore.sources import SHARED_ONLY, AsRank
 from ..restore.streaming import TensorReader
-from ..state.fit import Fit
+from ..state.fill.fit import Fit
 from ..text import quoted, some
 from . import files, hf_export
 from .dcp_folder import METADATA

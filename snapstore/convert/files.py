@@ -29,10 +29,10 @@ from ..arrays import Bytes
 from ..errors import AlreadyExistsError, InvalidInputError, OutputError, UnsupportedLeafError
 from ..format.records import Snapshot
 from ..restore.streaming import TensorReader
-from ..state.arrays import as_bytes, extent_of, in_memory_order
-from ..state.containers import CONTAINERS, children, leaves, metadata_of
-from ..state.tensors import is_array
-from ..state.weights_only import Changed, to_weights_only
+from ..state.tree.weights_only import Changed, to_weights_only
+from ..state.values.arrays import as_bytes, extent_of, in_memory_order
+from ..state.values.containers import CONTAINERS, children, leaves, metadata_of
+from ..state.values.tensors import is_array
 from . import safetensors_file
 from .safetensors_file import first_line, name_in_utf8
 from .torch_checks import entries, require_bounded, require_tree

@@ -22,7 +22,7 @@ from ..errors import InvalidInputError
 from ..format.records import Snapshot
 from ..repository import Repository
 from ..restore.streaming import TensorReader
-from ..state.tensors import TensorSpec
+from ..state.values.tensors import TensorSpec
 from ..text import quoted
 from . import safetensors_file
 from .checkpoint import file_inside

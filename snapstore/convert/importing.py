@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..checks import check_name, check_step
 from ..errors import InvalidInputError, out_of_memory
-from ..format.argument_checks import check_name, check_step
 from ..format.records import Snapshot
 from ..repository import Repository
 from ..save.inputs import SaveRequest

@@ -17,11 +17,11 @@ from ..engine.registry import Engines
 from ..errors import InvalidInputError, UnsupportedLeafError
 from ..save.inputs import PartInput, TensorInput
 from ..save.streaming import input_of
-from ..state.arrays import describe, extent_of, memory_key
-from ..state.containers import Path, shown
-from ..state.tensors import Node, array_node, is_array
-from ..state.torch_layouts import layout_of
-from ..state.tree_encode import Encoder
+from ..state.tree.encode import Encoder
+from ..state.values.arrays import describe, extent_of, memory_key
+from ..state.values.containers import Path, shown
+from ..state.values.tensors import Node, array_node, is_array
+from ..state.values.torch_layouts import layout_of
 from ..text import human_bytes
 
 #: So many bytes of tensors may come from each byte of a file. torch.save writes each byte once; tensors can share some.

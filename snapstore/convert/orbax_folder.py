@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import InvalidInputError, needs
-from ..state.tensors import TORCH_DTYPES
+from ..state.values.tensors import TORCH_DTYPES
 from .checkpoint import Checkpoint, file_inside, nest, read_json
 from .lazy_state import Later
 from .safetensors_file import first_line

@@ -18,8 +18,8 @@ from typing import Any
 
 from ..errors import InvalidInputError, needs
 from ..restore.streaming import TensorReader
-from ..state.arrays import as_bytes
-from ..state.tensors import TensorSpec
+from ..state.values.arrays import as_bytes
+from ..state.values.tensors import TensorSpec
 from ..text import some
 from .lazy_state import Later
 

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from ..chunks import limits
 from ..errors import InvalidInputError
-from ..state.containers import MAX_DEPTH, metadata_of
+from ..state.values.containers import MAX_DEPTH, metadata_of
 from .safetensors_file import first_line
 
 #: A state from elsewhere may have so many values, or more if its file has nearly as many.

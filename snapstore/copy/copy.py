@@ -42,12 +42,12 @@ from ..errors import (
     UnreadObjectError,
     UnreadRecordError,
 )
-from ..format import manifest
 from ..format.keys import record_key
-from ..format.manifest import Manifest
+from ..format.manifests import manifest
+from ..format.manifests.manifest import Manifest
 from ..format.records import ABORTED, COMMITTED, FORGOTTEN, SWEPT, ManifestRef, Snapshot
 from ..protocol import tags
-from ..protocol.commit import Claim
+from ..protocol.claim import Claim
 from ..protocol.forget import unforget
 from ..protocol.liveness import aborted
 from ..protocol.quarantine import has_bytes, in_need_of_quarantined, remove_note

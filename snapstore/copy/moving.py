@@ -29,11 +29,12 @@ from ..check.verify_chunks import ChunkRebuilder, tensor_of
 from ..chunks.uploader import PackUploader
 from ..context import Context
 from ..errors import DAMAGE, CapabilityError, FormatError, IntegrityError, NotFoundError
-from ..format import blob, manifest
-from ..format.chunk_table import COLUMNS, ChunkTable, spans
+from ..format.blobs import blob
 from ..format.hashing import keyed_checksum
 from ..format.keys import pack_key
-from ..format.manifest import Manifest
+from ..format.manifests import manifest
+from ..format.manifests.chunk_table import COLUMNS, ChunkTable, spans
+from ..format.manifests.manifest import Manifest
 from ..format.records import ManifestRef
 from ..rewrite.stored_blobs import batches, stored_of
 from ..save.known_chunks import AnySession, Bases

@@ -28,9 +28,9 @@ from ..distributed.base import named
 from ..distributed.messages import Begin, Report
 from ..errors import InvalidInputError, RanksError
 from ..format.records import ManifestRef
-from ..save.agreement import Unlike, not_held, unlike_replicas
-from ..save.merged_trees import merge_trees, orders_of
-from ..save.rank_state import PartTree, decode_trees
+from ..save.ranks.agreement import Unlike, not_held, unlike_replicas
+from ..save.ranks.merged_trees import merge_trees, orders_of
+from ..save.ranks.rank_state import PartTree, decode_trees
 from ..text import some
 
 _MARK = "snapstore.plan."
@@ -169,7 +169,7 @@ class KeyHolders:
     """Finds, on rank 0, the ranks that hold the keys which not all ranks hold. It keeps the keys of the last save.
 
     If more ranks hold a key than in the last save, its former holders count, by whose shares the ranks may have copied
-    (see save/holders.py). Then no rank may copy by shares in the next save.
+    (see save/ranks/holders.py). Then no rank may copy by shares in the next save.
 
     Attributes:
         is_stale: whether the last answers name former holders.

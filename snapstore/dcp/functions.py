@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ..errors import InvalidInputError, NotFoundError
-from ..state.containers import MAX_DEPTH, Path, is_mapping, shown
-from ..state.per_rank import PerRank, has_objects
-from ..state.stateful import is_stateful, state_of
+from ..state.values.containers import MAX_DEPTH, Path, is_mapping, shown
+from ..state.walk.per_rank import PerRank, has_objects
+from ..state.walk.stateful import is_stateful, state_of
 from .exchange import DetailsWantedError
 from .planner import SnapstoreLoadPlanner, SnapstorePlanner, closed
 from .reader import SnapstoreReader

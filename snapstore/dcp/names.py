@@ -16,12 +16,12 @@ from typing import Any, NamedTuple, TypeGuard
 
 from torch.distributed.checkpoint._traverse import traverse_state_dict
 
+from ..checks import check_step
 from ..errors import InvalidInputError
-from ..format.argument_checks import check_step
-from ..state.classes import Form, Make, Types
-from ..state.containers import Path, is_mapping
-from ..state.tensors import Slot, family
-from ..state.tree_decode import Decoded
+from ..state.tree.decode import Decoded
+from ..state.values.classes import Form, Make, Types
+from ..state.values.containers import Path, is_mapping
+from ..state.values.tensors import Slot, family
 from ..text import quoted
 
 _STEP = re.compile(r"(\d+)/*$", re.ASCII)

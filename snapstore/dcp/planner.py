@@ -44,12 +44,12 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import InvalidInputError
 from ..save.inputs import PartInput
-from ..state.arrays import memory_key
-from ..state.containers import Path
-from ..state.optimizers import OptimizerState, parameters_of
-from ..state.per_rank import is_per_rank
-from ..state.sharded import Boxes, Sharding, dtensor_like, locals_of, sharding_of
-from ..state.wrapped import unwrapped
+from ..state.values.arrays import memory_key
+from ..state.values.containers import Path
+from ..state.values.sharded import Boxes, Sharding, dtensor_like, locals_of, sharding_of
+from ..state.values.wrapped import unwrapped
+from ..state.walk.optimizers import OptimizerState, parameters_of
+from ..state.walk.per_rank import is_per_rank
 from ..text import counted
 from .names import Closed
 from .target import NO_PROCESS

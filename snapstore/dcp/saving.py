@@ -17,24 +17,24 @@ import xxhash
 from ..distributed.messages import Begin
 from ..errors import RanksError
 from ..format import records
-from ..format.manifest import Manifest
+from ..format.manifests.manifest import Manifest
 from ..format.records import RANKS, Snapshot
 from ..protocol.session import Session, SharedSession
 from ..repository import Repository
-from ..save.holders import Holders, require_kept
 from ..save.inputs import PartInput, SaveRequest, plain_names
 from ..save.known_chunks import load_bases
 from ..save.manifest_writer import Written, write
 from ..save.near_children import NearChildren
 from ..save.pipeline import commit
-from ..save.rank_state import digests_by_path, encode_trees, held_bytes, trees_of
+from ..save.ranks.holders import Holders, require_kept
+from ..save.ranks.rank_state import digests_by_path, encode_trees, held_bytes, trees_of
+from ..save.ranks.roots import Children, read_headers, write_roots
+from ..save.ranks.together import report_of, shared_session
 from ..save.replicas import group_digests
-from ..save.root_writer import Children, read_headers, write_roots
 from ..save.shares import Name, RankShares, Replicas
 from ..save.staging import Mode, Staging
-from ..save.together import report_of, shared_session
-from ..state.containers import shown
-from ..state.flatten import flatten
+from ..state.values.containers import shown
+from ..state.walk.flatten import flatten
 from .exchange import (
     Answer,
     Collected,

@@ -20,20 +20,21 @@ from ..restore.manifests import decoding_of
 from ..restore.overlaps import dim_orders_of
 from ..restore.pipeline import deleted_meanwhile, load, opened, require_decoding_of, ruling_now
 from ..restore.sources import AsRank, Sources
-from ..state import composite_fit, optimizers
-from ..state.arrays import mismatch, torch_dtype
-from ..state.classes import known_classes
-from ..state.composite import inner_of, plain_of
-from ..state.containers import CONTAINERS, Path, is_mapping, like, shown
-from ..state.differences import MAX_LINES
-from ..state.dim_order import strides_of
-from ..state.optimizers import with_sharded_state
-from ..state.restore_buffers import RestoreBuffers, Want, slots_of
-from ..state.sharded import sharding_of
-from ..state.stateful import is_strict_module
-from ..state.tensors import Slot, TensorSpec
-from ..state.torch_layouts import layout_of
-from ..state.tree_decode import ELSEWHERE, decode
+from ..state.fill import composite_fit
+from ..state.fill.buffers import RestoreBuffers, Want, slots_of
+from ..state.fill.differences import MAX_LINES
+from ..state.tree.decode import ELSEWHERE, decode
+from ..state.values.arrays import mismatch, torch_dtype
+from ..state.values.classes import known_classes
+from ..state.values.composite import inner_of, plain_of
+from ..state.values.containers import CONTAINERS, Path, is_mapping, like, shown
+from ..state.values.dim_order import strides_of
+from ..state.values.sharded import sharding_of
+from ..state.values.tensors import Slot, TensorSpec
+from ..state.values.torch_layouts import layout_of
+from ..state.walk import optimizers
+from ..state.walk.optimizers import with_sharded_state
+from ..state.walk.stateful import is_strict_module
 from ..text import counted, log
 from .names import Closed, Leaf, ObjectTypes, flat_leaves, is_tensor
 from .planner import Shards

@@ -12,8 +12,8 @@ from typing import Any, Literal, NoReturn
 
 import torch.distributed as dist
 
+from ..checks import check_name
 from ..errors import InvalidInputError
-from ..format.argument_checks import check_name
 from ..repository import Repository
 from ..storage.base import ObjectStore
 from .names import refs_of

@@ -35,16 +35,16 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from ..checks import check_choice
 from ..distributed.base import Heart
 from ..distributed.messages import Begin, decode, encode
 from ..errors import InvalidInputError, SnapstoreError
-from ..format.argument_checks import check_choice
 from ..format.records import Snapshot
 from ..options import SaveOptions
 from ..protocol.session import Session
 from ..repository import Repository
-from ..save.agreement import MAX_NAMES, Unlike, warn_of_buffers
 from ..save.inputs import PartInput, SaveRequest, plain_names
+from ..save.ranks.agreement import MAX_NAMES, Unlike, warn_of_buffers
 from ..text import some
 from .exchange import (
     Answer,

@@ -7,7 +7,7 @@
     tree      some ranks to 0     the trees that were asked for
     replicas  some ranks to 0     the digests of their replicas one by one, if they differ
     changed   some ranks to 0     the names of their plain tensors, if they have changed
-    holders   rank 0 to all       the ranks that hold plain tensors, after an exchange (save/holders.py)
+    holders   rank 0 to all       the ranks that hold plain tensors, after an exchange (save/ranks/holders.py)
     outcome   rank 0 to all       committed, failed, or unclear
     answer    rank 0 to all       the answer to a question that all ranks ask, such as whether a save is skipped
     asked     each rank to 0      it has read so many answers

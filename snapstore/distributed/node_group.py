@@ -21,7 +21,7 @@ import torch
 from torch import distributed
 
 from ..errors import CapabilityError, InvalidInputError, RanksError
-from ..state.arrays import Memory
+from ..state.values.arrays import Memory
 from .base import Ranks, named
 
 T = TypeVar("T")

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ..arrays import Bytes
-from ..format.pack import Encoded
-from ..state.arrays import Memory
+from ..format.blobs.pack import Encoded
+from ..state.values.arrays import Memory
 from .batches import Chunks, DecodeBatch, EncodeBatch
 
 

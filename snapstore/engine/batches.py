@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 
 from ..arrays import Bytes, Column
-from ..format import planes
-from ..state.arrays import Memory
+from ..format.blobs import planes
+from ..state.values.arrays import Memory
 from ..threads import Gate
 
 

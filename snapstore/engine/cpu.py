@@ -15,12 +15,13 @@ import numpy as np
 
 from ..arrays import Bytes, Column
 from ..errors import IntegrityError, InvalidInputError
-from ..format import blob, chain_decode, delta_choice, planes
-from ..format.codec_choice import estimate_bytes
-from ..format.codecs import sparse
+from ..format.blobs import blob, chain_decode, planes
+from ..format.blobs.codecs import sparse
+from ..format.blobs.pack import Encoded
+from ..format.blobs.plane_kinds import estimate_bytes
 from ..format.hashing import digest, keyed_checksum
-from ..format.pack import Encoded
-from ..state.arrays import Memory
+from ..format.manifests import delta_choice
+from ..state.values.arrays import Memory
 from ..threads import Threads
 from .batches import Chunks, DecodeBatch, DecodeJob, EncodeBatch, EncodeJob
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..arrays import Bytes
-from ..format import blob, chain_decode, planes
+from ..format.blobs import blob, chain_decode, planes
 from ..format.hashing import digest
 from ..storage.base import ObjectStore
 from ..threads import Threads

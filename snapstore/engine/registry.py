@@ -16,8 +16,8 @@ import numpy as np
 
 from ..arrays import Bytes
 from ..errors import CapabilityError, SnapstoreError
-from ..format.codecs import nvcomp
-from ..state.arrays import Memory, as_memory
+from ..format.blobs.codecs import nvcomp
+from ..state.values.arrays import Memory, as_memory
 from ..storage.base import ObjectStore
 from ..text import human_bytes, log
 from ..threads import imported

@@ -15,7 +15,7 @@ import msgspec
 import xxhash
 
 from ..errors import FormatError, IntegrityError, InvalidInputError, UnknownFormatError
-from ..state.tree_decode import decode_plain, unpack_nodes
+from ..state.tree.decode import decode_plain, unpack_nodes
 from ..threads import msgpack_decoder
 from . import open_maps
 from .keys import manifest_key, pack_key, record_key, sha256_names

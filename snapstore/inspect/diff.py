@@ -19,15 +19,15 @@ import numpy.typing as npt
 
 from ..arrays import Bytes
 from ..context import Context
-from ..format.manifest import Manifest
+from ..format.manifests.manifest import Manifest
 from ..format.records import Snapshot
 from ..restore.manifests import require_decoding
 from ..restore.pipeline import read_as_ruled
-from ..state.arrays import as_float64
-from ..state.containers import display
-from ..state.tensors import TensorSpec
-from ..state.tree_decode import ELSEWHERE
-from ..state.tree_encode import encode_plain
+from ..state.tree.decode import ELSEWHERE
+from ..state.tree.encode import encode_plain
+from ..state.values.arrays import as_float64
+from ..state.values.containers import display
+from ..state.values.tensors import TensorSpec
 from ..text import brief
 from .plain_values import Chained, container_types, decode_tree, dotted, plain_values, show_value
 from .stored_tensors import StoredTensor, bytes_of_each, naming, read_tensors

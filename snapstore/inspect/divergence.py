@@ -21,13 +21,13 @@ from ..arrays import Bytes
 from ..catalog.history import View
 from ..context import Context
 from ..errors import InvalidInputError, NotFoundError
-from ..format.manifest import Box, Manifest
+from ..format.manifests.manifest import Box, Manifest
 from ..format.records import Snapshot
 from ..restore.manifests import require_decoding
 from ..restore.pipeline import read_as_ruled
-from ..state.arrays import from_bytes
-from ..state.containers import display
-from ..state.tensors import TensorSpec
+from ..state.values.arrays import from_bytes
+from ..state.values.containers import display
+from ..state.values.tensors import TensorSpec
 from ..text import quoted, some
 from .diff import pieces_of
 from .stored_tensors import StoredTensor, boxes_of, chunks_of, naming, read_tensors

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from ..checks import check_choice
 from ..engine.rates import Rates, codec_for
 from ..errors import InvalidInputError
-from ..format.argument_checks import check_choice
-from ..format.pack import DEFAULT_PACK_BYTES, LARGE_PACK_BYTES, MANY_PACKS
+from ..format.blobs.pack import DEFAULT_PACK_BYTES, LARGE_PACK_BYTES, MANY_PACKS
 from ..text import quoted
 
 YEAR_S = 365.25 * 86400

@@ -23,15 +23,15 @@ from ..chunks import limits
 from ..chunks.reader import ChunkReader, Wanted
 from ..context import Context
 from ..errors import FormatError, IntegrityError, InvalidInputError, out_of_memory
-from ..format import boxes
+from ..format.manifests import boxes
 from ..format.records import Snapshot
 from ..restore.overlaps import Overlap, Reads, StoredBox, dim_orders_of, overlap_of
 from ..restore.pipeline import require_decoding_of
 from ..restore.streaming import OpenSnapshot
-from ..state.arrays import as_bytes, from_bytes, new_array, require_memory_of_tensors
-from ..state.dim_order import DimOrder
-from ..state.fit import Fit
-from ..state.restore_buffers import Want
+from ..state.fill.buffers import Want
+from ..state.fill.fit import Fit
+from ..state.values.arrays import as_bytes, from_bytes, new_array, require_memory_of_tensors
+from ..state.values.dim_order import DimOrder
 from ..text import counted, quoted
 
 #: A selection with steps is read in boxes of at most this size [bytes]; one without steps is read in one box.

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..context import Context
-from ..format.manifest import Manifest
+from ..format.manifests.manifest import Manifest
 from ..restore.manifests import decoding_of, stored_parts
-from ..state.containers import CONTAINERS, children, is_mapping
-from ..state.tensors import Slot
-from ..state.tree_decode import decode
+from ..state.tree.decode import decode
+from ..state.values.containers import CONTAINERS, children, is_mapping
+from ..state.values.tensors import Slot
 
 #: A path as (path of the parent, element), so that the paths of a tree share memory.
 Chained = tuple[Any, str | int] | None

@@ -17,10 +17,11 @@ from ..catalog.manifest_refs import all_manifests
 from ..catalog.read_twice import listed
 from ..context import Context
 from ..errors import FormatError, IntegrityError, NotFoundError
-from ..format import codecs, manifest, pack
+from ..format.blobs import codecs, pack
 from ..format.keys import pack_key
-from ..format.manifest import Manifest
-from ..format.tensor_layout import held_bytes
+from ..format.manifests import manifest
+from ..format.manifests.manifest import Manifest
+from ..format.manifests.tensor_layout import held_bytes
 from ..protocol.quarantine import in_quarantine
 from ..text import brief
 

@@ -20,13 +20,13 @@ from ..chunks import limits
 from ..chunks.reader import ChunkReader, Wanted, whole
 from ..context import Context
 from ..errors import FormatError, IntegrityError
-from ..format.manifest import Box, Manifest, TensorEntry
-from ..format.rank_checks import entries_by_path, match_entries, read_children
+from ..format.manifests.manifest import Box, Manifest, TensorEntry
+from ..format.manifests.rank_checks import entries_by_path, match_entries, read_children
+from ..format.manifests.tensor_layout import spec_of
 from ..format.records import Snapshot
-from ..format.tensor_layout import spec_of
 from ..restore.manifests import read_manifests
-from ..state.containers import Path
-from ..state.tensors import TensorSpec
+from ..state.values.containers import Path
+from ..state.values.tensors import TensorSpec
 
 
 @dataclass(slots=True)

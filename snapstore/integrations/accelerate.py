@@ -26,13 +26,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.utils.data import RandomSampler
 
+from ..distributed.choose import place
 from ..errors import CapabilityError, InvalidInputError, needs
 from ..format.records import Snapshot
 from ..manager import SnapshotManager
-from ..ranks import place
 from ..save.handle import SaveHandle
-from ..state.per_rank import PerRank
-from ..state.rng import RngState
+from ..state.walk.per_rank import PerRank
+from ..state.walk.rng import RngState
 from ..text import log
 from .stored_optimizers import put_back_by_name
 

@@ -25,10 +25,10 @@ from typing import Any
 import torch
 
 from ..dcp.names import step_of
+from ..distributed.choose import place
 from ..errors import CapabilityError, InvalidInputError, SnapstoreError, needs
 from ..manager import SnapshotManager
 from ..options import SaveOptions
-from ..ranks import place
 from ..repository import Repository
 from ..retention import Policy
 from ..save.handle import SaveHandle

@@ -32,9 +32,9 @@ from ..format.records import Snapshot
 from ..inspect.lazy import LazyTensors, TensorHandle, open_tensors
 from ..repository import Repository
 from ..retention import utc
-from ..state.fit import Fit
+from ..state.fill.fit import Fit
 from ..state.folder import Entry, File, Folder, Link, file_spans, index_of, is_folder, read_span
-from ..state.tensors import TensorSpec
+from ..state.values.tensors import TensorSpec
 
 ENDING = ".safetensors"
 #: The name of the file of all tensors; a part of this name takes precedence.

@@ -26,9 +26,9 @@ from ..options import SaveOptions
 from ..repository import Repository
 from ..retention import KeepBest
 from ..save.handle import SaveHandle
-from ..state.optimizers import OptimizerState
-from ..state.per_rank import PerRank
-from ..state.rng import RngState
+from ..state.walk.optimizers import OptimizerState
+from ..state.walk.per_rank import PerRank
+from ..state.walk.rng import RngState
 from ..text import log, quoted
 from ..threads import imported
 from . import references
@@ -486,7 +486,7 @@ def _require_one_resume(callbacks: list[SnapshotCallback]) -> None:
 
 def _require_sharded(state: dict[str, Any]) -> None:
     """Raise InvalidInputError if a sharded strategy has gathered its state on rank 0."""
-    from ..state.sharded import sharding_of
+    from ..state.values.sharded import sharding_of
 
     tensors = state["state_dict"].values()
     if not any(sharding_of(tensor) is not None for tensor in tensors):

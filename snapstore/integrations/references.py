@@ -17,7 +17,7 @@ from ..convert.files import publish
 from ..errors import FormatError, InvalidInputError, NotFoundError, OutputError
 from ..format.records import Snapshot
 from ..repository import Repository
-from ..state.composite import require_classes
+from ..state.values.composite import require_classes
 
 #: The first value of a reference; a later form of it gets another number.
 FORMAT, VERSION = "snapstore reference", 1

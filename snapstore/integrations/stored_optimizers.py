@@ -16,10 +16,10 @@ from ..manager import SnapshotManager
 from ..restore.manifests import decoding_of
 from ..restore.pipeline import read_as_ruled
 from ..restore.sources import ALONE, Sources
-from ..state import optimizers
-from ..state.containers import Path, shown
-from ..state.tensors import Slot, TensorSpec
-from ..state.tree_decode import decode
+from ..state.tree.decode import decode
+from ..state.values.containers import Path, shown
+from ..state.values.tensors import Slot, TensorSpec
+from ..state.walk import optimizers
 
 
 class StoredOptimizers:

@@ -24,19 +24,12 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ..errors import (
-    CapabilityError,
-    IntegrityError,
-    InvalidInputError,
-    NotFoundError,
-    StorageError,
-    needs,
-)
+from ..distributed.choose import place
+from ..errors import CapabilityError, IntegrityError, InvalidInputError, NotFoundError, StorageError, needs
 from ..manager import SnapshotManager
-from ..ranks import place
 from ..retention import KeepLast
-from ..state.per_rank import PerRank
-from ..state.rng import RngState
+from ..state.walk.per_rank import PerRank
+from ..state.walk.rng import RngState
 from ..text import log
 from .transformers_files import checkpoint_dir as checkpoint_dir
 from .transformers_files import complete_optimizer

@@ -18,13 +18,13 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ..context import Context
+from ..distributed.choose import place
 from ..errors import InvalidInputError, RanksError, needs
 from ..format.records import Snapshot
 from ..manager import SnapshotManager
-from ..ranks import place
 from ..restore.pipeline import read
-from ..state.composite import require_classes
-from ..state.objects import allowed_classes
+from ..state.values.composite import require_classes
+from ..state.values.objects import allowed_classes
 from ..text import counted, log
 from .stored_optimizers import StoredOptimizers
 

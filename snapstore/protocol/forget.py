@@ -10,9 +10,9 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from .. import retention
+from ..checks import check_list, check_name
 from ..context import Context
 from ..errors import InvalidInputError, NotFoundError
-from ..format.argument_checks import check_list, check_name
 from ..format.keys import records_prefix
 from ..format.records import COMMITTED, FORGOTTEN, SWEPT, Snapshot
 from ..text import brief

@@ -23,7 +23,7 @@ from ..format import records
 from ..format.keys import record_key
 from ..format.records import COMMITTED, MadeFor, Snapshot
 from ..text import log
-from .commit import Claim, Putter
+from .claim import Claim, Putter
 from .liveness import aborted
 from .same_repository import confirmed
 

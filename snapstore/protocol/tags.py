@@ -16,9 +16,9 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from ..catalog.history import View
+from ..checks import check_tag, check_tags
 from ..context import Context
 from ..errors import ConflictError, InvalidInputError, NotFoundError
-from ..format.argument_checks import check_tag, check_tags
 from ..format.records import COMMITTED, Snapshot
 from ..text import log, quoted
 from .revisions import retry_conflicts, revise

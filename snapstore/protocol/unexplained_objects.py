@@ -27,9 +27,9 @@ from ..catalog.needed_keys import all_needed_keys
 from ..catalog.read_twice import read_twice, tried
 from ..context import Context
 from ..errors import DAMAGE, IntegrityError, NotFoundError, SnapstoreError
-from ..format import pack
+from ..format.blobs import pack
 from ..format.keys import pack_key
-from ..format.manifest import ManifestHeader
+from ..format.manifests.manifest import ManifestHeader
 from ..format.records import FORGOTTEN, MadeFor
 from ..storage.base import ObjectStore
 from ..text import counted, some

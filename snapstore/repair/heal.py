@@ -22,13 +22,13 @@ from ..check.damaged_packs import DamagedPacks, lost_rows, unbuilt
 from ..chunks import limits
 from ..context import Context
 from ..errors import CapabilityError, ConflictError, IntegrityError
-from ..format import blob
-from ..format.chunk_table import MAX_CHAIN
-from ..format.delta_chain import Chain, Digests, Link, Place, chains_of, table_of
+from ..format.blobs import blob
 from ..format.keys import pack_key, record_key
-from ..format.manifest import Manifest, manifest_name
+from ..format.manifests.chunk_table import MAX_CHAIN
+from ..format.manifests.delta_chain import Chain, Digests, Link, Place, chains_of, table_of
+from ..format.manifests.manifest import Manifest, manifest_name
 from ..format.records import COMMITTED, FORGOTTEN, RANKS, ManifestRef, Snapshot
-from ..protocol.commit import Claim
+from ..protocol.claim import Claim
 from ..protocol.revisions import is_ruling
 from ..rewrite.base import Part, Rewriting, Target, Work, moved, target_of
 from ..rewrite.roots import Written

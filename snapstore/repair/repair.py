@@ -50,6 +50,7 @@ from ..check.report import (
 )
 from ..check.scan_objects import ScanResult, scan_objects, why_recovered
 from ..check.scan_records import RecordScan, scan_records
+from ..checks import check_flags
 from ..context import Context
 from ..errors import (
     DAMAGE,
@@ -61,7 +62,6 @@ from ..errors import (
     StorageError,
 )
 from ..format import records
-from ..format.argument_checks import check_flags
 from ..format.keys import UNKNOWN_RUN, lost_names, quarantined_names
 from ..format.records import ABORTED, COMMITTED, FORGOTTEN, Config, Lost, Quarantine, Session, Snapshot
 from ..protocol import gc, liveness, revisions

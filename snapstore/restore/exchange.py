@@ -31,8 +31,8 @@ from ..distributed.joint_call import JointCall
 from ..distributed.messages import Ready, decode, encode
 from ..errors import RanksError
 from ..protocol.this_process import boot_id, host_name
-from ..state.arrays import Memory
-from ..state.restore_buffers import RestoreBuffers, Want
+from ..state.fill.buffers import RestoreBuffers, Want
+from ..state.values.arrays import Memory
 from ..threads import msgpack_decoder
 from .overlaps import Overlap, Shape
 from .pipeline import load

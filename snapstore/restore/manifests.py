@@ -14,15 +14,15 @@ from ..chunks import limits
 from ..chunks.reader import ChunkReader, Wanted
 from ..context import Context
 from ..errors import FormatError
-from ..format import manifest
-from ..format.chunk_table import ChunkTable
-from ..format.manifest import Box, Manifest, TensorEntry, part_name
+from ..format.manifests import manifest
+from ..format.manifests.chunk_table import ChunkTable
+from ..format.manifests.manifest import Box, Manifest, TensorEntry, part_name
+from ..format.manifests.tensor_layout import check_layouts, spec_of
 from ..format.records import Snapshot
-from ..format.tensor_layout import check_layouts, spec_of
-from ..state.classes import Types
-from ..state.selection import parts_needed
-from ..state.tensors import Node, StoredPart
-from ..state.tree_decode import Decoded, unpack_nodes, unpacked_bytes
+from ..state.fill.selection import parts_needed
+from ..state.tree.decode import Decoded, unpack_nodes, unpacked_bytes
+from ..state.values.classes import Types
+from ..state.values.tensors import Node, StoredPart
 from ..storage.base import ObjectStore
 from ..text import human_bytes, log
 

@@ -24,11 +24,11 @@ from ..errors import (
     out_of_memory,
 )
 from ..format.records import SWEPT, Snapshot
-from ..state.arrays import require_memory_of_tensors
-from ..state.classes import Types, known_classes
-from ..state.fit import Fit
-from ..state.restore_buffers import RestoreBuffers, Want
-from ..state.restore_plan import PARTLY_FILLED, RestorePlan
+from ..state.fill.buffers import RestoreBuffers, Want
+from ..state.fill.fit import Fit
+from ..state.fill.plan import PARTLY_FILLED, RestorePlan
+from ..state.values.arrays import require_memory_of_tensors
+from ..state.values.classes import Types, known_classes
 from ..text import counted, log
 from .manifests import decoding_of, spend_decoding
 from .overlaps import Overlap, Reads, dim_orders_of

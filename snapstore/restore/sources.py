@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Literal
 
 from ..context import Context
 from ..errors import FormatError, InvalidInputError
-from ..format import manifest
-from ..format.box_map import ranks_with
-from ..format.manifest import Manifest, manifest_name, part_name
-from ..format.rank_checks import Cover, entries_by_path, match_entries, require_same_form
+from ..format.manifests import manifest
+from ..format.manifests.box_map import ranks_with
+from ..format.manifests.manifest import Manifest, manifest_name, part_name
+from ..format.manifests.rank_checks import Cover, entries_by_path, match_entries, require_same_form
+from ..format.manifests.tensor_layout import ChunkSums, check_boxes, check_whole, spec_of
 from ..format.records import ManifestRef, Snapshot
-from ..format.tensor_layout import ChunkSums, check_boxes, check_whole, spec_of
-from ..state.containers import display
-from ..state.restore_buffers import Want
-from ..state.tensors import TensorSpec
+from ..state.fill.buffers import Want
+from ..state.values.containers import display
+from ..state.values.tensors import TensorSpec
 from ..text import counted, quoted
 from ..threads import Threads
 from .manifests import read_manifests, stored_parts

@@ -17,11 +17,11 @@ from ..context import Context
 from ..engine.cuda import require_device
 from ..errors import FormatError, IntegrityError, InvalidInputError, out_of_memory
 from ..format.records import SWEPT, Snapshot
-from ..state.containers import CONTAINERS, display, leaves
-from ..state.fit import Fit
-from ..state.restore_buffers import RestoreBuffers, Want, slots_of
-from ..state.tensors import Slot, StoredPart, TensorSpec, family
-from ..state.tree_decode import ELSEWHERE
+from ..state.fill.buffers import RestoreBuffers, Want, slots_of
+from ..state.fill.fit import Fit
+from ..state.tree.decode import ELSEWHERE
+from ..state.values.containers import CONTAINERS, display, leaves
+from ..state.values.tensors import Slot, StoredPart, TensorSpec, family
 from ..text import some
 from .manifests import decoding_of
 from .overlaps import Overlap, dim_orders_of

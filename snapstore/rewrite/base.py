@@ -35,14 +35,14 @@ from ..chunks.uploader import PackUploader
 from ..context import Context
 from ..engine.base import Engine
 from ..errors import DAMAGE, ConflictError, FormatError, IntegrityError
-from ..format import manifest
-from ..format.chunk_table import ChunkTable
-from ..format.delta_chain import Chain, Key, Link, Place, table_of
+from ..format.blobs.pack import ENTRY
 from ..format.keys import pack_key, quarantined_names, record_key
-from ..format.manifest import Manifest
-from ..format.pack import ENTRY
+from ..format.manifests import manifest
+from ..format.manifests.chunk_table import ChunkTable
+from ..format.manifests.delta_chain import Chain, Key, Link, Place, table_of
+from ..format.manifests.manifest import Manifest
 from ..format.records import ManifestRef, Snapshot
-from ..protocol.commit import Claim
+from ..protocol.claim import Claim
 from ..protocol.revisions import is_ruling, retry_conflicts, same_content
 from ..text import counted, log
 from .roots import Written, new_roots

@@ -22,12 +22,12 @@ from ..chunks.bad_sectors import read_around
 from ..context import Context
 from ..engine.base import Engine
 from ..errors import DAMAGE, IntegrityError, NotFoundError
-from ..format import blob, pack
-from ..format.chunk_table import ChunkTable
-from ..format.delta_chain import Key, Place
+from ..format.blobs import blob, pack
+from ..format.blobs.pack import ENTRY
 from ..format.keys import pack_key
-from ..format.manifest import Manifest
-from ..format.pack import ENTRY
+from ..format.manifests.chunk_table import ChunkTable
+from ..format.manifests.delta_chain import Key, Place
+from ..format.manifests.manifest import Manifest
 from ..format.records import ManifestRef, Snapshot
 from ..text import log, strip_hint
 from ..threads import Threads

@@ -17,11 +17,11 @@ from ..chunks.reader import ChunkReader, Wanted
 from ..context import Context
 from ..engine.batches import Chunks, EncodeBatch
 from ..errors import FormatError
-from ..format import planes
-from ..format.delta_chain import Chain, cost_of, table_of
-from ..format.delta_choice import cost, delta_limit
-from ..format.manifest import Manifest, manifest_name
-from ..format.tensor_layout import spec_of
+from ..format.blobs import planes
+from ..format.manifests.delta_chain import Chain, cost_of, table_of
+from ..format.manifests.delta_choice import cost, delta_limit
+from ..format.manifests.manifest import Manifest, manifest_name
+from ..format.manifests.tensor_layout import spec_of
 from .stored_blobs import Stored, batches, verified
 
 

@@ -28,12 +28,12 @@ from ..arrays import Column
 from ..catalog.history import View
 from ..context import Context
 from ..errors import DAMAGE, CapabilityError, SnapstoreError
-from ..format.blob import DIFFERENCE
-from ..format.delta_chain import Chain, Link, chains_of, cost_of, edge_of
-from ..format.delta_choice import MAX_LINKS
+from ..format.blobs.blob import DIFFERENCE
+from ..format.blobs.pack import ENTRY
 from ..format.keys import manifest_key, pack_key
-from ..format.manifest import Manifest
-from ..format.pack import ENTRY
+from ..format.manifests.delta_chain import Chain, Link, chains_of, cost_of, edge_of
+from ..format.manifests.delta_choice import MAX_LINKS
+from ..format.manifests.manifest import Manifest
 from ..format.records import COMMITTED, Snapshot
 from ..protocol.quarantine import in_quarantine
 from ..protocol.revisions import CONFLICT_ATTEMPTS

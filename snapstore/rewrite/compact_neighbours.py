@@ -14,10 +14,10 @@ import numpy as np
 from ..arrays import Column
 from ..catalog.history import View
 from ..errors import DAMAGE, CapabilityError
-from ..format.blob import DIFFERENCE
-from ..format.delta_chain import chains_of
-from ..format.delta_choice import ChainCosts
-from ..format.manifest import Manifest
+from ..format.blobs.blob import DIFFERENCE
+from ..format.manifests.delta_chain import chains_of
+from ..format.manifests.delta_choice import ChainCosts
+from ..format.manifests.manifest import Manifest
 from ..format.records import COMMITTED, ManifestRef, Snapshot
 from ..save.known_chunks import Base, Bases, place_of
 from .chunk_encoder import Job, Reencoder, kinds_of

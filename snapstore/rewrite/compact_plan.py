@@ -18,14 +18,14 @@ from ..arrays import Bytes, Column
 from ..catalog.history import View
 from ..catalog.read_twice import read_twice
 from ..errors import DAMAGE, FormatError
-from ..format import manifest
-from ..format.blob import ALIGNMENT, ENTRY
-from ..format.chunk_table import ChunkTable
-from ..format.delta_chain import Chain, Digests, Numbers, chains_of
-from ..format.delta_choice import ChainCosts
+from ..format.blobs.blob import ALIGNMENT, ENTRY
+from ..format.blobs.pack import HEADER, TRAILER
 from ..format.keys import pack_key
-from ..format.manifest import Manifest
-from ..format.pack import HEADER, TRAILER
+from ..format.manifests import manifest
+from ..format.manifests.chunk_table import ChunkTable
+from ..format.manifests.delta_chain import Chain, Digests, Numbers, chains_of
+from ..format.manifests.delta_choice import ChainCosts
+from ..format.manifests.manifest import Manifest
 from ..format.records import ManifestRef, Snapshot
 from ..storage.base import ObjectStore
 

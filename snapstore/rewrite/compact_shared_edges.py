@@ -12,8 +12,8 @@ from dataclasses import replace
 import numpy as np
 
 from ..errors import DAMAGE, CapabilityError
-from ..format.delta_chain import Digests, chains_of
-from ..format.manifest import Manifest
+from ..format.manifests.delta_chain import Digests, chains_of
+from ..format.manifests.manifest import Manifest
 from ..format.records import ManifestRef
 from ..text import log
 from .chunk_encoder import Job, Reencoder, kinds_of

@@ -21,12 +21,12 @@ from ..engine.base import Engine
 from ..engine.batches import Chunks, EncodeBatch
 from ..engine.cpu import default_threads
 from ..errors import IntegrityError
-from ..format import blob, codecs, planes
+from ..format.blobs import blob, codecs, planes
+from ..format.blobs.pack import Encoded
 from ..format.chunking import MAX_CHUNK_BYTES
-from ..format.delta_chain import Place
 from ..format.keys import pack_key
-from ..format.manifest import Manifest
-from ..format.pack import Encoded
+from ..format.manifests.delta_chain import Place
+from ..format.manifests.manifest import Manifest
 from ..format.records import COMMITTED, FORGOTTEN, Snapshot
 from ..text import brief
 from ..threads import Threads

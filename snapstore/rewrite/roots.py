@@ -14,10 +14,10 @@ import numpy as np
 
 from ..catalog.index import Index
 from ..errors import DAMAGE
-from ..format import manifest
-from ..format.manifest import Manifest
+from ..format.manifests import manifest
+from ..format.manifests.manifest import Manifest
 from ..format.records import RANKS, ManifestRef, Snapshot
-from ..protocol.commit import Claim
+from ..protocol.claim import Claim
 
 #: The manifests that a revision names in place of others, by the SHA-256 of the one that each replaces, with their
 #: bytes; b"": it was written for another snapshot of the run (shared_manifests.py).

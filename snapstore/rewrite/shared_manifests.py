@@ -17,9 +17,9 @@ from ..catalog.read_twice import tried
 from ..chunks.uploader import put_once
 from ..context import Context
 from ..format import records
-from ..format.manifest import ManifestHeader
+from ..format.manifests.manifest import ManifestHeader
 from ..format.records import COMMITTED, RANKS, ManifestList, ManifestRef, Snapshot
-from ..protocol.commit import Claim
+from ..protocol.claim import Claim
 from .roots import Written
 
 

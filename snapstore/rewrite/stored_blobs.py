@@ -16,10 +16,10 @@ from ..chunks.verify import Verifier
 from ..engine.base import Engine
 from ..engine.batches import EncodeBatch
 from ..errors import IntegrityError
-from ..format import blob
-from ..format.blob import ENTRY
-from ..format.delta_chain import Place
-from ..format.pack import Encoded
+from ..format.blobs import blob
+from ..format.blobs.blob import ENTRY
+from ..format.blobs.pack import Encoded
+from ..format.manifests.delta_chain import Place
 
 #: The bytes of a footer entry that name its blob, wherever it lies: transform, element size, digest, base.
 NAME = np.array([16, 17, *range(32, 64)])

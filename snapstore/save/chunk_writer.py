@@ -25,12 +25,12 @@ from ..context import Context
 from ..engine.base import Engine
 from ..engine.batches import Chunks, EncodeBatch
 from ..errors import DAMAGE, CapabilityError, InvalidInputError, StorageError
-from ..format import blob, planes
-from ..format.boxes import cut, strip_start
-from ..format.pack import Encoded
-from ..state.arrays import Memory
-from ..state.held_array import changed
-from ..state.tensors import TensorSpec
+from ..format.blobs import blob, planes
+from ..format.blobs.pack import Encoded
+from ..format.manifests.boxes import cut, strip_start
+from ..state.values.arrays import Memory
+from ..state.values.held_array import changed
+from ..state.values.tensors import TensorSpec
 from ..text import log
 from .inputs import TensorInput
 from .known_chunks import AnySession, Bases, Place, place_of

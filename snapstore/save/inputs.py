@@ -16,15 +16,15 @@ from typing import Any, SupportsFloat
 import msgspec
 
 from ..arrays import Bytes
+from ..checks import check_list, check_metrics, check_name, check_step, check_tags, encode_metadata
 from ..context import Context
 from ..errors import SnapstoreError
-from ..format.argument_checks import check_list, check_metrics, check_name, check_step, check_tags, encode_metadata
-from ..state.arrays import Memory, require_memory_of_tensors
-from ..state.flatten import Part
-from ..state.held_array import Held
-from ..state.learner import own_key
-from ..state.metrics import Read
-from ..state.tensors import Node, TensorSpec
+from ..state.values.arrays import Memory, require_memory_of_tensors
+from ..state.values.held_array import Held
+from ..state.values.metrics import Read
+from ..state.values.tensors import Node, TensorSpec
+from ..state.walk.flatten import Part
+from ..state.walk.learner import own_key
 from .lineage import Lineage
 from .replicas import Replica, replicas_of
 from .shares import Name, Piece, RankShares, balanced_turns, names_of

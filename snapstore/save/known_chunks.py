@@ -17,14 +17,14 @@ import numpy.typing as npt
 from ..arrays import Bytes, Column
 from ..context import Context
 from ..errors import DAMAGE, StorageError
-from ..format import manifest
-from ..format.chunk_table import ChunkTable
-from ..format.delta_choice import ChainCosts
 from ..format.keys import pack_key
-from ..format.manifest import Manifest, TensorEntry
+from ..format.manifests import manifest
+from ..format.manifests.chunk_table import ChunkTable
+from ..format.manifests.delta_choice import ChainCosts
+from ..format.manifests.manifest import Manifest, TensorEntry
 from ..format.records import MAX_COUNTED, ManifestRef, Snapshot
 from ..protocol.session import Session, SharedSession
-from ..state.containers import Path, display
+from ..state.values.containers import Path, display
 from ..storage.base import ObjectStore
 from ..text import counted, log
 from .near_children import NearChildren

@@ -18,11 +18,11 @@ import numpy as np
 
 from ..arrays import Bytes, Column
 from ..format.chunking import INLINE_BYTES
-from ..state.arrays import Memory
-from ..state.held_array import Held
-from ..state.learner import DifferentStructureError
-from ..state.structure import Match, Structure
-from ..state.tensors import TensorSpec
+from ..state.values.arrays import Memory
+from ..state.values.held_array import Held
+from ..state.values.tensors import TensorSpec
+from ..state.walk.learner import DifferentStructureError
+from ..state.walk.structure import Match, Structure
 from .inputs import BoxOf, Key, PartInput, TensorInput
 from .replicas import Replica
 from .shares import Name, names_of

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ..format.records import ManifestRef, Snapshot
 
 if TYPE_CHECKING:
-    from ..format.manifest import Manifest
+    from ..format.manifests.manifest import Manifest
 
 
 #: The manifests of the runs that were saved last are kept, of so many. A process may save thousands of runs.

@@ -19,17 +19,18 @@ import numpy as np
 from ..arrays import Column
 from ..context import Context
 from ..errors import DAMAGE, IntegrityError, SnapstoreError, StorageError
-from ..format import box_map, manifest, records
-from ..format.chunk_table import ChunkTable
+from ..format import records
 from ..format.chunking import INLINE_BYTES, PAGED_BYTES, page_ends
 from ..format.keys import pack_key
-from ..format.manifest import Box, Manifest, TensorEntry
+from ..format.manifests import box_map, manifest
+from ..format.manifests.chunk_table import ChunkTable
+from ..format.manifests.manifest import Box, Manifest, TensorEntry
+from ..format.manifests.tensor_layout import check_ties
 from ..format.records import PARAMETER_SHAPES, RANKS, ManifestList, ManifestRef
-from ..format.tensor_layout import check_ties
-from ..state.arrays import as_bytes
-from ..state.dim_order import DimOrder
-from ..state.tensors import Node, TensorSpec
-from ..state.tree_encode import has_parameters, pack
+from ..state.tree.encode import has_parameters, pack
+from ..state.values.arrays import as_bytes
+from ..state.values.dim_order import DimOrder
+from ..state.values.tensors import Node, TensorSpec
 from ..text import log
 from .chunk_writer import BaseDamagedError, ChunkWriter, Rows
 from .inputs import BoxOf, PartInput, TensorInput

@@ -12,9 +12,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
-from ..format.box_map import ranks_with
-from ..format.boxes import overlap
-from ..format.manifest import Manifest, manifest_name
+from ..format.manifests.box_map import ranks_with
+from ..format.manifests.boxes import overlap
+from ..format.manifests.manifest import Manifest, manifest_name
 from ..format.records import ManifestRef, Snapshot
 from .inputs import PartInput
 

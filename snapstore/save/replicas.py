@@ -19,9 +19,9 @@ from ..arrays import Bytes, Column
 from ..engine.batches import Chunks
 from ..engine.registry import Engines
 from ..format.hashing import digest
-from ..state.arrays import Memory
-from ..state.flatten import Part
-from ..state.held_array import Held
+from ..state.values.arrays import Memory
+from ..state.values.held_array import Held
+from ..state.walk.flatten import Part
 from .shares import Name, RankShares, names_of
 
 #: Each span of so many bytes has a digest.

@@ -24,11 +24,11 @@ import msgspec
 import numpy as np
 import xxhash
 
-from ..format.boxes import strip_start
-from ..state.containers import display
-from ..state.held_array import Held
-from ..state.sharded import Sharding
-from ..state.tensors import TensorSpec
+from ..format.manifests.boxes import strip_start
+from ..state.values.containers import display
+from ..state.values.held_array import Held
+from ..state.values.sharded import Sharding
+from ..state.values.tensors import TensorSpec
 
 #: Shares may be cut between any rows if each has so many chunks: at most two of its chunks are then not the usual ones.
 MIN_CHUNKS_OFF_GRID = 4

@@ -23,15 +23,15 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 import numpy as np
 
 from ..arrays import Bytes
+from ..checks import check_choice
 from ..engine.registry import Engines
 from ..errors import CapabilityError, out_of_memory
-from ..format.argument_checks import check_choice
 from ..format.chunking import INLINE_BYTES
-from ..state.arrays import Memory, as_bytes
-from ..state.flatten import Part, flatten_and_learn
-from ..state.held_array import Held
-from ..state.learner import DifferentStructureError
-from ..state.structure import Match
+from ..state.values.arrays import Memory, as_bytes
+from ..state.values.held_array import Held
+from ..state.walk.flatten import Part, flatten_and_learn
+from ..state.walk.learner import DifferentStructureError
+from ..state.walk.structure import Match
 from ..threads import after_fork_in_child
 from .inputs import Key, PartInput, TensorInput, cut_plain, inputs_of, plain_names, turns_of
 from .known_state import KnownState

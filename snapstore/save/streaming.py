@@ -16,14 +16,14 @@ import numpy as np
 
 from ..engine.registry import Engines
 from ..errors import InvalidInputError, UnsupportedLeafError
-from ..state.arrays import describe, device_of
-from ..state.containers import Path, display
-from ..state.flatten import flatten, require_stored_forms
-from ..state.held_array import Held
-from ..state.stateful import is_stateful
-from ..state.tensors import TensorSpec, array_node, is_array
-from ..state.tree_encode import encode_plain
-from ..state.wrapped import unwrapped
+from ..state.tree.encode import encode_plain
+from ..state.values.arrays import describe, device_of
+from ..state.values.containers import Path, display
+from ..state.values.held_array import Held
+from ..state.values.tensors import TensorSpec, array_node, is_array
+from ..state.values.wrapped import unwrapped
+from ..state.walk.flatten import flatten, require_stored_forms
+from ..state.walk.stateful import is_stateful
 from .handle import SaveHandle
 from .inputs import PartInput, TensorInput, inputs_of
 

@@ -9,8 +9,10 @@ import zstandard
 
 from kit.forge import MIB, SIZE, World, coded_blob, digest, little_memory, with_section
 from snapstore.errors import FormatError, IntegrityError
-from snapstore.format import codecs, layout, manifest
+from snapstore.format.blobs import codecs
 from snapstore.format.hashing import checksum
+from snapstore.format.manifests import manifest
+from snapstore.format.manifests import sections as layout
 
 GIB = 1024 * MIB
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from snapstore.state.tree.form.decode import READERS
 from xxhash import xxh3_64_intdigest
 
 from kit.forge import SEED, SIZE, World, delta, digest, full, header_of, little_memory, noise
@@ -15,10 +16,12 @@ from kit.samples import examples
 from kit.tally import EXAMPLES, tally
 from snapstore.engine.cpu import EncodedChunk, HostEncoded
 from snapstore.errors import CapabilityError, FormatError, IntegrityError, NotFoundError
-from snapstore.format import blob, chain_decode, codecs, layout, manifest, pack, records
+from snapstore.format import records
+from snapstore.format.blobs import blob, chain_decode, codecs, pack
 from snapstore.format.hashing import checksum
+from snapstore.format.manifests import manifest
+from snapstore.format.manifests import sections as layout
 from snapstore.format.records import Config, Mark, Policy, Session, Snapshot
-from snapstore.state.tree_decode import READERS
 from snapstore.storage.memory import MemoryStore
 
 OURS = (FormatError, IntegrityError, NotFoundError)

@@ -26,8 +26,10 @@ from kit.repositories import created, opened, same
 from kit.samples import SEED
 from kit.tally import EXAMPLES, tally
 from snapstore import AlreadyExistsError, PerRank, Repository, SnapstoreError
-from snapstore.format import layout, manifest, records
+from snapstore.format import records
 from snapstore.format.keys import manifest_key
+from snapstore.format.manifests import manifest
+from snapstore.format.manifests import sections as layout
 from snapstore.restore.pipeline import read
 from snapstore.restore.sources import AsRank
 from snapstore.storage.memory import MemoryStore

@@ -7,15 +7,16 @@ from collections import Counter, OrderedDict, defaultdict
 import msgspec
 import numpy as np
 import pytest
+from snapstore.state.tree.form.decode import decode_plain, unpack_nodes
+from snapstore.state.tree.form.encode import encode_plain
 
 from kit.forge import World, little_time, with_section
 from snapstore.catalog import policy_store
 from snapstore.errors import FormatError, UnsupportedLeafError
-from snapstore.format import manifest, records
+from snapstore.format import records
+from snapstore.format.manifests import manifest
 from snapstore.format.records import Policy
-from snapstore.state.containers import MAX_ALIKE
-from snapstore.state.tree_decode import decode_plain, unpack_nodes
-from snapstore.state.tree_encode import encode_plain
+from snapstore.state.values.containers import MAX_ALIKE
 
 MODULUS = 2**61 - 1  # CPython's hash of a number is the number modulo this
 N = 15_000  # if they collide, these take minutes; else milliseconds

@@ -13,8 +13,11 @@ from xxhash import xxh3_64_intdigest
 from kit.forge import World, digest, full, header_of, noise, reheader, rewrite
 from snapstore import Repository
 from snapstore.errors import FormatError, IntegrityError, InvalidInputError, SnapstoreError
-from snapstore.format import layout, manifest, pack, records
-from snapstore.format.manifest import Box, TensorEntry
+from snapstore.format import records
+from snapstore.format.blobs import pack
+from snapstore.format.manifests import manifest
+from snapstore.format.manifests import sections as layout
+from snapstore.format.manifests.manifest import Box, TensorEntry
 from snapstore.format.records import Config, ManifestRef, Session, Snapshot
 from snapstore.protocol.this_process import boot_id
 from snapstore.storage.local import LocalStore

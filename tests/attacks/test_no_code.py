@@ -16,7 +16,7 @@ MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "yaml
 KNOWN = {
     ("convert/files.py", "import pickle"), ("convert/dcp_folder.py", "import pickle"),
     ("engine/cuda/kernels.py", "compile"),  # a kernel of ours
-    ("state/learner.py", "import marshal"),
+    ("state/walk/learner.py", "import marshal"),
 }  # fmt: skip
 
 

@@ -23,10 +23,11 @@ from kit.forge import (
 )
 from snapstore import Repository
 from snapstore.errors import FormatError, IntegrityError
-from snapstore.format import blob, chain_decode, manifest, pack
+from snapstore.format.blobs import blob, chain_decode, pack
 from snapstore.format.hashing import checksum
 from snapstore.format.keys import pack_key
-from snapstore.format.manifest import Box, TensorEntry
+from snapstore.format.manifests import manifest
+from snapstore.format.manifests.manifest import Box, TensorEntry
 from snapstore.storage.memory import MemoryStore
 
 A, B, C = noise(1), noise(2), noise(3)

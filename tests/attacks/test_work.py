@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from snapstore.state.tree.form.encode import encode_plain
 
 from kit.forge import (
     MIB,
@@ -33,9 +34,9 @@ from kit.tally import EXAMPLES, tally
 from snapstore import Repository, SaveOptions
 from snapstore.chunks import limits
 from snapstore.errors import CapabilityError, FormatError, IntegrityError, NotFoundError, SnapstoreError
-from snapstore.format import manifest, records
-from snapstore.format.manifest import Box, TensorEntry
-from snapstore.state.tree_encode import encode_plain
+from snapstore.format import records
+from snapstore.format.manifests import manifest
+from snapstore.format.manifests.manifest import Box, TensorEntry
 
 GIB = 1024 * MIB
 TREE = ["dict", ["w"], [["tensor", 0, False]]]
@@ -456,7 +457,7 @@ def test_keys_of_a_path_that_is_long_and_full_of_dots():
     ],
 )  # fmt: skip
 def test_patterns_match_a_path_or_what_is_above_it(pattern, expected):
-    from snapstore.state.selection import Selection
+    from snapstore.state.fill.selection import Selection
 
     paths = {"a.b.c": ("a", "b", "c"), "a.d": ("a", "d"), "d": ("d",)}
     assert {name for name, path in paths.items() if Selection(pattern).matches(path)} == expected

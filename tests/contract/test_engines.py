@@ -15,8 +15,9 @@ from kit.sparse_deltas import GOOD, HOSTILE, forged, pair
 from snapstore.engine.batches import Chunks, DecodeBatch, EncodeBatch
 from snapstore.engine.registry import Engines
 from snapstore.errors import FormatError, IntegrityError
-from snapstore.format import blob, codecs, hashing, planes
-from snapstore.format.codecs import sparse
+from snapstore.format import hashing
+from snapstore.format.blobs import blob, codecs, planes
+from snapstore.format.blobs.codecs import sparse
 
 SEED = 0xD1A5ED5EED
 digest = partial(hashing.digest, seed=SEED)

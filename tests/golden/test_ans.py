@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from snapstore import CapabilityError, Repository
-from snapstore.format import manifest
 from snapstore.format.keys import pack_key
+from snapstore.format.manifests import manifest
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1] / "tools"))

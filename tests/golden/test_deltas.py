@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from snapstore import Repository, SaveOptions
-from snapstore.format import manifest
 from snapstore.format.keys import pack_key
+from snapstore.format.manifests import manifest
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1] / "tools"))

@@ -17,10 +17,12 @@ from snapstore import Repository, SaveOptions
 from snapstore.catalog.manifest_refs import all_manifests
 from snapstore.engine.cpu import EncodedChunk, HostEncoded
 from snapstore.errors import NotFoundError
-from snapstore.format import blob, chain_decode, hashing, manifest, pack, planes, records
+from snapstore.format import hashing, records
+from snapstore.format.blobs import blob, chain_decode, pack, planes
+from snapstore.format.manifests import manifest
 from snapstore.format.records import ABORTED, COMMITTED, FORGOTTEN, SWEPT, Wait
 from snapstore.retention import KeepEvery, KeepLast
-from snapstore.state.tensors import TORCH_DTYPES
+from snapstore.state.values.tensors import TORCH_DTYPES
 from snapstore.storage.memory import MemoryStore
 
 HERE = Path(__file__).parent

@@ -12,7 +12,7 @@ import torch
 from snapstore import Repository, SaveOptions, SnapshotManager
 from snapstore.catalog.manifest_refs import all_manifests
 from snapstore.errors import InvalidInputError
-from snapstore.format import manifest
+from snapstore.format.manifests import manifest
 from snapstore.format.records import PARAMETER_SHAPES, RANKS, STRIDES
 
 FOLDER = Path(__file__).with_name("v1-layouts")

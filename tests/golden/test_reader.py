@@ -19,15 +19,16 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from snapstore.state.tree.form.decode import decode
 
 from kit import forge
 from kit.processes import ROOT
 from snapstore import Repository, SaveOptions
 from snapstore.errors import FormatError, IntegrityError
-from snapstore.format import blob as stored_blob
-from snapstore.format import chain_decode, hashing, planes
-from snapstore.state.tensors import StoredPart, TensorSpec
-from snapstore.state.tree_decode import decode
+from snapstore.format import hashing
+from snapstore.format.blobs import blob as stored_blob
+from snapstore.format.blobs import chain_decode, planes
+from snapstore.state.values.tensors import StoredPart, TensorSpec
 
 sys.path.insert(0, str(ROOT / "tools"))
 

@@ -28,7 +28,7 @@ from kit.gpu_states import (
 from kit.objects import change, keys_of
 from kit.processes import environment
 from snapstore import CapabilityError, FormatError, IntegrityError, Repository, SaveOptions
-from snapstore.format import codecs
+from snapstore.format.blobs import codecs
 from snapstore.storage.memory import MemoryStore
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

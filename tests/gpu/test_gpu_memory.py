@@ -34,7 +34,7 @@ from snapstore.distributed.node_group import NodeGroup
 from snapstore.engine.batches import Chunks
 from snapstore.engine.registry import Engines
 from snapstore.save.staging import Staging
-from snapstore.state.flatten import flatten
+from snapstore.state.walk.flatten import flatten
 from snapstore.storage.memory import MemoryStore
 
 if torch.cuda.is_available():  # they import CuPy

@@ -10,7 +10,7 @@ from snapstore.save.inputs import inputs_of
 from snapstore.save.replicas import digest_arrays, group_digests
 from snapstore.save.shares import RankShares
 from snapstore.save.staging import Staging
-from snapstore.state.flatten import flatten
+from snapstore.state.walk.flatten import flatten
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

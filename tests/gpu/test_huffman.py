@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kit.machines import MACHINES
-from snapstore.format import codecs
-from snapstore.format.codecs import zstd
+from snapstore.format.blobs import codecs
+from snapstore.format.blobs.codecs import zstd
 
 LENGTHS = [1, 2, 5, 63, 64, 65, 66, 67, 100, 255, 256, 257, 1000, 4097, 16_383, 20_001, 65_535, 65_536]
 ROOM = 16

@@ -9,7 +9,7 @@ import pytest
 import xxhash
 
 from kit.machines import MACHINES
-from snapstore.format import planes
+from snapstore.format.blobs import planes
 
 rng = np.random.default_rng(7)
 LENGTHS = [*range(0, 33), 63, 64, 65, 96, 97, 127, 128, 129, 130, 159, 160, 161, 191, 192, 239, 240, 241, 255, 256, 257,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from snapstore import CapabilityError
-from snapstore.format import codecs
-from snapstore.format.codecs import zstd
+from snapstore.format.blobs import codecs
+from snapstore.format.blobs.codecs import zstd
 
 if torch.cuda.is_available():
     from snapstore.engine.cuda import nvcomp

@@ -57,7 +57,7 @@ from snapstore.copy.mirror_retention import Retention
 from snapstore.copy.moving import move
 from snapstore.engine import cpu
 from snapstore.errors import UnreadRecordError
-from snapstore.format import manifest
+from snapstore.format.manifests import manifest
 from snapstore.protocol import tags
 from snapstore.save.known_chunks import Bases
 from snapstore.storage.memory import MemoryStore

@@ -30,7 +30,7 @@ from snapstore import (
     TensorHandle,
 )
 from snapstore.format.chunking import INLINE_BYTES
-from snapstore.format.manifest import ManifestContents
+from snapstore.format.manifests.manifest import ManifestContents
 from snapstore.inspect import lazy
 from snapstore.retention import KeepLast
 

@@ -799,7 +799,7 @@ def test_files_of_other_programs_beside_the_notes_of_a_gc_stay(store):
 
 def test_an_unclear_commit_does_not_stop_gc_for_good(store, monkeypatch):
     """The store fails during a commit; when it works again, the same process collects the garbage of that save."""
-    monkeypatch.setattr("snapstore.protocol.commit.COMMIT_ATTEMPTS", 1)
+    monkeypatch.setattr("snapstore.protocol.claim.COMMIT_ATTEMPTS", 1)
     faulty = FaultStore(store)
     with opened(faulty) as repository:
         repository.save(big(0), run="a", step=0)

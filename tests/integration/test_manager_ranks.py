@@ -1029,7 +1029,7 @@ def test_an_error_holds_no_copies_through_the_errors_that_led_to_it(store, monke
         if place == "alone":
             monkeypatch.setattr("snapstore.save.pipeline.write", fail)
         elif place == "in a job":
-            monkeypatch.setattr("snapstore.save.rank_writer.RankWriter.write", fail)
+            monkeypatch.setattr("snapstore.save.ranks.writer.RankWriter.write", fail)
         else:
             monkeypatch.setattr(manager._staging, "copy_state", fail)
         try:

@@ -23,7 +23,7 @@ from snapstore import (
 from snapstore.format import records
 from snapstore.format.hashing import checksum
 from snapstore.format.keys import record_key
-from snapstore.format.manifest import Box, TensorEntry
+from snapstore.format.manifests.manifest import Box, TensorEntry
 from snapstore.protocol.this_process import this_session
 from snapstore.storage.memory import MemoryStore
 

@@ -8,7 +8,7 @@ from kit.objects import flip
 from kit.repositories import created, opened
 from snapstore.errors import IntegrityError, NotFoundError, StorageError
 from snapstore.restore import pipeline
-from snapstore.state.restore_plan import PARTLY_FILLED
+from snapstore.state.fill.plan import PARTLY_FILLED
 
 
 def fails_into(repository, ref="a@2"):

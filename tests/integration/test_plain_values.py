@@ -8,24 +8,17 @@ import random
 import numpy as np
 import pytest
 import torch
+from snapstore.state.tree.form.encode import pack
 
 from kit.forge import MIB, SIZE, World, digest, full, little_memory, noise
 from kit.objects import flip
 from kit.ranks import Managers
 from kit.samples import some
 from kit.states import same
-from snapstore import (
-    CapabilityError,
-    FormatError,
-    IntegrityError,
-    PerRank,
-    Repository,
-    SaveOptions,
-    SnapshotManager,
-)
-from snapstore.format import chunking, manifest
-from snapstore.format.manifest import Box, TensorEntry
-from snapstore.state.tree_encode import pack
+from snapstore import CapabilityError, FormatError, IntegrityError, PerRank, Repository, SaveOptions, SnapshotManager
+from snapstore.format import chunking
+from snapstore.format.manifests import manifest
+from snapstore.format.manifests.manifest import Box, TensorEntry
 from snapstore.storage.memory import MemoryStore
 
 OPTIONS = SaveOptions(threads=1)

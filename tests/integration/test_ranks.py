@@ -14,7 +14,8 @@ import pytest
 
 import snapstore
 from kit.local_ranks import LocalRanks
-from snapstore import InvalidInputError, RanksError, Repository, SnapshotManager, ranks
+from snapstore import InvalidInputError, RanksError, Repository, SnapshotManager
+from snapstore.distributed import choose as ranks
 from snapstore.storage.memory import MemoryStore
 
 

@@ -14,7 +14,7 @@ from kit.repositories import OPTIONS, created
 from snapstore import InvalidInputError, RanksError, SnapshotManager, SnapstoreError, StorageError
 from snapstore.distributed.base import ClosedError, Watch, say_ended, wait_for
 from snapstore.distributed.joint_call import JointCall
-from snapstore.save.rank_writer import RankWriter
+from snapstore.save.ranks.writer import RankWriter
 from snapstore.storage.memory import MemoryStore
 
 STATE = {"a": torch.ones(3)}
@@ -179,7 +179,7 @@ def test_the_rank_that_keeps_the_messages_closes_last():
 
 @pytest.mark.parametrize("why", ["silent", "timeout", "error"])
 def test_the_wait_of_a_closing_rank_is_bounded(why, monkeypatch):
-    monkeypatch.setattr("snapstore.save.rank_job.LINGER_S", 0.3)
+    monkeypatch.setattr("snapstore.save.ranks.job.LINGER_S", 0.3)
     managers = Managers(created(), 2, silent_s=0.4 if why == "silent" else SILENT_S)
     managers.ranks[0].is_hosted = True
     if why == "silent":
@@ -247,7 +247,7 @@ def test_an_unequal_call_is_told_before_the_limit(monkeypatch, caplog):
 @pytest.mark.parametrize("others_close", [False, True])
 def test_the_waits_of_a_closing_rank_share_one_limit(others_close, monkeypatch):
     """After an error rank 0 waits for the ends of the others, and then the channel waits for the time that is left."""
-    monkeypatch.setattr("snapstore.save.rank_job.LINGER_S", 0.5)
+    monkeypatch.setattr("snapstore.save.ranks.job.LINGER_S", 0.5)
     managers, left = managers_of(2), []
     managers.ranks[0].is_hosted = managers[0]._made_ranks = True
     monkeypatch.setattr(managers.ranks[0], "close", left.append, raising=False)

@@ -35,8 +35,10 @@ from snapstore import (
 )
 from snapstore.catalog.history import FIRST_SEQ
 from snapstore.check.report import LEVELS
-from snapstore.format import blob, manifest, pack, records
+from snapstore.format import records
+from snapstore.format.blobs import blob, pack
 from snapstore.format.keys import pack_key, quarantined_names, record_key
+from snapstore.format.manifests import manifest
 from snapstore.protocol.this_process import this_session
 from snapstore.repair import repair as repair_module
 from snapstore.storage.local import LocalStore

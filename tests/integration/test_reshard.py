@@ -32,11 +32,11 @@ from snapstore import FormatError, InvalidInputError, NotFoundError, PerRank, Re
 from snapstore import dcp as snap  # noqa: E402
 from snapstore.chunks import reader  # noqa: E402
 from snapstore.dcp.planner import Shards, state_of  # noqa: E402
-from snapstore.format import boxes, manifest  # noqa: E402
+from snapstore.format.manifests import boxes, manifest  # noqa: E402
 from snapstore.restore.pipeline import read, read_into  # noqa: E402
 from snapstore.restore.sources import AsRank  # noqa: E402
 from snapstore.restore.streaming import TensorReader  # noqa: E402
-from snapstore.state.sharded import local_of, sharding_of  # noqa: E402
+from snapstore.state.values.sharded import local_of, sharding_of  # noqa: E402
 from snapstore.storage.memory import MemoryStore  # noqa: E402
 
 CHUNK = 256

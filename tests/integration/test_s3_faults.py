@@ -39,8 +39,8 @@ from snapstore.errors import (
     StorageError,
     StorageFullError,
 )
-from snapstore.format import manifest
 from snapstore.format.keys import pack_key, parse_record_key
+from snapstore.format.manifests import manifest
 from snapstore.format.records import ABORTED, Snapshot, encode
 from snapstore.retention import KeepLast
 from snapstore.storage.memory import MemoryStore

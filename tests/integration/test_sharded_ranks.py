@@ -29,7 +29,7 @@ HEAD = textwrap.dedent("""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    from snapstore.state.sharded import local_of, sharding_of
+    from snapstore.state.values.sharded import local_of, sharding_of
 
     folder, rank, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)

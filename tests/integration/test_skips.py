@@ -15,8 +15,8 @@ from kit.repositories import dearest
 from snapstore import KeepLast, Repository, SaveOptions, SnapshotManager, StorageError
 from snapstore.chunks import reader
 from snapstore.engine.cpu import CpuEngine
-from snapstore.format import manifest
 from snapstore.format.keys import pack_key
+from snapstore.format.manifests import manifest
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 

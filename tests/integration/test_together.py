@@ -12,7 +12,7 @@ from kit.ranks import LocalJob, of_all, save_shared, together
 from kit.repositories import check_clean, created, opened
 from snapstore import InvalidInputError, NotFoundError, RanksError
 from snapstore.format.records import ManifestRef
-from snapstore.save.root_writer import READS_AT_ONCE, ChildHeaders
+from snapstore.save.ranks.roots import READS_AT_ONCE, ChildHeaders
 
 pytestmark = pytest.mark.usefixtures("remembering")
 
@@ -63,7 +63,7 @@ class StoreOfRank:
 
 def test_rank_0_reads_headers_while_another_rank_still_writes(monkeypatch):
     """Rank 2 puts its manifests only after rank 0 has read one of rank 1."""
-    monkeypatch.setattr("snapstore.save.together.LOOK_S", 0.02)
+    monkeypatch.setattr("snapstore.save.ranks.together.LOOK_S", 0.02)
     store, names, was_read, in_time = created(), set(), threading.Event(), []
 
     def of_0(verb, key):

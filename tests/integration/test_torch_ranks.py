@@ -357,7 +357,7 @@ def test_a_rank_0_that_does_not_answer_while_the_ranks_meet(tmp_path, sent, when
 def test_the_others_notice_a_killed_rank_within_seconds(tmp_path, when):
     """Not after ten minutes without a heartbeat; also if the killed process has a child, as a DataLoader's worker."""
     program = f"""
-        from snapstore.save.rank_writer import RankWriter
+        from snapstore.save.ranks.writer import RankWriter
 
         def die(*_):
             child = os.fork()

@@ -17,8 +17,8 @@ from kit.ranks import Managers
 from kit.repositories import created, opened, same
 from snapstore import InvalidInputError, SnapshotManager
 from snapstore.distributed.messages import Report
-from snapstore.save.agreement import compare_replicas
 from snapstore.save.inputs import SaveRequest
+from snapstore.save.ranks.agreement import compare_replicas
 
 COUNT = 3
 WIDTH = 5000  # 20 chunks of a float each

@@ -24,7 +24,8 @@ from kit.shell import invoke
 from snapstore import IntegrityError, KeepLast, Repository, SaveOptions, SnapshotManager
 from snapstore.convert.importing import import_checkpoints
 from snapstore.errors import InvalidInputError, NotFoundError, SnapstoreError, StorageError
-from snapstore.format import blob, records
+from snapstore.format import records
+from snapstore.format.blobs import blob
 from snapstore.format.keys import record_key
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore

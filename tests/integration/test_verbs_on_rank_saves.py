@@ -24,9 +24,9 @@ from kit.repositories import opened
 from kit.shell import invoke
 from snapstore import IntegrityError, InvalidInputError, Repository
 from snapstore.convert import ExportOptions, export_snapshot, import_checkpoints
-from snapstore.format import manifest
 from snapstore.format.keys import pack_key
-from snapstore.state.per_rank import PerRank
+from snapstore.format.manifests import manifest
+from snapstore.state.walk.per_rank import PerRank
 from snapstore.storage.memory import MemoryStore
 
 RANKS = 3

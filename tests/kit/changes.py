@@ -27,8 +27,9 @@ from snapstore.engine.cpu import CpuEngine
 from snapstore.engine.registry import Engines
 from snapstore.save import known_state
 from snapstore.save import staging as host_staging
-from snapstore.state import arrays, held_array, known_tensors, structure
-from snapstore.state import flatten as flattening
+from snapstore.state.values import arrays, held_array
+from snapstore.state.walk import flatten as flattening
+from snapstore.state.walk import known_tensors, structure
 from snapstore.storage.memory import MemoryStore
 
 State = dict[str, Any]

@@ -371,7 +371,7 @@ class LiedTo(Worker):
         self._server = os.environ["AWS_ENDPOINT_URL_S3"].removeprefix("http://")
         self._memory, self._proxy, self._inside = Memory(), None, False
         self._confirms = self.random.random() < 0.5
-        snapstore.protocol.commit.HEARTBEAT_S = 0.2
+        snapstore.protocol.claim.HEARTBEAT_S = 0.2
 
     def open(self) -> Repository:
         """Open through the proxy that there is, or through a new one: its URL is new, so it has no index yet."""

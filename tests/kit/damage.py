@@ -14,7 +14,8 @@ from kit.repositories import created, opened, same, save, snapshots_of, values, 
 from kit.tally import tally
 from snapstore import KeepLast, Repository
 from snapstore.errors import SnapstoreError
-from snapstore.format import blob, pack, records
+from snapstore.format import records
+from snapstore.format.blobs import blob, pack
 from snapstore.format.keys import record_key
 from snapstore.format.records import Snapshot
 from snapstore.protocol.this_process import this_session

@@ -10,7 +10,7 @@ from torch import nn
 
 from kit.states import DTYPES, Saved, again, net, random_tensor, same, train
 from snapstore.errors import InvalidInputError
-from snapstore.state.arrays import as_bytes, as_memory
+from snapstore.state.values.arrays import as_bytes, as_memory
 
 SHAPES = [(), (0,), (0, 3), (1,), (7, 5), (2, 3, 4)]
 

@@ -656,7 +656,8 @@ def install() -> None:
     nvidia.libnvcomp = libnvcomp()
     sys.modules |= {"cupy": cupy(), "nvidia": nvidia, "nvidia.libnvcomp": nvidia.libnvcomp}
     from snapstore.engine.cuda import graph_capture, sparse
-    from snapstore.state import arrays, known_shards, learner, structure
+    from snapstore.state.values import arrays
+    from snapstore.state.walk import known_shards, learner, structure
 
     arrays.type = structure.type = learner.type = known_shards.type = kind_of
     graph_capture.driver = lambda: exchange_capture_mode

@@ -239,7 +239,7 @@ def one_thread(monkeypatch: Any, *, index: bool = True) -> None:
     import time
 
     monkeypatch.setattr("snapstore.engine.cpu.Threads.start", _start_now)
-    monkeypatch.setattr("snapstore.protocol.commit.time", SimpleNamespace(**vars(time) | {"sleep": lambda _: None}))
+    monkeypatch.setattr("snapstore.protocol.claim.time", SimpleNamespace(**vars(time) | {"sleep": lambda _: None}))
     if not index:
         monkeypatch.setattr("snapstore.catalog.index.Environment.open", _no_index)
         monkeypatch.setattr("snapstore.catalog.index.folder_for", lambda *_: (Path("nowhere"), False))

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from snapstore.errors import IntegrityError
-from snapstore.format import blob, codecs
-from snapstore.format.codecs import sparse
+from snapstore.format.blobs import blob, codecs
+from snapstore.format.blobs.codecs import sparse
 
 BLOCK_BYTES = 256 * 1024
 

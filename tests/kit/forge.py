@@ -13,12 +13,15 @@ import torch  # noqa: F401  (before memory is measured: importing it takes much)
 from snapstore import Repository, SaveOptions
 from snapstore.engine.cpu import EncodedChunk, HostEncoded
 from snapstore.errors import AlreadyExistsError, FormatError, IntegrityError
-from snapstore.format import blob, layout, manifest, pack, planes, records
 from snapstore.format import hashing as digests
-from snapstore.format.chunk_table import ChunkTable
+from snapstore.format import records
+from snapstore.format.blobs import blob, pack, planes
 from snapstore.format.hashing import checksum
 from snapstore.format.keys import manifest_key, pack_key
-from snapstore.format.manifest import Box, TensorEntry
+from snapstore.format.manifests import manifest
+from snapstore.format.manifests import sections as layout
+from snapstore.format.manifests.chunk_table import ChunkTable
+from snapstore.format.manifests.manifest import Box, TensorEntry
 from snapstore.format.records import Config, ManifestRef, Snapshot
 from snapstore.storage.memory import MemoryStore
 

@@ -18,11 +18,11 @@ from kit.packs import scan
 from kit.processes import environment
 from kit.states import DTYPES
 from snapstore import AlreadyExistsError, Repository, SaveOptions, SnapshotManager
-from snapstore.format import manifest
 from snapstore.format.hashing import checksum
 from snapstore.format.keys import pack_key
-from snapstore.state.arrays import as_bytes
-from snapstore.state.tensors import TORCH_DTYPES
+from snapstore.format.manifests import manifest
+from snapstore.state.values.arrays import as_bytes
+from snapstore.state.values.tensors import TORCH_DTYPES
 from snapstore.storage.memory import MemoryStore
 
 MIB = 1024 * 1024

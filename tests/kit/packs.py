@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from snapstore import FormatError, IntegrityError
-from snapstore.format import blob, pack
+from snapstore.format.blobs import blob, pack
 
 
 def scan(data: bytes | bytearray | memoryview, where: str) -> Iterator[tuple[int, blob.Header]]:

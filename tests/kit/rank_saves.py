@@ -24,22 +24,22 @@ from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache,
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from snapstore.chunks.reader import ChunkReader, Wanted
-from snapstore.format import manifest
-from snapstore.format.manifest import Manifest, TensorEntry
+from snapstore.format.manifests import manifest
+from snapstore.format.manifests.manifest import Manifest, TensorEntry
 from snapstore.format.records import Snapshot
 from snapstore.protocol.session import Session
 from snapstore.repository import Repository
 from snapstore.save.inputs import PartInput, inputs_of
 from snapstore.save.known_chunks import load_bases
 from snapstore.save.manifest_writer import Written, write
-from snapstore.save.merged_trees import holders_of, merge_trees, orders_of
 from snapstore.save.near_children import NearChildren
-from snapstore.save.rank_state import trees_of
+from snapstore.save.ranks.merged_trees import holders_of, merge_trees, orders_of
+from snapstore.save.ranks.rank_state import trees_of
+from snapstore.save.ranks.roots import Children, read_headers, write_roots
 from snapstore.save.replicas import Replica
-from snapstore.save.root_writer import Children, read_headers, write_roots
 from snapstore.save.shares import RankShares, Replicas
-from snapstore.state.flatten import flatten
-from snapstore.state.tensors import TensorSpec
+from snapstore.state.values.tensors import TensorSpec
+from snapstore.state.walk.flatten import flatten
 
 
 @contextmanager

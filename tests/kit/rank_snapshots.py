@@ -23,12 +23,14 @@ from snapstore.catalog.manifest_refs import all_manifests
 from snapstore.chunks.reader import ChunkReader, whole
 from snapstore.engine.cpu import EncodedChunk, HostEncoded
 from snapstore.errors import AlreadyExistsError
-from snapstore.format import boxes, hashing, manifest, pack, records
-from snapstore.format.chunk_table import ChunkTable
-from snapstore.format.delta_chain import Link, Place, table_of
+from snapstore.format import hashing, records
+from snapstore.format.blobs import pack
 from snapstore.format.keys import manifest_key, pack_key
-from snapstore.format.manifest import Box, Manifest, ManifestContents, TensorEntry
-from snapstore.format.rank_checks import entries_by_path, match_entries
+from snapstore.format.manifests import boxes, manifest
+from snapstore.format.manifests.chunk_table import ChunkTable
+from snapstore.format.manifests.delta_chain import Link, Place, table_of
+from snapstore.format.manifests.manifest import Box, Manifest, ManifestContents, TensorEntry
+from snapstore.format.manifests.rank_checks import entries_by_path, match_entries
 from snapstore.format.records import RANKS, Config, ManifestRef, Snapshot
 from snapstore.storage.base import ObjectStore
 

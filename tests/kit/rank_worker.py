@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from snapstore import PerRank, SaveOptions, SnapshotManager, SnapstoreError
 from snapstore.distributed.torch_ranks import TorchRanks
-from snapstore.save.rank_writer import RankWriter
-from snapstore.save.together import Job
+from snapstore.save.ranks.together import Job
+from snapstore.save.ranks.writer import RankWriter
 
 #: Points of a save, on rank 0 and on the others.
 POINTS = (

@@ -16,7 +16,8 @@ import numpy as np
 
 from kit.samples import THOROUGH
 from snapstore.arrays import Bytes
-from snapstore.format import chain_decode, manifest
+from snapstore.format.blobs import chain_decode
+from snapstore.format.manifests import manifest
 
 #: Results of each kind that are kept; a chunk or manifest here has one or two KB.
 KEPT = 4096

@@ -23,9 +23,10 @@ from snapstore import Repository, SaveOptions, Snapshot
 from snapstore.catalog import index
 from snapstore.check.report import CheckResult
 from snapstore.chunks.reader import ChunkReader
-from snapstore.format import manifest, records
-from snapstore.format.delta_choice import ChainCosts
+from snapstore.format import records
 from snapstore.format.keys import pack_key
+from snapstore.format.manifests import manifest
+from snapstore.format.manifests.delta_choice import ChainCosts
 from snapstore.storage.base import ObjectStore
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore

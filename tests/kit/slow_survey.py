@@ -10,8 +10,8 @@ import numpy as np
 
 from snapstore import Repository
 from snapstore.errors import DAMAGE
-from snapstore.format import manifest
-from snapstore.format.delta_choice import cost
+from snapstore.format.manifests import manifest
+from snapstore.format.manifests.delta_choice import cost
 from snapstore.rewrite.compact_plan import HEIGHT_UNITS, LiveBlobs
 
 Blob = tuple[str, int]  # pack and offset

@@ -6,16 +6,16 @@ import struct
 import msgspec
 import numpy as np
 import torch
+from snapstore.state.tree.form.decode import unpack_nodes
+from snapstore.state.tree.form.encode import encode_plain, pack
 from torch import nn
 
-from snapstore.state.arrays import as_bytes, copy_box
-from snapstore.state.fit import Fit
-from snapstore.state.flatten import flatten
-from snapstore.state.restore_plan import RestorePlan
-from snapstore.state.selection import parts_needed
-from snapstore.state.tensors import TORCH_DTYPES, StoredPart, TensorSpec
-from snapstore.state.tree_decode import unpack_nodes
-from snapstore.state.tree_encode import encode_plain, pack
+from snapstore.state.fill.fit import Fit
+from snapstore.state.fill.plan import RestorePlan
+from snapstore.state.fill.selection import parts_needed
+from snapstore.state.values.arrays import as_bytes, copy_box
+from snapstore.state.values.tensors import TORCH_DTYPES, StoredPart, TensorSpec
+from snapstore.state.walk.flatten import flatten
 
 #: The names of the dtypes that this torch has; older ones lack some that a snapshot can hold.
 DTYPES = [name for name in TORCH_DTYPES if hasattr(torch, name)]

@@ -29,7 +29,7 @@ from kit.schedules import (
     unforgetting,
 )
 from snapstore import KeepLast, Repository
-from snapstore.format import blob, pack
+from snapstore.format.blobs import blob, pack
 from snapstore.storage.base import ObjectStore
 from snapstore.storage.memory import MemoryStore
 

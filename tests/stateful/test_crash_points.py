@@ -38,7 +38,7 @@ from snapstore import (
 )
 from snapstore.catalog import policy_store
 from snapstore.catalog.lmdb_file import Environment
-from snapstore.format import manifest
+from snapstore.format.manifests import manifest
 from snapstore.storage.base import ObjectStore
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
@@ -733,7 +733,7 @@ def test_a_listing_is_synced_before_it_is_used(verb, monkeypatch):
 
 def test_a_heartbeat_that_fails_ends_no_save(monkeypatch):
     one_thread(monkeypatch)
-    monkeypatch.setattr("snapstore.protocol.commit.HEARTBEAT_S", 0.0)
+    monkeypatch.setattr("snapstore.protocol.claim.HEARTBEAT_S", 0.0)
     store = FaultStore(clone(history()))
     real = store.inner.touch
 
@@ -753,7 +753,7 @@ def test_a_heartbeat_that_fails_ends_no_save(monkeypatch):
 def test_a_store_that_takes_no_heartbeats_ends_no_save(monkeypatch, caplog):
     """A server without CopyObject: each save warns once and does not ask again."""
     one_thread(monkeypatch)
-    monkeypatch.setattr("snapstore.protocol.commit.HEARTBEAT_S", 0.0)
+    monkeypatch.setattr("snapstore.protocol.claim.HEARTBEAT_S", 0.0)
     store, asked = clone(history()), []
 
     def touch(key: str) -> None:

@@ -32,7 +32,7 @@ from kit.schedules import (
 )
 from kit.tally import tally
 from snapstore import ConflictError, IntegrityError, KeepLast, NotFoundError, StorageError
-from snapstore.format import pack
+from snapstore.format.blobs import pack
 from snapstore.storage.base import ObjectStore
 from snapstore.storage.memory import MemoryStore
 

@@ -19,12 +19,12 @@ from kit.s3_stores import moto_bucket
 from kit.samples import sampled
 from snapstore import Repository
 from snapstore.engine.cpu import CpuEngine
-from snapstore.format import chain_decode
+from snapstore.format.blobs import chain_decode
 from snapstore.protocol.liveness import orphaned_sessions
 from snapstore.storage.local import LocalStore
 from snapstore.storage.s3.store import S3Store
 
-FILES = ("protocol/commit.py", "storage/locks.py", "storage/local.py", "storage/s3/lock_files.py")
+FILES = ("protocol/claim.py", "storage/locks.py", "storage/local.py", "storage/s3/lock_files.py")
 #: A save that commits, and saves that fail before the first pack or after the last.
 FAILING = (None, "load_bases", "commit")
 

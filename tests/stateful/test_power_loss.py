@@ -21,7 +21,7 @@ from kit.samples import SEED, THOROUGH, sampled
 from kit.tally import tally
 from snapstore import KeepLast, Repository, Snapshot
 from snapstore.catalog.lmdb_file import Environment
-from snapstore.format import pack
+from snapstore.format.blobs import pack
 from snapstore.storage.base import is_key
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore

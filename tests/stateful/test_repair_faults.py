@@ -18,7 +18,7 @@ from kit.schedules import PER_TEST, SCHEDULES, collecting, forgetting, played, r
 from kit.stalls import Stalling, others_meanwhile
 from kit.tally import tally
 from snapstore import IntegrityError, Repository, Snapshot, SnapstoreError, StorageError
-from snapstore.format import pack
+from snapstore.format.blobs import pack
 from snapstore.storage.base import ObjectStore
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore

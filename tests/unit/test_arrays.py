@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from kit.states import DTYPES, again, random_tensor, same
-from snapstore.state.arrays import as_bytes, as_memory, copy_box
-from snapstore.state.flatten import flatten
-from snapstore.state.tensors import TORCH_DTYPES
+from snapstore.state.values.arrays import as_bytes, as_memory, copy_box
+from snapstore.state.values.tensors import TORCH_DTYPES
+from snapstore.state.walk.flatten import flatten
 
 
 @pytest.mark.parametrize("name", DTYPES)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from snapstore.chunks.bad_sectors import read_around
 from snapstore.errors import StorageError
-from snapstore.format import pack
+from snapstore.format.blobs import pack
 
 #: Ranges, as (pack, gap before the range, length); with a negative gap, a range overlaps the one before it.
 RANGES = st.lists(

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from kit.samples import examples
 from snapstore.errors import FormatError, IntegrityError
-from snapstore.format import blob, chain_decode, codecs, hashing, planes
-from snapstore.format.codec_choice import NOISE, REPEATS, RUNS, SKEWED, estimate_bytes, estimates, plane_kinds
+from snapstore.format import hashing
+from snapstore.format.blobs import blob, chain_decode, codecs, planes
+from snapstore.format.blobs.plane_kinds import NOISE, REPEATS, RUNS, SKEWED, estimate_bytes, estimates, plane_kinds
 from snapstore.format.hashing import checksum
 
 SEED = 0xD1A5ED5EED

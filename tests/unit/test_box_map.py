@@ -22,9 +22,9 @@ from kit.rank_snapshots import RankWriter, columns, rows, strided
 from kit.repositories import created
 from kit.samples import examples
 from snapstore import FormatError, Repository
-from snapstore.format import boxes, manifest
-from snapstore.format.box_map import MAX_BYTES, BoxMap, ranks_with
-from snapstore.format.rank_checks import read_children
+from snapstore.format.manifests import boxes, manifest
+from snapstore.format.manifests.box_map import MAX_BYTES, BoxMap, ranks_with
+from snapstore.format.manifests.rank_checks import read_children
 from snapstore.restore.pipeline import read_into
 from snapstore.restore.sources import AsRank, Sources
 from snapstore.storage.memory import MemoryStore
@@ -112,7 +112,7 @@ def test_stages_count_their_tensors_in_orders_of_their_own():
 
 
 def test_patterns_that_do_not_fit_are_left_out(monkeypatch, caplog):
-    monkeypatch.setattr("snapstore.format.box_map.MAX_BYTES", 2500)
+    monkeypatch.setattr("snapstore.format.manifests.box_map.MAX_BYTES", 2500)
     found, _ = map_of([(40,), (41,), (40,)], 40, rows)
     assert [found.count(tensor) for tensor in range(3)] == [40, None, 40]
     assert "no room for 1 of 3 tensors" in caplog.text

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from snapstore.format import boxes
+from snapstore.format.manifests import boxes
 
 SHAPES = [(7,), (3, 4), (1, 5), (5, 1), (2, 3, 4), (1, 2, 1, 3), (2, 2, 2, 2)]
 

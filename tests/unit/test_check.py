@@ -11,7 +11,8 @@ from kit.objects import flip, keys_of, replace
 from kit.packs import scan
 from snapstore.check import damaged_packs
 from snapstore.errors import FormatError, IntegrityError, InvalidInputError, StorageError
-from snapstore.format import blob, pack, records
+from snapstore.format import records
+from snapstore.format.blobs import blob, pack
 from snapstore.format.keys import parse_record_key
 from snapstore.format.records import Snapshot
 from snapstore.options import SaveOptions

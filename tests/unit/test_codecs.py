@@ -7,8 +7,8 @@ import pytest
 import zstandard
 
 from snapstore.errors import FormatError, IntegrityError
-from snapstore.format import codecs
-from snapstore.format.codecs import deflate, zstd
+from snapstore.format.blobs import codecs
+from snapstore.format.blobs.codecs import deflate, zstd
 
 BLOCK = codecs.BLOCK_BYTES
 ENCODERS = {

@@ -13,16 +13,16 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from snapstore.state.tree.form.decode import Decoded, decode, decode_plain, unpack_nodes
+from snapstore.state.tree.form.encode import _key, _leaf, encode_plain, pack
 
 from kit.interrupts import Interrupter
 from kit.states import again, same
 from snapstore.errors import FormatError, InvalidInputError, UnsupportedLeafError
-from snapstore.state import columns
-from snapstore.state.containers import MAX_DEPTH
-from snapstore.state.flatten import flatten, flatten_and_learn
-from snapstore.state.tensors import StoredPart
-from snapstore.state.tree_decode import Decoded, decode, decode_plain, unpack_nodes
-from snapstore.state.tree_encode import _key, _leaf, encode_plain, pack
+from snapstore.state.tree.form import columns
+from snapstore.state.values.containers import MAX_DEPTH
+from snapstore.state.values.tensors import StoredPart
+from snapstore.state.walk.flatten import flatten, flatten_and_learn
 
 
 def column_of(value):

@@ -37,9 +37,11 @@ from snapstore import (
     StorageError,
 )
 from snapstore.catalog.index import Index
-from snapstore.format import blob, delta_chain, manifest, records
-from snapstore.format.codecs import sparse
+from snapstore.format import records
+from snapstore.format.blobs import blob
+from snapstore.format.blobs.codecs import sparse
 from snapstore.format.keys import pack_key
+from snapstore.format.manifests import delta_chain, manifest
 from snapstore.rewrite import base as rewrite
 from snapstore.rewrite import compact, compact_plan
 from snapstore.storage.local import LocalStore

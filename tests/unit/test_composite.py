@@ -29,13 +29,13 @@ from snapstore.dcp import SnapstoreReader, SnapstoreWriter
 from snapstore.errors import FormatError
 from snapstore.restore.pipeline import read_into
 from snapstore.restore.sources import AsRank
-from snapstore.state import composite
-from snapstore.state.composite import require_classes
-from snapstore.state.flatten import flatten, flatten_and_learn
-from snapstore.state.learner import DifferentStructureError
-from snapstore.state.restore_plan import RestorePlan
-from snapstore.state.sharded import dtensor_like
-from snapstore.state.tensors import StoredPart
+from snapstore.state.fill.plan import RestorePlan
+from snapstore.state.values import composite
+from snapstore.state.values.composite import require_classes
+from snapstore.state.values.sharded import dtensor_like
+from snapstore.state.values.tensors import StoredPart
+from snapstore.state.walk.flatten import flatten, flatten_and_learn
+from snapstore.state.walk.learner import DifferentStructureError
 
 VALUES = torch.arange(600.0).reshape(100, 6)
 
@@ -406,8 +406,9 @@ def test_tied_tensors_and_composite_tensors_in_others_come_back():
 
 
 def decoded_with(*classes: type) -> Any:
-    from snapstore.state.classes import Types
-    from snapstore.state.tree_decode import Decoded
+    from snapstore.state.tree.form.decode import Decoded
+
+    from snapstore.state.values.classes import Types
 
     return Decoded(types=Types(classes))
 

@@ -5,7 +5,7 @@ import collections
 import msgspec
 
 from kit.states import bits
-from snapstore.state.containers import display, like, step
+from snapstore.state.values.containers import display, like, step
 
 
 def test_paths():

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapstore.format import delta_choice
-from snapstore.format.chunk_table import ChunkTable
-from snapstore.format.delta_chain import Digests, Numbers
-from snapstore.format.delta_choice import ChainCosts
-from snapstore.format.manifest import Box, Manifest, ManifestHeader, TensorEntry
+from snapstore.format.manifests import delta_choice
+from snapstore.format.manifests.chunk_table import ChunkTable
+from snapstore.format.manifests.delta_chain import Digests, Numbers
+from snapstore.format.manifests.delta_choice import ChainCosts
+from snapstore.format.manifests.manifest import Box, Manifest, ManifestHeader, TensorEntry
 from snapstore.format.records import Snapshot
 from snapstore.save.known_chunks import Base, Bases, place_of
 

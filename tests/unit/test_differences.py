@@ -9,8 +9,8 @@ from torch import nn
 
 from kit.states import Saved, again, net, same
 from snapstore.errors import InvalidInputError
-from snapstore.state.differences import MAX_LINES
-from snapstore.state.fit import Fit
+from snapstore.state.fill.differences import MAX_LINES
+from snapstore.state.fill.fit import Fit
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch warns about its own code
 

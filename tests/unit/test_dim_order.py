@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapstore.state.arrays import from_bytes, in_memory_order, new_array
-from snapstore.state.dim_order import dim_order_of, inverse, is_dim_order
-from snapstore.state.tensors import TensorSpec
+from snapstore.state.values.arrays import from_bytes, in_memory_order, new_array
+from snapstore.state.values.dim_order import dim_order_of, inverse, is_dim_order
+from snapstore.state.values.tensors import TensorSpec
 
 shapes = st.lists(st.integers(0, 4), max_size=5).map(tuple)
 

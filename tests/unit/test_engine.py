@@ -15,7 +15,8 @@ import xxhash
 from snapstore.engine.batches import Chunks, DecodeBatch, EncodeBatch, EncodeJob
 from snapstore.engine.cpu import CpuEngine, EncodedChunk, HostEncoded, Threads, default_threads, encode_chunk
 from snapstore.errors import IntegrityError, InvalidInputError
-from snapstore.format import blob, chain_decode, hashing, planes
+from snapstore.format import hashing
+from snapstore.format.blobs import blob, chain_decode, planes
 
 SEED = 0xD1A5ED5EED
 digest = partial(hashing.digest, seed=SEED)

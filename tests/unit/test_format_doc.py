@@ -7,11 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from snapstore.format import blob, chunk_table, chunking, codecs, layout, manifest, pack, planes, records
-from snapstore.format.codecs import deflate, sparse, zstd
+from snapstore.format import chunking, records
+from snapstore.format.blobs import blob, codecs, pack, planes
+from snapstore.format.blobs.codecs import deflate, sparse, zstd
 from snapstore.format.keys import NAME
-from snapstore.state import classes, containers, folder, tensors, torch_layouts, tree, tree_decode
-from snapstore.state import columns as state_columns
+from snapstore.format.manifests import chunk_table, manifest
+from snapstore.format.manifests import sections as layout
+from snapstore.state import folder
+from snapstore.state.tree.form import columns as state_columns
+from snapstore.state.tree.form import decode as tree_decode
+from snapstore.state.tree.form import form as tree
+from snapstore.state.values import classes, containers, tensors, torch_layouts
 
 TEXT = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 

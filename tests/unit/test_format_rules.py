@@ -11,16 +11,18 @@ import msgspec
 import numpy as np
 import pytest
 import zstandard
+from snapstore.state.tree.form.decode import READERS, decode, decode_plain
+from snapstore.state.tree.form.encode import encode_plain
 
 from kit.forge import SIZE, World, digest, full, noise, rewrite, with_section
 from kit.repositories import created, opened, save
 from snapstore import FormatError, IntegrityError
-from snapstore.format import layout, manifest, records
+from snapstore.format import records
 from snapstore.format.hashing import checksum
+from snapstore.format.manifests import manifest
+from snapstore.format.manifests import sections as layout
 from snapstore.format.records import ENVELOPE, Snapshot
-from snapstore.state.tensors import StoredPart, TensorSpec
-from snapstore.state.tree_decode import READERS, decode, decode_plain
-from snapstore.state.tree_encode import encode_plain
+from snapstore.state.values.tensors import StoredPart, TensorSpec
 
 VALUES = [
     2**70, "\ud800", bytearray(b"x"), 1j, [1], (1,), {1}, frozenset([1]), deque([1], 3), {"a": 1}, OrderedDict(a=1),

@@ -10,12 +10,12 @@ from kit.ranks import Managers, part_of
 from snapstore import Repository, SaveOptions, SnapshotManager
 from snapstore.engine.batches import DecodeJob, EncodeJob
 from snapstore.engine.cpu import EncodedChunk
-from snapstore.format.manifest import Box, TensorEntry
+from snapstore.format.manifests.manifest import Box, TensorEntry
 from snapstore.save import chunk_writer, known_chunks
 from snapstore.save.inputs import BoxOf, TensorInput
 from snapstore.save.replicas import Replica
 from snapstore.save.shares import Piece
-from snapstore.state.tensors import TensorSpec
+from snapstore.state.values.tensors import TensorSpec
 from snapstore.storage.memory import MemoryStore
 
 TENSORS, SAVES = 500, 4

@@ -17,7 +17,7 @@ from snapstore import CapabilityError, FormatError, InvalidInputError, Repositor
 from snapstore.engine import cuda
 from snapstore.engine.cpu import CpuEngine
 from snapstore.engine.registry import Engines
-from snapstore.format import codecs
+from snapstore.format.blobs import codecs
 from snapstore.format.hashing import checksum
 from snapstore.storage.memory import MemoryStore
 

@@ -10,7 +10,7 @@ import torch
 
 from kit.packs import scan
 from snapstore import KeepLast, SaveHandle, SnapshotManager
-from snapstore.format import blob, pack
+from snapstore.format.blobs import blob, pack
 from snapstore.inspect.diff import TensorDiff
 from snapstore.inspect.stats import group_of
 from snapstore.options import SaveOptions

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snapstore.errors import FormatError, IntegrityError
-from snapstore.format import layout, manifest
-from snapstore.format.chunk_table import COLUMNS, ChunkTable
 from snapstore.format.hashing import checksum
-from snapstore.format.manifest import Box, ManifestHeader, TensorEntry
+from snapstore.format.manifests import manifest
+from snapstore.format.manifests import sections as layout
+from snapstore.format.manifests.chunk_table import COLUMNS, ChunkTable
+from snapstore.format.manifests.manifest import Box, ManifestHeader, TensorEntry
 from snapstore.storage.memory import MemoryStore
 
 PACKS = [hashlib.sha256(bytes([i])).hexdigest() for i in range(5)]

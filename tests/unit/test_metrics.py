@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from snapstore import InvalidInputError, KeepBest, Repository, SnapshotManager
-from snapstore.state.metrics import begin_read
+from snapstore.state.values.metrics import begin_read
 from snapstore.storage.memory import MemoryStore
 
 WEIGHT = torch.full((1,), 0.5, requires_grad=True)

@@ -8,17 +8,17 @@ import re
 import numpy as np
 import pytest
 import torch
+from snapstore.state.tree.form.decode import Decoded
 from torch import nn
 from torch.optim import lr_scheduler as lrs
 from torch.optim import swa_utils
 
 from kit.states import Loader, Saved, again, net, same, train
 from snapstore.errors import InvalidInputError, UnsupportedLeafError
-from snapstore.state.classes import Types
-from snapstore.state.fit import Fit
-from snapstore.state.flatten import flatten
-from snapstore.state.metrics import begin_read
-from snapstore.state.tree_decode import Decoded
+from snapstore.state.fill.fit import Fit
+from snapstore.state.values.classes import Types
+from snapstore.state.values.metrics import begin_read
+from snapstore.state.walk.flatten import flatten
 
 OPTIMIZERS = [
     kind

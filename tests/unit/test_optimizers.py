@@ -6,19 +6,20 @@ import logging
 
 import pytest
 import torch
+from snapstore.state.tree.form.decode import decode
+from snapstore.state.tree.form.encode import has_parameters, pack
 
 from kit.states import Saved, same
 from snapstore import InvalidInputError, PerRank, Repository, SnapshotManager, UnknownFormatError
 from snapstore.errors import FormatError
-from snapstore.format import manifest, records
-from snapstore.save.merged_trees import merge_trees
-from snapstore.save.rank_state import PartTree
-from snapstore.state.flatten import flatten, flatten_and_learn
-from snapstore.state.learner import DifferentStructureError
-from snapstore.state.optimizers import node_of, parameters_of
-from snapstore.state.tensors import StoredPart
-from snapstore.state.tree_decode import decode
-from snapstore.state.tree_encode import has_parameters, pack
+from snapstore.format import records
+from snapstore.format.manifests import manifest
+from snapstore.save.ranks.merged_trees import merge_trees
+from snapstore.save.ranks.rank_state import PartTree
+from snapstore.state.values.tensors import StoredPart
+from snapstore.state.walk.flatten import flatten, flatten_and_learn
+from snapstore.state.walk.learner import DifferentStructureError
+from snapstore.state.walk.optimizers import node_of, parameters_of
 from snapstore.storage.memory import MemoryStore
 
 ADAM_KINDS = ({"fused": True}, {"foreach": True}, {"foreach": False})

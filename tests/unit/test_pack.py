@@ -11,7 +11,8 @@ from kit.packs import scan
 from snapstore.arrays import items_at
 from snapstore.engine.cpu import EncodedChunk, HostEncoded
 from snapstore.errors import FormatError, IntegrityError
-from snapstore.format import blob, hashing, pack, planes
+from snapstore.format import hashing
+from snapstore.format.blobs import blob, pack, planes
 from snapstore.format.records import MadeFor
 from snapstore.storage.memory import MemoryStore
 

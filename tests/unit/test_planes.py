@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapstore.format import planes
+from snapstore.format.blobs import planes
 
 ELEMENT_SIZES = (1, 2, 4, 8)
 LAYOUTS = (planes.BYTES, planes.ROTATED)

@@ -20,13 +20,14 @@ from kit.rank_snapshots import RankWriter, columns, rows, strided
 from kit.repositories import created
 from kit.samples import THOROUGH, examples
 from snapstore.errors import FormatError, IntegrityError, UnknownFormatError
-from snapstore.format import layout, manifest
-from snapstore.format.chunk_table import COLUMNS, ChunkTable
 from snapstore.format.hashing import checksum
-from snapstore.format.manifest import Box, Manifest, ManifestContents, TensorEntry
-from snapstore.format.rank_checks import Cover, RankCheck, read_children
+from snapstore.format.manifests import manifest
+from snapstore.format.manifests import sections as layout
+from snapstore.format.manifests.chunk_table import COLUMNS, ChunkTable
+from snapstore.format.manifests.manifest import Box, Manifest, ManifestContents, TensorEntry
+from snapstore.format.manifests.rank_checks import Cover, RankCheck, read_children
+from snapstore.format.manifests.tensor_layout import ChunkSums, check_boxes, check_layouts, check_whole
 from snapstore.format.records import RANKS, ManifestRef
-from snapstore.format.tensor_layout import ChunkSums, check_boxes, check_layouts, check_whole
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3)
 

@@ -15,10 +15,10 @@ from kit import rank_saves
 from kit.rank_saves import opaque, sharded
 from kit.samples import some
 from snapstore import PerRank, Repository, RngState, SaveOptions, SnapshotManager
-from snapstore.format.pack import DEFAULT_PACK_BYTES
+from snapstore.format.blobs.pack import DEFAULT_PACK_BYTES
 from snapstore.save.inputs import SaveRequest
-from snapstore.save.rank_state import digests_by_path, held_bytes
-from snapstore.save.rank_writer import request_digests
+from snapstore.save.ranks.rank_state import digests_by_path, held_bytes
+from snapstore.save.ranks.writer import request_digests
 from snapstore.save.replicas import group_digests
 
 CHUNK = 1024

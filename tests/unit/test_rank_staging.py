@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from snapstore.state.tree.form.encode import pack
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -16,8 +17,7 @@ from snapstore.save.inputs import inputs_of
 from snapstore.save.replicas import digest_arrays, group_digests
 from snapstore.save.shares import RankShares
 from snapstore.save.staging import Staging
-from snapstore.state.flatten import flatten
-from snapstore.state.tree_encode import pack
+from snapstore.state.walk.flatten import flatten
 
 CHUNK = 1024
 ENGINES = Engines(3, threads=1)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from snapstore.chunks.reader import _Sizes
-from snapstore.format.chunk_table import COLUMNS, ChunkTable
+from snapstore.format.manifests.chunk_table import COLUMNS, ChunkTable
 
 
 def table_of(chunks, rng):

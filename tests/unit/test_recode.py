@@ -15,8 +15,10 @@ from kit.repositories import check_clean, check_restores, created, opened, same,
 from kit.samples import THOROUGH
 from snapstore import AlreadyExistsError, CapabilityError, InvalidInputError, NotFoundError, Repository, StorageError
 from snapstore.engine.registry import Engines
-from snapstore.format import blob, codecs, manifest, pack, records
+from snapstore.format import records
+from snapstore.format.blobs import blob, codecs, pack
 from snapstore.format.keys import pack_key
+from snapstore.format.manifests import manifest
 from snapstore.rewrite import recode as module
 from snapstore.storage.memory import MemoryStore
 
@@ -404,7 +406,7 @@ def test_a_revision_that_could_not_be_put_cannot_appear_later(repo, monkeypatch)
         real(key, data)
 
     monkeypatch.setattr(repo.store, "put", put)
-    monkeypatch.setattr("snapstore.protocol.commit.time.sleep", lambda _: None)
+    monkeypatch.setattr("snapstore.protocol.claim.time.sleep", lambda _: None)
     with pytest.raises(StorageError, match="timed out"):
         repo.recode(["a@0"])
     assert len(late) == 4
@@ -417,7 +419,7 @@ def test_a_revision_that_could_not_be_put_cannot_appear_later(repo, monkeypatch)
 
 def test_a_recode_whose_session_is_gone_begins_again(repo, monkeypatch):
     """A recode whose session was deleted, as by a gc of another host, does its work again and succeeds."""
-    monkeypatch.setattr("snapstore.protocol.commit.HEARTBEAT_S", 0.0)
+    monkeypatch.setattr("snapstore.protocol.claim.HEARTBEAT_S", 0.0)
     real, given_up = repo.store.touch, []
 
     def touch(key):

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from snapstore.checks import check_name, check_step
 from snapstore.errors import FormatError, IntegrityError, InvalidInputError
 from snapstore.format import records
-from snapstore.format.argument_checks import check_name, check_step
 from snapstore.format.keys import NAME, manifest_key, pack_key, parse_record_key, record_key, sha256_names
 from snapstore.format.records import Config, Done, ManifestList, ManifestRef, Mark, Policy, Session, Snapshot, Wait
 from snapstore.protocol.this_process import boot_id, this_session

@@ -12,7 +12,7 @@ import torch
 from kit.states import Loader, Saved
 from snapstore import KeepLast, Repository, SnapshotManager
 from snapstore.errors import InvalidInputError, UnsupportedLeafError
-from snapstore.state.rng import RngState
+from snapstore.state.walk.rng import RngState
 
 
 def draw():

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from kit.states import Saved, same
 from snapstore.errors import InvalidInputError, NotFoundError
-from snapstore.state import selection
-from snapstore.state.restore_plan import RestorePlan
-from snapstore.state.selection import parts_needed
+from snapstore.state.fill import selection
+from snapstore.state.fill.plan import RestorePlan
+from snapstore.state.fill.selection import parts_needed
 
 
 def state_for_keys():

@@ -28,9 +28,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from kit.rank_saves import as_rank  # noqa: E402
 from snapstore.errors import UnsupportedLeafError  # noqa: E402
-from snapstore.state.flatten import flatten_and_learn  # noqa: E402
-from snapstore.state.learner import DifferentStructureError  # noqa: E402
-from snapstore.state.sharded import Sharding, local_of, locals_of, sharding_of  # noqa: E402
+from snapstore.state.values.sharded import Sharding, local_of, locals_of, sharding_of  # noqa: E402
+from snapstore.state.walk.flatten import flatten_and_learn  # noqa: E402
+from snapstore.state.walk.learner import DifferentStructureError  # noqa: E402
 
 
 @contextmanager

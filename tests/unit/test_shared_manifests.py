@@ -22,10 +22,11 @@ from kit.rank_saves import sharded
 from kit.repositories import check_clean, created, opened, same, save, values
 from snapstore import IntegrityError, KeepLast, PerRank, Repository, SnapstoreError, StorageError
 from snapstore.catalog.index import Index
-from snapstore.format import manifest, records
+from snapstore.format import records
 from snapstore.format.keys import manifest_key
+from snapstore.format.manifests import manifest
 from snapstore.format.records import ManifestList, Mark, Wait
-from snapstore.protocol.commit import Claim
+from snapstore.protocol.claim import Claim
 from snapstore.storage.memory import MemoryStore
 
 

@@ -6,11 +6,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapstore.format.boxes import cut, strip_start
+from snapstore.format.manifests.boxes import cut, strip_start
 from snapstore.save.shares import MIN_CHUNKS_OFF_GRID, RankShares, balanced_turns, common
-from snapstore.state.held_array import Held
-from snapstore.state.sharded import Sharding
-from snapstore.state.tensors import TensorSpec
+from snapstore.state.values.held_array import Held
+from snapstore.state.values.sharded import Sharding
+from snapstore.state.values.tensors import TensorSpec
 
 CHUNK = 1024
 

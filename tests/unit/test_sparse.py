@@ -18,9 +18,10 @@ from snapstore import Repository
 from snapstore.engine.batches import EncodeJob
 from snapstore.engine.cpu import encode_chunk
 from snapstore.errors import FormatError, IntegrityError
-from snapstore.format import blob, chain_decode, codecs, hashing, planes
-from snapstore.format.codecs import key_order, sparse, sparse_decode
-from snapstore.state.tensors import TORCH_DTYPES
+from snapstore.format import hashing
+from snapstore.format.blobs import blob, chain_decode, codecs, planes
+from snapstore.format.blobs.codecs import key_order, sparse, sparse_decode
+from snapstore.state.values.tensors import TORCH_DTYPES
 from snapstore.storage.memory import MemoryStore
 
 SEED = 0xD1A5ED5EED

@@ -12,8 +12,8 @@ from snapstore.engine.registry import Engines
 from snapstore.format.chunking import INLINE_BYTES
 from snapstore.save import known_state, staging
 from snapstore.save.staging import Staging
-from snapstore.state.flatten import flatten
-from snapstore.state.learner import DifferentStructureError
+from snapstore.state.walk.flatten import flatten
+from snapstore.state.walk.learner import DifferentStructureError
 from snapstore.storage.memory import MemoryStore
 
 OPTIONS = SaveOptions(threads=2)

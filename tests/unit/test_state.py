@@ -13,8 +13,8 @@ from torch import nn
 
 from kit.states import Saved, again, same
 from snapstore.errors import InvalidInputError, UnsupportedLeafError
-from snapstore.state.fit import Fit
-from snapstore.state.flatten import flatten
+from snapstore.state.fill.fit import Fit
+from snapstore.state.walk.flatten import flatten
 
 # --- parts
 

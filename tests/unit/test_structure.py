@@ -18,9 +18,9 @@ from snapstore import InvalidInputError, PerRank, RngState, SnapshotManager
 from snapstore.engine.registry import Engines
 from snapstore.save import staging as staging_module
 from snapstore.save.staging import Staging
-from snapstore.state import known_tensors, structure
-from snapstore.state.flatten import flatten, flatten_and_learn
-from snapstore.state.learner import DifferentStructureError
+from snapstore.state.walk import known_tensors, structure
+from snapstore.state.walk.flatten import flatten, flatten_and_learn
+from snapstore.state.walk.learner import DifferentStructureError
 from snapstore.storage.memory import MemoryStore
 
 
@@ -251,7 +251,7 @@ def test_an_interrupt_leaves_no_structure(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("snapstore.state.structure.Match.confirm", interrupted)
+        patch.setattr("snapstore.state.walk.structure.Match.confirm", interrupted)
         with pytest.raises(KeyboardInterrupt):
             twice.staging.copy_state(state)
     assert not recognised(twice.staging)
@@ -540,7 +540,9 @@ def test_a_container_that_another_thread_changes_while_it_is_recognised(name):
         state = {"model": make()}
         staging = Twice(state).staging
         before = found(flatten(state))
-        thread = Interrupter("state/structure.py", "state/containers.py", at=at, strike=partial(change, state["model"]))
+        thread = Interrupter(
+            "state/walk/structure.py", "state/values/containers.py", at=at, strike=partial(change, state["model"])
+        )
         inputs = thread.call(staging.copy_state, state)()
         if len(thread.passed) <= at:
             break

@@ -12,20 +12,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from snapstore.state.tree.form.decode import Decoded
 from torch import nn
 
 from kit.device_memory import CHECKS, check_any_places, everywhere, sources
 from kit.states import DTYPES, Saved, again, random_tensor, same
 from snapstore.errors import FormatError, InvalidInputError
-from snapstore.state import restore_buffers
-from snapstore.state.arrays import as_bytes
-from snapstore.state.classes import Types
-from snapstore.state.fit import Fit
-from snapstore.state.per_rank import PerRank
-from snapstore.state.restore_buffers import Want
-from snapstore.state.restore_plan import RestorePlan
-from snapstore.state.tensors import StoredPart, TensorSpec
-from snapstore.state.tree_decode import Decoded
+from snapstore.state.fill import buffers as restore_buffers
+from snapstore.state.fill.buffers import Want
+from snapstore.state.fill.fit import Fit
+from snapstore.state.fill.plan import RestorePlan
+from snapstore.state.values.arrays import as_bytes
+from snapstore.state.values.classes import Types
+from snapstore.state.values.tensors import StoredPart, TensorSpec
+from snapstore.state.walk.per_rank import PerRank
 
 dtypes = st.sampled_from(sorted(DTYPES))
 shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)

@@ -1,11 +1,11 @@
 """Specs of arrays give the right sizes, and a spec that no save could have written is refused."""
 
 import pytest
+from snapstore.state.tree.form.decode import decode
 
 from kit.states import spec
 from snapstore.errors import FormatError
-from snapstore.state.tensors import StoredPart, numpy_dtype
-from snapstore.state.tree_decode import decode
+from snapstore.state.values.tensors import StoredPart, numpy_dtype
 
 
 @pytest.mark.parametrize(

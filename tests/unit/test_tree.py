@@ -12,13 +12,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from snapstore.state.tree.form.decode import decode, decode_plain
+from snapstore.state.tree.form.encode import encode_plain
 
 from kit.states import bits, spec
 from snapstore.errors import FormatError, InvalidInputError, UnsupportedLeafError
-from snapstore.state.containers import MAX_DEPTH
-from snapstore.state.tensors import StoredPart
-from snapstore.state.tree_decode import decode, decode_plain
-from snapstore.state.tree_encode import encode_plain
+from snapstore.state.values.containers import MAX_DEPTH
+from snapstore.state.values.tensors import StoredPart
 
 
 def packed(value):
@@ -374,8 +374,8 @@ def test_parts_must_fit_each_other():
 
 def test_importing_does_not_import_torch():
     code = (
-        "import sys, snapstore, snapstore.state.flatten, snapstore.state.restore_plan;"
-        "snapstore.state.flatten.flatten({'a': [1, b'x' * 9999]}); snapstore.RngState().state_dict();"
+        "import sys, snapstore, snapstore.state.walk.flatten, snapstore.state.fill.plan;"
+        "snapstore.state.walk.flatten.flatten({'a': [1, b'x' * 9999]}); snapstore.RngState().state_dict();"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=600)

@@ -20,8 +20,10 @@ from kit.objects import keys_of
 from kit.rank_snapshots import RankWriter
 from kit.repositories import created, opened, save
 from snapstore import SnapstoreError, UnknownFormatError
-from snapstore.format import layout, manifest, open_maps, records
+from snapstore.format import open_maps, records
 from snapstore.format.keys import manifest_key
+from snapstore.format.manifests import manifest
+from snapstore.format.manifests import sections as layout
 from snapstore.format.records import ENVELOPE, ManifestRef, Snapshot
 from snapstore.storage.memory import MemoryStore
 

@@ -8,7 +8,7 @@ from kit.interrupts import Interrupter
 from snapstore import IntegrityError
 from snapstore.chunks.verify import Verifier
 from snapstore.engine.batches import Chunks, EncodeBatch
-from snapstore.format.blob import DIFFERENCE, ENTRY, FULL
+from snapstore.format.blobs.blob import DIFFERENCE, ENTRY, FULL
 
 BATCHES, BLOBS = 4, 5
 

@@ -15,15 +15,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from snapstore.state.tree.form.decode import READERS
+from snapstore.state.tree.form.weights_only import to_weights_only
 
 from kit.states import DTYPES, again, bits, random_tensor, same
 from snapstore.errors import UnsupportedLeafError
-from snapstore.state import weights_only
-from snapstore.state.containers import MAX_DEPTH, children, is_mapping, shown
-from snapstore.state.flatten import flatten
-from snapstore.state.rng import RngState
-from snapstore.state.tree_decode import READERS
-from snapstore.state.weights_only import to_weights_only
+from snapstore.state.tree.form import weights_only
+from snapstore.state.values.containers import MAX_DEPTH, children, is_mapping, shown
+from snapstore.state.walk.flatten import flatten
+from snapstore.state.walk.rng import RngState
 
 
 class Int(int):
@@ -36,7 +36,7 @@ class Color(enum.Enum):
 
 Point = collections.namedtuple("Point", "x y")
 
-#: A value of every tag of the tree (state/tree.py). A new tag needs one here.
+#: A value of every tag of the tree (state/tree/form.py). A new tag needs one here.
 SAMPLES = {
     "int": 2**64,
     "str": "\ud800x",

@@ -18,8 +18,8 @@ from kit.repositories import created, opened, same
 from snapstore import InvalidInputError, Repository, UnsupportedLeafError
 from snapstore.restore.pipeline import read_into
 from snapstore.restore.sources import AsRank
-from snapstore.state.flatten import flatten, flatten_and_learn
-from snapstore.state.learner import DifferentStructureError
+from snapstore.state.walk.flatten import flatten, flatten_and_learn
+from snapstore.state.walk.learner import DifferentStructureError
 
 WHOLE = torch.arange(6000.0).reshape(1000, 6)
 

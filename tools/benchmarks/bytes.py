@@ -32,9 +32,9 @@ from torch import Tensor, nn
 
 from benchmarks import gpu_train
 from snapstore import Repository, SaveOptions
-from snapstore.format import codecs, planes
+from snapstore.format.blobs import codecs, planes
+from snapstore.format.blobs.codecs import deflate, zstd
 from snapstore.format.chunking import DEFAULT_CHUNK_BYTES
-from snapstore.format.codecs import deflate, zstd
 from snapstore.storage.memory import MemoryStore
 
 #: 4.2 M parameters in 27 tensors as a GPT, 5.0 M in 39 as a Llama.

@@ -28,8 +28,9 @@ from benchmarks import gpu_train
 from benchmarks.gpu_limits import synchronize
 from benchmarks.gpu_train import Size, State
 from snapstore import Repository, SaveOptions, Snapshot, SnapshotManager
-from snapstore.format import manifest, planes
+from snapstore.format.blobs import planes
 from snapstore.format.chunking import DEFAULT_CHUNK_BYTES
+from snapstore.format.manifests import manifest
 
 #: Restores that are timed, spread over a run, and how often each; before each of them a full one is timed.
 TIMED_RESTORES, TRIES = 12, 5

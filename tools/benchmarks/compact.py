@@ -29,7 +29,7 @@ from benchmarks.scale import surveyed
 from snapstore import KeepEvery, KeepLast, Repository, SaveOptions, SnapshotManager
 from snapstore.catalog.history import FIRST_SEQ
 from snapstore.retention import Policy
-from snapstore.state.arrays import as_bytes
+from snapstore.state.values.arrays import as_bytes
 
 GOAL = 1.05
 

@@ -39,7 +39,7 @@ from benchmarks.peers import THREADS, Peer, peers, stored_bytes
 from benchmarks.plain_state import plain_state
 from benchmarks.small_tensors import small_tensors
 from snapstore import KeepEvery, KeepLast, Repository, SnapshotManager
-from snapstore.format import blob, codecs, pack, planes
+from snapstore.format.blobs import blob, codecs, pack, planes
 from snapstore.format.records import Snapshot
 
 ROOT = Path(__file__).parents[2]

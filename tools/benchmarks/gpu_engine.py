@@ -15,9 +15,9 @@ from benchmarks.gpu_train import State, nbytes, tensors
 from snapstore.arrays import Column
 from snapstore.engine.batches import Chunks, EncodeBatch
 from snapstore.engine.registry import Engines
-from snapstore.format import planes
+from snapstore.format.blobs import planes
+from snapstore.format.blobs.pack import Encoded
 from snapstore.format.hashing import new_seed
-from snapstore.format.pack import Encoded
 
 CHUNK_BYTES = 1024 * 1024
 REPEATS = 5

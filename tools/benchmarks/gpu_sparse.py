@@ -13,7 +13,7 @@ import torch
 from snapstore.arrays import Bytes
 from snapstore.engine.batches import Chunks, DecodeBatch, EncodeBatch
 from snapstore.engine.registry import Engines
-from snapstore.format import blob, codecs, planes
+from snapstore.format.blobs import blob, codecs, planes
 from snapstore.format.hashing import digest, new_seed
 
 CHUNK_BYTES = 1024 * 1024

@@ -22,19 +22,19 @@ from snapstore import Repository
 from snapstore.distributed.local import local_ranks
 from snapstore.distributed.messages import Begin, Ref, Report, encode
 from snapstore.distributed.questions import Questions
-from snapstore.format import manifest
-from snapstore.format.chunk_table import ChunkTable
-from snapstore.format.manifest import Box, ManifestContents, TensorEntry
+from snapstore.format.manifests import manifest
+from snapstore.format.manifests.chunk_table import ChunkTable
+from snapstore.format.manifests.manifest import Box, ManifestContents, TensorEntry
 from snapstore.format.records import RANKS, ManifestRef, new_id
 from snapstore.protocol.session import SharedSession
 from snapstore.save.inputs import SaveRequest
 from snapstore.save.known_chunks import AnySession
 from snapstore.save.lineage import Lineage
 from snapstore.save.manifest_writer import Written
-from snapstore.save.rank_state import PartTree, encode_trees
-from snapstore.save.rank_writer import RankWriter, request_digests
-from snapstore.save.together import Job as Saves
-from snapstore.save.together import report_of
+from snapstore.save.ranks.rank_state import PartTree, encode_trees
+from snapstore.save.ranks.together import Job as Saves
+from snapstore.save.ranks.together import report_of
+from snapstore.save.ranks.writer import RankWriter, request_digests
 
 
 def table_of(lengths: np.ndarray[Any, Any], packs: int, noise: np.random.Generator) -> ChunkTable:

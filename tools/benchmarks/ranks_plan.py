@@ -21,16 +21,16 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from snapstore import SaveOptions
 from snapstore.chunks.uploader import puts_in_flight
-from snapstore.format import boxes
-from snapstore.format.box_map import BoxMap
+from snapstore.format.blobs.pack import DEFAULT_PACK_BYTES
 from snapstore.format.chunking import INLINE_BYTES
-from snapstore.format.pack import DEFAULT_PACK_BYTES
+from snapstore.format.manifests import boxes
+from snapstore.format.manifests.box_map import BoxMap
 from snapstore.protocol import gc
 from snapstore.restore.overlaps import StoredBox, overlap_of
-from snapstore.save.root_writer import READS_AT_ONCE
+from snapstore.save.ranks.roots import READS_AT_ONCE
 from snapstore.save.shares import RankShares
-from snapstore.state.sharded import _mesh_sharding
-from snapstore.state.tensors import TensorSpec
+from snapstore.state.values.sharded import _mesh_sharding
+from snapstore.state.values.tensors import TensorSpec
 
 CHUNK_BYTES = 1 << 20
 #: fp32 weights and both moments of AdamW, as parts and prefixes of paths.

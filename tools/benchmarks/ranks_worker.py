@@ -28,8 +28,8 @@ from snapstore import Repository, SaveOptions, SnapshotManager
 from snapstore.chunks.reader import ChunkReader
 from snapstore.distributed import torch_ranks
 from snapstore.protocol.session import Session
-from snapstore.save import together
-from snapstore.save.rank_writer import RankWriter
+from snapstore.save.ranks import together
+from snapstore.save.ranks.writer import RankWriter
 
 SAVES, WARM = 6, 2
 STALLS = 14  # saves whose stalls are measured: on shared machines many of them are slow

@@ -29,7 +29,7 @@ import torch
 
 from benchmarks.page import Figure, machine
 from snapstore import Repository, SnapshotManager
-from snapstore.format import manifest
+from snapstore.format.manifests import manifest
 from snapstore.format.records import Snapshot, encode, new_id
 from snapstore.storage.s3.store import S3Store
 

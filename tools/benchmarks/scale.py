@@ -26,12 +26,14 @@ import numpy as np
 
 from benchmarks.page import ROOT, Row, publish, row
 from snapstore import KeepLast, Repository, SnapshotManager
-from snapstore.format import manifest, pack, records
-from snapstore.format.blob import ALIGNMENT
-from snapstore.format.chunk_table import ChunkTable
+from snapstore.format import records
+from snapstore.format.blobs import pack
+from snapstore.format.blobs.blob import ALIGNMENT
 from snapstore.format.hashing import checksum
 from snapstore.format.keys import pack_key
-from snapstore.format.manifest import Box, TensorEntry
+from snapstore.format.manifests import manifest
+from snapstore.format.manifests.chunk_table import ChunkTable
+from snapstore.format.manifests.manifest import Box, TensorEntry
 from snapstore.format.records import COMMITTED, FORGOTTEN, SWEPT, Snapshot
 from snapstore.storage.local import LocalStore
 

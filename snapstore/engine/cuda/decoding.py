@@ -13,8 +13,8 @@ import torch
 
 from ...arrays import Column, items_at
 from ...errors import IntegrityError
-from ...format import blob, codecs
-from ...format.codecs import zstd
+from ...format.blobs import blob, codecs
+from ...format.blobs.codecs import zstd
 from ..batches import DecodeBatch
 from . import huffman, kernels, nvcomp
 from .huffman import HUFFMAN

@@ -14,8 +14,9 @@ import numpy.typing as npt
 import torch
 
 from ...arrays import Bytes, Column
-from ...format import blob, codecs, delta_choice, planes
-from ...format.codec_choice import NOISE, RUNS, SKEWED, estimates, plane_kinds
+from ...format.blobs import blob, codecs, planes
+from ...format.blobs.plane_kinds import NOISE, RUNS, SKEWED, estimates, plane_kinds
+from ...format.manifests import delta_choice
 from ..batches import EncodeBatch
 from . import huffman, kernels, nvcomp
 from .graph_capture import beside_captures

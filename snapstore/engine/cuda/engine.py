@@ -18,9 +18,9 @@ import torch
 
 from ...arrays import Bytes, Column
 from ...errors import InvalidInputError
-from ...format.codec_choice import REPEATS, RUNS, SKEWED
-from ...format.pack import Encoded
-from ...state.arrays import Memory
+from ...format.blobs.pack import Encoded
+from ...format.blobs.plane_kinds import REPEATS, RUNS, SKEWED
+from ...state.values.arrays import Memory
 from ...text import log
 from ...threads import Gate
 from ..batches import Chunks, DecodeBatch, EncodeBatch
@@ -30,14 +30,7 @@ from .encoding import Encoding
 from .huffman import HUFFMAN
 from .nvcomp import ANS, DEFLATE_MATCHES, ZSTD, ZSTD_BYTES, Coder
 from .pinned import ALIGNMENT, Pinned, PinnedBuffers
-from .streams import (
-    StreamPool,
-    WorkStream,
-    addresses_of,
-    copy_async,
-    out_of_memory,
-    release_cached_memory,
-)
+from .streams import StreamPool, WorkStream, addresses_of, copy_async, out_of_memory, release_cached_memory
 
 #: How many batches run at a time at most, and their size [bytes]: codecs need a thousand blocks to fill the device.
 BATCHES_AT_ONCE = 3
@@ -162,7 +155,7 @@ class CudaEngine:
 
     @property
     def coders(self) -> dict[int, Coder]:
-        """Return the coder by kind of plane (see codec_choice.py)."""
+        """Return the coder by kind of plane (see plane_kinds.py)."""
         if self._codec == "ans":
             return _ANS
         return _PORTABLE_WITH_ZSTD if self._with_zstd else _PORTABLE

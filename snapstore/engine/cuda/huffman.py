@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ...arrays import Column
-from ...format import codecs
+from ...format.blobs import codecs
 from .nvcomp import Coder
 from .streams import WorkStream
 

@@ -20,7 +20,7 @@ from nvidia import libnvcomp
 
 from ...arrays import Column
 from ...errors import CapabilityError
-from ...format import codecs
+from ...format.blobs import codecs
 from .streams import WorkStream
 
 #: Blocks of ANS: 256 KiB is the fastest size; its output is within 1.5 % of the smallest one (1 MiB).

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from ...arrays import Bytes, Column
-from ...state.arrays import Memory
+from ...state.values.arrays import Memory
 from ...text import log
 from ...threads import Threads, after_fork_in_child
 from .graph_capture import beside_captures

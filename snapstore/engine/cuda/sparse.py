@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 
 from ...arrays import Bytes, Column, items_at
-from ...format import blob, codecs
-from ...format.codecs.sparse import COUNT, ENDS_FRAMES, GROUP, worth_trying
+from ...format.blobs import blob, codecs
+from ...format.blobs.codecs.sparse import COUNT, ENDS_FRAMES, GROUP, worth_trying
 from ..batches import DecodeBatch
 from ..cpu import FEW_CHANGED_EXCESS, FEW_CHANGED_SHARE
 from . import huffman, kernels, nvcomp

@@ -1,5 +1,5 @@
 // Count the changed elements of chunks by key, the byte of the base that decides the group. Then join neighbouring keys
-// to groups, as format/codecs/sparse.py does.
+// to groups, as format/blobs/codecs/sparse.py does.
 //
 // One thread block per chunk: grid (n), block (THREADS).
 

@@ -1,5 +1,5 @@
 // Pack the changed elements of chunks (sparse_rank.cu) into sparse deltas without frames: symbols of gaps and of
-// values, the table of groups, and low parts. The result equals that of format/codecs/sparse.py.
+// values, the table of groups, and low parts. The result equals that of format/blobs/codecs/sparse.py.
 //
 // One thread block per chunk: grid (n), block (THREADS).
 

@@ -19,7 +19,7 @@ import torch
 
 from ...arrays import Bytes, Column
 from ...errors import InvalidInputError
-from ...state.arrays import Memory, as_memory, copy_into
+from ...state.values.arrays import Memory, as_memory, copy_into
 from ...text import log
 from . import kernels
 from .pinned import ALIGNMENT, Buffers, Pinned, host_rooms

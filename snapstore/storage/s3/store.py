@@ -34,14 +34,7 @@ from email.utils import parsedate_to_datetime
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from ...errors import (
-    AlreadyExistsError,
-    CapabilityError,
-    FormatError,
-    NotFoundError,
-    SnapstoreError,
-    StorageError,
-)
+from ...errors import AlreadyExistsError, CapabilityError, FormatError, NotFoundError, SnapstoreError, StorageError
 from ...threads import Threads, when_dropped
 from .. import trials
 from ..base import (

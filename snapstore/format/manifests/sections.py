@@ -1,0 +1,179 @@
+"""Layout of a manifest's bytes: prefix, header, then sections. Each section is stored plain or compressed.
+
+In: a packed header and sections by name. Out: one object's bytes, and back (docs/format.md, "Manifest"). Every declared
+size is compared with the bytes that are there, before anything of that size is allocated.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+
+import zstandard
+
+from ...errors import FormatError, IntegrityError, UnknownFormatError
+from ..hashing import checksum
+from ..records import STRIDES
+from .chunk_table import COLUMNS
+
+PREFIX = struct.Struct("<8sHHIQ")  # magic, version, zero, header length, XXH3-64 of the header
+MAGIC = b"SNAPMANI"
+VERSION = 1
+#: All columns together unpack to at most this times the size of the manifest. The digests are more than half of them,
+#: and are never compressed.
+MAX_COLUMNS_RATIO = 4
+#: Nodes and entries become Python objects of fifty times their size. So a tree or a list of tensors above the first
+#: number may unpack to at most the second times its stored size: kilobytes cannot become millions of objects.
+MAX_NODES_BYTES, MAX_NODES_RATIO = 64 * 1024, 64
+#: Inline bytes beyond this are not compressed.
+MAX_INLINE_BYTES = 16 * 1024 * 1024
+_NODES = ("tree", "tensors", STRIDES)
+_NAMES = {*COLUMNS, *_NODES, "inline"}
+
+Section = tuple[str, int, int, int, int]  # name, offset after the header, stored bytes, plain bytes, codec (1: zstd)
+Unknown = tuple[str, bytes, int, int]  # a section that this release does not know: name, as stored, plain bytes, codec
+
+
+def encode_sections(
+    raw: Mapping[str, bytes | memoryview], unknown: Sequence[Unknown] = ()
+) -> tuple[list[Section], list[bytes | memoryview]]:
+    """Compress sections where that makes them smaller; return their entries in the header, and their stored bytes."""
+    compressor = zstandard.ZstdCompressor(level=1)
+    body: list[bytes | memoryview] = []
+    sections: list[Section] = []
+    at = 0
+    for name, data in raw.items():
+        stored = data if name.endswith("digests") else compressor.compress(data)  # digests are noise
+        codec = int(len(stored) < len(data) <= _max_plain_bytes(name, len(stored), len(data)))
+        stored = stored if codec else data
+        sections.append((name, at, len(stored), len(data), codec))
+        body.append(stored)
+        at += len(stored)
+    for name, stored, plain_bytes, codec in unknown:
+        sections.append((name, at, len(stored), plain_bytes, codec))
+        body.append(stored)
+        at += len(stored)
+    return sections, body
+
+
+def decode_sections(data: bytes, start: int, sections: Sequence[Section], where: str) -> dict[str, bytes]:
+    """Return the plain bytes of all sections that this release knows.
+
+    Args:
+        data: the whole manifest.
+        start: offset of the first section in `data`, after the header.
+        where: names the manifest in errors.
+
+    Raises:
+        FormatError: a section is there twice, lies outside the manifest, declares more than it can hold, has an unknown
+            codec, or does not decompress.
+    """
+    names = [section[0] for section in sections]
+    if len(set(names)) != len(names):
+        raise FormatError(f"{where}: a section is there twice, expected once: {', '.join(map(repr, names))}")
+    known = {section[0]: section for section in sections if section[0] in _NAMES}
+    total = sum(plain_bytes for name, _, _, plain_bytes, _ in known.values() if name in COLUMNS)
+    if total > MAX_COLUMNS_RATIO * len(data):
+        raise FormatError(f"{where}: sections declare {total} bytes in a manifest of {len(data)}")
+    return {name: _decode_section(data, start, section, where) for name, section in known.items()}
+
+
+def unknown_sections(data: bytes, start: int, sections: Sequence[Section], where: str) -> list[Unknown]:
+    """Return the sections that this release does not know, as they are stored.
+
+    Raises:
+        FormatError: one lies outside the manifest, or together they are longer than it.
+    """
+    if sum(section[2] for section in sections if section[0] not in _NAMES) > len(data):
+        raise FormatError(f"{where}: unknown sections declare more bytes than the manifest's {len(data)}")
+    return [
+        (name, bytes(_stored(data, start, (name, offset, stored_bytes, plain_bytes, codec), where)), plain_bytes, codec)
+        for name, offset, stored_bytes, plain_bytes, codec in sections
+        if name not in _NAMES
+    ]
+
+
+def _stored(data: bytes, start: int, section: Section, where: str) -> memoryview:
+    """Return the stored bytes of a section.
+
+    Raises:
+        FormatError: it lies outside the manifest.
+    """
+    name, offset, stored_bytes, plain_bytes, _ = section
+    stored = memoryview(data)[start + offset : start + offset + stored_bytes]
+    if len(stored) != stored_bytes or min(offset, plain_bytes) < 0:
+        raise FormatError(f"{where}: section {name!r} lies outside the manifest")
+    return stored
+
+
+def _decode_section(data: bytes, start: int, section: Section, where: str) -> bytes:
+    name, _, stored_bytes, plain_bytes, codec = section
+    stored = _stored(data, start, section, where)
+    if codec not in (0, 1):
+        raise FormatError(f"{where}: section {name!r} has an unknown codec {codec}")
+    if codec == 1 and plain_bytes > _max_plain_bytes(name, stored_bytes, plain_bytes):
+        raise FormatError(f"{where}: section {name!r} declares {plain_bytes} bytes, more than it can hold")
+    if codec == 0:
+        if plain_bytes != stored_bytes:
+            raise FormatError(f"{where}: section {name!r} declares {plain_bytes} bytes and holds {stored_bytes}")
+        return bytes(stored)
+    try:
+        if zstandard.frame_content_size(stored) != plain_bytes:
+            raise FormatError(f"{where}: section {name!r} does not hold {plain_bytes} bytes")
+        return zstandard.ZstdDecompressor().decompress(stored, max_output_size=plain_bytes, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise FormatError(f"{where}: section {name!r}: {error}") from error
+
+
+def _max_plain_bytes(name: str, stored_bytes: int, otherwise: int) -> int:
+    """Return the most bytes that a compressed section may unpack to; `otherwise` for columns: their sum is bounded."""
+    if name.endswith("digests"):
+        return 0
+    if name in _NODES:
+        return max(MAX_NODES_BYTES, MAX_NODES_RATIO * stored_bytes)
+    return MAX_INLINE_BYTES if name == "inline" else otherwise
+
+
+def join(header: bytes, body: Sequence[bytes | memoryview]) -> bytes:
+    """Return the bytes of a manifest from its packed header and its stored sections."""
+    return b"".join([PREFIX.pack(MAGIC, VERSION, 0, len(header), checksum(header)), header, *body])
+
+
+def header_end(data: bytes | memoryview, where: str) -> int:
+    """Return the length of prefix and header, from a manifest's first bytes.
+
+    Raises:
+        IntegrityError: the bytes are shorter than the prefix.
+        FormatError: not a manifest.
+        UnknownFormatError: of another version.
+    """
+    return _read_prefix(data, where)[0]
+
+
+def packed_header(data: bytes | memoryview, where: str) -> memoryview:
+    """Return the packed header, checked against its checksum.
+
+    Raises:
+        IntegrityError: the header is damaged or cut short.
+        FormatError, UnknownFormatError: see `header_end`.
+    """
+    end, expected = _read_prefix(data, where)
+    packed = memoryview(data)[PREFIX.size : end]
+    if len(packed) != end - PREFIX.size or checksum(packed) != expected:
+        raise IntegrityError(f"{where}: manifest header damaged or cut short; run 'snapstore check'")
+    return packed
+
+
+def _read_prefix(data: bytes | memoryview, where: str) -> tuple[int, int]:
+    """Return the end of the header and its checksum."""
+    if len(data) < PREFIX.size:
+        raise IntegrityError(f"{where}: {len(data)} bytes, expected at least {PREFIX.size}")
+    magic, version, _, length, expected = PREFIX.unpack_from(data)
+    if magic != MAGIC:
+        raise FormatError(f"{where}: not a manifest: magic {magic!r}, expected {MAGIC!r}")
+    if version != VERSION:
+        raise UnknownFormatError(
+            f"{where}: manifest version {version}, this snapstore reads {VERSION}; use the release that writes it, or "
+            "a newer one"
+        )
+    return PREFIX.size + length, expected

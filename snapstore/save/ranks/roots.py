@@ -1,0 +1,202 @@
+"""Root writer: the root manifests of a snapshot of several ranks.
+
+In: the merged trees of all ranks, and the references and headers of their child manifests, all of them durable. Out:
+one durable root manifest per part: the tree, every tensor with its whole shape and no bytes, the children in the order
+of their ranks, and all packs that they use; or, if a part has not changed, the root of a base. A large tree lies in
+pages, which are chunks of the root itself: pages that the root of a base has cost nothing. Rank 0 calls it right before
+the commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from ...arrays import Column
+from ...chunks.uploader import put_once
+from ...context import Context
+from ...errors import InvalidInputError
+from ...format.chunking import PAGED_BYTES
+from ...format.manifests import manifest
+from ...format.manifests.box_map import BoxMap
+from ...format.manifests.chunk_table import ChunkTable
+from ...format.manifests.manifest import Manifest, ManifestHeader, manifest_name, read_header
+from ...format.manifests.tensor_layout import check_ties
+from ...format.records import RANKS, ManifestRef
+from ...state.tree.encode import pack
+from ...state.values.containers import shown
+from ...text import some
+from ...threads import Pending, Threads, when_dropped
+from ..chunk_writer import ChunkWriter, Rows
+from ..known_chunks import AnySession, Bases, load_bases
+from ..manifest_writer import Layout, Written, add_tree, entry_of, table_of
+from ..near_children import NearChildren
+from .rank_state import PartTree
+
+#: Headers that are read at once (a large job has thousands; one Python process sends about 600 requests a second), and
+#: roots that are put at once.
+READS_AT_ONCE, PUTS_AT_ONCE = 64, 8
+
+
+class ChildHeaders:
+    """Reads the headers of child manifests in the background, as soon as their ranks have reported.
+
+    Call sequence: `start` for some manifests, again for others; `result`; at any time `give_up`.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._store, self._threads = context.store, Threads(READS_AT_ONCE)
+        self._pending: list[tuple[Sequence[ManifestRef], Pending[bytes]]] = []
+        self._given_up = False
+        when_dropped(self, self._threads.close).atexit = False
+
+    def start(self, children: Sequence[ManifestRef]) -> None:
+        """Begin to read the headers of manifests, which are durable."""
+        self._pending.append((children, self._threads.start(self._read, children)))
+
+    def result(self) -> dict[str, bytes]:
+        """Wait, and return the bytes of each child up to the end of its header, by SHA-256; they are not verified yet.
+
+        Raises:
+            StorageError, NotFoundError, IntegrityError: one cannot be read.
+        """
+        return {ref.sha256: data for refs, found in self._pending for ref, data in zip(refs, found(), strict=True)}
+
+    def give_up(self) -> None:
+        """Begin no more reads, and do not wait for the running ones."""
+        self._given_up = True
+
+    def _read(self, ref: ManifestRef) -> bytes:
+        return b"" if self._given_up else read_header(self._store, ref.key, ref.size_bytes)
+
+
+def read_headers(context: Context, children: Sequence[ManifestRef]) -> dict[str, bytes]:
+    """Return the bytes of each child up to the end of its header, by SHA-256. Raises as `ChildHeaders.result` does."""
+    headers = ChildHeaders(context)
+    headers.start(children)
+    return headers.result()
+
+
+@dataclass(frozen=True, slots=True)
+class Children:
+    """The child manifests of all ranks and parts, which are durable.
+
+    Attributes:
+        headers: their bytes up to the end of the header, by SHA-256.
+        orders: by rank and part, the numbers of its tensors in the merged part; see `orders_of`.
+    """
+
+    refs: Sequence[ManifestRef]
+    headers: Mapping[str, bytes]
+    orders: Mapping[tuple[int, str], Column]
+
+
+def write_roots(
+    context: Context,
+    session: AnySession,
+    parts: Sequence[PartTree],
+    children: Children,
+    world_size: int,
+    cached: Mapping[str, Manifest],
+) -> Written:
+    """Store the root manifests and the pages of large trees; all of it is durable on return.
+
+    Args:
+        parts: of all ranks, merged; the part "" first.
+        cached: manifests in memory, by SHA-256; the roots of the bases are read if they are not among them.
+
+    Returns:
+        The objects that were written, and the number of chunks of all manifests; `new_chunks` and `stored_bytes` count
+        only the roots.
+
+    Raises:
+        IntegrityError: a child's header is not the one that its rank has reported; or a page does not decode.
+        InvalidInputError: boxes of a tensor overlap, or leave a part of it out.
+        StorageError: the store failed.
+    """
+    headers = {ref: manifest.proven_header(children.headers[ref.sha256], ref) for ref in children.refs}
+    changed = {ref.part for ref, header in headers.items() if header.save_id.hex() == session.id}
+    trees, bases = [pack(part.tree) for part in parts], Bases()
+    if len(changed) < len(parts) or any(len(tree) >= PAGED_BYTES for tree in trees):
+        bases = load_bases(context, session, cached, NearChildren((), 0, 1))  # reads only the roots of the bases
+    written, layouts = _write_trees(context, session, parts, trees, bases)
+    puts = list[tuple[str, bytes]]()
+    for number, (layout, (table, names, sizes)) in enumerate(layouts):
+        of_part = sorted((ref for ref in children.refs if ref.part == layout.part), key=lambda ref: ref.rank)
+        found = [headers[ref] for ref in of_part]
+        packs = dict(zip(names, sizes, strict=True))  # `table` counts these
+        for header in found:
+            packs.update(zip(header.pack_names, header.pack_size_list, strict=True))
+        contents = manifest.ManifestContents(
+            save_id=bytes.fromhex(session.id),
+            rank=0,
+            sequence=len(parts) + number,
+            part=layout.part,
+            chunk_bytes=context.config.chunk_bytes,
+            digest_seed=context.engines.digest_seed,
+            tree=msgspec.Raw(layout.tree),
+            tensors=layout.entries,
+            inline=b"",
+            table=table,
+            packs=list(packs),
+            pack_sizes=list(packs.values()),
+            logical_bytes=layout.logical_bytes + sum(ref.logical_bytes for ref in of_part),
+            features=[RANKS, *layout.features],
+            world_size=world_size,
+            children=of_part,
+            box_map=_box_map(found, children.orders, parts[number]),
+            depth=max((header.depth for header in found), default=0),
+        )
+        puts += written.add(session, manifest.encode(contents), bases.manifests)
+        written.chunks += sum(header.chunks for header in found)
+    _put_all(context, session, written, puts + written.add_list(session))
+    return written
+
+
+def _put_all(context: Context, session: AnySession, written: Written, puts: Sequence[tuple[str, bytes]]) -> None:
+    """Put manifests; all that was written is durable on return."""
+    with Threads(PUTS_AT_ONCE) as threads:
+        threads.start(lambda item: put_once(session, *item), puts)()
+    if context.options.verify_writes == "full":
+        session.confirm(written.sizes)
+    session.heartbeat()
+
+
+def _write_trees(
+    context: Context, session: AnySession, parts: Sequence[PartTree], trees: Sequence[bytes], bases: Bases
+) -> tuple[Written, list[tuple[Layout, tuple[ChunkTable, list[str], list[int]]]]]:
+    """Store the pages of large trees; return the objects, and for each part its layout and the result of `table_of`."""
+    with ChunkWriter(context, session, bases, full=True) as chunks:
+        layouts = list[Layout]()
+        for part, tree in zip(parts, trees, strict=True):
+            layouts.append(Layout(part.name, entries=list(map(entry_of, part.specs)), first_row=chunks.rows))
+            chunks.begin_part(part.name)
+            add_tree(chunks, layouts[-1], part.tree, tree)
+            chunks.end_part()
+        check_ties({layout.part: layout.entries for layout in layouts})
+        chunks.finish()
+        rows = Rows.concatenate(chunks.done)
+        return Written.of_chunks(chunks), [(layout, table_of(chunks, rows, layout)) for layout in layouts]
+
+
+def _box_map(found: Sequence[ManifestHeader], orders: Mapping[tuple[int, str], Column], part: PartTree) -> bytes:
+    """Return the packed box map of a part, from those in the headers of its children.
+
+    Raises:
+        InvalidInputError: boxes of a tensor overlap, or leave a part of it out.
+    """
+    maps = list[tuple[int, BoxMap, Column]]()
+    for header in found:
+        if header.box_map:  # a child that has only a rank's own values has no map
+            own = BoxMap.decode(header.box_map, manifest_name(header))
+            maps.append((header.rank, own, orders[header.rank, header.part]))
+    merged = BoxMap.merged(maps, len(part.specs))
+    torn = [shown(part.specs[number].path) for number in merged.torn([spec.shape for spec in part.specs])]
+    if torn:
+        raise InvalidInputError(
+            f"{some(torn, 5)}: the shards of the ranks overlap, or leave some of it out: check the offsets that the "
+            "program gives them; nothing was committed"
+        )
+    return merged.encode()

@@ -1,0 +1,452 @@
+"""Together: one save by all ranks of a job. Rank 0 leads it and commits; the others follow; no call is a collective.
+
+    rank 0 (`lead`)                                  rank r (`follow`)
+    1 session, marks, records, bases
+    2 post begin                                     wait for begin, compare the step
+    3 write its packs and child manifests            write its packs and child manifests: all durable
+    4 wait for every report                          post its report, or failed
+    5 compare them; ask for trees that it lacks      answer, while it waits for the outcome
+    6 root manifests, then the create-only record
+    7 post the outcome, end the session              if rank 0 does not answer, the record decides
+
+Rank 0 commits only with every report, so nothing is committed that is not durable on all ranks. A rank that has
+reported and hears no outcome creates the record as aborted, as a gc does. Either this or the commit wins, so each rank
+returns the outcome that the record has (docs/design/ranks.md).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ...context import Context
+from ...distributed import messages
+from ...distributed.base import Ranks, Watch, ended_error, ended_processes, wait_for
+from ...distributed.messages import (
+    COMMITTED,
+    FAILED,
+    UNCLEAR,
+    Ask,
+    Begin,
+    Failed,
+    Outcome,
+    Ref,
+    RelayedError,
+    Report,
+    decode,
+    encode,
+)
+from ...distributed.questions import Questions
+from ...errors import DAMAGE, InvalidInputError, RanksError, SnapstoreError, StorageError
+from ...format import records
+from ...format.keys import quarantined_names
+from ...format.records import Snapshot
+from ...protocol.session import Session, SharedSession
+from ...text import log
+from ..inputs import SaveRequest
+from ..manifest_writer import Written
+from .agreement import compare, compare_replicas
+from .outcomes import in_save, read_committed, read_record, settle
+
+if TYPE_CHECKING:
+    from .writer import RankWriter
+
+#: A rank that writes looks so often whether the save was given up [s].
+LOOK_S = 0.5
+#: After rank 0 has looked for the reports one by one, it pauses for so many times as long.
+PASS_PAUSE = 20
+
+
+@dataclass(slots=True)
+class Job:
+    """The saves of one run by the ranks of a job, on one of them.
+
+    Attributes:
+        questions: of the same ranks.
+        prefix: of all keys of these saves.
+        answer: called with a save's number while rank 0 waits for reports: answers ranks that cannot report before it.
+        known_trees: the trees of the last save's ranks by digest, so that rank 0 asks for each once (only on rank 0).
+        old_keys: posted by this rank, with the numbers of their saves: no rank looks them up again once all take part
+            in a later save.
+        warned: the buffers that were warned of: see `compare_replicas` (only on rank 0).
+        is_stale: whether the ranks exchange holders in the next save, as rank 0 says; see `Exchange`.
+    """
+
+    context: Context
+    ranks: Ranks
+    questions: Questions
+    prefix: str = ""
+    answer: Callable[[int], object] = lambda _: None
+    known_trees: dict[bytes, bytes] = field(default_factory=dict)
+    old_keys: dict[str, int] = field(default_factory=dict)
+    warned: set[frozenset[str]] = field(default_factory=set)
+    is_stale: bool = False
+    _next_look: float = 0.0
+
+    def save(self, number: int, request: SaveRequest, data: RankWriter) -> Snapshot:
+        """Save on this rank; every rank calls it with the same number, and gets the same snapshot or an error.
+
+        Raises:
+            SnapstoreError: this rank's error; or the first error of another rank, which it names. Nothing was
+                committed, unless the error says that this is not known.
+        """
+        one = _Save(self, number, request, data)
+        try:
+            return one.lead() if self.ranks.rank == 0 else one.follow()
+        finally:
+            self._note_keys(number)
+
+    def give_up(self, number: int, error: BaseException, *, not_begun: bool = False) -> None:
+        """Tell the other ranks that this one cannot take part in a save, before it has begun here.
+
+        It raises no error of the channel, which would replace `error`.
+        """
+        failed = Failed.of(error, self.ranks.rank)
+        failed = msgspec.structs.replace(failed, not_begun=not_begun or failed.not_begun)
+        self._note_keys(number)
+        with suppress(SnapstoreError):
+            if self.ranks.rank == 0:
+                self.ranks.post(self.key(number, "outcome"), encode(Outcome(FAILED, failed)))
+            else:
+                self.ranks.post(self.key(number, "failed"), encode(failed))
+
+    def require_begun(self, number: int, request: SaveRequest) -> None:
+        """Raise InvalidInputError if rank 0 waits for a question instead of the save; it looks twice a second."""
+        if self.ranks.rank and time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + LOOK_S
+            data = self.ranks.look(self.key(number, "asks"))
+            if data is not None and (question := self.questions.asked_unheard(data)):
+                raise InvalidInputError(
+                    f"save {request.ref}: rank {self.ranks.rank} saves, and rank 0 waits until all ranks ask for "
+                    f"{question}: call it on all ranks, or use a snapstore.Repository on one; nothing was committed"
+                )
+
+    def _note_keys(self, number: int) -> None:
+        names = messages.POSTED_BY_0 if self.ranks.rank == 0 else messages.POSTED_BY_OTHERS
+        self.old_keys.update((self.key(number, name.format(rank=self.ranks.rank)), number) for name in names)
+
+    def key(self, number: int, name: str) -> str:
+        """Return the key of a message of a save."""
+        return f"{self.prefix}{number}/{name}"
+
+
+class _Save:
+    """One save on one rank."""
+
+    def __init__(self, job: Job, number: int, request: SaveRequest, data: RankWriter) -> None:
+        self._job, self._context, self._ranks = job, job.context, job.ranks
+        self._number, self._request, self._data = number, request, data
+        self._next_look = 0.0
+
+    def _key(self, name: str) -> str:
+        return self._job.key(self._number, name)
+
+    # -- rank 0
+
+    def lead(self) -> Snapshot:
+        """Lead the save, and commit it."""
+        request, session = self._request, None
+        outcome = Outcome(FAILED, Failed("RanksError", "rank 0 has ended", 0))
+        try:
+            run, step, also = request.run, request.step, request.bases
+            parent, last, seq = request.parent, request.last, request.first_seq
+            session = Session(self._context, run, step, parent=parent, also=also, last=last, first_seq=seq)
+            with session:
+                snapshot = self._lead(session)
+                data = records.encode(snapshot)
+                data = data if len(data) <= messages.MAX_RECORD_BYTES else b""
+                outcome = Outcome(COMMITTED, record=data, is_stale=self._job.is_stale)
+            return snapshot
+        except BaseException as error:
+            if outcome.state != COMMITTED:
+                unclear = session is not None and (session.is_unclear or not isinstance(error, Exception))
+                told = error
+                if isinstance(error, RanksError) and not unclear:
+                    told = in_save(request.ref, error, "nothing was committed")
+                outcome = Outcome(UNCLEAR if unclear else FAILED, Failed.of(told, 0))
+                if told is not error:
+                    raise told from error
+            if isinstance(error, RelayedError):
+                raise messages.raised(error.failed, 0) from None
+            raise
+        finally:
+            try:
+                self._ranks.post(self._key("outcome"), encode(outcome))
+            except SnapstoreError as error:  # also if the channel is closed: it says nothing about this save
+                log.warning("run=%s the other ranks learn the outcome from the record: %s", request.run, error)
+
+    def _lead(self, session: Session) -> Snapshot:
+        """Begin, write, collect and commit, within the session."""
+        request, ranks = self._request, self._ranks
+        session.watch = self._watch_failures
+        session.watch()
+        session.shared = ranks.count > 1
+        bases = [snapshot.key for snapshot in session.usable_bases]
+        begin = Begin(session.id, request.step, bases, request.full, bool(session.quarantined))
+        ranks.post(self._key("begin"), encode(begin))
+        reports = {0: self._data.write(session, begin)} | self._collect(session)
+        compare(reports, request)
+        self._data.merge(self._trees(reports, session))
+        compare_replicas(reports, request, partial(self._digests, session), self._job.warned)
+        session.watch = None  # no other rank can fail any more
+        roots = self._data.write_roots(session, reports)
+        used = sorted({number for report in reports.values() for number in report.bases})
+        ids = [session.usable_bases[number].id for number in used if number < len(bases)]
+        return self._data.commit(session, roots, list(reports.values()), ids)
+
+    def _collect(self, session: Session) -> dict[int, Report]:
+        """Return the reports of all other ranks, by rank; give each to the RankWriter when it comes.
+
+        Raises:
+            RelayedError: a rank has failed.
+            RanksError: a rank does not answer, or is too late.
+        """
+        ranks, reports = self._ranks, dict[int, Report]()
+        keys = {rank: self._key(f"report/{rank}") for rank in range(1, ranks.count)}
+        next_pass = time.monotonic() + LOOK_S
+
+        def take(rank: int, data: bytes | None) -> None:
+            if data is None:
+                return
+            report = decode(data, Report)
+            if report.manifests is None:
+                if (apart := ranks.look(self._key(f"manifests/{rank}"))) is None:
+                    return
+                report = msgspec.structs.replace(report, manifests=decode(apart, list[Ref]))
+            reports[rank] = report
+            self._data.take_report(rank, report.manifests or ())
+
+        def look() -> dict[int, Report] | None:
+            nonlocal next_pass
+            self._job.answer(self._number)
+            left = [rank for rank in keys if rank not in reports]
+            found = ranks.look_all([keys[rank] for rank in left])
+            began = time.monotonic()
+            if found is not None:
+                for rank, data in zip(left, found, strict=True):
+                    take(rank, data)
+            elif began >= next_pass:  # the last reports are late: take the others meanwhile
+                missing()
+                next_pass = time.monotonic() + max(LOOK_S, PASS_PAUSE * (time.monotonic() - began))
+            return reports if len(reports) == len(keys) else None
+
+        def missing() -> list[int]:
+            for rank, key in keys.items():
+                if rank not in reports:
+                    take(rank, ranks.look(key))
+            return [rank for rank in keys if rank not in reports]
+
+        wait_for(look, self._watch_ranks(session, "reports", missing))
+        self._remove_old_keys()
+        self._job.questions.forget(min((report.asked for report in reports.values()), default=0))
+        return dict(sorted(reports.items()))
+
+    def _digests(self, session: Session, asked: Sequence[int], group: str) -> dict[int, dict[str, bytes]]:
+        """Return the digests of the tensors of a group, by path, for each of some ranks.
+
+        Raises: see `_collect`.
+        """
+        ranks, others = self._ranks, [rank for rank in asked if rank]
+        answers: list[bytes] = []
+        if others:
+            ranks.post(self._key("ask-replicas"), encode(Ask(others, group)))
+            watch = self._watch_ranks(session, "digests", lambda: others)
+            answers = wait_for(lambda: ranks.look_all([self._key(f"replicas/{rank}") for rank in others]), watch)
+        own = {0: dict(self._data.replicas(group))} if 0 in asked else {}
+        return own | {rank: dict(decode(data, messages.Replicas)) for rank, data in zip(others, answers, strict=True)}
+
+    def _trees(self, reports: Mapping[int, Report], session: Session) -> list[tuple[list[int], bytes]]:
+        """Return the trees of all ranks, equal ones once; ask for trees that rank 0 does not know.
+
+        Raises: see `_collect`.
+        """
+        ranks, alike = self._ranks, dict[bytes, list[int]]()
+        for rank, report in reports.items():
+            alike.setdefault(report.trees, []).append(rank)
+        known = {digest: trees for digest, trees in self._job.known_trees.items() if digest in alike}
+        known[reports[0].trees] = self._data.trees()
+        unknown = {digest: of[0] for digest, of in alike.items() if digest not in known}
+        if unknown:
+            asked = sorted(unknown.values())
+            ranks.post(self._key("ask"), encode(Ask(asked)))
+            keys = [self._key(f"tree/{rank}") for rank in unknown.values()]
+            watch = self._watch_ranks(session, "trees", lambda: asked)
+            known |= zip(unknown, wait_for(lambda: ranks.look_all(keys), watch), strict=True)
+        self._job.known_trees = known
+        return [(of, known[digest]) for digest, of in alike.items()]
+
+    def _watch_ranks(self, session: Session, what: str, who: Callable[[], Sequence[int]]) -> Callable[[], None]:
+        """Return a function that raises once one of `who` does not answer or is too late, or a rank has failed."""
+
+        def look() -> None:
+            session.heartbeat()
+            self._watch_failures(now=True)
+
+        ranks, what = self._ranks, f"{what} of step {self._request.step}"
+        return Watch(ranks, what, who, ranks.total_s, self._job.prefix, look)
+
+    def _watch_failures(self, *, now: bool = False) -> None:
+        """Raise RelayedError once another rank has failed; it looks twice a second, or `now`.
+
+        Raises:
+            RanksError: the process of a rank that has not reported has ended.
+        """
+        self._request.require_wanted()
+        if now or time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + LOOK_S
+            if (data := self._ranks.look(self._key("failed"))) is not None:
+                raise RelayedError(decode(data, Failed))
+            ended = sorted(ended_processes(self._ranks))
+            if ended := [rank for rank in ended if self._ranks.look(self._key(f"report/{rank}")) is None]:
+                raise ended_error(self._ranks, ended, f"reports of step {self._request.step}")
+
+    # -- the other ranks
+
+    def follow(self) -> Snapshot:
+        """Write this rank's share, and wait until rank 0 has committed."""
+        ranks, rank = self._ranks, self._ranks.rank
+        try:
+            begin = self._wait_for_begin()
+            with shared_session(self._context, self._request.run, begin, self._watch_outcome) as session:
+                report = self._data.write(session, begin)
+            report = msgspec.structs.replace(report, asked=self._job.questions.asked())
+            if report.manifests is not None and len(report.manifests) > messages.MAX_REPORTED_MANIFESTS:
+                ranks.post(self._key(f"manifests/{rank}"), encode(report.manifests))
+                report = msgspec.structs.replace(report, manifests=None)
+            self._request.require_wanted()
+        except RelayedError as error:
+            raise messages.raised(error.failed, rank) from None
+        except RanksError as error:
+            lost = in_save(self._request.ref, error, "nothing was committed")  # this rank has not reported
+            self._job.give_up(self._number, lost)
+            raise lost from error
+        except BaseException as error:
+            self._job.give_up(self._number, error)
+            raise
+        return self._end(begin, report)
+
+    def _wait_for_begin(self) -> Begin:
+        """Return rank 0's message that the save has begun.
+
+        Raises:
+            RelayedError: rank 0, or another rank, has given this save up.
+            RanksError: rank 0 does not answer, or has not called `save`: nothing was begun or can be committed.
+            InvalidInputError: rank 0 saves another step.
+        """
+        ranks, request = self._ranks, self._request
+        what = f"rank 0 to begin the save of step {request.step}"
+
+        def also() -> None:
+            self._watch_outcome(now=True)
+            self._job.require_begun(self._number, request)
+
+        watch = Watch(ranks, what, lambda: [0], ranks.total_s, self._job.prefix, also)
+        begin = decode(wait_for(lambda: ranks.look(self._key("begin")), watch), Begin)
+        if begin.step != request.step:
+            raise InvalidInputError(
+                f"run {request.run!r}: this rank saves step {request.step}, rank 0 step {begin.step}; pass the "
+                "same step on all ranks; nothing was committed"
+            )
+        self._remove_old_keys()
+        return begin
+
+    def _watch_outcome(self, *, now: bool = False) -> None:
+        """Raise RelayedError once rank 0 has given the save up; it looks twice a second, or `now`."""
+        self._request.require_wanted()
+        if now or time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + LOOK_S
+            if (data := self._ranks.look(self._key("outcome"))) is not None:
+                failed = decode(data, Outcome).failed
+                raise RelayedError(failed or Failed("RanksError", "rank 0 has ended this save", 0))
+
+    def _end(self, begin: Begin, report: Report) -> Snapshot:
+        """Report, answer rank 0's question, wait for the outcome, and return the snapshot.
+
+        Raises:
+            SnapstoreError: nothing was committed; or, if the error says so, that is not known.
+        """
+        ranks, rank, request = self._ranks, self._ranks.rank, self._request
+        answers: dict[str, tuple[str, Callable[[str], bytes]]] = {
+            "ask": ("tree", lambda _: self._data.trees()),
+            "ask-replicas": ("replicas", lambda group: encode(self._data.replicas(group))),
+        }
+        # Rank 0 gives up after total_s; its outcome must come soon after that.
+        watch = Watch(ranks, "the outcome", lambda: [0], ranks.total_s + ranks.silent_s, self._job.prefix)
+
+        def watch_all() -> None:
+            for question, (name, answer) in list(answers.items()):
+                if (data := ranks.look(self._key(question))) is not None:
+                    del answers[question]
+                    if rank in (asked := decode(data, Ask)).ranks:
+                        try:
+                            ranks.post(self._key(f"{name}/{rank}"), answer(asked.group))
+                        except Exception as error:
+                            self._job.give_up(self._number, error)  # rank 0 waits for the answer
+                            raise
+            if request.unwanted:
+                raise RanksError(request.unwanted)
+            watch()
+
+        self._job.is_stale = True  # unless rank 0 says otherwise
+        try:
+            ranks.post(self._key(f"report/{rank}"), encode(report))
+            outcome = decode(wait_for(lambda: ranks.look(self._key("outcome")), watch_all), Outcome)
+        except RanksError as lost:
+            lost = RanksError(request.unwanted) if request.unwanted else lost  # closed since: the first reason counts
+            return settle(self._context, request, begin.id, rank, lost)
+        if outcome.state == FAILED and outcome.failed is not None:
+            raise messages.raised(outcome.failed, rank)
+        if outcome.state != COMMITTED:
+            why = outcome.failed.text if outcome.failed else "rank 0 does not know"
+            return settle(self._context, request, begin.id, rank, RanksError(why, ranks=[0]))
+        self._job.is_stale = outcome.is_stale
+        return read_committed(self._context, request, begin.id, outcome.record)
+
+    # -- all ranks
+
+    def _remove_old_keys(self) -> None:
+        old = [key for key, number in self._job.old_keys.copy().items() if number < self._number]
+        self._ranks.remove(old)  # not of the next save: the caller's thread may have given it up already
+        for key in old:
+            self._job.old_keys.pop(key, None)
+
+
+def report_of(begin: Begin, written: Written, **told: Any) -> Report:
+    """Return the report of the objects that a rank has written; `told`: the other fields of the report."""
+    ids = [key.rpartition("-")[2].partition(".")[0] for key in begin.bases]
+    return Report(
+        step=begin.step,
+        manifests=[Ref.of(ref) for ref in written.manifests],
+        bases=[number for number, name in enumerate(ids) if name in written.bases.ids],
+        chunks=written.chunks,
+        new_chunks=written.new_chunks,
+        stored_bytes=written.stored_bytes,
+        depth=written.depth,
+        **told,
+    )
+
+
+def shared_session(context: Context, run: str, begin: Begin, watch: Callable[[], object]) -> SharedSession:
+    """Return the session of a rank other than 0, which shares that of rank 0.
+
+    A base whose record this rank cannot read is left out; the rank then stores more.
+
+    Args:
+        watch: raises once the save was given up.
+    """
+    bases = []
+    for key in begin.bases:
+        try:
+            bases.append(read_record(context, key))
+        except (*DAMAGE, StorageError) as error:
+            log.warning("run=%s base %s cannot be used: %s", run, key, error)
+    session = SharedSession(context, run, begin.step, begin.id, bases, watch)
+    if begin.quarantine:
+        session.quarantined = quarantined_names([info.key for info in context.store.list("gc/")])
+    return session

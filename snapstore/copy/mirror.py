@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from .. import retention
 from ..catalog import policy_store
@@ -35,20 +35,23 @@ from ..format.keys import parse_record_key
 from ..format.records import ABORTED, COMMITTED, FORGOTTEN, Snapshot
 from ..protocol.forget import ForgetResult, forget
 from ..protocol.quarantine import in_need_of_quarantined
-from ..protocol.same_repository import confirmed
+from ..protocol.same_repository import Opened, confirmed
 from ..text import log, some
 from .copy import COPY_BEGUN, UNCOPIED, Copier, require_same_seed
 from .mirror_failures import Failures
 from .mirror_order import due_tags, free_tags, is_later, is_mirrored, lacks, newest_of_both, only_there, wanted
 from .mirror_retention import Retention
 
-if TYPE_CHECKING:
-    from ..repository import Repository
-
 #: After a failure the mirror waits RETRY_S, after each further failure twice as long, at most RETRY_MAX_S.
 RETRY_S, RETRY_MAX_S = 1.0, 60.0
 #: A copy that is given up ends within this time, unless its store does not answer [s].
 GIVE_UP_S = 2.0
+
+
+class Target(Opened, Protocol):
+    """The mirror, an open repository."""
+
+    def close(self) -> None: ...  # noqa: D102
 
 
 class Mirror:
@@ -74,7 +77,7 @@ class Mirror:
         run: str,
         url: str,
         source: Context,
-        open_target: Callable[[], Repository],
+        open_target: Callable[[], Target],
         keep: Sequence[retention.Policy] = (),
         *,
         read_only: bool = False,
@@ -82,7 +85,7 @@ class Mirror:
     ) -> None:
         self.run, self.url, self._source, self._open_target, self._keep = run, url, source, open_target, keep
         self.problem, self.read_only, self._verify, self.next_seq = "", read_only, verify, 0
-        self._target: Repository | None = None
+        self._target: Target | None = None
         self._copier: Copier | None = None
         self._pending: list[Snapshot] = []  # committed and not mirrored, oldest first
         self._unlisted: list[Snapshot] = []  # committed before; the mirror may lack them, until it has been listed

@@ -29,7 +29,8 @@ from ..save.pipeline import commit
 from ..save.ranks.holders import Holders, require_kept
 from ..save.ranks.rank_state import digests_by_path, encode_trees, held_bytes, trees_of
 from ..save.ranks.roots import Children, read_headers, write_roots
-from ..save.ranks.together import report_of, shared_session
+from ..save.ranks.together import shared_session
+from ..save.ranks.writer import report_of
 from ..save.replicas import group_digests
 from ..save.shares import Name, RankShares, Replicas
 from ..save.staging import Mode, Staging

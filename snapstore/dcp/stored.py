@@ -20,9 +20,10 @@ from ..restore.manifests import decoding_of
 from ..restore.overlaps import dim_orders_of
 from ..restore.pipeline import deleted_meanwhile, load, opened, require_decoding_of, ruling_now
 from ..restore.sources import AsRank, Sources
-from ..state.fill import composite_fit
+from ..state.fill import composite_fit, optimizer_fit
 from ..state.fill.buffers import RestoreBuffers, Want, slots_of
 from ..state.fill.differences import MAX_LINES
+from ..state.fill.optimizer_fit import with_sharded_state
 from ..state.tree.decode import ELSEWHERE, decode
 from ..state.values.arrays import mismatch, torch_dtype
 from ..state.values.classes import known_classes
@@ -33,7 +34,6 @@ from ..state.values.sharded import sharding_of
 from ..state.values.tensors import Slot, TensorSpec
 from ..state.values.torch_layouts import layout_of
 from ..state.walk import optimizers
-from ..state.walk.optimizers import with_sharded_state
 from ..state.walk.stateful import is_strict_module
 from ..text import counted, log
 from .names import Closed, Leaf, ObjectTypes, flat_leaves, is_tensor
@@ -149,7 +149,7 @@ class StoredState:
         """
         if optimizers.is_optimizer(target):
             stored = optimizers.with_numbers(stored)
-            found = optimizers.differences(target, stored, present, path, self._spec, self._decoded)
+            found = optimizer_fit.differences(target, stored, present, path, self._spec, self._decoded)
             if lines := [f"{shown(below)}: {text}" for below, text in found]:
                 raise InvalidInputError(*lines[:MAX_LINES], "nothing was loaded")
             present = with_sharded_state(target, stored, present, self._spec, self._decoded)
@@ -161,7 +161,7 @@ class StoredState:
     def put_back(self, stored: Any, target: Any, loaded: Any) -> None:
         """Put the values of a loaded state in place of the ones that the loader of an optimizer has cast."""
         if (found := self._decoded.parameters.get(id(stored))) and optimizers.is_optimizer(target):
-            optimizers.put_back(target, loaded, found[1])
+            optimizer_fit.put_back(target, loaded, found[1])
 
     def _merged(self, stored: Any, present: Any, kept: Any = None) -> Any:
         if stored is ELSEWHERE or id(stored) in self._decoded.makers:

@@ -16,10 +16,10 @@ from ..manager import SnapshotManager
 from ..restore.manifests import decoding_of
 from ..restore.pipeline import read_as_ruled
 from ..restore.sources import ALONE, Sources
+from ..state.fill import optimizer_fit
 from ..state.tree.decode import decode
 from ..state.values.containers import Path, shown
 from ..state.values.tensors import Slot, TensorSpec
-from ..state.walk import optimizers
 
 
 class StoredOptimizers:
@@ -56,13 +56,13 @@ class StoredOptimizers:
         lines = list[str]()
         for optimizer, path, stored in self._pairs(of):
             state = optimizer.state_dict()
-            for below, text in optimizers.differences(optimizer, stored, state, path, self._spec_of, self._decoded):
+            for below, text in optimizer_fit.differences(optimizer, stored, state, path, self._spec_of, self._decoded):
                 lines.append(f"  {shown(below)}: {text}")
         if lines:
             raise InvalidInputError(f"{self._ref}: the state does not fit the optimizer:", *lines[:20])
 
     def put_back(self, of: Sequence[Any], states: Sequence[Any], *, copy: bool = False) -> None:
-        """Put the values of loaded states in place of the ones that torch has cast; see `optimizers.put_back`.
+        """Put the values of loaded states in place of the ones that torch has cast; see `optimizer_fit.put_back`.
 
         Args:
             states: as the optimizers have loaded them.
@@ -70,7 +70,7 @@ class StoredOptimizers:
         """
         for (optimizer, _, stored), state in zip(self._pairs(of), states, strict=False):
             if (found := self._decoded.parameters.get(id(stored))) is not None:
-                optimizers.put_back(optimizer, state, found[1], copy=copy)
+                optimizer_fit.put_back(optimizer, state, found[1], copy=copy)
 
     def _pairs(self, of: Sequence[Any]) -> Iterator[tuple[Any, Path, Any]]:
         """Yield each optimizer with the path and the decoded form of its state."""
@@ -91,4 +91,4 @@ def put_back_by_name(model: Any, optimizer: Any, state: Any) -> None:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     groups = get_optimizer_state_dict(model, optimizer)["param_groups"]
-    optimizers.put_back(optimizer, {"state": state["state"], "param_groups": groups}, None)
+    optimizer_fit.put_back(optimizer, {"state": state["state"], "param_groups": groups}, None)

@@ -33,8 +33,7 @@ from snapstore.save.lineage import Lineage
 from snapstore.save.manifest_writer import Written
 from snapstore.save.ranks.rank_state import PartTree, encode_trees
 from snapstore.save.ranks.together import Job as Saves
-from snapstore.save.ranks.together import report_of
-from snapstore.save.ranks.writer import RankWriter, request_digests
+from snapstore.save.ranks.writer import RankWriter, report_of, request_digests
 
 
 def table_of(lengths: np.ndarray[Any, Any], packs: int, noise: np.random.Generator) -> ChunkTable:

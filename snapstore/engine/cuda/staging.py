@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from .sources import Sources, TensorKey, require_whole, start_digests
 from .streams import copy_async, out_of_memory, ragged, release_cached_memory
 
 if TYPE_CHECKING:
-    from ..registry import Engines
+    from .engine import CudaEngine
 
 #: The most device memory that a save works in [bytes]: if its copies lie on the device, and if they lie on the host.
 WORK_BYTES, HOST_WORK_BYTES = 1280 * 1024 * 1024, 480 * 1024 * 1024
@@ -48,6 +48,13 @@ PIECE_BYTES = 256 * 1024
 APART_SHARE = 0.1
 #: The share of free memory that `auto` may take.
 AUTO_SHARE = 0.9
+
+
+class Engines(Protocol):
+    """The engines of all devices; see `engine.registry.Engines`."""
+
+    def on(self, device: torch.device) -> CudaEngine: ...  # noqa: D102
+    def lift_limits(self, saver: object) -> None: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True)

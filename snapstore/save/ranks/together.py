@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -50,7 +50,6 @@ from ...format.records import Snapshot
 from ...protocol.session import Session, SharedSession
 from ...text import log
 from ..inputs import SaveRequest
-from ..manifest_writer import Written
 from .agreement import compare, compare_replicas
 from .outcomes import in_save, read_committed, read_record, settle
 
@@ -415,21 +414,6 @@ class _Save:
         self._ranks.remove(old)  # not of the next save: the caller's thread may have given it up already
         for key in old:
             self._job.old_keys.pop(key, None)
-
-
-def report_of(begin: Begin, written: Written, **told: Any) -> Report:
-    """Return the report of the objects that a rank has written; `told`: the other fields of the report."""
-    ids = [key.rpartition("-")[2].partition(".")[0] for key in begin.bases]
-    return Report(
-        step=begin.step,
-        manifests=[Ref.of(ref) for ref in written.manifests],
-        bases=[number for number, name in enumerate(ids) if name in written.bases.ids],
-        chunks=written.chunks,
-        new_chunks=written.new_chunks,
-        stored_bytes=written.stored_bytes,
-        depth=written.depth,
-        **told,
-    )
 
 
 def shared_session(context: Context, run: str, begin: Begin, watch: Callable[[], object]) -> SharedSession:

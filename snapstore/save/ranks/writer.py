@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import xxhash
 
@@ -31,7 +32,6 @@ from ..staging import Staging
 from .merged_trees import merge_trees, orders_of
 from .rank_state import decode_trees, digests_by_path, encode_trees, held_bytes, trees_of
 from .roots import ChildHeaders, Children, write_roots
-from .together import report_of
 
 
 class RankWriter:
@@ -174,3 +174,18 @@ def _without_order(node: Node) -> Node:
         pairs = zip(map(encode, keys), map(_without_order, children), strict=True)
         return [*head, sorted(pairs, key=lambda pair: pair[0])]
     return node
+
+
+def report_of(begin: Begin, written: Written, **told: Any) -> Report:
+    """Return the report of the objects that a rank has written; `told`: the other fields of the report."""
+    ids = [key.rpartition("-")[2].partition(".")[0] for key in begin.bases]
+    return Report(
+        step=begin.step,
+        manifests=[Ref.of(ref) for ref in written.manifests],
+        bases=[number for number, name in enumerate(ids) if name in written.bases.ids],
+        chunks=written.chunks,
+        new_chunks=written.new_chunks,
+        stored_bytes=written.stored_bytes,
+        depth=written.depth,
+        **told,
+    )

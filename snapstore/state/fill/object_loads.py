@@ -23,6 +23,7 @@ from ..values.containers import CONTAINERS, Path, children, is_mapping, shown
 from ..values.tensors import Slot, family, is_array
 from ..walk import optimizers
 from ..walk.stateful import loads_as_torch, state_of
+from . import optimizer_fit
 from .buffers import RestoreBuffers, slots_of
 from .differences import MAX_LINES
 from .repeated_places import is_plain
@@ -105,7 +106,7 @@ class ObjectLoads:
                 "clear them or add to them; let state_dict() return copies"
             )
         if (found := self._decoded.parameters.get(id(load.stored))) and optimizers.is_optimizer(load.object):
-            optimizers.put_back(load.object, state, found[1])
+            optimizer_fit.put_back(load.object, state, found[1])
         if not is_plain(load.stored):
             self._check(load)
 

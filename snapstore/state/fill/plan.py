@@ -7,7 +7,7 @@ a byte is written. flatten.py is the inverse.
 Rules that users see:
 
 - Names and shapes inside an object belong to it and are not checked, except in modules with torch's own loaders, which
-  would also refuse wrong ones. The state of an optimizer must fit its groups and parameters (optimizers.py).
+  would also refuse wrong ones. The state of an optimizer must fit its groups and parameters (optimizer_fit.py).
 - With `into`, dict keys must be the same on both sides. A list, tuple or deque without arrays and objects is one value,
   so its length may differ; with arrays inside, the length must be equal. Lists and dicts are changed in place.
 - With `keys` and no `into`, lists and tuples contain only the selected items: the next ones move up.
@@ -38,14 +38,15 @@ from ..values.containers import CONTAINERS, MAX_DEPTH, Path, children, is_mappin
 from ..values.tensors import Slot, StoredPart, family, is_array
 from ..values.torch_layouts import layout_of
 from ..walk import optimizers
-from ..walk.optimizers import is_optimizer, with_sharded_state
+from ..walk.optimizers import is_optimizer
 from ..walk.per_rank import PerRank, has_objects
 from ..walk.stateful import is_stateful, is_strict_module, is_torch_module, loader_decides, state_of
-from . import composite_fit
+from . import composite_fit, optimizer_fit
 from .buffers import RestoreBuffers, Want, slots_of
 from .differences import IN_INTO, IN_SNAPSHOT, Differences, advice, renamed, sequence_name, stored_name
 from .fit import Fit, Mismatches
 from .object_loads import Load, ObjectLoads, arrays_of_both
+from .optimizer_fit import with_sharded_state
 from .repeated_places import RepeatedPlaces, is_plain, same_plain
 
 if TYPE_CHECKING:
@@ -334,7 +335,7 @@ class RestorePlan:
         """Find arrays in an object's own state that can be filled directly; note what its loader would not refuse."""
         spec_of, decoded = self.buffers.spec, self._decoded
         if is_optimizer(target):
-            for below, text in optimizers.differences(target, stored, present, path, spec_of, decoded):
+            for below, text in optimizer_fit.differences(target, stored, present, path, spec_of, decoded):
                 if below[-1] == "param_groups" or self._selection.matches(below):
                     self._differ(below, text)
         present = with_sharded_state(target, stored, present, spec_of, decoded)
@@ -343,7 +344,7 @@ class RestorePlan:
                 self._differ(below, text)
         may_differ = loader_decides(target, path)
         if is_optimizer(target):
-            may_differ = partial(optimizers.loader_decides, stored, decoded)
+            may_differ = partial(optimizer_fit.loader_decides, stored, decoded)
         for below, slot, array in arrays_of_both(stored, present, path, self._selection.matches):
             problem = mismatch(spec_of(slot), array)
             if problem is None:

@@ -111,7 +111,8 @@ def flatten_and_learn(state: Any, *, of_rank: bool = False) -> tuple[list[Part],
     if flattener.is_repeated:  # two states of one object may differ
         return parts, None
     try:
-        return parts, learn(state, flattener.states, parts, of_rank=of_rank)
+        trees, held = {part.key: part.tree for part in parts}, {part.key: part.arrays for part in parts}
+        return parts, learn(state, flattener.states, trees, held, of_rank=of_rank)
     except DifferentStructureError:
         return parts, None
 

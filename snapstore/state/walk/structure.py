@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 from math import prod
 from operator import mul, not_
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -34,9 +34,6 @@ from .learner import MAPPINGS, Container, DifferentStructureError, Learner, byte
 from .optimizers import expand, parameters_of
 from .per_rank import is_per_rank
 from .stateful import state_of
-
-if TYPE_CHECKING:
-    from .flatten import Part
 
 
 @dataclass(slots=True, eq=False)
@@ -319,14 +316,14 @@ class Structure:
 
 
 def learn(
-    state: Any, states: Mapping[int, Any], parts: Sequence[Part], *, of_rank: bool = False
+    state: Any, states: Mapping[int, Any], trees: Mapping[str, Node], held: Mapping[str, list[Held]], *, of_rank: bool
 ) -> tuple[Structure, list[Array]]:
     """Learn the structure of a state.
 
     Args:
         state: as it was flattened.
         states: what `state_dict` returned, by the id of its object.
-        parts: of the state.
+        trees, held: by part: its tree, and its arrays; of sharded tensors the local ones.
         of_rank: whether it is the state of one of several ranks.
 
     Returns:
@@ -335,11 +332,10 @@ def learn(
     Raises:
         DifferentStructureError: the state has containers or ties that cannot be recognised, or has changed.
     """
-    trees = {part.key: part.tree for part in parts}
-    specs = {part.key: [held.spec for held in part.arrays] for part in parts}  # of sharded tensors the local ones
+    specs = {key: [one.spec for one in arrays] for key, arrays in held.items()}
     ends = accumulate(map(len, specs.values()))
     rows_of = {key: range(end - len(of), end) for (key, of), end in zip(specs.items(), ends, strict=True)}
-    learner = Learner(states, trees, rows_of, [held for part in parts for held in part.arrays])
+    learner = Learner(states, trees, rows_of, [one for arrays in held.values() for one in arrays])
     try:
         root = learner.learn(state, trees[""], (), "")
     except (TypeError, IndexError, KeyError, ValueError) as error:  # a child of another kind than in the tree

@@ -81,7 +81,7 @@ if TYPE_CHECKING:
     from .retention import SnapshotLike as SnapshotLike
     from .rewrite.compact import CompactResult as CompactResult
     from .rewrite.recode import RecodeResult as RecodeResult
-    from .save.handle import SaveHandle as SaveHandle
+    from .save.background import SaveHandle as SaveHandle
     from .state.fill.fit import FitOptions as FitOptions
     from .state.fill.fit import Mismatches as Mismatches
     from .state.fill.fit import NameOptions as NameOptions

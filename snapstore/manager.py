@@ -31,9 +31,7 @@ from .distributed.preemption import Preemption, SignalHandler
 from .errors import CapabilityError, InvalidInputError
 from .options import SaveOptions
 from .repository import Repository
-from .save.background import Background, clear_frames
-from .save.handle import SaveHandle
-from .save.upkeep import forget_and_collect
+from .save.background import Background, SaveHandle, clear_frames, forget_and_collect
 from .steps import Steps
 from .storage.base import ObjectStore
 from .text import log, quoted

@@ -5,11 +5,12 @@ The header of a root manifest (manifest_refs.py) names its children, and all of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ..errors import SnapstoreError
 from ..format.keys import pack_key
-from ..format.records import Snapshot
+from ..format.manifests.manifest import Manifest
+from ..format.records import RANKS, ManifestRef, Snapshot
 from .index import Index
 
 
@@ -41,3 +42,29 @@ def all_needed_keys(
                 keys.update(child.key for child in header.children)
                 keys.update(map(pack_key, header.pack_names))
         yield snapshot, first_error or keys
+
+
+def data_refs(index: Index, snapshot: Snapshot) -> list[ManifestRef]:
+    """Return the references of the manifests that hold a snapshot's chunks: each root that has some, then its children.
+
+    Reads nothing if one process has written the snapshot.
+
+    Raises:
+        NotFoundError, IntegrityError, FormatError: a root is missing or damaged.
+        StorageError: one cannot be read.
+    """
+    if RANKS not in snapshot.features:
+        return snapshot.manifests
+    headers = [(ref, index.header(ref)) for ref in snapshot.manifests]
+    return [found for ref, head in headers for found in ([ref] if head.chunks else []) + head.children]
+
+
+def all_manifests(
+    snapshot: Snapshot, read: Callable[[ManifestRef], Manifest]
+) -> Iterator[tuple[ManifestRef, Manifest]]:
+    """Yield every manifest of a snapshot with its reference: each root, then its children; raises as `read` does."""
+    for ref in snapshot.manifests:
+        m = read(ref)
+        yield ref, m
+        for child in m.header.children:
+            yield child, read(child)

@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 
 from ..catalog.history import View
-from ..catalog.manifest_refs import all_manifests
+from ..catalog.needed_keys import all_manifests
 from ..context import Context
 from ..errors import (
     DAMAGE,

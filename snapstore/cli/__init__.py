@@ -14,14 +14,7 @@ import os
 import signal
 import sys
 
-from . import (  # importing a module registers its verbs
-    inspect,
-    maintenance,
-    planning,
-    retention,
-    save_restore,
-    transfer,
-)
+from . import inspect, maintenance, planning, retention, save_restore, transfer
 from .app import commands
 
 __all__ = ["commands", "inspect", "main", "maintenance", "planning", "retention", "save_restore", "transfer"]

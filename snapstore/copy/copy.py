@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ..catalog.history import View, is_dropped
-from ..catalog.manifest_refs import all_manifests
+from ..catalog.needed_keys import all_manifests
 from ..catalog.read_twice import settled
 from ..context import Context
 from ..errors import (

@@ -38,8 +38,17 @@ from ..protocol.quarantine import in_need_of_quarantined
 from ..protocol.same_repository import Opened, confirmed
 from ..text import log, some
 from .copy import COPY_BEGUN, UNCOPIED, Copier, require_same_seed
-from .mirror_failures import Failures
-from .mirror_order import due_tags, free_tags, is_later, is_mirrored, lacks, newest_of_both, only_there, wanted
+from .mirror_order import (
+    Failures,
+    due_tags,
+    free_tags,
+    is_later,
+    is_mirrored,
+    lacks,
+    newest_of_both,
+    only_there,
+    wanted,
+)
 from .mirror_retention import Retention
 
 #: After a failure the mirror waits RETRY_S, after each further failure twice as long, at most RETRY_MAX_S.

@@ -29,8 +29,7 @@ from ..distributed.messages import Begin, Report
 from ..errors import InvalidInputError, RanksError
 from ..format.records import ManifestRef
 from ..save.ranks.agreement import Unlike, not_held, unlike_replicas
-from ..save.ranks.merged_trees import merge_trees, orders_of
-from ..save.ranks.rank_state import PartTree, decode_trees
+from ..save.ranks.merged_trees import PartTree, decode_trees, merge_trees, orders_of
 from ..text import some
 
 _MARK = "snapstore.plan."

@@ -27,7 +27,7 @@ from ..save.manifest_writer import Written, write
 from ..save.near_children import NearChildren
 from ..save.pipeline import commit
 from ..save.ranks.holders import Holders, require_kept
-from ..save.ranks.rank_state import digests_by_path, encode_trees, held_bytes, trees_of
+from ..save.ranks.merged_trees import digests_by_path, encode_trees, held_bytes, trees_of
 from ..save.ranks.roots import Children, read_headers, write_roots
 from ..save.ranks.together import shared_session
 from ..save.ranks.writer import report_of

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..catalog.history import View
-from ..catalog.manifest_refs import all_manifests
+from ..catalog.needed_keys import all_manifests
 from ..catalog.read_twice import listed
 from ..context import Context
 from ..errors import FormatError, IntegrityError, NotFoundError

@@ -30,7 +30,7 @@ from ..distributed.choose import place
 from ..errors import CapabilityError, InvalidInputError, needs
 from ..format.records import Snapshot
 from ..manager import SnapshotManager
-from ..save.handle import SaveHandle
+from ..save.background import SaveHandle
 from ..state.walk.per_rank import PerRank
 from ..state.walk.rng import RngState
 from ..text import log

@@ -31,7 +31,7 @@ from ..manager import SnapshotManager
 from ..options import SaveOptions
 from ..repository import Repository
 from ..retention import Policy
-from ..save.handle import SaveHandle
+from ..save.background import SaveHandle
 from ..text import quoted
 from . import references
 

@@ -25,7 +25,7 @@ from ..manager import SnapshotManager
 from ..options import SaveOptions
 from ..repository import Repository
 from ..retention import KeepBest
-from ..save.handle import SaveHandle
+from ..save.background import SaveHandle
 from ..state.walk.optimizers import OptimizerState
 from ..state.walk.per_rank import PerRank
 from ..state.walk.rng import RngState

@@ -34,7 +34,7 @@ from ..manager import SnapshotManager
 from ..options import SaveOptions
 from ..repository import Repository
 from ..retention import Policy
-from ..save.handle import SaveHandle
+from ..save.background import SaveHandle
 from . import references
 
 with needs("megatron-core", 'pip install "snapstore[megatron]"'):

@@ -28,7 +28,7 @@ from ..manager import SnapshotManager
 from ..options import SaveOptions
 from ..repository import Repository
 from ..retention import KeepLast, Policy
-from ..save.handle import SaveHandle
+from ..save.background import SaveHandle
 from ..text import log, quoted
 from ..threads import imported
 

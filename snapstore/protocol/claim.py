@@ -38,10 +38,9 @@ from ..format import records
 from ..format.keys import parse_record_key, quarantined_names
 from ..format.records import MAX_OBJECT_BYTES, MadeFor, Snapshot
 from ..text import log, printable
-from .liveness import orphaned_sessions
+from .liveness import orphaned_sessions, this_session
 from .marks import marked_keys
 from .same_repository import confirmed
-from .this_process import this_session
 
 COMMIT_ATTEMPTS = 4
 #: No further attempt begins after this time: each may take as long as the store's own time-outs.

@@ -9,9 +9,12 @@ that the session protects.
 from __future__ import annotations
 
 import math
+import os
 import re
+import socket
 import time
 from contextlib import suppress
+from pathlib import Path
 
 from ..catalog.read_twice import listed
 from ..catalog.repeated_ids import repeats_id
@@ -22,7 +25,6 @@ from ..format.records import ABORTED, MAX_OBJECT_BYTES, Session, Snapshot
 from ..storage.base import ObjectInfo, ObjectStore
 from ..text import log, strip_hint
 from .revisions import create
-from .this_process import boot_id, host_name
 
 PREFIX = "sessions/"
 _ID = re.compile("[0-9a-f]{32}")
@@ -159,3 +161,21 @@ def aborted(run: str, step: int, snapshot_id: str, reason: str) -> Snapshot:
         created=time.time(),
         reason=reason,
     )
+
+
+def this_session(save_id: str, key: str) -> Session:
+    """Return a session of this process."""
+    return Session(id=save_id, key=key, host=host_name(), boot_id=boot_id(), pid=os.getpid(), started=time.time())
+
+
+def host_name() -> str:
+    """Return the name of this host, the same in every locale; a byte that is not UTF-8 is shown as that byte."""
+    return os.fsencode(socket.gethostname()).decode("utf-8", "backslashreplace")
+
+
+def boot_id() -> str:
+    """Return the id of this boot, "" where unknown. Within one boot, a free lock proves that a process is dead."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

@@ -30,7 +30,7 @@ from ..distributed.base import Ranks
 from ..distributed.joint_call import JointCall
 from ..distributed.messages import Ready, decode, encode
 from ..errors import RanksError
-from ..protocol.this_process import boot_id, host_name
+from ..protocol.liveness import boot_id, host_name
 from ..state.fill.buffers import RestoreBuffers, Want
 from ..state.values.arrays import Memory
 from ..threads import msgpack_decoder

@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from ..arrays import Column
 from ..catalog.history import View
-from ..catalog.manifest_refs import data_refs
+from ..catalog.needed_keys import data_refs
 from ..catalog.read_twice import read_twice, tried
 from ..chunks.uploader import PackUploader
 from ..context import Context

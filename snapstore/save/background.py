@@ -14,12 +14,16 @@ import traceback
 from _thread import LockType
 from collections.abc import Callable
 from functools import partial
+from typing import NoReturn
 
+from ..context import Context
 from ..engine.registry import Engines
-from ..errors import InvalidInputError, SnapstoreError
+from ..errors import IntegrityError, InvalidInputError, SnapstoreError
+from ..format.records import Snapshot
+from ..protocol.forget import ForgetResult
+from ..protocol.gc import collect
 from ..text import log
 from ..threads import Slot, in_pool, no_threads
-from .handle import SaveHandle
 
 #: The thread of a save first sleeps so long, so that its caller goes on at once; else Python lets it wait for 5 ms [s].
 YIELD_S = 0.001
@@ -207,3 +211,80 @@ def _as_raised_by(begins: str, ref: str, error: BaseException) -> BaseException:
     told.args = (f"{why}: {error.args[0] if error.args else ''}", *error.args[1:])
     told.__cause__ = error
     return told
+
+
+class SaveHandle:
+    """A save that runs or has ended.
+
+    Attributes:
+        skipped: whether no save was begun, because the step is off the interval, or another save was running.
+    """
+
+    def __init__(self, *, skipped: bool = False) -> None:
+        self.skipped = skipped
+        self._finished = threading.Event()
+        self._snapshot: Snapshot | None = None
+        self._error: BaseException | None = None
+        self._has_raised = False  # whether `result` has raised the error
+        self._is_noted = False  # whether the manager's next call raises the error
+        self._thread: int | None = None  # the thread that saves
+        self._pid = os.getpid()
+        if skipped:
+            self._finished.set()
+
+    def __repr__(self) -> str:
+        state = "skipped" if self.skipped else "running" if not self.done() else self._error or self._snapshot
+        return f"SaveHandle({state!r})"
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse pickle and copy: a copy of a running save would not learn how it ends."""
+        raise TypeError("a SaveHandle cannot be pickled or copied; use the snapshot that its result() returns")
+
+    def done(self) -> bool:
+        """Return whether the save has committed, failed, or was skipped."""
+        return self._finished.is_set()
+
+    def result(self, timeout: float | None = None) -> Snapshot | None:
+        """Wait up to `timeout` seconds; return the committed snapshot, or None for a skipped save.
+
+        Raises:
+            InvalidInputError: the thread that saves calls, from a handler of the log for example; or a forked child.
+            TimeoutError: not finished by then.
+            SnapstoreError: the save failed. The next `save` does not raise this error again.
+        """
+        if not self.done():
+            if self._thread == threading.get_ident():
+                raise InvalidInputError("result was called by the thread that saves: it would wait for itself")
+            if self._pid != os.getpid():
+                raise InvalidInputError("this save runs in the process before the fork: call result there")
+        if not self._finished.wait(None if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
+            raise TimeoutError(f"the save has not finished within {timeout} s")
+        if self._error is not None:
+            self._has_raised = True
+            raise self._error
+        return self._snapshot
+
+    def _skip(self) -> None:
+        self.skipped = True
+        self._finished.set()
+
+    def _finish(self, snapshot: Snapshot | None, error: BaseException | None) -> None:
+        self._snapshot, self._error = snapshot, error
+        self._finished.set()
+
+
+def forget_and_collect(
+    context: Context, run: str, forget: Callable[[], ForgetResult], stops: Callable[[], bool]
+) -> Exception | None:
+    """Forget, and run gc if something was forgotten; return the error that the user must know of."""
+    try:
+        if forget().forgotten:
+            with context.store.pinned():
+                collect(context, stops=stops)
+    except Exception as error:  # noqa: BLE001  raised at the caller's next call, but not by `save`
+        if isinstance(error, SnapstoreError) and not isinstance(error, IntegrityError):
+            log.warning("run=%s retention ended early, the next save tries again: %s", run, error)
+            return None
+        log.error("run=%s nothing is forgotten or deleted until this is repaired: %s", run, error)
+        return error
+    return None

@@ -24,7 +24,7 @@ from ..state.values.tensors import TensorSpec, array_node, is_array
 from ..state.values.wrapped import unwrapped
 from ..state.walk.flatten import flatten, require_stored_forms
 from ..state.walk.stateful import is_stateful
-from .handle import SaveHandle
+from .background import SaveHandle
 from .inputs import PartInput, TensorInput, inputs_of
 
 _END = object()

@@ -19,7 +19,7 @@ from snapstore.format.manifests import manifest
 from snapstore.format.manifests import sections as layout
 from snapstore.format.manifests.manifest import Box, TensorEntry
 from snapstore.format.records import Config, ManifestRef, Session, Snapshot
-from snapstore.protocol.this_process import boot_id
+from snapstore.protocol.liveness import boot_id
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 

@@ -14,7 +14,7 @@ import torch
 
 from kit.packs import scan
 from snapstore import Repository, SaveOptions
-from snapstore.catalog.manifest_refs import all_manifests
+from snapstore.catalog.needed_keys import all_manifests
 from snapstore.engine.cpu import EncodedChunk, HostEncoded
 from snapstore.errors import NotFoundError
 from snapstore.format import hashing, records

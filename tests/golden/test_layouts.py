@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from snapstore import Repository, SaveOptions, SnapshotManager
-from snapstore.catalog.manifest_refs import all_manifests
+from snapstore.catalog.needed_keys import all_manifests
 from snapstore.errors import InvalidInputError
 from snapstore.format.manifests import manifest
 from snapstore.format.records import PARAMETER_SHAPES, RANKS, STRIDES

@@ -17,7 +17,7 @@ import pytest
 from kit.repositories import OPTIONS
 from snapstore import InvalidInputError, KeepLast, SnapshotManager, StorageError, text
 from snapstore.engine.cpu import CpuEngine
-from snapstore.save.handle import SaveHandle
+from snapstore.save.background import SaveHandle
 from snapstore.storage.memory import MemoryStore
 
 STATE = {"w": np.arange(500_000)}

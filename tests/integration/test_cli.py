@@ -34,7 +34,7 @@ from snapstore.format import records
 from snapstore.format.hashing import checksum
 from snapstore.format.keys import record_key
 from snapstore.protocol import tags
-from snapstore.protocol.this_process import this_session
+from snapstore.protocol.liveness import this_session
 from snapstore.storage import cache_dir as cache_module
 from snapstore.storage.cache_dir import mount_of, on_network
 from snapstore.storage.local import LocalStore

@@ -18,7 +18,8 @@ import torch
 from kit.processes import environment
 from kit.repositories import OPTIONS, opened, save
 from snapstore import InvalidInputError, Repository
-from snapstore.protocol import liveness, this_process
+from snapstore.protocol import liveness
+from snapstore.protocol import liveness as this_process
 from snapstore.storage import urls
 
 #: A name that is not UTF-8 and has a line break; it ends with "ü", two bytes in UTF-8.

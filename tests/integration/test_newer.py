@@ -24,7 +24,7 @@ from snapstore.format import records
 from snapstore.format.hashing import checksum
 from snapstore.format.keys import record_key
 from snapstore.format.manifests.manifest import Box, TensorEntry
-from snapstore.protocol.this_process import this_session
+from snapstore.protocol.liveness import this_session
 from snapstore.storage.memory import MemoryStore
 
 A = noise(1)

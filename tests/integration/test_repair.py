@@ -39,7 +39,7 @@ from snapstore.format import records
 from snapstore.format.blobs import blob, pack
 from snapstore.format.keys import pack_key, quarantined_names, record_key
 from snapstore.format.manifests import manifest
-from snapstore.protocol.this_process import this_session
+from snapstore.protocol.liveness import this_session
 from snapstore.repair import repair as repair_module
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore

@@ -18,7 +18,7 @@ from snapstore.format import records
 from snapstore.format.blobs import blob, pack
 from snapstore.format.keys import record_key
 from snapstore.format.records import Snapshot
-from snapstore.protocol.this_process import this_session
+from snapstore.protocol.liveness import this_session
 from snapstore.storage.memory import MemoryStore
 
 

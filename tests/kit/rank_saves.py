@@ -33,8 +33,7 @@ from snapstore.save.inputs import PartInput, inputs_of
 from snapstore.save.known_chunks import load_bases
 from snapstore.save.manifest_writer import Written, write
 from snapstore.save.near_children import NearChildren
-from snapstore.save.ranks.merged_trees import holders_of, merge_trees, orders_of
-from snapstore.save.ranks.rank_state import trees_of
+from snapstore.save.ranks.merged_trees import holders_of, merge_trees, orders_of, trees_of
 from snapstore.save.ranks.roots import Children, read_headers, write_roots
 from snapstore.save.replicas import Replica
 from snapstore.save.shares import RankShares, Replicas

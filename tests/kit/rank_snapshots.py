@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from kit.forge import difference, forge_blob
-from snapstore.catalog.manifest_refs import all_manifests
+from snapstore.catalog.needed_keys import all_manifests
 from snapstore.chunks.reader import ChunkReader, whole
 from snapstore.engine.cpu import EncodedChunk, HostEncoded
 from snapstore.errors import AlreadyExistsError

@@ -13,8 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 from snapstore import InvalidInputError, PerRank
 from snapstore.save.inputs import inputs_of
-from snapstore.save.ranks.merged_trees import merge_trees
-from snapstore.save.ranks.rank_state import decode_trees, encode_trees, trees_of
+from snapstore.save.ranks.merged_trees import decode_trees, encode_trees, merge_trees, trees_of
 from snapstore.save.shares import RankShares
 from snapstore.state.values.tensors import StoredPart
 from snapstore.state.walk.flatten import flatten

@@ -14,8 +14,7 @@ from snapstore import InvalidInputError, PerRank, Repository, SnapshotManager, U
 from snapstore.errors import FormatError
 from snapstore.format import records
 from snapstore.format.manifests import manifest
-from snapstore.save.ranks.merged_trees import merge_trees
-from snapstore.save.ranks.rank_state import PartTree
+from snapstore.save.ranks.merged_trees import PartTree, merge_trees
 from snapstore.state.values.tensors import StoredPart
 from snapstore.state.walk.flatten import flatten, flatten_and_learn
 from snapstore.state.walk.learner import DifferentStructureError

@@ -17,7 +17,7 @@ from kit.samples import some
 from snapstore import PerRank, Repository, RngState, SaveOptions, SnapshotManager
 from snapstore.format.blobs.pack import DEFAULT_PACK_BYTES
 from snapstore.save.inputs import SaveRequest
-from snapstore.save.ranks.rank_state import digests_by_path, held_bytes
+from snapstore.save.ranks.merged_trees import digests_by_path, held_bytes
 from snapstore.save.ranks.writer import request_digests
 from snapstore.save.replicas import group_digests
 

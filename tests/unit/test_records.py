@@ -14,7 +14,7 @@ from snapstore.errors import FormatError, IntegrityError, InvalidInputError
 from snapstore.format import records
 from snapstore.format.keys import NAME, manifest_key, pack_key, parse_record_key, record_key, sha256_names
 from snapstore.format.records import Config, Done, ManifestList, ManifestRef, Mark, Policy, Session, Snapshot, Wait
-from snapstore.protocol.this_process import boot_id, this_session
+from snapstore.protocol.liveness import boot_id, this_session
 from snapstore.text import human_bytes, some
 
 ID = "0123456789abcdef" * 2

@@ -31,7 +31,7 @@ from snapstore.save.inputs import SaveRequest
 from snapstore.save.known_chunks import AnySession
 from snapstore.save.lineage import Lineage
 from snapstore.save.manifest_writer import Written
-from snapstore.save.ranks.rank_state import PartTree, encode_trees
+from snapstore.save.ranks.merged_trees import PartTree, encode_trees
 from snapstore.save.ranks.together import Job as Saves
 from snapstore.save.ranks.writer import RankWriter, report_of, request_digests
 

@@ -28,9 +28,9 @@ from ..open_maps import NONE_UNKNOWN, Unknown
 from ..records import RANKS, STRIDES, Count, MadeFor, ManifestRef, Rank, Seed, require_known_features
 from . import sections as layout
 from .chunk_table import COLUMNS, ChunkTable
-from .entries import Box as Box
-from .entries import TensorEntry as TensorEntry
-from .entries import check_entries, decode_orders, encode_orders
+from .sections import Box as Box
+from .sections import TensorEntry as TensorEntry
+from .sections import check_entries, decode_orders, encode_orders
 
 #: The first read of a header takes this many bytes; most headers fit.
 HEADER_READ_BYTES = 64 * 1024

@@ -32,8 +32,7 @@ from ...state.values.containers import shown
 from ...text import some
 from ...threads import msgpack_decoder
 from ..shares import Name, common
-from .merged_trees import holders_of
-from .rank_state import PartTree, decode_trees, encode_trees
+from .merged_trees import PartTree, decode_trees, encode_trees, holders_of
 
 T = TypeVar("T")
 #: Waits that end once other ranks have called `save`; in the others, ranks may have much to write.

@@ -28,8 +28,8 @@ from ..pipeline import finish
 from ..shares import Name, RankShares, Replicas
 from ..staging import Learn, Staging
 from .holders import Exchange, Holders, Turns, require_kept
+from .merged_trees import trees_of
 from .outcomes import in_save
-from .rank_state import trees_of
 from .together import Job
 from .writer import RankWriter
 

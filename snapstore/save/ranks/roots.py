@@ -33,7 +33,7 @@ from ..chunk_writer import ChunkWriter, Rows
 from ..known_chunks import AnySession, Bases, load_bases
 from ..manifest_writer import Layout, Written, add_tree, entry_of, table_of
 from ..near_children import NearChildren
-from .rank_state import PartTree
+from .merged_trees import PartTree
 
 #: Headers that are read at once (a large job has thousands; one Python process sends about 600 requests a second), and
 #: roots that are put at once.

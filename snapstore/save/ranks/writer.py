@@ -29,8 +29,7 @@ from ..near_children import NearChildren
 from ..pipeline import commit
 from ..replicas import group_digests
 from ..staging import Staging
-from .merged_trees import merge_trees, orders_of
-from .rank_state import decode_trees, digests_by_path, encode_trees, held_bytes, trees_of
+from .merged_trees import decode_trees, digests_by_path, encode_trees, held_bytes, merge_trees, orders_of, trees_of
 from .roots import ChildHeaders, Children, write_roots
 
 

@@ -7,11 +7,12 @@
 
 The data path, folder by folder; each folder's docstring names the file to read first:
 
-    save      state/walk/flatten -> save/staging copy -> format/chunking split -> engine/ digest -> save/known_chunks dedup
-              -> save/chunk_writer delta or full -> engine/ planes, codecs -> format/blobs/blob -> chunks/uploader packs
-              -> save/manifest_writer -> protocol/session commit the record -> catalog/index
-    restore   catalog/index record -> format/manifests/manifest -> restore/pipeline -> chunks/reader get ranges, decode, add
-              up the chain, verify -> state/fill/plan put together
+    save      state/walk/flatten -> save/staging copy -> format/chunking split -> engine/ digest
+              -> save/known_chunks dedup -> save/chunk_writer delta or full -> engine/ planes, codecs
+              -> format/blobs/blob -> chunks/uploader packs -> save/manifest_writer
+              -> protocol/claim commit the record -> catalog/index
+    restore   catalog/index record -> format/manifests/manifest -> restore/pipeline -> chunks/reader get ranges,
+              decode, add up the chain, verify -> state/fill/plan put together
 
 Ranks of a torch.distributed job save one snapshot together: save/ranks/job -> save/ranks/together, over distributed/.
 `integrations/` has one module for each trainer.
@@ -137,7 +138,7 @@ _HOME = {
     "RepairResult": "repair.report",
     "Repository": "repository",
     "RngState": "state.walk.rng",
-    "SaveHandle": "save.handle",
+    "SaveHandle": "save.background",
     "SaveOptions": "options",
     "Snapshot": "format.records",
     "SnapshotLike": "retention",

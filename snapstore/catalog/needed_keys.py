@@ -1,6 +1,6 @@
 """Needed keys: list the packs and manifests that snapshots need, from the cached headers of their manifests.
 
-The header of a root manifest (manifest_refs.py) names its children, and all of their packs.
+The header of a root manifest names its children, and all of their packs.
 """
 
 from __future__ import annotations

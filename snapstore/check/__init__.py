@@ -1,5 +1,13 @@
 """Check a repository: find every problem, name the snapshots that it damages, and the command that fixes it.
 
-Read check.py first: the levels, and the order of the work. scan_records.py reads records and small objects, and
-scan_objects.py reads manifests and packs; repair/ starts from the same two scans.
+Read check.py first: it has the levels and the order of the work. repair/ starts from the same two scans.
+
+check.py          the levels of a check, from the records down to the last bit
+scan_records.py   records and small objects: the first half of a check and of a repair
+scan_objects.py   manifests and packs: the second half
+verify_chunks.py  rebuild every chunk: level "restore"
+damaged_packs.py  the blobs of damaged packs that are intact, and the chunks that are lost
+recoverable.py    recover the content of a damaged record
+report.py         the result: problems, damaged snapshots, commands
+newest_whole.py   the snapshot to resume from if the newest one cannot be restored
 """

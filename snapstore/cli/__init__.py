@@ -1,10 +1,17 @@
 """The shell: one function per verb, each a thin wrapper around a method of Repository (docs/cli.md).
 
-Read app.py first: options, exit codes and errors that all verbs share. The verbs are in save_restore.py, inspect.py,
-transfer.py, retention.py, maintenance.py and planning.py; output.py prints, doctor/ tests a machine.
+Read app.py first. A fast start is a feature: a verb imports what it needs when it runs. `--help` imports no part of the
+store, and only `save`, `restore`, `import`, `export`, `diff` and `doctor` import torch.
 
-A fast start is a feature: a verb imports what it needs when it runs. `--help` imports no part of the store, and only
-`save`, `restore`, `import`, `export`, `diff` and `doctor` import torch.
+app.py           the typer app, and the options, exit codes and errors that all verbs share
+output.py        print JSON documents, tables and lines on stdout; notes and a spinner on stderr
+save_restore.py  init, save and restore
+inspect.py       log, show, diff and stats
+transfer.py      import and export
+retention.py     tag, untag, forget, unforget and gc
+maintenance.py   check, repair, compact, recode, copy, index, doctor and demo
+planning.py      estimate
+doctor/          the tests of a machine and of a place
 """
 
 from __future__ import annotations

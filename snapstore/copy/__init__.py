@@ -1,8 +1,11 @@
 """Copy snapshots from one repository into another, and keep a second repository as the mirror of a run.
 
-A copy writes stored blobs unchanged into new packs of the destination, under a session there, as a save does; it
-rebuilds chunks only to compare their digests. Read copy.py first: it orders the work and commits. moving.py copies and
-verifies the blobs of one snapshot. mirror.py copies each save of a run in the background, mirror_order.py compares what
-the two stores have, mirror_failures.py says when a failed copy is tried again, and mirror_retention.py deletes in the
-mirror.
+A copy writes stored blobs unchanged into new packs of the destination, under a session there, as a save does. Before a
+chunk is sent, it is rebuilt and compared with its digest. Read copy.py first.
+
+copy.py              put snapshots into another repository, each under a session there
+moving.py            write one snapshot into packs and manifests of the destination, blob by blob
+mirror.py            copy each save of a run in the background, and bring back what only the mirror has
+mirror_order.py      which snapshots a mirror gets, in which order, and when a failed copy is tried again
+mirror_retention.py  delete in a mirror what its policies do not keep
 """

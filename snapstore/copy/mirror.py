@@ -4,7 +4,7 @@ In: the commits of a manager, and the place of the mirror. Out: copies there, in
 thread that never delays a save. Each snapshot that is due is announced there first, by a record which says that its
 copy has begun: so a later process can tell which snapshots were lost with the first store. After a failure the thread
 logs a warning and tries again. If one snapshot cannot be copied, the others are, and this one is tried again later
-(mirror_failures.py).
+(mirror_order.py).
 """
 
 from __future__ import annotations

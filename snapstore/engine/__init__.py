@@ -1,6 +1,12 @@
 """Engines: hash, encode and decode chunks in batches, on the CPU or on a CUDA device.
 
-Read base.py first: the calls that every engine answers; batches.py has their arguments, as columns. registry.py chooses
-the engine by the memory that holds the bytes. cpu.py works on threads, cuda/ on one device. rates.py measures a store
-and the CPU engine.
+Read base.py first: the calls that every engine answers. registry.py chooses the engine by the memory that holds the
+bytes.
+
+base.py      Engine: the protocol that all engines answer
+batches.py   their arguments, as columns with one row per chunk
+registry.py  the engines of one repository, each found by the memory that it works in
+cpu.py       CpuEngine: threads over all cores
+cuda/        CudaEngine: one CUDA device
+rates.py     measure a store and the CPU engine, and choose a codec by the rates
 """

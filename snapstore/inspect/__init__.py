@@ -1,5 +1,12 @@
-"""Inspect a repository: `stats` counts what it holds, `diff` compares two snapshots, `lazy` reads slices of tensors.
+"""Inspect a repository: what it holds, how two snapshots differ, slices of tensors, the cost of a run.
 
-None of them writes. Start with stats.py, which shows how a manifest leads to blobs and codecs; diff.py also reads
-chunks. plain_values.py finds the leaves that are not tensors.
+None of them writes. Read stats.py first: it shows how a manifest leads to blobs and codecs.
+
+stats.py           count snapshots, bytes by group and codec, chunks and chains
+plain_values.py    the leaves of a snapshot that are no tensors
+stored_tensors.py  where the bytes of each tensor lie, and its bytes piece by piece
+diff.py            compare two snapshots, tensor by tensor and value by value
+divergence.py      the first step, tensor and element at which two runs differ
+lazy.py            the tensors of a snapshot by name, read in slices
+estimate.py        the cost of the snapshots of a run, before it starts
 """

@@ -1,6 +1,18 @@
 """Protocol: the steps by which no save, rewrite, forget or gc deletes what another of them needs.
 
 A save or a rewrite is a claim: it announces a session, writes packs and manifests, then creates one create-only record;
-a gc marks what no record needs, waits for or fences every session, then deletes. Read commit.py first, then gc.py, then
+a gc marks what no record needs, waits for or fences every session, then deletes. Read claim.py first, then gc.py, then
 docs/design/protocol.md for why the order of their steps is safe.
+
+same_repository.py      write and delete only in the repository that was opened
+session.py              a save's claim, and the snapshots that it may build on
+claim.py                the claim of a save or a rewrite, from its session to its record
+revisions.py            the create-only records that follow a snapshot's first one
+tags.py                 keep each tag on one snapshot of a run
+forget.py               mark snapshots as forgotten, and bring them back
+gc.py                   delete what no committed snapshot needs: mark, wait, sweep
+marks.py                the objects in which gcs announce what they will delete
+liveness.py             which sessions a gc must wait for, and how a dead one is fenced
+quarantine.py           which packs a repair has found damaged, and which snapshots need one
+unexplained_objects.py  packs and manifests that no record accounts for
 """

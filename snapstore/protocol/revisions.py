@@ -116,7 +116,7 @@ def is_ruling(view: View, snapshot: Snapshot) -> bool:
 
 
 def same_content(now: Snapshot | None, before: Snapshot) -> bool:
-    """Return whether a record has its earlier content; failed claims may have created copies of it (commit.py)."""
+    """Return whether a record has its earlier content; failed claims may have created copies of it (claim.py)."""
     if now is None:
         return False
     copy = msgspec.structs.replace(now, revision=before.revision, write_id=before.write_id)

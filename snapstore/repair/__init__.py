@@ -1,5 +1,8 @@
-"""repair: quarantine damaged packs, heal the snapshots that need them, and name what is lost.
+"""Repair: quarantine damaged packs, heal the snapshots that need them, and name what is lost.
 
-repair.py decides and reports: records first, then quarantine, then each snapshot. heal.py heals one snapshot, as a
-rewrite of its manifests. Read repair.py first.
+Read repair.py first. It makes nothing worse: what cannot be saved stays as it was.
+
+repair.py  records first, then quarantine, then each snapshot
+heal.py    publish new manifests of a snapshot, which refer to intact blobs
+report.py  the result of a repair
 """

@@ -1,7 +1,12 @@
-"""The read path: a snapshot's record and manifests to a state, bit for bit. Start with `pipeline.py`.
+"""The read path: a snapshot's record and manifests to a state, bit for bit.
 
-It plans which tensors are wanted, finds the manifests that hold them (`sources.py`) and the chunks that are needed
-(`overlaps.py`), lets chunks/ rebuild these chunks, and lets state/ put the tensors together. It needs only the record,
-no index. `manifests.py` reads manifests and their trees. `streaming.py` returns the tensors one by one instead.
-`exchange.py` lets the ranks of a node read each chunk once.
+Read pipeline.py first. A restore needs only the record, no index. chunks/ rebuilds the chunks, and state/ puts the
+tensors together.
+
+pipeline.py   record -> manifests -> wanted chunks -> state
+manifests.py  read and check the manifests of a record and their trees
+sources.py    the manifests that one process or several ranks saved, and the tensors in each
+overlaps.py   the chunks of a stored box that a wanted box needs, and where their bytes go
+exchange.py   the ranks of a node read each chunk once
+streaming.py  the tensors of a snapshot one by one, for a state larger than memory
 """

@@ -1,7 +1,20 @@
-"""The write path: a state to durable packs, manifests and a record. Start with `pipeline.py`, which has all steps.
+"""The write path: a state to durable packs, manifests and a record.
 
-`staging.py` copies the state while the training loop waits. `inputs.py` holds each tensor on its way. `streaming.py`
-takes tensors from an iterator. `known_chunks.py` finds the chunks that are stored already (dedup), and bases for
-deltas. `chunk_writer.py` writes the new chunks, and `manifest_writer.py` ends each part. The engine decides delta or
-full, by `format/manifests/delta_choice.py`. `lineage.py` knows the parent of the next save. protocol/ decides what is deleted.
+Read pipeline.py first: it has all steps. The training loop waits for staging.py alone. protocol/ decides what is
+deleted, and the engine decides delta or full, by format/manifests/delta_choice.py.
+
+background.py       the thread of a manager's save, its slot, its handle, and the policies after a commit
+inputs.py           the checked request, and each tensor as one object on its way to the store
+streaming.py        tensors from an iterator, for a state larger than memory
+staging.py          the private copy of the state, and the bytes that are the next save's bases
+known_state.py      a state that was recognised, grouped by where its tensors are copied
+shares.py           the boxes of a tensor that one of several ranks stores
+replicas.py         digests of the copies that several ranks hold
+lineage.py          the parent of the run's next save
+known_chunks.py     the chunks that are stored already, and the bases for deltas
+near_children.py    the manifests of a base that a rank reads
+chunk_writer.py     split -> digest -> known? -> delta -> encode -> pack, in batches
+manifest_writer.py  the inputs of a save into durable packs and manifests
+pipeline.py         session -> bases -> packs -> manifests -> record -> index
+ranks/              the save of all ranks of a job
 """

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from snapstore.state.tree.form.decode import READERS
 from xxhash import xxh3_64_intdigest
 
 from kit.forge import SEED, SIZE, World, delta, digest, full, header_of, little_memory, noise
@@ -22,6 +21,7 @@ from snapstore.format.hashing import checksum
 from snapstore.format.manifests import manifest
 from snapstore.format.manifests import sections as layout
 from snapstore.format.records import Config, Mark, Policy, Session, Snapshot
+from snapstore.state.tree.decode import READERS
 from snapstore.storage.memory import MemoryStore
 
 OURS = (FormatError, IntegrityError, NotFoundError)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from snapstore.state.tree.form.encode import encode_plain
 
 from kit.forge import little_memory, little_time
 from kit.repositories import created, opened
@@ -24,6 +23,7 @@ from snapstore.errors import InvalidInputError, SnapstoreError
 from snapstore.format import records
 from snapstore.format.keys import record_key
 from snapstore.format.records import Policy, Snapshot
+from snapstore.state.tree.encode import encode_plain
 
 MIB = 1024 * 1024
 TIMES = st.sampled_from([float("nan"), float("inf"), -float("inf"), 1e300, -1e300, 253402300800.0, -62135596801.0, 0.0])

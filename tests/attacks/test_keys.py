@@ -7,8 +7,6 @@ from collections import Counter, OrderedDict, defaultdict
 import msgspec
 import numpy as np
 import pytest
-from snapstore.state.tree.form.decode import decode_plain, unpack_nodes
-from snapstore.state.tree.form.encode import encode_plain
 
 from kit.forge import World, little_time, with_section
 from snapstore.catalog import policy_store
@@ -16,6 +14,8 @@ from snapstore.errors import FormatError, UnsupportedLeafError
 from snapstore.format import records
 from snapstore.format.manifests import manifest
 from snapstore.format.records import Policy
+from snapstore.state.tree.decode import decode_plain, unpack_nodes
+from snapstore.state.tree.encode import encode_plain
 from snapstore.state.values.containers import MAX_ALIKE
 
 MODULUS = 2**61 - 1  # CPython's hash of a number is the number modulo this

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from snapstore.state.tree.form.encode import encode_plain
 
 from kit.forge import (
     MIB,
@@ -37,6 +36,7 @@ from snapstore.errors import CapabilityError, FormatError, IntegrityError, NotFo
 from snapstore.format import records
 from snapstore.format.manifests import manifest
 from snapstore.format.manifests.manifest import Box, TensorEntry
+from snapstore.state.tree.encode import encode_plain
 
 GIB = 1024 * MIB
 TREE = ["dict", ["w"], [["tensor", 0, False]]]

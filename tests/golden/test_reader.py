@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from snapstore.state.tree.form.decode import decode
 
 from kit import forge
 from kit.processes import ROOT
@@ -28,6 +27,7 @@ from snapstore.errors import FormatError, IntegrityError
 from snapstore.format import hashing
 from snapstore.format.blobs import blob as stored_blob
 from snapstore.format.blobs import chain_decode, planes
+from snapstore.state.tree.decode import decode
 from snapstore.state.values.tensors import StoredPart, TensorSpec
 
 sys.path.insert(0, str(ROOT / "tools"))

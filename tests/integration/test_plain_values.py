@@ -8,7 +8,6 @@ import random
 import numpy as np
 import pytest
 import torch
-from snapstore.state.tree.form.encode import pack
 
 from kit.forge import MIB, SIZE, World, digest, full, little_memory, noise
 from kit.objects import flip
@@ -19,6 +18,7 @@ from snapstore import CapabilityError, FormatError, IntegrityError, PerRank, Rep
 from snapstore.format import chunking
 from snapstore.format.manifests import manifest
 from snapstore.format.manifests.manifest import Box, TensorEntry
+from snapstore.state.tree.encode import pack
 from snapstore.storage.memory import MemoryStore
 
 OPTIONS = SaveOptions(threads=1)

@@ -380,7 +380,7 @@ def test_gets_that_always_break_off(world, how):
 def test_an_outage_under_sixteen_writers(proxy, monkeypatch):
     """Every thread outlasts it: they do not share one budget of retries, as they would in botocore (35 for all)."""
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
-    monkeypatch.setattr("snapstore.storage.s3.failures._LONGEST_PAUSE_S", 0.1)
+    monkeypatch.setattr("snapstore.storage.s3.retry._LONGEST_PAUSE_S", 0.1)
     store = S3Store(fresh_url())
     rule = proxy.fault(put_of("packs"), answer(503, "ServiceUnavailable"), times=60)
     threads = [threading.Thread(target=store.put, args=(f"packs/{i}", b"x")) for i in range(16)]
@@ -697,7 +697,7 @@ def test_no_such_bucket():
 
 def test_bytes_that_are_damaged_on_the_way_are_refused(world, monkeypatch):
     """The server checks the SHA-256 that a request is signed with."""
-    monkeypatch.setattr("snapstore.storage.s3.failures._LONGEST_PAUSE_S", 0.1)
+    monkeypatch.setattr("snapstore.storage.s3.retry._LONGEST_PAUSE_S", 0.1)
 
     def damage(request, **_) -> None:
         request.body = b"other bytes"

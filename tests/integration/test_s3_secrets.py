@@ -175,7 +175,7 @@ def quick(server, monkeypatch, tmp_path):
         "SNAPSTORE_CACHE_DIR": str(tmp_path / "cache"),
     }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("snapstore.storage.s3.failures._LONGEST_PAUSE_S", 0.001)
+    monkeypatch.setattr("snapstore.storage.s3.retry._LONGEST_PAUSE_S", 0.001)
 
 
 def said(call: Callable[[], Any]) -> list[str]:

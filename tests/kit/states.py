@@ -6,13 +6,13 @@ import struct
 import msgspec
 import numpy as np
 import torch
-from snapstore.state.tree.form.decode import unpack_nodes
-from snapstore.state.tree.form.encode import encode_plain, pack
 from torch import nn
 
 from snapstore.state.fill.fit import Fit
 from snapstore.state.fill.plan import RestorePlan
 from snapstore.state.fill.selection import parts_needed
+from snapstore.state.tree.decode import unpack_nodes
+from snapstore.state.tree.encode import encode_plain, pack
 from snapstore.state.values.arrays import as_bytes, copy_box
 from snapstore.state.values.tensors import TORCH_DTYPES, StoredPart, TensorSpec
 from snapstore.state.walk.flatten import flatten

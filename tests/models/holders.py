@@ -1,11 +1,11 @@
 """The rules by which ranks learn who holds a plain tensor that not all of them hold, explored state by state.
 
-A small explicit-state model of `save/ranks/holders.py`: three ranks save twice. Before the first save all know the holders of
-one tensor. In each save other ranks may hold it, and another tensor, which only rank 1 has, may come or go. Before a
-rank hears anything, it has copied only its old share if it has kept the tensor, or all of a tensor that is new to it.
-Either save may fail at any point. The invariant: a committed save stores each sixth of the tensor exactly once, or none
-if no rank holds it; and no save is given up only because more ranks hold the tensor. With a rule dropped there must be
-a counter-example, or the rule is not needed.
+A small explicit-state model of `save/ranks/holders.py`: three ranks save twice. Before the first save all know the
+holders of one tensor. In each save other ranks may hold it, and another tensor, which only rank 1 has, may come or go.
+Before a rank hears anything, it has copied only its old share if it has kept the tensor, or all of a tensor that is new
+to it. Either save may fail at any point. The invariant: a committed save stores each sixth of the tensor exactly once,
+or none if no rank holds it; and no save is given up only because more ranks hold the tensor. With a rule dropped there
+must be a counter-example, or the rule is not needed.
 
     python tests/models/holders.py        every rule, kept and dropped
 """

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from snapstore.state.tree.form.weights_only import to_weights_only
 
 from kit import rank_saves
 from kit.repositories import created, opened
 from kit.states import again, same
 from snapstore import InvalidInputError, Repository, SnapshotManager, UnsupportedLeafError
+from snapstore.state.tree.weights_only import to_weights_only
 from snapstore.state.values.objects import ALLOWED, move_beside_parameters
 from snapstore.state.walk.flatten import flatten
 

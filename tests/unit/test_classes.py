@@ -18,12 +18,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from snapstore.state.tree.form.decode import Decoded, decode_plain, unpack_nodes
-from snapstore.state.tree.form.encode import encode_plain, pack
 
 from kit.states import again, packed, same
 from snapstore import Repository, SnapshotManager
 from snapstore.errors import FormatError, InvalidInputError, UnsupportedLeafError
+from snapstore.state.tree.decode import Decoded, decode_plain, unpack_nodes
+from snapstore.state.tree.encode import encode_plain, pack
 from snapstore.state.values.classes import Types
 from snapstore.state.walk.flatten import flatten
 from snapstore.storage.memory import MemoryStore
@@ -226,8 +226,7 @@ def decoded(node, classes=()):
 
 
 def _decoded(node, found):
-    from snapstore.state.tree.form.decode import decode
-
+    from snapstore.state.tree.decode import decode
     from snapstore.state.values.tensors import StoredPart
 
     return decode([StoredPart("", unpack_nodes(pack(node)), [])], decoded=found)
@@ -451,7 +450,7 @@ def test_a_stored_name_is_never_imported(tmp_path):
     (tmp_path / "trap.py").write_text("raise SystemExit('imported')")
     program = """
 import sys
-from snapstore.state.tree.form.decode import decode_plain
+from snapstore.state.tree.decode import decode_plain
 for name in ("trap", "trap.sub", "antigravity", "this"):
     decode_plain(["enum", name, "X", "A", 1])
     for kind, plain in (("dataclass", ["dict", [], []]), ("subclass", "s")):

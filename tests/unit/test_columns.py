@@ -13,13 +13,13 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from snapstore.state.tree.form.decode import Decoded, decode, decode_plain, unpack_nodes
-from snapstore.state.tree.form.encode import _key, _leaf, encode_plain, pack
 
 from kit.interrupts import Interrupter
 from kit.states import again, same
 from snapstore.errors import FormatError, InvalidInputError, UnsupportedLeafError
-from snapstore.state.tree.form import columns
+from snapstore.state.tree import columns
+from snapstore.state.tree.decode import Decoded, decode, decode_plain, unpack_nodes
+from snapstore.state.tree.encode import _key, _leaf, encode_plain, pack
 from snapstore.state.values.containers import MAX_DEPTH
 from snapstore.state.values.tensors import StoredPart
 from snapstore.state.walk.flatten import flatten, flatten_and_learn

@@ -406,8 +406,7 @@ def test_tied_tensors_and_composite_tensors_in_others_come_back():
 
 
 def decoded_with(*classes: type) -> Any:
-    from snapstore.state.tree.form.decode import Decoded
-
+    from snapstore.state.tree.decode import Decoded
     from snapstore.state.values.classes import Types
 
     return Decoded(types=Types(classes))

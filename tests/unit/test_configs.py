@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from snapstore.state.tree.form.decode import Decoded
-from snapstore.state.tree.form.weights_only import to_weights_only
 
 from kit import rank_saves
 from kit.repositories import created, opened
 from kit.states import Saved, again, same
 from snapstore import InvalidInputError, SnapshotManager, UnsupportedLeafError
 from snapstore.state.fill.plan import RestorePlan
+from snapstore.state.tree.decode import Decoded
+from snapstore.state.tree.weights_only import to_weights_only
 from snapstore.state.values.classes import Types
 from snapstore.state.values.tensors import StoredPart
 from snapstore.state.walk.flatten import flatten

@@ -14,9 +14,9 @@ from snapstore.format.keys import NAME
 from snapstore.format.manifests import chunk_table, manifest
 from snapstore.format.manifests import sections as layout
 from snapstore.state import folder
-from snapstore.state.tree.form import columns as state_columns
-from snapstore.state.tree.form import decode as tree_decode
-from snapstore.state.tree.form import form as tree
+from snapstore.state.tree import columns as state_columns
+from snapstore.state.tree import decode as tree_decode
+from snapstore.state.tree import form as tree
 from snapstore.state.values import classes, containers, tensors, torch_layouts
 
 TEXT = (Path(__file__).parents[2] / "docs" / "format.md").read_text()

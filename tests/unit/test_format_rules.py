@@ -11,8 +11,6 @@ import msgspec
 import numpy as np
 import pytest
 import zstandard
-from snapstore.state.tree.form.decode import READERS, decode, decode_plain
-from snapstore.state.tree.form.encode import encode_plain
 
 from kit.forge import SIZE, World, digest, full, noise, rewrite, with_section
 from kit.repositories import created, opened, save
@@ -22,6 +20,8 @@ from snapstore.format.hashing import checksum
 from snapstore.format.manifests import manifest
 from snapstore.format.manifests import sections as layout
 from snapstore.format.records import ENVELOPE, Snapshot
+from snapstore.state.tree.decode import READERS, decode, decode_plain
+from snapstore.state.tree.encode import encode_plain
 from snapstore.state.values.tensors import StoredPart, TensorSpec
 
 VALUES = [

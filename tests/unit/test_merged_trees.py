@@ -7,14 +7,14 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from snapstore.state.tree.form.decode import decode, unpack_nodes
-from snapstore.state.tree.form.encode import pack
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from snapstore import InvalidInputError, PerRank
 from snapstore.save.inputs import inputs_of
 from snapstore.save.ranks.merged_trees import decode_trees, encode_trees, merge_trees, trees_of
 from snapstore.save.shares import RankShares
+from snapstore.state.tree.decode import decode, unpack_nodes
+from snapstore.state.tree.encode import pack
 from snapstore.state.values.tensors import StoredPart
 from snapstore.state.walk.flatten import flatten
 

@@ -8,7 +8,6 @@ import re
 import numpy as np
 import pytest
 import torch
-from snapstore.state.tree.form.decode import Decoded
 from torch import nn
 from torch.optim import lr_scheduler as lrs
 from torch.optim import swa_utils
@@ -16,6 +15,7 @@ from torch.optim import swa_utils
 from kit.states import Loader, Saved, again, net, same, train
 from snapstore.errors import InvalidInputError, UnsupportedLeafError
 from snapstore.state.fill.fit import Fit
+from snapstore.state.tree.decode import Decoded
 from snapstore.state.values.classes import Types
 from snapstore.state.values.metrics import begin_read
 from snapstore.state.walk.flatten import flatten

@@ -6,8 +6,6 @@ import logging
 
 import pytest
 import torch
-from snapstore.state.tree.form.decode import decode
-from snapstore.state.tree.form.encode import has_parameters, pack
 
 from kit.states import Saved, same
 from snapstore import InvalidInputError, PerRank, Repository, SnapshotManager, UnknownFormatError
@@ -15,6 +13,8 @@ from snapstore.errors import FormatError
 from snapstore.format import records
 from snapstore.format.manifests import manifest
 from snapstore.save.ranks.merged_trees import PartTree, merge_trees
+from snapstore.state.tree.decode import decode
+from snapstore.state.tree.encode import has_parameters, pack
 from snapstore.state.values.tensors import StoredPart
 from snapstore.state.walk.flatten import flatten, flatten_and_learn
 from snapstore.state.walk.learner import DifferentStructureError

@@ -5,7 +5,6 @@ import random
 import numpy as np
 import pytest
 import torch
-from snapstore.state.tree.form.encode import pack
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -17,6 +16,7 @@ from snapstore.save.inputs import inputs_of
 from snapstore.save.replicas import digest_arrays, group_digests
 from snapstore.save.shares import RankShares
 from snapstore.save.staging import Staging
+from snapstore.state.tree.encode import pack
 from snapstore.state.walk.flatten import flatten
 
 CHUNK = 1024

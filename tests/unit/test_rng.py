@@ -105,16 +105,16 @@ def test_no_verb_draws_from_the_generators_of_the_program(tmp_path):
 
 
 def test_a_pause_before_a_retry_draws_from_no_generator_of_the_program(monkeypatch):
-    failures = pytest.importorskip("snapstore.storage.s3.failures")
+    retry = pytest.importorskip("snapstore.storage.s3.retry")
     slept = []
     monkeypatch.setattr(time, "sleep", slept.append)
     before = RngState().state_dict()
     for _ in range(2):
         random.seed(7)
-        failures.pause(3)
+        retry.pause(3)
     assert slept[0] != slept[1]  # ranks with one seed do not all come back at the same moment
     RngState().load_state_dict(before)
-    failures.pause(1)
+    retry.pause(1)
     assert_unchanged(before)
 
 

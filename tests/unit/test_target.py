@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from snapstore.state.tree.form.decode import Decoded
 from torch import nn
 
 from kit.device_memory import CHECKS, check_any_places, everywhere, sources
@@ -22,6 +21,7 @@ from snapstore.state.fill import buffers as restore_buffers
 from snapstore.state.fill.buffers import Want
 from snapstore.state.fill.fit import Fit
 from snapstore.state.fill.plan import RestorePlan
+from snapstore.state.tree.decode import Decoded
 from snapstore.state.values.arrays import as_bytes
 from snapstore.state.values.classes import Types
 from snapstore.state.values.tensors import StoredPart, TensorSpec

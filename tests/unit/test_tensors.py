@@ -1,10 +1,10 @@
 """Specs of arrays give the right sizes, and a spec that no save could have written is refused."""
 
 import pytest
-from snapstore.state.tree.form.decode import decode
 
 from kit.states import spec
 from snapstore.errors import FormatError
+from snapstore.state.tree.decode import decode
 from snapstore.state.values.tensors import StoredPart, numpy_dtype
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from snapstore.state.tree.form.weights_only import to_weights_only
 
 from kit import rank_saves
 from kit.repositories import created, opened
 from kit.states import again
 from snapstore import InvalidInputError, SnapshotManager, UnsupportedLeafError
 from snapstore.state.fill.plan import RestorePlan
+from snapstore.state.tree.weights_only import to_weights_only
 from snapstore.state.values.tensors import StoredPart
 from snapstore.state.values.torch_layouts import LAYOUTS, layout_of
 from snapstore.state.walk.flatten import flatten, flatten_and_learn

@@ -12,11 +12,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from snapstore.state.tree.form.decode import decode, decode_plain
-from snapstore.state.tree.form.encode import encode_plain
 
 from kit.states import bits, spec
 from snapstore.errors import FormatError, InvalidInputError, UnsupportedLeafError
+from snapstore.state.tree.decode import decode, decode_plain
+from snapstore.state.tree.encode import encode_plain
 from snapstore.state.values.containers import MAX_DEPTH
 from snapstore.state.values.tensors import StoredPart
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from snapstore.state.tree.form.decode import READERS
-from snapstore.state.tree.form.weights_only import to_weights_only
 
 from kit.states import DTYPES, again, bits, random_tensor, same
 from snapstore.errors import UnsupportedLeafError
-from snapstore.state.tree.form import weights_only
+from snapstore.state.tree import weights_only
+from snapstore.state.tree.decode import READERS
+from snapstore.state.tree.weights_only import to_weights_only
 from snapstore.state.values.containers import MAX_DEPTH, children, is_mapping, shown
 from snapstore.state.walk.flatten import flatten
 from snapstore.state.walk.rng import RngState

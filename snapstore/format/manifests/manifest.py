@@ -1,7 +1,7 @@
 """Manifest: which tensors a snapshot's part holds and, per chunk, where its blob and the blobs of its bases lie.
 
 In: tensor entries and a chunk table (chunk_table.py). Out: one immutable object, named by its SHA-256; and back
-(docs/format.md, "Manifest"; bytes in layout.py). A million chunks encode and decode in under a second each.
+(docs/format.md, "Manifest"; bytes in sections.py). A million chunks encode and decode in under a second each.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Manifest:
     """A whole manifest in memory.
 
     Attributes:
-        dim_orders: by the number of the entry; see entries.py.
+        dim_orders: by the number of the entry; see sections.py.
         unknown: the sections that this release does not know.
         ref: its reference; None before the manifest is written, or read by a reference.
     """

@@ -1,7 +1,7 @@
 """The state of an optimizer in a restore: whether it fits, memory for it, and the stored values after a loader's casts.
 
 In: an optimizer, and its state as decoded from a snapshot, with the forms of the parameters at the save. Out: the
-differences, before anything is written; and the stored values in place of those that the loader has cast.
+differences, before anything is written; and the stored values in place of the ones that the loader has cast.
 
 An optimizer over sharded parameters that has no state yet gets memory in their sharding; nothing communicates. Without
 this a fresh optimizer would get whole tensors, which fit no shard. torch is only used if it is imported.

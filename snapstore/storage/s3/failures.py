@@ -1,18 +1,16 @@
-"""Failures of requests: botocore's errors as errors of snapstore, and which requests are retried.
+"""Failures of requests: botocore's errors as errors of snapstore, and which of them a retry may help.
 
 Errors of botocore, urllib3 and http.client end here (`guarded`). Their texts, and those of the errors behind them, may
 hold keys, tokens and passwords, so a `Failure` takes their place in every chain, with texts of our own.
 
-Retries are ours alone: `send` here, and reader.py for bodies that break off.
+Retries are ours alone: retry.py, and reader.py for bodies that break off.
 """
 
 from __future__ import annotations
 
 import http.client
-import random
 import re
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from botocore import exceptions as aws
@@ -40,7 +38,6 @@ _RETRYABLE_CODES = {
     "XAmzContentSHA256Mismatch",
     "XAmzContentChecksumMismatch",
 }
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 20.0
 _CODE = re.compile(r"[A-Za-z]{1,50}|[0-9]{3}")
 #: Error codes with digits. Other text with digits may be a key.
 _CODES_WITH_DIGITS = {"XAmzContentSHA256Mismatch", "MissingContentMD5"}
@@ -97,32 +94,6 @@ def guarded(call: Callable[..., T], *args: Any, **options: Any) -> T:
     except Exception as error:  # noqa: BLE001 - a damaged answer makes botocore raise KeyError, ValueError and others
         failure = failure_of(error)
     raise failure
-
-
-def send(call: Callable[..., Any], options: Mapping[str, Any], attempts: int) -> Any:
-    """Send a request and return the answer; after a failure that a retry may help, send it again after a pause.
-
-    Raises:
-        Failure: The last attempt failed, or a retry cannot help.
-    """
-    for attempt in range(1, attempts + 1):
-        try:
-            return guarded(call, **options)
-        except Failure as failure:
-            if attempt == attempts or not failure.retryable:
-                raise
-        pause(attempt)
-    raise AssertionError("unreachable")
-
-
-def pause(attempt: int) -> None:
-    """Sleep after a failed attempt, longer after each; the first attempt is 1.
-
-    The random part is the system's. The program's generator must give a run the same numbers whatever fails, and may
-    have the same seed on all ranks.
-    """
-    part = random.SystemRandom().uniform(0.5, 1)
-    time.sleep(part * min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (attempt - 1)))
 
 
 _DENIED = "no permission; docs/s3.md lists what the policy must allow"

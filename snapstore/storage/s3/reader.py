@@ -17,8 +17,9 @@ from ...errors import SnapstoreError, StorageError
 from ...threads import Threads
 from ..base import GET_LIMIT_BYTES, check_key, check_limit, range_memory, too_short
 from .deadline import SLOWEST_BYTES_PER_S
-from .failures import Failure, guarded, pause, status_of
+from .failures import Failure, guarded, status_of
 from .requests import Answer, Requests
+from .retry import pause
 from .transport import InvalidAnswerError
 
 READ_PIECE_BYTES = 256 * 1024

@@ -27,8 +27,9 @@ from ...errors import StorageError
 from ...threads import after_fork_in_child
 from ..base import ObjectInfo, not_found
 from .client import BucketUrl, credentials_of, make_client, renew_credentials
-from .failures import CREDENTIAL_CODES, Failure, code_of, send
+from .failures import CREDENTIAL_CODES, Failure, code_of
 from .listing import Listing, Page, read_page
+from .retry import send
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client

@@ -50,10 +50,11 @@ from ..base import (
     not_empty,
 )
 from .client import Body, parse_url
-from .failures import Failure, code_of, guarded, pause, refused, safe_code, status_of
+from .failures import Failure, code_of, guarded, refused, safe_code, status_of
 from .lock_files import LivenessLocks
 from .reader import Reader
 from .requests import Requests
+from .retry import pause
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client

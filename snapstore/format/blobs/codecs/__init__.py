@@ -2,6 +2,13 @@
 
 docs/format.md, "Blob", defines codec ids and streams. Encoders may run in any thread: a compression context belongs to
 one call or to one thread. Read zstd.py first: most planes go through it.
+
+zstd.py           zstd (RFC 8878): one single-segment frame per block
+deflate.py        raw deflate (RFC 1951): Huffman codes and runs of one byte
+nvcomp.py         nvCOMP's ANS: a GPU decodes its blocks, a CPU cannot
+sparse.py         the elements that differ from the base, as gaps and integer differences
+key_order.py      the elements of a chunk, sorted by key
+sparse_decode.py  consecutive sparse deltas of a chain, read together and applied in order
 """
 
 from __future__ import annotations

@@ -95,6 +95,22 @@ def _portion(text: str) -> tuple[float, tuple[int, int]]:
     raise UsageError(f"--read-data={text}: expected a share such as 10%, or a part such as 3/7")
 
 
+def _restorable(result: CheckResult) -> str:
+    """Return how many snapshots a check has found restorable, and how much it has read."""
+    forgotten = sum(snapshot.state == "forgotten" for snapshot in result.restorable)
+    count = len(result.restorable) - forgotten
+    look = "look" if result.level == "metadata" or result.packs_read < result.packs else ""
+    found = f"{counted(count, 'snapshot')} {look or 'are'}{'s' if look and count == 1 else ''} restorable"
+    if count == 1 and not look:
+        found = "1 snapshot is restorable"
+    if forgotten:
+        found += f", {forgotten} {'is' if forgotten == 1 else 'are'} forgotten"
+    if result.level == "metadata":
+        return f"{found} (metadata checked; --read-data verifies every byte)"
+    decoded = f", {human_bytes(result.decoded_bytes)} decoded" if result.level == "restore" else ""
+    return f"{found} ({result.packs_read} of {counted(result.packs, 'pack')} read{decoded})"
+
+
 def _print_check(result: CheckResult) -> None:
     from ..check.report import GC
 
@@ -103,10 +119,7 @@ def _print_check(result: CheckResult) -> None:
     for found in result.notes:
         line(f"note, {found.kind}: {found.message}")
     fine, lost = len(result.restorable), len(result.damaged)
-    read = "" if result.level == "metadata" else f"; {result.packs_read} of {counted(result.packs, 'pack')} read"
-    if result.level == "restore":
-        read += f", {human_bytes(result.decoded_bytes)} decoded"
-    line(f"{counted(fine, 'snapshot')} can be restored, as far as level {result.level!r} shows{read}")
+    line(_restorable(result))
     if fine and (result.damaged or result.unknown):
         line(f"restorable: {some([s.ref for s in result.restorable], NAMED)}")
     if result.damaged:
@@ -169,8 +182,7 @@ def _print_repair(report: RepairResult) -> None:
     from ..check.report import stand_in
 
     if report.found.ok and report.ok and all(action.kind == "index" for action in report.actions):
-        fine, level = counted(len(report.found.restorable), "snapshot"), report.found.level
-        line(f"no problems: {fine} can be restored, as far as level {level!r} shows; nothing to repair")
+        line(f"no problems: {_restorable(report.found)}; nothing to repair")
         return
     for problem in report.found.problems:
         line(f"found, {problem.kind}: {problem.message}")

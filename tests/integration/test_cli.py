@@ -1020,10 +1020,8 @@ def test_gc_waits_for_living_saves_and_gives_up_dead_ones(series):
 @pytest.mark.parametrize("options", [[], ["--apply"], ["--level", "restore"]])
 def test_repair_of_a_healthy_repository_says_that_all_is_well(series, options):
     result = series("repair", *options)
-    level = options[-1] if "--level" in options else "data"
-    assert result.stdout == (
-        f"no problems: 4 snapshots can be restored, as far as level '{level}' shows; nothing to repair\n"
-    )
+    read = r"4 of 4 packs read, \S+ decoded" if "--level" in options else "4 of 4 packs read"
+    assert re.fullmatch(rf"no problems: 4 snapshots are restorable \({read}\); nothing to repair\n", result.stdout)
     assert result.stderr == ""
 
 
@@ -1059,8 +1057,11 @@ def test_check(series):
         assert document["packs_read"] == {(): 0, ("--read-data=50%",): 2}.get(tuple(options), 4)
     packs = [path.name for path in Path(series.url, "packs").rglob("?" * 64)]
     text = series("check", "--read-data=1/3").stdout
-    assert "4 snapshots can be restored" in text
-    assert f"; {sum(int(name[-8:], 16) % 3 == 0 for name in packs)} of 4 packs read\n" in text
+    read = sum(int(name[-8:], 16) % 3 == 0 for name in packs)
+    assert f"4 snapshots {'are' if read == 4 else 'look'} restorable ({read} of 4 packs read)\n" in text
+    series("forget", "exp@0")
+    expected = "3 snapshots look restorable, 1 is forgotten (metadata checked; --read-data verifies every byte)\n"
+    assert expected in series("check").stdout
     assert "no problems" in text
     assert "packs read" not in series("check").stdout
     for bad in ("0%", "101%", "4/3", "0/3", "x", "5", "5 5%", "%"):
@@ -1128,7 +1129,7 @@ def test_check_names_what_only_another_release_reads(series):
     text = series("check", code=20).stdout
     assert "format version 2" in text
     found = (
-        r"3 snapshots can be restored.*\nrestorable: exp@0, exp@1, exp@3\n"
+        r"3 snapshots look restorable.*\nrestorable: exp@0, exp@1, exp@3\n"
         r"1 snapshot could not be checked on this machine \(see above\): exp@2 "
     )
     assert re.search(found, text)

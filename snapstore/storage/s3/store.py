@@ -276,7 +276,8 @@ class S3Store(Reader, ObjectStore):
             return guarded(parsedate_to_datetime, self._requests.server_date()).timestamp()
         except Failure as failure:
             raise StorageError(
-                f"{self.url}: the server's answers carry no readable Date; its clock is needed"
+                f"{self.url}: responses have no valid Date header, which gc needs to recognise dead saves; use another "
+                "S3 server or proxy"
             ) from failure
 
     def prepare(self) -> None:

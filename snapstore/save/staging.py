@@ -161,19 +161,22 @@ class Staging:
             with suppress(DifferentStructureError), _without_gc():
                 return self._copy_known(known, known.structure.match(state))
         with _without_gc():
-            parts, learnt = flatten_and_learn(state, of_rank=self.shares is not None)
-            inputs = self._inputs_of(parts, learn)
-            if learnt is not None:
-                with suppress(DifferentStructureError):
-                    known, trees = KnownState(learnt[0], inputs, self._has_engine), {p.key: p.tree for p in parts}
-                    return self._copy_known(known, learnt[0].match_of(learnt[1], trees))
-            copied = self._copy(inputs)
-        structure = None if learnt is None else learnt[0]
-        del parts, learnt
+            return self._copy_and_learn(state, learn)
+
+    def _copy_and_learn(self, state: Any, learn: Learn | None) -> Callable[[], list[PartInput]]:
+        """Flatten a state and copy it; its structure becomes the known one."""
+        parts, learnt = flatten_and_learn(state, of_rank=self.shares is not None)
+        inputs = self._inputs_of(parts, learn)
+        if learnt is None:
+            return partial(list, self._copy(inputs))
+        structure, arrays = learnt
+        with suppress(DifferentStructureError):
+            known, trees = KnownState(structure, inputs, self._has_engine), {p.key: p.tree for p in parts}
+            return self._copy_known(known, structure.match_of(arrays, trees))
+        copied = self._copy(inputs)
 
         def inputs_of_copies() -> list[PartInput]:
-            if structure is not None:
-                self._known = KnownState(structure, copied, self._has_engine)
+            self._known = KnownState(structure, copied, self._has_engine)
             return copied
 
         return inputs_of_copies

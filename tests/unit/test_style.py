@@ -25,7 +25,7 @@ ALLOWED = Path(__file__).with_name("style_allowed.json")
 HERE = "tests/unit/test_style.py"
 
 #: If there is no tag, the rule of commit subjects applies to the commits after this one.
-SUBJECTS_SINCE = "12e896c6112aa6e4ce881808712bdaa17a43c2ca"
+SUBJECTS_SINCE = "e1d70ef0deba03702643e5bde178d08fc1d9c1cf"
 SUBJECT_CHARACTERS = 72
 FILE_LINES, FUNCTION_LINES, PARAMETERS, ROOT_MODULES, DOC_CHARACTERS, SENTENCES = 400, 60, 7, 14, 110, 2
 #: Pages that quote old texts.
@@ -364,13 +364,37 @@ def test_the_tree_keeps(name):
     assert not lines, f"{rule.text}\n" + "\n".join(lines)
 
 
+def is_subject(text: str) -> bool:
+    """Return whether a text may be the subject of a commit."""
+    return (
+        bool(re.fullmatch(r"[a-z][\w ,./-]*: (?!(?i:say|let|take)\b)\S.*[^.]", text))
+        and len(text) <= SUBJECT_CHARACTERS
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("restore: keep strides", True),
+        ("save, s3: retry once", True),
+        ("Keep strides", False),
+        ("restore: keep strides.", False),
+        ("docs: say it", False),
+        ("restore: " + "keep " * 20 + "it", False),
+    ],
+)
+def test_subjects(text, expected):
+    assert is_subject(text) is expected
+
+
 def test_subjects_of_commits_are_short():
     subjects = _subjects()
     if subjects is None:
         pytest.skip("no git, or no history since the commit where this rule begins")
-    wrong = [line for line in subjects if len(line.partition(" ")[2]) > SUBJECT_CHARACTERS or line.endswith(".")]
+    wrong = [line for line in subjects if not is_subject(line.partition(" ")[2])]
     text = (
-        f"The subject of a commit is imperative, has at most {SUBJECT_CHARACTERS} characters and no period at its end."
+        "The subject of a commit has a prefix and an imperative ('restore: keep strides'), at most "
+        f"{SUBJECT_CHARACTERS} characters and no period at its end."
     )
     assert not wrong, f"{text} Reword (git commit --amend, git rebase -i):\n" + "\n".join(wrong)
 

@@ -143,8 +143,8 @@ def test_torch_distributed_is_not_imported_for_it():
     """A program that has not imported torch has no process group, so the check need not import torch."""
     program = """
         import sys
-        from snapstore import ranks
-        ranks.check("a", None)
+        from snapstore.distributed import choose
+        choose.check("a", None)
         assert "torch" not in sys.modules and "torch.distributed" not in sys.modules
     """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(snapstore.__path__[0]).parent), *sys.path])}

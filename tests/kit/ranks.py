@@ -36,7 +36,8 @@ from snapstore.format.records import ManifestList
 from snapstore.save.inputs import SaveRequest, inputs_of
 from snapstore.save.known_chunks import Bases, load_bases
 from snapstore.save.manifest_writer import write
-from snapstore.save.ranks.together import Job, report_of
+from snapstore.save.ranks.together import Job
+from snapstore.save.ranks.writer import report_of
 from snapstore.state.walk.flatten import flatten
 from snapstore.storage.base import ObjectStore
 

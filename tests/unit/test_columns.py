@@ -159,7 +159,7 @@ AT_ROOT = [name for name, (value, _) in CHANGED.items() if type(value) is dict]
 def test_a_container_that_another_thread_changes(name, at_root, min_values, monkeypatch):
     """It is stored as it was at one moment, wherever the other thread runs."""
     monkeypatch.setattr(columns, "MIN_VALUES", min_values)
-    files = [f"state/{name}.py" for name in ("flatten", "tree_encode", "columns", "containers")]
+    files = ["state/walk/flatten.py", "state/tree/encode.py", "state/tree/columns.py", "state/values/containers.py"]
     for at in itertools.count():
         before, change = copy.deepcopy(CHANGED[name])
         value = copy.deepcopy(before)

@@ -414,6 +414,8 @@ class _Scan:
     def _require_entry(self, name: list[Any], records: Mapping[bytes, Entry]) -> None:
         """Check that a storage has the size of its entry, and that the entry has one name: torch reads it by each.
 
+        A part of an element may follow the last one: torch writes such a file, and only maps it.
+
         Raises:
             InvalidInputError: it is not so.
         """

@@ -199,7 +199,7 @@ class KeyHolders:
         if plains != self._plains or self.is_stale:
             former = [] if self.is_stale else self._groups
             self._plains, self._groups = plains, self._groups_of(plains)
-            told = _that_count(self._groups, former)
+            told = _with_former(self._groups, former)
         self.is_stale = any(of != now for now, of, _ in told)
         told = [one for one in told if len(one[1]) < len(plans)]
         own = [[(of, keys) for now, of, keys in told if rank in now] for rank in range(len(plans))]
@@ -225,8 +225,8 @@ class KeyHolders:
         ]
 
 
-def _that_count(groups: Groups, former: Groups) -> list[tuple[list[int], list[int], bytes]]:
-    """Return (ranks that hold keys, those of them that count, keys): the former holders if these have all kept it."""
+def _with_former(groups: Groups, former: Groups) -> list[tuple[list[int], list[int], bytes]]:
+    """Return (ranks that hold keys, ranks that count as their holders, keys): the former ones if all have kept them."""
     before = {key: of for of, keys in former for key in np.frombuffer(keys, "<u8").tolist()}
     found: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
     for now, keys in groups:

@@ -202,14 +202,16 @@ class Saver:
         """
         context, staging, (rank, world_size) = self._context, self._staging, self.place
         cached = {**self._repository.lineage.cached_manifests(), **self._manifests}
-        with staging.saving(inputs):
-            inputs = self._shared(inputs)
-            near = NearChildren(inputs, rank, world_size) if world_size else None
-            bases = load_bases(context, session, cached, near)
-            written = write(context, session, inputs, bases, full=False, staging=staging, place=self.place)
-            staging.keep_as_base(inputs, session.id)  # if nothing is committed, no record names it as a base
-        if self._is_stale:
-            self._forget_holders()
+        try:
+            with staging.saving(inputs):
+                inputs = self._shared(inputs)
+                near = NearChildren(inputs, rank, world_size) if world_size else None
+                bases = load_bases(context, session, cached, near)
+                written = write(context, session, inputs, bases, full=False, staging=staging, place=self.place)
+                staging.keep_as_base(inputs, session.id)  # if nothing is committed, no record names it as a base
+        finally:  # also after an error: rank 0 counts all holders in the next save
+            if self._is_stale:
+                self._forget_holders()
         self._manifests = written.manifests_by_name
         buffers: dict[str, list[str]] = {}
         for part in inputs:

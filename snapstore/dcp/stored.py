@@ -148,7 +148,7 @@ class StoredState:
             InvalidInputError: it is an optimizer, and the state does not fit it.
         """
         if optimizers.is_optimizer(target):
-            stored = optimizers.with_numbers(stored)
+            stored = optimizer_fit.with_numbers(stored)
             found = optimizer_fit.differences(target, stored, present, path, self._spec, self._decoded)
             if lines := [f"{shown(below)}: {text}" for below, text in found]:
                 raise InvalidInputError(*lines[:MAX_LINES], "nothing was loaded")
@@ -209,7 +209,7 @@ class StoredState:
         Args:
             keys: of the values that it takes.
         """
-        for path in optimizers.states_in(self.tree, ()):
+        for path in optimizer_fit.states_in(self.tree, ()):
             prefix = "".join(f"{element}." for element in path)
             below = [key for key in self.leaves if key.startswith(prefix)]
             missing = [key for key in below if key not in keys]

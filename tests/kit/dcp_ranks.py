@@ -967,6 +967,33 @@ def case_a_tensor_that_more_ranks_hold(world: World) -> None:
         writer.close()
 
 
+def case_a_failed_save_in_which_more_ranks_hold_a_tensor(world: World) -> None:
+    """A rank whose write fails forgets the former holders too, so the next save succeeds."""
+    import pytest
+    from torch.distributed.checkpoint import CheckpointException
+
+    from snapstore.dcp import async_save, load, saving
+
+    def state(step: int) -> dict[str, Any]:
+        held = {"w": whole((8000, 4), step)} if world.rank == 0 or step else {}
+        return {"model": {"all": whole((5000,), step), **held}}
+
+    def fail(*args: Any, **options: Any) -> Any:
+        raise OSError("no space")
+
+    writer = world.writer("more-fails")
+    async_save(state(0), writer, 0, process_group=world.gloo).result()
+    with pytest.MonkeyPatch.context() as patch, raises(CheckpointException, "no space"):
+        if world.rank == 0:
+            patch.setattr(saving, "write", fail)
+        async_save(state(1), writer, 1, process_group=world.gloo).result()
+    async_save(state(2), writer, 2, process_group=world.gloo).result()
+    target = {"model": {key: value * 0 for key, value in state(2)["model"].items()}}
+    load(target, world.reader("more-fails"), 2)
+    expect_same(target, full(state(2)))
+    writer.close()
+
+
 def case_a_tensor_that_other_ranks_drop(world: World) -> None:
     """The copies of the others' shares do not cover it: the save fails, the next works."""
     from torch.distributed.checkpoint import CheckpointException

@@ -568,6 +568,7 @@ def is_mapped(address):
 @pytest.fixture
 def unlocked(monkeypatch):
     """Record the page-locked memory that is unlocked: its address, and whether it is still mapped then."""
+    gc.collect()  # else the garbage of an earlier test counts
     seen, real = [], cupy.cuda.runtime.hostUnregister
 
     def unregister(address):

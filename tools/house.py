@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import argparse
 import ast
-import io
 import subprocess
 import sys
 import tempfile
-import tokenize
 from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-_NO_CODE = {
-    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
-}  # fmt: skip
 _SAVES = """
 import sys, threading, torch, snapstore
 
@@ -47,19 +42,20 @@ print(*sorted(entered))
 """
 
 
-def code_lines(source: str) -> int:
-    """Return the lines of a Python file that are no docstring, no comment and not blank."""
+def code_lines(source: str, tree: ast.Module | None = None) -> int:
+    """Return the number of lines of a Python file that are no docstring, no comment and not blank.
+
+    Args:
+        tree: of the file, if it was parsed.
+    """
     docstrings: set[int] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (
-            ast.get_docstring(node, clean=False) is not None
-        ):
-            docstrings.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
-    found: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in _NO_CODE:
-            found.update(range(token.start[0], token.end[0] + 1))
-    return len(found - docstrings)
+    for node in ast.walk(tree or ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                docstrings.update(range(first.lineno, (first.end_lineno or 0) + 1))
+    lines = enumerate(source.splitlines(), 1)
+    return len({n for n, text in lines if text.strip() and not text.lstrip().startswith("#")} - docstrings)
 
 
 def entered(tree: Path) -> list[str]:

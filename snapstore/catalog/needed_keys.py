@@ -1,6 +1,7 @@
 """Needed keys: list the packs and manifests that snapshots need, from the cached headers of their manifests.
 
-The header of a root manifest names its children, and all of their packs.
+A record names one manifest a part. If several ranks have written the snapshot, these are roots: the header of each
+names its children, one manifest a rank, and all of their packs.
 """
 
 from __future__ import annotations

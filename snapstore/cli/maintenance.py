@@ -99,10 +99,9 @@ def _restorable(result: CheckResult) -> str:
     """Return how many snapshots a check has found restorable, and how much it has read."""
     forgotten = sum(snapshot.state == "forgotten" for snapshot in result.restorable)
     count = len(result.restorable) - forgotten
-    look = "look" if result.level == "metadata" or result.packs_read < result.packs else ""
-    found = f"{counted(count, 'snapshot')} {look or 'are'}{'s' if look and count == 1 else ''} restorable"
-    if count == 1 and not look:
-        found = "1 snapshot is restorable"
+    is_sure = result.level != "metadata" and result.packs_read == result.packs
+    one, many = ("is", "are") if is_sure else ("looks", "look")
+    found = f"{counted(count, 'snapshot')} {one if count == 1 else many} restorable"
     if forgotten:
         found += f", {forgotten} {'is' if forgotten == 1 else 'are'} forgotten"
     if result.level == "metadata":

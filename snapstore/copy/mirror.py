@@ -57,7 +57,7 @@ RETRY_S, RETRY_MAX_S = 1.0, 60.0
 GIVE_UP_S = 2.0
 
 
-class Target(Opened, Protocol):
+class OpenedMirror(Opened, Protocol):
     """The mirror, an open repository."""
 
     def close(self) -> None: ...  # noqa: D102
@@ -86,7 +86,7 @@ class Mirror:
         run: str,
         url: str,
         source: Context,
-        open_target: Callable[[], Target],
+        open_target: Callable[[], OpenedMirror],
         keep: Sequence[retention.Policy] = (),
         *,
         read_only: bool = False,
@@ -94,7 +94,7 @@ class Mirror:
     ) -> None:
         self.run, self.url, self._source, self._open_target, self._keep = run, url, source, open_target, keep
         self.problem, self.read_only, self._verify, self.next_seq = "", read_only, verify, 0
-        self._target: Target | None = None
+        self._target: OpenedMirror | None = None
         self._copier: Copier | None = None
         self._pending: list[Snapshot] = []  # committed and not mirrored, oldest first
         self._unlisted: list[Snapshot] = []  # committed before; the mirror may lack them, until it has been listed

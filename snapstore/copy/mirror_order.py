@@ -1,7 +1,10 @@
-"""Mirror order: which snapshot of two stores is later, which tags it gets, and which snapshots a mirror is to get.
+"""Mirror order: which snapshot of two stores is later, which tags it gets, and which snapshots a mirror gets, and when.
 
 In: what the first store has, and what its mirror has. Out: answers from their records alone. Either store may lack
 snapshots: the first one may be new, or an older backup, and a mirror keeps what its own policies keep.
+
+A snapshot that could not be copied is never given up: a damaged one may be repaired, and one that a store withholds may
+be whole. But each attempt may read and put all of its bytes, so each further attempt comes later.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ranks of one job under torch.distributed: which of them save together.
+"""Choose: which ranks of a job under torch.distributed save together.
 
 In: the `ranks=` of a SnapshotManager. Out: the `Ranks` of the job, or None for one process. If two ranks would each
 save the same run alone, an error says what to do. torch.distributed is used only if the program has imported it.

@@ -1,4 +1,4 @@
-"""Commit: the claim of a save or a rewrite, from its session to its record.
+"""Claim: the steps of a save or a rewrite, from its session to its record.
 
 A claim names the record that it will create: a save's is revision 0, a rewrite's is the next revision of a record that
 exists. The order of its steps is what makes it safe (docs/format.md and docs/design/protocol.md):

@@ -1,7 +1,9 @@
-"""Background: the thread of a manager's save, and the slot that lets one save run at a time.
+"""Background: the thread of a manager's save, the slot that lets one save run at a time, and the handle of a save.
 
-In: a function to run in the background. Out: its error, at the caller's next call that saves or waits for saves.
-The slot survives Ctrl-C between any two steps of Python code (threads.py, `Slot`).
+In: a function to run in the background. Out: its error, at the caller's next call that saves or waits for saves, or at
+the handle. After a commit the same thread forgets by policies and runs gc: a failure there costs only space, so it is
+logged, and the next save tries again; damage is returned, for the caller's next call. The slot survives Ctrl-C between
+any two steps of Python code (threads.py, `Slot`).
 """
 
 from __future__ import annotations

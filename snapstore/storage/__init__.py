@@ -1,6 +1,7 @@
 """Storage: where bytes are kept under keys, on a local disk, in memory or in S3; nothing here knows of snapshots.
 
-Read base.py first: `ObjectStore` is the protocol that all stores implement and that the rest of snapstore uses.
+Read base.py first: `ObjectStore` is the protocol that all stores implement and that the rest of snapstore uses. A store
+is opened by its URL.
 
 base.py          ObjectStore: key -> bytes
 urls.py          open the store that a URL names

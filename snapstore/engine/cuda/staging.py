@@ -50,7 +50,7 @@ APART_SHARE = 0.1
 AUTO_SHARE = 0.9
 
 
-class Engines(Protocol):
+class DeviceEngines(Protocol):
     """The engines of all devices; see `engine.registry.Engines`."""
 
     def on(self, device: torch.device) -> CudaEngine: ...  # noqa: D102
@@ -89,7 +89,7 @@ class _Rooms:
 class DeviceStaging:
     """Copies the tensors of one lineage of saves, device by device."""
 
-    def __init__(self, engines: Engines, mode: str, *, twice: bool) -> None:
+    def __init__(self, engines: DeviceEngines, mode: str, *, twice: bool) -> None:
         self._engines, self._asked, self._twice = engines, mode, twice
         self._modes: dict[torch.device, str] = {}
         self._state_bytes: dict[torch.device, int] = {}

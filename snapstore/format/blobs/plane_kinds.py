@@ -1,4 +1,4 @@
-"""Codec choice: the kind of a plane, which decides its codec, and the estimated stored size of planes.
+"""Plane kinds: the kind of a plane, which decides its codec, and the estimated stored size of planes.
 
 In: entropies of planes, and the shares of their most frequent bytes. Out: kinds, and estimated bytes.
 """

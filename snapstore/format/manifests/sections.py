@@ -1,7 +1,8 @@
-"""Layout of a manifest's bytes: prefix, header, then sections. Each section is stored plain or compressed.
+"""Sections: the bytes of a manifest: prefix, header, then sections, each plain or compressed; and entries of tensors.
 
 In: a packed header and sections by name. Out: one object's bytes, and back (docs/format.md, "Manifest"). Every declared
-size is compared with the bytes that are there, before anything of that size is allocated.
+size is compared with the bytes that are there, before anything of that size is allocated. The dimension orders of
+entries are a section of their own, so a release that does not know it refuses the manifest.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Merged trees: the trees of all ranks of a job as one.
 
-In: the trees of each part, and which ranks have them. Out: one tree per part, or an error that names the differences. A
+In: the inputs of a rank, of which rank 0 compares trees, stored bytes and digests of replicas; then the trees of each
+part, and which ranks have them. Out: one tree per part, or an error that names the differences. A
 dict may have keys that only some ranks have, such as the layers of a pipeline's stages: the merged dict has all of
 them, in the order of the ranks. All other values must be equal on the ranks that have them.
 """

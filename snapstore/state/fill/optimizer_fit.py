@@ -31,7 +31,30 @@ _ORDER = (
 )
 
 
-# --- restore: before anything is written ---
+# --- before anything is written ---
+
+
+def states_in(tree: Any, path: Path) -> Iterator[Path]:
+    """Yield the path of each dict in a decoded tree that looks like the `state_dict()` of an optimizer.
+
+    Its parameters have numbers. With names, as DCP makes them, a rank may have some of its own.
+    """
+    if type(tree) not in CONTAINERS:
+        return
+    numbers = numbers_of(tree)
+    if numbers and set(map(type, numbers)) == {int} and set(map(str, tree["state"])) <= set(map(str, numbers)):
+        yield path
+        return
+    for element, _, child in children(tree):
+        yield from states_in(child, (*path, element))
+
+
+def with_numbers(state: Any) -> Any:
+    """Return the state of an optimizer with numbers as keys of parameters: DCP's own save makes text of numbers."""
+    texts = {str(number): number for number in numbers_of(state) or () if type(number) is int}
+    if not any(type(key) is str and key in texts for key in (state["state"] if texts else ())):
+        return state
+    return {**state, "state": {texts.get(key, key): child for key, child in state["state"].items()}}
 
 
 def differences(
@@ -148,7 +171,7 @@ def loader_decides(stored: Any, decoded: Decoded, path: Path) -> tuple[str, ...]
     return ("shape", "dtype") if id(stored) in decoded.parameters else ()
 
 
-# --- restore: after the loader ---
+# --- after the loader ---
 
 
 def put_back(value: Any, state: Any, forms: Sequence[ParameterForm] | None, *, copy: bool = False) -> None:
@@ -194,7 +217,7 @@ def _put_back(loaded: Any, wanted: Any, dtype: Any, copy: bool) -> Any:
     return loaded
 
 
-# --- restore: memory for sharded state ---
+# --- memory for sharded state ---
 
 
 def with_sharded_state(

@@ -37,7 +37,6 @@ from ..values.arrays import SHARED_ELEMENTS, OnDevice, mismatch
 from ..values.containers import CONTAINERS, MAX_DEPTH, Path, children, is_mapping, leaves, like, metadata_of, shown
 from ..values.tensors import Slot, StoredPart, family, is_array
 from ..values.torch_layouts import layout_of
-from ..walk import optimizers
 from ..walk.optimizers import is_optimizer
 from ..walk.per_rank import PerRank, has_objects
 from ..walk.stateful import is_stateful, is_strict_module, is_torch_module, loader_decides, state_of
@@ -150,7 +149,7 @@ class RestorePlan:
                     self._stored,
                     self._into,
                     all_selected=self._all_selected,
-                    wholes=[*optimizers.states_in(self._stored, ())],
+                    wholes=[*optimizer_fit.states_in(self._stored, ())],
                 )
             )
         if some_arrays and not len(self.buffers):

@@ -7,13 +7,12 @@ their dtypes. So a save stores the shapes and dtypes of the parameters beside th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import chain
 from operator import attrgetter
 from typing import Any
 
 from ...threads import imported
-from ..values.containers import CONTAINERS, Path, children, is_mapping
+from ..values.containers import Path, is_mapping
 from ..values.tensors import Node
 from .stateful import is_stateful, state_of
 
@@ -89,26 +88,3 @@ def numbers_of(state: Any) -> list[Any] | None:
     if not all(is_mapping(group) and type(group.get("params")) is list for group in groups):
         return None
     return list(chain.from_iterable(group["params"] for group in groups))
-
-
-def states_in(tree: Any, path: Path) -> Iterator[Path]:
-    """Yield the path of each dict in a decoded tree that looks like the `state_dict()` of an optimizer.
-
-    Its parameters have numbers. With names, as DCP makes them, a rank may have some of its own.
-    """
-    if type(tree) not in CONTAINERS:
-        return
-    numbers = numbers_of(tree)
-    if numbers and set(map(type, numbers)) == {int} and set(map(str, tree["state"])) <= set(map(str, numbers)):
-        yield path
-        return
-    for element, _, child in children(tree):
-        yield from states_in(child, (*path, element))
-
-
-def with_numbers(state: Any) -> Any:
-    """Return the state of an optimizer with numbers as keys of parameters: DCP's own save makes text of numbers."""
-    texts = {str(number): number for number in numbers_of(state) or () if type(number) is int}
-    if not any(type(key) is str and key in texts for key in (state["state"] if texts else ())):
-        return state
-    return {**state, "state": {texts.get(key, key): child for key, child in state["state"].items()}}

@@ -16,7 +16,6 @@ import xxhash
 
 from ..distributed.messages import Begin
 from ..errors import RanksError
-from ..format import records
 from ..format.manifests.manifest import Manifest
 from ..format.records import RANKS, Snapshot
 from ..protocol.session import Session, SharedSession
@@ -267,9 +266,7 @@ class Saver:
             ConflictError: a gc has expired this save; nothing was committed.
             StorageError: the store failed.
         """
-        generation = (bases[0].generation + 1) % records.MAX_COUNTED if bases else 0
-        ids, features = [base.id for base in bases], [RANKS] if self.place[1] else []
-        snapshot = commit(session, request, written, ids, generation, features)
+        snapshot = commit(session, request, written, bases, [RANKS] if self.place[1] else [])
         self._context.index.add(snapshot, written.headers)
         self._repository.lineage.note_saved(snapshot, written.manifests_by_name)
         return snapshot

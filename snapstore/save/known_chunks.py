@@ -79,12 +79,12 @@ class Bases:
         restore_cost: as in SaveOptions; None: no skips.
 
     Attributes:
-        ids: of the base snapshots.
+        snapshots: the base snapshots.
         snapshot: the first of them, whose bytes staging may still keep.
         table: the chunks of all base snapshots, and then older chunks of their chains, which are the bases of skips;
             `ref_packs` counts in `packs`.
         count: how many of the chunks the base snapshots hold.
-        generation: of a snapshot that builds on these.
+        generation: of a snapshot that builds on all of these.
         skips: (count,) the row of the older chunk that must be the base instead of the newest one, or -1.
         usable: (n,) bool, which of the chunks need no damaged pack.
         manifests: of all base snapshots, as far as they were read.
@@ -96,10 +96,10 @@ class Bases:
     ) -> None:
         self.packs: list[str] = []
         self.pack_sizes: list[int] = []
-        self.ids = [base.snapshot.id for base in bases]
-        self.snapshot = bases[0].snapshot if bases else None
+        self.snapshots = [base.snapshot for base in bases]
+        self.snapshot = self.snapshots[0] if bases else None
         self.manifests = [m for base in bases for m in base.manifests]
-        self.generation = (self.snapshot.generation + 1) % MAX_COUNTED if self.snapshot else 0
+        self.generation = next_generation(self.snapshots)
         self._places: dict[Place, _Run | list[_Run]] = {}  # most tensors have one: no list for the garbage collector
         known: dict[str, int] = {}
         tables: list[ChunkTable] = []
@@ -204,6 +204,11 @@ class Bases:
             rows[same] = run.first_row + at[same]
         firsts = [run.first_row for run in runs if run.in_first_base]
         return rows, bool(firsts) and bool((rows >= 0).any())
+
+
+def next_generation(bases: Sequence[Snapshot]) -> int:
+    """Return the generation of a snapshot that builds on `bases`; see `Snapshot.generation`."""
+    return (bases[0].generation + 1) % MAX_COUNTED if bases else 0
 
 
 def load_bases(

@@ -18,7 +18,7 @@ from ..protocol import tags
 from ..protocol.session import Session
 from ..text import human_bytes, log
 from .inputs import PartInput, SaveRequest
-from .known_chunks import load_bases
+from .known_chunks import load_bases, next_generation
 from .lineage import Lineage
 from .manifest_writer import Written, write
 from .staging import Staging
@@ -60,7 +60,7 @@ def save(
                 bases = load_bases(context, session, lineage.cached_manifests())
                 written = write(context, session, inputs, bases, full=request.full, staging=staging)
                 request.before_commit()
-                snapshot = commit(session, request, written, written.bases.ids, written.bases.generation)
+                snapshot = commit(session, request, written, written.bases.snapshots)
             if staging:
                 staging.keep_as_base(inputs, snapshot.id)
         lineage.note_saved(snapshot, written.manifests_by_name)
@@ -102,15 +102,14 @@ def commit(
     session: Session,
     request: SaveRequest,
     written: Written,
-    bases: Sequence[str],
-    generation: int,
+    bases: Sequence[Snapshot],
     features: Sequence[str] = (),
 ) -> Snapshot:
     """Create the record.
 
     Args:
         written: the manifests that the record names, and the counts of all that was written.
-        bases: ids of the snapshots that the save builds on.
+        bases: the snapshots that the save builds on; of a job, those on which at least one rank has built.
 
     Raises:
         ConflictError: a gc has expired this save; nothing was committed.
@@ -118,14 +117,14 @@ def commit(
     """
     total_s = time.monotonic() - request.started
     return session.commit(
-        bases=list(bases),
+        bases=[base.id for base in bases],
         manifests=written.manifests,
         manifest_list=written.manifest_list,
         tags=request.tags,
         metrics=request.read_metrics(),
         metadata_node=request.metadata_node,
         created=time.time(),
-        generation=generation,
+        generation=next_generation(bases),
         depth=written.depth,
         chunks=written.chunks,
         new_chunks=written.new_chunks,

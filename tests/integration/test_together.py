@@ -10,7 +10,7 @@ from kit.local_ranks import MessageFaults
 from kit.objects import keys_of
 from kit.ranks import LocalJob, of_all, save_shared, together
 from kit.repositories import check_clean, created, opened
-from snapstore import InvalidInputError, NotFoundError, RanksError
+from snapstore import InvalidInputError, NotFoundError, RanksError, StorageError
 from snapstore.format.records import ManifestRef
 from snapstore.save.ranks.roots import READS_AT_ONCE, ChildHeaders
 
@@ -44,19 +44,19 @@ def test_messages_are_small():
 
 
 class StoreOfRank:
-    """The view that one rank has of a store that all ranks share; it calls `before` at each put and ranged read."""
+    """The view that one rank has of a store that all ranks share; it calls `before` at each put and read."""
 
     def __init__(self, store, before):
         self._store, self._before = store, before
 
     def __getattr__(self, name):
         call = getattr(self._store, name)
-        if name not in ("put", "get_range"):
+        if name not in ("put", "get", "get_range"):
             return call
 
-        def instead(key, *args):
+        def instead(key, *args, **options):
             self._before(name, key)
-            return call(key, *args)
+            return call(key, *args, **options)
 
         return instead
 
@@ -89,9 +89,10 @@ def test_a_save_that_is_given_up_reads_no_more_headers():
     running, go_on, reads = threading.Event(), threading.Event(), []
 
     def before(verb, key):
-        reads.append(key)
-        running.set()
-        go_on.wait(10)
+        if verb == "get_range":
+            reads.append(key)
+            running.set()
+            go_on.wait(10)
 
     with opened(StoreOfRank(created(), before)) as repository:
         reads.clear()
@@ -104,6 +105,22 @@ def test_a_save_that_is_given_up_reads_no_more_headers():
         with pytest.raises(NotFoundError):
             headers.result()
         assert len(reads) <= READS_AT_ONCE
+
+
+def test_a_base_that_only_rank_0_cannot_read_counts_in_the_generation():
+    """The record names the bases of all ranks, so its generation is one more than that of the first of them."""
+    store = created()
+    first = save_shared([store] * 3, "a", 0, 0)[0]
+    children = set(keys_of(store, "manifests/")) - {ref.key for ref in first.manifests}
+
+    def of_0(verb, key):
+        if key in children:
+            raise StorageError(f"get {key}: not from here")
+
+    found = save_shared([StoreOfRank(store, of_0), store, store], "a", 1, 1)
+    assert found[0].bases == [first.id], found
+    assert (first.generation, found[0].generation) == (0, 1)
+    check_clean(store)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -122,7 +122,7 @@ def save(
         found = Children(children, read_headers(context, children), orders_of(trees, parts))
         roots = write_roots(context, session, parts, found, size, {})
         snapshot = session.commit(
-            bases=bases.ids,
+            bases=[base.id for base in bases.snapshots],
             manifests=roots.manifests,
             manifest_list=roots.manifest_list,
             created=time.time(),

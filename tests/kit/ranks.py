@@ -102,14 +102,21 @@ class RankSide:
         roots.manifest_list = names.sha256
         return roots
 
-    def commit(self, session: Any, roots: Any, reports: Any, bases: Sequence[str]) -> Snapshot:
+    def commit(self, session: Any, roots: Any, reports: Any, bases: Sequence[Snapshot]) -> Snapshot:
         return session.commit(
-            bases=list(bases), manifests=roots.manifests, manifest_list=roots.manifest_list, tags=self._request.tags,
-            metrics=self._request.read_metrics(), metadata_node=self._request.metadata_node, created=time.time(),
-            logical_bytes=sum(ref.logical_bytes for ref in roots.manifests), depth=max(r.depth for r in reports),
-            chunks=sum(r.chunks for r in reports), new_chunks=sum(r.new_chunks for r in reports),
+            bases=[base.id for base in bases],
+            manifests=roots.manifests,
+            manifest_list=roots.manifest_list,
+            tags=self._request.tags,
+            metrics=self._request.read_metrics(),
+            metadata_node=self._request.metadata_node,
+            created=time.time(),
+            logical_bytes=sum(ref.logical_bytes for ref in roots.manifests),
+            depth=max(r.depth for r in reports),
+            chunks=sum(r.chunks for r in reports),
+            new_chunks=sum(r.new_chunks for r in reports),
             stored_bytes=sum(r.stored_bytes for r in reports),
-        )  # fmt: skip
+        )
 
 
 class RankStore(FaultStore):

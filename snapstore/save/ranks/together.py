@@ -196,8 +196,8 @@ class _Save:
         session.watch = None  # no other rank can fail any more
         roots = self._data.write_roots(session, reports)
         used = sorted({number for report in reports.values() for number in report.bases})
-        ids = [session.usable_bases[number].id for number in used if number < len(bases)]
-        return self._data.commit(session, roots, list(reports.values()), ids)
+        built_on = [session.usable_bases[number] for number in used if number < len(bases)]
+        return self._data.commit(session, roots, list(reports.values()), built_on)
 
     def _collect(self, session: Session) -> dict[int, Report]:
         """Return the reports of all other ranks, by rank; give each to the RankWriter when it comes.

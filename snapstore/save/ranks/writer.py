@@ -22,7 +22,7 @@ from ...protocol.session import Session
 from ...state.values.tensors import Node
 from ...threads import msgpack_decoder
 from ..inputs import PartInput, SaveRequest
-from ..known_chunks import AnySession, Bases, load_bases
+from ..known_chunks import AnySession, load_bases
 from ..lineage import Lineage
 from ..manifest_writer import Written, write
 from ..near_children import NearChildren
@@ -55,7 +55,6 @@ class RankWriter:
     ) -> None:
         self._context, self._lineage, self._ranks, self._request = context, lineage, ranks, request
         self._inputs, self._staging = inputs, staging
-        self._bases = Bases()
         self._child_headers = ChildHeaders(context)
         self.headers: dict[str, bytes] = {}
         self.manifests: dict[str, Manifest] = {}
@@ -67,7 +66,6 @@ class RankWriter:
         bases = load_bases(context, session, self._lineage.cached_manifests(), near)
         place, staging = (rank, count), self._staging
         written = write(context, session, self._inputs, bases, full=begin.full, staging=staging, place=place)
-        self._bases = written.bases
         self._note(written)
         if not rank:  # rank 0's manifests that a base has already; `take_report` reads those of the other ranks
             self._child_headers.start([ref for ref in written.manifests if ref.sha256 not in self.headers])
@@ -135,11 +133,13 @@ class RankWriter:
         self._note(written)
         return written
 
-    def commit(self, session: Session, roots: Written, reports: Sequence[Report], bases: Sequence[str]) -> Snapshot:
+    def commit(
+        self, session: Session, roots: Written, reports: Sequence[Report], bases: Sequence[Snapshot]
+    ) -> Snapshot:
         """Create the record."""
         roots.new_chunks += sum(report.new_chunks for report in reports)
         roots.stored_bytes += sum(report.stored_bytes for report in reports)
-        return commit(session, self._request, roots, bases, self._bases.generation, [RANKS])
+        return commit(session, self._request, roots, bases, [RANKS])
 
     def close(self) -> None:
         """Begin no more reads of headers."""
@@ -178,10 +178,11 @@ def _without_order(node: Node) -> Node:
 def report_of(begin: Begin, written: Written, **told: Any) -> Report:
     """Return the report of the objects that a rank has written; `told`: the other fields of the report."""
     ids = [key.rpartition("-")[2].partition(".")[0] for key in begin.bases]
+    used = {base.id for base in written.bases.snapshots}
     return Report(
         step=begin.step,
         manifests=[Ref.of(ref) for ref in written.manifests],
-        bases=[number for number, name in enumerate(ids) if name in written.bases.ids],
+        bases=[number for number, name in enumerate(ids) if name in used],
         chunks=written.chunks,
         new_chunks=written.new_chunks,
         stored_bytes=written.stored_bytes,

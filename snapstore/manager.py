@@ -123,7 +123,7 @@ class SnapshotManager(Steps):
         self._alone = ranks is False
         chosen, self._made_ranks = (None, False) if read_only and ranks is None else choose(self.run, ranks)
         self._job: RankJob | None = RankJob(chosen, replicas) if chosen is not None else None
-        self._exchange, self._owned = None, not isinstance(repository, Repository)
+        self._owned = not isinstance(repository, Repository)
         try:
             alike = f"open, replicas={replicas!r}, on_busy={on_busy!r}, save_interval_steps={interval}, run={run!r}"
             opened = partial(self._opened, repository, options, parent, mirror, kept_there)
@@ -401,9 +401,8 @@ class SnapshotManager(Steps):
         if self._mirror is not None:
             self._mirror.close(None if end is None else max(0.0, end - time.monotonic()))
         self._closed = True
-        for one in (self._ending, self._exchange):
-            if one is not None:
-                one.close()
+        if self._ending is not None:
+            self._ending.close()
         if self._job is not None:
             limit_s = None if end is None else max(GIVE_UP_S, end - time.monotonic())
             self._job.close(error, ends_channel=self._made_ranks, limit_s=limit_s)

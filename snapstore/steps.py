@@ -7,15 +7,14 @@ ranks, rank 0 chooses the snapshot, so all ranks restore the same one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Unpack
 
 from . import retention
 from .catalog import policy_store
-from .checks import TARGET_FIRST, check_choice, check_step
+from .checks import TARGET_FIRST, check_step
 from .distributed.choose import place
 from .errors import InvalidInputError, NotFoundError, StorageError
 from .format import records
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from .context import Context
     from .copy.mirror import Mirror
     from .distributed.questions import V
-    from .restore.exchange import Exchange
     from .restore.sources import AsRank
     from .save.ranks.job import RankJob
     from .state.fill.fit import FitOptions, NameOptions
@@ -90,7 +88,6 @@ class Steps:
     _unapplied = ""  # a warning of stored policies, if this manager has none
     if TYPE_CHECKING:
         _job: RankJob | None
-        _exchange: Exchange | None
         _mirror: Mirror | None
     else:
         _mirror = None  # rank 0 may have one
@@ -334,7 +331,6 @@ class Steps:
         device: Any = None,
         types: Sequence[type] = (),
         per_rank: Literal["same", "drop"] | int = "same",
-        read: Literal["own", "exchange"] = "own",
         **names: Unpack[NameOptions],
     ) -> Any:
         """Return the state of a step (or tag; None: the newest), once no save is running. See `Repository.restore`.
@@ -345,21 +341,16 @@ class Steps:
         Args:
             per_rank: which rank's own values (`PerRank`, `RngState`) to return. "same": those of this rank, if as many
                 ranks saved; a number: those of that rank; "drop": none.
-            read: "own": this rank reads the bytes that it needs, and the ranks exchange none. "exchange": the ranks of
-                a node read each chunk once, and exchange it by collectives of torch.distributed. All ranks of the job
-                call it with the same `step`; an error of one is raised on all. The result is the same.
             names: `part` and `rename`.
 
         Raises:
-            InvalidInputError: with "exchange": this manager's ranks are not those of the whole job.
-            CapabilityError: with "exchange": the job's backend is neither NCCL nor one for host memory.
-            RanksError: a rank does not answer or does not call this; with "exchange" also: a collective failed.
-            SnapstoreError: see `Repository.restore`; with "exchange" also the error of another rank.
+            RanksError: a rank does not answer or does not call this.
+            SnapstoreError: see `Repository.restore`.
         """
         from .restore import pipeline
         from .state.fill.fit import Fit
 
-        with self._reading(step, read, per_rank) as (context, ref, as_rank):
+        with self._reading(step, per_rank) as (context, ref, as_rank):
             chosen = Fit(keys, **names)
             snapshot, state = pipeline.read(context, ref, keys=chosen, device=device, types=types, as_rank=as_rank)
         self.repository.lineage.go_on_from(self.run, snapshot)
@@ -373,58 +364,34 @@ class Steps:
         keys: str | Sequence[str] | None = None,
         types: Sequence[type] = (),
         per_rank: Literal["same", "drop"] | int = "same",
-        read: Literal["own", "exchange"] = "own",
         **fit: Unpack[FitOptions],
     ) -> Snapshot:
         """Fill `target` with the state of a step (or tag; None: the newest), and return the snapshot.
 
         It waits for the running save. See `Repository.restore_into`, also for `part`, `rename` and `strict` in `fit`,
-        and `restore` for `per_rank`, `read` and several ranks. The snapshot becomes the parent of the run's next save.
+        and `restore` for `per_rank` and several ranks. The snapshot becomes the parent of the run's next save.
         """
         from .restore.pipeline import read_into
         from .state.fill.fit import Fit
 
-        with self._reading(step, read, per_rank) as (context, ref, as_rank):
+        with self._reading(step, per_rank) as (context, ref, as_rank):
             snapshot = read_into(context, ref, target, keys=Fit(keys, **fit), types=types, as_rank=as_rank)
         self.repository.lineage.go_on_from(self.run, snapshot)
         return snapshot
 
     @contextmanager
     def _reading(
-        self, step: int | str | None, read: str, per_rank: Literal["same", "drop"] | int
+        self, step: int | str | None, per_rank: Literal["same", "drop"] | int
     ) -> Iterator[tuple[Context, str | Snapshot, AsRank]]:
         """Wait until no save runs; yield where a step lies, its reference, and how this rank reads it."""
         from .check.newest_whole import newest_whole_named
 
         self._wait_idle()
-        exchange = self._exchange_of(read)
-        with exchange.call(self._job.questions.next_prefix()) if exchange and self._job else nullcontext():
-            (context, ref), as_rank = self._place_of(step, read), self._as_rank(per_rank)
-            is_others = partial(getattr, exchange, "has_heard", False)
-            named = ref if isinstance(ref, str) else f"id:{ref.id}"
-            elsewhere = self._mirror.advice if self._mirror and context is self.repository.context else lambda ref: ""
-            naming = newest_whole_named(context, named, is_others, elsewhere)
-            with naming, exchange.told() if exchange else nullcontext():
-                yield context, ref, replace(as_rank, exchange=exchange)
-
-    def _exchange_of(self, read: str) -> Exchange | None:
-        """Return the Exchange with the other ranks; None: this process reads by itself.
-
-        Raises:
-            InvalidInputError: the manager has no ranks.
-        """
-        if read != "exchange" or place()[1] == 1:
-            return None
-        if self._job is None:
-            raise InvalidInputError(
-                "read='exchange': this manager has no ranks (ranks=False, or read_only=True); "
-                "pass ranks=TorchRanks() to it on all ranks, or read='own'"
-            )
-        if self._exchange is None:
-            from .restore.exchange import Exchange
-
-            self._exchange = Exchange(self._job.ranks, self._job.prefix)
-        return self._exchange
+        (context, ref), as_rank = self._place_of(step), self._as_rank(per_rank)
+        named = ref if isinstance(ref, str) else f"id:{ref.id}"
+        elsewhere = self._mirror.advice if self._mirror and context is self.repository.context else lambda ref: ""
+        with newest_whole_named(context, named, elsewhere):
+            yield context, ref, as_rank
 
     def _of_both_stores(self, step: int | str | None) -> int | str | None:
         """Return the step that "best" or "highest" means in both stores together; a tag of that name comes first.
@@ -453,33 +420,27 @@ class Steps:
             return self.repository.context
         return self._mirror.nearest("latest" if step is None else str(step))
 
-    def _place_of(self, step: int | str | None, read: str) -> tuple[Context, str | Snapshot]:
+    def _place_of(self, step: int | str | None) -> tuple[Context, str | Snapshot]:
         """Return where to read a step, and its reference.
 
-        With several ranks, rank 0 chooses the snapshot: only rank 0 lists the store, and has a mirror. A rank whose
-        `read` is refused has asked too, so its next question is that of the others.
+        With several ranks, rank 0 chooses the snapshot: only rank 0 lists the store, and has a mirror.
         """
-        require_read = partial(check_choice, "read", read, ("own", "exchange"))
         if self._job is None:
-            require_read()
             step = self._of_both_stores(step)
             context = self._nearest(step)
             return context, self._local_ref(context, step)
 
         def find() -> str:
-            require_read()
             meant = self._of_both_stores(step)
             return self.repository.snapshot(self._local_ref(self._nearest(meant), meant)).key
 
-        by = " by exchange" if read == "exchange" else ""
-        key = self._job.questions.ask(f"restore {retention.named_step(step)}{by}", find)
-        require_read()
+        key = self._job.questions.ask(f"restore {retention.named_step(step)}", find)
         chosen = records.decode(self.repository.store.get(key, limit_bytes=MAX_OBJECT_BYTES), Snapshot, key)
         return self.repository.context, chosen
 
     def _found(self, step: int | str | None) -> tuple[Context, Snapshot]:
         """Return where a step lies, and its snapshot; it is copied back if only a mirror has it. All ranks call it."""
-        context, ref = self._place_of(step, "own")
+        context, ref = self._place_of(step)
         return context, ref if isinstance(ref, Snapshot) else context.index.refresh().resolve(ref)
 
     def _as_rank(self, per_rank: Literal["same", "drop"] | int) -> AsRank:

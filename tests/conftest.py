@@ -41,7 +41,7 @@ _CACHES = pytest.StashKey[Path]()
 MEMORY, MEMORY_BYTES = Path("/dev/shm"), 8 * 1024**3
 _FOLDER = pytest.StashKey[Path | None]()
 #: Files whose tests take a minute or more each.
-LONGEST = ("test_gpu_on_cpu.py", "test_dcp_ranks.py", "test_exchange.py")
+LONGEST = ("test_gpu_on_cpu.py", "test_dcp_ranks.py")
 _NUMBERS = itertools.count()
 #: If tests have imported more modules than this, their objects are frozen too.
 MODULES = 100

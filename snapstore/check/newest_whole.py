@@ -24,14 +24,12 @@ from .verify_chunks import ChunkRebuilder
 def newest_whole_named(
     context: Context,
     ref: str,
-    is_others: Callable[[], bool] = lambda: False,
     elsewhere: Callable[[str], str] = lambda ref: "",
 ) -> Iterator[None]:
     """Run the block; if it fails to restore the newest snapshot of a run, add the newest whole one to the error.
 
     Args:
         ref: the reference of the snapshot that the block restores.
-        is_others: returns whether the error is another rank's; that rank looks for the whole snapshot itself.
         elsewhere: returns how to get the snapshot of a reference from another store, or nothing.
 
     Raises:
@@ -40,7 +38,7 @@ def newest_whole_named(
     try:
         yield
     except (IntegrityError, FormatError, StorageError) as error:
-        if isinstance(error, CapabilityError | OutputError) or is_others():  # it can be read, here or elsewhere
+        if isinstance(error, CapabilityError | OutputError):  # it can be read, here or elsewhere
             raise
         if isinstance(error, StorageError) and context.store.url.startswith("s3:"):  # the network, and no bad sector
             raise

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
@@ -99,7 +99,7 @@ class ChunkReader:
         self._opened: set[str] = set()  # packs that have been opened ahead
         self._get_ranges: GetRanges
 
-    def rebuild(self, wanted: Iterable[Wanted]) -> Generator[int]:
+    def rebuild(self, wanted: Iterable[Wanted]) -> Iterator[int]:
         """Fill the memory of every chunk, in order; yield the number of chunks after each batch.
 
         Raises:

@@ -11,7 +11,5 @@ process_ends.py  rank 0 notices within a second that the process of another rank
 local.py         LocalRank: the ranks of one process, as threads
 messages.py      the messages, as structs
 questions.py     rank 0 answers for all ranks, so that all use the same answer
-joint_call.py    one call that all ranks make together
-node_group.py    the ranks of one node, as a process group of torch.distributed
 preemption.py    a job that is told to end saves once more, all ranks at the same step
 """

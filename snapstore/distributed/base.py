@@ -153,12 +153,12 @@ class Heart:
         self._soon.set()
 
 
-def wait_for(look: Callable[[], T | None], watch: Callable[[], object], *, poll_max_s: float = POLL_MAX_S) -> T:
+def wait_for(look: Callable[[], T | None], watch: Callable[[], object]) -> T:
     """Return the first result of `look` that is not None; between looks call `watch`, which raises to end the wait."""
     began = time.monotonic()
     while (found := look()) is None:
         watch()
-        time.sleep(min(max(POLL_SHARE * (time.monotonic() - began), POLL_S), poll_max_s))
+        time.sleep(min(max(POLL_SHARE * (time.monotonic() - began), POLL_S), POLL_MAX_S))
     return found
 
 

@@ -12,8 +12,6 @@
     answer    rank 0 to all       the answer to a question that all ranks ask, such as whether a save is skipped
     asked     each rank to 0      it has read so many answers
     asks      rank 0 to all       it waits until all ranks have asked this question, and so begins no save
-    word      any rank to some    it has reached a place of a call that all make together
-    ready     any rank to 0       its node, before chunks are exchanged
 
 In: typed structs. Out: msgpack, and back. The key of a message of a save has the number of the save, so no message is
 read for another save.
@@ -186,30 +184,6 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     failed: Failed | None = None
     saves: tuple[int, int] = (0, 0)
     meets: bool = False
-
-
-class Word(msgspec.Struct, frozen=True, array_like=True):
-    """A rank has reached a place of a call that all make together (`joint_call.py`).
-
-    Attributes:
-        value: its value for `JointCall.agree`.
-        failed: its error, or another rank's that it has heard.
-    """
-
-    value: bytes = b""
-    failed: Failed | None = None
-
-
-class Ready(msgspec.Struct, frozen=True, array_like=True):
-    """A rank is about to exchange chunks with those of its node.
-
-    Attributes:
-        node: the same on all ranks of one node, and on no other.
-        has_group: whether it has a process group of them.
-    """
-
-    node: str
-    has_group: bool
 
 
 class RelayedError(Exception):

@@ -19,7 +19,7 @@ from ..errors import InvalidInputError, RanksError
 from ..text import log
 from . import messages
 from .base import LOOK_ENDED_S, WARN_S, Ranks, Watch, wait_for
-from .messages import Answer, Failed, Word, decode, encode
+from .messages import Answer, Failed, decode, encode
 
 #: The longest time that rank 0 waits for ranks to ask again: they may be in a collective that waits for rank 0 [s].
 MEET_S = 60.0
@@ -53,13 +53,6 @@ class Questions:
         self._number = 0
         self._forgotten = 0  # rank 0's answers below this number are removed
         self._told: tuple[int, dict[str, object]] = (0, {})  # rank 0's answers since a save, by question
-
-    def next_prefix(self) -> str:
-        """Return a prefix for keys that belong to the next question; it is the same on all ranks."""
-        if self._ranks.rank:
-            while (data := self._ranks.look(self._key())) is not None and self._is_old(decode(data, Answer)):
-                self._number += 1
-        return self._own_prefix()
 
     def _own_prefix(self) -> str:
         return f"{self._prefix}question/{self._number}/"
@@ -138,11 +131,11 @@ class Questions:
         if found.question == question:
             own, first = f"{own} after {mine[1]} saves", f"{first} after {found.saves[1]} saves"
         error = InvalidInputError(f"rank {self._ranks.rank} {own}, and rank 0 {first}: {_ADVICE}")
-        word = encode(Word(failed=Failed.of(error, self._ranks.rank)))
-        self._ranks.post(f"{prefix}unlike", word)
+        failed = encode(Failed.of(error, self._ranks.rank))
+        self._ranks.post(f"{prefix}unlike", failed)
         number = self._number
         while self._ranks.look(f"{self._prefix}answer/{number}") is not None:  # rank 0 has asked more questions
-            self._ranks.post(f"{self._prefix}question/{number}/unlike", word)
+            self._ranks.post(f"{self._prefix}question/{number}/unlike", failed)
             number += 1
         return error
 
@@ -203,9 +196,7 @@ class Questions:
         def look_for_error() -> None:
             for key in (f"{prefix}unlike", f"{save}failed"):
                 if (data := self._ranks.look(key)) is not None:
-                    failed = decode(data, Word).failed if key.endswith("unlike") else decode(data, Failed)
-                    if failed is not None:
-                        raise messages.raised(failed, 0)
+                    raise messages.raised(decode(data, Failed), 0)
 
         def missing() -> list[int]:
             return [rank for rank, key in keys.items() if self._ranks.look(key) is None]

@@ -7,6 +7,5 @@ pipeline.py   record -> manifests -> wanted chunks -> state
 manifests.py  read and check the manifests of a record and their trees
 sources.py    the manifests that one process or several ranks saved, and the tensors in each
 overlaps.py   the chunks of a stored box that a wanted box needs, and where their bytes go
-exchange.py   the ranks of a node read each chunk once
 streaming.py  the tensors of a snapshot one by one, for a state larger than memory
 """

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -29,7 +29,6 @@ from ..state.values.dim_order import DimOrder
 BUFFERED_BYTES = 8 * 1024 * 1024
 _NONE = np.empty(0, np.int64)
 T = TypeVar("T")
-_Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,52 +46,6 @@ class StoredBox:
     chunks: int = 0
     inline: int = 0
     dim_order: DimOrder = ()
-
-
-class Shape(NamedTuple):
-    """The overlap as a box within a stored box, with which another rank can cut a piece out of a chunk.
-
-    Attributes:
-        sizes: of the overlap.
-        at: where it begins in the stored box.
-        stored_sizes: of the stored box.
-    """
-
-    sizes: Sequence[int]
-    at: Sequence[int]
-    stored_sizes: Sequence[int]
-
-    def boxes_in(self, first: int, end: int) -> Iterator[tuple[int, _Box, _Box]]:
-        """Yield boxes of which a span of the stored box's bytes consists: (start, box, the part of it in this box).
-
-        Boxes without a part in this box are left out.
-        """
-        for at, sizes in boxes.span_boxes(first, end, self.stored_sizes):
-            common = boxes.overlap((at, sizes), (self.at, self.sizes))
-            if common is not None:
-                yield first, (at, sizes), common
-            first += math.prod(sizes)
-
-    def nbytes_in(self, starts: Column, lengths: Column) -> Column:
-        """Return how many bytes of this box lie in each of some chunks (n,) of the stored box."""
-        first, end = (
-            boxes.counts_before(at, self.at, self.sizes, self.stored_sizes) for at in (starts, starts + lengths)
-        )
-        return end - first
-
-    def take(self, piece: Memory, chunk: Memory, first: int) -> None:
-        """Copy the bytes of this box out of a chunk, in their order, into `piece`.
-
-        Args:
-            first: the byte of the stored box at which the chunk begins.
-        """
-        done = 0
-        for start, (at, sizes), common in self.boxes_in(first, first + len(chunk)):
-            here = [place - corner for place, corner in zip(common[0], at, strict=True)]
-            source = chunk[start - first : start - first + math.prod(sizes)], sizes, here
-            count = math.prod(common[1])
-            copy_box((piece[done : done + count], common[1], [0] * len(here)), source, common[1])
-            done += count
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,28 +107,16 @@ class Overlap:
 
     def put_span(self, home: Memory, buffer: Memory, first: int) -> None:
         """Copy the bytes of the overlap out of a buffer, which has the bytes of the stored box from `first` on."""
-        for start, (at, sizes), common in self.shape.boxes_in(first, first + len(buffer)):
-            here = [place - corner for place, corner in zip(common[0], at, strict=True)]
-            source = buffer[start - first : start - first + math.prod(sizes)], sizes, here
-            copy_box((self.target(home), self.target_sizes, self._moved(common[0])), source, common[1])
-
-    def put_piece(self, home: Memory, piece: Memory, first: int, end: int) -> None:
-        """Copy a piece that `Shape.take` has cut out of the bytes [first, end) of the stored box."""
-        done = 0
-        for _, _, (at, sizes) in self.shape.boxes_in(first, end):
-            count = math.prod(sizes)
-            source = piece[done : done + count], sizes, [0] * len(sizes)
-            copy_box((self.target(home), self.target_sizes, self._moved(at)), source, sizes)
-            done += count
-
-    @property
-    def shape(self) -> Shape:
-        """Return the overlap as a box within the stored box."""
-        return Shape(self.sizes, self.stored_at, self.stored_sizes)
-
-    def _moved(self, at: Sequence[int]) -> list[int]:
-        """Return the position in the wanted box of a position in the stored box."""
-        return [place - corner + to for place, corner, to in zip(at, self.stored_at, self.target_at, strict=True)]
+        target, start = self.target(home), 0
+        for at, sizes in boxes.span_boxes(first, first + len(buffer), self.stored_sizes):
+            end = start + math.prod(sizes)
+            common = boxes.overlap((at, sizes), (self.stored_at, self.sizes))
+            if common is not None:
+                here = [place - corner for place, corner in zip(common[0], at, strict=True)]
+                moved = zip(common[0], self.stored_at, self.target_at, strict=True)
+                there = [place - corner + to for place, corner, to in moved]
+                copy_box((target, self.target_sizes, there), (buffer[start:end], sizes, here), common[1])
+            start = end
 
 
 def overlap_of(

@@ -97,14 +97,7 @@ def _read(
                 options = {"keys": keys, "device": device, "types": types, "as_rank": as_rank}
                 return snapshot, restore(context, snapshot, target, **options)
         except (IntegrityError, FormatError) as error:
-            exchange = as_rank.exchange
-            if exchange is not None and exchange.has_heard:
-                raise
             ruling = ruling_now(context, snapshot, error)
-            if exchange is not None and exchange.has_begun:  # the other ranks are in the middle of this restore
-                raise IntegrityError(
-                    f"{snapshot.ref}: was rewritten or deleted while the ranks read it; restore again on all ranks"
-                ) from error
             # If it was deleted, the reference means another snapshot now.
             if ruling.state == SWEPT:
                 ruling = context.index.refresh().resolve(f"id:{ref.id}" if isinstance(ref, Snapshot) else ref)
@@ -198,7 +191,7 @@ def restore(
         keys: or a `Fit`, which also has new names.
         types: classes of which values are made, beside those of values in `into`. Values of other classes come back in
             their plain forms.
-        as_rank: which rank reads, whose own values it gets, and whether ranks exchange chunks.
+        as_rank: which rank reads, and whose own values it gets.
 
     Raises:
         InvalidInputError: `into` does not fit. The error names the differences part by part; nothing was written. Or
@@ -230,7 +223,7 @@ def restore(
     if plan.buffers.fills_at_once():
         target.begin()
     try:
-        (as_rank.exchange.load if as_rank.exchange else load)(context, plan.wants, overlaps, plan.buffers)
+        load(context, plan.wants, overlaps, plan.buffers)
     finally:
         context.engines.release_memory()
     if plan.left_out:

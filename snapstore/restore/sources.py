@@ -11,9 +11,9 @@ The stored boxes must cover each wanted box exactly once, else it is an error: s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 from ..context import Context
 from ..errors import FormatError, InvalidInputError
@@ -23,7 +23,7 @@ from ..format.manifests.manifest import Manifest, manifest_name, part_name
 from ..format.manifests.rank_checks import Cover, entries_by_path, match_entries, require_same_form
 from ..format.manifests.tensor_layout import ChunkSums, check_boxes, check_whole, spec_of
 from ..format.records import ManifestRef, Snapshot
-from ..state.fill.buffers import RestoreBuffers, Want
+from ..state.fill.buffers import Want
 from ..state.values.containers import display
 from ..state.values.tensors import TensorSpec
 from ..text import counted, quoted
@@ -35,22 +35,6 @@ from .overlaps import Overlap, StoredBox, overlap_of
 CHILDREN_AT_ONCE = 16
 
 
-class Exchanger(Protocol):
-    """Reads together with the other ranks of a node; see exchange.py."""
-
-    @property
-    def has_begun(self) -> bool: ...  # noqa: D102
-    @property
-    def has_heard(self) -> bool: ...  # noqa: D102
-    def load(  # noqa: D102
-        self,
-        context: Context,
-        wants: Sequence[Want],
-        overlaps: Mapping[Want, Sequence[Overlap]],
-        target: RestoreBuffers,
-    ) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class AsRank:
     """Which rank reads a snapshot, and whose own values (`PerRank`) it gets.
@@ -59,13 +43,11 @@ class AsRank:
         per_rank: "same": those of the rank with the same number, if as many ranks read as saved; else it is an error.
             A number: those of that rank. "drop": none; a state to fill keeps its own.
         rank, world_size: of the process that reads.
-        exchange: reads each chunk once per node; None: this process reads by itself.
     """
 
     per_rank: Literal["same", "drop"] | int = "same"
     rank: int = 0
     world_size: int = 1
-    exchange: Exchanger | None = None
 
     def __post_init__(self) -> None:
         if self.per_rank not in ("same", "drop") and (type(self.per_rank) is not int or self.per_rank < 0):

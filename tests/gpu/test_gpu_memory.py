@@ -30,7 +30,6 @@ from kit.gpu_states import (
     typed,
 )
 from snapstore import Repository, SnapshotManager
-from snapstore.distributed.node_group import NodeGroup
 from snapstore.engine.batches import Chunks
 from snapstore.engine.registry import Engines
 from snapstore.save.staging import Staging
@@ -442,30 +441,6 @@ def test_memory_from_an_engine_may_be_used_at_once():
             assert (memory == 7).all()
         finally:
             torch.use_deterministic_algorithms(before)
-
-
-def test_memory_that_an_exchange_sends_is_not_reused_meanwhile(monkeypatch):
-    """It comes from a stream of the engine, and is sent on the current stream. Nothing refers to it afterwards."""
-    size, used = 8 * MIB, []
-
-    def send(back, there, *_, group):
-        torch.cuda._sleep(500_000_000)
-        back.copy_(there)
-
-    monkeypatch.setattr(torch.distributed, "all_to_all_single", send)
-    with repository() as repo:
-        engine = repo.context.engines.on(torch.device("cuda", 0))
-        group = NodeGroup.__new__(NodeGroup)
-        group.ranks, group._group, group.device = [0], None, engine.device
-        sent, other = engine.empty(size), np.full(size, 2, np.uint8)
-        sent.fill_(1)
-        real = type(sent).record_stream
-        monkeypatch.setattr(type(sent), "record_stream", lambda self, stream: used.append(stream) or real(self, stream))
-        back = group.swap(sent, [size], [size])()
-        del sent
-        engine.load(Chunks.of([pinned_memory.Pinned(other, engine.device, other)]))  # as a save meanwhile
-        assert bool((back == 1).all())
-        assert used == [torch.cuda.current_stream()]
 
 
 @pytest.mark.parametrize("place", ["device", "pinned", "host"])

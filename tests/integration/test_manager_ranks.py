@@ -1072,8 +1072,7 @@ def test_the_error_of_an_iterator_is_raised_by_its_save_in_a_job_of_one_rank(sto
         assert [s.step for s in repository.snapshots("a")] == [2]
 
 
-@pytest.mark.parametrize("read", ["own", "exchange"])
-def test_a_mirror_that_cannot_be_read_by_rank_0_is_an_error_on_all_ranks(store, monkeypatch, read):
+def test_a_mirror_that_cannot_be_read_by_rank_0_is_an_error_on_all_ranks(store, monkeypatch):
     """Only rank 0 reads the mirror: the others get its error at once, and do not wait for an answer."""
     managers = Managers(store, of_rank=lambda rank: {"mirror": MemoryStore()} if rank == 0 else {})
     managers.save(1)
@@ -1082,7 +1081,7 @@ def test_a_mirror_that_cannot_be_read_by_rank_0_is_an_error_on_all_ranks(store, 
         raise StorageError("the mirror does not answer")
 
     monkeypatch.setattr(managers[0]._mirror, "nearest", fails)
-    found = managers.all(lambda m, _: m.restore(1, read=read))
+    found = managers.all(lambda m, _: m.restore(1))
     assert [type(one) for one in found] == [StorageError] * COUNT, found
     assert all("the mirror does not answer" in str(one) for one in found)
     managers.end()

@@ -13,7 +13,6 @@ from kit.ranks import Managers, together
 from kit.repositories import OPTIONS, created
 from snapstore import InvalidInputError, RanksError, SnapshotManager, SnapstoreError, StorageError
 from snapstore.distributed.base import ClosedError, Watch, say_ended, wait_for
-from snapstore.distributed.joint_call import JointCall
 from snapstore.save.ranks.writer import RankWriter
 from snapstore.storage.memory import MemoryStore
 
@@ -67,49 +66,6 @@ def test_the_others_hear_at_once_that_a_rank_has_ended(rank, error, call):
                     assert str(said).count("save a@1: ") == 1, said
                     assert str(said).count("nothing was committed") == 1, said
     managers.end()
-    assert time.monotonic() - began < SOON_S
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_others_hear_it_in_a_restore_by_exchange(rank, monkeypatch):
-    monkeypatch.setattr("snapstore.steps.place", lambda: (0, 3))
-    monkeypatch.setattr("snapstore.distributed.node_group.require_whole_job", lambda ranks: None)
-    managers, began = managers_of(), time.monotonic()
-    managers.all(lambda m, _: m.save(0, STATE).result())
-
-    def act(manager, own):
-        return leave(manager, ValueError("boom")) if own == rank else manager.restore(read="exchange")
-
-    for own, said in enumerate(managers.all(act)):
-        if own != rank:
-            assert isinstance(said, RanksError), said
-            assert f"rank {rank} of 3 has ended: ValueError: boom" in str(said), said
-    managers.end()
-    assert time.monotonic() - began < SOON_S
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("wait", ["agree", "step", "leave"])
-def test_the_others_hear_it_in_a_joint_call(rank, wait):
-    ranks, began = LocalRanks(3, silent_s=SILENT_S), time.monotonic()
-
-    def act(own):
-        call = JointCall(own, "p/1/", "all ranks", "p/")
-        if own.rank == rank:
-            if wait != "agree":
-                call.agree("ready", b"", lambda said: b"")
-            say_ended(own, "p/", None)
-            return
-        with call:
-            call.agree("ready", b"", lambda said: b"")
-            if wait == "step":
-                call.step([0, 1, 2])
-
-    found = together([lambda r=r: act(r) for r in ranks])
-    for own, said in enumerate(found):
-        if own != rank:
-            assert isinstance(said, RanksError), said
-            assert f"rank {rank} of 3 has closed its SnapshotManager" in str(said), said
     assert time.monotonic() - began < SOON_S
 
 

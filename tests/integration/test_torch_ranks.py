@@ -137,7 +137,7 @@ def test_times_without_an_end_and_groups_that_are_none(tmp_path):
             ranks = TorchRanks(silent_s=limit_s, total_s=limit_s)
             with SnapshotManager({str(tmp_path / "repository")!r}, run="a", ranks=ranks) as snapshots:
                 snapshots.save(1, {{"a": torch.ones(3000)}}).result()
-                assert snapshots.restore(read="exchange")["a"].sum() == 3000
+                assert snapshots.restore()["a"].sum() == 3000
         dist.barrier()
     """
     said, codes = run(program, 2, tmp_path)

@@ -36,7 +36,6 @@ kit get it from `kit.processes.environment`.
 | `lying_proxy` | a proxy that answers one request to a real S3 server wrongly | a server or its proxy lies to whole processes |
 | `hostile_s3` | an S3 server over raw sockets that answers by a table of lies | a single answer is malformed, slow or wrong |
 | `dcp_ranks` | cases of snapstore.dcp that a world of real ranks with gloo runs one after the other | a promise of DCP needs several ranks |
-| `exchange_ranks` | cases of `restore(read="exchange")` for the same worlds | ranks exchange what they read |
 | `states` | exact comparison, a snapshot in memory, objects to put into a state | a test is about flattening and restoring a state |
 | `device_memory` | restores and saves through device memory; CPU tensors stand in where there is no device | a test is about where restored tensors are placed |
 | `gpu_states` | states of known bytes on any device, comparison by digests, a process without a GPU | a test of the GPU engine |

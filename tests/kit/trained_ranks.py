@@ -74,10 +74,10 @@ def _train_and_resume(world: World, parallel: str) -> None:
         ended = full(states(model, optimizer))
         depths = [save.result().depth for save in saves]
         assert depths[0] == 0 < max(depths), "no save has stored deltas"
-        for step, read in ((0, "own"), (3, "exchange"), (STEPS - 1, "own"), (STEPS - 1, "exchange")):
+        for step in (0, 3, STEPS - 1):
             other, other_optimizer = made(world, parallel, 2)
             target = states(other, other_optimizer) | {"step": -1}
-            snapshots.restore_into(target, step, read=read)
+            snapshots.restore_into(target, step)
             expect_same(target, wanted[step])
             of_model, of_optimizer = target["model"], target["optimizer"]
             set_state_dict(other, other_optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)

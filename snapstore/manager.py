@@ -32,18 +32,29 @@ from .errors import CapabilityError, InvalidInputError
 from .options import SaveOptions
 from .repository import Repository
 from .save.background import Background, SaveHandle, clear_frames, forget_and_collect
-from .steps import Steps
+from .steps import Steps, Stores
 from .storage.base import ObjectStore
 from .text import log, quoted
 from .threads import Slot
 
 if TYPE_CHECKING:
     from .save.inputs import PartInput, SaveRequest
-    from .save.ranks.job import RankJob
 
 #: After `close(timeout=)` has given a save up, it ends within the first time, unless its store does not answer. A save
 #: that waits for the one before looks in the second time whether the process is to end [s].
 GIVE_UP_S, LOOK_S = 2.0, 0.2
+
+
+def _interval_of(save_interval_steps: Any) -> int:
+    """Return the interval.
+
+    Raises:
+        InvalidInputError: it is not an int of 1 or more.
+    """
+    interval = retention.as_int(save_interval_steps)
+    if interval is None or interval < 1:
+        raise InvalidInputError(f"save_interval_steps {quoted(save_interval_steps)}: expected an int of 1 or more")
+    return interval
 
 
 class SnapshotManager(Steps):
@@ -103,17 +114,14 @@ class SnapshotManager(Steps):
         replicas: Literal["check", "rank0"] = "check",
         options: SaveOptions | None = None,
     ) -> None:
-        self.run = check_name("run", run)
-        interval = retention.as_int(save_interval_steps)
-        if interval is None or interval < 1:
-            raise InvalidInputError(f"save_interval_steps {quoted(save_interval_steps)}: expected an int of 1 or more")
+        check_name("run", run)
+        self.save_interval_steps = _interval_of(save_interval_steps)
         check_choice("on_busy", on_busy, ("wait", "skip"))
         check_flags(async_save=async_save, keep_base=keep_base, read_only=read_only, mirror_verify=mirror_verify)
-        self.save_interval_steps = interval
-        self.keep = retention.check(keep)
-        kept_there = self.keep if mirror_keep is None else retention.check(mirror_keep)
-        self.read_only = read_only
-        self._async, self._skip_busy, self._verifies = async_save, on_busy == "skip", mirror_verify
+        policies = retention.check(keep)
+        mirror_policies = policies if mirror_keep is None else retention.check(mirror_keep)
+        stores = Stores(repository, mirror, mirror_policies, mirror_verify, options)
+        self._async, self._skip_busy = async_save, on_busy == "skip"
         from .save.ranks.job import RankJob  # imports all code that threads run: see threads.py
         from .save.staging import Mode, Staging
         from .save.streaming import FirstState
@@ -121,16 +129,15 @@ class SnapshotManager(Steps):
         check_choice("replicas", replicas, ("check", "rank0"))
         check_choice("staging", staging, get_args(Mode))
         self._alone = ranks is False
-        chosen, self._made_ranks = (None, False) if read_only and ranks is None else choose(self.run, ranks)
-        self._job: RankJob | None = RankJob(chosen, replicas) if chosen is not None else None
-        self._owned = not isinstance(repository, Repository)
+        chosen, self._made_ranks = (None, False) if read_only and ranks is None else choose(run, ranks)
+        job = RankJob(chosen, replicas) if chosen is not None else None
+        self._owned, interval = not isinstance(repository, Repository), self.save_interval_steps
+        alike = f"open, replicas={replicas!r}, on_busy={on_busy!r}, save_interval_steps={interval}, run={run!r}"
         try:
-            alike = f"open, replicas={replicas!r}, on_busy={on_busy!r}, save_interval_steps={interval}, run={run!r}"
-            opened = partial(self._opened, repository, options, parent, mirror, kept_there)
-            self.repository: Repository = opened() if self._job is None else self._job.open(alike, opened)
+            super().__init__(run, job, policies, stores, parent=parent, read_only=read_only, alike=alike)
         except BaseException as error:
-            if self._job is not None:
-                self._job.close(error, ends_channel=self._made_ranks)
+            if job is not None:
+                job.close(error, ends_channel=self._made_ranks)
             raise
         shares = self._job.shares() if self._job is not None else None
         self._staging = Staging(self.repository.context.engines, keep_base=keep_base, mode=staging, shares=shares)

@@ -60,7 +60,7 @@ class Repository(Snapshots):
         self.url, self.store, self.config, self.options = store.url, store, config, options
         engines = Engines(config.digest_seed, options.threads, options.codec, required=options.codec == "ans")
         index = open_index(store, config, reconstructed=bool(config_problem))
-        self.context = Context(store, index, engines, config, options, config_problem)
+        super().__init__(Context(store, index, engines, config, options, config_problem))
         self._finalizer = when_dropped(self, self.context.close)
         self.lineage = Lineage()
 

@@ -29,9 +29,9 @@ class Snapshots:
         context: the argument of the verbs.
     """
 
-    if TYPE_CHECKING:
-        context: Context
-    _left_out: frozenset[str] = frozenset()  # the records that a warning has named
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self._left_out = frozenset[str]()  # the records that a warning has named
 
     def __reduce__(self) -> NoReturn:
         """Refuse pickle and copy."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Unpack
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Unpack
 
 from . import retention
 from .catalog import policy_store
@@ -37,7 +37,17 @@ if TYPE_CHECKING:
 Url = str | Path | ObjectStore
 
 
-def open_like(url: Url, mirror: Url | None, options: SaveOptions | None, *, read_only: bool) -> Repository:
+class Stores(NamedTuple):
+    """Where a run is saved: its repository and its mirror; see `SnapshotManager`."""
+
+    url: Url | Repository
+    mirror: Url | None
+    mirror_keep: Sequence[retention.Policy]
+    mirror_verify: bool
+    options: SaveOptions | None
+
+
+def open_like(url: Url, stores: Stores, *, read_only: bool) -> Repository:
     """Open the repository under a URL. If there is none, make one like its mirror; or, read-only, open the mirror.
 
     Raises:
@@ -45,6 +55,7 @@ def open_like(url: Url, mirror: Url | None, options: SaveOptions | None, *, read
         StorageError: a store failed; or there is no repository, and the mirror, whose seed a new one takes, cannot be
             read.
     """
+    mirror, options = stores.mirror, stores.options
     for _ in range(2 if mirror is not None and read_only else 1):  # a store may answer wrongly once
         try:
             return Repository.open(url, options=options)
@@ -73,6 +84,12 @@ def open_like(url: Url, mirror: Url | None, options: SaveOptions | None, *, read
 class Steps:
     """The steps of one run. `SnapshotManager` is a subclass, which also saves them.
 
+    Args:
+        job: the ranks that save together; None: this process alone.
+        stores: where the run is saved.
+        alike: the arguments that all ranks must pass, as a text; see `RankJob.open`.
+        The others: see `SnapshotManager`.
+
     Attributes:
         run: the name of the run.
         repository: where the run is saved.
@@ -80,32 +97,31 @@ class Steps:
         read_only: whether nothing is written.
     """
 
-    run: str
-    repository: Repository
-    keep: Sequence[retention.Policy]
-    read_only: bool
-    _verifies: bool
-    _unapplied = ""  # a warning of stored policies, if this manager has none
-    if TYPE_CHECKING:
-        _job: RankJob | None
-        _mirror: Mirror | None
-    else:
-        _mirror = None  # rank 0 may have one
+    def __init__(
+        self,
+        run: str,
+        job: RankJob | None,
+        keep: Sequence[retention.Policy],
+        stores: Stores,
+        *,
+        parent: str | None,
+        read_only: bool,
+        alike: str,
+    ) -> None:
+        self.run, self.keep, self.read_only = run, keep, read_only
+        self._job, self._unapplied = job, ""  # `_unapplied`: a warning of stored policies, if this manager has none
+        self._mirror: Mirror | None = None  # rank 0 may have one
+        opened = partial(self._opened, stores, parent)
+        self.repository: Repository = opened() if job is None else job.open(alike, opened)
 
     def __reduce__(self) -> NoReturn:
         """Refuse pickle and copy."""
         raise TypeError(f"a {type(self).__name__} cannot be pickled or copied; make another one where you need it")
 
-    def _opened(
-        self,
-        url: Url | Repository,
-        options: SaveOptions | None,
-        parent: str | None,
-        mirror: Url | None,
-        mirror_keep: Sequence[retention.Policy],
-    ) -> Repository:
+    def _opened(self, stores: Stores, parent: str | None) -> Repository:
         """Return the repository, with the policies and the parent of the run."""
-        repository = url if isinstance(url, Repository) else open_like(url, mirror, options, read_only=self.read_only)
+        url = stores.url
+        repository = url if isinstance(url, Repository) else open_like(url, stores, read_only=self.read_only)
         if self._job is None or self._job.leads:
             if self.keep and not self.read_only:
                 try:
@@ -116,8 +132,8 @@ class Steps:
                     )
             elif not self.read_only:
                 self._unapplied = policy_store.warning_if_stored(repository.store, self.run)
-            if mirror is not None:
-                self._start_mirror(repository, mirror, mirror_keep, read_only=self.read_only)
+            if stores.mirror is not None:
+                self._start_mirror(repository, stores.mirror, stores)
             if parent is not None:
                 try:
                     self._begin_from(repository, parent)
@@ -240,21 +256,16 @@ class Steps:
         self._require_known(f"highest step of {self.run}", views, found, lambda step: step > highest)
         return highest if highest >= 0 else None
 
-    def _start_mirror(
-        self,
-        repository: Repository,
-        mirror: Url,
-        keep: Sequence[retention.Policy],
-        *,
-        read_only: bool,
-    ) -> None:
+    def _start_mirror(self, repository: Repository, url: Url, stores: Stores) -> None:
         """Open the mirror of a repository, and begin to copy; raises as `Mirror.start` does."""
         from .copy.mirror import Mirror
 
+        read_only = self.read_only
         opened = Repository.open if read_only else partial(Repository.open_or_create, like=repository)
-        opened = partial(opened, mirror, options=repository.options)
-        url = mirror if isinstance(mirror, str) else getattr(mirror, "url", str(mirror))
-        found = Mirror(self.run, url, repository.context, opened, keep, read_only=read_only, verify=self._verifies)
+        opened = partial(opened, url, options=repository.options)
+        name = url if isinstance(url, str) else getattr(url, "url", str(url))
+        keep, verify = stores.mirror_keep, stores.mirror_verify
+        found = Mirror(self.run, name, repository.context, opened, keep, read_only=read_only, verify=verify)
         found.start()
         repository.lineage.number_from(self.run, lambda: found.next_seq)
         self._mirror = found

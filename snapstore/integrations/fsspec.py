@@ -33,7 +33,7 @@ from ..inspect.lazy import LazyTensors, TensorHandle, open_tensors
 from ..repository import Repository
 from ..retention import utc
 from ..state.fill.fit import Fit
-from ..state.folder import Entry, File, Folder, Link, file_spans, index_of, is_folder, read_span
+from ..state.folder import File, Folder, FolderEntry, Link, file_spans, index_of, is_folder, read_span
 from ..state.values.tensors import TensorSpec
 
 ENDING = ".safetensors"
@@ -309,7 +309,7 @@ class _Folder:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         return _FileOfFolder(self, entry)
 
-    def _followed(self, name: str) -> Entry | None:
+    def _followed(self, name: str) -> FolderEntry | None:
         entry = self._entries.get(name)
         if entry is not None and entry.kind == Link:
             target = posixpath.normpath(posixpath.join(posixpath.dirname(name), os.fsdecode(entry.target)))
@@ -321,7 +321,7 @@ class _Folder:
 class _FileOfFolder:
     """A file in the folder of a snapshot."""
 
-    def __init__(self, folder: _Folder, entry: Entry) -> None:
+    def __init__(self, folder: _Folder, entry: FolderEntry) -> None:
         self._folder, self._entry, self.size = folder, entry, entry.size
 
     def info(self, name: str) -> dict[str, Any]:

@@ -41,7 +41,7 @@ ENDS_EVERY = 64
 File, Folder, Link = "file", "folder", "link"
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class FolderEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A file, folder or symbolic link.
 
     Attributes:
@@ -63,10 +63,10 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     target: bytes = b""
 
 
-class Index(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class FolderIndex(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The index of a folder: what lies in it, by name, and the size of a block [bytes]."""
 
-    entries: list[Entry]
+    entries: list[FolderEntry]
     block_bytes: int
 
 
@@ -104,7 +104,7 @@ class _Packer:
 
     def __init__(self, root: Path, follow_links: bool) -> None:
         self._root, self._inside, self._follow = root, root.resolve(), follow_links
-        self._entries: list[Entry] = []
+        self._entries: list[FolderEntry] = []
 
     def blocks(self) -> Iterator[tuple[str, Bytes]]:
         """Yield all blocks, the index last."""
@@ -112,9 +112,9 @@ class _Packer:
         small: list[tuple[bytes, os.stat_result]] = []
         for name, about in sorted(found.items()):
             if isinstance(about, bytes):
-                self._entries.append(Entry(name, Link, target=about))
+                self._entries.append(FolderEntry(name, Link, target=about))
             elif about is None:
-                self._entries.append(Entry(name, Folder))
+                self._entries.append(FolderEntry(name, Folder))
             elif about.st_size < SMALL_BYTES:
                 small.append((name, about))
                 is_end = zlib.crc32(name) % ENDS_EVERY == 0
@@ -128,7 +128,7 @@ class _Packer:
         for name in sorted(found.keys() | now.keys()):
             if name not in now or name not in found or not _is_same(found[name], now[name]):
                 raise self._changed(name)
-        index = Index(sorted(self._entries, key=lambda entry: entry.name), BLOCK_BYTES)
+        index = FolderIndex(sorted(self._entries, key=lambda entry: entry.name), BLOCK_BYTES)
         yield INDEX, np.frombuffer(MAGIC + msgspec.msgpack.encode(index), np.uint8)
 
     def _survey(self) -> dict[bytes, os.stat_result | bytes | None]:
@@ -177,7 +177,7 @@ class _Packer:
         block = f"file:{quote_from_bytes(name)}"
         for number, first in enumerate(range(0, about.st_size, BLOCK_BYTES)):
             yield _numbered(block, number), self._read(name, about, first, min(BLOCK_BYTES, about.st_size - first))
-        self._entries.append(Entry(name, File, about.st_size, block, 0, _is_executable(about)))
+        self._entries.append(FolderEntry(name, File, about.st_size, block, 0, _is_executable(about)))
 
     def _together(self, small: list[tuple[bytes, os.stat_result]]) -> Iterator[tuple[str, Bytes]]:
         """Yield small files as one block."""
@@ -185,7 +185,7 @@ class _Packer:
         for name, about in small:
             read.append(self._read(name, about, 0, about.st_size))
             place = (block, start) if about.st_size else ("", 0)
-            self._entries.append(Entry(name, File, about.st_size, *place, _is_executable(about)))
+            self._entries.append(FolderEntry(name, File, about.st_size, *place, _is_executable(about)))
             start += about.st_size
         if start:
             yield block, np.concatenate(read)
@@ -267,7 +267,7 @@ def unpack_folder(blocks: Mapping[str, Any], path: str | os.PathLike[str]) -> Un
     return Unpacked(sum(entry.kind != Folder for entry in index.entries), sum(entry.size for entry in index.entries))
 
 
-def index_of(blocks: Mapping[str, Any]) -> Index:
+def index_of(blocks: Mapping[str, Any]) -> FolderIndex:
     """Return the index of a folder, in which the folder of each entry comes before the entry.
 
     Raises:
@@ -278,7 +278,7 @@ def index_of(blocks: Mapping[str, Any]) -> Index:
     if not data.startswith(MAGIC):
         raise InvalidInputError("unpack_folder: this snapshot does not hold a folder; restore it as a state")
     try:
-        index = msgpack_decoder(Index).decode(data[len(MAGIC) :])
+        index = msgpack_decoder(FolderIndex).decode(data[len(MAGIC) :])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise FormatError(f"folder: its index does not decode: {error}") from error
     if index.block_bytes < 1:
@@ -301,7 +301,7 @@ def index_of(blocks: Mapping[str, Any]) -> Index:
     return index
 
 
-def file_spans(entry: Entry, first: int, end: int, block_bytes: int) -> Iterator[tuple[str, int, int]]:
+def file_spans(entry: FolderEntry, first: int, end: int, block_bytes: int) -> Iterator[tuple[str, int, int]]:
     """Yield (block, start, count) of the spans that hold the bytes [first, end) of a file."""
     while first < end:
         number, start = divmod(entry.start + first, block_bytes)
@@ -310,7 +310,7 @@ def file_spans(entry: Entry, first: int, end: int, block_bytes: int) -> Iterator
         first += count
 
 
-def read_span(blocks: Mapping[str, Any], entry: Entry, span: tuple[str, int, int]) -> Bytes:
+def read_span(blocks: Mapping[str, Any], entry: FolderEntry, span: tuple[str, int, int]) -> Bytes:
     """Return a span of a block.
 
     Raises:
@@ -334,7 +334,7 @@ class _Unpacker:
         self._blocks, self._root, self._block_bytes = blocks, root, block_bytes
         self._last: tuple[str, Bytes] | None = None  # a block of small files
 
-    def write(self, entries: list[Entry]) -> None:
+    def write(self, entries: list[FolderEntry]) -> None:
         """Write folders and files, then links, through which nothing was written."""
         for entry in entries:
             path = self._root / os.fsdecode(entry.name)
@@ -352,7 +352,7 @@ class _Unpacker:
                     f"folder: {_shown(entry.name)}: is a link to {_shown(entry.target)}, out of the folder; refused"
                 )
 
-    def _write_file(self, entry: Entry, path: Path) -> None:
+    def _write_file(self, entry: FolderEntry, path: Path) -> None:
         mode = 0o777 if entry.executable else 0o666
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode), "wb") as file:
             for span in file_spans(entry, 0, entry.size, self._block_bytes):
@@ -360,7 +360,7 @@ class _Unpacker:
             file.flush()
             os.fsync(file.fileno())
 
-    def _read(self, entry: Entry, span: tuple[str, int, int]) -> Bytes:
+    def _read(self, entry: FolderEntry, span: tuple[str, int, int]) -> Bytes:
         """Return a span of a block; a small block is read once for all its files."""
         block, start, count = span
         if self._last is None or self._last[0] != block:

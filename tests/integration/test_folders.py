@@ -26,7 +26,7 @@ from snapstore import (
     unpack_folder,
 )
 from snapstore.state import folder as folders
-from snapstore.state.folder import INDEX, MAGIC, Entry, Index
+from snapstore.state.folder import INDEX, MAGIC, FolderEntry, FolderIndex
 
 RNG = np.random.default_rng(3)
 
@@ -201,21 +201,21 @@ def test_changes_meanwhile(tmp_path, change):
 # --- forged indexes --------------------------------------------------------------------------------------------------
 
 
-def blocks(*entries: Entry) -> dict[str, Any]:
-    data = MAGIC + msgspec.msgpack.encode(Index(list(entries), 2**26))
+def blocks(*entries: FolderEntry) -> dict[str, Any]:
+    data = MAGIC + msgspec.msgpack.encode(FolderIndex(list(entries), 2**26))
     return {INDEX: np.frombuffer(data, np.uint8), "file:x": np.arange(9, dtype=np.uint8), "file:f": np.zeros(3)}
 
 
-def file(name: bytes, **fields: Any) -> Entry:
-    return Entry(**{"name": name, "kind": "file", "size": 9, "block": "file:x", **fields})
+def file(name: bytes, **fields: Any) -> FolderEntry:
+    return FolderEntry(**{"name": name, "kind": "file", "size": 9, "block": "file:x", **fields})
 
 
-def link(name: bytes, target: bytes) -> Entry:
-    return Entry(name, "link", target=target)
+def link(name: bytes, target: bytes) -> FolderEntry:
+    return FolderEntry(name, "link", target=target)
 
 
-def below(name: bytes) -> Entry:
-    return Entry(name, "folder")
+def below(name: bytes) -> FolderEntry:
+    return FolderEntry(name, "folder")
 
 
 FORGED = {
@@ -236,13 +236,13 @@ FORGED = {
     "link absolute": [link(b"a", b"/etc/passwd")],
     "link to the absolute folder": [link(b"a", b"/")],
     "link over a link": [below(b"d"), link(b"d/l", b".."), link(b"m", b"d/l/../x")],
-    "another kind": [Entry(b"a", "device")],
+    "another kind": [FolderEntry(b"a", "device")],
     "too long": [file(b"a", size=10)],
     "too far": [file(b"a", start=5)],
     "behind": [file(b"a", size=2**62)],
     "negative": [file(b"a", start=-1)],
     "negative size": [file(b"a", size=-1)],
-    "folder with bytes": [Entry(b"a", "folder", size=4)],
+    "folder with bytes": [FolderEntry(b"a", "folder", size=4)],
     "one block many times": [file(b"%d" % number) for number in range(1000)],
     "no block": [file(b"a", block="file:none")],
     "numbers": [file(b"a", block="file:f")],
@@ -288,7 +288,7 @@ def test_garbage_in_the_index(tmp_path, index):
 
 @pytest.mark.parametrize("block_bytes", [0, -1])
 def test_blocks_of_no_bytes(tmp_path, block_bytes):
-    data = MAGIC + msgspec.msgpack.encode(Index([], block_bytes))
+    data = MAGIC + msgspec.msgpack.encode(FolderIndex([], block_bytes))
     with pytest.raises(FormatError, match="folder: blocks of"):
         unpack_folder({INDEX: np.frombuffer(data, np.uint8)}, tmp_path / "out")
 

@@ -313,7 +313,7 @@ def test_limits():
 
 
 def test_folders():
-    assert [row[0] for row in tables("Folders")[0][1]] == list(folder.Entry.__struct_fields__)
-    assert folder.Index.__struct_fields__ == ("entries", "block_bytes")
+    assert [row[0] for row in tables("Folders")[0][1]] == list(folder.FolderEntry.__struct_fields__)
+    assert folder.FolderIndex.__struct_fields__ == ("entries", "block_bytes")
     assert folder.MAGIC == b"snapstore folder 1\n"
     assert "`snapstore folder 1` and a line feed" in section("Folders")

@@ -95,20 +95,20 @@ def encode(container: Any, leaf: Leaf, key: Leaf, depth: int) -> tuple[Node, int
     Raises:
         NotPlainError: It holds arrays, objects, other containers or itself; or values without a stored form.
     """
-    encoder = _Encoder(leaf, key, depth)
+    encoder = _ColumnEncoder(leaf, key, depth)
     try:
-        column = encoder.column([container], _Level(None, []))
+        column = encoder.column([container], _ContainerLevel(None, []))
     except UnsupportedLeafError as error:
         raise NotPlainError from error
     return ["columns", column], encoder.count
 
 
-class _Level:
+class _ContainerLevel:
     """Containers of one column, whose members are encoded; it finds cycles."""
 
     __slots__ = ("above", "depth", "group", "ids")
 
-    def __init__(self, above: _Level | None, group: list[Any]) -> None:
+    def __init__(self, above: _ContainerLevel | None, group: list[Any]) -> None:
         self.above, self.group = above, group
         self.depth: int = above.depth + 1 if above else 0
         self.ids: set[int] = set()
@@ -131,14 +131,14 @@ class _Level:
             level = level.above
 
 
-class _Encoder:
+class _ColumnEncoder:
     """Turns levels of one tree into columns; `count` is the number of values so far."""
 
     def __init__(self, leaf: Leaf, key: Leaf, depth: int) -> None:
         self._leaf, self._key, self._depth = leaf, key, depth
         self.count = 0
 
-    def column(self, values: list[Any], level: _Level) -> Node:
+    def column(self, values: list[Any], level: _ContainerLevel) -> Node:
         """Return the column of the values that are members of a level's containers.
 
         Raises:
@@ -162,15 +162,15 @@ class _Encoder:
         leaves = ["values", self._leaves(first, kinds.difference(nested), self._leaf, level)]
         return ["mixed", which, [leaves, *map(self._containers, nested, groups, repeat(level))]]
 
-    def _leaves(self, values: list[Any], kinds: set[type], leaf: Leaf, level: _Level) -> Packed | list[Node]:
+    def _leaves(self, values: list[Any], kinds: set[type], leaf: Leaf, level: _ContainerLevel) -> Packed | list[Node]:
         if kinds <= _PACKED:
             return Packed(values)
         if bytes in kinds and any(type(value) is bytes and len(value) > INLINE_BYTES for value in values):
             raise NotPlainError
         return list(map(leaf, values, repeat(level.depth + self._depth)))
 
-    def _containers(self, kind: type, group: list[Any], above: _Level) -> Node:
-        level = _Level(above, group)
+    def _containers(self, kind: type, group: list[Any], above: _ContainerLevel) -> Node:
+        level = _ContainerLevel(above, group)
         if kind is dict:
             return self._dicts(group, level)
         name = "list" if kind is list else "tuple"
@@ -179,7 +179,7 @@ class _Encoder:
             return [name + " rows", *self._rows(members, count, level)]
         return [name + "s", ["values", Packed(lengths)], self.column(members, level)]
 
-    def _rows(self, members: list[Any], count: int, level: _Level) -> tuple[bytes, list[Node]]:
+    def _rows(self, members: list[Any], count: int, level: _ContainerLevel) -> tuple[bytes, list[Node]]:
         """Return the column of each member of rows, and the columns: one for all leaves, one for each other member."""
         nested = [not set(map(type, members[k::count])).isdisjoint(_NESTED) for k in range(count)]
         if not any(nested):
@@ -192,7 +192,7 @@ class _Encoder:
             columns.append(self.column(members[k::count], level))
         return bytes(fields), columns
 
-    def _dicts(self, group: list[Any], level: _Level) -> Node:
+    def _dicts(self, group: list[Any], level: _ContainerLevel) -> Node:
         values = chain.from_iterable(map(dict.values, group))
         lengths, keys, members = at_once(map(len, group), chain.from_iterable(group), values)
         kinds = set(map(type, keys))
@@ -211,7 +211,7 @@ class _Encoder:
         read = ["values", self._leaves(keys, kinds, self._key, level)]
         return ["dicts", ["values", Packed(lengths)], read, self.column(members, level)]
 
-    def _dict_rows(self, keys: list[str], members: list[Any], level: _Level) -> Node:
+    def _dict_rows(self, keys: list[str], members: list[Any], level: _ContainerLevel) -> Node:
         return ["dict rows", ["values", Packed(keys)], *self._rows(members, len(keys), level)]
 
 
@@ -253,7 +253,7 @@ def _split(values: list[Any], which: bytes, count: int) -> list[list[Any]]:
 _VALUES = msgpack_decoder(list[bool | int | float | str | None])  # refuses maps and arrays
 
 
-class Reader:
+class ColumnDecoder:
     """Turns columns into values.
 
     Args:

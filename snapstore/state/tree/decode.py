@@ -292,7 +292,7 @@ class _Decoder:
         leaves._around = self._around + 1
         if leaves._around > columns.MAX_NESTING:  # else only the stack of this process would be a limit
             raise ValueError("columns are too many levels deep")
-        reader = columns.Reader(lambda node, depth: leaves.value(node, path, depth), self._decoded.spend)
+        reader = columns.ColumnDecoder(lambda node, depth: leaves.value(node, path, depth), self._decoded.spend)
         value = reader.only(column, depth)
         self._decoded.plain[id(value)] = value
         return value

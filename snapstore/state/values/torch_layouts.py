@@ -27,7 +27,7 @@ _MODULES = frozenset({"torch", "torch.nn.parameter", "torch.nested._internal.nes
 _offsets: weakref.WeakValueDictionary[tuple[Any, ...], torch.Tensor] = weakref.WeakValueDictionary()
 
 
-class Layout:
+class TorchLayout:
     """A kind of tensors. Its name stands in the tree in the place of a class; see "Classes" in docs/format.md."""
 
     fixed: tuple[str, ...] = ("dtype",)  # keys of the context that a target must have too
@@ -53,7 +53,7 @@ class Layout:
         target.copy_(new.to(target.device))
 
 
-class SparseCoo(Layout):
+class SparseCoo(TorchLayout):
     """A sparse tensor of coordinates."""
 
     __module__, __qualname__ = "torch", "sparse_coo"
@@ -70,7 +70,7 @@ class SparseCoo(Layout):
         return new._coalesced_(_expect(context["is_coalesced"], bool))  # whatever the order of the indices is
 
 
-class _Compressed(Layout):
+class _Compressed(TorchLayout):
     """A sparse tensor of compressed rows or columns: CSR, CSC, BSR, BSC."""
 
     __qualname__ = ""
@@ -115,12 +115,12 @@ def _ascending(rows: Any, columns: Any) -> Any:
     return torch.arange(count, dtype=columns.dtype, device=columns.device) - starts.to(columns.dtype)
 
 
-def _compressed(name: str, rows: str, columns: str) -> type[Layout]:
+def _compressed(name: str, rows: str, columns: str) -> type[TorchLayout]:
     body = {"__module__": "torch", "__qualname__": name, "index": (f"{rows}_indices", f"{columns}_indices")}
     return type(name, (_Compressed,), body)
 
 
-class Quantized(Layout):
+class Quantized(TorchLayout):
     """A tensor of integers with a scale and zero point, of the whole tensor or of each channel."""
 
     __module__, __qualname__ = "torch", "quantized"
@@ -176,7 +176,7 @@ class Quantized(Layout):
         return new.set_(values.untyped_storage(), values.storage_offset(), shape, values.stride())
 
 
-class Jagged(Layout):
+class Jagged(TorchLayout):
     """A nested tensor of rows of different lengths. Its ragged size is -1 in the stored shape."""
 
     __module__, __qualname__ = "torch", "jagged"
@@ -219,7 +219,7 @@ class Jagged(Layout):
         target._metadata_cache.clear()  # the longest and shortest row, as they were
 
 
-LAYOUTS: dict[str, type[Layout]] = {
+LAYOUTS: dict[str, type[TorchLayout]] = {
     kind.__qualname__: kind
     for kind in (
         SparseCoo,
@@ -233,7 +233,7 @@ LAYOUTS: dict[str, type[Layout]] = {
 }
 
 
-def layout_of(value: Any) -> type[Layout] | None:
+def layout_of(value: Any) -> type[TorchLayout] | None:
     """Return the kind of a sparse, jagged or quantized tensor of torch; None for any other value. It is fast."""
     if type(value).__module__ not in _MODULES:
         return None
@@ -247,7 +247,7 @@ def layout_of(value: Any) -> type[Layout] | None:
 
 def is_layout(kind: Any) -> bool:
     """Return whether a class is a kind of `LAYOUTS`."""
-    return isinstance(kind, type) and issubclass(kind, Layout)
+    return isinstance(kind, type) and issubclass(kind, TorchLayout)
 
 
 def flatten(value: Any) -> tuple[Tensors, Context, Any]:
@@ -261,7 +261,7 @@ def flatten(value: Any) -> tuple[Tensors, Context, Any]:
     return inner, {"dtype": value.dtype, **context, **grad}, shape
 
 
-def make(kind: type[Layout], inner: Tensors, context: Context, shape: Any) -> Any:
+def make(kind: type[TorchLayout], inner: Tensors, context: Context, shape: Any) -> Any:
     """Return a tensor of stored tensors and a context, which may come from a store.
 
     Raises:

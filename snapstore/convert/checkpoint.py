@@ -190,12 +190,12 @@ def nest(leaves: Iterable[tuple[tuple[Any, ...], Any]], where: Path, *, gaps: in
                 raise InvalidInputError(f"{where}: {'.'.join(map(str, path))}: lies below another value; it is damaged")
         if not path or path[-1] in node:
             raise InvalidInputError(f"{where}: {'.'.join(map(str, path))}: two values have this path; it is damaged")
-        node[path[-1]] = _Leaf(leaf)
+        node[path[-1]] = _LeafValue(leaf)
     return _listed(root, where, (), gaps)
 
 
 @dataclass(frozen=True, slots=True)
-class _Leaf:
+class _LeafValue:
     """A leaf of a tree that is being made: it may be a dict itself."""
 
     value: Any
@@ -207,7 +207,7 @@ def _listed(node: Any, where: Path, path: tuple[Any, ...], gaps: int) -> Any:
     Raises:
         InvalidInputError: a list lacks some of its positions.
     """
-    if isinstance(node, _Leaf):
+    if isinstance(node, _LeafValue):
         return node.value
     positions = [key for key in node if type(key) is int]
     children = {key: _listed(child, where, (*path, key), gaps) for key, child in node.items()}

@@ -127,7 +127,7 @@ def _damaged(where: str) -> Iterator[None]:
         raise InvalidInputError(f"{where}: not a PyTorch file, or damaged: {first_line(error)}") from error
 
 
-class Entry(NamedTuple):
+class ZipEntry(NamedTuple):
     """An entry of a zip archive. Sizes and offsets are in bytes.
 
     Attributes:
@@ -146,14 +146,14 @@ class Entry(NamedTuple):
     place: int
 
 
-def entries(file: BinaryIO) -> list[Entry]:
+def entries(file: BinaryIO) -> list[ZipEntry]:
     """Return the entries of a zip archive, as torch reads them.
 
     Raises:
         ValueError: it is damaged, or torch or another reader could read it in another way.
     """
     directory, start, count = _directory(file)
-    found, names, at = list[Entry](), set[bytes](), 0
+    found, names, at = list[ZipEntry](), set[bytes](), 0
     while at < len(directory):
         part = directory[at : at + _ENTRY.size].ljust(_ENTRY.size, b"\0")
         magic, flags, method, crc32, packed, size, *lengths, attributes, header = _ENTRY.unpack(part)
@@ -180,7 +180,7 @@ def entries(file: BinaryIO) -> list[Entry]:
             content += sum(lengths)
         if content + packed > start or magic != b"PK\x03\x04":
             raise ValueError(f"{what} does not lie where the directory says")
-        found.append(Entry(name, size, packed, method == 0, crc32, content, place))
+        found.append(ZipEntry(name, size, packed, method == 0, crc32, content, place))
     if len(found) != count or not found:
         raise ValueError(f"the directory of the archive has {len(found)} entries, expected {count}")
     return found
@@ -266,7 +266,7 @@ class _Scan:
         has_two_types: whether one storage has two types of elements. torch.save writes this for empty ones only.
     """
 
-    def __init__(self, where: str, size: int, records: Mapping[bytes, Entry] | None) -> None:
+    def __init__(self, where: str, size: int, records: Mapping[bytes, ZipEntry] | None) -> None:
         self._where, self._size, self._records = where, size, records
         self._visits, self._at, self._elements = 0, 0, 0
         self._storages: dict[Any, tuple[Any, Any]] = {}
@@ -411,7 +411,7 @@ class _Scan:
                 if self._elements > self._size:
                     raise _wasteful(self._where, f"has {self._size} bytes, but its tensors have more elements")
 
-    def _require_entry(self, name: list[Any], records: Mapping[bytes, Entry]) -> None:
+    def _require_entry(self, name: list[Any], records: Mapping[bytes, ZipEntry]) -> None:
         """Check that a storage has the size of its entry, and that the entry has one name: torch reads it by each.
 
         A part of an element may follow the last one: torch writes such a file, and only maps it.

@@ -148,13 +148,13 @@ def write(
     while True:
         if staging is not None:
             staging.use_base(inputs, bases.snapshot.id if bases.snapshot else None)
-        layouts: list[Layout] = []
+        layouts: list[PartLayout] = []
         wholes: Sequence[TensorSpec] = ()
         try:
             with ChunkWriter(context, session, bases, full=full, state_bytes=world_size * share_bytes) as chunks:
                 for part in inputs:
                     if part.own_nodes is None:
-                        layouts.append(Layout(part.name, first_row=chunks.rows, wholes=len(part.specs)))
+                        layouts.append(PartLayout(part.name, first_row=chunks.rows, wholes=len(part.specs)))
                         chunks.begin_part(part.name, rank)
                         digest_arrays(part.replicas, context.engines)
                         wholes = part.specs
@@ -195,7 +195,7 @@ def _require_repeatable(session: AnySession, inputs: Sequence[PartInput], damage
 
 
 @dataclass(slots=True)
-class Layout:
+class PartLayout:
     """Where the tensors of a part lie: in `rows` chunks from `first_row` on, or in `inline`; and its packed tree."""
 
     part: str
@@ -258,7 +258,7 @@ def entry_of(spec: TensorSpec, boxes: Sequence[Box] = (), inline: tuple[int, int
     return TensorEntry(spec.path, spec.kind, spec.dtype, spec.shape, spec.requires_grad, spec.tie, tuple(boxes), inline)
 
 
-def add_tree(chunks: ChunkWriter, layout: Layout, node: Node, tree: bytes) -> None:
+def add_tree(chunks: ChunkWriter, layout: PartLayout, node: Node, tree: bytes) -> None:
     """Add the tree of a part, also packed as `tree`; if it is large, write it as pages after the tensors."""
     layout.tree = tree
     if has_parameters(node, tree):
@@ -298,7 +298,7 @@ def _write_manifests(
     context: Context,
     session: AnySession,
     chunks: ChunkWriter,
-    layouts: Sequence[Layout],
+    layouts: Sequence[PartLayout],
     writer: tuple[int, int],
 ) -> Written:
     """Put one manifest per part, after every pack that it names; `writer` is (rank, world size)."""
@@ -341,7 +341,7 @@ def _write_manifests(
     return written
 
 
-def table_of(chunks: ChunkWriter, rows: Rows, layout: Layout) -> tuple[ChunkTable, list[str], list[int]]:
+def table_of(chunks: ChunkWriter, rows: Rows, layout: PartLayout) -> tuple[ChunkTable, list[str], list[int]]:
     """Return the chunk table of a part, and the names and sizes [bytes] of the packs that it uses."""
     bases, packs = chunks.bases, chunks.packs
     span = slice(layout.first_row, layout.first_row + layout.rows)

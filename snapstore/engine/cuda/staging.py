@@ -58,7 +58,7 @@ class DeviceEngines(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class _CopyLayout:
     """How copies of sources share allocations.
 
     Attributes:
@@ -96,7 +96,7 @@ class DeviceStaging:
         self._copying: list[tuple[torch.device, torch.cuda.Event]] = []
         self._keep: list[Any] = []  # memory that running copies read or write
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._layouts: dict[torch.device, _Layout] = {}
+        self._layouts: dict[torch.device, _CopyLayout] = {}
         self._sources: dict[torch.device, Sources] = {}  # of the last copies, without tensors
         self._apart: dict[torch.device, set[TensorKey]] = {}  # tensors whose copies lie apart, and become no bases
         self._apart_version = 0
@@ -184,7 +184,7 @@ class DeviceStaging:
             sources.addresses[row] = self._address(sources.tensor(row))
         return sources.addresses
 
-    def _begin(self, sources: Sources, layout: _Layout, rooms: _Rooms) -> Callable[[], list[Bytes]]:
+    def _begin(self, sources: Sources, layout: _CopyLayout, rooms: _Rooms) -> Callable[[], list[Bytes]]:
         """Enqueue all copies of a device on its copy stream; the training stream waits for them."""
         device = sources.device
         training, stream = torch.cuda.current_stream(device), self._stream(device)
@@ -206,7 +206,7 @@ class DeviceStaging:
         return hosted
 
     def _copy_by_address(
-        self, sources: Sources, layout: _Layout, rooms: _Rooms, addresses: Column, stream: torch.cuda.Stream
+        self, sources: Sources, layout: _CopyLayout, rooms: _Rooms, addresses: Column, stream: torch.cuda.Stream
     ) -> Callable[[], list[Bytes]]:
         small, large, nbytes = layout.small, layout.large, sources.nbytes
         hosted = self._copy_small(addresses[small], nbytes[small], sources.device, stream)
@@ -218,7 +218,7 @@ class DeviceStaging:
                 copy_async(place, source, size, stream)
         return hosted
 
-    def _copy_by_torch(self, sources: Sources, layout: _Layout, rooms: _Rooms) -> Callable[[], list[Bytes]]:
+    def _copy_by_torch(self, sources: Sources, layout: _CopyLayout, rooms: _Rooms) -> Callable[[], list[Bytes]]:
         """Begin the copies with one call of torch per tensor: our kernels are not loaded yet."""
         small, places = _small_places(sources.nbytes[layout.small])
         host = torch.empty(small, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -297,7 +297,7 @@ class DeviceStaging:
 
     # -- where
 
-    def _mode(self, sources: Sources, layout: _Layout, spare: Buffers, base: Buffers) -> str:
+    def _mode(self, sources: Sources, layout: _CopyLayout, spare: Buffers, base: Buffers) -> str:
         """Decide where a device's copies go: at its first save, and when its state grows by over 10 %."""
         device, needed = sources.device, int(sources.nbytes[layout.large].sum())
         if device in self._modes and needed <= 1.1 * self._state_bytes[device]:
@@ -319,7 +319,7 @@ class DeviceStaging:
         self._modes[device] = mode
         return mode
 
-    def _layout(self, sources: Sources, inline_below: int) -> _Layout:
+    def _layout(self, sources: Sources, inline_below: int) -> _CopyLayout:
         """Return the layout of the copies; it rarely changes, so that the same memory fits them again."""
         device = sources.device
         known = self._layouts.get(device)
@@ -334,7 +334,7 @@ class DeviceStaging:
             (rows, np.cumsum(sizes[rows]) - sizes[rows], int(sizes[rows].sum()))
             for rows in (np.flatnonzero(~is_apart), np.flatnonzero(is_apart))
         ]
-        self._layouts[device] = _Layout(sources.keys, self._apart_version, small, large, groups)
+        self._layouts[device] = _CopyLayout(sources.keys, self._apart_version, small, large, groups)
         return self._layouts[device]
 
     def lay_apart(self, rejected: Mapping[torch.device, Mapping[TensorKey, int]]) -> None:
@@ -350,7 +350,7 @@ class DeviceStaging:
     # -- copies
 
     def _rooms(
-        self, sources: Sources, layout: _Layout, spare: Buffers, base: Buffers, delta_rejected: Container[TensorKey]
+        self, sources: Sources, layout: _CopyLayout, spare: Buffers, base: Buffers, delta_rejected: Container[TensorKey]
     ) -> _Rooms:
         """Return memory for the copies, on the device or on the host."""
         if len(layout.large) and self._mode(sources, layout, spare, base) == "device":
@@ -372,7 +372,7 @@ class DeviceStaging:
         release_cached_memory(device)
 
     def _without_memory(
-        self, sources: Sources, layout: _Layout, spare: Buffers, base: Buffers, delta_rejected: Container[TensorKey]
+        self, sources: Sources, layout: _CopyLayout, spare: Buffers, base: Buffers, delta_rejected: Container[TensorKey]
     ) -> _Rooms:
         """Copy to the host while the caller waits: the device has no room even for tables."""
         self._stage_on_host(sources.device, spare, base)
@@ -383,7 +383,7 @@ class DeviceStaging:
             _copy_to_host(value, room.array)
         return _Rooms(np.zeros(0, np.int64), lambda: list(rooms), False)
 
-    def _device_rooms(self, sources: Sources, layout: _Layout, spare: Buffers) -> _Rooms:
+    def _device_rooms(self, sources: Sources, layout: _CopyLayout, spare: Buffers) -> _Rooms:
         """Make two allocations: for copies that become bases, and for others. One per tensor would take a millisecond.
 
         The spare buffers of the device are released first, so that torch returns the same memory. It belongs to the
@@ -446,7 +446,7 @@ def _small_places(lengths: Column) -> tuple[int, Column]:
 
 
 def _host_rooms(
-    sources: Sources, layout: _Layout, spare: Buffers, base: Buffers, delta_rejected: Container[TensorKey]
+    sources: Sources, layout: _CopyLayout, spare: Buffers, base: Buffers, delta_rejected: Container[TensorKey]
 ) -> list[Pinned]:
     keys = [sources.keys[row] for row in layout.large.tolist()]
     return host_rooms(sources.device, (keys, sources.nbytes[layout.large]), spare, base, delta_rejected)

@@ -31,7 +31,7 @@ from ...text import some
 from ...threads import Pending, Threads, when_dropped
 from ..chunk_writer import ChunkWriter, Rows
 from ..known_chunks import AnySession, Bases, load_bases
-from ..manifest_writer import Layout, Written, add_tree, entry_of, table_of
+from ..manifest_writer import PartLayout, Written, add_tree, entry_of, table_of
 from ..near_children import NearChildren
 from .merged_trees import PartTree
 
@@ -166,12 +166,12 @@ def _put_all(context: Context, session: AnySession, written: Written, puts: Sequ
 
 def _write_trees(
     context: Context, session: AnySession, parts: Sequence[PartTree], trees: Sequence[bytes], bases: Bases
-) -> tuple[Written, list[tuple[Layout, tuple[ChunkTable, list[str], list[int]]]]]:
+) -> tuple[Written, list[tuple[PartLayout, tuple[ChunkTable, list[str], list[int]]]]]:
     """Store the pages of large trees; return the objects, and for each part its layout and the result of `table_of`."""
     with ChunkWriter(context, session, bases, full=True) as chunks:
-        layouts = list[Layout]()
+        layouts = list[PartLayout]()
         for part, tree in zip(parts, trees, strict=True):
-            layouts.append(Layout(part.name, entries=list(map(entry_of, part.specs)), first_row=chunks.rows))
+            layouts.append(PartLayout(part.name, entries=list(map(entry_of, part.specs)), first_row=chunks.rows))
             chunks.begin_part(part.name)
             add_tree(chunks, layouts[-1], part.tree, tree)
             chunks.end_part()

@@ -24,7 +24,7 @@ from snapstore.storage import trials
 from snapstore.storage.base import ObjectInfo
 from snapstore.storage.cache_dir import cache_folder
 from snapstore.storage.s3 import client
-from snapstore.storage.s3.client import BODY_PIECE_BYTES, Body, parse_url
+from snapstore.storage.s3.client import BODY_PIECE_BYTES, RequestBody, parse_url
 from snapstore.storage.s3.failures import failure_of
 from snapstore.storage.s3.reader import PIECE_BYTES, split_range
 from snapstore.storage.s3.store import S3Store
@@ -104,7 +104,7 @@ def test_every_byte_of_a_range_has_a_piece(length):
 
 @given(st.binary(max_size=3 * 1024), st.lists(st.sampled_from(["read", "all", "rewind", "end"]), max_size=9))
 def test_a_body_is_a_file(data, calls):
-    body, at = Body(memoryview(data), ""), 0
+    body, at = RequestBody(memoryview(data), ""), 0
     assert len(body) == len(data)
     for call in calls:
         if call == "read":

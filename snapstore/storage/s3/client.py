@@ -26,7 +26,7 @@ from ...errors import InvalidInputError
 from ...threads import after_fork_in_child
 from .deadline import run_with_timeout
 from .failures import Failure, guarded
-from .transport import InvalidAnswerError, Session, close_body, hand_over_body
+from .transport import HttpSession, InvalidAnswerError, close_body, hand_over_body
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
@@ -151,7 +151,7 @@ def make_client(*, connections: int, connect_timeout_s: float, read_timeout_s: f
             "AWS_ENDPOINT_URL_S3 and ~/.aws/config"
         ) from failure
     endpoint = client._endpoint
-    endpoint.http_session = Session(endpoint.http_session, connect_timeout_s + read_timeout_s)
+    endpoint.http_session = HttpSession(endpoint.http_session, connect_timeout_s + read_timeout_s)
     client.meta.events.register("before-call.s3.HeadBucket", _follow_no_redirect)
     client.meta.events.register("before-sign.s3", _refresh_credentials)
     client.meta.events.register("choose-signer.s3.PutObject", _choose_signer)
@@ -256,7 +256,7 @@ def _check_answer(http_response: Any, parsed: dict[str, Any], model: Any, **_: A
 BODY_PIECE_BYTES = 256 * 1024
 
 
-class Body:
+class RequestBody:
     """A buffer as a file object: botocore sends it once, without a copy.
 
     Attributes:
@@ -289,7 +289,7 @@ class Body:
 
 
 class _SignerOfHashedBodies(auth.S3SigV4Auth):
-    """botocore's signer for S3, except that it does not hash a `Body` again, whose SHA-256 is known.
+    """botocore's signer for S3, except that it does not hash a `RequestBody` again, whose SHA-256 is known.
 
     Over plain HTTP the signature covers the body. If the hash were wrong, the server would refuse the request.
     """

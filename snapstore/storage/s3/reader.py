@@ -37,7 +37,7 @@ def split_range(length: int) -> list[tuple[int, int]]:
     return [(start, min(size, length - start)) for start in range(0, length, size)]
 
 
-class Reader:
+class S3Reader:
     """The read operations of a store in a bucket, which `S3Store` inherits.
 
     Attributes:

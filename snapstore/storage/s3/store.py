@@ -49,10 +49,10 @@ from ..base import (
     is_key,
     not_empty,
 )
-from .client import Body, parse_url
+from .client import RequestBody, parse_url
 from .failures import Failure, code_of, guarded, refused, safe_code, status_of
 from .lock_files import LivenessLocks
-from .reader import Reader
+from .reader import S3Reader
 from .requests import Requests
 from .retry import pause
 
@@ -85,7 +85,7 @@ LISTED_FOR_PREPARE = 1000
 _SANDBOX = re.compile(r"\.trial-[0-9a-f]{16}/")
 
 
-class S3Store(Reader, ObjectStore):
+class S3Store(S3Reader, ObjectStore):
     """An `ObjectStore` in a bucket of S3, or of a server that speaks its protocol.
 
     Args:
@@ -146,7 +146,7 @@ class S3Store(Reader, ObjectStore):
             nonlocal sent
             sent += 1
             body: Any = (
-                Body(view, sha256) if len(view) > SMALL_BODY_BYTES else bytes(view)
+                RequestBody(view, sha256) if len(view) > SMALL_BODY_BYTES else bytes(view)
             )  # a new one for each attempt
             return self._client.put_object(Body=body, **request)
 
@@ -327,7 +327,7 @@ class S3Store(Reader, ObjectStore):
     def refuses_damage(self) -> bool:
         """Return whether the server compares a put's SHA-256 with the bytes (for `doctor`, in a sandbox)."""
         wrong = hashlib.sha256(b"other bytes").hexdigest()
-        body: Any = Body(memoryview(b"bytes"), wrong)
+        body: Any = RequestBody(memoryview(b"bytes"), wrong)
         checksum = b64encode(bytes.fromhex(wrong)).decode()
         place = {"Bucket": self._requests.bucket, "Key": f"{self._requests.prefix}damaged"}
         try:

@@ -55,7 +55,7 @@ class _Current(threading.local):
     """The deadline and the body of the request that this thread sends."""
 
     deadline: Deadline | None = None
-    body: _Body | None = None  # until botocore returns it to the caller
+    body: _ResponseBody | None = None  # until botocore returns it to the caller
 
 
 _current = _Current()
@@ -152,7 +152,7 @@ class _SecurePools(_Pool, awsrequest.AWSHTTPSConnectionPool):
     ConnectionCls = _SecureConnection
 
 
-class _Body:
+class _ResponseBody:
     """The body of an answer, as urllib3 returns it, under the request's deadline."""
 
     def __init__(self, raw: Any, deadline: Deadline) -> None:
@@ -208,7 +208,7 @@ def close_body(**_: object) -> None:
     _current.body = None
 
 
-class Session:
+class HttpSession:
     """botocore's HTTP session, with a deadline for every request.
 
     Args:
@@ -231,7 +231,7 @@ class Session:
         _current.deadline = deadline = Deadline(self._seconds)
         try:
             response = self._session.send(request)
-            response.raw = _current.body = _Body(response.raw, deadline)
+            response.raw = _current.body = _ResponseBody(response.raw, deadline)
             if not streams or response.status_code >= 300:
                 response.content  # noqa: B018 - reads the body, within its limits
                 close_body()

@@ -32,7 +32,7 @@ METADATA = ".metadata"
 META = "meta.pt"
 
 
-class _Record:
+class _DcpObject:
     """An object of a class of DCP: its fields, or its state by position."""
 
     def __init__(self, *_: Any) -> None:  # a record whose fields are read has no arguments
@@ -41,7 +41,7 @@ class _Record:
 
 
 _RECORDS = {
-    name: type(name, (_Record,), {})
+    name: type(name, (_DcpObject,), {})
     for name in (
         "Metadata",
         "TensorStorageMetadata",
@@ -63,7 +63,7 @@ class _Dict(dict[Any, Any]):
         super().__init__()
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        if isinstance(key, str | _Record):
+        if isinstance(key, str | _DcpObject):
             super().__setitem__(key, value)
 
 
@@ -88,7 +88,7 @@ _MAX_ARGUMENTS = 1000
 _MAX_GAPS = 1000
 
 
-class _Reader(pickle._Unpickler):  # the one in C allocates as many places as a number in the file says
+class _MetadataUnpickler(pickle._Unpickler):  # the one in C allocates as many places as a number in the file says
     """Reads `.metadata`; any name but those of DCP's records is refused. It takes time and memory as the file is long.
 
     A pickle may name one value any number of times. So nothing here copies, hashes or prints a value of any size.
@@ -122,7 +122,7 @@ class _Reader(pickle._Unpickler):  # the one in C allocates as many places as a 
     def _set_state(self: Any) -> None:
         """Give a record its fields. Nothing else has a state: it could change how this module works."""
         state, record = self.stack.pop(), self.stack[-1]
-        if not isinstance(record, _Record):
+        if not isinstance(record, _DcpObject):
             raise pickle.UnpicklingError(f"a state of a {type(record).__name__}")
         if isinstance(state, tuple):  # of TensorProperties; the dtype is the first
             record.by_position = state
@@ -143,7 +143,7 @@ class _RefusedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
+class _FileRange:
     """Bytes of a file that hold one shard, or one value."""
 
     path: Path
@@ -152,7 +152,7 @@ class _Stored:
 
 
 #: By the name of a tensor or value, and by the text of the offsets of a shard: its bytes.
-Places = dict[str, dict[str, _Stored]]
+Places = dict[str, dict[str, _FileRange]]
 
 
 def is_dcp(folder: Path) -> bool:
@@ -198,10 +198,10 @@ def open_dcp(folder: Path) -> Checkpoint:
     return Checkpoint(state, size, step_in(state), left_out=sorted(left_out))
 
 
-def _read_metadata(where: Path) -> _Record:
+def _read_metadata(where: Path) -> _DcpObject:
     with where.open("rb") as file:
         try:
-            found = _Reader(file).load()
+            found = _MetadataUnpickler(file).load()
         except _RefusedError as error:
             raise InvalidInputError(
                 f"{where}: refused: it names {error}, which is not of torch.distributed.checkpoint and could run any "
@@ -209,7 +209,7 @@ def _read_metadata(where: Path) -> _Record:
             ) from None
     if type(found).__name__ != "Metadata":
         raise InvalidInputError(f"{where}: expected metadata of DCP, got {type(found).__name__}")
-    record: _Record = found
+    record: _DcpObject = found
     return record
 
 
@@ -250,7 +250,7 @@ def _places(folder: Path, where: Path, storage_data: Any) -> Places:
             )
         claimed += length
         place = None if offsets is None else _numbers(offsets)
-        found.setdefault(name, {})[str(place)] = _Stored(checked[file], offset, length)
+        found.setdefault(name, {})[str(place)] = _FileRange(checked[file], offset, length)
     if claimed > MAX_CLAIMS * (there := sum(path.stat().st_size for path in checked.values())):
         raise InvalidInputError(f"{where}: names {claimed} bytes, but its files have {there}; it is damaged")
     return found
@@ -272,7 +272,7 @@ def _leaf(where: Path, name: str, entry: Any, places: Places) -> Any:
     dtype = (properties.by_position or (properties.fields.get("dtype"),))[0].removeprefix("dtype ")
     shape = _numbers(entry.fields["size"])
     torch.empty(shape, dtype=getattr(torch, dtype), device="meta")  # raises if there is no such tensor
-    shards: list[tuple[tuple[int, ...], tuple[int, ...], _Stored]] = []
+    shards: list[tuple[tuple[int, ...], tuple[int, ...], _FileRange]] = []
     cover = Cover([shape])
     for chunk in entry.fields["chunks"]:
         offsets, sizes = _numbers(chunk.fields["offsets"]), _numbers(chunk.fields["sizes"])
@@ -303,7 +303,7 @@ def _missing(where: Path, what: str) -> InvalidInputError:
 
 
 def _assemble(
-    name: str, dtype: str, shape: tuple[int, ...], shards: list[tuple[tuple[int, ...], tuple[int, ...], _Stored]]
+    name: str, dtype: str, shape: tuple[int, ...], shards: list[tuple[tuple[int, ...], tuple[int, ...], _FileRange]]
 ) -> Any:
     """Read the shards of a tensor, and return the whole tensor."""
     import torch
@@ -345,7 +345,7 @@ def _integers(size: int) -> Any:
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[size]
 
 
-def _load(stored: _Stored, name: str) -> Any:
+def _load(stored: _FileRange, name: str) -> Any:
     with stored.path.open("rb") as file:
         return files.load_torch(io.BufferedReader(_Slice(file, stored)), f"{stored.path}: {name}")
 
@@ -353,7 +353,7 @@ def _load(stored: _Stored, name: str) -> Any:
 class _Slice(io.RawIOBase):
     """Some bytes of a file as a file of its own."""
 
-    def __init__(self, file: BinaryIO, stored: _Stored) -> None:
+    def __init__(self, file: BinaryIO, stored: _FileRange) -> None:
         self._file, self._start, self._size, self._at = file, stored.offset, stored.length, 0
 
     def readable(self) -> bool:

@@ -312,7 +312,7 @@ def _memory_of(tensor: Any) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-class _Record(NamedTuple):
+class _TensorRecord(NamedTuple):
     """The room of a tensor's bytes in a file of torch, and where the archive's directory has their CRC-32."""
 
     start: int
@@ -320,7 +320,7 @@ class _Record(NamedTuple):
     directory: int
 
 
-def _put(file: BinaryIO, record: _Record, data: Bytes) -> None:
+def _put(file: BinaryIO, record: _TensorRecord, data: Bytes) -> None:
     if len(data) != record.size:
         raise OSError(f"torch has allocated {record.size} bytes for a tensor, expected {len(data)}; update torch")
     file.seek(record.start)
@@ -333,13 +333,13 @@ def _put(file: BinaryIO, record: _Record, data: Bytes) -> None:
     file.write(checksum)
 
 
-def _records(file: BinaryIO) -> dict[int, _Record]:
+def _records(file: BinaryIO) -> dict[int, _TensorRecord]:
     """Return the records of a file of torch that have the bytes of a storage, by the storage's number."""
     found = {}
     for entry in entries(file):
         folder, _, name = entry.name.rpartition(b"/")
         if folder.endswith(b"/data") and name.isdigit():
-            found[int(name)] = _Record(entry.start, entry.size, entry.place)
+            found[int(name)] = _TensorRecord(entry.start, entry.size, entry.place)
     return found
 
 

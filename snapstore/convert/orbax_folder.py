@@ -64,7 +64,7 @@ def open_orbax(folder: Path) -> Checkpoint:
 
 def _tree(folder: Path) -> Any:
     """Return the state of an item."""
-    reader = _Reader(folder)
+    reader = _OrbaxReader(folder)
     leaves, plain = reader.leaves(), []
     group: list[Key] = []
     size = 0
@@ -85,7 +85,7 @@ def _tree(folder: Path) -> Any:
     return nest(((key, values.get(key, leaf)) for key, leaf in found.items()), folder)
 
 
-class _Reader:
+class _OrbaxReader:
     """Reads the arrays of an item; those of one group together."""
 
     def __init__(self, folder: Path) -> None:

@@ -49,7 +49,7 @@ def open_tensors(context: Context, ref: str, *, keys: str | Sequence[str] | Fit 
         IntegrityError, FormatError: the snapshot is damaged.
     """
     opened = OpenSnapshot.of(context, ref, keys)
-    reader, handles = _Reader(context, opened), dict[str, TensorHandle]()
+    reader, handles = _ReopeningReader(context, opened), dict[str, TensorHandle]()
     for named in opened.places:
         for name, slot in named:
             if name in handles:
@@ -85,7 +85,7 @@ class LazyTensors(Mapping[str, "TensorHandle"]):
         return f"LazyTensors({self.snapshot.ref!r}, {counted(len(self), 'tensor')})"
 
 
-class _Reader:
+class _ReopeningReader:
     """Reads chunks of a snapshot, and continues if it is rewritten meanwhile."""
 
     def __init__(self, context: Context, opened: OpenSnapshot) -> None:

@@ -16,7 +16,9 @@ from ..text import log
 
 
 def read_around(
-    fill: Callable[[Sequence[pack.Read]], None], reads: Sequence[pack.Read], ranges: tuple[Column, Column, Column]
+    fill: Callable[[Sequence[pack.RangeRead]], None],
+    reads: Sequence[pack.RangeRead],
+    ranges: tuple[Column, Column, Column],
 ) -> None:
     """Call `fill(reads)`; if the disk cannot read some bytes, call it again without the gaps between the ranges.
 

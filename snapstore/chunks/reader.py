@@ -55,7 +55,7 @@ def whole(table: ChunkTable, packs: Sequence[str], row: int, out: Memory) -> Wan
 
 
 @dataclass(frozen=True, slots=True)
-class _Batch:
+class _ReadBatch:
     """Chunks of one engine, as columns, and what they need from the store."""
 
     keys: list[str]  # of packs
@@ -76,7 +76,7 @@ class _Batch:
 class _Reading:
     """A batch on its way from the store."""
 
-    batch: _Batch
+    batch: _ReadBatch
     engine: Engine
     buffer: Bytes  # lent by the engine
     stored: Bytes  # the part of `buffer` that is used
@@ -135,7 +135,7 @@ class ChunkReader:
                 if self._readers is not None:
                     self._readers.close()
 
-    def _read(self, engine: Engine, batch: _Batch) -> _Reading:
+    def _read(self, engine: Engine, batch: _ReadBatch) -> _Reading:
         """Begin to read the blobs of a batch into one buffer."""
         reads, positions, size = pack.plan_reads(batch.packs, batch.offsets, batch.lengths)
         if size > engine.decode_bytes:  # one chunk declares many bytes: check first that its blobs exist
@@ -151,13 +151,13 @@ class ChunkReader:
                 self._readers.close()
             self._readers = Threads(count)
 
-        def fill(some: Sequence[pack.Read]) -> None:
+        def fill(some: Sequence[pack.RangeRead]) -> None:
             for number, own in groupby(some, attrgetter("pack")):
                 reads = list(own)
                 rooms = [stored[one.position : one.position + one.length].data for one in reads]
                 self._get(batch.keys[number], [one.offset for one in reads], rooms)
 
-        def read(some: list[pack.Read]) -> None:
+        def read(some: list[pack.RangeRead]) -> None:
             read_around(fill, some, (batch.offsets, batch.lengths, positions))
 
         wait = self._readers.start(read, _grouped(reads, count))
@@ -216,7 +216,7 @@ class ChunkReader:
         begun.engine.give_back(begun.buffer)
         return len(begun.batch.counts)
 
-    def _batches(self, wanted: Iterable[Wanted]) -> Iterator[tuple[Engine, _Batch]]:
+    def _batches(self, wanted: Iterable[Wanted]) -> Iterator[tuple[Engine, _ReadBatch]]:
         """Yield batches of bounded size and number of chunks, for one engine."""
         pending: list[Wanted] = []
         engine: Engine | None = None
@@ -275,13 +275,13 @@ class _Sizes:
         return self._whole[number][rows]
 
 
-def _grouped(reads: Sequence[pack.Read], threads: int) -> list[list[pack.Read]]:
+def _grouped(reads: Sequence[pack.RangeRead], threads: int) -> list[list[pack.RangeRead]]:
     """Group reads, in order: about four groups for each thread, if there are so many reads.
 
     Each group makes a thread wait for Python's lock several times, while another thread decodes the batch before.
     """
     most = max(1, len(reads) // (4 * threads))
-    found: list[list[pack.Read]] = []
+    found: list[list[pack.RangeRead]] = []
     size = 0
     for one in reads:
         size += one.length
@@ -301,7 +301,7 @@ def _ended(wait: Callable[[], object]) -> None:
         error.__traceback__ = None  # the result holds the error, whose frames hold the result and the chunks' memory
 
 
-def _columns(wanted: Sequence[Wanted]) -> _Batch:
+def _columns(wanted: Sequence[Wanted]) -> _ReadBatch:
     """Return chunks of several tensors as one batch."""
     numbers: dict[str, int] = {}
     columns: list[tuple[Column, ...]] = []
@@ -322,4 +322,4 @@ def _columns(wanted: Sequence[Wanted]) -> _Batch:
     which = np.repeat(np.arange(len(wanted)), [len(w.rows) for w in wanted])
     outs = Chunks([w.out for w in wanted], which, np.concatenate([w.starts for w in wanted]), plain_bytes)
     keys = [pack_key(name) for name in numbers]
-    return _Batch(keys, blob_packs, blob_offsets, blob_lengths, blob_counts, digests, outs)
+    return _ReadBatch(keys, blob_packs, blob_offsets, blob_lengths, blob_counts, digests, outs)

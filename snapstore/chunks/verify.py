@@ -34,8 +34,8 @@ class Verifier:
 
     def __init__(self, source: str, advice: str) -> None:
         self._source, self._advice = source, advice
-        self._copying: _Batch | None = None
-        self._decoding: _Batch | None = None
+        self._copying: _HostBlobs | None = None
+        self._decoding: _HostBlobs | None = None
 
     def start(
         self, engine: Engine, batch: EncodeBatch, encoded: Encoded, *, first: int = 0, chosen: Column | None = None
@@ -54,7 +54,7 @@ class Verifier:
             chosen = np.arange(len(encoded.entries))
         self._advance()
         if len(chosen):
-            self._copying = _Batch(engine, batch, encoded.entries[chosen], first + chosen)
+            self._copying = _HostBlobs(engine, batch, encoded.entries[chosen], first + chosen)
             self._copying.start_copy(encoded, chosen)
 
     def _advance(self) -> None:
@@ -89,7 +89,7 @@ class Verifier:
         self._copying = self._decoding = None
 
 
-class _Batch:
+class _HostBlobs:
     """Blobs of one batch, in host memory that the engine lends. After an interrupt, call `close`."""
 
     def __init__(self, engine: Engine, batch: EncodeBatch, entries: npt.NDArray[np.void], rows: Column) -> None:

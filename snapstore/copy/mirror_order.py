@@ -209,7 +209,7 @@ PAUSE_MAX_S = 24 * 3600.0
 
 
 @dataclass(slots=True)
-class _Failure:
+class _CopyFailure:
     """The last failure of a snapshot; `next_s` is when to try again, by the monotonic clock."""
 
     why: str
@@ -221,7 +221,7 @@ class Failures:
     """The failures of one mirror, by the id of the snapshot. Its caller holds a lock."""
 
     def __init__(self) -> None:
-        self._found: dict[str, _Failure] = {}
+        self._found: dict[str, _CopyFailure] = {}
 
     def __contains__(self, name: object) -> bool:
         return name in self._found
@@ -234,7 +234,7 @@ class Failures:
         """
         before = self._found.get(name)
         pause_s = pause_s if before is None else min(2 * before.pause_s, PAUSE_MAX_S)
-        self._found[name] = _Failure(why, pause_s, time.monotonic() + pause_s)
+        self._found[name] = _CopyFailure(why, pause_s, time.monotonic() + pause_s)
         return before is None or before.why != why
 
     def keep_only(self, names: Container[str]) -> None:

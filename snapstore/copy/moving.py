@@ -54,7 +54,7 @@ _PER_REF = tuple(name for name in COLUMNS if name.startswith("ref_") and name !=
 
 
 @dataclass(slots=True)
-class _Part:
+class _ManifestCopy:
     """A manifest that is being copied.
 
     Attributes:
@@ -190,7 +190,7 @@ class _Mover:
         self._context, self._session, self._source, self._bases, self._packs = context, session, source, bases, packs
         self._prover = prover
         self.moved = Moved()
-        self._parts: list[_Part] = []
+        self._parts: list[_ManifestCopy] = []
         self._names: dict[str, int] = {}  # packs of the source
         self._sizes: list[int] = []
         self._keys = self._places = np.zeros(0, np.int64)  # of all blobs: their places in the source, and here
@@ -276,7 +276,7 @@ class _Mover:
             if found.get(pack_key(names[n])) != self._sizes[n]:
                 self._pack_of(names[n], self._sizes[n])  # raises, unless the answer was wrong
 
-    def _part(self, ref: ManifestRef, m: Manifest, known: _Known) -> _Part:
+    def _part(self, ref: ManifestRef, m: Manifest, known: _Known) -> _ManifestCopy:
         """Choose, for each chunk, the links of its chain that are copied, and the links of the bases that follow."""
         table = m.table
         own, base, follow = known.cuts(table)
@@ -292,7 +292,7 @@ class _Mover:
                 self._sizes.append(size)
         numbers = np.array([self._names.get(name, 0) for name in m.header.pack_names] or [0], np.int64)
         keys = (numbers[table.ref_packs[moved]] << OFFSET_BITS) + table.ref_offsets[moved].astype(np.int64)
-        return _Part(ref, m, refs, own + follow, moved, keys)
+        return _ManifestCopy(ref, m, refs, own + follow, moved, keys)
 
     def _read_packs(self, packs: Sequence[int], names: Sequence[str], readers: Threads) -> Iterator[tuple[int, bytes]]:
         """Yield (number, bytes) of packs of the source; read some packs ahead."""
@@ -371,7 +371,7 @@ class _Mover:
         self._packs.put_all(puts + self.moved.top.add_list(self._session))
         self.moved.sizes |= self.moved.below.sizes | self.moved.top.sizes
 
-    def _contents(self, part: _Part) -> manifest.ManifestContents:
+    def _contents(self, part: _ManifestCopy) -> manifest.ManifestContents:
         """Return the contents of a manifest in the destination."""
         m, bases = part.manifest, self._bases
         columns = {
@@ -394,7 +394,7 @@ class _Mover:
         )
 
     def _root(
-        self, part: _Part, contents: manifest.ManifestContents, renamed: dict[str, ManifestRef]
+        self, part: _ManifestCopy, contents: manifest.ManifestContents, renamed: dict[str, ManifestRef]
     ) -> manifest.ManifestContents:
         """Return the contents of a root, with the children as they are in the destination and all of their packs."""
         packs = dict(zip(contents.packs, contents.pack_sizes, strict=True))  # its own come first
@@ -409,12 +409,12 @@ class _Mover:
         return replace(contents, packs=names, pack_sizes=sizes, children=children, depth=depth)
 
 
-def _rows_of(part: _Part) -> Column:
+def _rows_of(part: _ManifestCopy) -> Column:
     """Return the chunks of which a blob is copied, ascending."""
     return np.unique(np.searchsorted(part.manifest.table.starts, part.own, "right") - 1)
 
 
-def _require_proven(rebuilder: ChunkRebuilder, part: _Part, rows: Column, checksums: Column) -> None:
+def _require_proven(rebuilder: ChunkRebuilder, part: _ManifestCopy, rows: Column, checksums: Column) -> None:
     """Rebuild some chunks of a manifest of the source, from the bytes that were copied: they are read a second time.
 
     Raises:

@@ -30,7 +30,7 @@ from ..format.manifests.manifest import Manifest, manifest_name
 from ..format.records import COMMITTED, FORGOTTEN, RANKS, ManifestRef, Snapshot
 from ..protocol.claim import Claim
 from ..protocol.revisions import is_ruling
-from ..rewrite.base import Part, Rewriting, Target, Work, moved, target_of
+from ..rewrite.base import NewTable, Rewriting, StaleManifest, Work, moved, target_of
 from ..rewrite.roots import Written
 from ..rewrite.shared_manifests import put_list
 from ..rewrite.stored_blobs import batches, stored_of
@@ -43,7 +43,7 @@ _NOTHING = Digests()
 
 
 @dataclass(slots=True)
-class _Plan:
+class _HealPlan:
     """The new chains of one manifest.
 
     Attributes:
@@ -101,7 +101,7 @@ class Healer(Rewriting):
         self._lost: set[bytes] = set()  # digests whose blobs were lost
         self._looked_at: set[str] = set()  # SHA-256 of the snapshot's manifests that were examined for damage
         self._usable: set[str] = set()  # packs whose blobs the running session may refer to
-        self._plans: dict[str, _Plan] = {}  # of the snapshot, by the SHA-256 of the manifest
+        self._plans: dict[str, _HealPlan] = {}  # of the snapshot, by the SHA-256 of the manifest
 
     def find_chains(self, snapshots: Iterable[Snapshot], view: View) -> None:
         """Look for chains of committed snapshots that give the chunks which some snapshots have lost."""
@@ -158,13 +158,13 @@ class Healer(Rewriting):
                 found += [ref, *children] if root and root.header.chunks else children
         return found
 
-    def _affected_parts(self, snapshot: Snapshot) -> list[Part]:
+    def _affected_parts(self, snapshot: Snapshot) -> list[StaleManifest]:
         """Read the manifests of a snapshot that refer to damaged packs."""
         parts = []
         for ref in self.data_refs(snapshot):
             if ref.sha256 in self._affected[snapshot.id]:
                 m = self.sized_manifest(ref)
-                parts.append(Part(ref, m, np.flatnonzero(self._packs.within(m))))
+                parts.append(StaleManifest(ref, m, np.flatnonzero(self._packs.within(m))))
         return parts
 
     # -- one snapshot
@@ -203,7 +203,7 @@ class Healer(Rewriting):
         elsewhere = sum(len(plan.rerouted & plan.chains.keys()) for plan in plans)
         return Healing(snapshot, elsewhere, sum(len(self._to_copy(plan)) for plan in plans), ", ".join(lost))
 
-    def parts(self, ruling: Snapshot, view: View) -> list[Part]:
+    def parts(self, ruling: Snapshot, view: View) -> list[StaleManifest]:
         """Read the manifests that refer to damaged packs; the others may be lost themselves.
 
         Raises:
@@ -232,20 +232,20 @@ class Healer(Rewriting):
                 raise error
             raise IntegrityError(f"{ref.key}: was written while this repair looked, and is damaged too: {error}")
 
-    def shared(self, work: Work, parts: Sequence[Part]) -> Written:
+    def shared(self, work: Work, parts: Sequence[StaleManifest]) -> Written:
         """Return none: the plan of each snapshot must tell which of its chunks stay lost."""
         return {}
 
-    def begin(self, work: Work, parts: Sequence[Part]) -> None:
+    def begin(self, work: Work, parts: Sequence[StaleManifest]) -> None:
         """Find the new chains of all parts, with blobs of packs that no gc deletes."""
         self._usable = self.staying(work, self._packs_of_chains())
         self._plan_all(parts, work.ruling.ref)
 
-    def _plan_all(self, parts: Sequence[Part], ref: str) -> None:
+    def _plan_all(self, parts: Sequence[StaleManifest], ref: str) -> None:
         self._plans = {}
         self._plans = {part.ref.sha256: self._plan(part.manifest, ref) for part in parts}
 
-    def write(self, work: Work, part: Part) -> Target | None:
+    def write(self, work: Work, part: StaleManifest) -> NewTable | None:
         """Copy the intact blobs that the new chains need out of damaged packs."""
         plan = self._plans[part.ref.sha256]
         if not plan.chains:
@@ -283,18 +283,18 @@ class Healer(Rewriting):
     def _is_damaged(self, link: Link) -> bool:
         return link.place is not None and pack_key(link.place.pack) in self._packs
 
-    def _to_copy(self, plan: _Plan) -> dict[Place, bytes]:
+    def _to_copy(self, plan: _HealPlan) -> dict[Place, bytes]:
         """Return the blobs of the new chains that lie in damaged packs: place -> digest."""
         links = (link for chain in plan.chains.values() for link in chain)
         return {link.place: link.digest for link in links if link.place and self._is_damaged(link)}
 
-    def _plan(self, m: Manifest, ref: str) -> _Plan:
+    def _plan(self, m: Manifest, ref: str) -> _HealPlan:
         """Find a chain for every row that needs a damaged pack; each was decoded from the stored blobs.
 
         Raises:
             CapabilityError: this machine cannot rebuild one.
         """
-        plan, lost = _Plan(m), self._packs.lost(m)
+        plan, lost = _HealPlan(m), self._packs.lost(m)
         rows = lost_rows(m, self._packs.within(m))
         ways: dict[int, Iterator[Chain]] = {}
         for row, chain in zip(rows.tolist(), chains_of(m.table, m.header.pack_names, rows, _NOTHING), strict=True):

@@ -47,11 +47,11 @@ from ..protocol.revisions import is_ruling, retry_conflicts, same_content
 from ..text import counted, log
 from .roots import Written, new_roots
 from .shared_manifests import Replacements, beside, put_list
-from .stored_blobs import Stored, lengths_of, names_of
+from .stored_blobs import StoredBlobs, lengths_of, names_of
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StaleManifest:
     """A manifest, and which of its references have to change.
 
     Attributes:
@@ -66,7 +66,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class NewTable:
     """The chunk table that a part gets.
 
     Attributes:
@@ -111,7 +111,7 @@ class Work:
         """Return whether a blob has a new place, or is packed."""
         return key in self.places or key in self.new
 
-    def pack(self, made: Stored, keys: Sequence[Key], before: Sequence[int], engine: Engine) -> None:
+    def pack(self, made: StoredBlobs, keys: Sequence[Key], before: Sequence[int], engine: Engine) -> None:
         """Pack new blobs."""
         numbers, offsets = self.packs.add(made, engine)
         columns = numbers.tolist(), offsets.tolist(), lengths_of(made.entries), before
@@ -156,31 +156,31 @@ class Rewriting(ABC):
     # -- a subclass decides
 
     @abstractmethod
-    def parts(self, ruling: Snapshot, view: View) -> list[Part]:
+    def parts(self, ruling: Snapshot, view: View) -> list[StaleManifest]:
         """Read the manifests of a snapshot that may change, and choose their stale references.
 
         Raises:
             IntegrityError, FormatError, NotFoundError: it is damaged.
         """
 
-    def begin(self, work: Work, parts: Sequence[Part]) -> None:  # noqa: B027 (some need nothing)
+    def begin(self, work: Work, parts: Sequence[StaleManifest]) -> None:  # noqa: B027 (some need nothing)
         """Prepare to write the parts of one snapshot.
 
         The session is announced, and marks and records are listed; nothing is put yet.
         """
 
     @abstractmethod
-    def write(self, work: Work, part: Part) -> Target | None:
+    def write(self, work: Work, part: StaleManifest) -> NewTable | None:
         """Pack the blobs that a part lacks, and return its new table; None: the part does not change after all.
 
         Raises:
             IntegrityError, FormatError, NotFoundError: it is damaged.
         """
 
-    def foresee(self, parts: Sequence[Part]) -> None:  # noqa: B027 (some know their numbers already)
+    def foresee(self, parts: Sequence[StaleManifest]) -> None:  # noqa: B027 (some know their numbers already)
         """Note what a run that is not dry would write for one snapshot."""
 
-    def shared(self, work: Work, parts: Sequence[Part]) -> Written:
+    def shared(self, work: Work, parts: Sequence[StaleManifest]) -> Written:
         """Return manifests that this rewrite has put for earlier snapshots, and that replace the snapshot's own."""
         refs = [*work.ruling.manifests, *(part.ref for part in parts)]
         return self._replacements.usable(work.view, work.marked, refs, lambda packs: self.safe(work, packs))
@@ -286,7 +286,7 @@ class Rewriting(ABC):
         self.sizes.update(zip(names, m.header.pack_size_list, strict=True))
         return m
 
-    def _rewrite(self, ruling: Snapshot, parts: Sequence[Part]) -> Snapshot:
+    def _rewrite(self, ruling: Snapshot, parts: Sequence[StaleManifest]) -> Snapshot:
         """Put new packs, new manifests and the next revision; return it, or `ruling` if nothing changes after all.
 
         Raises:
@@ -333,7 +333,9 @@ class Rewriting(ABC):
         )
         return revision
 
-    def _revised(self, work: Work, parts: Sequence[Part], written: Written, headers: dict[str, bytes]) -> Snapshot:
+    def _revised(
+        self, work: Work, parts: Sequence[StaleManifest], written: Written, headers: dict[str, bytes]
+    ) -> Snapshot:
         """Return the next revision of a record, which names the new manifests; put their list if it needs one."""
         ruling = work.ruling
         refs = [written[ref.sha256][0] if ref.sha256 in written else ref for ref in ruling.manifests]
@@ -369,13 +371,13 @@ class Rewriting(ABC):
         damaged = np.array([pack_key(name) in self.quarantined for name in m.header.pack_names] or [False])
         return np.asarray(damaged[m.table.ref_packs])
 
-    def _write_all(self, work: Work, parts: Sequence[Part]) -> Written:
+    def _write_all(self, work: Work, parts: Sequence[StaleManifest]) -> Written:
         """Put the blobs that have no place yet, then the manifests; all are durable on return."""
         shared = self.shared(work, parts)
         replaced = beside(self.index, work.ruling, shared)
         parts = [part for part in parts if part.ref.sha256 not in replaced]
         self.begin(work, parts)
-        targets: list[tuple[Part, Target]] = []
+        targets: list[tuple[StaleManifest, NewTable]] = []
         for part in parts:
             work.packs.begin(part.manifest.header.rank, part.manifest.header.part)
             target = self.write(work, part) if len(part.stale) else None
@@ -392,7 +394,7 @@ class Rewriting(ABC):
         work.claim.heartbeat()
         return written
 
-    def _new_manifest(self, work: Work, part: Part, target: Target) -> tuple[ManifestRef, bytes]:
+    def _new_manifest(self, work: Work, part: StaleManifest, target: NewTable) -> tuple[ManifestRef, bytes]:
         """Encode a part's manifest with its new table, in which every stale reference points to the new place.
 
         Raises:
@@ -473,7 +475,7 @@ def moved(link: Link, work: Work) -> Link:
     return replace(link, place=None, key=link.place) if link.place and work.has(link.place) else link
 
 
-def target_of(m: Manifest, rows: Column, chains: Sequence[Chain]) -> Target:
+def target_of(m: Manifest, rows: Column, chains: Sequence[Chain]) -> NewTable:
     """Return a manifest's table with other chains in some rows."""
     numbers = {name: number for number, name in enumerate(m.header.pack_names)}
     rest = np.setdiff1d(np.arange(len(m.table)), rows)
@@ -485,10 +487,10 @@ def target_of(m: Manifest, rows: Column, chains: Sequence[Chain]) -> Target:
     which[len(which) - len(links) :][[link.place is not None for link in links]] = -1
     which = which[joined.refs_of(order)]
     stale = np.flatnonzero(which >= 0)
-    return Target(joined.take(order), list(numbers), stale, [links[i].key for i in which[stale].tolist()])
+    return NewTable(joined.take(order), list(numbers), stale, [links[i].key for i in which[stale].tolist()])
 
 
-def places_of(part: Part) -> list[Place]:
+def places_of(part: StaleManifest) -> list[Place]:
     """Return where the stale references of a part point."""
     table, names = part.manifest.table, part.manifest.header.pack_names
     columns = (table.ref_packs, table.ref_offsets, table.ref_lengths)

@@ -31,8 +31,8 @@ from ..format.manifests.manifest import Manifest
 from ..format.records import ManifestRef, Snapshot
 from ..text import log, strip_hint
 from ..threads import Threads
-from .base import Part, Rewriting, Work
-from .stored_blobs import Duplicates, Stored, batches, digests_of, lengths_of, names_of, parse, stored_of
+from .base import Rewriting, StaleManifest, Work
+from .stored_blobs import Duplicates, StoredBlobs, batches, digests_of, lengths_of, names_of, parse, stored_of
 
 
 class BlobRewriting(Rewriting):
@@ -63,14 +63,14 @@ class BlobRewriting(Rewriting):
     def stays(self, name: str, entries: npt.NDArray[np.void]) -> Column:
         """Return which blobs of a pack are not rewritten, and may be shared, (n,) bool."""
 
-    def parts(self, ruling: Snapshot, view: View) -> list[Part]:
+    def parts(self, ruling: Snapshot, view: View) -> list[StaleManifest]:
         """Read all manifests of a snapshot that hold chunks, and the footers of their packs."""
         return [self._part(ref) for ref in self.data_refs(ruling)]
 
-    def _part(self, ref: ManifestRef) -> Part:
+    def _part(self, ref: ManifestRef) -> StaleManifest:
         m = self.sized_manifest(ref)
         entries = self._entries_of(m.table, m.header.pack_names, ref.key)
-        return Part(ref, m, self.stale(m, entries), entries)
+        return StaleManifest(ref, m, self.stale(m, entries), entries)
 
     def published(self, work: Work) -> None:
         """Let later snapshots share the new blobs."""
@@ -132,7 +132,7 @@ class BlobRewriting(Rewriting):
 
     # -- share
 
-    def add(self, work: Work, made: Stored, keys: Sequence[Key], before: Sequence[int]) -> list[int]:
+    def add(self, work: Work, made: StoredBlobs, keys: Sequence[Key], before: Sequence[int]) -> list[int]:
         """Pack new blobs; a blob that is stored already, byte for byte, is shared.
 
         Args:
@@ -149,7 +149,7 @@ class BlobRewriting(Rewriting):
             work.pack(rest, [keys[i] for i in new], [before[i] for i in new], self.engine)
         return new
 
-    def _shared(self, work: Work, made: Stored) -> dict[int, Place]:
+    def _shared(self, work: Work, made: StoredBlobs) -> dict[int, Place]:
         """Return the places of the blobs that are stored already: by a rewrite that died, or by this one.
 
         The name of a blob only claims which chunk it decodes to, so the bytes are compared. Its pack must be `safe`.
@@ -200,7 +200,7 @@ class BlobRewriting(Rewriting):
         stored = np.empty(size, np.uint8).data
         self.bytes_read += size
 
-        def fill(some: Sequence[pack.Read]) -> None:
+        def fill(some: Sequence[pack.RangeRead]) -> None:
             for one in some:
                 room = stored[one.position : one.position + one.length]
                 try:
@@ -208,7 +208,7 @@ class BlobRewriting(Rewriting):
                 except NotFoundError as error:
                     raise IntegrityError(f"{strip_hint(error)}: a pack is missing; run 'snapstore check'") from error
 
-        def read(one: pack.Read) -> None:
+        def read(one: pack.RangeRead) -> None:
             read_around(fill, [one], (offsets, lengths, positions))
 
         read_twice(self.store, lambda: self._readers.start(read, reads)())

@@ -22,7 +22,7 @@ from ..format.manifests.delta_chain import Chain, cost_of, table_of
 from ..format.manifests.delta_choice import cost, delta_limit
 from ..format.manifests.manifest import Manifest, manifest_name
 from ..format.manifests.tensor_layout import spec_of
-from .stored_blobs import Stored, batches, verified
+from .stored_blobs import StoredBlobs, batches, verified
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Reencoder:
         self.bytes_read = 0
         self._budget = limits.Budget(context.store)
 
-    def encode(self, jobs: Sequence[Job]) -> Iterator[tuple[list[Job], Stored]]:
+    def encode(self, jobs: Sequence[Job]) -> Iterator[tuple[list[Job], StoredBlobs]]:
         """Rebuild chunks and their bases, encode the chunks, decode the new blobs and compare; yield (jobs, blobs).
 
         Raises:

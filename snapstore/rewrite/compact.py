@@ -38,11 +38,11 @@ from ..format.records import COMMITTED, Snapshot
 from ..protocol.quarantine import in_quarantine
 from ..protocol.revisions import CONFLICT_ATTEMPTS
 from ..text import brief, log
-from .base import Part, Target, Work, moved, target_of
+from .base import NewTable, StaleManifest, Work, moved, target_of
 from .blob_rewriting import BlobRewriting
 from .chunk_encoder import Job, Reencoder, kinds_of
 from .compact_neighbours import Neighbours
-from .compact_plan import LiveBlobs, Plan, max_cost, room, rows_of
+from .compact_plan import CompactPlan, LiveBlobs, max_cost, room, rows_of
 from .compact_shared_edges import SharedEdges
 from .stored_blobs import batches, lengths_of, names_of
 
@@ -169,7 +169,7 @@ class _Compacting(BlobRewriting):
         self.encoder = Reencoder(context)
         self._neighbours = Neighbours(live, self.encoder, self._restore_cost, self.manifest_of)
         self._shared_edges = SharedEdges(self.encoder, live.kept, self.manifest_of)
-        self._plan = Plan(live.kept)
+        self._plan = CompactPlan(live.kept)
         self._to_move = 0  # bytes planned to be moved, and not moved yet
         self.spent = 0
         self.encoded: set[bytes] = set()
@@ -180,7 +180,7 @@ class _Compacting(BlobRewriting):
 
     # -- choose
 
-    def choose(self, view: View) -> Plan:
+    def choose(self, view: View) -> CompactPlan:
         """Return the plan: the chunks and packs that are worth rewriting."""
         self._neighbours.estimate(view)
         self._plan = self._live.plan(self._max_bytes)
@@ -199,7 +199,7 @@ class _Compacting(BlobRewriting):
 
     # -- write
 
-    def begin(self, work: Work, parts: Sequence[Part]) -> None:
+    def begin(self, work: Work, parts: Sequence[StaleManifest]) -> None:
         """Forget new chains that the previous session has not published, and those in packs that a gc may delete."""
         self._fresh, self._old = {}, {}
         unsafe = self._packs - self.safe(work, self._packs)  # of other snapshots, which may be gone
@@ -211,7 +211,7 @@ class _Compacting(BlobRewriting):
             }
             self._packs -= unsafe
 
-    def write(self, work: Work, part: Part) -> Target | None:
+    def write(self, work: Work, part: StaleManifest) -> NewTable | None:
         """Pack chunks and blobs so that every chain leads only through kept chunks, in packs that stay."""
         table, packs = part.manifest.table, part.manifest.header.pack_names
         rows = rows_of(table, part.stale)

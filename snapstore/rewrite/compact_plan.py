@@ -98,7 +98,7 @@ class Cut:
 
 
 @dataclass(slots=True)
-class Plan:
+class CompactPlan:
     """The chunks and packs to rewrite.
 
     Attributes:
@@ -286,7 +286,7 @@ class LiveBlobs:
 
     # -- choose
 
-    def plan(self, max_bytes: float) -> Plan:
+    def plan(self, max_bytes: float) -> CompactPlan:
         """Return the most profitable plan that writes at most `max_bytes`; an empty plan if it would not pay."""
         cuts = list(self._cuts())
         at, counts = self._blobs_of(cuts)
@@ -298,7 +298,7 @@ class LiveBlobs:
         cuts.sort(key=_gain, reverse=True)
         plan = max(self._plan_of(cuts, max_bytes), self._plan_of([], max_bytes), key=lambda plan: plan.gain_bytes)
         if plan.gain_bytes < max(PART_BYTES * self._parts, MIN_GAIN * plan.cost_bytes):
-            return Plan(self.kept)
+            return CompactPlan(self.kept)
         return plan
 
     def _cuts(self) -> Iterator[Cut]:
@@ -334,9 +334,9 @@ class LiveBlobs:
         keys = np.fromiter(chain.from_iterable(cut.blobs for cut in cuts), np.uint64, sum(counts))
         return np.searchsorted(self._blobs, keys), counts
 
-    def _plan_of(self, cuts: list[Cut], max_bytes: float) -> Plan:
+    def _plan_of(self, cuts: list[Cut], max_bytes: float) -> CompactPlan:
         """Return the plan of some cuts and of packs to empty, the worst first, as far as `max_bytes` allows."""
-        plan = Plan(self.kept)
+        plan = CompactPlan(self.kept)
         alive = np.ones(len(self._blobs), bool)
         if math.isfinite(max_bytes):  # packs that pay more than a cut come before it
             rivals = [(gain, cost) for gain, cost, _ in self._worst(self._live(alive))]

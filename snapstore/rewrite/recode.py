@@ -30,9 +30,9 @@ from ..format.manifests.manifest import Manifest
 from ..format.records import COMMITTED, FORGOTTEN, Snapshot
 from ..text import brief
 from ..threads import Threads
-from .base import Part, Target, Work, places_of
+from .base import NewTable, StaleManifest, Work, places_of
 from .blob_rewriting import BlobRewriting
-from .stored_blobs import NAME, Stored, batches, bytes_of, digests_of, lengths_of, names_of, verified
+from .stored_blobs import NAME, StoredBlobs, batches, bytes_of, digests_of, lengths_of, names_of, verified
 
 #: The codecs of blobs that each choice does not recode; a sparse delta cannot be decoded without its base.
 KEPT = {
@@ -142,7 +142,7 @@ class _Recoding(BlobRewriting):
             )
         return np.flatnonzero(goes | emptied[m.table.ref_packs] & ~damaged)
 
-    def foresee(self, parts: Sequence[Part]) -> None:
+    def foresee(self, parts: Sequence[StaleManifest]) -> None:
         """Note the blobs that would be recoded or moved."""
         for part in parts:
             self.made.update({place: (place.length, 0) for place in places_of(part)})
@@ -166,7 +166,7 @@ class _Recoding(BlobRewriting):
 
     # -- write
 
-    def write(self, work: Work, part: Part) -> Target:
+    def write(self, work: Work, part: StaleManifest) -> NewTable:
         """Pack every stale blob, unchanged or in the new codec."""
         m, entries, places = part.manifest, part.entries[part.stale], places_of(part)
         self.reuse(work, places)
@@ -176,7 +176,7 @@ class _Recoding(BlobRewriting):
         moves = self._is_kept(entries[rows])
         for how, chosen in ((self.move, rows[moves]), (self._recode, rows[~moves])):
             how(work, [places[i] for i in chosen.tolist()], entries[chosen])
-        return Target(m.table, m.header.pack_names, part.stale, places)
+        return NewTable(m.table, m.header.pack_names, part.stale, places)
 
     def _recode(self, work: Work, places: Sequence[Place], entries: npt.NDArray[np.void]) -> None:
         """Encode blobs in the new codec, in batches: a batch is read while earlier ones are encoded."""
@@ -231,7 +231,7 @@ class _Recoding(BlobRewriting):
         )
         return _Coding(places, entries, batch, self.engine.start_encode(batch))
 
-    def _finish(self, begun: _Coding) -> Stored:
+    def _finish(self, begun: _Coding) -> StoredBlobs:
         """Return the blobs of a batch, verified and labelled.
 
         Raises:

@@ -27,7 +27,7 @@ _NAME = f"S{len(NAME)}"
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredBlobs:
     """Blobs in host memory, one after the other; see `pack.Encoded`."""
 
     entries: npt.NDArray[np.void]
@@ -39,7 +39,7 @@ class Stored:
         out[:] = self.blobs[begin : begin + out.size]
         return lambda: None
 
-    def take(self, rows: Column) -> Stored:
+    def take(self, rows: Column) -> StoredBlobs:
         """Return a copy of the blobs in some rows."""
         entries = np.zeros(len(rows), ENTRY)
         entries[:] = self.entries[rows]
@@ -47,10 +47,10 @@ class Stored:
         for old, new, length in zip(entries["offset"].tolist(), offsets.tolist(), lengths_of(entries), strict=True):
             stored[new : new + length] = self.blobs[old : old + length]
         entries["offset"] = offsets
-        return Stored(entries, stored)
+        return StoredBlobs(entries, stored)
 
 
-def gathered(made: Sequence[Encoded]) -> Stored:
+def gathered(made: Sequence[Encoded]) -> StoredBlobs:
     """Copy the blobs that an engine has encoded into one memory."""
     entries = np.zeros(sum(len(encoded.entries) for encoded in made), ENTRY)
     entries[:] = np.concatenate([encoded.entries for encoded in made])
@@ -60,19 +60,19 @@ def gathered(made: Sequence[Encoded]) -> Stored:
         last = first + len(encoded.entries)
         encoded.copy(0, last - first, stored[offsets[first] : ends[last - 1]])()
         first = last
-    return Stored(entries, stored)
+    return StoredBlobs(entries, stored)
 
 
-def stored_of(blobs: Sequence[memoryview]) -> Stored:
+def stored_of(blobs: Sequence[memoryview]) -> StoredBlobs:
     """Copy blobs, whose headers were checked, into one memory, one after the other."""
     offsets, stored = laid_out(np.array([len(data) for data in blobs], np.int64))
     entries = b"".join(blob.entry(data, offset) for data, offset in zip(blobs, offsets.tolist(), strict=True))
     for data, offset in zip(blobs, offsets.tolist(), strict=True):
         stored[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
-    return Stored(np.frombuffer(entries, ENTRY), stored)
+    return StoredBlobs(np.frombuffer(entries, ENTRY), stored)
 
 
-def verified(engine: Engine, batch: EncodeBatch, made: Sequence[Encoded]) -> Stored:
+def verified(engine: Engine, batch: EncodeBatch, made: Sequence[Encoded]) -> StoredBlobs:
     """Copy the blobs of a batch that an engine has encoded into one memory, and decode them.
 
     Raises:

@@ -906,7 +906,7 @@ def test_a_chain_with_several_edges_stays_within_the_format():
 
     chain = links(0, 100, dropped=99) + links(100, 60, dropped=130)
     compacting = object.__new__(compact._Compacting)
-    compacting._plan, compacting._restore_cost = compact_plan.Plan(delta_chain.Digests()), 1000.0
+    compacting._plan, compacting._restore_cost = compact_plan.CompactPlan(delta_chain.Digests()), 1000.0
     compacting._fresh, compacting._chains = {}, {chain[129].digest: [chain[129], *links(500, 130)]}
     assert len(compacting._resolved(chain[100:])) == 160
     assert compacting._resolved(chain) == chain

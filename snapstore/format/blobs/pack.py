@@ -209,7 +209,7 @@ def read_listing(store: ObjectStore, key: str, size_bytes: int) -> PackListing:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class RangeRead:
     """One read of neighbouring ranges of a pack, and the position of its bytes in a batch's buffer."""
 
     pack: int
@@ -218,7 +218,7 @@ class Read:
     position: int
 
 
-def plan_reads(packs: Column, offsets: Column, lengths: Column) -> tuple[list[Read], npt.NDArray[np.int64], int]:
+def plan_reads(packs: Column, offsets: Column, lengths: Column) -> tuple[list[RangeRead], npt.NDArray[np.int64], int]:
     """Join neighbouring ranges of packs into reads.
 
     Args:
@@ -249,10 +249,10 @@ def plan_reads(packs: Column, offsets: Column, lengths: Column) -> tuple[list[Re
     read = np.cumsum(begins) - 1
     positions = np.empty(len(order), np.int64)
     positions[order] = before[read] + start - start[first][read]
-    return list(map(Read, *(column.tolist() for column in columns))), positions, int(sizes.sum())
+    return list(map(RangeRead, *(column.tolist() for column in columns))), positions, int(sizes.sum())
 
 
-def apart(reads: Sequence[Read], offsets: Column, lengths: Column, positions: Column) -> list[Read]:
+def apart(reads: Sequence[RangeRead], offsets: Column, lengths: Column, positions: Column) -> list[RangeRead]:
     """Split reads at the gaps of a page or more between their ranges.
 
     Args:
@@ -266,7 +266,7 @@ def apart(reads: Sequence[Read], offsets: Column, lengths: Column, positions: Co
     order = np.argsort(positions, kind="stable")
     order = order[lengths[order] > 0]
     ascending = positions[order]
-    found: list[Read] = []
+    found: list[RangeRead] = []
     for read in reads:
         first, end = np.searchsorted(ascending, (read.position, read.position + read.length))
         starts = ascending[first:end]
@@ -275,7 +275,7 @@ def apart(reads: Sequence[Read], offsets: Column, lengths: Column, positions: Co
         for i, j in pairwise([0, *gaps.tolist(), len(starts)]):
             if i < j:
                 start, length = int(starts[i]), int(reach[j - 1] - starts[i])
-                found.append(Read(read.pack, read.offset + start - read.position, length, start))
+                found.append(RangeRead(read.pack, read.offset + start - read.position, length, start))
     return found if len(found) > sum(read.length > 0 for read in reads) else []
 
 

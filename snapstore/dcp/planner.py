@@ -112,7 +112,7 @@ class _StateOf(dict[str, Any]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Failed:
+class _FailedState:
     """The error of an object's state_dict, in the place of its state."""
 
     error: Exception
@@ -135,7 +135,7 @@ def _closed(value: Any) -> Any:
     try:
         state = value.state_dict()
     except Exception as error:  # noqa: BLE001  `opened` raises it
-        return _Failed(error)
+        return _FailedState(error)
     if type(state) is dict and parameters_of(value) is not None:
         state = _StateOf(state)
         state.optimizer = value
@@ -149,7 +149,7 @@ def opened(state: Any) -> Any:
         Exception: the error of an object's state_dict.
     """
     for value in state.values():
-        if type(value) is _Failed:
+        if type(value) is _FailedState:
             raise value.error
     if not any(type(value) in (Closed, _StateOf) for value in state.values()):
         return state

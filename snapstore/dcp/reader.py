@@ -41,7 +41,7 @@ from ..restore.sources import AsRank
 from ..text import counted, log, some
 from .names import is_tensor, refs_of
 from .planner import SnapstoreLoadPlanner, read_items
-from .stored import Piece, StoredState
+from .stored import StoredState, TargetBox
 from .target import Target, Url, place_in
 
 
@@ -156,7 +156,7 @@ class SnapstoreReader(Target, StorageReader):
         held: Any = getattr(planner, "state_dict", {})
         if type(planner) in (DefaultLoadPlanner, SnapstoreLoadPlanner):  # others may select keys
             _require_whole_optimizers(stored, held)
-        pieces, values, cast, inner = [], [], [], list[Piece]()
+        pieces, values, cast, inner = [], [], [], list[TargetBox]()
         for item in plan.items:
             leaf = stored.leaves.get(item.storage_index.fqn)
             if leaf is None:
@@ -173,7 +173,7 @@ class SnapstoreReader(Target, StorageReader):
             _check_shape(item, target)
             if target.dtype != stored.form(leaf.value).dtype:
                 cast.append(item.storage_index.fqn)
-            pieces.append(Piece(leaf.value, tuple(item.storage_offsets), tuple(item.lengths), target.detach()))
+            pieces.append(TargetBox(leaf.value, tuple(item.storage_offsets), tuple(item.lengths), target.detach()))
         if cast:
             what = counted(len(cast), "tensor")
             log.warning("%s: casting %s to the dtypes given: %s", stored.snapshot.ref, what, some(cast, 5))

@@ -19,7 +19,7 @@ from ..repository import Repository
 from ..restore.manifests import decoding_of
 from ..restore.overlaps import dim_orders_of
 from ..restore.pipeline import deleted_meanwhile, load, opened, require_decoding_of, ruling_now
-from ..restore.sources import AsRank, Sources
+from ..restore.sources import AsRank, PartSources
 from ..state.fill import composite_fit, optimizer_fit
 from ..state.fill.buffers import RestoreBuffers, Want, slots_of
 from ..state.fill.differences import MAX_LINES
@@ -42,7 +42,7 @@ from .planner import Shards
 T = TypeVar("T")
 
 
-class Piece(NamedTuple):
+class TargetBox(NamedTuple):
     """A box of a stored tensor, to be filled.
 
     Attributes:
@@ -90,7 +90,7 @@ class StoredState:
     def _open(self, snapshot: Snapshot) -> None:
         """Read the manifests."""
         self.snapshot, where = snapshot, snapshot.ref
-        self._sources = Sources(self._context, snapshot, None, self._as_rank)
+        self._sources = PartSources(self._context, snapshot, None, self._as_rank)
         self._parts = self._sources.parts
         self._decoded = decoding_of(where, ObjectTypes(self._types, None, known_classes()))
         self.tree = decode(self._parts, decoded=self._decoded)
@@ -124,7 +124,7 @@ class StoredState:
         spec = self._parts[slot.part].specs[slot.index]
         return torch.empty(spec.shape, dtype=torch_dtype(spec), device="meta")
 
-    def fill(self, pieces: Sequence[Piece]) -> None:
+    def fill(self, pieces: Sequence[TargetBox]) -> None:
         """Fill tensors with boxes of stored tensors; if the dtypes differ, the values are cast.
 
         Raises:
@@ -224,7 +224,7 @@ class StoredState:
         """Return whether the value of a leaf is the plain form of a composite tensor."""
         return id(value) in self._decoded.composites
 
-    def pieces_in(self, value: Any, target: Any, key: str) -> list[Piece]:
+    def pieces_in(self, value: Any, target: Any, key: str) -> list[TargetBox]:
         """Return the pieces that fill the tensors in a composite tensor of the state.
 
         Args:
@@ -241,7 +241,7 @@ class StoredState:
         if text is not None:
             raise InvalidInputError(f"{key}: {text}; DCP fills only such tensors: use Repository.restore_into")
         if spec is not None:
-            return [Piece(value, (0,) * len(spec.shape), spec.shape, target)]
+            return [TargetBox(value, (0,) * len(spec.shape), spec.shape, target)]
         inner = inner_of(plain_of(target)).items()
         found = (self.pieces_in(value[name], child, f"{key}.{name}") for name, child in inner)
         return [piece for pieces in found for piece in pieces]
@@ -254,7 +254,7 @@ class StoredState:
         """
         return self._until_read(lambda: self._values(keys))
 
-    def _fill(self, pieces: Sequence[Piece]) -> None:
+    def _fill(self, pieces: Sequence[TargetBox]) -> None:
         buffers = self._buffers()
         for slot, offsets, sizes, target in pieces:
             shape = self.form(slot).shape

@@ -32,12 +32,12 @@ from ..state.values.classes import Types, known_classes
 from ..text import counted, log
 from .manifests import decoding_of, spend_decoding
 from .overlaps import Overlap, Reads, dim_orders_of
-from .sources import ALONE, AsRank, Sources
+from .sources import ALONE, AsRank, PartSources
 
 T = TypeVar("T")
 
 
-class _Target:
+class _FilledState:
     """The state that a restore fills, or None; as a context, it lets an error say that it may be partly filled.
 
     A read is tried again if the snapshot is rewritten meanwhile, so the error may come before the later try has begun.
@@ -50,7 +50,7 @@ class _Target:
         """Note that all that follows may change the state."""
         self._has_begun = self.into is not None
 
-    def __enter__(self) -> _Target:
+    def __enter__(self) -> _FilledState:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -74,14 +74,14 @@ def read(
         NotFoundError: the reference names nothing.
         See `restore` for the other errors. Each of them says so if `into` may be partly filled.
     """
-    with _Target(into) as target:
+    with _FilledState(into) as target:
         return _read(context, ref, target, keys=keys, device=device, types=types, as_rank=as_rank)
 
 
 def _read(
     context: Context,
     ref: str | Snapshot,
-    target: _Target,
+    target: _FilledState,
     *,
     keys: str | Sequence[str] | Fit | None,
     device: Any,
@@ -177,7 +177,7 @@ def read_into(
 def restore(
     context: Context,
     snapshot: Snapshot,
-    target: _Target,
+    target: _FilledState,
     *,
     keys: str | Sequence[str] | Fit | None = None,
     device: Any = None,
@@ -203,7 +203,7 @@ def restore(
     """
     require_memory_of_tensors(f"restore {snapshot.ref}")
     fit = Fit.of(keys)
-    sources = Sources(context, snapshot, fit.parts_keys, as_rank)
+    sources = PartSources(context, snapshot, fit.parts_keys, as_rank)
     plan = RestorePlan(
         sources.parts,
         into=target.into,

@@ -1,4 +1,4 @@
-"""Sources: the manifests of a snapshot that one process or several ranks saved, and the tensors that each holds.
+"""PartSources: the manifests of a snapshot that one process or several ranks saved, and the tensors that each holds.
 
 In: a snapshot, and which rank's own values are wanted. Out: its parts, for the plan of a restore; then, for each array
 that the plan wants, the overlaps with the stored boxes. If several ranks saved, the root manifests are read first, and
@@ -92,7 +92,7 @@ ALONE = AsRank()
 SHARED_ONLY = AsRank("drop")
 
 
-class Sources:
+class PartSources:
     """The parts of a snapshot, and where the bytes of their arrays lie.
 
     Args:

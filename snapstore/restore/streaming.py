@@ -26,7 +26,7 @@ from ..text import some
 from .manifests import decoding_of
 from .overlaps import Overlap, dim_orders_of
 from .pipeline import deleted_meanwhile, load, opened, require_decoding_of, ruling_now
-from .sources import SHARED_ONLY, AsRank, Sources
+from .sources import SHARED_ONLY, AsRank, PartSources
 
 Named = tuple[str, Slot]
 
@@ -62,7 +62,7 @@ class OpenSnapshot:
         self._context, self._keys, self._as_rank = context, keys, as_rank
         self.snapshot = snapshot
         fit = Fit.of(keys)
-        self.sources = Sources(context, snapshot, fit.parts_keys, as_rank)
+        self.sources = PartSources(context, snapshot, fit.parts_keys, as_rank)
         self.parts: list[StoredPart] = self.sources.parts
         self.decoded = decoding_of(snapshot.ref)
         self.tree, self.selection = fit.decode(self.parts, self.decoded)

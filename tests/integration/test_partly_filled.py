@@ -70,7 +70,7 @@ def test_an_error_of_a_later_try_says_what_the_first_one_has_filled(two, monkeyp
         raise IntegrityError("rewritten meanwhile")
 
     def ruling(_, snapshot, error):
-        monkeypatch.setattr(pipeline, "Sources", gone)
+        monkeypatch.setattr(pipeline, "PartSources", gone)
         return gone() if deleted else snapshot
 
     def gone(*_):

@@ -26,7 +26,7 @@ from snapstore.format.manifests import boxes, manifest
 from snapstore.format.manifests.box_map import MAX_BYTES, BoxMap, ranks_with
 from snapstore.format.manifests.rank_checks import read_children
 from snapstore.restore.pipeline import read_into
-from snapstore.restore.sources import AsRank, Sources
+from snapstore.restore.sources import AsRank, PartSources
 from snapstore.storage.memory import MemoryStore
 
 CUTTERS = {"rows": rows, "columns": columns, "strided": strided}
@@ -247,9 +247,9 @@ def repository():
 def opened(monkeypatch):
     """Collect the ranks whose manifests are read."""
     found = []
-    real = Sources._read
+    real = PartSources._read
     monkeypatch.setattr(
-        Sources, "_read", lambda self, root, refs: found.extend(r.rank for r in refs) or real(self, root, refs)
+        PartSources, "_read", lambda self, root, refs: found.extend(r.rank for r in refs) or real(self, root, refs)
     )
     return found
 

@@ -12,7 +12,7 @@ from kit.rank_saves import as_rank, sharded
 from snapstore import Repository
 from snapstore.chunks.reader import ChunkReader
 from snapstore.restore.pipeline import read_into
-from snapstore.restore.sources import AsRank, Sources
+from snapstore.restore.sources import AsRank, PartSources
 from snapstore.storage.memory import MemoryStore
 
 SHAPES = {"w": (641, 16), "v": (8192,), "small": (12, 5)}
@@ -45,14 +45,14 @@ def test_a_plan_counts_the_bytes_and_manifests_of_a_restore(plan, monkeypatch, c
         return {"m": {name: sharded(torch.ones(shape), [ranks], [Shard(0)]) for name, shape in SHAPES.items()}}
 
     decoded, opened = [0], set()
-    decode, read = ChunkReader._decode, Sources._read
+    decode, read = ChunkReader._decode, PartSources._read
 
     def counted(self, reading, decoding):
         decoded[0] += int(reading[0].batch.outs.lengths.sum())
         decode(self, reading, decoding)
 
     monkeypatch.setattr(ChunkReader, "_decode", counted)
-    monkeypatch.setattr(Sources, "_read", lambda self, root, refs: opened.update(refs) or read(self, root, refs))
+    monkeypatch.setattr(PartSources, "_read", lambda self, root, refs: opened.update(refs) or read(self, root, refs))
     with Repository.create(MemoryStore(), chunk_bytes=CHUNK) as repository:
         snapshot, _ = rank_saves.save(repository, [lambda: state(4)] * 4, 1)
         saved, into = job(plan, 4), job(plan, count)

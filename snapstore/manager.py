@@ -35,7 +35,7 @@ from .save.background import Background, SaveHandle, clear_frames, forget_and_co
 from .steps import Steps, Stores
 from .storage.base import ObjectStore
 from .text import log, quoted
-from .threads import Slot
+from .threads import LockSlot
 
 if TYPE_CHECKING:
     from .save.inputs import PartInput, SaveRequest
@@ -210,7 +210,7 @@ class SnapshotManager(Steps):
             SaveRequest, self.run, step, metrics=metrics, metadata=metadata, tags=tags, full=full, started=started
         )
         handle = SaveHandle()
-        slot: Slot | None = None
+        slot: LockSlot | None = None
         with nullcontext(0) if self._job is None else self._job.numbered() as number:
             if not self._leaves_out(handle, step, force=force):
                 request = make() if self._job is None else None
@@ -266,7 +266,7 @@ class SnapshotManager(Steps):
             self.repository.context.engines.start_loading()
             self._background.start(partial(self._background.take_memory, partial(self._staging.prepare, parts)), slot)
 
-    def _begin(self, handle: SaveHandle, request: SaveRequest, state: Any, slot: Slot) -> None:
+    def _begin(self, handle: SaveHandle, request: SaveRequest, state: Any, slot: LockSlot) -> None:
         """Run the save, or copy the state and leave the rest to a thread."""
         from .save.streaming import inputs_of_stream, is_stream
         from .state.walk.flatten import flatten
@@ -291,7 +291,7 @@ class SnapshotManager(Steps):
         self._run(handle, request, work, in_background=False)
 
     def _begin_together(
-        self, handle: SaveHandle, make: Callable[[], SaveRequest], state: Any, slot: Slot, number: int
+        self, handle: SaveHandle, make: Callable[[], SaveRequest], state: Any, slot: LockSlot, number: int
     ) -> None:
         """Begin a save with all ranks. An error ends the save on all ranks, and each raises it at the same call."""
         from .save.streaming import is_stream

@@ -54,7 +54,7 @@ def hold_in_forks(lock: Any) -> None:
     after_fork_in_child(lambda: lock._is_owned() or lock._at_fork_reinit())
 
 
-class Slot:
+class LockSlot:
     """Holds a lock for one use, whatever thread unlocks it.
 
     Ctrl-C may raise between any two steps of Python code. So `acquire` and `release` are each one call of C code: the

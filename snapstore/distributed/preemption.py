@@ -18,7 +18,7 @@ from typing import Any
 
 from ..errors import InvalidInputError, RanksError
 from ..text import log
-from ..threads import Slot
+from ..threads import LockSlot
 from .base import ChannelError, Ranks, named, period_s, wait_for
 
 #: Rank 0 waits so long for the steps of the other ranks; then it decides from the steps it knows [s].
@@ -62,7 +62,7 @@ class Preemption:
         if self._ranks is None:
             return self.noticed
         if self._agreed is None:
-            slot = Slot(self._lock, LATE_S + GRACE_S)
+            slot = LockSlot(self._lock, LATE_S + GRACE_S)
             try:
                 slot.acquire()
                 if self._agreed is None and (not slot.is_held or self._is_overdue()):

@@ -3,7 +3,7 @@
 In: a function to run in the background. Out: its error, at the caller's next call that saves or waits for saves, or at
 the handle. After a commit the same thread forgets by policies and runs gc: a failure there costs only space, so it is
 logged, and the next save tries again; damage is returned, for the caller's next call. The slot survives Ctrl-C between
-any two steps of Python code (threads.py, `Slot`).
+any two steps of Python code (threads.py, `LockSlot`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..format.records import Snapshot
 from ..protocol.forget import ForgetResult
 from ..protocol.gc import collect
 from ..text import log
-from ..threads import Slot, in_pool, no_threads
+from ..threads import LockSlot, in_pool, no_threads
 
 #: The thread of a save first sleeps so long, so that its caller goes on at once; else Python lets it wait for 5 ms [s].
 YIELD_S = 0.001
@@ -35,7 +35,7 @@ class Background:
     """The saves of one manager that run, or have failed, in the background.
 
     Attributes:
-        saving: locked while a save or a preparation runs; each of them has a `Slot`.
+        saving: locked while a save or a preparation runs; each of them has a `LockSlot`.
         is_given_up: whether `close(timeout=)` waits no longer for what runs.
     """
 
@@ -90,7 +90,7 @@ class Background:
         """
         return _Holding(self, begins)
 
-    def start(self, function: Callable[[], object], slot: Slot) -> None:
+    def start(self, function: Callable[[], object], slot: LockSlot) -> None:
         """Run a function in a thread of its own, which holds the slot.
 
         Raises:
@@ -166,9 +166,9 @@ class _Holding:
 
     def __init__(self, background: Background, begins: str) -> None:
         self._background, self._begins = background, begins
-        self._slot, self._thread = Slot(background.saving), threading.get_ident()
+        self._slot, self._thread = LockSlot(background.saving), threading.get_ident()
 
-    def __enter__(self) -> Slot:
+    def __enter__(self) -> LockSlot:
         background = self._background
         try:
             background._inside.add(self._thread)

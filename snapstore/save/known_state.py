@@ -39,7 +39,7 @@ COPIED_BY_TORCH_BYTES = 128 * 1024
 
 
 @dataclass(slots=True, eq=False)
-class _Slot:
+class _StateTensor:
     """A tensor of the state, or a box of one, as every save of the state copies it.
 
     Attributes:
@@ -81,7 +81,9 @@ class Group:
         offsets: (n,) where their boxes begin in their tensors [bytes].
     """
 
-    def __init__(self, structure: Structure, slots: Sequence[_Slot], rows: Sequence[int], at: Sequence[int]) -> None:
+    def __init__(
+        self, structure: Structure, slots: Sequence[_StateTensor], rows: Sequence[int], at: Sequence[int]
+    ) -> None:
         chosen = [slots[row] for row in rows]
         self.rows, self._slots = list(rows), chosen
         self.at = np.array(at, np.int64)
@@ -226,7 +228,7 @@ class Groups:
         others: all other tensors of a match.
     """
 
-    def __init__(self, structure: Structure, slots: Sequence[_Slot], has_engine: Callable[[Any], bool]) -> None:
+    def __init__(self, structure: Structure, slots: Sequence[_StateTensor], has_engine: Callable[[Any], bool]) -> None:
         self._slots = slots
         self._slots_of_row: dict[int, list[int]] = defaultdict(list)
         for i, slot in enumerate(slots):
@@ -270,7 +272,7 @@ class KnownState:
         self.structure = structure
         rows = _rows_by_name(structure)
         self._slots = [
-            _Slot(tensor.key, tensor.spec, tensor.box_of, rows[tensor.key[:3]])
+            _StateTensor(tensor.key, tensor.spec, tensor.box_of, rows[tensor.key[:3]])
             for part in inputs
             for tensor in part.tensors
         ]
@@ -279,7 +281,7 @@ class KnownState:
         self.keys = [slot.key for slot in self._slots]
         self.copied = Groups(structure, self._slots, has_engine)
         replicas = [one for part in inputs for one in part.replicas]
-        hashed = [_Slot(one.name, structure.specs[rows[one.name]], None, rows[one.name]) for one in replicas]
+        hashed = [_StateTensor(one.name, structure.specs[rows[one.name]], None, rows[one.name]) for one in replicas]
         self.hashed = Groups(structure, hashed, has_engine)
         self.small = SmallCopies(self.copied.small, self.hashed.small)
         self._replicas = [(one.name, one.group, None, one.is_buffer) for one in replicas]

@@ -38,7 +38,7 @@ def payload_of(base, chunk, size, layout, block_bytes=BLOCK):
 
 def applied(payload, frame_lengths, base, size, layout, block_bytes=BLOCK):
     out = base.copy()
-    link = sparse_decode.Stored(memoryview(payload), frame_lengths, block_bytes)
+    link = sparse_decode.StoredDelta(memoryview(payload), frame_lengths, block_bytes)
     assert list(sparse_decode.apply_all([link], out.view(f"u{size}"), layout)) == [True]
     return out
 
@@ -159,7 +159,7 @@ def test_an_order_follows_its_chain(size, layout, most_moves, monkeypatch):
         elements[at] = rng.integers(0, 2**63, int(at.sum()), np.uint64).astype(elements.dtype)
         base, version = version, elements.view(np.uint8)
         payload, lengths = payload_of(base, version, size, layout)
-        link = sparse_decode.Stored(memoryview(payload), lengths, BLOCK)
+        link = sparse_decode.StoredDelta(memoryview(payload), lengths, BLOCK)
         (changes,) = sparse_decode.unpack([link], out.view(f"u{size}"))
         sparse_decode.apply(changes, out.view(f"u{size}"), order)
         np.testing.assert_array_equal(out, version)
@@ -195,11 +195,11 @@ def test_links_that_are_read_together(size, most_symbols, monkeypatch):
         elements[at] += rng.integers(1, 200, int(at.sum())).astype(elements.dtype)
         versions.append(elements.view(np.uint8))
         payload, lengths = payload_of(*versions[-2:], size, layout)
-        links.append(sparse_decode.Stored(memoryview(payload), lengths, BLOCK))
+        links.append(sparse_decode.StoredDelta(memoryview(payload), lengths, BLOCK))
     out = versions[0].copy()
     for version, _ in zip(versions[1:], sparse_decode.apply_all(links, out.view(f"u{size}"), layout), strict=True):
         np.testing.assert_array_equal(out, version)
-    links[4] = sparse_decode.Stored(memoryview(bytes(links[4].payload) + b"!"), links[4].frame_lengths, BLOCK)
+    links[4] = sparse_decode.StoredDelta(memoryview(bytes(links[4].payload) + b"!"), links[4].frame_lengths, BLOCK)
     out = versions[0].copy()
     applying = sparse_decode.apply_all(links, out.view(f"u{size}"), layout)
     for version in versions[1:5]:
@@ -375,8 +375,9 @@ def test_chunks_of_many_elements_have_no_sparse_deltas(monkeypatch):
     """
     base = np.zeros(sparse.MAX_ELEMENTS + 1, np.uint8)
     payload, lengths = forged([(255, 0, 0, 1, 0, 0)])
+    link = sparse_decode.StoredDelta(memoryview(payload), lengths, BLOCK)
     with little_memory(), pytest.raises(IntegrityError, match="16777217 elements, expected at most 16777216"):
-        next(sparse_decode.apply_all([sparse_decode.Stored(memoryview(payload), lengths, BLOCK)], base, planes.BYTES))
+        next(sparse_decode.apply_all([link], base, planes.BYTES))
     base, chunk = pair(2, planes.ROTATED, 10_000, 0.01, 1)
     for most, expected in ((10_000, True), (9_999, False)):
         monkeypatch.setattr(sparse, "MAX_ELEMENTS", most)

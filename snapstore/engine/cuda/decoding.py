@@ -143,7 +143,7 @@ class Decoding:
         planes_at = np.zeros((len(planar), 8), np.uint64)
         planes_at[of, ks] = self._plain_addresses(stored, planes)
         outs = batch.outs.take(rows)
-        chunks = _Rows(
+        chunks = _RebuildRows(
             addresses_of(outs),
             np.zeros(len(rows), np.uint64) if batch.bases is None else addresses_of(batch.bases.take(rows)),
             outs.lengths.astype(np.int64),
@@ -165,7 +165,7 @@ class Decoding:
             at[which] = chunks.outs[which]
         return work.digests(chunks.outs, chunks.lengths, self.digest_seed)
 
-    def _merge(self, chunks: _Rows, which: Column, bases: Column, blobs: tuple[Column, Column, Column]) -> None:
+    def _merge(self, chunks: _RebuildRows, which: Column, bases: Column, blobs: tuple[Column, Column, Column]) -> None:
         """Begin to add up the blobs of chunks `which`: (addresses of planes (m, 8), kinds (m,), counts by chunk)."""
         if not len(which):
             return
@@ -257,7 +257,7 @@ class Decoding:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _RebuildRows:
     """Chunks to rebuild, as columns (n,): addresses, lengths and element sizes [bytes]."""
 
     outs: Column

@@ -140,13 +140,13 @@ def _apply_links(
 
 def _sparse_deltas(blobs: Sequence[memoryview], headers: Sequence[Header], out: Bytes) -> Iterator[bool]:
     """Apply the last blob, a sparse delta, then those before it of equal size and layout; yield after each."""
-    newest, links = headers[-1], list[sparse_decode.Stored]()
+    newest, links = headers[-1], list[sparse_decode.StoredDelta]()
     for blob, header in zip(reversed(blobs), reversed(headers), strict=True):
         kinds = [(h.codecs[0], h.element_size, h.layout) for h in (header, newest)]
         if kinds[0] != kinds[1]:
             break
         payload = blob[header.payload_start : header.payload_start + header.payload_bytes]
-        links.append(sparse_decode.Stored(payload, header.block_lengths, header.block_bytes))
+        links.append(sparse_decode.StoredDelta(payload, header.block_lengths, header.block_bytes))
     return sparse_decode.apply_all(links, out.view(f"u{newest.element_size}"), newest.layout)
 
 

@@ -32,7 +32,7 @@ Box = tuple[Sequence[int], Sequence[int]]  # offsets, sizes
 Rows = npt.NDArray[np.int64]  # (n, 1 + 2d): rank, offsets, sizes of each box, in the order of the ranks
 
 
-class _Packed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class _PackedBoxMap(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A packed box map; see docs/format.md."""
 
     tensors: bytes
@@ -117,7 +117,9 @@ class BoxMap:
             return b""
         forms = [((rows.shape[1] - 1) // 2, len(rows)) for rows in self.patterns]
         columns = [np.diff(rows, axis=0, prepend=0).T.astype("<i8").tobytes() for rows in self.patterns]
-        packed = _Packed(self.tensors.astype("<u4").tobytes(), np.array(forms, "<u4").tobytes(), b"".join(columns))
+        packed = _PackedBoxMap(
+            self.tensors.astype("<u4").tobytes(), np.array(forms, "<u4").tobytes(), b"".join(columns)
+        )
         return zstandard.ZstdCompressor(level=3).compress(msgspec.msgpack.encode(packed))
 
     @classmethod
@@ -135,7 +137,7 @@ class BoxMap:
                     "read it, else it is damaged"
                 )
             plain = zstandard.ZstdDecompressor().decompress(data, max_output_size=size_bytes, allow_extra_data=False)
-            packed = msgpack_decoder(_Packed).decode(plain)
+            packed = msgpack_decoder(_PackedBoxMap).decode(plain)
             tensors = np.frombuffer(packed.tensors, "<u4").astype(np.int64)
             forms = np.frombuffer(packed.patterns, "<u4").reshape(-1, 2).astype(np.int64)
             values = np.frombuffer(packed.columns, "<i8")

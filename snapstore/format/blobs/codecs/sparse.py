@@ -150,7 +150,7 @@ def _ranks(members: npt.NDArray[np.bool_], at: Column) -> tuple[Column, int]:
 
 
 @dataclass(slots=True)
-class _Group:
+class _EncodedGroup:
     """One encoded group, without its frames."""
 
     row: list[int]  # a GROUP; `_encode_frames` sets its flag
@@ -159,13 +159,13 @@ class _Group:
     low: list[bytes]  # low bits of gaps, escaped gaps, low bytes of values, escaped values
 
 
-def _encode_dense(zigzag: Elements, last_key: int) -> _Group:
+def _encode_dense(zigzag: Elements, last_key: int) -> _EncodedGroup:
     """Encode a group in which most elements changed."""
     value_shift, values, low = _encode_values(zigzag)
-    return _Group([last_key, DENSE, value_shift, 0, 0, len(values)], np.empty(0, np.uint8), values, low)
+    return _EncodedGroup([last_key, DENSE, value_shift, 0, 0, len(values)], np.empty(0, np.uint8), values, low)
 
 
-def _encode_gaps(changed: Column, zigzag: Elements, last_key: int) -> _Group:
+def _encode_gaps(changed: Column, zigzag: Elements, last_key: int) -> _EncodedGroup:
     """Encode a group by the ascending ranks of its changed elements, and their differences."""
     gaps = np.diff(changed, prepend=-1) - 1
     kinds = np.minimum(zigzag - zigzag.dtype.type(1), OTHER).astype(np.int64)
@@ -176,7 +176,7 @@ def _encode_gaps(changed: Column, zigzag: Elements, last_key: int) -> _Group:
     escapes = quotients[quotients >= GAP_ESCAPE].astype("<u4").tobytes()
     value_shift, values, value_low = _encode_values(zigzag[kinds == OTHER] - zigzag.dtype.type(3))
     row = [last_key, shift, value_shift, 0, len(gaps), len(values)]
-    return _Group(row, symbols, values, [_pack_bits(gaps, shift), escapes, *value_low])
+    return _EncodedGroup(row, symbols, values, [_pack_bits(gaps, shift), escapes, *value_low])
 
 
 def _encode_values(values: Elements) -> tuple[int, Bytes, list[bytes]]:
@@ -201,7 +201,7 @@ def _pack_bits(values: Column, bits: int) -> bytes:
     return np.packbits((values[:, None] >> np.arange(bits - 1, -1, -1) & 1).astype(np.uint8)).tobytes()
 
 
-def _encode_frames(groups: Sequence[_Group], block_bytes: int) -> list[bytes]:
+def _encode_frames(groups: Sequence[_EncodedGroup], block_bytes: int) -> list[bytes]:
     """Choose which groups share frames, set the flags of their rows, and return the frames in order."""
     frames, begin = [], 0
     counts = np.array([[np.bincount(part, minlength=256) for part in (g.symbols, g.values)] for g in groups], float)

@@ -31,7 +31,7 @@ _LOWEST_BYTES = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredDelta:
     """One sparse delta as it is stored."""
 
     payload: memoryview
@@ -49,7 +49,7 @@ class Changes:
     steps: Elements  # (c + d,) the summand of each changed element, then of each element of the dense groups
 
 
-def apply_all(links: Sequence[Stored], elements: Elements, layout: int) -> Iterator[bool]:
+def apply_all(links: Sequence[StoredDelta], elements: Elements, layout: int) -> Iterator[bool]:
     """Turn a base into the chunk of each link, in place; yield True after each.
 
     Args:
@@ -117,7 +117,7 @@ def _positions(changes: Changes, order: KeyOrder) -> Column:
     return found
 
 
-def _undivided(links: Iterable[Stored]) -> tuple[int, int]:
+def _undivided(links: Iterable[StoredDelta]) -> tuple[int, int]:
     """Return KeyOrder's `low` and `high`: no group ends below `low`, or from `high` to 254."""
     low, high = 255, 0
     for payload in (link.payload for link in links):
@@ -128,7 +128,7 @@ def _undivided(links: Iterable[Stored]) -> tuple[int, int]:
     return low, min(255, max(low, high))
 
 
-def unpack(links: Sequence[Stored], base: Elements) -> list[Changes]:
+def unpack(links: Sequence[StoredDelta], base: Elements) -> list[Changes]:
     """Read the first sparse delta, and as many of the next ones as MOST_SYMBOLS allows.
 
     Args:
@@ -175,7 +175,7 @@ def _read_groups(payload: memoryview, element_size: int) -> tuple[npt.NDArray[np
 
 
 def _read_frames(
-    links: Sequence[Stored], starts: Sequence[int], tables: Sequence[npt.NDArray[np.void]]
+    links: Sequence[StoredDelta], starts: Sequence[int], tables: Sequence[npt.NDArray[np.void]]
 ) -> tuple[tuple[Bytes, Bytes], list[memoryview]]:
     """Decode the frames of links, which begin at `starts`; return (symbols of gaps, of values), and low parts."""
     names = ("gaps", "values")

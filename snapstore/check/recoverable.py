@@ -328,7 +328,7 @@ def _free_seq(store: ObjectStore, scan: RecordScan, key: str) -> int:
     return next(itertools.islice(free, list(places).index(key), None))
 
 
-class _Place(NamedTuple):
+class _SeqBounds(NamedTuple):
     """A place in the order of a run.
 
     Attributes:
@@ -366,20 +366,20 @@ class _Places:
             if any(n not in taken for n in range(low + 1, s.seq))
         ]
 
-    def __call__(self, date: float, step: int) -> _Place | None:
+    def __call__(self, date: float, step: int) -> _SeqBounds | None:
         """Return the place of a record with a date by the store; None: nothing tells it."""
         low = self._highest[bisect.bisect_left(self._dates, (date, -1))]
         later = range(bisect.bisect_right(self._dates, (date, records.MAX_COUNTED)), len(self._dates))
         high = next((self._dates[i][1] for i in later if self._dates[i][1] > low), -1)
         if high >= 0:
-            return _Place(low, high, False)
+            return _SeqBounds(low, high, False)
         for before, from_step, s in reversed(self._gaps):
             if from_step <= step <= s.step:
-                return _Place(before, s.seq, True)
+                return _SeqBounds(before, s.seq, True)
         if self._dates:
-            return _Place(low, -1, False)
+            return _SeqBounds(low, -1, False)
         is_last = bool(self._known) and step >= self._known[-1].step
-        return _Place(self._known[-1].seq, -1, False) if is_last else None
+        return _SeqBounds(self._known[-1].seq, -1, False) if is_last else None
 
 
 def _seq(s: Snapshot) -> int:

@@ -51,7 +51,7 @@ MAX_WAIT_S = 1e8
 GIVEN_UP = b""
 
 
-class _Place(msgspec.Struct, frozen=True):
+class _Rendezvous(msgspec.Struct, frozen=True):
     """Rank 0 asks who has come, and then answers: where its server listens, or which ranks have not come.
 
     Attributes:
@@ -68,7 +68,7 @@ class _Place(msgspec.Struct, frozen=True):
     ends_port: int = 0
 
     @classmethod
-    def decoded(cls, data: bytes | None) -> _Place:
+    def decoded(cls, data: bytes | None) -> _Rendezvous:
         """Return a place from its bytes; for None, a place that answers no call."""
         return msgpack_decoder(cls).decode(data) if data is not None else cls()
 
@@ -133,7 +133,7 @@ class TorchRanks:
 
     # -- the ranks meet
 
-    def _meet(self, group: Any) -> _Place:
+    def _meet(self, group: Any) -> _Rendezvous:
         """Return where rank 0's server is, once all ranks have called this.
 
         Raises:
@@ -154,7 +154,7 @@ class TorchRanks:
             )
         return place
 
-    def _gather(self, client: _Client, came: Sequence[str], where: str, group: Any) -> _Place:
+    def _gather(self, client: _Client, came: Sequence[str], where: str, group: Any) -> _Rendezvous:
         """Tell the others where rank 0's server is, once all have come, or which ranks have not; return the same."""
         place = self._start_server(group)
         client.set(where, msgspec.msgpack.encode(place))
@@ -172,12 +172,12 @@ class TorchRanks:
         client.set(where, msgspec.msgpack.encode(place))
         return place
 
-    def _find(self, client: _Client, came: Sequence[str], where: str) -> _Place:
+    def _find(self, client: _Client, came: Sequence[str], where: str) -> _Rendezvous:
         """Return rank 0's answer to this call; if there is none, a place with the missing ranks."""
         call, seen = new_id(), list[str]()
 
-        def look() -> _Place | None:
-            place = _Place.decoded(client.look(where))
+        def look() -> _Rendezvous | None:
+            place = _Rendezvous.decoded(client.look(where))
             if place.calls.get(self.rank) == call:
                 return place
             if place.attempt not in seen[-1:]:
@@ -193,9 +193,9 @@ class TorchRanks:
         if len(seen) == 1:  # rank 0 has not called since
             found.pop(0, None)
         absent = [rank for rank, word in enumerate(words) if rank not in found and word != GIVEN_UP]
-        return _Place(missing=absent or [0])
+        return _Rendezvous(missing=absent or [0])
 
-    def _start_server(self, group: Any) -> _Place:
+    def _start_server(self, group: Any) -> _Rendezvous:
         self._server = _tcp_store("localhost", 0, is_master=True)
         attempt = new_id()
         self._server.set("attempt", attempt)
@@ -205,18 +205,18 @@ class TorchRanks:
         except OSError as error:
             log.warning("rank 0 cannot open a port (%s): it notices killed ranks only by missing heartbeats", error)
         ends_port = self._listener.port if self._listener is not None else 0
-        return _Place(_own_hosts(is_first), self._server.port, attempt, ends_port=ends_port)
+        return _Rendezvous(_own_hosts(is_first), self._server.port, attempt, ends_port=ends_port)
 
     def _tell_ends(self, ranks: Collection[int]) -> None:
         """Tell all ranks which processes have ended, given those whose connection is closed."""
         ended = [rank for rank in ranks if self.look(f"closed/{rank}") is None]
         self._open(self._messages).set(ENDED_PROCESSES, " ".join(map(str, ended)).encode())
 
-    def _client(self, place: _Place) -> _Client:
+    def _client(self, place: _Rendezvous) -> _Client:
         limit_s = self.silent_s
         return _Client(partial(self._connect, place), limit_s, f"rank 0 of {self.count}", [0], self.rank)
 
-    def _connect(self, place: _Place) -> TCPStore:
+    def _connect(self, place: _Rendezvous) -> TCPStore:
         """Return a connection to rank 0's server, by the first of its host names that works."""
         failures = []
         for host in ["localhost"] if self.rank == 0 else place.hosts:

@@ -62,17 +62,17 @@ def trees_of(inputs: Sequence[PartInput]) -> list[PartTree]:
 
 def encode_trees(parts: Sequence[PartTree]) -> bytes:
     """Return trees as bytes; equal trees have equal bytes."""
-    packed = [_Packed(part.name, pack(part.tree), list(part.specs), list(part.plain)) for part in parts]
+    packed = [_TreeMessage(part.name, pack(part.tree), list(part.specs), list(part.plain)) for part in parts]
     return msgspec.msgpack.encode(packed)
 
 
 def decode_trees(data: bytes) -> list[PartTree]:
     """Return the trees that another rank of the same job has encoded."""
-    packed = msgpack_decoder(list[_Packed]).decode(data)
+    packed = msgpack_decoder(list[_TreeMessage]).decode(data)
     return [PartTree(part.name, unpack_nodes(part.tree), part.specs, part.plain) for part in packed]
 
 
-class _Packed(msgspec.Struct, array_like=True):
+class _TreeMessage(msgspec.Struct, array_like=True):
     """A PartTree as a message."""
 
     name: str
@@ -102,7 +102,7 @@ Path = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
+class _RanksNode:
     """A node of a part as some ranks have it, and the tensors of these ranks."""
 
     ranks: Sequence[int]
@@ -122,9 +122,9 @@ class _View:
         is_tensor = self.tag in ARRAY_TAGS and type(self.node[1]) is int
         return self.node[1] if is_tensor else None
 
-    def child(self, node: Node) -> _View:
+    def child(self, node: Node) -> _RanksNode:
         """Return another node of the same part."""
-        return _View(self.ranks, self.part, node, self.specs, self.names)
+        return _RanksNode(self.ranks, self.part, node, self.specs, self.names)
 
     def name(self, part: str, index: int) -> Name:
         """Return the name of a tensor."""
@@ -214,12 +214,12 @@ class _Merger:
         # The first of each set of tied tensors in the merged parts, whose order may differ from that of a rank's parts.
         self._origins: dict[Name, tuple[str, int]] = {}
         self._specs: list[TensorSpec] = []
-        found: dict[str, list[_View]] = {}
+        found: dict[str, list[_RanksNode]] = {}
         for ranks, parts in states:
             specs = {part.name: part.specs for part in parts}
             names = {part.name: list(names_of(part.name, part.specs)) for part in parts}
             for part in parts:
-                found.setdefault(part.name, []).append(_View(ranks, part.name, part.tree, specs, names))
+                found.setdefault(part.name, []).append(_RanksNode(ranks, part.name, part.tree, specs, names))
         self.parts = [self._part(name, views) for name, views in found.items()]
         if self._problems:
             told, more = self._problems[:MAX_PROBLEMS], len(self._problems) - MAX_PROBLEMS
@@ -229,18 +229,18 @@ class _Merger:
                 *([f"and {more} more"] if more > 0 else []),
             )
 
-    def _part(self, name: str, views: Sequence[_View]) -> PartTree:
+    def _part(self, name: str, views: Sequence[_RanksNode]) -> PartTree:
         self._specs = []
         if any(nth for view in views for _, _, nth in view.names[name]):
             self._problem((name,), views, lambda _: "keys that look alike, which ranks of unlike states cannot have")
         return PartTree(name, self._merged(views, (name,) if name else ()), self._specs)
 
-    def _problem(self, path: Path, views: Sequence[_View], text: Callable[[_View], str]) -> None:
+    def _problem(self, path: Path, views: Sequence[_RanksNode], text: Callable[[_RanksNode], str]) -> None:
         self._has_groups = self._has_groups or "param_groups" in path
         told = [f"{text(view)} on {named(view.ranks, most=4)}" for view in views[:3]]
         self._problems.append(f"{shown(path)}: {', '.join(told)}{', ...' if len(views) > 3 else ''}")
 
-    def _merged(self, views: Sequence[_View], path: Path) -> Node:
+    def _merged(self, views: Sequence[_RanksNode], path: Path) -> Node:
         """Return the nodes of one place, merged into one."""
         if any(view.tag == "optimizer" for view in views) and len({pack(view.node[:3]) for view in views}) > 1:
             views = [view.child(without_parameters(view.node)) for view in views]  # other parameters on other ranks
@@ -260,10 +260,10 @@ class _Merger:
             spread = [_without_columns(view) for view in views]
             if all(view.tag != "columns" for view in spread):
                 return self._merged(spread, path)
-        self._problem(path, views, _View.text)
+        self._problem(path, views, _RanksNode.text)
         return node
 
-    def _below(self, views: Sequence[_View], at: int, path: Path) -> list[Node]:
+    def _below(self, views: Sequence[_RanksNode], at: int, path: Path) -> list[Node]:
         """Return the merged fields of nodes of one kind, from position `at` on; []: sequences of different lengths."""
         if views[0].tag in _OBJECTS:
             return [self._merged([view.child(view.node[at]) for view in views], path)]
@@ -274,8 +274,8 @@ class _Merger:
         items = zip(*([view.child(item) for item in view.node[at]] for view in views), strict=True)
         return [[self._merged(item, (*path, i)) for i, item in enumerate(items)]]
 
-    def _mapping(self, views: Sequence[_View], at: int, path: Path) -> list[Node]:
-        found: dict[bytes, tuple[Node, list[_View]]] = {}
+    def _mapping(self, views: Sequence[_RanksNode], at: int, path: Path) -> list[Node]:
+        found: dict[bytes, tuple[Node, list[_RanksNode]]] = {}
         for view in views:
             for key, node in zip(view.node[at], view.node[at + 1], strict=True):
                 found.setdefault(pack(key), (key, []))[1].append(view.child(node))
@@ -290,12 +290,12 @@ class _Merger:
         metadata = [self._merged(extra, (*path, "_metadata"))] if extra else []
         return [[key for key, _ in found.values()], nodes, *metadata]
 
-    def _refuse_equal_keys(self, found: Sequence[tuple[Node, list[_View]]], path: Path) -> None:
+    def _refuse_equal_keys(self, found: Sequence[tuple[Node, list[_RanksNode]]], path: Path) -> None:
         """Note a problem for each two keys that are equal in Python, such as 7 and 7.0: a dict has only one of them."""
         kinds = {type(key) for key, _ in found}
         if len(kinds) == 1 and kinds <= {str, int}:
             return
-        seen: dict[Any, tuple[Any, list[_View]]] = {}
+        seen: dict[Any, tuple[Any, list[_RanksNode]]] = {}
         for node, views in found:
             key = _plain_key(node)
             other, others = seen.setdefault(key, (key, views))
@@ -304,7 +304,7 @@ class _Merger:
                 both = [others[0], views[0], *others[1:], *views[1:]]
                 self._problem((*path, str(other)), both, partial(_key_text, told))
 
-    def _tensor(self, views: Sequence[_View], path: Path) -> Node:
+    def _tensor(self, views: Sequence[_RanksNode], path: Path) -> Node:
         first = views[0]
         if first.tensor is None or any(view.form() != first.form() for view in views[1:]):
             self._problem(path, views, lambda view: view.text(path))
@@ -319,7 +319,7 @@ class _Merger:
         return [first.tag, self._places[name], *first.node[2:]]
 
 
-def _key_text(keys: Mapping[int, Any], view: _View) -> str:
+def _key_text(keys: Mapping[int, Any], view: _RanksNode) -> str:
     return f"the key {keys[id(view)]!r}, which equals another rank's in Python,"
 
 
@@ -352,7 +352,7 @@ def _union_of_columns(nodes: Sequence[Node]) -> Node:
         return None
 
 
-def _without_columns(view: _View) -> _View:
+def _without_columns(view: _RanksNode) -> _RanksNode:
     """Return a node with a node for each container; one of values of classes stays as it is."""
     value = _plain_value(view.node) if view.tag == "columns" else None
     return view if value is None else view.child(encode_plain(value[0]))

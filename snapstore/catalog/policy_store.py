@@ -22,7 +22,7 @@ from ..errors import (
 )
 from ..format import records
 from ..format.keys import parse_policy_key
-from ..format.records import Policy
+from ..format.records import RunPolicies
 from ..storage.base import ObjectStore
 from ..text import log
 from .read_twice import listed, read_twice
@@ -63,7 +63,7 @@ def store(objects: ObjectStore, run: str, keep: Sequence[retention.Policy]) -> N
             log.warning("run=%s stored policies cannot be read and are replaced: %s", run, error)
         if newest is not None and newest[0] >= records.MAX_REVISION:
             raise InvalidInputError(f"{newest[1]}: is the last possible revision; remove this object, then try again")
-        policy = Policy(run=run, revision=newest[0] + 1 if newest else 0, policies=stored)
+        policy = RunPolicies(run=run, revision=newest[0] + 1 if newest else 0, policies=stored)
         if len(data := records.encode(policy)) > MAX_BYTES:
             raise InvalidInputError(
                 f"policies of run {run!r}: take {len(data)} bytes, at most {MAX_BYTES} can be stored: give fewer steps"
@@ -110,7 +110,7 @@ def decode(data: bytes, key: str) -> list[dict[str, Any]]:
     Raises:
         IntegrityError, FormatError: it is damaged, or another key's.
     """
-    return records.decode(data, Policy, key).policies
+    return records.decode(data, RunPolicies, key).policies
 
 
 def _read(objects: ObjectStore, key: str) -> list[dict[str, Any]]:

@@ -53,7 +53,7 @@ from ..protocol.liveness import aborted
 from ..protocol.quarantine import has_bytes, in_need_of_quarantined, remove_note
 from ..protocol.revisions import create, retry_conflicts, same_content
 from ..protocol.same_repository import confirmed
-from ..protocol.session import Session
+from ..protocol.session import SaveSession
 from ..save.known_chunks import load_bases
 from ..text import brief, human_bytes, log
 from .moving import Moved, move
@@ -164,7 +164,7 @@ def in_order(snapshots: Iterable[Snapshot]) -> list[Snapshot]:
     return list(done.values())
 
 
-class CopySession(Session):
+class CopySession(SaveSession):
     """The session of a copy: a claim to the next revision of a record. It chooses bases as a save does.
 
     Args:

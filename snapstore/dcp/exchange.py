@@ -53,7 +53,7 @@ class Planned(msgspec.Struct, frozen=True, array_like=True):
     heard: bytes
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True):
+class PlanAnswer(msgspec.Struct, frozen=True, array_like=True):
     """Rank 0's answer to a plan.
 
     Attributes:
@@ -86,7 +86,7 @@ class Told(msgspec.Struct, frozen=True, array_like=True):
         held: by part, how many bytes of the job's tensors it has stored, without values of its own.
         trees: its trees, if they were wanted.
         replicas: by part and group of ranks, the path and digest of each tensor of which these ranks hold copies, if
-            `Answer.details` was set.
+            `PlanAnswer.details` was set.
     """
 
     report: Report

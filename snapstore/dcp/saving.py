@@ -18,7 +18,7 @@ from ..distributed.messages import Begin
 from ..errors import RanksError
 from ..format.manifests.manifest import Manifest
 from ..format.records import RANKS, Snapshot
-from ..protocol.session import Session, SharedSession
+from ..protocol.session import SaveSession, SharedSession
 from ..repository import Repository
 from ..save.inputs import PartInput, SaveRequest, plain_names
 from ..save.known_chunks import load_bases
@@ -36,9 +36,9 @@ from ..save.staging import Mode, Staging
 from ..state.values.containers import shown
 from ..state.walk.flatten import flatten
 from .exchange import (
-    Answer,
     Collected,
     Groups,
+    PlanAnswer,
     Planned,
     Told,
     cached_keys,
@@ -191,7 +191,7 @@ class Saver:
             self._use_shares(replace(self._shares, holders=self._holders_of(own), known=own))
         return self._staging.inputs(parts)
 
-    def write(self, session: Session | SharedSession, inputs: Sequence[PartInput]) -> Share:
+    def write(self, session: SaveSession | SharedSession, inputs: Sequence[PartInput]) -> Share:
         """Write packs and manifests; all of it is durable on return.
 
         Raises:
@@ -223,7 +223,7 @@ class Saver:
         """Return a digest of the trees of a state (16 bytes)."""
         return xxhash.xxh3_128_digest(encode_trees(trees_of(inputs)))
 
-    def told(self, answer: Answer, share: Share) -> Told:
+    def told(self, answer: PlanAnswer, share: Share) -> Told:
         """Return the message about a share to rank 0."""
         trees, replicas, details = encode_trees(trees_of(share.inputs)), dict[str, bytes](), {}
         for part in share.inputs:
@@ -240,7 +240,7 @@ class Saver:
         """Return the session of a rank other than 0, which shares that of rank 0."""
         return shared_session(self._context, run, begin, lambda: None)
 
-    def write_roots(self, session: Session, collected: Collected) -> Written:
+    def write_roots(self, session: SaveSession, collected: Collected) -> Written:
         """Write the root manifests of all ranks; they are durable on return.
 
         Raises:
@@ -255,7 +255,9 @@ class Saver:
         roots.stored_bytes += sum(report.stored_bytes for report in reports)
         return roots
 
-    def commit(self, session: Session, request: SaveRequest, written: Written, bases: Sequence[Snapshot]) -> Snapshot:
+    def commit(
+        self, session: SaveSession, request: SaveRequest, written: Written, bases: Sequence[Snapshot]
+    ) -> Snapshot:
         """Create the record.
 
         Args:

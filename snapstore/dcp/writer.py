@@ -41,16 +41,16 @@ from ..distributed.messages import Begin, decode, encode
 from ..errors import InvalidInputError, SnapstoreError
 from ..format.records import Snapshot
 from ..options import SaveOptions
-from ..protocol.session import Session
+from ..protocol.session import SaveSession
 from ..repository import Repository
 from ..save.inputs import PartInput, SaveRequest, plain_names
 from ..save.ranks.agreement import MAX_NAMES, Unlike, warn_of_buffers
 from ..text import some
 from .exchange import (
-    Answer,
     Collected,
     DetailsWantedError,
     KeyHolders,
+    PlanAnswer,
     Planned,
     Told,
     digest_of,
@@ -135,7 +135,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         self._first: set[int] = set()  # on rank 0: the first rank of each plan
         self._changing = threading.Lock()  # of `_began_in`, `_session` and the checkpoint id
         self._reset = threading.local()  # `done`: whether `reset` has begun the save of this thread
-        self._session: Session | None = None  # on rank 0, of the save that has begun
+        self._session: SaveSession | None = None  # on rank 0, of the save that has begun
         self._heart: Heart  # of that session
         self._request: SaveRequest | None = None
         self._share: Share | None = None  # of rank 0
@@ -280,7 +280,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
             common = (self._details, repository.config.digest_seed, self._saver.replicas)
             stale, count = self._key_holders.is_stale, len(plans)
             answers = [
-                Answer(begin, rank, count, rank in wanted, *common, of, stale) for rank, of in enumerate(holders)
+                PlanAnswer(begin, rank, count, rank in wanted, *common, of, stale) for rank, of in enumerate(holders)
             ]
         except BaseException as error:
             self._end_session(error, own=True)
@@ -301,7 +301,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         try:
             with self._writing:
                 self._require_last()
-                told = self._write(decode(plan.storage_data, Answer), planner)
+                told = self._write(decode(plan.storage_data, PlanAnswer), planner)
         except BaseException as error:
             self._end_session(error, own=True)
             raise
@@ -309,7 +309,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         done.set_result([WriteResult(MetadataIndex("snapstore"), told.report.stored_bytes, encode(told))])
         return done
 
-    def _write(self, answer: Answer, planner: SavePlanner) -> Told:
+    def _write(self, answer: PlanAnswer, planner: SavePlanner) -> Told:
         """Write this rank's share, and return the message about it to rank 0."""
         step, begin, saver = step_of(self.checkpoint_id), answer.begin, self._saver
         if step != begin.step or answer.seed != self.repository.config.digest_seed:
@@ -333,7 +333,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
                 share = saver.write(session, inputs)
         return saver.told(answer, share)
 
-    def _inputs(self, planner: SavePlanner, place: Place, answer: Answer) -> Sequence[PartInput]:
+    def _inputs(self, planner: SavePlanner, place: Place, answer: PlanAnswer) -> Sequence[PartInput]:
         """Return the tensors to write: the staged copies, or those of the waiting caller."""
         staged, request, saver = staged_of(planner), self._request, self._saver
         if staged is None:
@@ -405,14 +405,14 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
             self._warned.add(about)
             warn_of_buffers(request, unlike, f"some of {some(names, MAX_NAMES)}")
 
-    def _open_session(self, request: SaveRequest, *, shared: bool) -> Session:
+    def _open_session(self, request: SaveRequest, *, shared: bool) -> SaveSession:
         """Open the session of this thread's save.
 
         Raises:
             InvalidInputError: another save has begun meanwhile; the session has ended.
             StorageError: it cannot be opened.
         """
-        session, heart = Session(self.repository.context, self.run, request.step, parent=request.parent), Heart()
+        session, heart = SaveSession(self.repository.context, self.run, request.step, parent=request.parent), Heart()
         try:
             session.__enter__()
             session.shared = shared

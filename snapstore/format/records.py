@@ -216,7 +216,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     started: float
 
 
-class Policy(msgspec.Struct, frozen=True, kw_only=True):
+class RunPolicies(msgspec.Struct, frozen=True, kw_only=True):
     """The retention policies of a run."""
 
     run: str
@@ -343,7 +343,7 @@ _KINDS: dict[type, int] = {
     Config: 1,
     Snapshot: 2,
     Session: 3,
-    Policy: 4,
+    RunPolicies: 4,
     Mark: 5,
     Wait: 6,
     Done: 7,
@@ -352,8 +352,8 @@ _KINDS: dict[type, int] = {
     ManifestList: 10,
 }
 _ENCODER = msgspec.msgpack.Encoder()
-T = TypeVar("T", Config, Snapshot, Session, Policy, Mark, Wait, Done, Quarantine, Lost, ManifestList)
-SmallObject = Config | Snapshot | Session | Policy | Mark | Wait | Done | Quarantine | Lost | ManifestList
+T = TypeVar("T", Config, Snapshot, Session, RunPolicies, Mark, Wait, Done, Quarantine, Lost, ManifestList)
+SmallObject = Config | Snapshot | Session | RunPolicies | Mark | Wait | Done | Quarantine | Lost | ManifestList
 
 
 def key_of(value: SmallObject) -> str:
@@ -362,7 +362,7 @@ def key_of(value: SmallObject) -> str:
         return "config"
     if isinstance(value, Session):
         return f"sessions/{value.id}"
-    if isinstance(value, Policy):
+    if isinstance(value, RunPolicies):
         return f"policies/{value.run}.{value.revision}"
     if isinstance(value, Mark | Wait | Done):
         return f"gc/{value.id}.{type(value).__name__.lower()}"

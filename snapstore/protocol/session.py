@@ -1,4 +1,4 @@
-"""Session: a save's claim, with the snapshots that it may build on. SharedSession: another rank's part in it.
+"""SaveSession: a save's claim, with the snapshots that it may build on. SharedSession: another rank's part in it.
 
 In: run, step, parent. Out: lineage, bases and the next sequence number, chosen after the session is announced; then the
 committed record. The bases are committed snapshots whose packs no mark names, so no gc is deleting what this save will
@@ -33,7 +33,7 @@ PROVE = "snapstore repair --level restore --apply"
 _begun: deque[str] = deque(maxlen=256)
 
 
-class Session(Claim):
+class SaveSession(Claim):
     """One save in flight. Use as a context manager: an exception before the commit leaves no snapshot.
 
     Args:
@@ -161,7 +161,7 @@ class Session(Claim):
 
 
 class SharedSession(Putter):
-    """A rank's part in the session of its job, which rank 0 holds. A writer uses it as it uses a `Session`.
+    """A rank's part in the session of its job, which rank 0 holds. A writer uses it as it uses a `SaveSession`.
 
     Use as a context manager. It puts packs and manifests, and never a record. Rank 0's session protects and explains
     them; if rank 0 gives the save up, its aborted record explains them. Gcs see only the session of rank 0.
@@ -172,7 +172,7 @@ class SharedSession(Putter):
         watch: called with every heartbeat; raises once rank 0 has given the save up.
 
     Attributes:
-        See `Session`.
+        See `SaveSession`.
     """
 
     def __init__(

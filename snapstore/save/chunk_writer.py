@@ -47,7 +47,7 @@ class BaseDamagedError(Exception):
     """A base cannot be read back: the save starts again without bases (never leaves snapstore)."""
 
 
-class _Run(msgspec.Struct, frozen=True, eq=False, gc=False):
+class _ChunkRange(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Consecutive chunks of one tensor, or of one box of it."""
 
     tensor: TensorInput
@@ -58,10 +58,10 @@ class _Run(msgspec.Struct, frozen=True, eq=False, gc=False):
     candidates: Column  # (n,) row of the chunk at its place in a base, or -1
     numbers: Column  # (n,) a number for each chunk, by which chunks take turns to be stored full
 
-    def part(self, rows: slice) -> _Run:
+    def part(self, rows: slice) -> _ChunkRange:
         """Return some of the chunks."""
         columns = (self.starts, self.lengths, self.candidates, self.numbers)
-        return _Run(self.tensor, self.data, self.base, *(column[rows] for column in columns))
+        return _ChunkRange(self.tensor, self.data, self.base, *(column[rows] for column in columns))
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ class _Hashing:
     """A batch whose chunks, and the cached chunks of their bases, are being hashed."""
 
     engine: Engine
-    runs: Sequence[_Run]
+    runs: Sequence[_ChunkRange]
     which: Column  # (n,) the run of each chunk
     starts: Column  # (n,) where each begins in its tensor [bytes]
     chunks: Chunks
@@ -99,11 +99,11 @@ class _Hashing:
 
 
 @dataclass(frozen=True, slots=True)
-class _Encoding:
+class _PendingBatch:
     """A batch whose new chunks are being encoded."""
 
     engine: Engine
-    runs: Sequence[_Run]
+    runs: Sequence[_ChunkRange]
     rows: Rows
     new: Column  # (k,) the rows of the new chunks
     run_of: Column  # (k,) the run of each
@@ -126,7 +126,7 @@ def _cuts_of(
 
     Returns:
         Its place; and of each chunk (n,): where it begins in the box and in its strip, and its length [bytes], and its
-        number (see `_Run`). They are read-only.
+        number (see `_ChunkRange`). They are read-only.
     """
     if offsets is None:
         start, place = 0, place_of(spec.path, spec.dtype, spec.shape)
@@ -141,7 +141,7 @@ def _cuts_of(
     return place, *columns
 
 
-def _waited(batch: _Hashing | _Encoding) -> Any:
+def _waited(batch: _Hashing | _PendingBatch) -> Any:
     """Wait for a batch; if an engine finds memory gone, name the tensor that was changed."""
     try:
         return batch.wait()
@@ -174,11 +174,11 @@ class ChunkWriter:
         self.rows = self.new_chunks = 0
         self.done: list[Rows] = []
         self._rows_begun = 0  # rows that have been hashed
-        self._runs: list[_Run] = []  # the batch that is being filled
+        self._runs: list[_ChunkRange] = []  # the batch that is being filled
         self._size_bytes = self._count = 0
         self._engine: Engine = context.engines.cpu
         self._hashing: deque[_Hashing] = deque()
-        self._encoding: deque[_Encoding] = deque()
+        self._encoding: deque[_PendingBatch] = deque()
         self._verifier = Verifier("what was saved", "nothing was committed; save again")
         self._own: dict[bytes, int] = {}  # digest -> row of this save
 
@@ -237,7 +237,7 @@ class ChunkWriter:
             self._verifier.finish()  # it may hold the memory
         return total
 
-    def _cut(self, tensor: TensorInput, data: Memory, number: int) -> _Run:
+    def _cut(self, tensor: TensorInput, data: Memory, number: int) -> _ChunkRange:
         """Return the chunks of a tensor or a box, with the chunks of the bases at the same places."""
         spec, of = tensor.spec, tensor.box_of
         whole, offsets = (spec.shape, None) if of is None else (of.spec.shape, of.piece.offsets)
@@ -246,7 +246,7 @@ class ChunkWriter:
         base = tensor.base if is_cached else None
         if base is not None and (base.nbytes < spec.nbytes or self._engines.of(base) is not self._engine):
             base = None
-        return _Run(tensor, data, base, starts, lengths, candidates, numbers)
+        return _ChunkRange(tensor, data, base, starts, lengths, candidates, numbers)
 
     def end_part(self) -> None:
         """Put all chunks of the part into its packs."""
@@ -333,12 +333,12 @@ class ChunkWriter:
         encode = self._batch(batch, rows, new, chunks, self._base_bytes(batch, new, base_digests))
         encoding = batch.engine.start_encode(encode)
         self._encoding.append(
-            _Encoding(
+            _PendingBatch(
                 batch.engine, batch.runs, rows, new, batch.which[new], batch.candidates[new], given, encode, encoding
             )
         )
 
-    def _candidates(self, runs: Sequence[_Run]) -> Column:
+    def _candidates(self, runs: Sequence[_ChunkRange]) -> Column:
         """Return for each chunk the row of the chunk at its place in a base if a delta to it is allowed, else -1."""
         found = np.concatenate([run.candidates for run in runs])
         if self._full or not len(self.bases.table) or not (found >= 0).any():
@@ -417,7 +417,7 @@ class ChunkWriter:
                 start, stop = int(run.starts[0]), int(run.starts[-1] + run.lengths[-1])
                 run.tensor.keep_in[start:stop] = run.data[start:stop]
 
-    def _check_unchanged(self, batch: _Hashing | _Encoding, run_of: Column, chunks: Chunks, digests: Bytes) -> None:
+    def _check_unchanged(self, batch: _Hashing | _PendingBatch, run_of: Column, chunks: Chunks, digests: Bytes) -> None:
         """Check that memory still holds the bytes that were hashed, and is still the tensors'.
 
         Only a copy of the caller's memory is encoded, so no chunk is stored under a digest that it does not have.
@@ -431,7 +431,7 @@ class ChunkWriter:
         if len(others):
             raise changed(batch.runs[run_of[others[0]]].tensor.spec, "other values")
 
-    def _note_places(self, encoding: _Encoding, at: int, encoded: Encoded, packs: Column, offsets: Column) -> None:
+    def _note_places(self, encoding: _PendingBatch, at: int, encoded: Encoded, packs: Column, offsets: Column) -> None:
         """Put the places of blobs into the columns; `at` is the number of the first one among the new chunks."""
         entries = encoded.entries
         blobs = np.empty((len(entries), 4), np.int64)
@@ -450,7 +450,7 @@ class ChunkWriter:
             encoding.runs[number].tensor.bases_tried += int(tried[number])
             encoding.runs[number].tensor.deltas_stored += int(stored[number])
 
-    def _verify(self, encoding: _Encoding, first: int, encoded: Encoded) -> None:
+    def _verify(self, encoding: _PendingBatch, first: int, encoded: Encoded) -> None:
         """Begin to verify new blobs: all, or one in VERIFY_ONE_IN; `first` is the number of the first one."""
         verify, count = self._context.options.verify_writes, len(encoded.entries)
         chosen = np.arange(count)

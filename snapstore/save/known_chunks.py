@@ -23,7 +23,7 @@ from ..format.manifests.chunk_table import ChunkTable
 from ..format.manifests.delta_choice import ChainCosts
 from ..format.manifests.manifest import Manifest, TensorEntry
 from ..format.records import MAX_COUNTED, ManifestRef, Snapshot
-from ..protocol.session import Session, SharedSession
+from ..protocol.session import SaveSession, SharedSession
 from ..state.values.containers import Path, display
 from ..storage.base import ObjectStore
 from ..text import counted, log
@@ -50,7 +50,7 @@ def place_of(
     return display(path), dtype, shape, offsets[1:], (shape if sizes is None else sizes)[1:]
 
 
-class _Run(msgspec.Struct, frozen=True, gc=False):
+class _BoxChunks(msgspec.Struct, frozen=True, gc=False):
     """The chunks of a stored box."""
 
     start: int  # of the box in its strip [bytes]
@@ -60,7 +60,7 @@ class _Run(msgspec.Struct, frozen=True, gc=False):
 
 
 #: The session of a save as the writers of its ranks see it.
-AnySession = Session | SharedSession
+AnySession = SaveSession | SharedSession
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,7 +100,8 @@ class Bases:
         self.snapshot = self.snapshots[0] if bases else None
         self.manifests = [m for base in bases for m in base.manifests]
         self.generation = next_generation(self.snapshots)
-        self._places: dict[Place, _Run | list[_Run]] = {}  # most tensors have one: no list for the garbage collector
+        # most tensors have one: no list for the garbage collector
+        self._places: dict[Place, _BoxChunks | list[_BoxChunks]] = {}
         known: dict[str, int] = {}
         tables: list[ChunkTable] = []
         rows, numbers = 0, [np.empty(0, np.int64)]
@@ -138,16 +139,16 @@ class Bases:
                 chunks = slice(box.first_chunk, box.first_chunk + box.chunks)
                 start = box.offsets[0] * (int(m.table.lengths[chunks].sum()) // max(box.sizes[0], 1))
             place = place_of(entry.path, entry.dtype, entry.shape, box.offsets, box.sizes)
-            run = _Run(start, rows + box.first_chunk, box.chunks, in_first_base)
+            run = _BoxChunks(start, rows + box.first_chunk, box.chunks, in_first_base)
             found = self._places.setdefault(place, run)
             if isinstance(found, list):
                 found.append(run)
             elif found is not run:
                 self._places[place] = [found, run]
 
-    def _runs_at(self, place: Place) -> Sequence[_Run]:
+    def _runs_at(self, place: Place) -> Sequence[_BoxChunks]:
         found = self._places.get(place, ())
-        return (found,) if isinstance(found, _Run) else found
+        return (found,) if isinstance(found, _BoxChunks) else found
 
     def _adopt(self, m: Manifest, known: dict[str, int]) -> ChunkTable:
         """Return the manifest's table, its packs renumbered into `self.packs`."""

@@ -15,7 +15,7 @@ from ..context import Context
 from ..errors import SnapstoreError, out_of_memory
 from ..format.records import Snapshot
 from ..protocol import tags
-from ..protocol.session import Session
+from ..protocol.session import SaveSession
 from ..text import human_bytes, log
 from .inputs import PartInput, SaveRequest
 from .known_chunks import load_bases, next_generation
@@ -46,7 +46,7 @@ def save(
         with staging.saving(inputs) if staging else nullcontext():
             with (
                 out_of_memory("save", advice),
-                Session(
+                SaveSession(
                     context,
                     request.run,
                     request.step,
@@ -99,7 +99,7 @@ def finish(
 
 
 def commit(
-    session: Session,
+    session: SaveSession,
     request: SaveRequest,
     written: Written,
     bases: Sequence[Snapshot],

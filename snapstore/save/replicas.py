@@ -63,7 +63,8 @@ def replicas_of(part: Part, shares: RankShares) -> Iterator[Replica]:
     names = names_of(part.name, part.specs)
     for number, (name, held, sharding) in enumerate(zip(names, part.arrays, part.shardings, strict=True)):
         group = shares.group(name, sharding)
-        is_compared = sharding is not None or shares.rank in group  # else this save keeps older shares: `Exchange`
+        # else this save keeps older shares: see `HolderExchange`
+        is_compared = sharding is not None or shares.rank in group
         if len(group) > 1 and is_compared and held.spec.nbytes:
             yield from (Replica(name, group, one, number in part.buffers) for one in (held, *held.others))
 

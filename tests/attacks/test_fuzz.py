@@ -20,7 +20,7 @@ from snapstore.format.blobs import blob, chain_decode, codecs, pack
 from snapstore.format.hashing import checksum
 from snapstore.format.manifests import manifest
 from snapstore.format.manifests import sections as layout
-from snapstore.format.records import Config, Mark, Policy, Session, Snapshot
+from snapstore.format.records import Config, Mark, RunPolicies, Session, Snapshot
 from snapstore.state.tree.decode import READERS
 from snapstore.storage.memory import MemoryStore
 
@@ -71,7 +71,7 @@ OBJECTS = [
         ],
     ),
     Session(id="a", key="k", host="h", boot_id="b", pid=3, started=1.0),
-    Policy(run="r", revision=0, policies=[{"kind": "last", "n": 3}]),
+    RunPolicies(run="r", revision=0, policies=[{"kind": "last", "n": 3}]),
     Mark(id="a", started=0.0, packs=bytes(32), manifests=b""),
     records.ManifestList(save_id=bytes(16), snapshot=bytes(16), revision=0, manifests=bytes(32)),
 ]  # fmt: skip

@@ -22,7 +22,7 @@ from snapstore.catalog import policy_store
 from snapstore.errors import InvalidInputError, SnapstoreError
 from snapstore.format import records
 from snapstore.format.keys import record_key
-from snapstore.format.records import Policy, Snapshot
+from snapstore.format.records import RunPolicies, Snapshot
 from snapstore.state.tree.encode import encode_plain
 
 MIB = 1024 * 1024
@@ -148,7 +148,7 @@ POLICIES = st.fixed_dictionaries(
 def test_any_policy(made, stored):
     """Mitigation: stored policies are built by their own constructors, which check the arguments."""
     tally("fuzz inputs")
-    data = records.encode(Policy(run="r", revision=0, policies=stored))
+    data = records.encode(RunPolicies(run="r", revision=0, policies=stored))
     with little_memory(), contextlib.suppress(SnapstoreError):
         found = policy_store.decode(data, "policies/r.0")
         made_of = [retention.from_dict(policy) for policy in found]
@@ -160,7 +160,7 @@ def test_any_policy(made, stored):
 def test_a_forged_revision_of_policies(revision):
     """It would leave no number for later policies. No snapstore writes so many revisions: the object is not ours."""
     store = created()
-    policy = Policy(run="a", revision=min(int(revision), 2**64 - 1), policies=[])
+    policy = RunPolicies(run="a", revision=min(int(revision), 2**64 - 1), policies=[])
     store.put(f"policies/a.{revision}", records.encode(policy))
     with opened(store) as repository:
         if revision == "999999999":
@@ -183,7 +183,7 @@ def test_policies_of_every_kind_are_stored_and_read():
         retention.KeepSteps((1, 2)),
         retention.KeepBest("x", n=2),
     ]
-    data = records.encode(Policy(run="r", revision=0, policies=[retention.to_dict(policy) for policy in keep]))
+    data = records.encode(RunPolicies(run="r", revision=0, policies=[retention.to_dict(policy) for policy in keep]))
     assert [retention.from_dict(policy) for policy in policy_store.decode(data, "policies/r.0")] == keep
 
 

@@ -13,7 +13,7 @@ from snapstore.catalog import policy_store
 from snapstore.errors import FormatError, UnsupportedLeafError
 from snapstore.format import records
 from snapstore.format.manifests import manifest
-from snapstore.format.records import Policy
+from snapstore.format.records import RunPolicies
 from snapstore.state.tree.decode import decode_plain, unpack_nodes
 from snapstore.state.tree.encode import encode_plain
 from snapstore.state.values.containers import MAX_ALIKE
@@ -127,10 +127,10 @@ def test_a_map_in_the_metadata_or_the_policies():
         world.commit(world.manifest(), metadata_node=metadata)
         with little_time(), world.open() as repo, pytest.raises(FormatError, match=why):
             assert repo.snapshot("r@0").metadata
-    data = records.encode(Policy(run="r", revision=0, policies=[{"kind": "KeepLast", "n": bomb}]))
+    data = records.encode(RunPolicies(run="r", revision=0, policies=[{"kind": "KeepLast", "n": bomb}]))
     with little_time(), pytest.raises(FormatError, match="does not decode"):
         policy_store.decode(data, "policies/r.0")
-    data = records.encode(Policy(run="r", revision=0, policies=[bomb]))
+    data = records.encode(RunPolicies(run="r", revision=0, policies=[bomb]))
     with little_time(), pytest.raises(FormatError, match="does not decode"):
         policy_store.decode(data, "policies/r.0")
 

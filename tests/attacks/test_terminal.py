@@ -25,7 +25,7 @@ from kit.shell import invoke
 from snapstore import KeepLast, Repository, RngState, SaveOptions, SnapshotManager
 from snapstore.errors import SnapstoreError
 from snapstore.format import records
-from snapstore.format.records import Config, Lost, Mark, Policy, Quarantine, Session
+from snapstore.format.records import Config, Lost, Mark, Quarantine, RunPolicies, Session
 from snapstore.storage.local import LocalStore
 from snapstore.text import printable
 
@@ -268,10 +268,10 @@ def objects(name):
         (f"sessions/{ids}", session),
         (f"sessions/{ids}", msgspec.structs.replace(session, key=f"snapshots/r/{9:012d}-{ids}.0")),
         (f"sessions/{ids}", msgspec.structs.replace(session, id=name)),
-        ("policies/r.0", Policy(run="r", revision=0, policies=[{"kind": name, name: name}])),
-        ("policies/r.0", Policy(run="r", revision=0, policies=[{"kind": "KeepLast", name: 1}])),
-        ("policies/r.0", Policy(run="r", revision=0, policies=[best])),
-        ("policies/r.0", Policy(run=name, revision=0, policies=[])),
+        ("policies/r.0", RunPolicies(run="r", revision=0, policies=[{"kind": name, name: name}])),
+        ("policies/r.0", RunPolicies(run="r", revision=0, policies=[{"kind": "KeepLast", name: 1}])),
+        ("policies/r.0", RunPolicies(run="r", revision=0, policies=[best])),
+        ("policies/r.0", RunPolicies(run=name, revision=0, policies=[])),
         (f"gc/{ids}.mark", Mark(id=name, started=0.0, packs=b"", manifests=b"")),
         (f"gc/{ids}.lost", Lost(id=ids, found=0.0, reason=name)),
         ("gc/{pack}.quarantine", Quarantine(pack=ids * 2, found=0.0, reason=name)),

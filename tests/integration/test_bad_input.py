@@ -35,7 +35,7 @@ from snapstore import (
     UnsupportedLeafError,
 )
 from snapstore.format import records
-from snapstore.format.records import Config, Mark, Policy
+from snapstore.format.records import Config, Mark, RunPolicies
 from snapstore.storage.local import LocalStore
 
 pytestmark = pytest.mark.usefixtures("remembering")
@@ -601,7 +601,7 @@ def test_damaged_policies(root, how):
 
 
 def test_policies_of_a_later_release(root):
-    policy = Policy(run="a", revision=0, policies=[{"kind": "KeepWhatever"}])
+    policy = RunPolicies(run="a", revision=0, policies=[{"kind": "KeepWhatever"}])
     LocalStore(root).put("policies/a.0", records.encode(policy))
     with opened(root) as repository, pytest.raises(FormatError, match="KeepWhatever"):
         repository.policies("a")

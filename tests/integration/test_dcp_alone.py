@@ -37,7 +37,7 @@ from kit.processes import environment
 from kit.ranks import together
 from kit.states import same
 from snapstore import InvalidInputError, KeepLast, NotFoundError, PerRank, Repository, RngState, SnapshotManager
-from snapstore.protocol.session import Session
+from snapstore.protocol.session import SaveSession
 from snapstore.storage.memory import MemoryStore
 
 torch = pytest.importorskip("torch")
@@ -1067,16 +1067,16 @@ def test_a_session_that_opens_while_another_save_begins(
     writer: Any, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The overtaken save ends its own session, and leaves that of the other one alone."""
-    reached, go, enter = threading.Event(), threading.Event(), Session.__enter__
+    reached, go, enter = threading.Event(), threading.Event(), SaveSession.__enter__
 
-    def slow(session: Session) -> Session:
+    def slow(session: SaveSession) -> SaveSession:
         found = enter(session)
         if session.step == 1:
             reached.set()
             assert go.wait(30)
         return found
 
-    monkeypatch.setattr(Session, "__enter__", slow)
+    monkeypatch.setattr(SaveSession, "__enter__", slow)
     future = dcp.async_save({"a": torch.ones(3000)}, storage_writer=writer, checkpoint_id=1)
     assert reached.wait(30)
     blocked = Blocked(writer, "write_data")

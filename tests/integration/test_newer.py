@@ -131,7 +131,7 @@ def test_small_objects_of_another_version_are_kept(kind):
     Repository.create(store).close()
     name = records.new_id()
     value, key = {
-        "policies": (records.Policy(run="a", revision=0, policies=[]), "policies/a.0"),
+        "policies": (records.RunPolicies(run="a", revision=0, policies=[]), "policies/a.0"),
         "gc": (records.Mark(id=name, started=0.0, packs=b"", manifests=b""), f"gc/{name}.mark"),
         "sessions": (this_session(name, record_key("a", 0, name, 0)), f"sessions/{name}"),
     }[kind]

@@ -43,7 +43,7 @@ from snapstore import (
 from snapstore.errors import AlreadyExistsError
 from snapstore.format import records
 from snapstore.format.keys import manifest_key, pack_key
-from snapstore.format.records import MAX_REVISION, Mark, Policy, Quarantine, Session, Wait
+from snapstore.format.records import MAX_REVISION, Mark, Quarantine, RunPolicies, Session, Wait
 from snapstore.save import pipeline
 from snapstore.storage.memory import MemoryStore
 from snapstore.storage.s3.store import S3Store
@@ -190,7 +190,7 @@ class Scene:
 
     def saving(self, meanwhile, **options):
         """The owner saves. The writer acts once all packs and manifests are stored, and before they are confirmed."""
-        write, confirm = pipeline.write, pipeline.Session.confirm
+        write, confirm = pipeline.write, pipeline.SaveSession.confirm
 
         def then_act(*args, **kwargs):
             written = write(*args, **kwargs)
@@ -203,7 +203,7 @@ class Scene:
 
         with self.monkeypatch.context() as patch:
             if options.get("verify_writes") == "full":
-                patch.setattr(pipeline.Session, "confirm", act_first)
+                patch.setattr(pipeline.SaveSession, "confirm", act_first)
             else:
                 patch.setattr(pipeline, "write", then_act)
             with Repository.open(self.owner, options=dataclasses.replace(OPTIONS, **options)) as repository:
@@ -312,7 +312,7 @@ def test_burying(scene, rights, how):
 
 @needs_server
 def test_stored_policies(scene, rights):
-    forged = Policy(run="theirs", revision=0, policies=[{"kind": "KeepLast", "n": 1}])
+    forged = RunPolicies(run="theirs", revision=0, policies=[{"kind": "KeepLast", "n": 1}])
     if rights == "one run":
         refused(lambda: scene.put(forged))
         return

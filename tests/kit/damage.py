@@ -171,7 +171,7 @@ def _another(name: str, key: str) -> bytes:
         other = created(2048)
         return other.get("config")
     if name.startswith("policy"):
-        return records.encode(records.Policy(run="another", revision=0, policies=[]))
+        return records.encode(records.RunPolicies(run="another", revision=0, policies=[]))
     if name == "session":
         return records.encode(this_session(records.new_id(), record_key("b", 1, records.new_id(), 0)))
     if name == "mark":

@@ -27,7 +27,7 @@ from snapstore.chunks.reader import ChunkReader, Wanted
 from snapstore.format.manifests import manifest
 from snapstore.format.manifests.manifest import Manifest, TensorEntry
 from snapstore.format.records import Snapshot
-from snapstore.protocol.session import Session
+from snapstore.protocol.session import SaveSession
 from snapstore.repository import Repository
 from snapstore.save.inputs import PartInput, inputs_of
 from snapstore.save.known_chunks import load_bases
@@ -78,7 +78,7 @@ class OneRank:
         return [one for each in self.inputs if each.name == part for one in each.replicas]
 
 
-def write_rank(repository: Repository, session: Session, state: Any, shares: RankShares) -> OneRank:
+def write_rank(repository: Repository, session: SaveSession, state: Any, shares: RankShares) -> OneRank:
     """Write what one rank stores."""
     context, rank, world_size = repository.context, shares.rank, shares.world_size
     inputs = inputs_of(flatten(state, of_rank=True), shares)
@@ -110,7 +110,7 @@ def save(
             with as_rank(share.rank, size):
                 trees.append(([share.rank], trees_of(inputs_of(flatten(make(), of_rank=True), share))))
         shares = [dataclasses.replace(share, holders=holders_of(trees)) for share in shares]
-    with Session(context, run, step, parent=None) as session:
+    with SaveSession(context, run, step, parent=None) as session:
         bases = load_bases(context, session, {})
         ranks = []
         for share, make in zip(shares, states, strict=True):

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from snapstore import PerRank, SaveOptions, SnapshotManager, SnapstoreError
 from snapstore.distributed.torch_ranks import TorchRanks
-from snapstore.save.ranks.together import Job
+from snapstore.save.ranks.together import RankSaves
 from snapstore.save.ranks.writer import RankWriter
 
 #: Points of a save, on rank 0 and on the others.
@@ -75,7 +75,7 @@ def strike_at(ranks: TorchRanks, point: str, send: str) -> None:
         setattr(owner, name, instead)
 
     if point == "called":
-        around(Job, "save", before=True)
+        around(RankSaves, "save", before=True)
     elif point in ("begun", "written"):
         around(RankWriter, "write", before=point == "begun")
     elif point == "reported":
@@ -85,7 +85,7 @@ def strike_at(ranks: TorchRanks, point: str, send: str) -> None:
     elif point == "committed":
         around(RankWriter, "commit", before=False)
     else:
-        around(Job, "save", before=False)
+        around(RankSaves, "save", before=False)
 
 
 def main(options: dict[str, Any]) -> None:

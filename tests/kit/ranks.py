@@ -36,7 +36,7 @@ from snapstore.format.records import ManifestList
 from snapstore.save.inputs import SaveRequest, inputs_of
 from snapstore.save.known_chunks import Bases, load_bases
 from snapstore.save.manifest_writer import write
-from snapstore.save.ranks.together import Job
+from snapstore.save.ranks.together import RankSaves
 from snapstore.save.ranks.writer import report_of
 from snapstore.state.walk.flatten import flatten
 from snapstore.storage.base import ObjectStore
@@ -189,7 +189,7 @@ class Member:
         self.store, self.ranks = RankStore(store), ranks
         self.store.ranks, ranks.die = ranks, self.store.die
         self.repository = Repository.open(self.store, options=OPTIONS)
-        self.job = Job(self.repository.context, ranks, Questions(ranks, ""))
+        self.job = RankSaves(self.repository.context, ranks, Questions(ranks, ""))
         self.heart = Heart(ranks)
 
     def save(self, number: int, run: str, step: int, version: int, **options: Any) -> Snapshot:

@@ -80,7 +80,7 @@ def test_envelope_kinds():
     assert kinds["`config`"] == [by_type["Config"]]
     assert kinds["`snapshots/<run>/<step, 12 digits>-<id>.<rev>`"] == [by_type["Snapshot"]]
     assert kinds["`sessions/<id>`"] == [by_type["Session"]]
-    assert kinds["`policies/<run>.<rev>`"] == [by_type["Policy"]]
+    assert kinds["`policies/<run>.<rev>`"] == [by_type["RunPolicies"]]
     assert kinds["`gc/<id>.mark` `.wait` `.done`"] == [by_type["Mark"], by_type["Wait"], by_type["Done"]]
     assert kinds["`gc/<sha256>.quarantine`, `gc/<sha256>.<id>.quarantine`"] == [by_type["Quarantine"]]
     assert kinds["`manifests/<2 hex>/<sha256>` of a manifest list"] == [by_type["ManifestList"]]
@@ -97,7 +97,7 @@ STATES = {"committed", "aborted", "forgotten", "swept"}
         ("config", records.Config, set()),
         ("record", records.Snapshot, STATES | set(keys_of(records.ManifestRef))),
         ("session", records.Session, set()),
-        ("policy", records.Policy, {"kind"}),
+        ("policy", records.RunPolicies, {"kind"}),
         ("mark", records.Mark, set()),
         ("wait", records.Wait, set()),
         ("done", records.Done, set()),

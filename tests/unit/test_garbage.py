@@ -23,7 +23,7 @@ TENSORS, SAVES = 500, 4
 
 #: There is one of these for each tensor, box or chunk of a save.
 MANY = [Box, TensorEntry, TensorSpec, TensorInput, BoxOf, Piece, Replica, EncodeJob, DecodeJob, EncodedChunk]
-MANY += [chunk_writer._Run, known_chunks._Run]
+MANY += [chunk_writer._ChunkRange, known_chunks._BoxChunks]
 
 
 def tensors():

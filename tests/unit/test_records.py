@@ -13,7 +13,7 @@ from snapstore.checks import check_name, check_step
 from snapstore.errors import FormatError, IntegrityError, InvalidInputError
 from snapstore.format import records
 from snapstore.format.keys import NAME, manifest_key, pack_key, parse_record_key, record_key, sha256_names
-from snapstore.format.records import Config, Done, ManifestList, ManifestRef, Mark, Policy, Session, Snapshot, Wait
+from snapstore.format.records import Config, Done, ManifestList, ManifestRef, Mark, RunPolicies, Session, Snapshot, Wait
 from snapstore.protocol.liveness import boot_id, this_session
 from snapstore.text import human_bytes, some
 
@@ -35,7 +35,7 @@ OBJECTS = [
         logical_bytes=20,
     ),
     Session(id=ID, key="snapshots/a/b", host="h", boot_id="b", pid=1, started=2.0),
-    Policy(run="exp1", revision=2, policies=[{"kind": "last", "n": 3}]),
+    RunPolicies(run="exp1", revision=2, policies=[{"kind": "last", "n": 3}]),
     Mark(id=ID, started=1.0, packs=bytes(64), manifests=bytes(32)),
     Wait(id=ID, sessions=[ID]),
     Done(id=ID, deleted_objects=1, deleted_bytes=2),

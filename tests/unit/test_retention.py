@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from snapstore.errors import FormatError, InvalidInputError
 from snapstore.format import records
-from snapstore.format.records import Policy
+from snapstore.format.records import RunPolicies
 from snapstore.retention import (
     Decision,
     KeepBest,
@@ -528,7 +528,7 @@ class Word(str, enum.Enum):  # noqa: UP042 - its text is not its value
 @pytest.mark.parametrize(("loss", "largest"), [(Word.LOSS, Word.MAX), (np.str_("loss"), np.str_("max"))])
 def test_texts_of_other_types(loss, largest):
     policy = KeepBest(loss, 2, largest)
-    assert records.encode(Policy(run="r", revision=0, policies=[to_dict(policy)]))
+    assert records.encode(RunPolicies(run="r", revision=0, policies=[to_dict(policy)]))
     assert (type(policy.metric), policy) == (str, KeepBest("loss", 2, "max"))
 
 

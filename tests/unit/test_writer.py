@@ -17,7 +17,7 @@ from snapstore.chunks import uploader
 from snapstore.engine.cpu import CpuEngine
 from snapstore.engine.registry import Engines
 from snapstore.format.keys import pack_key
-from snapstore.protocol.session import Session
+from snapstore.protocol.session import SaveSession
 from snapstore.storage.memory import MemoryStore
 
 DATA = bytes(range(256)) * 40
@@ -186,7 +186,7 @@ def test_heartbeats_go_on_while_a_pack_is_put(monkeypatch):
 
     monkeypatch.setattr(MemoryStore, "put", slow)
     monkeypatch.setattr(uploader, "BEAT_S", 0.01)
-    monkeypatch.setattr(Session, "heartbeat", lambda self: beats.append(1))
+    monkeypatch.setattr(SaveSession, "heartbeat", lambda self: beats.append(1))
     with Repository.create(MemoryStore()) as repository:
         repository.save({"w": torch.arange(5000.0)}, run="a", step=0)
         assert repository.check("restore").ok

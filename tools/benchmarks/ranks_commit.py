@@ -32,7 +32,7 @@ from snapstore.save.known_chunks import AnySession
 from snapstore.save.lineage import Lineage
 from snapstore.save.manifest_writer import Written
 from snapstore.save.ranks.merged_trees import PartTree, encode_trees
-from snapstore.save.ranks.together import Job as Saves
+from snapstore.save.ranks.together import RankSaves
 from snapstore.save.ranks.writer import RankWriter, report_of, request_digests
 
 
@@ -203,7 +203,7 @@ def measure(
             others=ranks,
             spread_s=spread_s,
         )
-        snapshot = Saves(context, ranks[0], Questions(ranks[0], "")).save(0, request, side)
+        snapshot = RankSaves(context, ranks[0], Questions(ranks[0], "")).save(0, request, side)
         seconds.append(time.perf_counter() - side.began)
     roots = [ref.size_bytes for ref in snapshot.manifests]
     return {

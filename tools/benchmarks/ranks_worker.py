@@ -27,7 +27,7 @@ from benchmarks import gpu_limits
 from snapstore import Repository, SaveOptions, SnapshotManager
 from snapstore.chunks.reader import ChunkReader
 from snapstore.distributed import torch_ranks
-from snapstore.protocol.session import Session
+from snapstore.protocol.session import SaveSession
 from snapstore.save.ranks import together
 from snapstore.save.ranks.writer import RankWriter
 
@@ -342,8 +342,8 @@ def measure_commits(run: Run, folder: Path, mode: dict[str, Any]) -> dict[str, A
 
         setattr(owner, name, noted)
 
-    note(Session, "__init__", "called")
-    note(Session, "__enter__", "begun")
+    note(SaveSession, "__init__", "called")
+    note(SaveSession, "__enter__", "begun")
     note(vars(together)["_Save"], "_collect", "reported")
     note(RankWriter, "commit", "committed")
     note(RankWriter, "write", "written")

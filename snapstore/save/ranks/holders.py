@@ -41,7 +41,7 @@ Holders = Mapping[Name, tuple[int, ...]]
 Turns = Mapping[Name, int]  # see `RankShares.turns`
 
 
-class Exchange:
+class HolderExchange:
     """The exchange of one save, on one rank.
 
     Args:

@@ -27,10 +27,10 @@ from ..lineage import Lineage
 from ..pipeline import finish
 from ..shares import Name, RankShares, Replicas
 from ..staging import Learn, Staging
-from .holders import Exchange, Holders, Turns, require_kept
+from .holders import HolderExchange, Holders, Turns, require_kept
 from .merged_trees import trees_of
 from .outcomes import in_save
-from .together import Job
+from .together import RankSaves
 from .writer import RankWriter
 
 R = TypeVar("R", bound=Opened)
@@ -65,7 +65,7 @@ class RankJob:
         self._own: frozenset[Name] = frozenset()  # the plain tensors of this rank at that time
         self._turns: Turns = {}  # as rank 0 has told them last
         self._learnt_in = self._answered_in = -1  # the numbers of saves
-        self._exchange: Exchange | None = None  # of the save that runs
+        self._exchange: HolderExchange | None = None  # of the save that runs
         self._has_failed = False  # whether the last save has failed
 
     @contextmanager
@@ -126,7 +126,7 @@ class RankJob:
                 f"rank {self.ranks.rank}: the repository at {repository.context.store.url} is not the one of rank 0 "
                 f"(uuid: expected {expected}, got {uuid}); pass one repository on all ranks, in a place that all share"
             )
-        self._job = Job(repository.context, self.ranks, self.questions, self.prefix, self._answer)
+        self._job = RankSaves(repository.context, self.ranks, self.questions, self.prefix, self._answer)
         return repository
 
     def shares(self) -> RankShares:
@@ -169,7 +169,7 @@ class RankJob:
         """Return inputs as the shares of this rank; the ranks exchange holders if they do not know them.
 
         Raises:
-            SnapstoreError: see `Exchange` and `require_kept`.
+            SnapstoreError: see `HolderExchange` and `require_kept`.
         """
         if self._learnt_in == request.number:
             return inputs  # learnt before the copy
@@ -178,7 +178,7 @@ class RankJob:
             request.require_wanted()
             self._job.require_begun(request.number, request)
 
-        exchange = Exchange(self.ranks, partial(self._job.key, request.number), check, self.prefix)
+        exchange = HolderExchange(self.ranks, partial(self._job.key, request.number), check, self.prefix)
         own, found, turns, self._exchange = plain_names(inputs), self._holders, self._turns, exchange
         try:
             if exchange.is_wanted(here=not self._holders_are_sure or own != self._own):
@@ -223,7 +223,7 @@ class RankJob:
         """Store this rank's share, and return the snapshot of all ranks once it is committed.
 
         Raises:
-            SnapstoreError: see `Job.save`.
+            SnapstoreError: see `RankSaves.save`.
         """
         context = self._job.context
         before = context.index.refresh(request.run) if request.tags and self.leads else None

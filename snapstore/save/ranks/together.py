@@ -47,7 +47,7 @@ from ...errors import DAMAGE, InvalidInputError, RanksError, SnapstoreError, Sto
 from ...format import records
 from ...format.keys import quarantined_names
 from ...format.records import Snapshot
-from ...protocol.session import Session, SharedSession
+from ...protocol.session import SaveSession, SharedSession
 from ...text import log
 from ..inputs import SaveRequest
 from .agreement import compare, compare_replicas
@@ -63,7 +63,7 @@ PASS_PAUSE = 20
 
 
 @dataclass(slots=True)
-class Job:
+class RankSaves:
     """The saves of one run by the ranks of a job, on one of them.
 
     Attributes:
@@ -74,7 +74,7 @@ class Job:
         old_keys: posted by this rank, with the numbers of their saves: no rank looks them up again once all take part
             in a later save.
         warned: the buffers that were warned of: see `compare_replicas` (only on rank 0).
-        is_stale: whether the ranks exchange holders in the next save, as rank 0 says; see `Exchange`.
+        is_stale: whether the ranks exchange holders in the next save, as rank 0 says; see `HolderExchange`.
     """
 
     context: Context
@@ -138,7 +138,7 @@ class Job:
 class _Save:
     """One save on one rank."""
 
-    def __init__(self, job: Job, number: int, request: SaveRequest, data: RankWriter) -> None:
+    def __init__(self, job: RankSaves, number: int, request: SaveRequest, data: RankWriter) -> None:
         self._job, self._context, self._ranks = job, job.context, job.ranks
         self._number, self._request, self._data = number, request, data
         self._next_look = 0.0
@@ -155,7 +155,7 @@ class _Save:
         try:
             run, step, also = request.run, request.step, request.bases
             parent, last, seq = request.parent, request.last, request.first_seq
-            session = Session(self._context, run, step, parent=parent, also=also, last=last, first_seq=seq)
+            session = SaveSession(self._context, run, step, parent=parent, also=also, last=last, first_seq=seq)
             with session:
                 snapshot = self._lead(session)
                 data = records.encode(snapshot)
@@ -180,7 +180,7 @@ class _Save:
             except SnapstoreError as error:  # also if the channel is closed: it says nothing about this save
                 log.warning("run=%s the other ranks learn the outcome from the record: %s", request.run, error)
 
-    def _lead(self, session: Session) -> Snapshot:
+    def _lead(self, session: SaveSession) -> Snapshot:
         """Begin, write, collect and commit, within the session."""
         request, ranks = self._request, self._ranks
         session.watch = self._watch_failures
@@ -199,7 +199,7 @@ class _Save:
         built_on = [session.usable_bases[number] for number in used if number < len(bases)]
         return self._data.commit(session, roots, list(reports.values()), built_on)
 
-    def _collect(self, session: Session) -> dict[int, Report]:
+    def _collect(self, session: SaveSession) -> dict[int, Report]:
         """Return the reports of all other ranks, by rank; give each to the RankWriter when it comes.
 
         Raises:
@@ -246,7 +246,7 @@ class _Save:
         self._job.questions.forget(min((report.asked for report in reports.values()), default=0))
         return dict(sorted(reports.items()))
 
-    def _digests(self, session: Session, asked: Sequence[int], group: str) -> dict[int, dict[str, bytes]]:
+    def _digests(self, session: SaveSession, asked: Sequence[int], group: str) -> dict[int, dict[str, bytes]]:
         """Return the digests of the tensors of a group, by path, for each of some ranks.
 
         Raises: see `_collect`.
@@ -260,7 +260,7 @@ class _Save:
         own = {0: dict(self._data.replicas(group))} if 0 in asked else {}
         return own | {rank: dict(decode(data, messages.Replicas)) for rank, data in zip(others, answers, strict=True)}
 
-    def _trees(self, reports: Mapping[int, Report], session: Session) -> list[tuple[list[int], bytes]]:
+    def _trees(self, reports: Mapping[int, Report], session: SaveSession) -> list[tuple[list[int], bytes]]:
         """Return the trees of all ranks, equal ones once; ask for trees that rank 0 does not know.
 
         Raises: see `_collect`.
@@ -280,7 +280,7 @@ class _Save:
         self._job.known_trees = known
         return [(of, known[digest]) for digest, of in alike.items()]
 
-    def _watch_ranks(self, session: Session, what: str, who: Callable[[], Sequence[int]]) -> Callable[[], None]:
+    def _watch_ranks(self, session: SaveSession, what: str, who: Callable[[], Sequence[int]]) -> Callable[[], None]:
         """Return a function that raises once one of `who` does not answer or is too late, or a rank has failed."""
 
         def look() -> None:

@@ -18,7 +18,7 @@ from ...errors import IntegrityError
 from ...format.hashing import checksum
 from ...format.manifests.manifest import Manifest
 from ...format.records import RANKS, Snapshot
-from ...protocol.session import Session
+from ...protocol.session import SaveSession
 from ...state.values.tensors import Node
 from ...threads import msgpack_decoder
 from ..inputs import PartInput, SaveRequest
@@ -108,7 +108,7 @@ class RankWriter:
             self._states = [(ranks, decode_trees(data)) for ranks, data in trees]
         self._parts = merge_trees(self._states)
 
-    def write_roots(self, session: Session, reports: Mapping[int, Report]) -> Written:
+    def write_roots(self, session: SaveSession, reports: Mapping[int, Report]) -> Written:
         """Write the root manifests.
 
         Raises:
@@ -134,7 +134,7 @@ class RankWriter:
         return written
 
     def commit(
-        self, session: Session, roots: Written, reports: Sequence[Report], bases: Sequence[Snapshot]
+        self, session: SaveSession, roots: Written, reports: Sequence[Report], bases: Sequence[Snapshot]
     ) -> Snapshot:
         """Create the record."""
         roots.new_chunks += sum(report.new_chunks for report in reports)

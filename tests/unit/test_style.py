@@ -235,6 +235,17 @@ def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
     return [name for name in names if name not in ("self", "cls")]
 
 
+def repeated_class_names() -> Iterator[Hit]:
+    """Yield the classes whose name a class of an earlier module has; a leading underscore makes no other name."""
+    first: dict[str, str] = {}
+    for s in python("snapstore"):
+        for node in s.nodes:
+            if isinstance(node, ast.ClassDef):
+                path = first.setdefault(node.name.lstrip("_"), s.path)
+                if path != s.path:
+                    yield Hit(s.path, node.lineno, f"{node.name} is also a class of {path}")
+
+
 def crowded_root() -> Iterator[Hit]:
     modules = sorted((ROOT / "snapstore").glob("*.py"))
     for path in modules[ROOT_MODULES:]:
@@ -310,6 +321,12 @@ RULES = {
     ),
     "one argument": Rule(
         "No function takes two of store, index and engines loose.", "Take a Context.", loose_arguments
+    ),
+    # One is allowed: SnapshotCallback is the public name both in Lightning's and in transformers' module.
+    "class names": Rule(
+        "A class name stands in one module of snapstore/.",
+        "Give the class a name that says how it differs.",
+        repeated_class_names,
     ),
     "root": Rule(
         f"The root of the package has at most {ROOT_MODULES} modules.", "Move one into its folder.", crowded_root
@@ -421,8 +438,9 @@ def test_the_rules_find_what_breaks_them(tmp_path, monkeypatch):
         (tmp_path / "snapstore" / f"m{number:02}.py").write_text("")
     (folder / "bad.py").write_text(
         '"""What this does."""\n# It is\n# made anew. Of all\nx = 1  # fmt: skip\n'
-        "def f(a, b, c, d, e, store, index, *g):\n" + "    pass\n" * 60
+        "def f(a, b, c, d, e, store, index, *g):\n" + "    pass\n" * 60 + "class Bad:\n    pass\n"
     )
+    (tmp_path / "snapstore" / "m00.py").write_text("class _Bad:\n    pass\n")
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     for cached in (python, source):
         cached.cache_clear()
@@ -434,7 +452,8 @@ def test_the_rules_find_what_breaks_them(tmp_path, monkeypatch):
     bad = "snapstore/deep/bad.py"
     assert found == {
         "words": [(bad, 3)], "openings": [(bad, 1), (bad, 3)], "file length": [("snapstore/__init__.py", 1)],
-        "function length": [(bad, 5)], "parameters": [(bad, 5)], "one argument": [(bad, 5)], "root": [("snapstore", 0)],
+        "function length": [(bad, 5)], "parameters": [(bad, 5)], "one argument": [(bad, 5)],
+        "class names": [("snapstore/m00.py", 1)], "root": [("snapstore", 0)],
         "folders": [("snapstore/deep/__init__.py", 1)],
         "maps": [("snapstore/deep/__init__.py", 1)], "formatter": [(bad, 4)], "docs lines": [("README.md", 3)],
     }  # fmt: skip

@@ -132,7 +132,7 @@ class Repository(Snapshots):
                 return cls.open(url, options=options)
 
     def close(self) -> None:
-        """Release threads, index and temporary files. It may be called twice."""
+        """Release threads, index and temporary files. It is idempotent."""
         if self._finalizer.detach():
             self.context.close()
 

@@ -110,7 +110,7 @@ class KeepLast(_KeepCount):
 
 @dataclass(frozen=True, repr=False)
 class KeepEvery(Policy):
-    """Keep every step that `steps` divides, for ever; step 0 is one of them."""
+    """Keep every step that `steps` divides, permanently; step 0 is one of them."""
 
     steps: int
 
@@ -127,7 +127,7 @@ class KeepEvery(Policy):
 
 @dataclass(frozen=True, repr=False)
 class KeepSteps(Policy):
-    """Keep these steps, for ever."""
+    """Keep these steps permanently."""
 
     steps: tuple[int, ...]  # sorted, without repeats, whatever iterable was given
 
@@ -331,7 +331,7 @@ def current(snapshots: Iterable[S]) -> list[S]:
 
 
 def stays_without_neighbours(policies: Iterable[Policy], step: int, interval: int) -> bool:
-    """Return whether `step` certainly stays for ever, and the saves before it may not; it is then written full.
+    """Return whether `step` certainly stays permanently, and the saves before it may not; it is then written full.
 
     Only `KeepEvery` and `KeepSteps` are certain. The choice of the others depends on later snapshots. A full snapshot
     pays only if the bases of its deltas would stay for it alone: not if `KeepEvery` keeps at least every second save.

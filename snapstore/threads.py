@@ -310,8 +310,8 @@ def when_dropped(owner: object, close: Callable[[], object]) -> weakref.finalize
     """Call `close` when nothing refers to `owner` any more, or the interpreter exits.
 
     The garbage collector runs finalizers in any thread, between any two of its instructions. A finalizer that takes a
-    lock, or waits for a thread, waits for ever if the interrupted code holds that lock. So `close` runs in a thread of
-    its own; at the exit, which interrupts nothing, in the thread that exits.
+    lock, or waits for a thread, deadlocks if the interrupted code holds that lock. So `close` runs in a thread of its
+    own; at the exit, which interrupts nothing, in the thread that exits.
     """
     return weakref.finalize(owner, _close_apart, close)
 

@@ -72,7 +72,7 @@ def pytest_collection_finish(session):
 
 
 def freeze(config):
-    """Spare later full collections what stays for ever: modules and tests, half a million objects."""
+    """Freeze what lives until the end (modules and tests, half a million objects): full collections skip it."""
     gc.collect()
     gc.freeze()
     config.stash[_FROZEN] = len(sys.modules)

@@ -27,7 +27,7 @@ from ..storage.base import ObjectStore
 from ..text import log
 from .read_twice import listed, read_twice
 
-#: A revision that no listing shows must not keep a process in the loop for ever.
+#: Bounds the retries: a revision that no listing shows would cause an endless loop.
 STORE_ATTEMPTS = 20
 MAX_BYTES = 1024 * 1024
 

@@ -57,7 +57,7 @@ _RECORDS = {
 
 
 class _Dict(dict[Any, Any]):
-    """A dict. It takes only items whose key is text or a record: other keys may take for ever to be hashed."""
+    """A dict. It takes only items whose key is text or a record: the hash of other keys may never end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,7 +234,7 @@ def _places(folder: Path, where: Path, storage_data: Any) -> Places:
         name, offsets, fields = index.fields["fqn"], index.fields.get("offset"), info.fields
         file, offset, length = fields["relative_path"], fields["offset"], fields["length"]
         if not (type(name) is type(file) is str and type(offset) is type(length) is int):
-            raise InvalidInputError(f"{where}: names a file, or bytes of it, by another type; it is damaged")
+            raise InvalidInputError(f"{where}: a file name or a range of bytes has a wrong type; it is damaged")
         if fields.get("transform_descriptors"):
             raise InvalidInputError(
                 f"{where}: {name}: is stored through {', '.join(fields['transform_descriptors'][:5])}; load it "
@@ -299,7 +299,7 @@ def _leaf(where: Path, name: str, entry: Any, places: Places) -> Any:
 
 
 def _missing(where: Path, what: str) -> InvalidInputError:
-    return InvalidInputError(f"{where}: names no bytes of {what}; the checkpoint is not complete: save it again")
+    return InvalidInputError(f"{where}: has no bytes for {what}; the checkpoint is incomplete: save it again")
 
 
 def _assemble(

@@ -162,8 +162,7 @@ def plan(
         shards = {f"{model}-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
     if taken := sorted(set(shards).intersection(beside)):
         raise InvalidInputError(
-            f"{path}: {taken[0]} would be a file of the weights and one of the files beside them; export with another "
-            "max_shard_bytes"
+            f"{path}: {taken[0]} names both weights and another file; export with another max_shard_bytes"
         )
     return HfPlan(index_of(model), shards, kept, dropped, sorted(tied))
 

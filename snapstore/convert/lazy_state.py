@@ -129,8 +129,8 @@ def _require_explained(nbytes: int, bytes_read: int, where: str) -> None:
     if nbytes > most:
         raise InvalidInputError(
             f"{where}: its tensors have {human_bytes(nbytes)} ({nbytes} bytes), expected at most {human_bytes(most)} "
-            f"for {bytes_read} bytes of files: they repeat a few bytes; save them as they were before `expand`; or it "
-            "is damaged, or made to waste time"
+            f"for {bytes_read} bytes of files, so they repeat a few bytes: save them before `expand`, or do not trust "
+            "the file: it is damaged or hostile"
         )
 
 

@@ -1,7 +1,7 @@
 """Checks of a file of torch before torch reads it: that it takes time and memory as the file is long.
 
 In: an open file. Out: whether torch may map it, or an error. `torch.load(weights_only=True)` runs no code, but a small
-file can still name one tuple so often that its hash takes for ever, or ask for any number of bytes. So each pickle is
+file can still name one tuple so often that its hash never ends, or ask for any number of bytes. So each pickle is
 followed here, with the sizes of values in place of the values. Where torch stops with an error, this stops too: torch
 reports it.
 
@@ -171,7 +171,7 @@ def entries(file: BinaryIO) -> list[ZipEntry]:
         if not name.startswith(folder.partition(b"/")[0] + b"/") or b"\0" in name or len(name) > _MAX_NAME:
             raise ValueError(f"{what} has no name in the folder of the archive")
         if name.lower() in names:  # torch takes a name in any case
-            raise ValueError(f"{what} has the name of another one")
+            raise ValueError(f"{what} has a duplicate name")
         names.add(name.lower())
         content = header + _HEADER.size
         if content <= start:
@@ -179,7 +179,7 @@ def entries(file: BinaryIO) -> list[ZipEntry]:
             magic, *lengths = _HEADER.unpack(file.read(_HEADER.size))
             content += sum(lengths)
         if content + packed > start or magic != b"PK\x03\x04":
-            raise ValueError(f"{what} does not lie where the directory says")
+            raise ValueError(f"{what} is not where the directory says")
         found.append(ZipEntry(name, size, packed, method == 0, crc32, content, place))
     if len(found) != count or not found:
         raise ValueError(f"the directory of the archive has {len(found)} entries, expected {count}")
@@ -219,7 +219,7 @@ def _wide_numbers(extra: bytes) -> Iterator[int]:
 
 
 def _wasteful(where: str, why: str) -> InvalidInputError:
-    return InvalidInputError(f"{where}: {why}; it is damaged, or made to waste time or memory")
+    return InvalidInputError(f"{where}: {why}; the file is damaged or hostile")
 
 
 class _Value:
@@ -458,6 +458,6 @@ def require_tree(state: Any, where: str) -> None:
             pending += [(child, False) for child in inside]
     if places.get(id(state), 1) > max(MAX_PLACES, 16 * in_file):
         raise InvalidInputError(
-            f"{where}: holds {in_file} values, which name each other so often that they make more than {MAX_PLACES}; "
-            "it is damaged, or made to waste time"
+            f"{where}: its {in_file} values refer to each other and expand to more than {MAX_PLACES}; the file is "
+            "damaged or hostile"
         )

@@ -222,7 +222,8 @@ class Mirror:
             return []
         if self._thread is threading.current_thread():
             raise InvalidInputError(
-                f"run {self.run!r}: the thread of the mirror cannot wait for itself; call elsewhere"
+                f"run {self.run!r}: the mirror's own thread waits for the mirror, which would deadlock; call it in "
+                "another thread"
             )
         end = None if timeout is None else time.monotonic() + timeout
         with self._changed:
@@ -268,7 +269,7 @@ class Mirror:
     def _work(self) -> None:
         try:
             self._follow()
-        except BaseException as error:  # no such error is known, but then no wait must last for ever
+        except BaseException as error:  # no such error is known; without this, a wait would deadlock
             with self._changed:
                 self._ended_by = f"{type(error).__name__}: {error}"
                 self._changed.notify_all()

@@ -448,7 +448,7 @@ def _compare(header: blob.Header, table: ChunkTable, ref: int, row: int, where: 
     got = (header.transform, header.digest, header.base, header.raw_bytes, blob.length_of(header))
     expected = (kind, table.ref_digests[ref].tobytes(), base, int(table.lengths[row]), int(table.ref_lengths[ref]))
     if got != expected:
-        raise IntegrityError(f"{where}: another blob than the manifest says; run 'snapstore check --read-data' there")
+        raise IntegrityError(f"{where}: the blob does not match the manifest; run 'snapstore check --read-data' there")
 
 
 def _strings(digests: Column) -> Column:

@@ -191,8 +191,8 @@ class KeyHolders:
         unknown = [rank for rank, plan in enumerate(plans) if plan.plain not in known]
         if unknown:
             raise RanksError(
-                f"{named(unknown)}: has another SnapstoreWriter than in the last save, or rank 0 has: make writers on "
-                "all ranks at once; nothing was committed; save again"
+                f"{named(unknown)}: only this rank or only rank 0 has a new SnapstoreWriter: make new writers on "
+                "all ranks at the same step; nothing was committed; save again"
             )
         plains = [plan.plain for plan in plans]
         told = [(of, of, keys) for of, keys in self._groups]
@@ -264,8 +264,8 @@ class Collected:
         if unknown:
             raise DetailsWantedError(
                 f"{named(sorted(unknown))}: plain values of the state, the order of keys in them, or empty containers "
-                "differ from those of ranks with the same keys; nothing was committed; save again to hear which: the "
-                "next save succeeds if no value differs"
+                "differ from those of ranks with the same keys; nothing was committed; save again: the error of the "
+                "next save names the differences; without any, it succeeds"
             )
         states = [(ranks, decode_trees(trees[digest])) for digest, ranks in alike.items()]
         self.parts = merge_trees(states)

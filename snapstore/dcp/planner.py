@@ -272,9 +272,9 @@ def read_items(plan: LoadPlan, planner: LoadPlanner) -> list[ReadItem]:
                 unnamed.append(key)
     if unnamed and not _is_plain_load(planner):
         raise InvalidInputError(
-            f"{unnamed[0]}: this rank has rows of it, but {type(planner).__name__} gives no item for it, since DCP "
-            "finds no rows here; which tensor it would load is not known: give an item for it on this rank too, or "
-            "take it out of the state"
+            f"{unnamed[0]}: this rank has rows of it, but {type(planner).__name__} returns no item for it, because DCP "
+            "finds no rows here; so the tensor to load is unknown: return an item for it on this rank too, or take it "
+            "out of the state"
         )
     kept = [item for item in plan.items if item.dest_index.fqn not in corrected]
     return kept + [item for items in corrected.values() for item in items]
@@ -385,15 +385,15 @@ def _resolved(planner: DefaultSavePlanner, key: str, held: Any, items: Sequence[
     for place, (_, value) in zip(there, parts, strict=True):
         if place is None or value.shape != place.shape:
             raise InvalidInputError(
-                f"{name} makes {tuple(value.shape)} of a {type(held).__name__}, of which this rank has another box: "
-                "change only values and dtypes, or change the state before it is saved"
+                f"{name} returns shape {tuple(value.shape)} for this rank's box of a {type(held).__name__}, which has "
+                "another: change only values and dtypes, or change the state before it is saved"
             )
     is_same = all(memory_key(value) == memory_key(place) for place, (_, value) in zip(there, parts, strict=True))
     if is_same and all(value.dtype == old[0].dtype for value in values):
         return None
     if left := sum(local.numel() for local in old) - sum(value.numel() for _, value in parts):
         raise InvalidInputError(
-            f"{name} changes it and leaves {counted(left, 'element')} of this rank out: give items for all"
+            f"{name} changes it and omits {counted(left, 'element')} of this rank: return items for all"
         )
     if len(parts) == len(old) == 1:
         new = [parts[0][1].detach()]

@@ -212,9 +212,9 @@ class SnapstoreReader(Target, StorageReader):
         for key in (item.storage_index.fqn for item in plan.items):
             if _form(agreed, key) != _form(own, key):
                 raise InvalidInputError(
-                    f"{key}: is {_form(own, key)} in {own.snapshot.ref}, which this rank has found, and "
-                    f"{_form(agreed, key)} in {agreed.snapshot.ref}, which the coordinator has found: a save was "
-                    "committed meanwhile; load a step by its number"
+                    f"{key}: this rank found {_form(own, key)} in {own.snapshot.ref}, the coordinator found "
+                    f"{_form(agreed, key)} in {agreed.snapshot.ref}: a save was committed in between; load a step by "
+                    "its number"
                 )
         log.info("%s: found %s, and loads what the coordinator has found", agreed.snapshot.ref, own.snapshot.ref)
         return agreed
@@ -249,8 +249,8 @@ def _require_whole_optimizers(stored: StoredState, keys: Collection[str]) -> Non
     """Check that a load takes all that the snapshot has of an optimizer, or nothing; raises InvalidInputError."""
     if (key := stored.left_out(keys)) is not None:
         raise InvalidInputError(
-            f"{key}: the snapshot has it, and the state to fill has no place for it, but for other values of this "
-            "optimizer: a new optimizer has no state yet; call snapstore.dcp.load(state, reader, step) with the "
+            f"{key}: the snapshot has this value of an optimizer, but the state to fill has only others of it: a new "
+            "optimizer has no state yet; call snapstore.dcp.load(state, reader, step) with the "
             "optimizer itself in `state`, or pass the state that get_optimizer_state_dict(model, optimizer) of "
             "torch.distributed.checkpoint.state_dict makes; nothing was loaded"
         )

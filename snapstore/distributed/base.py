@@ -111,7 +111,7 @@ class Ranks(Protocol):
         ...
 
     def close(self, limit_s: float = LINGER_S) -> None:
-        """End the channel; other ranks may still read what was posted for `limit_s`. It may be called twice."""
+        """End the channel; other ranks may still read what was posted for `limit_s`. It is idempotent."""
         ...
 
 
@@ -221,7 +221,7 @@ class Watch:
         silences = self._ranks.silences(who)
         if silent := [rank for rank, silence in zip(who, silences, strict=True) if silence > self._ranks.silent_s]:
             raise RanksError(
-                f"{named(silent)} of {self._ranks.count}: silent for {self._ranks.silent_s:.6g} s, while rank "
+                f"{named(silent)} of {self._ranks.count}: no heartbeat for {self._ranks.silent_s:.6g} s, while rank "
                 f"{self._ranks.rank} waited for {self._what}",
                 ranks=silent,
             )

@@ -76,8 +76,8 @@ def check(run: str, ranks: Literal[False] | None, *, has_manager: bool = False) 
         )
     if count > 1:
         raise InvalidInputError(
-            f"run {run!r}: this is rank {rank} of {count}, and each would save its own state as the same steps, of "
-            f"which one alone would be found: {_ADVICE.format(name=run)}"
+            f"run {run!r}: this is rank {rank} of {count}: all ranks would save their own states under the same steps, "
+            f"and only one of them would be found: {_ADVICE.format(name=run)}"
         )
     _warn_of_launcher(run)
 

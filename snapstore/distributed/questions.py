@@ -113,8 +113,7 @@ class Questions:
             nonlocal next_look, has_begun
             if has_begun:
                 raise RanksError(
-                    f"rank {self._ranks.rank} asks for {question}, and rank 0 has begun the next save without it: "
-                    + _ADVICE,
+                    f"rank {self._ranks.rank} calls {question}, but rank 0 is already in the next save: " + _ADVICE,
                     ranks=[0],
                 )
             if time.monotonic() >= next_look:

@@ -320,7 +320,7 @@ class Claim(Putter):
             if isinstance(failure, StorageError):
                 raise failure from None
             answer = "reported as existing" if failure else "stored"
-            raise StorageError(f"{snapshot.key}: {answer}, then not found as it was put: {error}") from error
+            raise StorageError(f"{snapshot.key}: {answer}, but the read-back differs: {error}") from error
         self._may_land, self._key_taken = False, True
         return found
 
@@ -330,8 +330,8 @@ class Claim(Putter):
             ruling = self._create(substitute)
         except StorageError:
             raise StorageError(
-                f"{self.verb} {snapshot.ref}: the commit failed and could not be taken back ({failure}); "
-                "whether it was committed shows when the store answers again ('snapstore log')"
+                f"{self.verb} {snapshot.ref}: the commit failed and could not be rolled back ({failure}); its outcome "
+                "is unknown: run 'snapstore log' once the store answers again"
             ) from failure
         if ruling.write_id != snapshot.write_id:
             raise failure

@@ -279,8 +279,8 @@ def _live_keys(context: Context, view: View, present: Iterable[str]) -> set[str]
     missing = [key for key in sorted(absent) if not exists(context.store, key)]
     if missing:
         raise IntegrityError(
-            f"gc: {counted(len(missing), 'live object')} missing: {some(missing, 1)}; nothing was deleted; a snapshot "
-            "that is lost stops gc until 'snapstore repair --drop' gives it up; run 'snapstore check'"
+            f"gc: {counted(len(missing), 'live object')} missing: {some(missing, 1)}; nothing was deleted; run "
+            "'snapstore check'; to give up a lost snapshot, which stops every gc, run 'snapstore repair --drop'"
         )
     return live
 

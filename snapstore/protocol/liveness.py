@@ -1,7 +1,7 @@
 """Liveness: which sessions a gc must wait for, which have ended, and how a dead one is fenced.
 
 A session has ended if a GET answers 404 and two listings lack it: one wrong answer proves nothing. A gc waits for a
-session that is listed and cannot be read. A session whose process is dead, or whose heartbeat is too old, is fenced: gc
+session that is listed and cannot be read. A session whose process is dead, or whose heartbeat is stale, is fenced: gc
 creates another record under the key that the session would have created, and reads it back, before it releases anything
 that the session protects. A session names the host, the boot and the pid of its process.
 """

@@ -28,7 +28,7 @@ from ..format.records import COMMITTED, FORGOTTEN, MAX_OBJECT_BYTES, Snapshot
 from ..storage.base import ObjectStore
 from ..threads import Threads
 
-#: A revision that no listing shows must not keep a process in the loop for ever.
+#: Bounds the retries: a revision that no listing shows would cause an endless loop.
 CONFLICT_ATTEMPTS = 20
 #: Each revision is one small durable put: the threads wait for the disk, not for a core.
 FORGET_THREADS = 8

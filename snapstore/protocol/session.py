@@ -108,8 +108,8 @@ class SaveSession(Claim):
         with suppress(StorageError):  # manifests that cannot be read say nothing
             if is_foreign(self.store, self._context.config):
                 raise FormatError(
-                    f"{self.store.url}: config has another seed than the manifests: one of the two is another "
-                    "repository's; run 'snapstore check', and if it finds fault with config, 'snapstore repair --apply'"
+                    f"{self.store.url}: config and manifests have different digest seeds, so one of them belongs to "
+                    "another repository; run 'snapstore check', and if it reports config, 'snapstore repair --apply'"
                 )
 
     def _choose(self, view: View, marked: set[str] | None) -> None:

@@ -421,7 +421,9 @@ class Rewriting(ABC):
         data = manifest.encode(contents)
         new = manifest.decode(data, part.ref.key)
         if new.content != m.content or not np.array_equal(new.table.digests, m.table.digests):
-            raise IntegrityError(f"{part.ref.key}: its new manifest says something else; test this machine's memory")
+            raise IntegrityError(
+                f"{part.ref.key}: its new manifest does not decode to the old content; test this machine's memory"
+            )
         return msgspec.structs.replace(manifest.ref_of(data), unknown=part.ref.unknown), data
 
     # -- blobs and packs that are there already

@@ -256,7 +256,9 @@ class SaveHandle:
         """
         if not self.done():
             if self._thread == threading.get_ident():
-                raise InvalidInputError("result was called by the thread that saves: it would wait for itself")
+                raise InvalidInputError(
+                    "result was called by the thread that saves, which would deadlock; call it in another thread"
+                )
             if self._pid != os.getpid():
                 raise InvalidInputError("this save runs in the process before the fork: call result there")
         if not self._finished.wait(None if timeout is None else min(timeout, threading.TIMEOUT_MAX)):

@@ -118,7 +118,7 @@ def test_metadata_that_lies(folder, fails):
     assert "its shards hold 12 elements, expected 16" in lie(size=torch.Size([4, 4]))
     assert "is not inside of" in lie(size=torch.Size([1, 12]))
     shard = dcp.metadata.ChunkStorageMetadata(torch.Size([0, 1]), torch.Size([3, 3]))
-    assert "names no bytes of model.w" in lie(chunks=[shard])
+    assert "has no bytes for model.w" in lie(chunks=[shard])
     shard = dcp.metadata.ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([3, 2]))
     assert "two of its shards overlap" in lie(chunks=[shard, shard])
     for size in ([-1, 0], [1 << 40, 1 << 40, 0], [0.0]):
@@ -160,7 +160,7 @@ def test_a_text_that_is_named_again_and_again_in_a_file_of_torch(tmp_path, fails
     """A megabyte names 100 GB."""
     monkeypatch.setattr(torch_checks, "MAX_PLACES", 10_000)
     torch.save({"a": ["x" * 10**6] * 1000}, tmp_path / "x.pt")
-    assert "which name each other so often" in fails(tmp_path / "x.pt")
+    assert "refer to each other and expand to more than" in fails(tmp_path / "x.pt")
     torch.save({"a": ["x" * 10**6] * 5}, tmp_path / "x.pt")
     list(import_checkpoints(repository, [tmp_path / "x.pt"], run="r"))
     assert repository.restore("r@0") == {"a": ["x" * 10**6] * 5}
@@ -249,7 +249,7 @@ class Raw:
     "place", ["relative_path", "offset", "transform_descriptors", "fqn", "index", "path", "size", "chunk", "dtype"]
 )
 def test_a_doubled_value_takes_no_time(folder, fails, place, make):
-    """The file has a few bytes for each level; to hash or to print the value would take for ever."""
+    """The file has a few bytes for each level; to hash or to print the value would never end."""
 
     def change(metadata):
         value, tensor = doubled(make), metadata.state_dict_metadata["model.w"]
@@ -372,11 +372,11 @@ def with_metadata(values):
 def test_a_doubled_value_in_a_file_of_torch(tmp_path, fails, repository, make):
     """Its file has a kilobyte, and as a tree it has 2^60 values. Values that people share are imported."""
     torch.save({"a": doubled(make)}, tmp_path / "x.pt")
-    assert "x.pt: holds" in fails(tmp_path / "x.pt")
+    assert "x.pt: its" in fails(tmp_path / "x.pt")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save({"a": (doubled(make),)}, checkpoint_id=str(tmp_path / "dcp-2"), no_dist=True)
-    assert "a: holds" in fails(tmp_path / "dcp-2")
+    assert "a: its" in fails(tmp_path / "dcp-2")
     shared = {"betas": (0.9, 0.999), "names": [["a"] * 30] * 30}
     torch.save({"groups": [shared] * 300}, tmp_path / "y.pt")
     list(import_checkpoints(repository, [tmp_path / "y.pt"], run="y"))
@@ -577,15 +577,15 @@ def test_a_small_file_of_torch_that_takes_much_time_or_memory(tmp_path, fails, m
     monkeypatch.setattr(torch_checks, "MAX_PLACES", 100_000)  # a million are counted in seconds
     write(tmp_path / "x.pt", WASTEFUL[what])
     with little_memory(128 * MIB):
-        assert "it is damaged, or made to waste time or memory" in fails(tmp_path / "x.pt")
+        assert "the file is damaged or hostile" in fails(tmp_path / "x.pt")
 
 
 @pytest.mark.timeout(60)
 def test_a_pickle_is_followed_under_each_name_and_in_each_method(tmp_path, fails):
     torch_file(tmp_path / "x.pt", WASTEFUL["a key"], "DATA.PKL")
-    assert "made to waste" in fails(tmp_path / "x.pt")
+    assert "damaged or hostile" in fails(tmp_path / "x.pt")
     torch_file(tmp_path / "x.pt", WASTEFUL["a key"], method=zipfile.ZIP_DEFLATED)
-    assert "made to waste" in fails(tmp_path / "x.pt")
+    assert "damaged or hostile" in fails(tmp_path / "x.pt")
 
 
 def test_tensors_without_bytes_in_an_old_file_of_torch(tmp_path, fails):

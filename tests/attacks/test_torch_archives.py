@@ -358,7 +358,7 @@ def test_a_storage_that_is_not_its_entry(tmp_path, old, new):
     listed = parts(1)
     listed[0].data = listed[0].data.replace(old, new)
     (tmp_path / "x.pt").write_bytes(archive(listed))
-    with pytest.raises(InvalidInputError, match=r"x\.pt: names .*; it is damaged, or made to waste"):
+    with pytest.raises(InvalidInputError, match=r"x\.pt: names .*; the file is damaged or hostile"):
         load_torch(tmp_path / "x.pt", "x.pt")
 
 

@@ -1306,13 +1306,13 @@ def test_a_planner_may_give_several_items_of_a_tensor(halve: bool, writer: Any, 
     same(repository.restore("r@2"), {"a": {"w": w, "s": state["a"]["s"]}, "n": 3})
     assert (writer.snapshot.new_chunks == 0) == (not halve)
     if halve:
-        with pytest.raises(dcp.CheckpointException, match=r"a\.w: Splitting changes it and leaves 1000 el"):
+        with pytest.raises(dcp.CheckpointException, match=r"a\.w: Splitting changes it and omits 1000 el"):
             dcp.save(state, storage_writer=writer, checkpoint_id=3, planner=Splitting(halve=True, leave_out=1))
 
 
 def test_a_planner_that_cannot_be_followed_is_refused(writer: Any, repository: Repository, store: MemoryStore) -> None:
     state = {"w": torch.rand(3, 4)}
-    for planner, text in ((Foreign(), "subclass of DefaultSavePlanner"), (Reshaping(), "makes \\(1,\\) of a Tensor")):
+    for planner, text in ((Foreign(), "subclass of DefaultSavePlanner"), (Reshaping(), "returns shape \\(1,\\)")):
         with pytest.raises(dcp.CheckpointException, match=text):
             dcp.save(state, storage_writer=writer, checkpoint_id=1, planner=planner)
     with pytest.raises(dcp.CheckpointException, match="async_stager="):

@@ -612,7 +612,7 @@ def test_no_shard_replaces_another_file_of_the_folder(repository, tmp_path):
     save_file(model(1), tmp_path / "a" / "model-00001-of-00002.safetensors")
     imported(repository, tmp_path / "a", step=1)
     options = ExportOptions(max_shard_bytes=12000)
-    with pytest.raises(InvalidInputError, match=r"model-00001-of-00002.* would be a file of the weights and"):
+    with pytest.raises(InvalidInputError, match=r"model-00001-of-00002.* names both weights and"):
         export_snapshot(repository, "r@1", tmp_path / "b", to="hf", options=options)
     export_snapshot(repository, "r@1", tmp_path / "b", to="hf")
     found = (tmp_path / "b" / "model-00001-of-00002.safetensors").read_bytes()

@@ -812,7 +812,7 @@ def test_an_unclear_commit_does_not_stop_gc_for_good(store, monkeypatch):
             real(key, data)
 
         faulty.put = put
-        with pytest.raises(StorageError, match="could not be taken back"):
+        with pytest.raises(StorageError, match="could not be rolled back"):
             repository.save(big(1), run="a", step=1)
         faulty.put = real
         faulty.heal()
@@ -1017,7 +1017,7 @@ def calls_of(code: types.CodeType) -> list[int]:
 
 @pytest.mark.parametrize("async_save", [True, False])
 def test_ctrl_c_behind_any_call_of_save(async_save):
-    """Whatever call is interrupted, the next save neither waits forever nor is refused."""
+    """Whatever call is interrupted, the next save neither deadlocks nor is refused."""
     code, reached = SnapshotManager.save.__code__, 0
     for offset in calls_of(code):
         struck: list[int] = []

@@ -203,7 +203,7 @@ def test_policies_of_the_mirror_delete_what_a_failed_copy_has_left():
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_error_that_ends_the_thread_ends_every_wait(monkeypatch):
-    """No such error is known; a save must not wait for ever for one that is not."""
+    """No such error is known; an unknown one must not deadlock a save."""
 
     def fail(*_):
         raise LookupError("no such handler")

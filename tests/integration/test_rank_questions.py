@@ -88,7 +88,7 @@ def test_ranks_that_take_an_older_answer_to_the_same_question_are_noticed(store)
     began = time.monotonic()
     for error in managers.all(work):
         assert isinstance(error, InvalidInputError), error
-        assert "waits until all ranks ask for restore None" in str(error)
+        assert "rank 0 waits in restore None" in str(error)
         assert "use a snapstore.Repository" in str(error)
     assert time.monotonic() - began < 20
     managers.all(lambda m, _: m.check_for_errors())
@@ -206,7 +206,7 @@ def test_another_rank_that_asks_alone_hears_that_rank_0_goes_on(name, store):
 
     error = managers.all(work)[1]
     assert isinstance(error, RanksError)
-    assert f"rank 1 asks for {name}, and rank 0 has begun the next save without it" in str(error)
+    assert f"rank 1 calls {name}, but rank 0 is already in the next save" in str(error)
     handles[1] = managers[1].save(2, {"step": 2})
     assert [handle.result().step for handle in handles] == [2] * 3
     assert restored(managers) == [2] * 3

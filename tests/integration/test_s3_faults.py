@@ -52,7 +52,7 @@ TOOL = Path(__file__).parents[2] / "tools" / "s3-server"
 #: The commit and its withdrawal make several attempts, each of which may wait for a second; the rest is margin.
 IN_TIME_S = 60.0
 #: The error of a store whose server does not answer.
-LATE = "no answer in time|could not be taken back"
+LATE = "no answer in time|could not be rolled back"
 
 
 @pytest.fixture(autouse=True)

@@ -242,7 +242,7 @@ def test_ranks_meet_in_a_store_that_an_earlier_attempt_has_used(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", ["SIGSTOP", "SIGKILL"])
 def test_a_rank_0_that_does_not_answer_is_an_error_in_bounded_time(tmp_path, sent):
-    """The calls of a TCPStore would wait forever for a stopped server."""
+    """The calls of a TCPStore block without a limit if its server is stopped."""
     program = f"""
         ranks = TorchRanks(silent_s=4.0)
         ranks.post(f"pid/{{rank}}", str(os.getpid()).encode())

@@ -506,7 +506,7 @@ def test_a_commit_whose_folder_could_not_be_fsynced_is_not_reported_as_committed
             real(fd)
 
         monkeypatch.setattr(os, "fsync", fsync)
-        with pytest.raises(StorageError, match=r"could not be taken back.*not known whether it survives a power loss"):
+        with pytest.raises(StorageError, match=r"could not be rolled back.*not known whether it survives a power loss"):
             save(repository, "a", 1, 1)
         assert failed
         save(repository, "a", 2, 2)

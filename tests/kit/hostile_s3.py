@@ -291,7 +291,7 @@ def first(data: bytes, later_s: float = 0.3) -> Lie:
 
 
 def trickles(data: bytes = b"") -> Lie:
-    """Send the honest answer, or other bytes for ever, one byte at a time."""
+    """Send the honest answer, or other bytes without end, one byte at a time."""
 
     def lie(wire: Wire, honest: bytes) -> None:
         while not wire.over.is_set():
@@ -303,7 +303,7 @@ def trickles(data: bytes = b"") -> Lie:
 
 
 def repeats(data: bytes) -> Lie:
-    """Send these bytes for ever, 50 times in each 10 ms."""
+    """Send these bytes without end, 50 times in each 10 ms."""
 
     def lie(wire: Wire, _: bytes) -> None:
         while not wire.over.is_set():
@@ -420,16 +420,16 @@ LIES: dict[str, Lie] = {
 
 #: Lies that keep a client waiting.
 SLOW: dict[str, Lie] = {
-    "nothing for ever": then_stalls(lambda honest: b""),
+    "endless silence": then_stalls(lambda honest: b""),
     "the body is not read": before_body(then_stalls(lambda honest: b"")),
     "a byte now and then": trickles(),
     "a header now and then": trickles(b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 90),
-    "100 for ever": repeats(_MORE),
+    "endless 100s": repeats(_MORE),
     "100 now and then": trickles(_MORE),
     "a 100 that never ends": before_body(trickles(b"HTTP/1.1 100 Continue\r\nx: y\r\n")),
     "headers without end": repeats(b"x"),
     "a head and no body": then_stalls(lambda honest: honest.partition(b"\r\n\r\n")[0] + b"\r\nx-y: z"),
     "half a body": then_stalls(lambda honest: honest[: -(len(honest.partition(b"\r\n\r\n")[2]) // 2) or None][:-1]),
     "a body without end": then_stalls(lambda _: b"HTTP/1.1 200 OK\r\nETag: \"x\"\r\n\r\n<ListBucketResult>"),
-    "a body for ever": repeats(b"HTTP/1.1 200 OK\r\n\r\n" + b"<a>" * 1000),
+    "an endless body": repeats(b"HTTP/1.1 200 OK\r\n\r\n" + b"<a>" * 1000),
 }  # fmt: skip

@@ -373,7 +373,7 @@ def second_page(what: str) -> Lie:
 
 # --- the table -------------------------------------------------------------------------------------------------------
 
-_SLOW: dict[str, Lie] = {"slow head": slow_head, "endless head": endless_head, "100 for ever": continues}
+_SLOW: dict[str, Lie] = {"slow head": slow_head, "endless head": endless_head, "endless 100s": continues}
 #: The lies that cost a client seconds.
 DRAGGING = frozenset({*_SLOW, "slow body", "endless"})
 _NO_ANSWER: dict[str, Lie] = {

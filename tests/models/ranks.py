@@ -2,10 +2,10 @@
 
 A small explicit-state model of docs/design/ranks.md, "The commit": rank 0 and two other ranks save one snapshot that
 may build on a base; a gc collects, again and again; a user forgets the base and brings it back. Any actor may stop at
-any point for ever, and the gc may fence the session at any time: nothing relies on a clock. The invariant: everything
-that a committed record needs is there; a rank that reports the result of the save agrees with the record; and the
-session or the record explains everything that a rank has put. With a rule dropped there must be a counter-example, or
-the rule is not needed.
+any point and never continue, and the gc may fence the session at any time: nothing relies on a clock. The invariant:
+everything that a committed record needs is there; a rank that reports the result of the save agrees with the record;
+and the session or the record explains everything that a rank has put. With a rule dropped there must be a
+counter-example, or the rule is not needed.
 
     python tests/models/ranks.py        every rule, kept and dropped
 """

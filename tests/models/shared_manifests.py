@@ -4,7 +4,7 @@ A small explicit-state model of docs/design/protocol.md, "Shared manifests". A i
 (which stands for its packs as well). B is committed, has stored nothing of its own, and names `m` too. A save S of the
 same state names a manifest of a committed snapshot and stores nothing of its own either; or a rewriting run replaces
 the manifest of A by `m1`, and then lets B name `m1` too. Users forget and bring back; a gc marks and sweeps. Any actor
-may stall anywhere, also for ever, as if it had crashed. For the whole gc, the store may show it an old state of the
+may stall anywhere, also permanently, as if it had crashed. For the whole gc, the store may show it an old state of the
 records of one snapshot, or none of them.
 
 With children, as several ranks have them: `m` is a root that names the child `c`. A is being saved: `c` is put, then

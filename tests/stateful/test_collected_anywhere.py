@@ -56,7 +56,7 @@ def worked(make_store, at):
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         thread.join(PATIENCE_S)
-        assert not thread.is_alive(), f"place {at} waits for ever"
+        assert not thread.is_alive(), f"place {at} deadlocks"
     finally:
         gc.enable()
     return passed

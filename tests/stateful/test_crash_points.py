@@ -353,7 +353,7 @@ def check_outcome(verb: str, before: dict[str, Any], inner: ObjectStore, outcome
         return
     if isinstance(outcome, SnapstoreError):
         assert isinstance(outcome, StorageError), f"{about}: {outcome!r}"
-        if "save" in verb and "could not be taken back" not in str(outcome):
+        if "save" in verb and "could not be rolled back" not in str(outcome):
             assert not new, f"{about}: reported as failed, yet committed: {outcome}"
     elif verb in MAY_ADD:
         assert new == {outcome.id}, about
@@ -787,7 +787,7 @@ def test_full_behind_an_unclear_attempt_is_not_taken_for_refused(monkeypatch):
 
     with opened(store) as repository:
         monkeypatch.setattr(store.inner, "put", put)
-        with pytest.raises(StorageError, match="could not be taken back"):
+        with pytest.raises(StorageError, match="could not be rolled back"):
             save(repository, "a", 4, 4)
         assert keys_of(store.inner, "sessions/")  # it protects the packs
         monkeypatch.setattr(store.inner, "put", real)

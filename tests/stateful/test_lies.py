@@ -323,7 +323,7 @@ def _look(name: str, world: World, before: dict[str, Any]) -> None:
         assert snapshot.id in after, f"{snapshot.ref} was called committed"
     if isinstance(world.outcome, SnapstoreError):
         new = after.keys() - before.keys() - {s.id for s in world.told}
-        assert not new or "save" not in name or "could not be taken back" in str(world.outcome)
+        assert not new or "save" not in name or "could not be rolled back" in str(world.outcome)
         return
     if name.startswith(("save", "first save")):
         with opened(world.store) as repository:

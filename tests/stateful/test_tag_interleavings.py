@@ -108,7 +108,7 @@ def test_it_is_on_one_in_the_end_and_never_on_none(name, actors):
 
 
 def test_two_that_take_turns_to_take_it_back_come_to_an_end(actors):
-    """Each sees that the other one had the tag before; actors in step must not take it from each other for ever."""
+    """Each sees that the other one had the tag before; actors in step must not livelock."""
     made = play("it goes back and stays", actors, cycle((0, 1)))
     assert len(made) < 40
 

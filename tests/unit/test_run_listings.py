@@ -364,7 +364,7 @@ def test_a_first_save_beside_a_foreign_config_is_refused_though_no_record_is_rea
     store.delete(["config"])
     store.put("config", records.encode(foreign))
     store.log.clear()
-    with opened(store) as repository, pytest.raises(FormatError, match="another seed than the manifests"):
+    with opened(store) as repository, pytest.raises(FormatError, match="have different digest seeds"):
         save(repository, "new", 0, 0)
     assert not [key for operation, key in store.log if operation == "get" and key.startswith("snapshots/")]
 

@@ -402,7 +402,9 @@ def test_a_lost_snapshot_without_its_list_stops_gc_until_it_is_dropped(store):
     store.delete([manifest_key(of(store, "a@1").manifest_list), *keys_of(store, "packs/")])
     with opened(store) as repository:
         assert len(repository.repair(apply=True).lost) == 3
-        with pytest.raises(IntegrityError, match=r"live object missing.*until 'snapstore repair --drop' gives it up"):
+        with pytest.raises(
+            IntegrityError, match=r"live object missing.*give up a lost snapshot.*'snapstore repair --drop'"
+        ):
             repository.gc()
         assert len(repository.repair(apply=True, drop=True).dropped) == 3
         repository.gc()

@@ -367,7 +367,7 @@ for lock in threads._preparing, locks._FORK_LOCK:
 
 
 def test_a_signal_handler_that_decodes_while_its_thread_makes_a_decoder(monkeypatch):
-    """It gets an error: waiting would be for ever, and msgspec alone would crash."""
+    """It gets an error: waiting would deadlock, and msgspec alone would crash."""
 
     class Kind:
         pass

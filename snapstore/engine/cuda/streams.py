@@ -26,7 +26,7 @@ from . import kernels
 #: Sizes of large device memory are rounded up to a multiple of the largest of these: this, somewhat more than a quarter
 #: of a batch, and an eighth to a sixteenth of the size. So freed memory fits the next request [bytes].
 STEP_BYTES = 2 * 1024 * 1024
-#: The pause of a waiting thread before it polls the device again [s]: first, and at most. It doubles each time.
+#: The back-off of a thread that polls the device [s]: first, and at most. It doubles each time.
 POLL_S, MAX_POLL_S = 20e-6, 250e-6
 
 Steps = Callable[["WorkStream"], Generator[None, None, Any]]

@@ -210,9 +210,8 @@ def require_kept(kept: Iterable[Name], old: Holders, new: Holders) -> None:
     moved = sorted({shown(name[1]) for name in kept if new.get(name) != old.get(name)})
     if moved:
         error = RanksError(
-            f"{some(moved, 5)}: some ranks held it in the last save and hold it still, and others have dropped it or "
-            "hold it now as well; this save has copied only shares of it, so nothing was committed; save again: the "
-            "next save stores it"
+            f"{some(moved, 5)}: the ranks that hold it have changed since the last save, and some ranks have copied "
+            "only their old shares; nothing was committed; save again: the next save stores it"
         )
         error.not_begun = True  # so the next save begins
         raise error

@@ -73,8 +73,8 @@ class RankJob:
         """Yield the number of a save that is due; an error inside ends the save on all ranks before it begins here.
 
         So ranks that raise an older error at different calls save with the same numbers again. The error that the
-        others get says `not_begun`: their next save does not raise it, else that save would not begin on these ranks,
-        and so on for ever.
+        others get says `not_begun`: their next save does not raise it. If it did, that save would not begin on these
+        ranks, nor would any later one.
         """
         number, before = self._next, self._sure
         self._next = self._sure = number + 1

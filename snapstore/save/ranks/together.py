@@ -122,8 +122,8 @@ class RankSaves:
             data = self.ranks.look(self.key(number, "asks"))
             if data is not None and (question := self.questions.asked_unheard(data)):
                 raise InvalidInputError(
-                    f"save {request.ref}: rank {self.ranks.rank} saves, and rank 0 waits until all ranks ask for "
-                    f"{question}: call it on all ranks, or use a snapstore.Repository on one; nothing was committed"
+                    f"save {request.ref}: rank {self.ranks.rank} is in save, but rank 0 waits in {question}: call it "
+                    "on all ranks, or use a snapstore.Repository on one; nothing was committed"
                 )
 
     def _note_keys(self, number: int) -> None:

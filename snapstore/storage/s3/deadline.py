@@ -74,7 +74,7 @@ class Deadline:
             self._socket = None
 
     def end(self) -> None:
-        """End the request; a second call does nothing."""
+        """End the request. It is idempotent."""
         with _watchdog.changed:
             _watchdog.active.discard(self)
             before, self._socket = self._socket, None

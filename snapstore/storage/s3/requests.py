@@ -170,7 +170,9 @@ class Requests:
         answer: Answer = self.ask(key, "stat", self.client.head_object, key)
         modified = answer.get("LastModified")
         if not isinstance(modified, datetime):
-            raise StorageError(f"{key} in {self.url}: the server does not say when it was written; use another server")
+            raise StorageError(
+                f"{key} in {self.url}: the response has no valid Last-Modified header; use another S3 server"
+            )
         size_bytes = self.length_of(key, answer)
         return ObjectInfo(key, size_bytes, float(int(modified.timestamp())), answer.get("ETag", "").strip('"'))
 
@@ -182,7 +184,9 @@ class Requests:
         """
         length = answer.get("ContentLength")
         if not isinstance(length, int) or not 0 <= length < 2**63:
-            raise StorageError(f"{key} in {self.url}: the server does not say how long it is; use another server")
+            raise StorageError(
+                f"{key} in {self.url}: the response has no valid Content-Length header; use another S3 server"
+            )
         return length
 
     @contextmanager

@@ -64,8 +64,8 @@ READERS = 8
 #: A request is repeated if connecting, or waiting for an answer, takes longer. Sending may take the first of them for
 #: each piece of a body.
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10.0, 30.0
-#: With pauses that double from 0.1 to 20 s, a request survives an outage of 35 s. If a server never answers, it fails
-#: within eight minutes.
+#: With an exponential back-off from 0.1 to 20 s, a request survives an outage of 35 s. If a server never answers, it
+#: fails within eight minutes.
 ATTEMPTS = 10
 DELETE_BATCH = 1000  # keys in one request, S3's limit
 #: Larger bodies are sent without a copy, and only after the server has accepted the headers (100 Continue).

@@ -117,7 +117,7 @@ class _DeadlineConnection:
         return response
 
     def _consume_headers(self, fp: Any) -> None:
-        """Read the headers after a 100; botocore's own loops forever if the connection ends among them."""
+        """Read the headers after a 100; botocore's own loop never ends if the connection ends among them."""
         for _ in range(_MAX_LINES):
             line = fp.readline(_MAX_LINE_BYTES)
             if line in (b"\r\n", b"\n"):

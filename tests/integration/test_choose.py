@@ -15,7 +15,7 @@ import pytest
 import snapstore
 from kit.local_ranks import LocalRanks
 from snapstore import InvalidInputError, RanksError, Repository, SnapshotManager
-from snapstore.distributed import choose as ranks
+from snapstore.distributed import choose
 from snapstore.storage.memory import MemoryStore
 
 
@@ -59,15 +59,15 @@ def test_a_manager_takes_the_ranks_of_the_job_by_itself(repository, monkeypatch,
     monkeypatch.setitem(sys.modules, "torch.distributed", distributed(4))
     monkeypatch.setitem(sys.modules, "snapstore.distributed.torch_ranks", torch_ranks)
     with caplog.at_level(logging.INFO, "snapstore"):
-        assert ranks.choose("a", None) == (made, True)
+        assert choose.choose("a", None) == (made, True)
     assert "run=a this is rank 1 of 4: all ranks save together; ranks=False saves alone" in caplog.text
-    assert ranks.choose("a", False) == (None, False)
-    assert ranks.choose("a", made) == (made, False)
+    assert choose.choose("a", False) == (None, False)
+    assert choose.choose("a", made) == (made, False)
     monkeypatch.setitem(sys.modules, "torch.distributed", distributed(1))
-    alone, is_made_here = ranks.choose("a", None)
+    alone, is_made_here = choose.choose("a", None)
     assert (alone.count, is_made_here) == (1, True)
     monkeypatch.delitem(sys.modules, "torch.distributed")
-    assert ranks.choose("a", None) == (None, False)
+    assert choose.choose("a", None) == (None, False)
 
 
 def test_nothing_is_made_where_the_ranks_do_not_come(tmp_path, monkeypatch):
@@ -119,7 +119,7 @@ def test_no_other_value_is_taken(repository, given):
 
 def test_a_launcher_without_a_group_is_warned_of_once(repository, monkeypatch, caplog):
     """Child processes of a rank inherit its variables, so these variables are no reason to refuse."""
-    ranks._warn.cache_clear()
+    choose._warn.cache_clear()
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with caplog.at_level(logging.WARNING, "snapstore"):
@@ -132,7 +132,7 @@ def test_a_launcher_without_a_group_is_warned_of_once(repository, monkeypatch, c
     assert "RANK=1 and WORLD_SIZE=2" in caplog.text
     assert "ranks=False" in caplog.text
     for wrong in ("1", "", "many"):
-        ranks._warn.cache_clear()
+        choose._warn.cache_clear()
         caplog.clear()
         monkeypatch.setenv("WORLD_SIZE", wrong)
         repository.save({}, run="a", step=9)

@@ -11,8 +11,7 @@ from kit.forge import MIB, SIZE, World, coded_blob, digest, little_memory, with_
 from snapstore.errors import FormatError, IntegrityError
 from snapstore.format.blobs import codecs
 from snapstore.format.hashing import checksum
-from snapstore.format.manifests import manifest
-from snapstore.format.manifests import sections as layout
+from snapstore.format.manifests import manifest, sections
 
 GIB = 1024 * MIB
 
@@ -167,4 +166,4 @@ def bad_header():
     """Return a manifest's header whose part is not UTF-8."""
     data = World().manifest(part="?")
     packed = data[24 : len(manifest.header_bytes(data))].replace(b"\xa4part\xa1?", b"\xa4part\xa1\xff")
-    return layout.PREFIX.pack(layout.MAGIC, 1, 0, len(packed), checksum(packed)) + packed
+    return sections.PREFIX.pack(sections.MAGIC, 1, 0, len(packed), checksum(packed)) + packed

@@ -18,8 +18,7 @@ from snapstore.errors import CapabilityError, FormatError, IntegrityError, NotFo
 from snapstore.format import records
 from snapstore.format.blobs import blob, chain_decode, codecs, pack
 from snapstore.format.hashing import checksum
-from snapstore.format.manifests import manifest
-from snapstore.format.manifests import sections as layout
+from snapstore.format.manifests import manifest, sections
 from snapstore.format.records import Config, Mark, RunPolicies, Session, Snapshot
 from snapstore.state.tree.decode import READERS
 from snapstore.storage.memory import MemoryStore
@@ -116,7 +115,7 @@ HEADER = len(manifest.header_bytes(MANIFEST))
 
 def corrected_header(data, changes):
     packed = mutate(data[24:HEADER], changes)
-    return layout.PREFIX.pack(layout.MAGIC, 1, 0, len(packed), checksum(packed)) + packed + data[HEADER:]
+    return sections.PREFIX.pack(sections.MAGIC, 1, 0, len(packed), checksum(packed)) + packed + data[HEADER:]
 
 
 def planted(data):

@@ -28,8 +28,7 @@ from kit.tally import EXAMPLES, tally
 from snapstore import AlreadyExistsError, PerRank, Repository, SnapstoreError
 from snapstore.format import records
 from snapstore.format.keys import manifest_key
-from snapstore.format.manifests import manifest
-from snapstore.format.manifests import sections as layout
+from snapstore.format.manifests import manifest, sections
 from snapstore.restore.pipeline import read
 from snapstore.restore.sources import AsRank
 from snapstore.storage.memory import MemoryStore
@@ -142,19 +141,18 @@ def changed_bytes(data: bytes, random: Random) -> bytes:
 
 def taken_apart(data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return a manifest's header and its sections, unpacked."""
-    header = msgspec.msgpack.decode(layout.packed_header(data, "x"))
-    sections = layout.decode_sections(data, layout.header_end(data, "x"), header["sections"], "x")
-    return header, sections
+    header = msgspec.msgpack.decode(sections.packed_header(data, "x"))
+    return header, sections.decode_sections(data, sections.header_end(data, "x"), header["sections"], "x")
 
 
-def joined(header: dict[str, Any], sections: dict[str, bytes]) -> bytes:
-    entries, body = layout.encode_sections(sections)
-    return layout.join(msgspec.msgpack.encode(header | {"sections": entries}), body)
+def joined(header: dict[str, Any], contents: dict[str, bytes]) -> bytes:
+    entries, body = sections.encode_sections(contents)
+    return sections.join(msgspec.msgpack.encode(header | {"sections": entries}), body)
 
 
 def change_manifest(data: bytes, random: Random) -> bytes:
     """Return a manifest with valid checksums in which one to three places are not as they should be."""
-    header, sections = taken_apart(data)
+    header, contents = taken_apart(data)
     for _ in range(random.choice([1, 1, 1, 2, 3])):
         there = [name for name, kind in (("children", list), ("box_map", bytes))
                  if header.get(name) and isinstance(header[name], kind)]  # fmt: skip
@@ -171,18 +169,18 @@ def change_manifest(data: bytes, random: Random) -> bytes:
                 columns[at] = changed_bytes(columns[at], random)
                 header["box_map"] = zstandard.ZstdCompressor().compress(msgspec.msgpack.encode(columns))
         elif where in ("tree", "tensors"):
-            wrapped = [msgspec.msgpack.decode(sections[where])]
+            wrapped = [msgspec.msgpack.decode(contents[where])]
             for _ in range(random.choice([1, 2, 4])):
                 change_somewhere(wrapped, random)
-            sections[where] = msgspec.msgpack.encode(wrapped[0])
+            contents[where] = msgspec.msgpack.encode(wrapped[0])
         elif where == "column":
-            name = random.choice([name for name in sections if name not in ("tree", "tensors", "inline")])
-            sections[name] = changed_bytes(sections[name], random)
+            name = random.choice([name for name in contents if name not in ("tree", "tensors", "inline")])
+            contents[name] = changed_bytes(contents[name], random)
             if random.random() < 0.5:  # the counts in the header agree
-                header |= {"chunks": len(sections["lengths"]) // 4, "refs": len(sections["ref_kinds"])}
+                header |= {"chunks": len(contents["lengths"]) // 4, "refs": len(contents["ref_kinds"])}
         else:
-            sections["inline"] = changed_bytes(sections["inline"], random)
-    return joined(header, sections)
+            contents["inline"] = changed_bytes(contents["inline"], random)
+    return joined(header, contents)
 
 
 def reference(data: bytes, old: dict[str, Any]) -> dict[str, Any]:
@@ -206,17 +204,17 @@ def forged(random: Random) -> MemoryStore:
 
     at = random.randrange(len(refs))
     root = store.get(manifest_key(refs[at]["sha256"]))
-    header, sections = taken_apart(root)
+    header, contents = taken_apart(root)
     if header["children"] and random.random() < 0.5:
         which = random.randrange(len(header["children"]))
         child = header["children"][which]
         header["children"][which] = put(change_manifest(store.get(manifest_key(child["sha256"])), random), child)
-        root = joined(header, sections)
+        root = joined(header, contents)
     else:
         root = change_manifest(root, random)
     refs[at] = put(root, refs[at])
     if random.random() < 0.3:
-        said = msgspec.msgpack.decode(layout.packed_header(root, "x")).get("logical_bytes")
+        said = msgspec.msgpack.decode(sections.packed_header(root, "x")).get("logical_bytes")
         refs[at]["logical_bytes"] = said if isinstance(said, int) and 0 <= said < 2**62 else 0
     changed = {"manifests": msgspec.convert(refs, list[records.ManifestRef]),
                "logical_bytes": sum(ref["logical_bytes"] for ref in refs)}  # fmt: skip

@@ -15,8 +15,7 @@ from snapstore import Repository
 from snapstore.errors import FormatError, IntegrityError, InvalidInputError, SnapstoreError
 from snapstore.format import records
 from snapstore.format.blobs import pack
-from snapstore.format.manifests import manifest
-from snapstore.format.manifests import sections as layout
+from snapstore.format.manifests import manifest, sections
 from snapstore.format.manifests.manifest import Box, TensorEntry
 from snapstore.format.records import Config, ManifestRef, Session, Snapshot
 from snapstore.protocol.liveness import boot_id
@@ -266,7 +265,7 @@ def test_packs_and_manifests_of_a_newer_release():
     with pytest.raises(FormatError, match="pack version 2, this snapstore reads 1"):
         pack.read_listing(store, "packs/00/x", len(data))
     with pytest.raises(FormatError, match="m: manifest version 7, this snapstore reads 1"):
-        manifest.decode(layout.PREFIX.pack(layout.MAGIC, 7, 0, 0, 0), "m")
+        manifest.decode(sections.PREFIX.pack(sections.MAGIC, 7, 0, 0, 0), "m")
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,7 @@ from snapstore.format import records
 from snapstore.format.blobs import blob, pack, planes
 from snapstore.format.hashing import checksum
 from snapstore.format.keys import manifest_key, pack_key
-from snapstore.format.manifests import manifest
-from snapstore.format.manifests import sections as layout
+from snapstore.format.manifests import manifest, sections
 from snapstore.format.manifests.chunk_table import ChunkTable
 from snapstore.format.manifests.manifest import Box, TensorEntry
 from snapstore.format.records import Config, ManifestRef, Snapshot
@@ -233,7 +232,7 @@ class World:
 
 def ref_of(name, data):
     """Return a record's entry about a manifest, however hostile it is."""
-    head = data[: layout.PREFIX.size + int.from_bytes(data[12:16], "little")]
+    head = data[: sections.PREFIX.size + int.from_bytes(data[12:16], "little")]
     header = None
     with suppress(FormatError, IntegrityError):
         header = header_of(data)
@@ -252,7 +251,7 @@ def reheader(data, **changes):
     """Return a manifest with other header fields, also such as `encode` would not write, and a valid checksum."""
     fields = msgspec.to_builtins(header_of(data), builtin_types=(bytes,)) | changes
     packed = msgspec.msgpack.encode(fields)
-    prefix = layout.PREFIX.pack(layout.MAGIC, 1, 0, len(packed), checksum(packed))
+    prefix = sections.PREFIX.pack(sections.MAGIC, 1, 0, len(packed), checksum(packed))
     return prefix + packed + data[len(manifest.header_bytes(data)) :]
 
 

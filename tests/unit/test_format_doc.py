@@ -11,8 +11,7 @@ from snapstore.format import chunking, records
 from snapstore.format.blobs import blob, codecs, pack, planes
 from snapstore.format.blobs.codecs import deflate, sparse, zstd
 from snapstore.format.keys import NAME
-from snapstore.format.manifests import chunk_table, manifest
-from snapstore.format.manifests import sections as layout
+from snapstore.format.manifests import chunk_table, manifest, sections
 from snapstore.state import folder
 from snapstore.state.tree import columns as state_columns
 from snapstore.state.tree import decode as tree_decode
@@ -191,11 +190,11 @@ def test_footer_entry():
 
 def test_manifest_prefix():
     fixed, rest = layout_table("Manifest")
-    assert fixed == offsets(layout.PREFIX)
+    assert fixed == offsets(sections.PREFIX)
     assert [row[:2] for row in rest] == [["24", "h"], ["24+h", ""]]
-    assert layout.PREFIX.size == 24
-    assert f"magic `{layout.MAGIC.decode()}`" in section("Manifest")
-    assert f"format version, {layout.VERSION} " in section("Manifest")
+    assert sections.PREFIX.size == 24
+    assert f"magic `{sections.MAGIC.decode()}`" in section("Manifest")
+    assert f"format version, {sections.VERSION} " in section("Manifest")
 
 
 def test_manifest_header():
@@ -299,9 +298,9 @@ def test_limits():
     for what, number in {
         "small objects 64 MiB": records.MAX_OBJECT_BYTES == 64 << 20,
         "metadata 1 MiB": records.MAX_FIELD_BYTES == 1 << 20,
-        "together by 4 times its size": layout.MAX_COLUMNS_RATIO == 4,
-        "`inline` by 16 MiB": layout.MAX_INLINE_BYTES == 16 << 20,
-        "each by 64 KiB or 64 times": (layout.MAX_NODES_BYTES, layout.MAX_NODES_RATIO) == (64 << 10, 64),
+        "together by 4 times its size": sections.MAX_COLUMNS_RATIO == 4,
+        "`inline` by 16 MiB": sections.MAX_INLINE_BYTES == 16 << 20,
+        "each by 64 KiB or 64 times": (sections.MAX_NODES_BYTES, sections.MAX_NODES_RATIO) == (64 << 10, 64),
         "chunks 64 MiB": chunking.MAX_CHUNK_BYTES == 64 << 20,
         "chains 255 references": chunk_table.MAX_CHAIN == 255,
         "tree depth 200": containers.MAX_DEPTH == 200,

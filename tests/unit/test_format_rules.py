@@ -17,8 +17,7 @@ from kit.repositories import created, opened, save
 from snapstore import FormatError, IntegrityError
 from snapstore.format import records
 from snapstore.format.hashing import checksum
-from snapstore.format.manifests import manifest
-from snapstore.format.manifests import sections as layout
+from snapstore.format.manifests import manifest, sections
 from snapstore.format.records import ENVELOPE, Snapshot
 from snapstore.state.tree.decode import READERS, decode, decode_plain
 from snapstore.state.tree.encode import encode_plain
@@ -133,6 +132,6 @@ def test_a_longer_section_is_refused():
     fields = msgspec.to_builtins(header, builtin_types=(bytes,))
     fields["sections"] = [[*section, 0] for section in fields["sections"]]
     packed = msgspec.msgpack.encode(fields)
-    prefix = layout.PREFIX.pack(layout.MAGIC, 1, 0, len(packed), checksum(packed))
+    prefix = sections.PREFIX.pack(sections.MAGIC, 1, 0, len(packed), checksum(packed))
     with pytest.raises(FormatError, match="length 5"):
         manifest.decode_header(prefix + packed, "x")

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from snapstore.errors import FormatError, IntegrityError
 from snapstore.format.hashing import checksum
-from snapstore.format.manifests import manifest
-from snapstore.format.manifests import sections as layout
+from snapstore.format.manifests import manifest, sections
 from snapstore.format.manifests.chunk_table import COLUMNS, ChunkTable
 from snapstore.format.manifests.manifest import Box, ManifestHeader, TensorEntry
 from snapstore.storage.memory import MemoryStore
@@ -157,9 +156,9 @@ def test_sizes_that_disagree_are_refused_by_read(what):
 def with_header(data, change):
     """Return a manifest whose header `change` has changed."""
     end = len(manifest.header_bytes(data))
-    header = msgspec.msgpack.decode(data[layout.PREFIX.size : end])
+    header = msgspec.msgpack.decode(data[sections.PREFIX.size : end])
     change(header)
-    return layout.join(msgspec.msgpack.encode(header), [data[end:]])
+    return sections.join(msgspec.msgpack.encode(header), [data[end:]])
 
 
 @pytest.mark.parametrize("name", ["tensors", "chunks", "refs"])
@@ -288,8 +287,8 @@ def test_chains_with_blobs_of_wrong_kinds_are_refused():
 
 def test_a_section_that_would_unpack_to_too_many_bytes_is_stored_raw(monkeypatch):
     """A reader refuses a small manifest that unpacks to many bytes, so a writer must not make one."""
-    monkeypatch.setattr(layout, "MAX_INLINE_BYTES", 1000)
-    monkeypatch.setattr(layout, "MAX_NODES_BYTES", 1000)
+    monkeypatch.setattr(sections, "MAX_INLINE_BYTES", 1000)
+    monkeypatch.setattr(sections, "MAX_NODES_BYTES", 1000)
     data = encode(ChunkTable.empty(), inline=bytes(100_000), tree="x" * 5000)
     found = manifest.decode(data, "here")
     assert (found.inline, found.tree) == (bytes(100_000), "x" * 5000)
@@ -314,7 +313,7 @@ def test_unknown_sections_are_passed_over():
     header = manifest.decode_header(data, "here")
     more = msgspec.structs.replace(header, sections=[*header.sections, ("novel", 0, 1, 2**60, 9)])
     packed = msgspec.msgpack.encode(more)
-    prefix = layout.PREFIX.pack(layout.MAGIC, 1, 0, len(packed), checksum(packed))
+    prefix = sections.PREFIX.pack(sections.MAGIC, 1, 0, len(packed), checksum(packed))
     assert manifest.decode(prefix + packed + data[len(manifest.header_bytes(data)) :], "here").tree == 7
     assert isinstance(header, ManifestHeader)
 
@@ -326,7 +325,7 @@ def test_a_section_is_there_once(name):
     extra = [section for section in [*header.sections, ("novel", 0, 1, 1, 0)] if section[0] == name]
     more = msgspec.structs.replace(header, sections=[*header.sections, *extra, *extra])
     packed = msgspec.msgpack.encode(more)
-    prefix = layout.PREFIX.pack(layout.MAGIC, 1, 0, len(packed), checksum(packed))
+    prefix = sections.PREFIX.pack(sections.MAGIC, 1, 0, len(packed), checksum(packed))
     with pytest.raises(FormatError, match="here: a section is there twice"):
         manifest.decode(prefix + packed + data[len(manifest.header_bytes(data)) :], "here")
 
@@ -396,13 +395,13 @@ def test_the_section_and_its_feature_come_together():
     without = encode(a_table([]), features=["strides"])
     with pytest.raises(FormatError, match="features \\['strides'\\]"):
         manifest.decode(without, "here")
-    real = layout.encode_sections
+    real = sections.encode_sections
 
     def without_feature(raw, unknown=()):
         return real({**raw, "strides": msgspec.msgpack.encode([])}, unknown)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "encode_sections", without_feature)
+        patch.setattr(sections, "encode_sections", without_feature)
         data, both = encode(a_table([])), encode(a_table([]), features=["strides"])
     with pytest.raises(FormatError, match="features \\[\\]"):
         manifest.decode(data, "here")

@@ -21,8 +21,7 @@ from kit.repositories import created
 from kit.samples import THOROUGH, examples
 from snapstore.errors import FormatError, IntegrityError, UnknownFormatError
 from snapstore.format.hashing import checksum
-from snapstore.format.manifests import manifest
-from snapstore.format.manifests import sections as layout
+from snapstore.format.manifests import manifest, sections
 from snapstore.format.manifests.chunk_table import COLUMNS, ChunkTable
 from snapstore.format.manifests.manifest import Box, Manifest, ManifestContents, TensorEntry
 from snapstore.format.manifests.rank_checks import Cover, RankCheck, read_children
@@ -387,7 +386,7 @@ def test_a_header_of_any_ranks_is_decoded_or_refused(data):
     for child in fields["children"]:
         child["rank"] = data.draw(number)
     packed = msgspec.msgpack.encode(fields)
-    prefix = layout.PREFIX.pack(layout.MAGIC, 1, 0, len(packed), checksum(packed))
+    prefix = sections.PREFIX.pack(sections.MAGIC, 1, 0, len(packed), checksum(packed))
     try:
         header = manifest.decode_header(prefix + packed, "x")
     except FormatError:
@@ -409,11 +408,11 @@ def test_lists_are_closed():
     longer = [[*fields[0], 7], *fields[1:]]
     boxed = [[*fields[0][:6], [[*fields[0][6][0], 7]], fields[0][7]], *fields[1:]]
     for tensors in (longer, boxed):
-        sections, body = layout.encode_sections(
+        entries, body = sections.encode_sections(
             {"tree": b"\xc0", "tensors": msgspec.msgpack.encode(tensors), "inline": m.inline, **m.table.to_bytes()}
         )
-        header = msgspec.structs.replace(m.header, sections=sections)
+        header = msgspec.structs.replace(m.header, sections=entries)
         with pytest.raises(FormatError, match="at most length"):
-            manifest.decode(layout.join(msgspec.msgpack.encode(header), body), "x")
+            manifest.decode(sections.join(msgspec.msgpack.encode(header), body), "x")
     assert hashlib.sha256(data).hexdigest() == child.sha256
     assert set(COLUMNS) <= {s[0] for s in m.header.sections}

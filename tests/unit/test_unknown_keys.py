@@ -22,8 +22,7 @@ from kit.repositories import created, opened, save
 from snapstore import SnapstoreError, UnknownFormatError
 from snapstore.format import open_maps, records
 from snapstore.format.keys import manifest_key
-from snapstore.format.manifests import manifest
-from snapstore.format.manifests import sections as layout
+from snapstore.format.manifests import manifest, sections
 from snapstore.format.records import ENVELOPE, ManifestRef, Snapshot
 from snapstore.storage.memory import MemoryStore
 
@@ -38,7 +37,7 @@ def raw_map(data: bytes) -> dict[str, object]:
 
 
 def raw_header(store: MemoryStore, ref: dict[str, object]) -> dict[str, object]:
-    return msgspec.msgpack.decode(layout.packed_header(store.get(manifest_key(str(ref["sha256"]))), "x"))
+    return msgspec.msgpack.decode(sections.packed_header(store.get(manifest_key(str(ref["sha256"]))), "x"))
 
 
 def planted(store: MemoryStore, key: str) -> None:

@@ -10,18 +10,48 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import logging
 import os
+import pickle
 import sys
 import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.utils import _DistWrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
 from kit.forked import Forked, wait_all
 from kit.processes import environment
+from snapstore import PerRank, Repository, RngState, SnapshotManager
+from snapstore import dcp as snap
+from snapstore.dcp import SnapstoreReader, SnapstoreWriter, async_save, load, save, saving
+from snapstore.errors import InvalidInputError
 
 #: A world that hangs is given up after this long [s].
 HANG_S = 240.0
@@ -52,9 +82,6 @@ def run(
 
 def main(folder: str, world: str, rank: str, *names: str, cases: dict[str, Any]) -> None:
     """Be one rank, and run functions `case_*` among `cases`."""
-    import torch
-    import torch.distributed as dist
-
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     backend = os.environ["SNAPSTORE_TEST_BACKEND"]
@@ -87,45 +114,31 @@ class World:
     """
 
     def __init__(self, folder: Path) -> None:
-        import torch.distributed as dist
-
         self.folder, self.url = folder, folder / "repository"
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.gloo = dist.new_group(backend="gloo", timeout=timedelta(seconds=HANG_S))
 
     def writer(self, run: str, **options: Any) -> Any:
-        from snapstore.dcp import SnapstoreWriter
-
         return SnapstoreWriter(self.url, run=f"{run}-{self.size}", **options)
 
     def reader(self, run: str, size: int | None = None, **options: Any) -> Any:
-        from snapstore.dcp import SnapstoreReader
-
         return SnapstoreReader(self.url, run=f"{run}-{size or self.size}", **options)
 
     def mesh(self, *shape: int) -> Any:
-        from torch.distributed.device_mesh import init_device_mesh
-
         return init_device_mesh("cpu", shape or (self.size,), mesh_dim_names=[f"d{i}" for i in range(len(shape) or 1)])
 
 
 def whole(shape: tuple[int, ...], seed: int = 0) -> Any:
     """Return the same values on every rank."""
-    import torch
-
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def sharded(value: Any, mesh: Any, placements: Any) -> Any:
-    from torch.distributed.tensor import distribute_tensor
-
     return distribute_tensor(value, mesh, placements)
 
 
 def expect_whole(value: Any, expected: Any, what: object = "") -> None:
     """Check that a DTensor or tensor has the values of a whole tensor, to the bit."""
-    import torch
-
     got = value.full_tensor() if hasattr(value, "full_tensor") else value
     assert torch.equal(got, expected), (what, got, expected)
 
@@ -145,10 +158,6 @@ def raises(kind: type[BaseException], text: str, rank: int | None = None) -> Any
 
 def fsdp(mesh: Any, hidden: int = 24, seed: int = 0) -> tuple[Any, Any]:
     """Return a model under FSDP2, or under DDP without a mesh, and its optimizer, one step after initialisation."""
-    import torch
-    from torch import nn
-    from torch.distributed.fsdp import fully_shard
-
     torch.manual_seed(seed)
     model: Any = nn.Sequential(nn.Linear(20, hidden), nn.ReLU(), nn.Linear(hidden, 7), nn.LayerNorm(7))
     if mesh is None:
@@ -170,22 +179,16 @@ def train(model: Any, optimizer: Any, seed: int) -> None:
 
 
 def states(model: Any, optimizer: Any) -> dict[str, Any]:
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
     of_model, of_optimizer = get_state_dict(model, optimizer)
     return {"model": of_model, "optimizer": of_optimizer}
 
 
 def flat(state: Any) -> dict[str, Any]:
-    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-
     return flatten_state_dict(state)[0]
 
 
 def full(state: Any) -> dict[str, Any]:
     """Return the values of a state by DCP's keys, with whole tensors."""
-    import torch
-
     return {
         key: value.full_tensor().clone() if hasattr(value, "full_tensor") else value.clone()
         if isinstance(value, torch.Tensor) else value for key, value in flat(state).items()
@@ -193,8 +196,6 @@ def full(state: Any) -> dict[str, Any]:
 
 
 def expect_same(state: Any, expected: dict[str, Any]) -> None:
-    import torch
-
     got = full(state)
     assert got.keys() == expected.keys(), got.keys() ^ expected.keys()
     for key, value in expected.items():
@@ -207,10 +208,6 @@ def expect_same(state: Any, expected: dict[str, Any]) -> None:
 
 def _save_and_load(world: World, run: str, mesh: Any, other: Any, save: Callable[[Any, Any, int], Any]) -> None:
     """Save a model of one mesh, and load it into a model of another."""
-    from torch.distributed.checkpoint.state_dict import set_state_dict
-
-    from snapstore.dcp import load
-
     model, optimizer = fsdp(mesh)
     state = states(model, optimizer) | {"step": 3, "names": ["a"], "plain": whole((50, 3))}
     expected = full(state)
@@ -230,7 +227,6 @@ def _save_and_load(world: World, run: str, mesh: Any, other: Any, save: Callable
 
 def case_save(world: World) -> None:
     """dcp.save, and dcp.load with collectives and without."""
-    import torch.distributed.checkpoint as dcp
 
     def save(state: Any, writer: Any, step: int) -> None:
         dcp.save(state, storage_writer=writer, checkpoint_id=f"/out/step-{step}")
@@ -245,8 +241,6 @@ def case_save(world: World) -> None:
 
 
 def case_async_save(world: World) -> None:
-    import torch.distributed.checkpoint as dcp
-
     def save(state: Any, writer: Any, step: int) -> None:
         future = dcp.async_save(state, storage_writer=writer, checkpoint_id=step, process_group=world.gloo)
         for value in flat(state).values():
@@ -267,8 +261,6 @@ def case_async_save(world: World) -> None:
 
 
 def case_own_functions(world: World) -> None:
-    from snapstore import dcp as snap
-
     _save_and_load(world, "own", world.mesh(), world.mesh(), snap.save)
 
     def save(state: Any, writer: Any, step: int) -> None:
@@ -291,8 +283,6 @@ def case_own_functions(world: World) -> None:
 
 def case_hsdp(world: World) -> None:
     """HSDP to HSDP, and to FSDP and back."""
-    from snapstore.dcp import save
-
     if world.size == 4:
         for number, (mesh, other) in enumerate((((2, 2), (2, 2)), ((2, 2), (4,)), ((4,), (2, 2)))):
             _save_and_load(world, f"hsdp{number}", world.mesh(*mesh), world.mesh(*other), save)
@@ -300,17 +290,12 @@ def case_hsdp(world: World) -> None:
 
 def case_ddp(world: World) -> None:
     """DDP to DDP, and to FSDP."""
-    from snapstore.dcp import save
-
     for number, (mesh, other) in enumerate(((None, None), (None, world.mesh()))):
         _save_and_load(world, f"ddp{number}", mesh, other, save)
 
 
 def _fsdp1(seed: int, *, is_trained: bool = False) -> tuple[Any, Any]:
     """Return a model under FSDP1, whose state dicts are sharded, and its optimizer."""
-    import torch
-    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
-
     torch.manual_seed(seed)
     layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 12))
     model = FullyShardedDataParallel(layers, device_id=torch.device("cpu"))
@@ -323,8 +308,6 @@ def _fsdp1(seed: int, *, is_trained: bool = False) -> tuple[Any, Any]:
 
 
 def _fsdp1_state(model: Any, optimizer: Any) -> dict[str, Any]:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
     return {"model": model.state_dict(), "optim": FullyShardedDataParallel.optim_state_dict(model, optimizer)}
 
 
@@ -339,11 +322,6 @@ def _locals(state: Any) -> dict[str, Any]:
 
 def case_fsdp1(world: World) -> None:
     """FSDP1's sharded state, by DCP's older functions: the reader keeps the step that was set before them."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed._shard.sharded_tensor import ShardedTensor
-    from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
     state = _fsdp1_state(*_fsdp1(0, is_trained=True))
     assert any(isinstance(value, ShardedTensor) for value in flat(state).values())
     writer, reader = world.writer("fsdp1"), world.reader("fsdp1")
@@ -363,11 +341,6 @@ def case_fsdp1(world: World) -> None:
 
 def case_fsdp1_by_the_manager(world: World) -> None:
     """FSDP1's sharded state, saved and restored by managers, then loaded through DCP."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    from snapstore import SnapshotManager
-    from snapstore.dcp import load
-
     state = _fsdp1_state(*_fsdp1(0, is_trained=True))
     other, fresh = _fsdp1(1, is_trained=True)
     with SnapshotManager(world.url, run=f"fsdp1-manager-{world.size}") as manager:
@@ -386,13 +359,6 @@ def case_fsdp1_by_the_manager(world: World) -> None:
 
 def case_tensor_parallel(world: World) -> None:
     """Tensor parallel, alone and under FSDP; loaded onto the meta device too."""
-    import torch
-    import torch.distributed.checkpoint as dcp
-    from torch import nn
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    from snapstore.dcp import load, save
 
     def model(seed: int, device: str = "cpu", *, shard: bool) -> Any:
         torch.manual_seed(seed)
@@ -421,12 +387,6 @@ def case_tensor_parallel(world: World) -> None:
 
 def case_placements(world: World) -> None:
     """Every placement of a mesh to every other one, with rows and columns that the ranks do not divide."""
-    from itertools import product
-
-    from torch.distributed.tensor import Replicate, Shard
-
-    from snapstore.dcp import load, save
-
     kinds = (Shard(0), Shard(1), Replicate())
     meshes = [((world.size,), [(kind,) for kind in kinds])]
     if world.size == 4:
@@ -454,11 +414,6 @@ def case_placements(world: World) -> None:
 
 def case_uneven_and_empty_shards(world: World) -> None:
     """Fewer rows than ranks, none at all, no dimensions, one row; dtypes of one to sixteen bytes."""
-    import torch
-    from torch.distributed.tensor import Replicate, Shard
-
-    from snapstore.dcp import load, save
-
     mesh, values, state = world.mesh(), {}, {}
     for number, rows in enumerate((0, 1, world.size - 1, world.size, world.size + 1, 3000)):
         for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.complex128):
@@ -485,11 +440,6 @@ def case_uneven_and_empty_shards(world: World) -> None:
 
 def case_submesh(world: World) -> None:
     """A DTensor on the mesh of some ranks, as pipeline stages have: the others hold nothing of it."""
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Shard
-
-    from snapstore.dcp import load, save
-
     half = world.size // 2
     meshes = [DeviceMesh("cpu", list(range(half))), DeviceMesh("cpu", list(range(half, world.size)))]
     mine, values = int(world.rank >= half), [whole((11, 4), 1), whole((6, 3), 2)]
@@ -511,13 +461,6 @@ def case_experts_of_each_rank(world: World) -> None:
     these ranks, DCP and managers store them. On a slice of a larger mesh, which says that all ranks have copies, the
     save fails, and the error says why.
     """
-    from torch.distributed.checkpoint import CheckpointException
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Shard
-
-    from snapstore import SnapshotManager
-    from snapstore.dcp import load, save
-
     if world.size != 4:
         return
     mesh, place = world.mesh(2, 2), world.rank % 2  # d1 is that of the experts
@@ -547,12 +490,6 @@ def case_states_of_one_plan(world: World) -> None:
     """States with equal plans of DCP are saved if they differ by empty containers, by the order of keys in a leaf, or
     by a replicated DTensor in place of a tensor, as a manager saves them. Else the first error names what differs.
     """
-    import torch
-    from torch.distributed.checkpoint import CheckpointException, save
-    from torch.distributed.tensor import Replicate
-
-    from snapstore import dcp
-
     mesh, last = world.mesh(), world.rank == world.size - 1
     replicated = sharded(whole((4, 3), 1), mesh, [Replicate()])
     states = [
@@ -562,31 +499,25 @@ def case_states_of_one_plan(world: World) -> None:
     for number, state in enumerate(states):
         writer = world.writer(f"one-plan-{number}")
         for step in (1, 2, 3):
-            dcp.save(state, writer, step)
+            snap.save(state, writer, step)
         writer.close()
     writer = world.writer("one-plan")
     with raises(CheckpointException, "save again: the error of the next"):
-        save(states[1], storage_writer=writer, checkpoint_id=1)
+        dcp.save(states[1], storage_writer=writer, checkpoint_id=1)
     for step in (1, 2, 3):
-        save(states[1], storage_writer=writer, checkpoint_id=step)
+        dcp.save(states[1], storage_writer=writer, checkpoint_id=step)
     writer.close()
     writer = world.writer("one-plan")
-    save({"x": replicated if last else whole((4, 3), 1)}, storage_writer=writer, checkpoint_id=1)
+    dcp.save({"x": replicated if last else whole((4, 3), 1)}, storage_writer=writer, checkpoint_id=1)
     with raises(CheckpointException, f"0.5 on rank {world.size - 1}"):
-        dcp.save({"lr": 0.5 if last else 1.0}, writer, 2)
+        snap.save({"lr": 0.5 if last else 1.0}, writer, 2)
     with raises(CheckpointException, "tensors x.w differ"):
-        dcp.save({"x": {"w": torch.full((3,), float(last))}}, writer, 3)
+        snap.save({"x": {"w": torch.full((3,), float(last))}}, writer, 3)
     writer.close()
 
 
 def case_submesh_that_all_ranks_know(world: World) -> None:
     """A module on the even ranks: the others have its parameters too, without a row; and its extra state."""
-    import torch
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Replicate, Shard
-
-    from snapstore.dcp import load, save
-
     mesh, rows, copies = DeviceMesh("cpu", list(range(0, world.size, 2))), whole((6, 3)), whole((6,), 1)
 
     def module(factor: int) -> dict[str, Any]:
@@ -610,15 +541,6 @@ def case_submesh_that_all_ranks_know(world: World) -> None:
 
 def case_shards_of_any_size(world: World) -> None:
     """Shards that the program places itself, by DCP's protocol and in a DTensor; shards that overlap are refused."""
-    import torch
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-    from torch.distributed.tensor import DTensor, Shard
-    from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
-
-    from snapstore import Repository
-    from snapstore.dcp import load, save
 
     class Rows(torch.Tensor):
         """Some rows of a tensor of (16, 1), from `first` on."""
@@ -674,11 +596,6 @@ def case_shards_of_any_size(world: World) -> None:
 
 def case_sharded_tensor(world: World) -> None:
     """FSDP1's ShardedTensor: saved, loaded into other shards, several on a rank too, and to plain tensors and back."""
-    import torch
-    from torch.distributed._shard import sharded_tensor
-    from torch.distributed._shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
-
-    from snapstore.dcp import async_save, load, save
 
     def made(rows: int, ranks: list[int]) -> Any:
         spec = ChunkShardingSpec(dim=0, placements=[f"rank:{r}/cpu" for r in ranks])
@@ -734,10 +651,6 @@ def case_sharded_tensor(world: World) -> None:
 
 def case_tied_tensors(world: World) -> None:
     """One tensor under several keys, in one part and in two, is loaded under each; its shards are stored once."""
-    from torch.distributed.tensor import Shard
-
-    from snapstore.dcp import async_save, load, save
-
     value, plain = sharded(whole((900, 40)), world.mesh(), [Shard(0)]), whole((700, 30), 1)
     state = {"m": {"emb": value, "head": value, "p": plain}, "o": {"w": value, "p": plain}}
     writer = world.writer("tied")
@@ -760,8 +673,6 @@ def case_tied_tensors(world: World) -> None:
 
 def case_replicas_are_stored_once(world: World) -> None:
     """A state that every rank holds whole is stored once."""
-    from snapstore.dcp import load, save
-
     state = {"ddp": {f"w{n}": whole((400, 100), n) for n in range(6)}}
     writer = world.writer("ddp")
     save(state, writer, 1)
@@ -777,8 +688,6 @@ def case_replicas_are_stored_once(world: World) -> None:
 
 def case_keys_of_each_rank(world: World) -> None:
     """Ranks may have keys of their own, as data loaders do: each rank loads its own."""
-    from snapstore.dcp import load, save
-
     mine = f"loader_{world.rank}"
     state = {mine: {"position": 10 + world.rank, "order": list(range(world.rank, 900))}, "step": 1}
     writer = world.writer("keys")
@@ -791,11 +700,6 @@ def case_keys_of_each_rank(world: World) -> None:
 
 def case_keys_in_another_order(world: World) -> None:
     """Ranks may have the same keys in another order; objects that communicate load in the same order on all of them."""
-    import torch
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-
-    from snapstore.dcp import async_save, load, save
 
     class Gathering:
         def state_dict(self) -> dict[str, Any]:
@@ -837,11 +741,6 @@ def case_keys_in_another_order(world: World) -> None:
 
 def case_values_of_each_rank(world: World) -> None:
     """`PerRank`, below a top-level key: each rank gets its own back, or another rank's if `per_rank` says so."""
-    import torch
-    from torch.distributed.checkpoint import CheckpointException
-
-    from snapstore import PerRank, RngState
-    from snapstore.dcp import async_save, load, save
 
     def own(rank: int) -> dict[str, Any]:
         return {"seed": 10 + rank, "order": torch.arange(900) + rank}
@@ -882,13 +781,6 @@ def case_plain_tensors_of_some_ranks(world: World) -> None:
     """Pipeline stages: layers of one rank and of several, in lists, tuples and arrays too, which change between saves.
     Each rank gets its own back, and one target can take all of them.
     """
-    import numpy as np
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.tensor import Shard
-
-    from snapstore import Repository
-    from snapstore.dcp import async_save, load, save
 
     class OfStages(DefaultSavePlanner):  # a class of its own: the cache goes by the name
         pass
@@ -942,8 +834,6 @@ def case_plain_tensors_of_some_ranks(world: World) -> None:
 
 def case_a_tensor_that_more_ranks_hold(world: World) -> None:
     """The ranks that have held it have copied all of it; from the next save on they share it with the others."""
-    from snapstore.dcp import async_save, load, save
-
     last = world.size - 1
     for first in ([0], [last], [*range(last)]):
         run = f"more-{first[0]}-{len(first)}"
@@ -970,9 +860,6 @@ def case_a_tensor_that_more_ranks_hold(world: World) -> None:
 def case_a_failed_save_in_which_more_ranks_hold_a_tensor(world: World) -> None:
     """A rank whose write fails forgets the former holders too, so the next save succeeds."""
     import pytest
-    from torch.distributed.checkpoint import CheckpointException
-
-    from snapstore.dcp import async_save, load, saving
 
     def state(step: int) -> dict[str, Any]:
         held = {"w": whole((8000, 4), step)} if world.rank == 0 or step else {}
@@ -996,9 +883,6 @@ def case_a_failed_save_in_which_more_ranks_hold_a_tensor(world: World) -> None:
 
 def case_a_tensor_that_other_ranks_drop(world: World) -> None:
     """The copies of the others' shares do not cover it: the save fails, the next works."""
-    from torch.distributed.checkpoint import CheckpointException
-
-    from snapstore.dcp import async_save, load
 
     def state(step: int) -> dict[str, Any]:
         return {"model": {"w": whole((8000, 4), step)} if world.rank < 2 or step < 2 else {"x": whole((3,))}}
@@ -1017,11 +901,6 @@ def case_a_tensor_that_other_ranks_drop(world: World) -> None:
 
 def case_plain_values_that_differ(world: World) -> None:
     """They are an error on all ranks that names the key; nothing is committed."""
-    from torch.distributed.checkpoint import CheckpointException
-
-    from snapstore import Repository
-    from snapstore.dcp import async_save, save
-
     writer = world.writer("differ")
     state = {"w": whole((3, 4)), "seeds": {"own": world.rank, "same": 5}}
     with raises(CheckpointException, "seeds.own: 0 on rank 0, 1 on rank 1"):
@@ -1036,10 +915,6 @@ def case_plain_values_that_differ(world: World) -> None:
 
 def case_replicas_that_differ(world: World) -> None:
     """Plain tensors that should be the same on all ranks, and are not, are an error that names them."""
-    from torch.distributed.checkpoint import CheckpointException
-
-    from snapstore.dcp import async_save, save
-
     writer = world.writer("diverged")
     state = {"model": {"good": whole((500, 10)), "bad": whole((500, 10), seed=int(world.rank == world.size - 1))}}
     with raises(CheckpointException, f"rank {world.size - 1}: tensors model.bad differ from those of rank"):
@@ -1053,13 +928,6 @@ def case_replicas_that_differ(world: World) -> None:
 
 def case_buffers_that_differ(world: World) -> None:
     """BatchNorm's buffers are saved from rank 0 alone, which warns once; a parameter that differs is an error."""
-    import logging
-
-    import torch
-    from torch.distributed.checkpoint import CheckpointException
-
-    from snapstore.dcp import async_save, load, save
-
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -1091,11 +959,6 @@ def case_buffers_that_differ(world: World) -> None:
 
 def case_replicas_of_rank_0(world: World) -> None:
     """With replicas="rank0" plain tensors and replicas of DTensors may differ: those of rank 0 are stored, whole."""
-    from torch.distributed.checkpoint import CheckpointException
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    from snapstore.dcp import async_save, load, save
-
     mesh = world.mesh(2, world.size // 2)
     row = world.rank // (world.size // 2)  # the replica
     plain = {"small": whole((3,)), "large": whole((900, 400)), "none": whole(())}
@@ -1125,10 +988,6 @@ def case_a_rank_that_fails(world: World) -> None:
     """A failure on any rank, at any hook, fails the save on all. It leaves no session, also if another rank failed:
     the next gc, of any process, works.
     """
-    from torch.distributed.checkpoint import CheckpointException
-
-    from snapstore import Repository
-    from snapstore.dcp import async_save, load, save
 
     class Failing:
         def __init__(self, hook: str, rank: int) -> None:
@@ -1161,8 +1020,6 @@ def case_a_rank_that_fails(world: World) -> None:
     with Repository.open(world.url) as repository:
         steps = [snapshot.step for snapshot in repository.snapshots(f"fails-{world.size}")]
         assert steps == [100 + n for n in range(1, step + 1)], steps
-        import torch.distributed as dist
-
         dist.barrier()
         if world.rank == 0:
             assert not [info.key for info in repository.store.list("sessions/")]
@@ -1172,23 +1029,18 @@ def case_a_rank_that_fails(world: World) -> None:
 
 def case_a_rank_that_cannot_copy(world: World) -> None:
     """If one rank cannot copy its state, the future raises that on all ranks, and the next saves are those of all."""
-    from torch.distributed.checkpoint import CheckpointException, async_save
-
-    from snapstore import dcp
-    from snapstore.dcp import load
-
     last = world.size - 1
     writer = world.writer("cannot-copy")
     for step in range(1, 5):
         state = {"w": whole((300, 40), step), "n": step}
         bad = state | ({"bad": whole((4, 4)).to("meta")} if world.rank == last else {})
         if step % 2:  # by DCP's function, then by ours
-            future = async_save(bad, storage_writer=writer, checkpoint_id=step, process_group=world.gloo)
+            future = dcp.async_save(bad, storage_writer=writer, checkpoint_id=step, process_group=world.gloo)
         else:
-            future = dcp.async_save(bad, writer, step, process_group=world.gloo)
+            future = snap.async_save(bad, writer, step, process_group=world.gloo)
         with raises(CheckpointException, "UnsupportedLeafError", last):
             future.result()
-        dcp.async_save(state, writer, 10 + step, process_group=world.gloo).result()
+        snap.async_save(state, writer, 10 + step, process_group=world.gloo).result()
         target = {"w": whole((300, 40), 9), "n": 0}
         load(target, world.reader("cannot-copy"), 10 + step)
         expect_same(target, full(state))
@@ -1197,9 +1049,6 @@ def case_a_rank_that_cannot_copy(world: World) -> None:
 
 def case_an_object_that_fails_on_a_rank(world: World) -> None:
     """If state_dict of an object fails on one rank, the save fails on all, and they do not wait for this rank."""
-    from torch.distributed.checkpoint import CheckpointException
-
-    from snapstore.dcp import async_save, load, save
 
     class Failing:
         def __init__(self, is_broken: bool) -> None:
@@ -1229,7 +1078,6 @@ def case_an_object_that_fails_on_a_rank(world: World) -> None:
 
 def case_a_failed_save_and_the_plan_cache(world: World) -> None:
     """The cache leaves the items of a plan out: it is not taken for that of a staged state whose save has failed."""
-    from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, async_save, save
 
     class OfFailedSaves(DefaultSavePlanner):  # a class of its own: the cache goes by the name
         pass
@@ -1239,8 +1087,8 @@ def case_a_failed_save_and_the_plan_cache(world: World) -> None:
         for other in ({}, {"w": whole((3, 3)).to("meta")}):
             state = {f"own{world.rank}": whole((300, 40), step), "all": whole((50, 3))}
             planner = OfFailedSaves(enable_plan_caching=True)
-            save(state, storage_writer=writer, checkpoint_id=step, planner=planner)
-            future = async_save(other, storage_writer=writer, checkpoint_id="none", process_group=world.gloo)
+            dcp.save(state, storage_writer=writer, checkpoint_id=step, planner=planner)
+            future = dcp.async_save(other, storage_writer=writer, checkpoint_id="none", process_group=world.gloo)
             kept.append(future.exception())  # its frames keep the state that was staged
             assert isinstance(kept[-1], CheckpointException)
     writer.close()
@@ -1248,9 +1096,6 @@ def case_a_failed_save_and_the_plan_cache(world: World) -> None:
 
 def case_failures_of_a_load(world: World) -> None:
     """A failure on any rank, or a missing key, fails a load with collectives on all ranks; the next load works."""
-    import torch.distributed.checkpoint as dcp
-
-    from snapstore.dcp import save
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("injected")
@@ -1276,13 +1121,6 @@ def case_failures_of_a_load(world: World) -> None:
 
 def case_a_save_while_ranks_open_the_newest(world: World) -> None:
     """All ranks load the snapshot that the coordinator has found, unless another rank's has other keys or shapes."""
-    import torch
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-
-    from snapstore import Repository
-    from snapstore.dcp import SnapstoreReader
-
     steps = itertools.count()
 
     def save(state: dict[str, Any]) -> None:
@@ -1325,8 +1163,6 @@ def case_a_save_while_ranks_open_the_newest(world: World) -> None:
 
 def case_another_coordinator(world: World) -> None:
     """DCP's older functions let another rank than 0 coordinate: it commits, and its failures fail all ranks."""
-    import torch.distributed.checkpoint as dcp
-
     state = {"w": whole((300, 40)), "n": 1}
     writer = world.writer("coordinator")
     for hook in ("finish", ""):
@@ -1349,10 +1185,6 @@ def case_another_coordinator(world: World) -> None:
 
 def case_ranks_that_do_not_agree(world: World) -> None:
     """Ranks with different steps or repositories get errors that say so."""
-    import torch.distributed.checkpoint as dcp
-
-    from snapstore.dcp import SnapstoreWriter, save
-
     writer = world.writer("agree")
     with raises(dcp.CheckpointException, "pass the same checkpoint_id and repository on all ranks"):
         save({"a": whole((3, 3))}, writer, 1 + world.rank)
@@ -1364,10 +1196,6 @@ def case_ranks_that_do_not_agree(world: World) -> None:
 
 
 def case_modes_that_are_refused(world: World) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    from snapstore.errors import InvalidInputError
-
     writer = world.writer("modes")
     with raises(InvalidInputError, "use_collectives=False"):
         dcp.save({"a": whole((2, 2))}, storage_writer=writer, checkpoint_id=1, use_collectives=False)
@@ -1376,11 +1204,6 @@ def case_modes_that_are_refused(world: World) -> None:
 
 def case_save_with_no_dist(world: World) -> None:
     """Each rank would commit its own part as the same step; a rank that is to save alone says so."""
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-
-    from snapstore import Repository
-
     writer, run = world.writer("no-dist"), f"no-dist-{world.size}"
     with raises(BaseException, f"this is rank {world.rank} of {world.size}"):
         dcp.save({"a": whole((2, 2))}, storage_writer=writer, checkpoint_id=1, no_dist=True)
@@ -1406,11 +1229,6 @@ def case_save_with_no_dist(world: World) -> None:
 
 def case_process_mode(world: World) -> None:
     """PROCESS mode is refused before a byte is sent to the process."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-
-    from snapstore.errors import InvalidInputError
-
     writer = world.writer("process")
     future = dcp.async_save(
         {"a": whole((2, 2))}, storage_writer=writer, checkpoint_id=1, process_group=world.gloo,
@@ -1426,13 +1244,6 @@ def case_process_mode(world: World) -> None:
 
 def case_groups(world: World) -> None:
     """Some ranks save alone; a state that was staged for all of them is refused."""
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Shard
-
-    from snapstore.dcp import async_save, load, save
-
     ranks = list(range(world.size // 2))
     group, mesh = dist.new_group(ranks, backend="gloo"), DeviceMesh("cpu", ranks)
     if world.rank in ranks:
@@ -1457,12 +1268,6 @@ def case_groups(world: World) -> None:
 
 def _save_by_all_but_one(world: World) -> None:
     """A mesh names ranks of the job, a group numbers its own: two sets of ranks are not one for their names."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Replicate
-
-    from snapstore.dcp import load, save
-
     ranks = list(range(1, world.size))
     group, mesh = dist.new_group(ranks, backend="gloo"), DeviceMesh("cpu", ranks[:2])
     if world.rank in ranks:
@@ -1482,12 +1287,6 @@ def _save_by_all_but_one(world: World) -> None:
 
 def case_planners(world: World) -> None:
     """A planner that changes values, and the plan cache over several saves."""
-    import torch
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.tensor import Shard
-
-    from snapstore.dcp import load
 
     class Halving(DefaultSavePlanner):
         def resolve_data(self, write_item: Any) -> Any:
@@ -1539,14 +1338,6 @@ def case_planners(world: World) -> None:
 
 def case_bytes_on_the_wire(world: World) -> None:
     """Every rank but 0 sends less than 2 KiB in a save of 300 tensors, if rank 0 has the same keys."""
-    import pickle
-
-    import torch.distributed as dist
-    from torch.distributed.checkpoint.utils import _DistWrapper
-    from torch.distributed.tensor import Shard
-
-    from snapstore.dcp import save
-
     sent: list[int] = []
     gather, scatter, broadcast = _DistWrapper.gather_object, _DistWrapper.scatter_object, _DistWrapper.broadcast_object
 
@@ -1582,10 +1373,6 @@ def case_bytes_on_the_wire(world: World) -> None:
 
 def case_next_saves_are_deltas(world: World) -> None:
     """Unchanged tensors cost nothing on any rank, and a changed element costs little."""
-    from torch.distributed.tensor import Shard
-
-    from snapstore.dcp import async_save, save
-
     values = whole((40_000, 16))
     writer = world.writer("deltas")
     for step in range(1, 5):
@@ -1602,10 +1389,6 @@ def case_next_saves_are_deltas(world: World) -> None:
 
 def case_large_trees(world: World) -> None:
     """A large tree of plain values costs nothing in the next save, and one chunk after an edit; DCP loads it."""
-    import torch.distributed.checkpoint as dcp
-
-    from snapstore.dcp import save
-
     writer = world.writer("trees")
     words = {f"word {i}": i * 7919 % 100_003 for i in range(8_000)}
     for step in range(1, 4):
@@ -1625,13 +1408,6 @@ def case_large_trees(world: World) -> None:
 
 def case_the_managers_snapshots(world: World) -> None:
     """Rank 0 saves alone with a manager; all ranks load it into DTensors. A manager restores the save that follows."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.tensor import Shard
-
-    from snapstore import Repository, SnapshotManager
-    from snapstore.dcp import load, save
-
     values, run = whole((37, 5)), f"manager-{world.size}"
     if world.rank == 0:
         with SnapshotManager(world.url, run=run, ranks=False) as manager:
@@ -1663,10 +1439,6 @@ def of_other_worlds() -> dict[str, Any]:
 
 
 def case_write_for_another_world(world: World) -> None:
-    from torch.distributed.tensor import Shard
-
-    from snapstore.dcp import SnapstoreWriter, save
-
     writer, mesh = SnapstoreWriter(world.folder / OTHER_WORLDS, run=f"of-{world.size}"), world.mesh()
     state = {name: sharded(value, mesh, [Shard(int("columns" in name))]) for name, value in of_other_worlds().items()}
     save(state | {"n": world.size}, writer, 1)
@@ -1675,11 +1447,6 @@ def case_write_for_another_world(world: World) -> None:
 
 def case_load_of_another_world(world: World) -> None:
     """Load what the worlds before this one have saved, on more ranks or fewer; then save rows in the same run."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.tensor import Replicate, Shard
-
-    from snapstore.dcp import SnapstoreReader, SnapstoreWriter, load, save
-
     url, expected, mesh = world.folder / OTHER_WORLDS, of_other_worlds(), world.mesh()
     for before in {2: (4,), 3: (4, 2)}[world.size]:
         reader = SnapstoreReader(url, run=f"of-{before}")

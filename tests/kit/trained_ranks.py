@@ -12,24 +12,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
 from kit.dcp_ranks import World, expect_same, full, main, raises, states, whole
+from snapstore import InvalidInputError, SnapshotManager
 
 CHUNK, WIDTH, STEPS = 16 * 1024, 192, 6
 DEVICE = "cuda" if "nccl" in os.environ.get("SNAPSTORE_TEST_BACKEND", "") else "cpu"
 
 
 def mesh(world: World) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-
     return init_device_mesh(DEVICE, (world.size,))
 
 
 def made(world: World, parallel: str, seed: int) -> tuple[Any, Any]:
     """Return a model and its optimizer, after one step."""
-    import torch
-    from torch import nn
-    from torch.distributed.fsdp import fully_shard
-
     torch.manual_seed(seed)
     layers = [nn.Linear(31, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 5)]
     model: Any = nn.Sequential(*layers).to(DEVICE)
@@ -52,16 +54,12 @@ def train(world: World, model: Any, optimizer: Any, step: int) -> None:
 
 @contextmanager
 def manager(world: World, run: str, **options: Any) -> Iterator[Any]:
-    from snapstore import SnapshotManager
-
     with SnapshotManager(world.url, run=run, **options) as snapshots:
         yield snapshots
 
 
 def _train_and_resume(world: World, parallel: str) -> None:
     """Save every step while training goes on; resume from each snapshot, and train to the same bits."""
-    from torch.distributed.checkpoint.state_dict import set_state_dict
-
     model, optimizer = made(world, parallel, 1)
     wanted, saves = [], []
     with manager(world, parallel) as snapshots:
@@ -99,10 +97,6 @@ def case_ddp(world: World) -> None:
 
 def case_a_replica_diverges(world: World) -> None:
     """One flipped bit on one rank is an error on all that names the tensor; the save before it stays."""
-    import torch
-
-    from snapstore import InvalidInputError
-
     model, optimizer = made(world, "ddp", 3)
     with manager(world, "diverges", async_save=False) as snapshots:
         snapshots.save(0, states(model, optimizer))
@@ -121,8 +115,6 @@ def case_a_replica_diverges(world: World) -> None:
 
 def case_dcp_async_save(world: World) -> None:
     """`dcp.async_save` beside a training, and `dcp.load`."""
-    import torch.distributed.checkpoint as dcp
-
     model, optimizer = made(world, "fsdp2", 4)
     writer, wanted = world.writer("async"), []
     for step in range(3):

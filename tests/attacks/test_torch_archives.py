@@ -295,10 +295,7 @@ def test_a_pickle_with_another_name_in_an_extra_field(tmp_path, followed):
 @pytest.mark.parametrize("name", [b"x/data.pkl", b"X/data.pkl", b"x/DATA.PKL", b"x/data.pkl\0", b"y/data.pkl", b"x"])
 def test_a_second_pickle_under_another_name(tmp_path, name):
     """torch finds either of two equal names; zipfile the last one, and cuts a name off at a NUL."""
-    for listed in (
-        [*parts(1), Part(name, pickled(2))],
-        [Part(name, pickled(2)), *parts(1)],
-    ):
+    for listed in ([*parts(1), Part(name, pickled(2))], [Part(name, pickled(2)), *parts(1)]):
         (tmp_path / "x.pt").write_bytes(archive(listed))
         with pytest.raises(InvalidInputError, match=r"x\.pt: not a PyTorch file, or damaged: .*entry \d of"):
             load_torch(tmp_path / "x.pt", "x.pt")

@@ -6,18 +6,7 @@ import time
 import pytest
 import torch
 
-from kit.gpu_states import (
-    MIB,
-    OPTIONS,
-    differing,
-    drift,
-    facts,
-    floats,
-    manager,
-    odd_ones,
-    repository,
-    typed,
-)
+from kit.gpu_states import MIB, OPTIONS, differing, drift, facts, floats, manager, odd_ones, repository, typed
 from snapstore import InvalidInputError, SnapshotManager
 from snapstore.storage.memory import MemoryStore
 

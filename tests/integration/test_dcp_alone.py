@@ -63,9 +63,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType 
 from snapstore import dcp as snap  # noqa: E402
 from snapstore.dcp.names import refs_of, step_of  # noqa: E402
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:torch.distributed is"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is")]
 
 
 class Pair(NamedTuple):

@@ -1060,10 +1060,7 @@ def test_exceptions_that_end_the_program_end_it_in_retention_too(tmp_path, monke
 
 def test_the_newest_is_another_one_once_it_is_collected(store, monkeypatch):
     """An evaluation restores the newest snapshot while the training run, which keeps only the last, replaces it."""
-    with (
-        manager(store, keep=[KeepLast(1)]) as training,
-        manager(store, read_only=True) as evaluation,
-    ):
+    with manager(store, keep=[KeepLast(1)]) as training, manager(store, read_only=True) as evaluation:
         training.save(1, big(1))
         training.wait_until_finished()
         from snapstore.restore import pipeline as module

@@ -187,11 +187,7 @@ def test_a_tag_does_not_go_back_when_its_snapshot_is_restored(is_mirrored):
         assert snapshots.wait_until_mirrored() == []  # else the first store would hold it
         save(snapshots, 5)
         assert same(snapshots.restore("best"), values("a", 3))
-    assert steps_in(backup) == [
-        2,
-        3,
-        5,
-    ]  # the tag stays on 2 too: it may have been given on purpose
+    assert steps_in(backup) == [2, 3, 5]  # the tag stays on 2 too: it may have been given on purpose
 
 
 def test_a_tag_that_moved_in_a_new_first_store_does_not_go_back():

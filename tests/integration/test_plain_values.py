@@ -138,11 +138,7 @@ def test_rewrites_keep_pages(repo):
 def state_of_ranks(rank, words):
     """Return a part of only plain values, which has no child manifest; one with a tensor too; and each rank's own."""
     own = {"rank": rank, "seen": [rank + i / 7 for i in range(9_000)]}
-    return {
-        "words": words,
-        "data": {"rows": rows(6_000), "w": torch.arange(5000)},
-        "own": PerRank(own),
-    }
+    return {"words": words, "data": {"rows": rows(6_000), "w": torch.arange(5000)}, "own": PerRank(own)}
 
 
 def save_on(managers, step, words):

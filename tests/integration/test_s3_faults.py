@@ -432,10 +432,7 @@ def test_an_answer_that_says_less_than_its_range(world):
 
 def test_a_get_of_another_range_than_asked_for(world):
     world.proxy.fault(get_of("packs"), Fault(replace=(b"bytes ", b"bytes 1")), times=1000)
-    with (
-        opened(world.store) as repository,
-        pytest.raises(StorageError, match="another range"),
-    ):
+    with opened(world.store) as repository, pytest.raises(StorageError, match="another range"):
         repository.restore("a@1")
     world.check([0, 1])
 

@@ -162,8 +162,7 @@ def flagged_value() -> Any:
 
 
 @pytest.mark.parametrize(
-    "make",
-    [typed_values, flagged_value, lambda: OmegaConf.create({"a": omegaconf.IntegerNode(1)})],
+    "make", [typed_values, flagged_value, lambda: OmegaConf.create({"a": omegaconf.IntegerNode(1)})]
 )
 def test_what_would_not_come_back_is_refused_with_advice(make):
     with pytest.raises(UnsupportedLeafError, match=r"h\.config: a config .* has no stored form: pass omegaconf\.Ome"):

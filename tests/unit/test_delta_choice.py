@@ -116,11 +116,7 @@ def test_places_come_from_the_first_base_that_has_them():
     assert bases.first_row(place_of(("a",), "float32", (16,))) == (0, True)
     assert bases.first_row(place_of(("b",), "float32", (16,))) == (1, True)
     assert bases.first_row(place_of(("c",), "float32", (16,))) == (6, False)
-    for place in [
-        (("d",), "float32", (16,)),
-        (("a",), "int32", (16,)),
-        (("a",), "float32", (4, 4)),
-    ]:
+    for place in [(("d",), "float32", (16,)), (("a",), "int32", (16,)), (("a",), "float32", (4, 4))]:
         assert bases.first_row(place_of(*place)) == (-1, False)
 
 

@@ -46,7 +46,7 @@ LEFT_OUT = {
         "gpu/test_gpu_changes.py::test_memory_that_is_freed_while_a_synchronous_save_reads_it"
     ],
     "a size that the smaller states do not reach": [
-        "gpu/test_gpu_memory.py::test_an_engine_without_memory_restores[{'above': 2097152}]",
+        "gpu/test_gpu_memory.py::test_an_engine_without_memory_restores[{'above': 2097152}]"
     ],
     "time": [
         "gpu/test_nvcomp.py::test_there_and_back[700",

@@ -154,10 +154,7 @@ def test_state_of_its_own_shape_passes():
 
 @pytest.mark.parametrize(
     "change",
-    [
-        lambda net: setattr(net[0].weight, "data", torch.zeros(16, 9)),
-        lambda net: net.to(torch.float64),
-    ],
+    [lambda net: setattr(net[0].weight, "data", torch.zeros(16, 9)), lambda net: net.to(torch.float64)],
     ids=["shape", "dtype"],
 )
 def test_a_save_that_knows_the_structure_notices_other_parameters(change):

@@ -19,6 +19,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kit.objects import replace
 from snapstore import Repository, SaveOptions, SnapshotManager
 from snapstore.engine import cuda
 from snapstore.engine.batches import Chunks
@@ -100,8 +101,7 @@ def repository(seed=None, options=OPTIONS):
         return made
     made.close()
     config = records.decode(store.get("config"), records.Config, "config")
-    store.delete(["config"])
-    store.put("config", records.encode(records.msgspec.structs.replace(config, digest_seed=seed)))
+    replace(store, "config", records.encode(records.msgspec.structs.replace(config, digest_seed=seed)))
     return Repository.open(store, options=options)
 
 

@@ -20,9 +20,9 @@ import torch
 import zstandard
 
 from kit.forge import MIB, little_memory, little_time
-from kit.objects import clone, keys_of
+from kit.objects import clone, keys_of, replace
 from kit.ranks import Managers, part_of, small_boxes
-from kit.repositories import created, opened, same
+from kit.repositories import created, opened, same, snapshot_of
 from kit.samples import SEED
 from kit.tally import EXAMPLES, tally
 from snapstore import AlreadyExistsError, PerRank, Repository, SnapstoreError
@@ -192,8 +192,7 @@ def reference(data: bytes, old: dict[str, Any]) -> dict[str, Any]:
 def forged(random: Random) -> MemoryStore:
     """Return the history with a changed root or child, under the names that its bytes have now."""
     store = clone(history()[0])
-    with opened(store) as repository:
-        snapshot = repository.snapshot(HOSTILE)
+    snapshot = snapshot_of(store, HOSTILE)
     refs = [msgspec.to_builtins(ref) for ref in snapshot.manifests]
 
     def put(data: bytes, old: dict[str, Any]) -> dict[str, Any]:
@@ -218,8 +217,7 @@ def forged(random: Random) -> MemoryStore:
         refs[at]["logical_bytes"] = said if isinstance(said, int) and 0 <= said < 2**62 else 0
     changed = {"manifests": msgspec.convert(refs, list[records.ManifestRef]),
                "logical_bytes": sum(ref["logical_bytes"] for ref in refs)}  # fmt: skip
-    store.delete([snapshot.key])
-    store.put(snapshot.key, records.encode(msgspec.structs.replace(snapshot, **changed)))
+    replace(store, snapshot.key, records.encode(msgspec.structs.replace(snapshot, **changed)))
     return store
 
 

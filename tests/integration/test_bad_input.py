@@ -18,7 +18,7 @@ import pytest
 
 import snapstore
 from kit.objects import keys_of
-from kit.repositories import OPTIONS, check_clean, check_restores, check_whole, index_of, opened, save
+from kit.repositories import OPTIONS, check_clean, check_restores, check_whole, index_of, opened, save, snapshot_of
 from snapstore import (
     AlreadyExistsError,
     FormatError,
@@ -533,8 +533,7 @@ def test_damage_beside_the_blobs_of_a_pack(root, how):
 
 @pytest.mark.parametrize("how", ["empty", "cut", "flipped", "flipped first", "flipped last", "deleted"])
 def test_a_damaged_record_loses_no_other(root, how):
-    with opened(root) as repository:
-        key = repository.snapshot("b@0").key
+    key = snapshot_of(root, "b@0").key
     damage(root / key, how)
     shutil.rmtree(index_of(root))
     with opened(root) as repository:

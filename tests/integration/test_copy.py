@@ -33,6 +33,7 @@ from kit.repositories import (
     opened,
     same,
     save,
+    snapshot_of,
     values,
 )
 from kit.s3_stores import fresh_url, moto_bucket, needs_server
@@ -139,8 +140,7 @@ def test_snapshots_of_several_ranks(source):
         save_shared([source] * 3, "a", step, min(step, 5))
     target, _ = copied(source, "a@3", "a@4")
     target, result = copied(source, "a@5", "a@6", to=target)
-    with opened(source) as repository:
-        by_hand = [repository.snapshot(ref).stored_bytes for ref in ("a@5", "a@6")]
+    by_hand = [snapshot_of(source, ref).stored_bytes for ref in ("a@5", "a@6")]
     assert [s.stored_bytes for s in result.copied] == pytest.approx(by_hand, rel=0.1)
     check_clean(target, level="restore")
 
@@ -162,8 +162,7 @@ def test_a_copy_of_a_run_with_high_numbers_is_within_reach():
             save(repository, "a", step, step)
         assert repository.copy(["a@2"], to=target).failed == []
     check_clean(target, level="restore")
-    with opened(target) as repository:
-        assert repository.snapshot("a@latest").step == 2
+    assert snapshot_of(target, "a@latest").step == 2
 
 
 def test_a_backup_that_comes_back_after_the_run_has_gone_on_is_older(source):
@@ -204,8 +203,7 @@ def test_a_conflict_about_tags_does_not_count_a_snapshot_twice(source, monkeypat
     monkeypatch.setattr(tags, "take", taken)
     to, result = copied(source, "a@1")
     assert ([s.ref for s in result.copied], result.present) == (["a@1"], [])
-    with opened(to) as repository:
-        assert repository.snapshot("a@good").step == 1
+    assert snapshot_of(to, "a@good").step == 1
 
 
 def test_what_the_destination_has_forgotten_comes_back_only_if_it_is_named(source):
@@ -261,8 +259,7 @@ def test_a_hostile_source_commits_nothing(source, what):
     if what == "a missing pack":
         source.delete([key])
     elif what == "a pack with right checksums":
-        with opened(source) as repository:
-            other = next(k for k in objects_of(source, repository.snapshot("a@0")) if k.startswith("packs/"))
+        other = next(k for k in objects_of(source, snapshot_of(source, "a@0")) if k.startswith("packs/"))
         data = source.get(other)
         source.delete([key])
         source.put(key, data)
@@ -576,8 +573,7 @@ def test_a_forged_snapshot_stays_out_and_the_others_come(count, forging):
 
 
 def test_only_chunks_that_are_sent_are_rebuilt(source, rebuilt):
-    with opened(source) as repository:
-        chunks = repository.snapshot("a@0").chunks
+    chunks = snapshot_of(source, "a@0").chunks
     target, _ = copied(source, "a@0")
     assert sum(rebuilt) == chunks + 1  # one was tried before the first put
     rebuilt.clear()

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from kit.objects import replace
 from kit.rank_snapshots import RankWriter
 from kit.repositories import created, opened, same
 from kit.shell import invoke
@@ -295,8 +296,7 @@ def test_no_guess_while_a_record_cannot_be_read(word):
         key = repository.snapshot("r@1").key
     data = bytearray(store.get(key))
     data[-1] ^= 1
-    store.delete([key])
-    store.put(key, bytes(data))
+    replace(store, key, bytes(data))
     with opened(store) as repository, pytest.raises(IntegrityError, match=f"r@{word}: may be r@1"):
         repository.snapshot(f"r@{word}")
 

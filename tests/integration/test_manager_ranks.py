@@ -20,7 +20,7 @@ from kit.local_ranks import LocalRanks
 from kit.objects import keys_of
 from kit.ranks import Managers as ManagersOfRanks
 from kit.ranks import together
-from kit.repositories import OPTIONS, created, opened, same
+from kit.repositories import OPTIONS, created, opened, same, snapshot_of
 from snapstore import (
     CapabilityError,
     IntegrityError,
@@ -853,8 +853,7 @@ def test_the_other_ranks_list_nothing_and_read_no_manifest_of_their_last_save(st
     before = [len(each.log) for each in stores]
     managers.save(1)
     managers.all(lambda m, _: m.wait_until_finished())
-    with opened(store) as repository:
-        assert repository.snapshot("a@1").depth > 0
+    assert snapshot_of(store, "a@1").depth > 0
     for rank in range(1, COUNT):
         done = stores[rank].log[before[rank] :]
         assert not [key for name, key in done if name == "list" or (key.startswith("manifests/") and name != "put")], (
@@ -918,8 +917,7 @@ def test_the_next_save_goes_on_from_what_was_restored(store):
     first = managers.all(lambda m, _: m.restore_into(state(9), 0))[0]
     managers.save(10)
     managers.end()
-    with opened(store) as repository:
-        assert repository.snapshot("a@10").parent == first.id
+    assert snapshot_of(store, "a@10").parent == first.id
 
 
 def test_a_rank_that_does_not_come_is_an_error_for_the_others(store):

@@ -16,7 +16,7 @@ from kit.faults import FaultStore, Unreadable
 from kit.mirrored import manager, saved, steps_in, until
 from kit.objects import clone, flip
 from kit.ranks import Managers
-from kit.repositories import OPTIONS, check_clean, created, created_like, opened, same, save, values
+from kit.repositories import OPTIONS, check_clean, created, created_like, opened, same, save, snapshot_of, values
 from snapstore import (
     IntegrityError,
     InvalidInputError,
@@ -266,8 +266,7 @@ def test_a_record_in_the_mirror_that_cannot_be_read_stops_no_other_copy():
     fast, slow = created(), MemoryStore()
     with manager(fast, slow) as snapshots:
         saved(snapshots, [0])
-    with opened(slow) as repository:
-        bad = Unreadable(slow, repository.snapshot("a@0").key)
+    bad = Unreadable(slow, snapshot_of(slow, "a@0").key)
     with manager(fast, bad) as snapshots:
         saved(snapshots, [1, 2])
         until(lambda: steps_in(slow) == [0, 1, 2])
@@ -352,8 +351,7 @@ def test_a_tag_of_an_older_backup_takes_none_from_a_later_snapshot_of_the_mirror
         saved(snapshots, [5, 6])
         assert snapshots.wait_until_mirrored() == []
         assert steps_in(slow) == [*([0] if is_kept else []), 1, 5, 6]
-        with opened(slow) as repository:
-            assert repository.snapshot("a@best").step == 1
+        assert snapshot_of(slow, "a@best").step == 1
         tagged(snapshots, 7)
     with opened(slow) as repository:
         assert repository.snapshot("a@best").step == 7
@@ -463,8 +461,7 @@ def test_a_run_that_was_there_before_is_mirrored_too(caplog):
     with manager(fast, slow):
         pass
     assert steps_in(slow) == [0, 1, 2]
-    with opened(slow) as repository:
-        assert repository.snapshot("a@best").step == 1
+    assert snapshot_of(slow, "a@best").step == 1
     assert [r for r in caplog.records if r.levelno >= logging.WARNING and "mirror" in r.getMessage()] == []
 
 
@@ -701,8 +698,7 @@ def test_best_and_highest_mean_both_stores():
 
 def harmed(store, ref, how):
     """Return a copy of a store in which the record of a snapshot is damaged or cannot be read, and its key."""
-    with opened(store) as repository:
-        key = repository.snapshot(ref).key
+    key = snapshot_of(store, ref).key
     inner = clone(store)
     if how == "damaged":
         flip(inner, key, 60)
@@ -782,8 +778,7 @@ def test_a_snapshot_whose_record_cannot_be_read_is_not_called_lost(caplog, how, 
     store, slow = three(), MemoryStore()
     with opened(store) as repository:
         repository.copy(["a@0", "a@1"], to=slow)
-    with opened(slow) as repository:
-        slow.delete([repository.snapshot("a@1").key])
+    slow.delete([snapshot_of(slow, "a@1").key])
     for fast, is_lost in ((harmed(store, "a@1", how)[0], False), (created_like(slow), True)):
         manager(fast, clone(slow), read_only=True).close()
         assert ("steps 1 were saved and not mirrored" in caplog.text) == is_lost

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import time
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 
 import msgspec
@@ -18,8 +18,8 @@ from msgspec import structs
 from kit.damage import damaged, packs_of, refs, repository, restoring, three, twin, wound
 from kit.faults import Crash, FaultStore, Unreadable, one_thread
 from kit.lies import LyingStore, every_lie
-from kit.objects import change, clone, flip, keys_of
-from kit.repositories import OPTIONS, check_restores, index_of, opened, same, save, snapshots_of, values
+from kit.objects import change, clone, copy_objects, flip, keys_of, replace
+from kit.repositories import OPTIONS, check_restores, index_of, opened, same, save, snapshot_of, snapshots_of, values
 from kit.shell import invoke
 from snapstore import (
     ConflictError,
@@ -137,8 +137,7 @@ def test_a_pack_that_comes_back_leaves_the_quarantine(store):
         found.repair(apply=True)
         found.gc()
         assert any(note.endswith(".quarantine") for note in keys_of(store, "gc/"))
-        store.delete([key])
-        store.put(key, bytes(good))
+        replace(store, key, bytes(good))
         report = found.repair(apply=True)
         assert {a.kind for a in report.actions} == {"release", "index"}
         assert f"{key}: leaves the quarantine: it is intact" in [a.message for a in report.actions]
@@ -194,8 +193,7 @@ def test_nothing_is_purged_beside_a_record_that_is_not_known(store, how):
             assert "purge" not in {action.kind for action in report.actions}
             assert any(line.startswith("nothing is purged") for line in report.open)
     for other, data in good.items():
-        store.delete([other])
-        store.put(other, data)
+        replace(store, other, data)
     with opened(store) as found:
         assert found.in_need_of_quarantined([found.snapshot("a@2")])
         after = found.save(values("a", 2), run="a", step=3, metadata=["a", 2])
@@ -294,8 +292,7 @@ def test_policies_do_not_count_what_lacks_a_manifest(store, harm):
         assert {a.kind for a in found.repair(apply=True).actions} == {"index"}
         chosen = found.forget([KeepLast(1)], run="a", dry_run=True)
         assert refs(chosen.forgotten) == {"a@0"}
-        store.delete([key])
-        store.put(key, whole)
+        replace(store, key, whole)
         assert [problem.key for problem in found.check().notes] == [note]
         assert {a.kind for a in found.repair(apply=True).actions} == {"release", "index"}
         chosen = found.forget([KeepLast(1)], run="a", dry_run=True)
@@ -406,8 +403,7 @@ def test_a_note_does_not_condemn_what_a_copy_of_the_pack_repairs(misbuilt):
         flip(store, key, pack.HEADER.size + 50)  # in the first blob
         assert refs(s for s, _ in found.repair(apply=True, level="restore").lost) == {"c@0", "d@0"}
         assert noted(store) == [[offset]]
-        store.delete([key])
-        store.put(key, whole)
+        replace(store, key, whole)
         report = found.repair(apply=True, level="restore", drop=True)
         assert refs(report.dropped) == {"c@0"}
         found.gc()
@@ -436,8 +432,7 @@ def test_a_note_is_written_again_behind_the_next_one(which, misbuilt):
     assert noted(store) == [[offset]]
     assert watched.log.index(("put", then)) < watched.log.index(("delete", first))
     assert quarantined_names([then]) == {key}
-    store.delete([key])
-    store.put(key, whole)
+    replace(store, key, whole)
     with Repository.open(store, options=ONE_PACK) as found:
         assert {a.kind for a in found.repair(apply=True).actions} <= {"heal", "index"}
         found.save({"w": data}, run="c", step=1)
@@ -551,9 +546,7 @@ def test_a_blob_that_only_claims_to_be_the_chunk_repairs_nothing(store, monkeypa
 @pytest.fixture
 def disk(tmp_path):
     """The repository of kit/damage.py in a folder, with an index."""
-    inner = LocalStore(tmp_path / "r", create=True)
-    for key in keys_of(repository()):
-        inner.put(key, repository().get(key))
+    inner = copy_objects(repository(), LocalStore(tmp_path / "r", create=True))
     Repository.open(inner, options=OPTIONS).close()
     return inner
 
@@ -569,8 +562,7 @@ def break_record(inner, ref):
 @pytest.mark.parametrize("index", [True, False])
 def test_a_record_comes_back_from_the_index_as_it_was(disk, index, monkeypatch):
     monkeypatch.undo()
-    with opened(disk) as found:
-        before = found.snapshot("a@1")
+    before = snapshot_of(disk, "a@1")
     break_record(disk, "a@1")
     if not index:
         shutil.rmtree(index_of(disk.root))
@@ -826,8 +818,7 @@ def copied(store, target=None):
 
 def lose_record(store, ref="a@2"):
     """Damage the ruling record of a snapshot, which no index knows; return the record."""
-    with opened(store) as found:
-        record = found.snapshot(ref)
+    record = snapshot_of(store, ref)
     flip(store, record.key, 60)
     return record
 
@@ -1049,8 +1040,7 @@ def test_a_snapshot_that_was_given_up_is_copied_back_into_its_place(store):
 
 def test_records_of_one_second_come_back_in_their_order(store):
     """S3 dates objects by whole seconds, so the dates of these saves do not tell their order: the free number does."""
-    with opened(store) as found:
-        key = found.snapshot("a@1").key
+    key = snapshot_of(store, "a@1").key
     change(store, key, lambda data: data.__setitem__(60, data[60] ^ 1))
     dated(store, lambda key, info: int(info.modified_s))
     with opened(store) as found:
@@ -1060,8 +1050,7 @@ def test_records_of_one_second_come_back_in_their_order(store):
 
 def test_the_dates_of_copied_files_tell_no_order(store):
     """All files were copied here a day after the saves, in the order of their names; a@1 was the last."""
-    with opened(store) as found:
-        key = found.snapshot("a@1").key
+    key = snapshot_of(store, "a@1").key
     change(store, key, lambda data: data.__setitem__(60, data[60] ^ 1))
     dated(store, lambda name, info: info.modified_s + 86400 + (name == key))
     with opened(store) as found:
@@ -1119,8 +1108,7 @@ def test_a_held_session_stays_however_silent(store):
 
 def with_config(store, config, **changes):
     """Replace the config by another one that can be read."""
-    store.delete(["config"])
-    store.put("config", records.encode(msgspec.structs.replace(config, **changes)))
+    replace(store, "config", records.encode(msgspec.structs.replace(config, **changes)))
 
 
 def test_a_save_beside_a_config_of_another_chunk_size():
@@ -1250,7 +1238,7 @@ def test_a_manifest_of_another_repository(store):
 
 def encoded_as(m, **changes):
     """Return the bytes of a manifest with changed contents."""
-    return manifest.encode(replace(manifest.ManifestContents.of(m), **{"made_for": None} | changes))
+    return manifest.encode(dataclasses.replace(manifest.ManifestContents.of(m), **{"made_for": None} | changes))
 
 
 def test_nothing_is_reconstructed_where_there_is_no_repository():
@@ -1262,8 +1250,7 @@ def test_a_newer_format_is_not_taken_for_damage(store):
     data = bytearray(store.get("config"))
     data[4 + 1] = 2
     data[16:24] = xxhash.xxh3_64_intdigest(bytes(data[:16] + data[24:])).to_bytes(8, "little")
-    store.delete(["config"])
-    store.put("config", bytes(data))
+    replace(store, "config", bytes(data))
     with pytest.raises(Exception, match="version 2"):
         Repository.open(store, damaged=True)
 
@@ -1283,8 +1270,7 @@ def shell(disk, monkeypatch):
 
 
 def test_the_shell(shell, disk):
-    with opened(disk) as found:
-        key = packs_of(disk, found.snapshot("a@1"))[0]
+    key = packs_of(disk, snapshot_of(disk, "a@1"))[0]
     flip(disk, key, pack.HEADER.size + 50)
     assert shell("gc")[0] == 0  # the dead save of the repository cannot use the damaged pack
     code, out = shell("check", "--read-data")
@@ -1325,8 +1311,7 @@ def test_the_shell_marks_what_needs_a_damaged_pack(shell, disk, monkeypatch):
         patch.setattr("snapstore.catalog.index.Index.headers", None)  # without a note, no manifest is read
         assert json.loads(shell("log", "--json")[1])["damaged"] == []
     assert "damaged" not in shell("log")[1]
-    with opened(disk) as found:
-        lost = found.snapshot("a@3")
+    lost = snapshot_of(disk, "a@3")
     disk.delete([packs_of(disk, lost)[-1]])
     shell("repair", "--apply")
     document = json.loads(shell("log", "--json")[1])
@@ -1342,8 +1327,7 @@ def test_the_shell_marks_what_needs_a_damaged_pack(shell, disk, monkeypatch):
 
 
 def test_the_shell_says_what_stays_lost(shell, disk):
-    with opened(disk) as found:
-        key = packs_of(disk, found.snapshot("a@3"))[-1]
+    key = packs_of(disk, snapshot_of(disk, "a@3"))[-1]
     disk.delete([key])
     code, out = shell("repair", "--apply")
     assert code == 20
@@ -1421,8 +1405,7 @@ def test_a_first_save_beside_a_foreign_config_is_refused(store):
 
 def forge_seq(store, seq, **changes):
     """Put a record of a new snapshot that is right except for its seq; return it."""
-    with opened(store) as found:
-        good = found.snapshot("a@latest")
+    good = snapshot_of(store, "a@latest")
     forged = msgspec.structs.replace(good, id="b" * 32, step=5, seq=seq, **changes)
     store.put(forged.key, records.encode(forged))
     return forged

@@ -11,8 +11,8 @@ import pytest
 
 from kit.damage import refs, three, wound
 from kit.faults import Unreadable
-from kit.objects import clone, flip, keys_of
-from kit.repositories import opened, save
+from kit.objects import clone, copy_objects, flip, keys_of
+from kit.repositories import opened, save, snapshot_of
 from kit.shell import invoke
 from snapstore import IntegrityError, KeepLast, Repository, SnapshotManager
 from snapstore.errors import StorageError
@@ -34,8 +34,7 @@ def store():
 @contextmanager
 def harmed(store, ref: str, how: str) -> Iterator[tuple[Repository, str]]:
     """Open a copy of a repository in which the record of a snapshot is not known; yield it, and the record's key."""
-    with opened(store) as found:
-        key = found.snapshot(ref).key
+    key = snapshot_of(store, ref).key
     inner = clone(store)
     if how == "damaged":
         flip(inner, key, 60)
@@ -48,9 +47,7 @@ def harmed(store, ref: str, how: str) -> Iterator[tuple[Repository, str]]:
 
 def on_disk(path, store) -> LocalStore:
     """Return a repository on disk with the objects of a store, which the index of this machine knows."""
-    disk = LocalStore(path, create=True)
-    for key in keys_of(store):
-        disk.put(key, store.get(key))
+    disk = copy_objects(store, LocalStore(path, create=True))
     assert invoke(["--repo", str(path), "log"]).exit_code == 0
     return disk
 
@@ -165,8 +162,7 @@ def test_a_recode_of_all_names_the_records_that_it_leaves_out(store, how):
 def test_the_shell_names_a_record_that_recode_could_not_read_once(tmp_path, store, monkeypatch):
     """A later look can read it."""
     disk = on_disk(tmp_path / "r", store)
-    with opened(disk) as found:
-        key = found.snapshot("a@1").key
+    key = snapshot_of(disk, "a@1").key
     flip(disk, key, 60)
     look, looks = Repository.view, []
 
@@ -238,8 +234,7 @@ def test_forget_names_the_records_that_its_policies_do_not_count(store, how, dry
 def test_the_shell_says_which_records_forget_did_not_count(tmp_path, store, how):
     disk = on_disk(tmp_path / "r", store)
     command = ["--repo", str(disk.root), "forget", "--run", "a", "--keep-last", "3", "-n"]
-    with opened(disk) as found:
-        key = found.snapshot("a@1").key
+    key = snapshot_of(disk, "a@1").key
     assert invoke(command).exit_code == 0
     harm(disk, key, how)
     said = invoke(command)
@@ -273,8 +268,7 @@ def test_log_does_not_call_a_snapshot_not_mirrored_whose_record_in_the_mirror_is
 def test_show_says_that_its_snapshot_may_have_more_children(tmp_path, store, how):
     disk = on_disk(tmp_path / "r", store)
     command = ["--repo", str(disk.root), "show", "a@0"]
-    with opened(disk) as found:
-        key = found.snapshot("a@1").key
+    key = snapshot_of(disk, "a@1").key
     assert invoke(command).exit_code == 0
     harm(disk, key, how)
     said = invoke(command)

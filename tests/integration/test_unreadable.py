@@ -17,8 +17,8 @@ import safetensors.numpy
 
 from kit.damage import packs_of, refs, repository, three, twin, wound
 from kit.faults import FaultStore, Unreadable, one_thread
-from kit.objects import clone, flip, keys_of
-from kit.repositories import OPTIONS, check_restores, created, opened, same, save, values
+from kit.objects import clone, copy_objects, flip, keys_of, replace
+from kit.repositories import OPTIONS, check_restores, created, opened, same, save, snapshot_of, values
 from kit.samples import sampled, some
 from kit.shell import invoke
 from snapstore import IntegrityError, KeepLast, Repository, SaveOptions, SnapshotManager
@@ -44,6 +44,15 @@ def store():
     return three()
 
 
+def settled(path, monkeypatch):
+    """Return the repository of kit/damage.py on disk, without its dead save and its dead gc."""
+    repository()
+    monkeypatch.undo()
+    disk = copy_objects(repository(), LocalStore(path / "r", create=True))
+    disk.delete([*keys_of(disk, "gc/"), *keys_of(disk, "sessions/")])
+    return disk
+
+
 # --- 1: seq of a save made while the newest record is damaged --------------------------------------------------------
 
 
@@ -53,11 +62,8 @@ def test_latest_after_a_save_beside_a_damaged_record(tmp_path, monkeypatch, stor
     monkeypatch.undo()
     wrong = 0
     for n in range(6):
-        disk = LocalStore(tmp_path / str(n), create=True)
-        for key in keys_of(store):
-            disk.put(key, store.get(key))
-        with opened(disk) as found:
-            key = found.snapshot("a@2").key
+        disk = copy_objects(store, LocalStore(tmp_path / str(n), create=True))
+        key = snapshot_of(disk, "a@2").key
         with opened(disk) as found:
             flip(disk, key, 60)
             if not index:
@@ -74,12 +80,7 @@ def test_latest_after_a_save_beside_a_damaged_record(tmp_path, monkeypatch, stor
 
 @pytest.mark.parametrize("at", [1, 6, 30])
 def test_the_command_for_damaged_policies_helps(tmp_path, monkeypatch, at):
-    repository()
-    monkeypatch.undo()
-    disk = LocalStore(tmp_path / "r", create=True)
-    for key in keys_of(repository()):
-        if not key.startswith(("gc/", "sessions/")):
-            disk.put(key, repository().get(key))
+    disk = settled(tmp_path, monkeypatch)
     flip(disk, "policies/a.1", at)
 
     def shell(*arguments):
@@ -99,12 +100,7 @@ def test_the_command_for_damaged_policies_helps(tmp_path, monkeypatch, at):
 
 
 def test_repair_that_leaves_a_problem_says_so(tmp_path, monkeypatch):
-    repository()
-    monkeypatch.undo()
-    disk = LocalStore(tmp_path / "r", create=True)
-    for key in keys_of(repository()):
-        if not key.startswith(("gc/", "sessions/")):
-            disk.put(key, repository().get(key))
+    disk = settled(tmp_path, monkeypatch)
     flip(disk, "policies/a.1", 30)
     with opened(disk) as found:
         report = found.repair(apply=True)
@@ -116,8 +112,7 @@ def test_repair_that_leaves_a_problem_says_so(tmp_path, monkeypatch):
 
 
 def test_a_copy_that_hides_a_record_is_not_called_repaired(store):
-    with opened(store) as found:
-        record = found.snapshot("a@2")
+    record = snapshot_of(store, "a@2")
     copy = record_key(record.run, record.step, record.id, 1)
     store.put(copy, store.get(record.key))
     with opened(store) as found:
@@ -301,8 +296,7 @@ def test_a_note_that_could_not_be_read_once_keeps_what_it_says(store, monkeypatc
 
 
 def eio_record(store, ref):
-    with opened(store) as found:
-        return Unreadable(store, found.snapshot(ref).key)
+    return Unreadable(store, snapshot_of(store, ref).key)
 
 
 def test_eio_of_a_record_leaves_the_others_alone(store):
@@ -316,15 +310,13 @@ def test_eio_of_a_record_lets_saves_go_on(store):
 
 
 def test_eio_of_a_bases_manifest_lets_saves_go_on(store):
-    with opened(store) as found:
-        keys = [ref.key for ref in found.snapshot("a@2").manifests]
+    keys = [ref.key for ref in snapshot_of(store, "a@2").manifests]
     with opened(Unreadable(store, *keys)) as found:
         save(found, "a", 3, 3)
 
 
 def test_eio_of_a_bases_pack_lets_saves_go_on(store):
-    with opened(store) as found:
-        keys = packs_of(store, found.snapshot("a@0"))
+    keys = packs_of(store, snapshot_of(store, "a@0"))
     with opened(Unreadable(store, *keys)) as found:
         save(found, "a", 3, 3)
 
@@ -332,9 +324,7 @@ def test_eio_of_a_bases_pack_lets_saves_go_on(store):
 @pytest.mark.parametrize("what", ["record", "manifest", "pack", "session"])
 def test_a_bad_inode_on_a_local_disk_stops_nobody_who_does_not_need_it(tmp_path, monkeypatch, store, what):
     """stat and open of one file fail (EUCLEAN); a listing of its folder must still work."""
-    disk = LocalStore(tmp_path / "r", create=True)
-    for key in keys_of(store):
-        disk.put(key, store.get(key))
+    disk = copy_objects(store, LocalStore(tmp_path / "r", create=True))
     with opened(disk) as found:
         save(found, "b", 0, 50)
         snapshot = found.snapshot("a@0")
@@ -606,8 +596,7 @@ def test_policies_do_not_count_what_is_known_to_be_damaged(store):
 
 
 def test_latest_with_a_damaged_newest_record(store):
-    with opened(store) as found:
-        key = found.snapshot("a@2").key
+    key = snapshot_of(store, "a@2").key
     flip(store, key, 60)
     with opened(store) as found, pytest.raises(IntegrityError):
         print("latest is", found.snapshot("a@latest").ref)
@@ -701,14 +690,6 @@ def test_a_run_whose_only_record_is_damaged_or_unread_counts_as_a_run(store, is_
             act(found)
 
 
-def on_disk(path, store):
-    """Return a repository on disk with the objects of a store."""
-    disk = LocalStore(path / "r", create=True)
-    for key in keys_of(store):
-        disk.put(key, store.get(key))
-    return disk
-
-
 def unknown(store, how, *keys):
     """Return a store in which these records are damaged, or cannot be read for the moment."""
     if how == "unread":
@@ -747,7 +728,7 @@ def test_a_difference_at_a_step_whose_record_is_unknown_is_not_called_equal(how)
 
 def test_the_shell_says_which_steps_diff_first_left_out(tmp_path):
     store, key = two_runs()
-    disk = on_disk(tmp_path, store)
+    disk = copy_objects(store, LocalStore(tmp_path / "r", create=True))
     command = ["--repo", str(disk.root), "diff", "--first", "a", "b"]
     assert invoke(command).exit_code == 0
     flip(disk, key, 60)
@@ -794,13 +775,12 @@ def test_the_bytes_of_an_unknown_snapshot_do_not_count_as_unneeded(store, how):
 
 
 def test_the_shell_does_not_promise_that_gc_frees_the_bytes_of_an_unknown_snapshot(tmp_path, store):
-    disk = on_disk(tmp_path, store)
+    disk = copy_objects(store, LocalStore(tmp_path / "r", create=True))
     command = ["--repo", str(disk.root), "stats"]
     said = invoke(command)
     assert said.exit_code == 0
     assert "'snapstore gc' frees them" in said.stdout
-    with opened(disk) as found:
-        key = found.snapshot("a@2").key
+    key = snapshot_of(disk, "a@2").key
     flip(disk, key, 60)
     said = invoke(command)
     assert (said.exit_code, "gc" in said.stdout) == (3, False)
@@ -836,8 +816,7 @@ def test_an_unknown_record_in_the_destination_stops_the_copy_of_its_snapshot_onl
     target = MemoryStore()
     with opened(store) as found:
         found.copy(["a@0", "a@1"], to=target)
-    with opened(target) as there:
-        key = there.snapshot("a@1").key
+    key = snapshot_of(target, "a@1").key
     with opened(store) as found, opened(unknown(target, how, key)) as there:
         result = found.copy(to=there, dry_run=dry_run)
         assert (refs(result.present), refs(result.copied)) == ({"a@0"}, {"a@2"})
@@ -851,8 +830,7 @@ def test_an_unknown_record_in_the_destination_stops_the_copy_of_its_snapshot_onl
 
 
 def test_a_store_that_fails_still_stops_a_copy(store):
-    with opened(store) as found:
-        pack = min(packs_of(store, found.snapshot("a@1")))
+    pack = min(packs_of(store, snapshot_of(store, "a@1")))
     with opened(Unreadable(store, pack)) as found:
         assert found.copy(to=MemoryStore()).failed  # one bad sector is damage of its snapshots
         found.store.bad.add("config")  # now it can read nothing
@@ -863,11 +841,8 @@ def test_a_store_that_fails_still_stops_a_copy(store):
 @pytest.mark.parametrize("args", [["--run", "a"], ["--all"]])
 @pytest.mark.parametrize("dry_run", [[], ["--dry-run"]])
 def test_a_copy_says_which_records_it_left_out(tmp_path, store, args, dry_run):
-    disk = LocalStore(tmp_path / "r", create=True)
-    for key in keys_of(store):
-        disk.put(key, store.get(key))
-    with opened(disk) as found:
-        key = found.snapshot("a@1").key
+    disk = copy_objects(store, LocalStore(tmp_path / "r", create=True))
+    key = snapshot_of(disk, "a@1").key
     flip(disk, key, 60)
     with opened(disk) as found:
         result = found.copy(to=MemoryStore(), run="a")
@@ -887,9 +862,7 @@ def test_a_copy_says_which_records_it_left_out(tmp_path, store, args, dry_run):
 @pytest.fixture
 def tagged(tmp_path, store):
     """A repository in which the record that tags a@0 is gone, which its index knows; and the key of that record."""
-    disk = LocalStore(tmp_path / "tagged", create=True)
-    for key in keys_of(store):
-        disk.put(key, store.get(key))
+    disk = copy_objects(store, LocalStore(tmp_path / "tagged", create=True))
     with opened(disk) as found:
         found.tag("a@0", "keep")
         key = found.snapshot("a@0").key
@@ -976,8 +949,7 @@ def test_a_copy_beside_a_damaged_record_of_the_destination(store, revisions):
     with opened(store) as found:
         found.copy(["a@0", "a@2"], to=(first := MemoryStore()))
         target = clone(first)  # no index knows its records
-        with opened(first) as there:
-            key = there.snapshot("a@2").key
+        key = snapshot_of(first, "a@2").key
         damaged = [key, key.removesuffix("1") + "0"][:revisions]
         for one in damaged:
             flip(target, one, 60)
@@ -992,13 +964,11 @@ def test_a_copy_beside_a_damaged_record_of_the_destination(store, revisions):
 
 
 def test_a_record_that_could_not_be_read_twice_keeps_its_metadata(store):
-    with opened(store) as found:
-        before = found.snapshot("a@2")
+    before = snapshot_of(store, "a@2")
     faulty = Unreadable(store, before.key, times=2)
     with opened(faulty) as found:
         found.repair(apply=True)
-    with opened(store) as found:
-        assert found.snapshot("a@2").metadata == before.metadata
+    assert snapshot_of(store, "a@2").metadata == before.metadata
 
 
 def test_a_config_that_could_not_be_read_once_stays(store):
@@ -1011,12 +981,7 @@ def test_a_config_that_could_not_be_read_once_stays(store):
 
 def test_a_forgotten_revision_that_vanished_harms_no_snapshot(tmp_path, monkeypatch):
     """The revision before it can be read, so the snapshot restores; only the fact that it was forgotten is lost."""
-    repository()
-    monkeypatch.undo()
-    disk = LocalStore(tmp_path / "r", create=True)
-    for key in keys_of(repository()):
-        if not key.startswith(("gc/", "sessions/")):
-            disk.put(key, repository().get(key))
+    disk = settled(tmp_path, monkeypatch)
     with opened(disk) as found:
         record = next(s for s in found.view().snapshots("a", ("forgotten",)))
     disk.delete([record.key])
@@ -1096,8 +1061,7 @@ def test_a_sweep_gives_up_no_forgotten_snapshot_because_its_manifest_cannot_be_r
 
 
 def test_a_damaged_record_is_named_by_its_own_id(store):
-    with opened(store) as found:
-        wanted = [found.snapshot(ref) for ref in ("a@0", "a@1")]
+    wanted = [snapshot_of(store, ref) for ref in ("a@0", "a@1")]
     for snapshot in wanted:
         flip(store, snapshot.key, 60)
     with opened(store) as found:
@@ -1109,16 +1073,12 @@ def test_a_damaged_record_is_named_by_its_own_id(store):
 @pytest.mark.parametrize("index", [True, False])
 def test_latest_after_records_that_were_saved_beside_damage_are_damaged_too(tmp_path, monkeypatch, store, index):
     monkeypatch.undo()
-    disk = LocalStore(tmp_path / "r", create=True)
-    for key in keys_of(store):
-        disk.put(key, store.get(key))
+    disk = copy_objects(store, LocalStore(tmp_path / "r", create=True))
 
     def harm(key):
-        disk.delete([key])
-        disk.put(key, b"SNAP")
+        replace(disk, key, b"SNAP")
 
-    with opened(disk) as found:
-        key = found.snapshot("a@2").key
+    key = snapshot_of(disk, "a@2").key
     harm(key)
     made = []
     for step in range(3, 6):
@@ -1144,8 +1104,7 @@ def slow(monkeypatch):
 
 def test_a_record_that_fails_slowly_is_not_asked_for_at_every_look(monkeypatch, store, slow):
     """On S3 a read that gets 5xx fails only after half a minute, and a save under a policy looks six times."""
-    with opened(store) as found:
-        key = found.snapshot("a@2").key
+    key = snapshot_of(store, "a@2").key
     failing = Unreadable(store, key)
     with opened(failing) as found:
         reads = 10**9 - failing.times
@@ -1163,8 +1122,7 @@ def test_a_record_that_fails_slowly_is_not_asked_for_at_every_look(monkeypatch, 
 
 @pytest.mark.parametrize("how", ["rebuilt", "replaced"])
 def test_a_record_that_was_put_back_is_asked_for_at_once(store, slow, how):
-    with opened(store) as found:
-        key = found.snapshot("a@2").key
+    key = snapshot_of(store, "a@2").key
     failing = Unreadable(store, key)
     with opened(failing) as found:
         assert list(found.view().unread) == [key]
@@ -1173,14 +1131,12 @@ def test_a_record_that_was_put_back_is_asked_for_at_once(store, slow, how):
             found.rebuild_index()
         else:
             data = store.get(key)
-            store.delete([key])
-            store.put(key, data)
+            replace(store, key, data)
         assert not found.view().unread
 
 
 def test_a_store_that_cannot_be_read_at_all_fails_beside_a_resting_record(store, slow):
-    with opened(store) as found:
-        key = found.snapshot("a@2").key
+    key = snapshot_of(store, "a@2").key
     failing = Unreadable(store, key)
     with opened(failing) as found:
         assert list(found.view().unread) == [key]
@@ -1191,8 +1147,7 @@ def test_a_store_that_cannot_be_read_at_all_fails_beside_a_resting_record(store,
 
 def test_a_record_that_rests_holds_no_state(store, slow):
     """The frames of a stored exception would keep the local variables of all callers alive: the copies of a save."""
-    with opened(store) as found:
-        key = found.snapshot("a@2").key
+    key = snapshot_of(store, "a@2").key
     held = []
 
     def look(found):
@@ -1208,8 +1163,7 @@ def test_a_record_that_rests_holds_no_state(store, slow):
 
 
 def test_a_record_that_fails_at_once_is_asked_for_at_every_look(store):
-    with opened(store) as found:
-        key = found.snapshot("a@2").key
+    key = snapshot_of(store, "a@2").key
     with opened(Unreadable(store, key, times=3)) as found:
         for _ in range(3):
             found.view()
@@ -1335,8 +1289,7 @@ def test_an_object_that_may_be_whole_is_not_damaged(store, kind, cause):
 
 def test_gc_deletes_no_object_that_it_may_not_read(store):
     """Its record is not listed, and only reading it would prove that it is damaged."""
-    with opened(store) as found:
-        record = found.snapshot("a@2").key
+    record = snapshot_of(store, "a@2").key
     before = set(keys_of(store))
     with opened(store) as found:
         save(found, "b", 7, 7)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from snapstore.storage.base import ObjectStore, key_alone
+from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
 
 
@@ -26,6 +27,13 @@ def clone(store: MemoryStore) -> MemoryStore:
     copy = MemoryStore()
     copy._objects, copy._locked = dict(store._objects), set(store._locked)
     return copy
+
+
+def copy_objects(store: ObjectStore, target: LocalStore) -> LocalStore:
+    """Put a copy of every object into another store; return that store."""
+    for key in keys_of(store):
+        target.put(key, store.get(key))
+    return target
 
 
 def replace(store: ObjectStore, key: str, data: bytes | bytearray) -> None:

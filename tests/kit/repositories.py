@@ -139,6 +139,12 @@ def opened(store: ObjectStore | Path | str, *, damaged: bool = False) -> Iterato
         yield repository
 
 
+def snapshot_of(store: ObjectStore | Path, reference: str) -> Snapshot:
+    """Return the snapshot that a reference names."""
+    with opened(store) as repository:
+        return repository.snapshot(reference)
+
+
 def snapshots_of(store: ObjectStore) -> dict[str, Snapshot]:
     """Return reference -> snapshot of every committed and forgotten one."""
     with opened(store) as repository:

@@ -26,7 +26,7 @@ from hypothesis.stateful import run_state_machine_as_test as run_machine
 from kit.faults import READ_FAULTS, FaultStore, misread, one_thread
 from kit.objects import clone, flip_in_place, keys_of
 from kit.objects import replace as replace_object
-from kit.repositories import OPTIONS, created, objects_of, opened, same, values
+from kit.repositories import OPTIONS, created, objects_of, opened, same, snapshot_of, values
 from kit.samples import SEED, THOROUGH
 from kit.tally import tally
 from snapstore import (
@@ -622,8 +622,7 @@ class Machine(RuleBasedStateMachine):
         if row is None or self.is_hurt(place, row.id):
             return
         store = self.stores[place]
-        with opened(store) as repository:
-            keys = [key for key in objects_of(store, repository.snapshot(f"id:{row.id}")) if key.startswith(kind)]
+        keys = [key for key in objects_of(store, snapshot_of(store, f"id:{row.id}")) if key.startswith(kind)]
         if keys:
             key = data.draw(st.sampled_from(sorted(keys)))
             self.broken[place].add(key)

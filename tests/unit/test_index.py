@@ -24,7 +24,7 @@ from msgspec import structs
 
 from kit.objects import clone, flip_file, keys_of
 from kit.processes import environment
-from kit.repositories import OPTIONS, check_restores, index_of, opened, save
+from kit.repositories import OPTIONS, check_restores, index_of, opened, save, snapshot_of
 from kit.s3_stores import fresh_url, moto_bucket, needs_server
 from kit.samples import SEED, THOROUGH
 from snapstore import IntegrityError, InvalidInputError, KeepBest, KeepLast, Repository, StorageError
@@ -833,8 +833,7 @@ def test_a_known_repository_reads_no_record(root, monkeypatch):
             LocalStore, "get", lambda *args, **options: (read.append(args[1]), real(*args, **options))[1]
         )
         assert repository.snapshot("a@mine").step == 4
-    with opened(root) as repository:
-        assert repository.snapshot("a@mine").step == 4
+    assert snapshot_of(root, "a@mine").step == 4
     assert [key for key in read if key.startswith("snapshots/")] == []
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kit.objects import replace
 from snapstore.errors import FormatError, IntegrityError
 from snapstore.format.hashing import checksum
 from snapstore.format.manifests import manifest, sections
@@ -194,8 +195,7 @@ def test_every_truncation_and_a_flip_in_every_byte_are_found_by_read():
     store.put(ref.key, good)
     assert manifest.read(store, ref, SEED).tree == "x"
     for bad in [good[:n] for n in range(len(good))] + [good + b"\0"]:
-        store.delete([ref.key])
-        store.put(ref.key, bad)
+        replace(store, ref.key, bad)
         with pytest.raises((FormatError, IntegrityError)):
             manifest.read(store, ref, SEED)
         if len(bad) < len(good):
@@ -204,8 +204,7 @@ def test_every_truncation_and_a_flip_in_every_byte_are_found_by_read():
     for at in range(len(good)):
         bad = bytearray(good)
         bad[at] ^= 1 << at % 8
-        store.delete([ref.key])
-        store.put(ref.key, bad)
+        replace(store, ref.key, bad)
         with pytest.raises((FormatError, IntegrityError)):
             manifest.read(store, ref, SEED)
     store.delete([ref.key])

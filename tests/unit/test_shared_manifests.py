@@ -19,7 +19,7 @@ from kit.actors import Actor
 from kit.faults import one_thread
 from kit.objects import clone, keys_of, replace
 from kit.rank_saves import sharded
-from kit.repositories import check_clean, created, opened, same, save, values
+from kit.repositories import check_clean, created, opened, same, save, snapshot_of, values
 from snapstore import IntegrityError, KeepLast, PerRank, Repository, SnapstoreError, StorageError
 from snapstore.catalog.index import Index
 from snapstore.format import records
@@ -49,11 +49,6 @@ def store():
         for step in range(3):
             save(repository, "a", step, 0)
     return store
-
-
-def of(store, ref):
-    with opened(store) as repository:
-        return repository.snapshot(ref)
 
 
 # -- saves
@@ -120,7 +115,7 @@ def test_a_part_costs_an_unchanged_snapshot_229_bytes_and_its_name(in_ranks):
 
 def test_only_what_has_changed_is_written(store):
     state = copy.deepcopy(values("a", 0))
-    first = of(store, "a@0")
+    first = snapshot_of(store, "a@0")
     with opened(store) as repository:
         state["version"] = 7
         new = put_by(store, lambda: repository.save(state, run="a", step=3, metadata=["a", 0]))
@@ -144,7 +139,7 @@ def test_only_what_has_changed_is_written(store):
 def test_the_order_of_keys_and_the_kind_of_values_count(store):
     """A part with another order of keys or kind of tensor gets a new manifest, although its chunks are stored."""
     with opened(store) as repository:
-        names = set(shas(of(store, "a@0")))
+        names = set(shas(snapshot_of(store, "a@0")))
         state = values("a", 0)
         turned = {**state, "model": dict(reversed(state["model"].items()))}
         parameter = {**state, "model": {**state["model"], "drift": torch.nn.Parameter(state["model"]["drift"])}}
@@ -267,7 +262,7 @@ def require_no_deletion(store, hidden):
 
 def test_a_gc_that_never_sees_a_record_deletes_nothing_that_it_needs(store):
     """If the listings hide the record of a snapshot, its manifest list shows that a record is missing."""
-    hidden = of(store, "a@2").id
+    hidden = snapshot_of(store, "a@2").id
     with opened(store) as repository:
         repository.forget_snapshots(["a@0", "a@1"])
     require_no_deletion(store, hidden)
@@ -372,7 +367,7 @@ def test_a_compact_of_snapshots_that_share(monkeypatch):
 
 @pytest.mark.parametrize("how", ["gone", "flipped", "another"])
 def test_a_list_that_is_damaged_is_written_again(store, how):
-    key = manifest_key(of(store, "a@1").manifest_list)
+    key = manifest_key(snapshot_of(store, "a@1").manifest_list)
     if how == "gone":
         store.delete([key])
     elif how == "flipped":
@@ -380,7 +375,7 @@ def test_a_list_that_is_damaged_is_written_again(store, how):
         data[-1] ^= 1
         replace(store, key, data)
     else:
-        replace(store, key, store.get(manifest_key(of(store, "a@2").manifest_list)))
+        replace(store, key, store.get(manifest_key(snapshot_of(store, "a@2").manifest_list)))
     with opened(store) as repository:
         found = repository.check()
         assert [(p.kind, p.key, p.command, p.snapshots) for p in found.problems] == [
@@ -399,7 +394,7 @@ def test_a_list_that_is_damaged_is_written_again(store, how):
 
 
 def test_a_lost_snapshot_without_its_list_stops_gc_until_it_is_dropped(store):
-    store.delete([manifest_key(of(store, "a@1").manifest_list), *keys_of(store, "packs/")])
+    store.delete([manifest_key(snapshot_of(store, "a@1").manifest_list), *keys_of(store, "packs/")])
     with opened(store) as repository:
         assert len(repository.repair(apply=True).lost) == 3
         with pytest.raises(
@@ -415,7 +410,7 @@ def test_a_lost_snapshot_without_its_list_stops_gc_until_it_is_dropped(store):
 def test_a_rewrite_looks_whether_its_list_is_there(monkeypatch, verb):
     """A rewrite checks that its manifest list was stored before it puts the revision that names the list."""
     store = _abroad(monkeypatch)
-    before = of(store, "a@1").manifest_list
+    before = snapshot_of(store, "a@1").manifest_list
     if verb == "repair":
         store.delete([manifest_key(before)])
     real = store.put
@@ -432,12 +427,12 @@ def test_a_rewrite_looks_whether_its_list_is_there(monkeypatch, verb):
         with pytest.raises(StorageError, match="was put, but is not there"):
             act()
     monkeypatch.setattr(store, "put", real)
-    assert of(store, "a@1").manifest_list == before
+    assert snapshot_of(store, "a@1").manifest_list == before
 
 
 def test_a_list_of_another_snapshot_is_found(store):
     """A check finds a manifest list of another snapshot by its content: its bytes match the hash in its name."""
-    one, two = of(store, "a@1"), of(store, "a@2")
+    one, two = snapshot_of(store, "a@1"), snapshot_of(store, "a@2")
     forged = one.revised(manifest_list=two.manifest_list)
     store.put(forged.key, records.encode(forged))
     with opened(store) as repository:
@@ -449,7 +444,7 @@ def test_a_list_of_another_snapshot_is_found(store):
 
 def test_a_record_that_is_lost_comes_back_by_its_list(store):
     """A repair reconstructs a damaged record from the manifest list of its snapshot."""
-    last = of(store, "a@2")
+    last = snapshot_of(store, "a@2")
     replace(store, last.key, b"damaged")
     with opened(store) as repository:
         repository.repair(apply=True)
@@ -462,7 +457,7 @@ def test_a_record_that_is_lost_comes_back_by_its_list(store):
 
 def test_a_record_that_is_lost_comes_back_though_others_name_its_manifests(store):
     """A repair reconstructs a damaged record from the manifests of its snapshot, although other snapshots name them."""
-    first = of(store, "a@0")
+    first = snapshot_of(store, "a@0")
     replace(store, first.key, b"damaged")
     with opened(store) as repository:
         repository.repair(apply=True)
@@ -476,7 +471,7 @@ def test_a_damaged_pack_is_healed_for_all_that_share(store):
         repository.save(values("a", 0), run="twin", step=0, metadata=["a", 0])
         for ref in ("a@0", "a@1", "a@2"):
             repository.context.index.header(repository.snapshot(ref).manifests[1])
-        m = manifest.read(store, of(store, "a@0").manifests[2], None)
+        m = manifest.read(store, snapshot_of(store, "a@0").manifests[2], None)
         key = f"packs/{m.header.pack_names[0][:2]}/{m.header.pack_names[0]}"
         store.delete([key])
         result = repository.repair(apply=True)
@@ -499,7 +494,7 @@ def test_bytes_are_counted_once(store):
 
 def test_a_manifest_with_unknown_keys_is_not_shared(store):
     """A manifest with unknown keys equals no other one: a later release may have meant them for that snapshot only."""
-    first = of(store, "a@0")
+    first = snapshot_of(store, "a@0")
     m = manifest.read(store, first.manifests[0], None)
     later = manifest.read(store, first.manifests[0], None)
     assert m.says_the_same(later)
@@ -560,7 +555,7 @@ def test_a_list_may_have_keys_of_a_later_release(store):
 
     A check and a gc accept the list, and a repair reconstructs a lost record from it.
     """
-    last = of(store, "a@2")
+    last = snapshot_of(store, "a@2")
     old = store.get(manifest_key(last.manifest_list))
     payload = msgspec.msgpack.encode(msgspec.msgpack.decode(old[records.ENVELOPE.size :]) | {"color": 1})
     head = records.ENVELOPE.pack(b"SNAP", 10, 1, 0, len(payload), 0)[:16]
@@ -589,7 +584,7 @@ def test_a_rewrite_keeps_the_unknown_keys_of_each_reference(monkeypatch):
     """Two snapshots name one manifest. A later release has added a key to both references, with different values."""
     store = _abroad(monkeypatch)
     for number in range(2):
-        before = of(store, f"a@{number}")
+        before = snapshot_of(store, f"a@{number}")
         refs = [msgspec.structs.replace(ref, unknown=(("phase", bytes([number])),)) for ref in before.manifests]
         replace(store, before.key, records.encode(msgspec.structs.replace(before, manifests=refs)))
     with opened(store) as repository:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kit import foreign
 from kit.forge import reheader
-from kit.objects import keys_of
+from kit.objects import keys_of, replace
 from kit.rank_snapshots import RankWriter
 from kit.repositories import created, opened, save
 from snapstore import SnapstoreError, UnknownFormatError
@@ -46,8 +46,7 @@ def planted(store: MemoryStore, key: str) -> None:
     fields["manifests"] = [planted_ref(store, ref) for ref in fields["manifests"]]
     payload = msgspec.msgpack.encode(fields | FUTURE)
     head = ENVELOPE.pack(b"SNAP", 2, 1, 0, len(payload), 0)[:16]
-    store.delete([key])
-    store.put(key, head + records.xxhash.xxh3_64_intdigest(head + payload).to_bytes(8, "little") + payload)
+    replace(store, key, head + records.xxhash.xxh3_64_intdigest(head + payload).to_bytes(8, "little") + payload)
 
 
 def planted_ref(store: MemoryStore, ref: dict[str, object]) -> dict[str, object]:
@@ -148,8 +147,7 @@ def test_repair_keeps_them_when_it_heals(made):
     planted(store, key)
     record = records.decode(store.get(key), Snapshot, key)
     other = created()
-    other.delete(["config"])
-    other.put("config", store.get("config"))
+    replace(other, "config", store.get("config"))
     made(other)
     ours = set(keys_of(store, "packs/"))
     for name in (*keys_of(other, "packs/"), *keys_of(other, "manifests/"), *keys_of(other, "snapshots/")):
@@ -161,8 +159,7 @@ def test_repair_keeps_them_when_it_heals(made):
     assert lost in ours
     data = bytearray(store.get(lost))
     data[150] ^= 1
-    store.delete([lost])
-    store.put(lost, bytes(data))
+    replace(store, lost, bytes(data))
     with opened(store) as repository:
         repository.repair(apply=True, level="data")
         healed = repository.view().get(record.id)
@@ -181,8 +178,7 @@ def test_repair_keeps_them_when_it_writes_a_record_again(made):
         tagged = repository.view().resolve("a@2").key
         data = bytearray(store.get(tagged))
         data[60] ^= 1
-        store.delete([tagged])
-        store.put(tagged, bytes(data))
+        replace(store, tagged, bytes(data))
         repository.repair(apply=True)
         require_kept(store, repository.view().resolve("a@2"))
     with opened(store) as repository:
@@ -223,8 +219,7 @@ def test_an_unknown_feature_is_refused_and_nothing_is_deleted(where):
         changed = with_features(
             records.encode(msgspec.structs.replace(records.decode(data, Snapshot, key), **state)), "tiles"
         )
-    store.delete([key])
-    store.put(key, changed)
+    replace(store, key, changed)
     before = dict(store._objects)
     with opened(store) as repository:
         with pytest.raises(SnapstoreError, match="'tiles'"):

@@ -96,6 +96,7 @@ def main(folder: str, world: str, rank: str, *names: str, cases: dict[str, Any])
     for name in names:
         try:
             cases[f"case_{name}"](one)
+            one.close()
             dist.barrier()
             said[name] = ""
         except BaseException:  # noqa: BLE001  a CheckpointException is no Exception
@@ -111,15 +112,22 @@ class World:
 
     Attributes:
         url: of a repository that all ranks share. Each case has a run of its own.
+        writers: of the running case, which `close` closes.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.url = folder, folder / "repository"
+        self.folder, self.url, self.writers = folder, folder / "repository", list[Any]()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.gloo = dist.new_group(backend="gloo", timeout=timedelta(seconds=HANG_S))
 
     def writer(self, run: str, **options: Any) -> Any:
-        return SnapstoreWriter(self.url, run=f"{run}-{self.size}", **options)
+        self.writers.append(SnapstoreWriter(self.url, run=f"{run}-{self.size}", **options))
+        return self.writers[-1]
+
+    def close(self) -> None:
+        """Close the writers of a case."""
+        while self.writers:
+            self.writers.pop().close()
 
     def reader(self, run: str, size: int | None = None, **options: Any) -> Any:
         return SnapstoreReader(self.url, run=f"{run}-{size or self.size}", **options)
@@ -222,7 +230,6 @@ def _save_and_load(world: World, run: str, mesh: Any, other: Any, save: Callable
     for trained in ((model, optimizer), (fresh, fresh_optimizer)):  # training goes on as it would have
         train(*trained, seed=8)
     expect_same(states(fresh, fresh_optimizer), full(states(model, optimizer)))
-    writer.close()
 
 
 def case_save(world: World) -> None:
@@ -257,7 +264,6 @@ def case_async_save(world: World) -> None:
     target = states(*fsdp(world.mesh(), seed=5)) | {"names": []}
     dcp.load(target, storage_reader=world.reader("async"), checkpoint_id=3, no_dist=True)
     expect_same(target, expected)
-    writer.close()
 
 
 def case_own_functions(world: World) -> None:
@@ -278,7 +284,6 @@ def case_own_functions(world: World) -> None:
         target = {"a": whole((3000, 40), 9)}
         snap.load(target, world.reader("own-overlapping"), step)
         expect_whole(target["a"], whole((3000, 40), step))
-    writer.close()
 
 
 def case_hsdp(world: World) -> None:
@@ -336,7 +341,6 @@ def case_fsdp1(world: World) -> None:
     loaded = load_sharded_optimizer_state_dict(target["model"], "optim", reader)
     fresh.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(other, fresh, loaded["optim"]))
     expect_same(_locals(_fsdp1_state(other, fresh)), _locals(state))
-    writer.close()
 
 
 def case_fsdp1_by_the_manager(world: World) -> None:
@@ -409,7 +413,6 @@ def case_placements(world: World) -> None:
                 load(target, world.reader("placements"), len(shape))
                 for key, value in values.items():
                     expect_whole(target[key], value, (shape, key, target_shape, places))
-    writer.close()
 
 
 def case_uneven_and_empty_shards(world: World) -> None:
@@ -435,7 +438,6 @@ def case_uneven_and_empty_shards(world: World) -> None:
         expect_whole(target[key], value, key)
         expect_whole(on_square[key], value, key)
         expect_whole(plain[key], value, key)
-    writer.close()
 
 
 def case_submesh(world: World) -> None:
@@ -453,7 +455,6 @@ def case_submesh(world: World) -> None:
     load(both, world.reader("submesh"), 1)
     for n in (0, 1):
         expect_whole(both[f"stage{n}"]["w"], values[n])
-    writer.close()
 
 
 def case_experts_of_each_rank(world: World) -> None:
@@ -483,7 +484,6 @@ def case_experts_of_each_rank(world: World) -> None:
         expect_same(target, full(state(1, meshes[place])))
     with raises(CheckpointException, "If they are experts that only some ranks have"):
         save(state(1, mesh["d0"]), writer, 3)
-    writer.close()
 
 
 def case_states_of_one_plan(world: World) -> None:
@@ -513,7 +513,6 @@ def case_states_of_one_plan(world: World) -> None:
         snap.save({"lr": 0.5 if last else 1.0}, writer, 2)
     with raises(CheckpointException, "tensors x.w differ"):
         snap.save({"x": {"w": torch.full((3,), float(last))}}, writer, 3)
-    writer.close()
 
 
 def case_submesh_that_all_ranks_know(world: World) -> None:
@@ -536,7 +535,6 @@ def case_submesh_that_all_ranks_know(world: World) -> None:
         expect_whole(target["module"][name], value) if world.rank % 2 == 0 else expect_whole(local, local[:0])
     assert target["module"]["_extra_state"]["count"] == 1
     expect_whole(target["module"]["_extra_state"]["tensor"], torch.ones(2))
-    writer.close()
 
 
 def case_shards_of_any_size(world: World) -> None:
@@ -591,7 +589,6 @@ def case_shards_of_any_size(world: World) -> None:
             save({"t": {"w": kind(values[first:fewer].clone(), first)}}, writer, 9)
     with Repository.open(world.url) as repository:
         assert [snapshot.step for snapshot in repository.snapshots(writer.run)] == [0, 1]
-    writer.close()
 
 
 def case_sharded_tensor(world: World) -> None:
@@ -646,7 +643,6 @@ def case_sharded_tensor(world: World) -> None:
     plain = {"a": torch.zeros(11, 3)}
     load(plain, world.reader("st"), 1)
     expect_whole(plain["a"], values)
-    writer.close()
 
 
 def case_tied_tensors(world: World) -> None:
@@ -665,7 +661,6 @@ def case_tied_tensors(world: World) -> None:
         target = {part: {key: one * 0 for key, one in of.items()} for part, of in state.items()}
         load(target, world.reader("tied"), step)
         expect_same(target, full(state))
-    writer.close()
 
 
 # --- replicas, and what is each rank's own
@@ -683,7 +678,6 @@ def case_replicas_are_stored_once(world: World) -> None:
     target = {"ddp": {key: value * 0 for key, value in state["ddp"].items()}}
     load(target, world.reader("ddp"), 1)
     expect_same(target, full(state))
-    writer.close()
 
 
 def case_keys_of_each_rank(world: World) -> None:
@@ -695,7 +689,6 @@ def case_keys_of_each_rank(world: World) -> None:
     target = {mine: {"position": 0, "order": []}, "step": 0}
     load(target, world.reader("keys"), 1)
     expect_same(target, full(state))
-    writer.close()
 
 
 def case_keys_in_another_order(world: World) -> None:
@@ -736,7 +729,6 @@ def case_keys_in_another_order(world: World) -> None:
     plain["y"] = plain["y"] + (world.rank == 0)
     with raises(dcp.CheckpointException, "tensors plain.y differ"):
         save(state | {"plain": turned(plain)}, writer, 4)
-    writer.close()
 
 
 def case_values_of_each_rank(world: World) -> None:
@@ -774,7 +766,6 @@ def case_values_of_each_rank(world: World) -> None:
         assert torch.equal(torch.rand(3), drawn), step
         torch.manual_seed(world.rank)
         expect_same({"mine": target["mine"].value, "n": target["n"]}, full({"mine": own(world.rank), "n": 2}))
-    writer.close()
 
 
 def case_plain_tensors_of_some_ranks(world: World) -> None:
@@ -878,7 +869,6 @@ def case_a_failed_save_in_which_more_ranks_hold_a_tensor(world: World) -> None:
     target = {"model": {key: value * 0 for key, value in state(2)["model"].items()}}
     load(target, world.reader("more-fails"), 2)
     expect_same(target, full(state(2)))
-    writer.close()
 
 
 def case_a_tensor_that_other_ranks_drop(world: World) -> None:
@@ -896,7 +886,6 @@ def case_a_tensor_that_other_ranks_drop(world: World) -> None:
     target = {"model": {key: value * 0 for key, value in state(3)["model"].items()}}
     load(target, world.reader("moves"), 3)
     expect_same(target, full(state(3)))
-    writer.close()
 
 
 def case_plain_values_that_differ(world: World) -> None:
@@ -910,7 +899,6 @@ def case_plain_values_that_differ(world: World) -> None:
     save(state | {"seeds": {"own": 1, "same": 5}}, writer, 2)
     with Repository.open(world.url) as repository:
         assert [snapshot.step for snapshot in repository.snapshots(writer.run)] == [2]
-    writer.close()
 
 
 def case_replicas_that_differ(world: World) -> None:
@@ -923,7 +911,6 @@ def case_replicas_that_differ(world: World) -> None:
         with raises(CheckpointException, text):
             async_save(state, writer, 1, process_group=world.gloo).result()
     save({"model": {"good": state["model"]["good"]}}, writer, 2)
-    writer.close()
 
 
 def case_buffers_that_differ(world: World) -> None:
@@ -954,7 +941,6 @@ def case_buffers_that_differ(world: World) -> None:
         target = {"model": {key: value * 0 for key, value in own.items()} | {"bn.num_batches_tracked": count * 0}}
         load(target, world.reader("buffers"), step)
         expect_same(target, full({"model": norm | {"bn.num_batches_tracked": torch.tensor(5)}}))
-    writer.close()
 
 
 def case_replicas_of_rank_0(world: World) -> None:
@@ -978,7 +964,6 @@ def case_replicas_of_rank_0(world: World) -> None:
     writer = world.writer("unlike-modes", replicas="check" if world.rank == 0 else "rank0")
     with raises(CheckpointException, "rank 1 saves with replicas='rank0', rank 0 with 'check'"):
         save(state, writer, 1)
-    writer.close()
 
 
 # --- failures
@@ -1044,7 +1029,6 @@ def case_a_rank_that_cannot_copy(world: World) -> None:
         target = {"w": whole((300, 40), 9), "n": 0}
         load(target, world.reader("cannot-copy"), 10 + step)
         expect_same(target, full(state))
-    writer.close()
 
 
 def case_an_object_that_fails_on_a_rank(world: World) -> None:
@@ -1073,7 +1057,6 @@ def case_an_object_that_fails_on_a_rank(world: World) -> None:
         save(state, writer, 2)
         load(state, world.reader("object-fails"), 2)
         assert state["one"].loaded == 3
-    writer.close()
 
 
 def case_a_failed_save_and_the_plan_cache(world: World) -> None:
@@ -1091,7 +1074,6 @@ def case_a_failed_save_and_the_plan_cache(world: World) -> None:
             future = dcp.async_save(other, storage_writer=writer, checkpoint_id="none", process_group=world.gloo)
             kept.append(future.exception())  # its frames keep the state that was staged
             assert isinstance(kept[-1], CheckpointException)
-    writer.close()
 
 
 def case_failures_of_a_load(world: World) -> None:
@@ -1116,7 +1098,6 @@ def case_failures_of_a_load(world: World) -> None:
         reader.__dict__.pop(hook, None)
     dcp.load(target, storage_reader=reader, checkpoint_id=1)  # the reader that has just failed
     expect_whole(target["a"], whole((3, 3)))
-    writer.close()
 
 
 def case_a_save_while_ranks_open_the_newest(world: World) -> None:
@@ -1180,7 +1161,6 @@ def case_another_coordinator(world: World) -> None:
     reader.reset(1)
     dcp.load_state_dict(target, reader, coordinator_rank=world.size - 1)
     expect_same(target, full(state))
-    writer.close()
 
 
 def case_ranks_that_do_not_agree(world: World) -> None:
@@ -1193,13 +1173,6 @@ def case_ranks_that_do_not_agree(world: World) -> None:
     with raises(dcp.CheckpointException, "another repository"):
         save({"a": whole((3, 3))}, other, 1)
     other.close()
-
-
-def case_modes_that_are_refused(world: World) -> None:
-    writer = world.writer("modes")
-    with raises(InvalidInputError, "use_collectives=False"):
-        dcp.save({"a": whole((2, 2))}, storage_writer=writer, checkpoint_id=1, use_collectives=False)
-    writer.close()
 
 
 def case_save_with_no_dist(world: World) -> None:
@@ -1236,7 +1209,6 @@ def case_process_mode(world: World) -> None:
     )  # fmt: skip
     with raises(InvalidInputError, "AsyncCheckpointerType.THREAD"):
         future.result()
-    writer.close()
 
 
 # --- groups, planners, the wire
@@ -1384,7 +1356,6 @@ def case_next_saves_are_deltas(world: World) -> None:
             async_save(state, writer, step, process_group=world.gloo).result()
         if world.rank == 0 and step > 1:
             assert writer.snapshot.stored_bytes < 0.2 * writer.snapshot.logical_bytes, (step, writer.snapshot)
-    writer.close()
 
 
 def case_large_trees(world: World) -> None:
@@ -1400,7 +1371,6 @@ def case_large_trees(world: World) -> None:
     target = {"w": whole((3, 4), 5), "data": [dict.fromkeys(words, -1)]}
     dcp.load(target, storage_reader=world.reader("trees"), checkpoint_id=3, no_dist=True)
     assert target["data"] == [words]
-    writer.close()
 
 
 # --- the manager, and other world sizes
@@ -1429,7 +1399,6 @@ def case_the_managers_snapshots(world: World) -> None:
             assert torch.equal(restored["model"]["w"], values)
             assert restored["step"] == 2
             assert repository.snapshot(f"{run}@2").parent == repository.snapshot(f"{run}@1").id
-    writer.close()
 
 
 def of_other_worlds() -> dict[str, Any]:

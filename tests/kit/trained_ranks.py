@@ -128,7 +128,6 @@ def case_dcp_async_save(world: World) -> None:
         target = states(other, other_optimizer)
         dcp.load(target, storage_reader=world.reader("async"), checkpoint_id=step)
         expect_same(target, wanted[step])
-    writer.close()
 
 
 CASES = [name.removeprefix("case_") for name in list(globals()) if name.startswith("case_")]

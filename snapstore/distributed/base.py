@@ -169,7 +169,7 @@ class Watch:
         what: the thing that is waited for, in errors.
         who: returns the ranks that are waited for.
         limit_s: of the whole wait [s].
-        ends: the prefix under which ranks say that they have ended (`say_ended`); None: they do not.
+        ends: the prefix under which ranks say that they have ended (`say_ended`).
         also: called at every look; it may raise.
         warn_s: after this time, warn once that living ranks have not come; None: never.
     """
@@ -180,7 +180,7 @@ class Watch:
         what: str,
         who: Callable[[], Sequence[int]],
         limit_s: float,
-        ends: str | None = None,
+        ends: str,
         also: Callable[[], object] = lambda: None,
         warn_s: float | None = None,
     ) -> None:
@@ -200,9 +200,9 @@ class Watch:
         """
         self._also()
         now = time.monotonic()
-        if self._ends is not None and now >= self._next_ends:
+        if now >= self._next_ends:
             self._next_ends = now + LOOK_ENDED_S
-            self._look_for_ends(self._ends)
+            self._look_for_ends()
         if now >= self._warn_at and (late := self._who()):
             self._warn_at = math.inf
             log.warning(
@@ -232,17 +232,17 @@ class Watch:
                 ranks=who,
             )
 
-    def _look_for_ends(self, prefix: str) -> None:
+    def _look_for_ends(self) -> None:
         """Raise for a rank that has ended; not at the first look that sees an end: its messages are read before."""
         ended = ended_processes(self._ranks)
         if not self._has_ended:
-            self._has_ended = bool(ended) or self._ranks.look(f"{prefix}ended") is not None
+            self._has_ended = bool(ended) or self._ranks.look(f"{self._ends}ended") is not None
             return
         who = self._who()
         if killed := sorted(ended & set(who)):
             raise ended_error(self._ranks, killed, self._what)
         for rank in who:
-            if (why := self._ranks.look(f"{prefix}ended/{rank}")) is not None:
+            if (why := self._ranks.look(f"{self._ends}ended/{rank}")) is not None:
                 raise RanksError(
                     f"rank {rank} of {self._ranks.count} {why.decode(errors='replace')}, while rank "
                     f"{self._ranks.rank} waited for {self._what}",

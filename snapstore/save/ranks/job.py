@@ -48,17 +48,16 @@ class RankJob:
 
     Attributes:
         ranks: the channel.
-        prefix: of all keys of this manager.
         questions: the questions that rank 0 answers.
     """
 
-    def __init__(self, ranks: Ranks, replicas: Replicas = "check") -> None:
+    def __init__(self, ranks: Ranks, replicas: Replicas) -> None:
         self.ranks, self._replicas = ranks, replicas
         with _users_lock:
-            self.prefix = f"{next(_users.setdefault(ranks, count()))}/"
+            self._prefix = f"{next(_users.setdefault(ranks, count()))}/"  # of all keys of this manager
         self._next = 0  # the number of the next save
         self._sure = 0  # the same, without the last saves if this rank gave them up before they began
-        self.questions = Questions(ranks, self.prefix, self._saves, self._agree)
+        self.questions = Questions(ranks, self._prefix, self._saves, self._agree)
         self.heart = Heart(ranks)
         self._holders: Holders | None = None  # as of the last exchange
         self._holders_are_sure = False  # whether no save has failed here since
@@ -126,7 +125,7 @@ class RankJob:
                 f"rank {self.ranks.rank}: the repository at {repository.context.store.url} is not the one of rank 0 "
                 f"(uuid: expected {expected}, got {uuid}); pass one repository on all ranks, in a place that all share"
             )
-        self._job = RankSaves(repository.context, self.ranks, self.questions, self.prefix, self._answer)
+        self._job = RankSaves(repository.context, self.ranks, self.questions, self._prefix, self._answer)
         return repository
 
     def shares(self) -> RankShares:
@@ -137,7 +136,7 @@ class RankJob:
 
     def preemption(self) -> Preemption:
         """Return the Preemption of the job; from now on the ranks agree on its end in the background."""
-        made = Preemption(self.ranks, self.prefix)
+        made = Preemption(self.ranks, self._prefix)
         self.heart.add(made.poll)
         return made
 
@@ -178,7 +177,7 @@ class RankJob:
             request.require_wanted()
             self._job.require_begun(request.number, request)
 
-        exchange = HolderExchange(self.ranks, partial(self._job.key, request.number), check, self.prefix)
+        exchange = HolderExchange(self.ranks, partial(self._job.key, request.number), check, self._prefix)
         own, found, turns, self._exchange = plain_names(inputs), self._holders, self._turns, exchange
         try:
             if exchange.is_wanted(here=not self._holders_are_sure or own != self._own):
@@ -250,13 +249,13 @@ class RankJob:
             limit_s: the longest wait [s]; None: see above.
         """
         began = time.monotonic()
-        say_ended(self.ranks, self.prefix, error, limit_s)
+        say_ended(self.ranks, self._prefix, error, limit_s)
         longest_s = min(self.ranks.silent_s, LINGER_S if error or self._has_failed else CLOSE_S)
         end = time.monotonic() + longest_s
         if limit_s is not None:
             end = min(end, began + limit_s)
         if self.ranks.is_hosted:
-            wait_for_ends(self.ranks, self.prefix, end - time.monotonic())
+            wait_for_ends(self.ranks, self._prefix, end - time.monotonic())
         self.heart.close()
         if ends_channel:
             with suppress(RanksError):

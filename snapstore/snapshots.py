@@ -6,10 +6,12 @@ which also saves and forgets snapshots.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Unpack
 
 from .catalog.history import View
+from .errors import CapabilityError, FormatError, IntegrityError, OutputError, SnapstoreError, StorageError
 from .format.records import Snapshot
 from .text import log, some
 
@@ -20,6 +22,44 @@ if TYPE_CHECKING:
     from .inspect.lazy import LazyTensors
     from .inspect.stats import StatsResult
     from .state.fill.fit import Mismatches, NameOptions, Rename
+
+
+@contextmanager
+def newest_whole_named(
+    context: Context,
+    ref: str,
+    elsewhere: Callable[[str], str] = lambda ref: "",
+) -> Iterator[None]:
+    """Run the block; if it fails to restore the newest snapshot of a run, add the newest whole one to the error.
+
+    Every restore runs in such a block, so that the code below raises plain errors.
+
+    Args:
+        ref: the reference of the snapshot that the block restores.
+        elsewhere: returns how to get the snapshot of a reference from another store, or nothing.
+
+    Raises:
+        IntegrityError, FormatError, StorageError: the error of the restore, with the name.
+    """
+    try:
+        yield
+    except (IntegrityError, FormatError, StorageError) as error:
+        if isinstance(error, CapabilityError | OutputError):  # it can be read, here or elsewhere
+            raise
+        if isinstance(error, StorageError) and context.store.url.startswith("s3:"):  # the network, and no bad sector
+            raise
+        try:
+            from .check import newest_whole
+
+            advice = newest_whole.advice(context, ref, maybe_whole=isinstance(error, StorageError))
+        except (SnapstoreError, ImportError, OSError) as failure:  # the error of the restore is the one to see
+            log.info("found no whole snapshot to name: %s", failure)
+            advice = ""
+        advice += elsewhere(ref)
+        if not advice:
+            raise
+        first, *more = error.args
+        raise type(error)(f"{first}{advice}", *more) from error
 
 
 class Snapshots:
@@ -117,7 +157,6 @@ class Snapshots:
             IntegrityError: the snapshot is damaged. If it is the newest of its run, the error names the newest whole
                 one.
         """
-        from .check.newest_whole import newest_whole_named
         from .restore.pipeline import read
         from .restore.sources import AsRank
         from .state.fill.fit import Fit
@@ -157,7 +196,6 @@ class Snapshots:
             IntegrityError: the snapshot is damaged. This and every other error says so if `target` may be partly
                 filled by now.
         """
-        from .check.newest_whole import newest_whole_named
         from .restore.pipeline import read_into
         from .restore.sources import AsRank
         from .state.fill.fit import Fit
@@ -196,7 +234,6 @@ class Snapshots:
             IntegrityError: the snapshot is damaged. If it is the newest of its run, the error names the newest whole
                 one.
         """
-        from .check.newest_whole import newest_whole_named
         from .inspect.lazy import open_tensors
 
         with newest_whole_named(self.context, ref):

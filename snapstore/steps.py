@@ -21,6 +21,7 @@ from .format import records
 from .format.records import MAX_OBJECT_BYTES, Snapshot
 from .options import SaveOptions
 from .repository import Repository
+from .snapshots import newest_whole_named
 from .storage.base import ObjectStore
 from .text import log
 
@@ -395,8 +396,6 @@ class Steps:
         self, step: int | str | None, per_rank: Literal["same", "drop"] | int
     ) -> Iterator[tuple[Context, str | Snapshot, AsRank]]:
         """Wait until no save runs; yield where a step lies, its reference, and how this rank reads it."""
-        from .check.newest_whole import newest_whole_named
-
         self._wait_idle()
         (context, ref), as_rank = self._place_of(step), self._as_rank(per_rank)
         named = ref if isinstance(ref, str) else f"id:{ref.id}"

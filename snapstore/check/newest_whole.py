@@ -1,17 +1,15 @@
 """Newest whole: name the snapshot to resume from if the newest one of a run cannot be restored.
 
-In: the error of a restore. Out: the same error, which names the newest older snapshot whose every chunk can be rebuilt.
-The search reads snapshots from the newest to the oldest and each blob about once. The bytes are not kept.
+In: the reference of a snapshot whose restore failed. Out: the end of the error, which names the newest older snapshot
+whose every chunk can be rebuilt. `snapshots.py` adds it to the error. The search reads snapshots from the newest to the
+oldest and each blob about once. The bytes are not kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
 from ..catalog.read_twice import answers
 from ..context import Context
-from ..errors import DAMAGE, CapabilityError, FormatError, IntegrityError, OutputError, SnapstoreError, StorageError
+from ..errors import DAMAGE, StorageError
 from ..format.manifests.rank_checks import read_children
 from ..format.records import Snapshot
 from ..restore.manifests import read_manifests
@@ -20,47 +18,16 @@ from .damaged_packs import DamagedPacks, check_tree
 from .verify_chunks import ChunkRebuilder
 
 
-@contextmanager
-def newest_whole_named(
-    context: Context,
-    ref: str,
-    elsewhere: Callable[[str], str] = lambda ref: "",
-) -> Iterator[None]:
-    """Run the block; if it fails to restore the newest snapshot of a run, add the newest whole one to the error.
-
-    Args:
-        ref: the reference of the snapshot that the block restores.
-        elsewhere: returns how to get the snapshot of a reference from another store, or nothing.
-
-    Raises:
-        IntegrityError, FormatError, StorageError: the error of the restore, with the name.
-    """
-    try:
-        yield
-    except (IntegrityError, FormatError, StorageError) as error:
-        if isinstance(error, CapabilityError | OutputError):  # it can be read, here or elsewhere
-            raise
-        if isinstance(error, StorageError) and context.store.url.startswith("s3:"):  # the network, and no bad sector
-            raise
-        try:
-            advice = _advice(context, ref, maybe_whole=isinstance(error, StorageError))
-        except SnapstoreError as failure:  # the error of the restore is the one to see
-            log.info("found no whole snapshot to name: %s", failure)
-            advice = ""
-        advice += elsewhere(ref)
-        if not advice:
-            raise
-        first, *more = error.args
-        raise type(error)(f"{first}{advice}", *more) from error
-
-
-def _advice(context: Context, ref: str, *, maybe_whole: bool) -> str:
+def advice(context: Context, ref: str, *, maybe_whole: bool) -> str:
     """Return the end of the error; empty unless the reference names the newest snapshot of its run.
 
     One wrong answer proves no damage, so the snapshot is read again first.
 
     Args:
         maybe_whole: whether the store failed. Then a snapshot that is whole needs no words: the error says it all.
+
+    Raises:
+        SnapstoreError: the search failed.
     """
     answers(context.store)
     view = context.index.refresh()

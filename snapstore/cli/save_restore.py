@@ -212,10 +212,10 @@ def _names(given: list[str]) -> dict[str, str]:
 
 def _write(repository: Repository, ref: str, output: Path, fit: Fit, options: ExportOptions) -> Exported:
     """Write a snapshot to a file."""
-    from ..check.newest_whole import newest_whole_named
     from ..convert import files
     from ..convert.exporting import rank_for
     from ..restore.streaming import TensorReader
+    from ..snapshots import newest_whole_named
 
     to = files.format_of(output)
     with newest_whole_named(repository.context, ref):

@@ -16,11 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
-from ..check.newest_whole import newest_whole_named
 from ..errors import AlreadyExistsError, InvalidInputError, OutputError
 from ..repository import Repository
 from ..restore.sources import SHARED_ONLY, AsRank
 from ..restore.streaming import TensorReader
+from ..snapshots import newest_whole_named
 from ..state.fill.fit import Fit
 from ..text import quoted, some
 from . import files, hf_export

@@ -506,7 +506,7 @@ def test_a_full_disk_under_the_output(series, monkeypatch):
     out = series.folder / "out"
     out.mkdir()
     looked_for = []
-    monkeypatch.setattr("snapstore.check.newest_whole._advice", lambda *_, **__: looked_for.append(True) or "")
+    monkeypatch.setattr("snapstore.check.newest_whole.advice", lambda *_, **__: looked_for.append(True) or "")
     monkeypatch.setattr(torch, "save", failing(RuntimeError("unexpected pos 896 vs 790")))
     assert "cannot be written: unexpected pos" in series.fails("restore", "exp@1", "-o", out / "o.pt")
     monkeypatch.setattr(torch, "save", failing(OSError(28, "No space left on device")))

@@ -83,9 +83,14 @@ class KnownRecord:
 
 
 class KnownRecords:
-    """The records of one index. Not safe to change from several threads."""
+    """The records of one index. Not safe to change from several threads.
+
+    Attributes:
+        superseded: keys of records, of which a listing has shown a later revision too. No record is ever deleted.
+    """
 
     def __init__(self) -> None:
+        self.superseded: set[str] = set()
         self._by_key: dict[str, KnownRecord] = {}
         self._runs: dict[str, dict[str, KnownRecord]] = {}  # the same records, by the prefix of their run
 

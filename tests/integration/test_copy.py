@@ -423,7 +423,7 @@ class StaleOnce(MemoryStore):
 
     lacking: frozenset[str] = frozenset()
 
-    def list(self, prefix, key_only=None):
+    def list(self, prefix, key_only=()):
         lacking = self.lacking if prefix.startswith("snapshots/") else frozenset()
         self.lacking = frozenset() if lacking else self.lacking
         return with_keys_alone((info for info in super().list(prefix) if info.key not in lacking), key_only)

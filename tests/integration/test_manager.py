@@ -1380,7 +1380,7 @@ def test_a_child_forked_while_a_listing_runs_can_end(tmp_path):
         from snapstore.storage.memory import MemoryStore
 
         class Slow(MemoryStore):
-            def list(self, prefix, key_only=None):
+            def list(self, prefix, key_only=()):
                 time.sleep(0.3)
                 return super().list(prefix, key_only)
 

@@ -368,7 +368,7 @@ class Blind(LyingStore):
 
     hidden: frozenset[str] = frozenset()
 
-    def list(self, prefix: str, key_only=None) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, key_only=()) -> Iterator[ObjectInfo]:
         return with_keys_alone((info for info in super().list(prefix) if info.key not in self.hidden), key_only)
 
 
@@ -545,7 +545,7 @@ class Hiding(FaultStore):
 
     hidden = ""
 
-    def list(self, prefix, key_only=None):
+    def list(self, prefix, key_only=()):
         return with_keys_alone((info for info in super().list(prefix) if info.key != self.hidden), key_only)
 
 

@@ -147,7 +147,7 @@ def test_a_budget_lists_as_many_packs_as_explain_the_work(monkeypatch):
     listed = []
 
     class Store(MemoryStore):
-        def list(self, prefix, key_only=None):
+        def list(self, prefix, key_only=()):
             for info in super().list(prefix, key_only):
                 listed.append(info.size_bytes)
                 yield info

@@ -43,7 +43,7 @@ def after_fork_in_child(hook: Callable[[], object]) -> None:
         os.register_at_fork(after_in_child=hook)
 
 
-def hold_in_forks(lock: Any) -> None:
+def lock_in_forks(lock: Any) -> None:
     """Let every fork wait for an RLock, so that a child never begins while another thread is under it.
 
     The lock's own functions are the hooks: they are written in C, so no signal handler ends them before they are done.
@@ -86,7 +86,7 @@ class LockSlot:
 
 _decoders: dict[Any, Any] = {}
 _preparing = threading.RLock()
-hold_in_forks(_preparing)
+lock_in_forks(_preparing)
 
 
 def msgpack_decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:

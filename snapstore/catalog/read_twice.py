@@ -57,7 +57,7 @@ def read_twice(store: ObjectStore, read: Callable[[], T]) -> T:
         raise IntegrityError(f"{error}; run 'snapstore check --read-data'") from error
 
 
-def settled(store: ObjectStore, read: Callable[[], T]) -> T:
+def read_object_twice(store: ObjectStore, read: Callable[[], T]) -> T:
     """Return the result of reading one object of a snapshot. After any failure, try it a second time.
 
     Raises:

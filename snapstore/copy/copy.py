@@ -28,7 +28,7 @@ import msgspec
 
 from ..catalog.history import View, is_dropped
 from ..catalog.needed_keys import all_manifests
-from ..catalog.read_twice import settled
+from ..catalog.read_twice import read_object_twice
 from ..context import Context
 from ..errors import (
     DAMAGE,
@@ -419,7 +419,7 @@ class Copier:
 
     def _read(self, ref: ManifestRef) -> Manifest:
         seed = self._source.config.digest_seed
-        return settled(self._source.store, lambda: manifest.read(self._source.store, ref, seed))
+        return read_object_twice(self._source.store, lambda: manifest.read(self._source.store, ref, seed))
 
     def _record(self, ruling: Snapshot, there: Snapshot, moved: Moved) -> Snapshot:
         """Return the record of a copy: that of the source, in its place in the destination."""

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from ..arrays import Column
-from ..catalog.read_twice import settled
+from ..catalog.read_twice import read_object_twice
 from ..check.damaged_packs import DamagedPacks
 from ..check.verify_chunks import ChunkRebuilder, tensor_of
 from ..chunks.uploader import PackUploader
@@ -244,7 +244,8 @@ class _Mover:
         for part in [part for part in self._parts if len(part.own)][:1]:
             rows, none = _rows_of(part)[:1], np.zeros(len(part.manifest.table.ref_kinds), np.uint64)
             with suppress(*DAMAGE):  # found again once the packs have been compared with their names
-                settled(self._source, partial(_require_proven, ChunkRebuilder(self._prover, None), part, rows, none))
+                rebuilder = ChunkRebuilder(self._prover, None)
+                read_object_twice(self._source, partial(_require_proven, rebuilder, part, rows, none))
 
     def verify(self) -> None:
         """Rebuild the chunks of which a blob was copied; compare the digests of all chunks of their chains.
@@ -262,7 +263,7 @@ class _Mover:
             checksums = np.zeros(len(table.ref_kinds), np.uint64)
             checksums[part.own] = self._checksums[np.searchsorted(self._keys, part.keys)]
             for some in np.split(rows, np.flatnonzero(np.diff(ends // VERIFIED_AT_ONCE_BYTES)) + 1):
-                settled(self._source, partial(_require_proven, rebuilder, part, some, checksums))
+                read_object_twice(self._source, partial(_require_proven, rebuilder, part, some, checksums))
                 self._session.heartbeat()
 
     def _require_packs(self, names: Sequence[str], packs: Sequence[int]) -> None:
@@ -309,7 +310,7 @@ class _Mover:
             yield number, read()[0]
 
     def _pack_of(self, name: str, size_bytes: int) -> bytes:
-        return settled(self._source, lambda: self._read_pack(name, size_bytes))
+        return read_object_twice(self._source, lambda: self._read_pack(name, size_bytes))
 
     def _read_pack(self, name: str, size_bytes: int) -> bytes:
         """Read a pack of the source, and compare it with its name.

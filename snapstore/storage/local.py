@@ -28,7 +28,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import CapabilityError, NotFoundError, SnapstoreError, StorageError
-from . import trials
+from . import sandbox_folders
 from .atomic_write import AtomicWriter, make_root, open_temps
 from .base import (
     GET_LIMIT_BYTES,
@@ -263,10 +263,10 @@ class LocalStore(ObjectStore):
     def prepare(self) -> None:
         """Require an empty directory on a case-sensitive file system.
 
-        Temporary files and trials of ours may be here: a `create` or `doctor` that died leaves them.
+        Temporary files and sandboxes of ours may be here: a `create` or `doctor` that died leaves them.
         """
         with self._failures("/", "list"), self._rooted() as root:
-            there = {name: kind for name, kind in _entries(root).items() if not trials.NAME.fullmatch(name)}
+            there = {name: kind for name, kind in _entries(root).items() if not sandbox_folders.NAME.fullmatch(name)}
             ours = there in ({}, {"tmp": True})
             if ours and there:
                 with closing(open_folder(root, "tmp", "tmp")) as temps:
@@ -284,11 +284,11 @@ class LocalStore(ObjectStore):
     def sandbox(self) -> Iterator[LocalStore]:
         """Yield a store in a new folder, removed at the end; its name begins with a dot, so no listing shows it."""
         with self._failures("/", "write"):
-            folder = trials.make(self._root)
+            folder = sandbox_folders.make(self._root)
         try:
             yield LocalStore(folder)
         finally:
-            trials.remove(folder)
+            sandbox_folders.remove(folder)
 
     # --- writing ---
 

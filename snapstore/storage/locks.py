@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..threads import after_fork_in_child, hold_in_forks
+from ..threads import after_fork_in_child, lock_in_forks
 from .folders import open_file
 
 _TEMP_TRIES = 16  # a cleaner can unlink a new file only between two of our system calls
@@ -39,7 +39,7 @@ def _forget_in_child() -> None:
     _KEPT_FDS.clear()
 
 
-hold_in_forks(_FORK_LOCK)
+lock_in_forks(_FORK_LOCK)
 after_fork_in_child(_forget_in_child)
 
 

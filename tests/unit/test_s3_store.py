@@ -20,7 +20,7 @@ from urllib3.exceptions import NewConnectionError
 from kit.s3_stores import moto_bucket
 from snapstore.catalog.index import folder_for
 from snapstore.errors import CapabilityError, InvalidInputError, StorageError, StorageFullError
-from snapstore.storage import trials
+from snapstore.storage import sandbox_folders
 from snapstore.storage.base import ObjectInfo
 from snapstore.storage.cache_dir import cache_folder
 from snapstore.storage.s3 import client
@@ -317,7 +317,7 @@ def test_old_leftovers_of_a_sandbox_are_removed(store, monkeypatch):
     with store.sandbox() as sandbox:
         sandbox.put("a", b"x")
     assert keys() == sorted([*left, *others])
-    monkeypatch.setattr(trials, "OLD_S", -60.0)
+    monkeypatch.setattr(sandbox_folders, "OLD_S", -60.0)
     with store.sandbox():
         pass  # nothing was put, so the server's time is not known
     assert keys() == sorted([*left, *others])

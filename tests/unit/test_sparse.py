@@ -163,7 +163,7 @@ def test_an_order_follows_its_chain(size, layout, most_moves, monkeypatch):
         (changes,) = sparse_decode.unpack([link], out.view(f"u{size}"))
         sparse_decode.apply(changes, out.view(f"u{size}"), order)
         np.testing.assert_array_equal(out, version)
-    order.settle()
+    order.move_noted()
     every = np.arange(3000)
     found = order.positions(every)
     np.testing.assert_array_equal(order.members(order.starts[:1], np.array([3000]), mixed=True), every)

@@ -35,7 +35,7 @@ def in_save(ref: str, error: RanksError, outcome: str) -> RanksError:
     return told
 
 
-def settle(context: Context, request: SaveRequest, save_id: str, rank: int, lost: RanksError) -> Snapshot:
+def read_or_abort(context: Context, request: SaveRequest, save_id: str, rank: int, lost: RanksError) -> Snapshot:
     """Return the snapshot if its record is there; create the record as aborted if there is none.
 
     Args:

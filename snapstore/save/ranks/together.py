@@ -51,7 +51,7 @@ from ...protocol.session import SaveSession, SharedSession
 from ...text import log
 from ..inputs import SaveRequest
 from .agreement import compare, compare_replicas
-from .outcomes import in_save, read_committed, read_record, settle
+from .outcomes import in_save, read_committed, read_or_abort, read_record
 
 if TYPE_CHECKING:
     from .writer import RankWriter
@@ -398,12 +398,12 @@ class _Save:
             outcome = decode(wait_for(lambda: ranks.look(self._key("outcome")), watch_all), Outcome)
         except RanksError as lost:
             lost = RanksError(request.unwanted) if request.unwanted else lost  # closed since: the first reason counts
-            return settle(self._context, request, begin.id, rank, lost)
+            return read_or_abort(self._context, request, begin.id, rank, lost)
         if outcome.state == FAILED and outcome.failed is not None:
             raise messages.raised(outcome.failed, rank)
         if outcome.state != COMMITTED:
             why = outcome.failed.text if outcome.failed else "rank 0 does not know"
-            return settle(self._context, request, begin.id, rank, RanksError(why, ranks=[0]))
+            return read_or_abort(self._context, request, begin.id, rank, RanksError(why, ranks=[0]))
         self._job.is_stale = outcome.is_stale
         return read_committed(self._context, request, begin.id, outcome.record)
 

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import AlreadyExistsError, CapabilityError, FormatError, NotFoundError, SnapstoreError, StorageError
 from ...threads import Threads, when_dropped
-from .. import trials
+from .. import sandbox_folders
 from ..base import (
     Buffer,
     ObjectInfo,
@@ -65,7 +65,7 @@ READERS = 8
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10.0, 30.0
 #: With an exponential back-off from 0.1 to 20 s, a request survives an outage of 35 s. If a server never answers, it
 #: fails within eight minutes.
-ATTEMPTS = 10
+REQUEST_ATTEMPTS = 10
 DELETE_BATCH = 1000  # keys in one request, S3's limit
 #: Larger bodies are sent without a copy, and only after the server has accepted the headers (100 Continue).
 SMALL_BODY_BYTES = 64 * 1024
@@ -105,7 +105,7 @@ class S3Store(S3Reader, ObjectStore):
         *,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         read_timeout_s: float = READ_TIMEOUT_S,
-        attempts: int = ATTEMPTS,
+        attempts: int = REQUEST_ATTEMPTS,
     ) -> None:
         where = parse_url(url)
         self._storage_class = where.storage_class
@@ -310,7 +310,7 @@ class S3Store(S3Reader, ObjectStore):
             with suppress(SnapstoreError):  # without permission to delete, some bytes remain
                 mine = [*store.list("")]
                 store.delete([info.key for info in mine])
-                self._remove_sandboxes(max((info.modified_s for info in mine), default=0.0) - trials.OLD_S)
+                self._remove_sandboxes(max((info.modified_s for info in mine), default=0.0) - sandbox_folders.OLD_S)
 
     def _below(self, name: str) -> S3Store:
         store = copy(self)

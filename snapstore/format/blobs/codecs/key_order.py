@@ -137,11 +137,11 @@ class KeyOrder:
         return several
 
     def note(self, at: Column, before: Elements, after: Elements) -> None:
-        """Note new values of elements at distinct positions; `settle` moves them, if another link follows."""
+        """Note new values of elements at distinct positions; `move_noted` moves them, if another link follows."""
         if self._layout:
             self._news = at, before, after
 
-    def settle(self) -> None:
+    def move_noted(self) -> None:
         """Move the noted elements to their new places."""
         if self._news is None:
             return

@@ -80,7 +80,7 @@ def apply(changes: Changes, elements: Elements, order: KeyOrder) -> None:
     Raises:
         IntegrityError: the base contradicts the changes; `elements` and `order` are then garbage.
     """
-    order.settle()
+    order.move_noted()
     where = _positions(changes, order)
     before = elements.take(where)
     after = before + changes.steps

@@ -1,7 +1,7 @@
-"""Trials: hidden folders in a place, in which `doctor` and a first save test what the place can do.
+"""Sandbox folders: hidden folders in a place, where `doctor` and a first save test what the place can do.
 
 In: the root of a local store. Out: a new folder; its name begins with a dot, so no listing shows it. A process that is
-killed leaves its folder: the next trial in the same place removes it.
+killed leaves its folder: the next sandbox in the same place removes it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pathlib import Path
 
 _PREFIX = ".snapstore-trial-"
 NAME = re.compile(re.escape(_PREFIX) + r"\w+")
-#: A trial takes seconds. An older folder is one that a killed process has left [s].
+#: A test takes seconds. An older folder is one that a killed process has left [s].
 OLD_S = 3600.0
 
 
 def make(root: Path) -> Path:
-    """Make a folder for a trial, and remove old ones.
+    """Make a folder for a sandbox, and remove old ones.
 
     Raises:
         OSError: it cannot be made.
@@ -34,5 +34,5 @@ def make(root: Path) -> Path:
 
 
 def remove(folder: Path) -> None:
-    """Remove the folder of a trial, as far as that works; links are not followed."""
+    """Remove the folder of a sandbox, as far as that works; links are not followed."""
     shutil.rmtree(folder, ignore_errors=True)

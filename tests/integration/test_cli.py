@@ -23,7 +23,7 @@ from kit.objects import flip_file
 from kit.repositories import index_of
 from kit.shell import invoke
 from kit.states import DTYPES
-from snapstore import KeepLast, NotFoundError, Repository, RngState, cli
+from snapstore import KeepLast, Repository, RngState, cli
 from snapstore.catalog import policy_store
 from snapstore.cli import app, inspect, maintenance, output
 from snapstore.cli.app import VERBS
@@ -172,7 +172,6 @@ def test_a_newer_format_is_an_error_and_no_corruption(sh):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("SNAPSTORE_THREADS", "many"),
         ("SNAPSTORE_THREADS", "0"),
         ("SNAPSTORE_REPO", "ftp://host/x"),
         ("SNAPSTORE_REPO", "memory://../x"),
@@ -299,25 +298,12 @@ def test_forks_and_bases(series):
     assert "no run" in series.fails("save", series.folder / "state.pt", "--run", "f", "--step", 1, "--parent", "no@1")
 
 
-def test_the_same_step_twice(sh):
-    first, second = sh.save(state(1), 5), sh.save(state(2), 5)
-    sh("restore", "exp@5", "-o", sh.folder / "o.pt")
-    assert torch.load(sh.folder / "o.pt", weights_only=True)["extra"]["step"] == 2
-    assert [s["id"] for s in sh.json("log")["snapshots"]] == [first["id"], second["id"]]
-
-
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        (["--run", "a/b", "--step", "1"], "a/b"),
-        (["--run", "..", "--step", "1"], "'..'"),
         (["--run", "é", "--step", "1"], "run"),
-        (["--run", "x" * 300, "--step", "1"], "128 characters"),
         (["--run", "r", "--step", "-1"], "step -1"),
-        (["--run", "r", "--step", str(10**12)], "step 1000000000000"),
         (["--run", "r", "--step", "1", "--tag", "a/b"], "tag 'a/b'"),
-        (["--run", "r", "--step", "1", "--tag", "latest"], "tag 'latest'"),
-        (["--run", "r", "--step", "1", "--tag", "7"], "tag '7'"),
         (["--run", "r", "--step", "1", "--parent", "r"], "reference 'r'"),
     ],
 )
@@ -614,15 +600,6 @@ def test_log_of_nothing(sh):
     assert "has no snapshots" in sh.fails("log", "--run", "x", "--all")
 
 
-def test_log_with_a_damaged_record_is_partial(series):
-    next(Path(series.url).rglob("snapshots/exp/000000000002-*")).write_bytes(b"rubbish of some length, no envelope")
-    for path in index_of(Path(series.url)).iterdir():
-        path.unlink()
-    result = series("log", "--json", code=3)
-    assert [s["step"] for s in json.loads(result.stdout)["snapshots"]] == [0, 1, 3]
-    assert "left out 1 record that cannot be read: snapshots/exp/" in result.stderr
-
-
 def record_of(series, step):
     return next(Path(series.url).rglob(f"snapshots/exp/{step:012d}-*"))
 
@@ -679,6 +656,7 @@ def test_a_record_that_cannot_be_read_is_named_by_all_who_pass_over_it(series):
         why = ", unreadable or gone" if verb[0] == "recode" else " that cannot be read"
         assert f"left out 1 record{why}: {key}; run 'snapstore check'" in result.stderr
         assert result.stdout
+    assert [s["step"] for s in series.json("log", code=3)["snapshots"]] == [0, 1, 3]
     series("repair", "--apply")  # a rebuild keeps what only the index knows about an unreadable record
     assert records.unpack(record.with_suffix(".1").read_bytes(), records.Snapshot, "").metrics == {"loss": 2.0}
     record.write_bytes(data)
@@ -987,15 +965,6 @@ def test_a_dry_gc_waits_where_a_gc_would(series):
             assert json.loads(result.stdout)["waiting_for"] == [session.name] * bool(code)
             assert ("1 save may be running" in result.stderr) == bool(code)
     assert session.exists()
-
-
-def test_files_of_other_programs_are_no_sessions(series):
-    series("forget", "exp@0")
-    for name in ("desktop.ini", "notes.txt", f"{'2' * 32}.sync-conflict"):
-        Path(series.url, "sessions", name).write_text("x")
-    done = series.json("gc")
-    assert done["waiting_for"] == []
-    assert done["deleted_objects"] > 0
 
 
 def test_gc_waits_for_living_saves_and_gives_up_dead_ones(series):
@@ -1611,10 +1580,6 @@ def test_log_of_a_thousand_snapshots_reads_none_of_them_twice(sh, monkeypatch):
     assert len(found) == 1000
     assert [key for key in read if key.startswith("snapshots/")] == []
     assert calls < 200 * 1000
-
-
-def test_not_found_error_is_plain(sh):
-    assert str(NotFoundError("x")) == "x"
 
 
 @pytest.mark.parametrize(

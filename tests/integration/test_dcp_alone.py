@@ -416,11 +416,12 @@ def test_objects_of_classes_are_one_leaf(repository: Repository) -> None:
 # --- the manager's snapshots and DCP's are the same ---
 
 
-def test_dcp_saves_what_the_manager_saves(writer: Any, repository: Repository) -> None:
+def test_dcp_saves_and_loads_what_the_manager_saves(writer: Any, reader: Any, repository: Repository) -> None:
     """The same parts, trees and chunks: nothing is stored again, and the restored states are equal to the type."""
     state = state_of(1)
     with SnapshotManager(repository, run="r") as manager:
         manager.save(1, state).result()
+        same(loaded(reader, 1, state), plain(state))
         snap.save(state, writer, 2)
         snap.async_save(state, writer, 3).result()
         of_manager = manager.restore(1)
@@ -430,13 +431,6 @@ def test_dcp_saves_what_the_manager_saves(writer: Any, repository: Repository) -
         dcp.save(plain(state), storage_writer=writer, checkpoint_id=4)
         same(manager.restore(4), plain(of_manager))
         assert repository.snapshot("r@4").parent == repository.snapshot("r@3").id
-
-
-def test_dcp_loads_what_the_manager_saved(repository: Repository, reader: Any) -> None:
-    state = state_of(1)
-    with SnapshotManager(repository, run="r") as manager:
-        manager.save(1, state).result()
-    same(loaded(reader, 1, state), plain(state))
 
 
 def test_a_model_and_its_optimizer_go_from_dcp_to_the_manager(writer: Any, repository: Repository) -> None:

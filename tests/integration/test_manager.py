@@ -781,22 +781,6 @@ def test_policies_that_are_too_large_are_refused_before_they_are_stored(store):
     assert not keys_of(store, "policies/")
 
 
-def test_files_of_other_programs_beside_the_notes_of_a_gc_stay(store):
-    """A reader must ignore objects whose keys have none of the forms of docs/format.md."""
-    foreign = [f"gc/{name}" for name in ("water.mark", "notes.wait", "x.done", f"{'0' * 31}.mark")]
-    with opened(store) as repository:
-        repository.save(big(0), run="a", step=0)
-        for key in foreign:
-            store.put(key, b"not ours")
-        assert repository.save(big(0), run="a", step=1).stored_bytes < 4096, "the base is used"
-        repository.save(big(2), run="a", step=2)
-        repository.forget([KeepLast(1)], run="a")
-        assert repository.gc().deleted_objects
-        assert {problem.command for problem in repository.check().problems if problem.kind == "gc"} == {""}
-        repository.repair(apply=True)
-    assert set(foreign) <= set(keys_of(store, "gc/"))
-
-
 def test_an_unclear_commit_does_not_stop_gc_for_good(store, monkeypatch):
     """The store fails during a commit; when it works again, the same process collects the garbage of that save."""
     monkeypatch.setattr("snapstore.protocol.claim.COMMIT_ATTEMPTS", 1)

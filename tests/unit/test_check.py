@@ -398,12 +398,6 @@ def test_share_samples_packs(store):
         assert counted.read == expected
 
 
-@pytest.mark.parametrize("share", [0, -1, 1.1, float("nan")])
-def test_bad_shares(store, share):
-    with pytest.raises(InvalidInputError, match="share"):
-        check(store, "data", share=share)
-
-
 def test_a_bad_level(store):
     with pytest.raises(InvalidInputError, match="check level 'all': expected one of metadata, data, restore"):
         check(store, "all")

@@ -58,7 +58,7 @@ def list_ruling(
     records.superseded |= described - ruling.keys()
     records.superseded -= ruling.keys()
     for key in key_only:
-        name, _, revision = key.rpartition(".")
-        if name not in highest or highest[name][0] < int(revision):  # a later revision is no file, or is gone again
+        name, _, number = key.rpartition(".")
+        if name not in highest or highest[name][0] < int(number):  # a later revision is no file, or is gone again
             return list_ruling(store, records, prefix, times, whole=True)
     return ruling, known.keys() - described - key_only

@@ -256,7 +256,7 @@ class SnapshotManager(Steps):
         """
         self._check_open()
         self._background.check_inside()
-        from .save.streaming import is_stream
+        from .save.inputs import is_stream
         from .state.walk.flatten import flatten
 
         if self.read_only or is_stream(state):  # the tensors of an iterator are not copied
@@ -268,7 +268,7 @@ class SnapshotManager(Steps):
 
     def _begin(self, handle: SaveHandle, request: SaveRequest, state: Any, slot: LockSlot) -> None:
         """Run the save, or copy the state and leave the rest to a thread."""
-        from .save.streaming import inputs_of_stream, is_stream
+        from .save.inputs import is_stream
         from .state.walk.flatten import flatten
 
         context, self._running = self.repository.context, request
@@ -276,6 +276,8 @@ class SnapshotManager(Steps):
         learn = None if self._job is None else self._job.learner(request, self._staging)
         work: list[Callable[[], Sequence[PartInput]]] = []  # `_run` pops it, so that errors do not hold the state
         if is_stream(state):  # an iterator cannot be copied
+            from .save.streaming import inputs_of_stream
+
             work.append(lambda: [inputs_of_stream(state, context.engines)])
         elif self._async:
             work.append(self._staging.copy_state(state, learn))
@@ -294,7 +296,7 @@ class SnapshotManager(Steps):
         self, handle: SaveHandle, make: Callable[[], SaveRequest], state: Any, slot: LockSlot, number: int
     ) -> None:
         """Begin a save with all ranks. An error ends the save on all ranks, and each raises it at the same call."""
-        from .save.streaming import is_stream
+        from .save.inputs import is_stream
 
         assert self._job is not None
         ref, handled = "", sys.exception()

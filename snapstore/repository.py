@@ -26,13 +26,13 @@ from .format.blobs.codecs import CODECS
 from .format.hashing import new_seed
 from .format.records import COMMITTED, FORGOTTEN, Config, Snapshot
 from .options import SaveOptions
-from .protocol import forget, gc, quarantine, tags
+from .protocol import forget, gc, notes, tags
 from .protocol.forget import ForgetResult
 from .protocol.gc import GcResult
 from .protocol.same_repository import pinned
 from .retention import Policy
 from .retention import check as check_policies
-from .save.lineage import Lineage
+from .save.inputs import Lineage
 from .snapshots import Snapshots
 from .storage.base import ObjectStore
 from .storage.urls import open_store
@@ -439,7 +439,7 @@ class Repository(Snapshots):
 
         These snapshots may be lost. While no pack is in quarantine, nothing is read.
         """
-        return quarantine.in_need_of_quarantined(self.context, snapshots)
+        return notes.in_need_of_quarantined(self.context, snapshots)
 
     @pinned
     def repair(

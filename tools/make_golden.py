@@ -37,8 +37,7 @@ import torch
 from snapstore import KeepEvery, KeepLast, PerRank, Repository, RngState, SaveOptions, Snapshot, SnapshotManager
 from snapstore.distributed.local import local_ranks
 from snapstore.format.records import ABORTED, COMMITTED, FORGOTTEN, FORMAT_VERSION, SWEPT
-from snapstore.state.values.dim_order import dim_order_of
-from snapstore.state.values.tensors import TORCH_DTYPES
+from snapstore.state.values.tensors import TORCH_DTYPES, dim_order_of
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests" / "golden" / f"v{FORMAT_VERSION}"
 MAX_BYTES = 448 * 1024

@@ -17,7 +17,7 @@ from ..format import records
 from ..format.keys import records_prefix
 from ..format.records import Snapshot
 from ..storage.base import ObjectInfo
-from .index_folder import shortened
+from .lmdb_file import shortened
 
 JUST_MADE = -1.0
 #: A cached record begins with this: its size, time and tag (`KnownRecord`) in the listing.

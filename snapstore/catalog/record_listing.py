@@ -3,11 +3,18 @@
 In: a store, and the records that an index knows. Out: which records rule, how they are listed if that is news, and the
 known records that are not listed. There may be tens of thousands of records, and a save lists those of its run twice.
 So a local store looks once at the file of each ruling record, and no more at one that a listing has seen superseded.
+
+It also finds the records of a second snapshot under the id of another one. An id is random, so such a record is forged.
+If it counted, the first snapshot would be gone, and the next gc would delete its bytes. Then a writer that may only add
+a record, or a session that a gc fences, could delete any snapshot.
 """
 
 from __future__ import annotations
 
-from ..format.keys import name_of_record, parse_record_key
+import math
+from collections.abc import Collection, Iterable, Mapping
+
+from ..format.keys import ID_DIGITS, UNKNOWN_RUN, name_of_record, parse_record_key
 from ..storage.base import ObjectInfo, ObjectStore
 from .known_records import JUST_MADE, KnownRecords
 
@@ -62,3 +69,49 @@ def list_ruling(
         if name not in highest or highest[name][0] < int(number):  # a later revision is no file, or is gone again
             return list_ruling(store, records, prefix, times, whole=True)
     return ruling, known.keys() - described - key_only
+
+
+def repeated_ids(store: ObjectStore, ruling: Collection[str]) -> dict[str, str]:
+    """Return `later_snapshots` of a store, given the keys of the ruling records; list all records if an id repeats."""
+    if len({_id(key) for key in ruling}) == len(ruling):
+        return {}
+    return later_snapshots(store.list("snapshots/"))
+
+
+def later_snapshots(records: Iterable[ObjectInfo]) -> dict[str, str]:
+    """Return the records that repeat the id of a snapshot whose first record is older: key -> why it is left out."""
+    stored: dict[str, dict[str, float]] = {}  # id -> name -> when its first record was stored
+    keys = []
+    for info in records:
+        if parse_record_key(info.key) is not None:
+            keys.append(info.key)
+            names, name = stored.setdefault(_id(info.key), {}), name_of_record(info.key)
+            names[name] = min(names.get(name, math.inf), info.modified_s)
+    first_of: dict[str, str] = {}
+    for names in stored.values():
+        if len(names) > 1:
+            first = min(names, key=lambda name: _rank(name, names))
+            first_of |= {name: first for name in names if name != first}
+    return {key: _why(key, first_of[name]) for key in keys if (name := name_of_record(key)) in first_of}
+
+
+def repeats_id(key: str, others: Iterable[str]) -> bool:
+    """Return whether one of the keys `others` is a record of another snapshot with the same id as `key`."""
+    return any(
+        name_of_record(other) != name_of_record(key) and _id(other) == _id(key)
+        for other in others
+        if parse_record_key(other) is not None
+    )
+
+
+def _id(key: str) -> str:
+    return name_of_record(key)[-ID_DIGITS:]
+
+
+def _rank(name: str, stored: Mapping[str, float]) -> tuple[bool, float, str]:
+    """Return the sort key of a snapshot among those of one id: a stand-in for a damaged session is never the first."""
+    return name.split("/")[1] == UNKNOWN_RUN, stored[name], name
+
+
+def _why(key: str, first: str) -> str:
+    return f"{key}: repeats the id of {first}, which was stored first: one of the two is forged; remove it"

@@ -16,14 +16,14 @@ from ..catalog import policy_store
 from ..catalog.history import View, misnumbered
 from ..catalog.needed_keys import needed_keys
 from ..catalog.read_twice import answers, exists, listed, tried
-from ..catalog.repeated_ids import later_snapshots
+from ..catalog.record_listing import later_snapshots
 from ..context import Context
 from ..errors import DAMAGE, FormatError, IntegrityError, NotFoundError, StorageError, UnknownFormatError
 from ..format import records
 from ..format.keys import is_note, lost_names, pack_key, parse_policy_key, parse_record_key, quarantined_names
 from ..format.records import ABORTED, COMMITTED, FORGOTTEN, Done, Lost, Mark, Quarantine, Session, Snapshot, Wait
 from ..protocol.gc import OBJECT_NAME
-from ..protocol.marks import MARK_LIMIT_BYTES
+from ..protocol.notes import MARK_LIMIT_BYTES
 from ..storage.base import ObjectInfo, ObjectStore
 from ..storage.os_errors import is_withheld
 from ..text import strip_hint

@@ -20,9 +20,9 @@ from ..checks import check_name, check_step
 from ..errors import InvalidInputError, out_of_memory
 from ..format.records import Snapshot
 from ..repository import Repository
-from ..save.inputs import SaveRequest
+from ..save.inputs import SaveRequest, is_stream
 from ..save.pipeline import save
-from ..save.streaming import inputs_of_state, is_stream
+from ..save.streaming import inputs_of_state
 from ..text import quoted, some
 from . import files
 from .checkpoint import Checkpoint, fingerprint, require_unchanged, step_in, versions

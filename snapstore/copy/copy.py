@@ -50,7 +50,7 @@ from ..protocol import tags
 from ..protocol.claim import Claim
 from ..protocol.forget import unforget
 from ..protocol.liveness import aborted
-from ..protocol.quarantine import has_bytes, in_need_of_quarantined, remove_note
+from ..protocol.notes import has_bytes, in_need_of_quarantined, remove_note
 from ..protocol.revisions import create, retry_conflicts, same_content
 from ..protocol.same_repository import confirmed
 from ..protocol.session import SaveSession

@@ -34,7 +34,7 @@ from ..errors import (
 from ..format.keys import parse_record_key
 from ..format.records import ABORTED, COMMITTED, FORGOTTEN, Snapshot
 from ..protocol.forget import ForgetResult, forget
-from ..protocol.quarantine import in_need_of_quarantined
+from ..protocol.notes import in_need_of_quarantined
 from ..protocol.same_repository import Opened, confirmed
 from ..text import log, some
 from .copy import COPY_BEGUN, UNCOPIED, Copier, require_same_seed

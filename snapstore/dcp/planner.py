@@ -48,8 +48,8 @@ from ..state.values.arrays import memory_key
 from ..state.values.containers import Path
 from ..state.values.sharded import Boxes, Sharding, dtensor_like, locals_of, sharding_of
 from ..state.values.wrapped import unwrapped
-from ..state.walk.optimizers import OptimizerState, parameters_of
 from ..state.walk.per_rank import is_per_rank
+from ..state.walk.stateful import OptimizerState, parameters_of
 from ..text import counted
 from .names import Closed
 from .target import NO_PROCESS

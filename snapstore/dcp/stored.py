@@ -29,11 +29,10 @@ from ..state.values.arrays import mismatch, torch_dtype
 from ..state.values.classes import known_classes
 from ..state.values.composite import inner_of, plain_of
 from ..state.values.containers import CONTAINERS, Path, is_mapping, like, shown
-from ..state.values.dim_order import strides_of
 from ..state.values.sharded import sharding_of
-from ..state.values.tensors import Slot, TensorSpec
+from ..state.values.tensors import Slot, TensorSpec, strides_of
 from ..state.values.torch_layouts import layout_of
-from ..state.walk import optimizers
+from ..state.walk import stateful
 from ..state.walk.stateful import is_strict_module
 from ..text import counted, log
 from .names import Closed, Leaf, ObjectTypes, flat_leaves, is_tensor
@@ -147,7 +146,7 @@ class StoredState:
         Raises:
             InvalidInputError: it is an optimizer, and the state does not fit it.
         """
-        if optimizers.is_optimizer(target):
+        if stateful.is_optimizer(target):
             stored = optimizer_fit.with_numbers(stored)
             found = optimizer_fit.differences(target, stored, present, path, self._spec, self._decoded)
             if lines := [f"{shown(below)}: {text}" for below, text in found]:
@@ -160,7 +159,7 @@ class StoredState:
 
     def put_back(self, stored: Any, target: Any, loaded: Any) -> None:
         """Put the values of a loaded state in place of the ones that the loader of an optimizer has cast."""
-        if (found := self._decoded.parameters.get(id(stored))) and optimizers.is_optimizer(target):
+        if (found := self._decoded.parameters.get(id(stored))) and stateful.is_optimizer(target):
             optimizer_fit.put_back(target, loaded, found[1])
 
     def _merged(self, stored: Any, present: Any, kept: Any = None) -> Any:

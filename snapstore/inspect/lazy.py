@@ -31,7 +31,7 @@ from ..restore.streaming import OpenSnapshot
 from ..state.fill.buffers import Want
 from ..state.fill.fit import Fit
 from ..state.values.arrays import as_bytes, from_bytes, new_array, require_memory_of_tensors
-from ..state.values.dim_order import DimOrder
+from ..state.values.tensors import DimOrder
 from ..text import counted, quoted
 
 #: A selection with steps is read in boxes of at most this size [bytes]; one without steps is read in one box.

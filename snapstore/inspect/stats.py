@@ -22,7 +22,7 @@ from ..format.keys import pack_key
 from ..format.manifests import manifest
 from ..format.manifests.manifest import Manifest
 from ..format.manifests.tensor_layout import held_bytes
-from ..protocol.quarantine import in_quarantine
+from ..protocol.notes import in_quarantine
 from ..text import brief
 
 

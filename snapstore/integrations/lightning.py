@@ -26,9 +26,9 @@ from ..options import SaveOptions
 from ..repository import Repository
 from ..retention import KeepBest
 from ..save.background import SaveHandle
-from ..state.walk.optimizers import OptimizerState
 from ..state.walk.per_rank import PerRank
 from ..state.walk.rng import RngState
+from ..state.walk.stateful import OptimizerState
 from ..text import log, quoted
 from ..threads import imported
 from . import references

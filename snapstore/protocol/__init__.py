@@ -11,8 +11,7 @@ revisions.py            the create-only records that follow a snapshot's first o
 tags.py                 keep each tag on one snapshot of a run
 forget.py               mark snapshots as forgotten, and bring them back
 gc.py                   delete what no committed snapshot needs: mark, wait, sweep
-marks.py                the objects in which gcs announce what they will delete
+notes.py                the notes below `gc/`: what gcs will delete, and packs that a repair has found damaged
 liveness.py             which sessions a gc must wait for, and how a dead one is fenced
-quarantine.py           which packs a repair has found damaged, and which snapshots need one
 unexplained_objects.py  packs and manifests that no record accounts for
 """

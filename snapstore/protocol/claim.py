@@ -39,7 +39,7 @@ from ..format.keys import parse_record_key, quarantined_names
 from ..format.records import MAX_OBJECT_BYTES, MadeFor, Snapshot
 from ..text import log, printable
 from .liveness import orphaned_sessions, this_session
-from .marks import marked_keys
+from .notes import marked_keys
 from .same_repository import confirmed
 
 COMMIT_ATTEMPTS = 4

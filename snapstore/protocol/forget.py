@@ -17,7 +17,7 @@ from ..format.keys import records_prefix
 from ..format.records import COMMITTED, FORGOTTEN, SWEPT, Snapshot
 from ..text import brief
 from . import revisions
-from .quarantine import in_need_of_quarantined
+from .notes import in_need_of_quarantined
 
 #: At most so many snapshots stay only because they are held.
 HELD_AT_MOST = 8

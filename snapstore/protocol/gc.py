@@ -45,8 +45,7 @@ from ..storage.base import ObjectInfo, ObjectStore
 from ..text import brief, counted, some, strip_hint
 from ..threads import Threads
 from .liveness import examine, fence_if_dead, listed_sessions
-from .marks import MARK_LIMIT_BYTES, standing_marks
-from .quarantine import in_quarantine, remove_notes_of_swept
+from .notes import MARK_LIMIT_BYTES, in_quarantine, remove_notes_of_swept, standing_marks
 from .revisions import hidden_revision, put, retry_conflicts, revise
 from .unexplained_objects import find_damaged, find_unexplained, require_explained
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..catalog.read_twice import listed
-from ..catalog.repeated_ids import repeats_id
+from ..catalog.record_listing import repeats_id
 from ..errors import CapabilityError, FormatError, IntegrityError, NotFoundError, StorageError
 from ..format import records
 from ..format.keys import parse_record_key, record_key

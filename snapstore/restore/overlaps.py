@@ -23,7 +23,7 @@ from ..chunks.reader import Wanted
 from ..format.manifests import boxes
 from ..format.manifests.manifest import Manifest
 from ..state.values.arrays import Memory, copy_box
-from ..state.values.dim_order import DimOrder
+from ..state.values.tensors import DimOrder
 
 #: Chunks that go through a buffer are rebuilt in groups of at most this much, or one by one [bytes].
 BUFFERED_BYTES = 8 * 1024 * 1024

@@ -35,7 +35,7 @@ from ..format.manifests.delta_chain import Chain, Link, chains_of, cost_of, edge
 from ..format.manifests.delta_choice import MAX_LINKS
 from ..format.manifests.manifest import Manifest
 from ..format.records import COMMITTED, Snapshot
-from ..protocol.quarantine import in_quarantine
+from ..protocol.notes import in_quarantine
 from ..protocol.revisions import CONFLICT_ATTEMPTS
 from ..text import brief, log
 from .base import NewTable, StaleManifest, Work, moved, target_of

@@ -4,13 +4,12 @@ Read pipeline.py first: it has all steps. The training loop waits for staging.py
 deleted, and the engine decides delta or full, by format/manifests/delta_choice.py.
 
 background.py       the thread of a manager's save, its slot, its handle, and the policies after a commit
-inputs.py           the checked request, and each tensor as one object on its way to the store
+inputs.py           the checked request, each tensor on its way to the store, the parent of the next save
 streaming.py        tensors from an iterator, for a state larger than memory
 staging.py          the private copy of the state, and the bytes that are the next save's bases
 known_state.py      a state that was recognised, grouped by where its tensors are copied
 shares.py           the boxes of a tensor that one of several ranks stores
 replicas.py         digests of the copies that several ranks hold
-lineage.py          the parent of the run's next save
 known_chunks.py     the chunks that are stored already, and the bases for deltas
 near_children.py    the manifests of a base that a rank reads
 chunk_writer.py     split -> digest -> known? -> delta -> encode -> pack, in batches

@@ -29,8 +29,7 @@ from ..format.manifests.tensor_layout import check_ties
 from ..format.records import PARAMETER_SHAPES, RANKS, ManifestList, ManifestRef
 from ..state.tree.encode import has_parameters, pack
 from ..state.values.arrays import as_bytes
-from ..state.values.dim_order import DimOrder
-from ..state.values.tensors import Node, TensorSpec
+from ..state.values.tensors import DimOrder, Node, TensorSpec
 from ..text import log
 from .chunk_writer import BaseDamagedError, ChunkWriter, Rows
 from .inputs import BoxOf, PartInput, TensorInput

@@ -17,9 +17,8 @@ from ..format.records import Snapshot
 from ..protocol import tags
 from ..protocol.session import SaveSession
 from ..text import human_bytes, log
-from .inputs import PartInput, SaveRequest
+from .inputs import Lineage, PartInput, SaveRequest
 from .known_chunks import load_bases, next_generation
-from .lineage import Lineage
 from .manifest_writer import Written, write
 from .staging import Staging
 

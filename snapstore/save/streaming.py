@@ -9,7 +9,7 @@ taken. The memory of earlier tensors is not remembered, so ties are not found; e
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -23,16 +23,10 @@ from ..state.values.held_array import Held
 from ..state.values.tensors import TensorSpec, array_node, is_array
 from ..state.values.wrapped import unwrapped
 from ..state.walk.flatten import flatten, require_stored_forms
-from ..state.walk.stateful import is_stateful
 from .background import SaveHandle
-from .inputs import PartInput, TensorInput, inputs_of
+from .inputs import PartInput, TensorInput, inputs_of, is_stream
 
 _END = object()
-
-
-def is_stream(state: Any) -> bool:
-    """Return whether a state is an iterator of (path, tensor), or the items of a dict."""
-    return isinstance(state, Iterator | ItemsView) and not is_stateful(state)
 
 
 class FirstState:

@@ -15,7 +15,7 @@ from snapstore import KeepLast, PerRank, Repository, SaveOptions, SnapshotManage
 from snapstore.convert import export_snapshot
 from snapstore.distributed.local import local_ranks
 from snapstore.restore.streaming import TensorReader
-from snapstore.state.values.dim_order import dim_order_of, inverse
+from snapstore.state.values.tensors import dim_order_of, inverse
 
 OPTIONS = SaveOptions(threads=2)
 

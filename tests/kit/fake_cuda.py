@@ -657,9 +657,9 @@ def install() -> None:
     sys.modules |= {"cupy": cupy(), "nvidia": nvidia, "nvidia.libnvcomp": nvidia.libnvcomp}
     from snapstore.engine.cuda import graph_capture, sparse
     from snapstore.state.values import arrays
-    from snapstore.state.walk import known_shards, learner, structure
+    from snapstore.state.walk import known_tensors, learner, structure
 
-    arrays.type = structure.type = learner.type = known_shards.type = kind_of
+    arrays.type = structure.type = learner.type = known_tensors.type = kind_of
     graph_capture.driver = lambda: exchange_capture_mode
     # The emulator runs one block after the other; blocks that share a chunk would wait for each other.
     sparse.blocks_of = lambda effort, device: np.ones(len(effort), np.int64)

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snapstore.state.values.arrays import from_bytes, in_memory_order, new_array
-from snapstore.state.values.dim_order import dim_order_of, inverse, is_dim_order
-from snapstore.state.values.tensors import TensorSpec
+from snapstore.state.values.tensors import TensorSpec, dim_order_of, inverse, is_dim_order
 
 shapes = st.lists(st.integers(0, 4), max_size=5).map(tuple)
 

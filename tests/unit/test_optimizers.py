@@ -18,7 +18,7 @@ from snapstore.state.tree.encode import has_parameters, pack
 from snapstore.state.values.tensors import StoredPart
 from snapstore.state.walk.flatten import flatten, flatten_and_learn
 from snapstore.state.walk.learner import DifferentStructureError
-from snapstore.state.walk.optimizers import node_of, parameters_of
+from snapstore.state.walk.stateful import node_of, parameters_of
 from snapstore.storage.memory import MemoryStore
 
 ADAM_KINDS = ({"fused": True}, {"foreach": True}, {"foreach": False})

@@ -27,9 +27,8 @@ from snapstore.format.manifests.chunk_table import ChunkTable
 from snapstore.format.manifests.manifest import Box, ManifestContents, TensorEntry
 from snapstore.format.records import RANKS, ManifestRef, new_id
 from snapstore.protocol.session import SharedSession
-from snapstore.save.inputs import SaveRequest
+from snapstore.save.inputs import Lineage, SaveRequest
 from snapstore.save.known_chunks import AnySession
-from snapstore.save.lineage import Lineage
 from snapstore.save.manifest_writer import Written
 from snapstore.save.ranks.merged_trees import PartTree, encode_trees
 from snapstore.save.ranks.together import RankSaves

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ...errors import FormatError, IntegrityError, NotFoundError
 from ...state.tree.decode import unpack_nodes
-from ...state.values.dim_order import DimOrder
+from ...state.values.tensors import DimOrder
 from ...storage.base import ObjectStore
 from ...text import counted
 from ...threads import msgpack_decoder

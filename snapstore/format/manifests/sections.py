@@ -15,7 +15,7 @@ import zstandard
 
 from ...errors import FormatError, IntegrityError, UnknownFormatError
 from ...state.values.containers import display
-from ...state.values.dim_order import DimOrder, is_dim_order
+from ...state.values.tensors import DimOrder, is_dim_order
 from ...threads import msgpack_decoder
 from ..hashing import checksum
 from ..records import STRIDES, Count

@@ -22,8 +22,7 @@ from ...distributed.questions import Questions
 from ...errors import InvalidInputError, RanksError, out_of_memory
 from ...format.records import Snapshot
 from ...protocol.same_repository import Opened
-from ..inputs import PartInput, SaveRequest, plain_names, turns_of
-from ..lineage import Lineage
+from ..inputs import Lineage, PartInput, SaveRequest, plain_names, turns_of
 from ..pipeline import finish
 from ..shares import Name, RankShares, Replicas
 from ..staging import Learn, Staging

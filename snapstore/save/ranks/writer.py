@@ -21,9 +21,8 @@ from ...format.records import RANKS, Snapshot
 from ...protocol.session import SaveSession
 from ...state.values.tensors import Node
 from ...threads import msgpack_decoder
-from ..inputs import PartInput, SaveRequest
+from ..inputs import Lineage, PartInput, SaveRequest
 from ..known_chunks import AnySession, load_bases
-from ..lineage import Lineage
 from ..manifest_writer import Written, write
 from ..near_children import NearChildren
 from ..pipeline import commit

@@ -44,9 +44,8 @@ from ..values.arrays import (
     torch_dtype,
 )
 from ..values.containers import CONTAINERS, Path, children, like, metadata_of, shown
-from ..values.dim_order import DimOrder, dim_order_of
 from ..values.sharded import Boxes, local_of, locals_of, sharding_of
-from ..values.tensors import Slot, StoredPart, TensorSpec, can_tie, family
+from ..values.tensors import DimOrder, Slot, StoredPart, TensorSpec, can_tie, dim_order_of, family
 from ..values.wrapped import unwrapped
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from ..values import composite, objects
 from ..values.arrays import dtype_name
 from ..values.containers import CONTAINERS, Path, children, is_mapping, shown
 from ..values.tensors import Slot, family, is_array
-from ..walk import optimizers
+from ..walk import stateful
 from ..walk.stateful import loads_as_torch, state_of
 from . import optimizer_fit
 from .buffers import RestoreBuffers, slots_of
@@ -105,7 +105,7 @@ class ObjectLoads:
                 "restore fills the arrays that state_dict() returns, and passes them to load_state_dict, which may not "
                 "clear them or add to them; let state_dict() return copies"
             )
-        if (found := self._decoded.parameters.get(id(load.stored))) and optimizers.is_optimizer(load.object):
+        if (found := self._decoded.parameters.get(id(load.stored))) and stateful.is_optimizer(load.object):
             optimizer_fit.put_back(load.object, state, found[1])
         if not is_plain(load.stored):
             self._check(load)

@@ -22,7 +22,7 @@ from ..values.composite import SHARD, shape_of
 from ..values.containers import CONTAINERS, Path, children, is_mapping
 from ..values.sharded import dtensor_like
 from ..values.tensors import Slot, TensorSpec, family
-from ..walk.optimizers import OptimizerState, numbers_of, parameter_list
+from ..walk.stateful import OptimizerState, numbers_of, parameter_list
 from .differences import WRAPPERS
 
 _ORDER = (

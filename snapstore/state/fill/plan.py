@@ -37,9 +37,8 @@ from ..values.arrays import SHARED_ELEMENTS, OnDevice, mismatch
 from ..values.containers import CONTAINERS, MAX_DEPTH, Path, children, is_mapping, leaves, like, metadata_of, shown
 from ..values.tensors import Slot, StoredPart, family, is_array
 from ..values.torch_layouts import layout_of
-from ..walk.optimizers import is_optimizer
 from ..walk.per_rank import PerRank, has_objects
-from ..walk.stateful import is_stateful, is_strict_module, is_torch_module, loader_decides, state_of
+from ..walk.stateful import is_optimizer, is_stateful, is_strict_module, is_torch_module, loader_decides, state_of
 from . import composite_fit, optimizer_fit
 from .buffers import RestoreBuffers, Want, slots_of
 from .differences import IN_INTO, IN_SNAPSHOT, Differences, advice, renamed, sequence_name, stored_name

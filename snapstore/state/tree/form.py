@@ -41,7 +41,7 @@ str, bytes (up to 4 KiB), or a list whose first element is a tag:
 | ["rank", i]                           | a value of each rank's own: item i of the rank's `["own", [node...]]`    |
 | ["columns", column]                   | a large list, tuple or dict of plain values; see "Columns"               |
 
-"Classes", "Optimizers" and "Columns" are sections of docs/format.md; classes.py, optimizers.py and columns.py make
+"Classes", "Optimizers" and "Columns" are sections of docs/format.md; classes.py, stateful.py and columns.py make
 them. The node of a named tuple has a sixth element: the names of its fields.
 
 Invariants: decoding a node returns the encoded value, equal in every bit and type (for a class: its plain form), or

@@ -3,8 +3,7 @@
 Read tensors.py first: it describes a stored array. Then arrays.py: its bytes. Nothing here walks over a state.
 
 containers.py     nested containers and the paths in them
-tensors.py        descriptions of stored arrays: kind, dtype, shape, ties
-dim_order.py      the order in which the dimensions of an array lie in memory
+tensors.py        descriptions of stored arrays: kind, dtype, shape, dimension order, ties
 arrays.py         the form of one array, the place of its memory, copies into it and out of it
 held_array.py     an array while a save reads it, and the check that nothing changed it
 sharded.py        which boxes of a whole tensor this rank holds

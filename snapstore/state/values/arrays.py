@@ -24,9 +24,18 @@ from ...errors import CapabilityError, InvalidInputError, UnsupportedLeafError
 from ...threads import imported
 from .composite import core_of, is_composite_class
 from .containers import shown
-from .dim_order import dim_order_of, inverse
 from .sharded import Sharding, locals_of, sharding_of
-from .tensors import MAX_DIMENSIONS, TORCH_DTYPES, TensorSpec, family, is_array, numpy_dtype, numpy_dtype_name
+from .tensors import (
+    MAX_DIMENSIONS,
+    TORCH_DTYPES,
+    TensorSpec,
+    dim_order_of,
+    family,
+    inverse,
+    is_array,
+    numpy_dtype,
+    numpy_dtype_name,
+)
 from .torch_layouts import LAYOUTS
 from .wrapped import unwrapped
 

@@ -21,8 +21,8 @@ from ...errors import InvalidInputError, UnsupportedLeafError
 from ...threads import imported
 from . import torch_layouts
 from .containers import CONTAINERS, MAX_DEPTH, Path, children, shown
-from .dim_order import DimOrder, dim_order_of, is_dim_order, strides_of
 from .sharded import dtensor_like, sharding_of
+from .tensors import DimOrder, dim_order_of, is_dim_order, strides_of
 from .torch_layouts import is_layout, layout_of
 from .wrapped import unwrapped
 

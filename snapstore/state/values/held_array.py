@@ -17,8 +17,7 @@ import numpy as np
 from ...errors import InvalidInputError, UnsupportedLeafError
 from .arrays import Array, Memory, copy_into, describe, memory_key
 from .containers import Path, shown
-from .dim_order import dim_order_of
-from .tensors import TensorSpec
+from .tensors import TensorSpec, dim_order_of
 
 
 class Held:

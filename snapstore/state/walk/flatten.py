@@ -41,9 +41,8 @@ from ..values.sharded import Sharding, locals_of, sharding_of
 from ..values.tensors import Node, TensorSpec, array_node
 from ..values.wrapped import unwrapped
 from .learner import DifferentStructureError, own_key
-from .optimizers import expand
 from .per_rank import PerRank, is_per_rank
-from .stateful import buffers_of, is_of_torch, is_stateful, names_in_modules
+from .stateful import buffers_of, expand, is_of_torch, is_stateful, names_in_modules
 from .structure import Structure, learn
 
 MAX_PARTS = 64  # a state with more top-level containers and objects has only the part ""

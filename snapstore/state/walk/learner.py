@@ -24,7 +24,7 @@ from ..values.containers import CONTAINERS, Path
 from ..values.held_array import Held
 from ..values.sharded import local_of, sharding_of
 from ..values.tensors import ARRAY_TAGS, Node, is_array
-from .optimizers import Parameters, node_of, parameters_of
+from .stateful import Parameters, node_of, parameters_of
 
 MAPPINGS, _SEQUENCES = (dict, OrderedDict), (list, tuple)
 _SCALARS = frozenset({type(None), bool, int, float, str})

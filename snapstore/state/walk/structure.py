@@ -26,14 +26,12 @@ from ..tree.encode import Encoder
 from ..values import composite
 from ..values.arrays import Array, address_of, describe
 from ..values.containers import Path, at_once
-from ..values.dim_order import dim_order_of
 from ..values.held_array import Held
-from ..values.tensors import Node, TensorSpec
+from ..values.tensors import Node, TensorSpec, dim_order_of
 from .known_tensors import BLOCK_ARRAYS, Block, addresses_of, storages_of
 from .learner import MAPPINGS, Container, DifferentStructureError, Learner, bytes_of, is_own_key
-from .optimizers import expand, parameters_of
 from .per_rank import is_per_rank
-from .stateful import state_of
+from .stateful import expand, parameters_of, state_of
 
 
 @dataclass(slots=True, eq=False)

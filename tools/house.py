@@ -63,7 +63,9 @@ def entered(tree: Path) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", _SAVES, folder + "/repository"]
         environment = {"PYTHONPATH": str(tree), "PATH": "/usr/bin:/bin", "HOME": folder}
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
+        # in a folder of its own: Python puts the current one before PYTHONPATH
+        saves = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=True)
+        return saves.stdout.split()
 
 
 def figures(tree: Path) -> Counter[str]:

@@ -20,7 +20,7 @@ from ..format.records import COMMITTED, FORGOTTEN, SWEPT, Snapshot
 from ..storage.base import ObjectStore
 from ..text import counted, quoted, strip_hint
 from . import policy_store
-from .known_records import copied
+from .record_listing import copied
 
 #: The advice for records that have vanished: the index may hold the last copy.
 PUT_BACK = (

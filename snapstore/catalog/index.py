@@ -38,9 +38,8 @@ from ..storage.cache_dir import shrink
 from ..text import log
 from ..threads import Threads
 from .history import View
-from .known_records import JUST_MADE, KnownRecord, KnownRecords, copied, packed
 from .lmdb_file import Environment, folder_for, temporary_folder
-from .record_listing import list_ruling, repeated_ids
+from .record_listing import JUST_MADE, KnownRecord, KnownRecords, copied, list_ruling, packed, repeated_ids
 
 #: LMDB's map is fixed and sparse, since growing one online is error-prone. A thousand snapshots take about 10 MB, so
 #: this is enough for a hundred thousand; an index that does not fit is dropped and built again.

@@ -13,8 +13,7 @@ from kit.repositories import created, opened, save
 from kit.samples import examples
 from snapstore import KeepLast, Repository, SnapshotManager
 from snapstore.catalog.index import Index
-from snapstore.catalog.known_records import KnownRecord, KnownRecords
-from snapstore.catalog.record_listing import list_ruling
+from snapstore.catalog.record_listing import KnownRecord, KnownRecords, list_ruling
 from snapstore.format.keys import name_of_record, parse_record_key, record_key
 from snapstore.format.records import Snapshot
 from snapstore.storage import folders

@@ -16,7 +16,7 @@ from .errors import InvalidInputError
 from .format.keys import NAME
 from .format.records import MAX_FIELD_BYTES, MAX_STEP
 from .state.tree.encode import encode_plain
-from .state.values.metrics import Read, begin_read
+from .state.values.metrics import MetricRead, begin_read
 from .state.walk.stateful import is_stateful
 from .text import quoted
 
@@ -106,7 +106,7 @@ def check_tags(names: Iterable[str]) -> list[str]:
     return _bounded("tags", sorted({check_tag(name) for name in names}), "remove some, or put them into the metadata")
 
 
-def check_metrics(metrics: Mapping[str, SupportsFloat]) -> dict[str, Read]:
+def check_metrics(metrics: Mapping[str, SupportsFloat]) -> dict[str, MetricRead]:
     """Begin to read the metrics; return functions by name that wait for the numbers and return them.
 
     Raises:

@@ -221,7 +221,7 @@ class ChunkReader:
         pending: list[Wanted] = []
         engine: Engine | None = None
         cost = count = 0
-        sizes = _Sizes()
+        sizes = _ChunkSizes()
         for w in wanted:
             if not len(w.rows):
                 continue
@@ -256,7 +256,7 @@ class ChunkReader:
             yield engine, _columns(pending)
 
 
-class _Sizes:
+class _ChunkSizes:
     """Sizes of rows of tables. After many requests for one table, all its sizes are computed."""
 
     def __init__(self) -> None:

@@ -152,7 +152,7 @@ class _FileRange:
 
 
 #: By the name of a tensor or value, and by the text of the offsets of a shard: its bytes.
-Places = dict[str, dict[str, _FileRange]]
+FileRanges = dict[str, dict[str, _FileRange]]
 
 
 def is_dcp(folder: Path) -> bool:
@@ -225,9 +225,9 @@ def _damaged(where: Path) -> Iterator[None]:
         raise InvalidInputError(f"{where}: damaged, or of an unknown version of DCP: {detail}") from error
 
 
-def _places(folder: Path, where: Path, storage_data: Any) -> Places:
+def _places(folder: Path, where: Path, storage_data: Any) -> FileRanges:
     """Return where each shard lies, by the name of its tensor and its offsets."""
-    found: Places = {}
+    found: FileRanges = {}
     checked: dict[str, Path] = {}
     claimed = 0
     for index, info in storage_data.items():
@@ -256,7 +256,7 @@ def _places(folder: Path, where: Path, storage_data: Any) -> Places:
     return found
 
 
-def _leaf(where: Path, name: str, entry: Any, places: Places) -> Any:
+def _leaf(where: Path, name: str, entry: Any, places: FileRanges) -> Any:
     """Return a value, or a `Later` for a tensor.
 
     Raises:

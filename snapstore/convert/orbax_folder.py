@@ -26,7 +26,7 @@ TREE, STEP = "_METADATA", "_CHECKPOINT_METADATA"
 #: The name of an item that was saved without a name.
 DEFAULT = "default"
 GROUP_BYTES = 64 * 1024 * 1024
-Key = tuple[str | int, ...]
+LeafPath = tuple[str | int, ...]
 
 
 def is_orbax(folder: Path) -> bool:
@@ -66,9 +66,9 @@ def _tree(folder: Path) -> Any:
     """Return the state of an item."""
     reader = _OrbaxReader(folder)
     leaves, plain = reader.leaves(), []
-    group: list[Key] = []
+    group: list[LeafPath] = []
     size = 0
-    found: dict[Key, Any] = {}
+    found: dict[LeafPath, Any] = {}
     for key, leaf in leaves.items():
         if not _is_array(leaf):
             found[key] = leaf
@@ -93,25 +93,25 @@ class _OrbaxReader:
             import orbax.checkpoint as ocp
         logging.getLogger("absl").setLevel(logging.ERROR)
         self._ocp, self._folder, self._checkpointer = ocp, folder, ocp.PyTreeCheckpointer()
-        self._ready: dict[Key, Any] = {}
+        self._ready: dict[LeafPath, Any] = {}
         self._structure: Any = None
 
-    def leaves(self) -> dict[Key, Any]:
+    def leaves(self) -> dict[LeafPath, Any]:
         """Return the metadata of each leaf by its path."""
         found: Any = self._guarded(lambda: self._checkpointer.metadata(self._folder.resolve()))
         found = getattr(found, "item_metadata", found)
         self._structure = getattr(found, "tree", found)
-        leaves: dict[Key, Any] = {}
+        leaves: dict[LeafPath, Any] = {}
         _walk(self._structure, (), leaves)
         return leaves
 
-    def read(self, key: Key, group: list[Key]) -> Any:
+    def read(self, key: LeafPath, group: list[LeafPath]) -> Any:
         """Return an array of a group as a tensor."""
         if key not in self._ready:
             self._ready = self.values(group)
         return _as_tensor(self._ready.pop(key), f"{self._folder}: {'.'.join(map(str, key))}")
 
-    def values(self, keys: list[Key]) -> dict[Key, Any]:
+    def values(self, keys: list[LeafPath]) -> dict[LeafPath, Any]:
         """Return values as Orbax restores them, arrays in host memory."""
         ocp, wanted = self._ocp, set(keys)
         in_host, as_it_is = ocp.RestoreArgs(restore_type=np.ndarray), ocp.RestoreArgs()
@@ -119,7 +119,7 @@ class _OrbaxReader:
         args = _filled(self._structure, (), lambda _, leaf: in_host if _is_array(leaf) else as_it_is)
         what = ocp.args.PyTreeRestore(item=item, restore_args=args)
         restored = self._guarded(lambda: self._checkpointer.restore(self._folder.resolve(), args=what))
-        leaves: dict[Key, Any] = {}
+        leaves: dict[LeafPath, Any] = {}
         _walk(restored, (), leaves)
         return {key: leaves.get(key) for key in keys}
 
@@ -150,7 +150,7 @@ def _is_empty(node: Any) -> bool:
     return isinstance(node, dict | list | tuple) and not node
 
 
-def _walk(node: Any, path: Key, leaves: dict[Key, Any]) -> None:
+def _walk(node: Any, path: LeafPath, leaves: dict[LeafPath, Any]) -> None:
     """Note the leaves of nested dicts, lists and tuples by their paths. An empty one in another is a leaf."""
     if path and _is_empty(node):
         leaves[path] = node
@@ -164,7 +164,7 @@ def _walk(node: Any, path: Key, leaves: dict[Key, Any]) -> None:
         leaves[path] = node
 
 
-def _filled(node: Any, path: Key, value_of: Callable[[Key, Any], Any]) -> Any:
+def _filled(node: Any, path: LeafPath, value_of: Callable[[LeafPath, Any], Any]) -> Any:
     """Return a tree of the same form with other leaves."""
     if isinstance(node, dict):
         return {key: _filled(child, (*path, str(key)), value_of) for key, child in node.items()}

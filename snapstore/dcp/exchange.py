@@ -34,7 +34,7 @@ from ..text import some
 
 _MARK = "snapstore.plan."
 #: Ranks, and the hashes (n,) of the keys that exactly these ranks hold, little-endian uint64.
-Groups = list[tuple[list[int], bytes]]
+HolderGroups = list[tuple[list[int], bytes]]
 
 
 class Planned(msgspec.Struct, frozen=True, array_like=True):
@@ -74,7 +74,7 @@ class PlanAnswer(msgspec.Struct, frozen=True, array_like=True):
     details: bool
     seed: int
     replicas: str
-    holders: Groups | None
+    holders: HolderGroups | None
     stale: bool
 
 
@@ -148,7 +148,7 @@ def hashes_of(keys: Iterable[str]) -> bytes:
     return np.unique(np.array([hash_of(key) for key in keys], "<u8")).tobytes()
 
 
-def digest_of_groups(groups: Groups) -> bytes:
+def digest_of_groups(groups: HolderGroups) -> bytes:
     """Return a digest of groups (16 bytes)."""
     return xxhash.xxh3_128_digest(msgspec.msgpack.encode(groups))
 
@@ -178,9 +178,9 @@ class KeyHolders:
         self.is_stale = False
         self._keys: dict[bytes, npt.NDArray[np.uint64]] = {}  # hashes, by their digest
         self._plains: list[bytes] = []  # of each rank, the digest of its keys in the last save
-        self._groups: Groups = []  # the holders of all keys in that save
+        self._groups: HolderGroups = []  # the holders of all keys in that save
 
-    def answers(self, plans: Sequence[Planned]) -> list[Groups | None]:
+    def answers(self, plans: Sequence[Planned]) -> list[HolderGroups | None]:
         """Return the holders for the answer to each rank; None: the same as in its last answer.
 
         Raises:
@@ -205,7 +205,7 @@ class KeyHolders:
         own = [[(of, keys) for now, of, keys in told if rank in now] for rank in range(len(plans))]
         return [None if plan.heard == digest_of_groups(of) else of for plan, of in zip(plans, own, strict=True)]
 
-    def _groups_of(self, plains: Sequence[bytes]) -> Groups:
+    def _groups_of(self, plains: Sequence[bytes]) -> HolderGroups:
         """Return the ranks that hold each key, from the digest of each rank's keys."""
         ranks: dict[bytes, list[int]] = {}
         for rank, plain in enumerate(plains):
@@ -225,7 +225,7 @@ class KeyHolders:
         ]
 
 
-def _with_former(groups: Groups, former: Groups) -> list[tuple[list[int], list[int], bytes]]:
+def _with_former(groups: HolderGroups, former: HolderGroups) -> list[tuple[list[int], list[int], bytes]]:
     """Return (ranks that hold keys, ranks that count as their holders, keys): the former ones if all have kept them."""
     before = {key: of for of, keys in former for key in np.frombuffer(keys, "<u8").tolist()}
     found: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}

@@ -26,7 +26,7 @@ from .reader import SnapstoreReader
 from .stored import StoredState
 from .writer import SnapstoreWriter
 
-_Place = tuple[Path, Any]  # an object, and where it is
+_ObjectPlace = tuple[Path, Any]  # an object, and where it is
 
 
 def save(
@@ -182,7 +182,7 @@ def _fill(state: dict[str, Any], reader: SnapstoreReader, checkpoint_id: Any, ob
 class _Objects:
     """The objects of a state, each with the result of its `state_dict`; an object comes after the ones in its state."""
 
-    def __init__(self, state: dict[str, Any], places: list[_Place]) -> None:
+    def __init__(self, state: dict[str, Any], places: list[_ObjectPlace]) -> None:
         objects = {path: value for path, value in places if type(value) is not PerRank}
         deepest_first = sorted(objects.items(), key=lambda one: -len(one[0]))
         self._places = [(path, value, _container(state, path)[path[-1]]) for path, value in deepest_first]
@@ -227,9 +227,9 @@ def _below(tree: Any, path: Path) -> Any:
 @contextmanager
 def _opened(state: dict[str, Any]) -> Iterator[_Objects]:
     """Replace objects by their states, and afterwards let each object load the state that is then in its place."""
-    places: list[_Place] = []  # an object comes before the objects in its state
+    places: list[_ObjectPlace] = []  # an object comes before the objects in its state
     seen: dict[int, Path] = {}
-    loads: list[_Place] = []  # and here after them
+    loads: list[_ObjectPlace] = []  # and here after them
     try:
         for key in sorted(state, key=lambda key: not is_stateful(state[key])):
             loads += _open_place(state, key, (key,), places, seen)
@@ -249,8 +249,8 @@ def _opened(state: dict[str, Any]) -> Iterator[_Objects]:
 
 
 def _open_place(
-    container: Any, key: Any, path: Path, places: list[_Place], seen: dict[int, Path], *, is_inside: bool = False
-) -> list[_Place]:
+    container: Any, key: Any, path: Path, places: list[_ObjectPlace], seen: dict[int, Path], *, is_inside: bool = False
+) -> list[_ObjectPlace]:
     """Replace the objects at a place, and below it, by their states; return them in the order to load them.
 
     Args:
@@ -261,14 +261,14 @@ def _open_place(
         InvalidInputError: an object is in a value that DCP replaces as a whole, or in a list that is at two places; or
             the state contains itself.
     """
-    opened: list[_Place] = []
+    opened: list[_ObjectPlace] = []
     while is_stateful(container[key]) and len(path) + len(opened) <= MAX_DEPTH:
         opened.append((path, container[key]))
         places.append(opened[-1])
         container[key] = state_of(container[key], path)
     if len(path) + len(opened) > MAX_DEPTH:
         raise InvalidInputError(f"{shown(path[:8])}: more than {MAX_DEPTH} levels deep, or contains itself")
-    below, loads = container[key], list[_Place]()
+    below, loads = container[key], list[_ObjectPlace]()
     is_inside = is_inside or not all(type(value) is PerRank for _, value in opened)
     if id(below) in seen and isinstance(below, list):
         raise InvalidInputError(

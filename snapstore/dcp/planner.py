@@ -54,7 +54,7 @@ from ..text import counted
 from .names import Closed
 from .target import NO_PROCESS
 
-_Place = tuple[Any, Any]  # a container and a key of it
+_LeafPlace = tuple[Any, Any]  # a container and a key of it
 _numbers = count()
 _CHANGING = ("set_up_planner", "create_local_plan", "lookup_object", "resolve_data", "transform_object")
 
@@ -193,7 +193,7 @@ class SnapstoreLoadPlanner(DefaultLoadPlanner):
     def __init__(self, allow_partial_load: bool = False, complete: Callable[[Any], None] | None = None) -> None:
         super().__init__(flatten_sharded_tensors=False, allow_partial_load=allow_partial_load)
         self._complete = complete
-        self._places: dict[Path, _Place] = {}
+        self._places: dict[Path, _LeafPlace] = {}
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         """Take the state dict of a load.
@@ -231,7 +231,7 @@ class SnapstoreLoadPlanner(DefaultLoadPlanner):
         container[key] = self.state_dict[name]
 
 
-def _add_places(container: Any, path: Path, leaves: Mapping[Path, Any], places: dict[Path, _Place]) -> None:
+def _add_places(container: Any, path: Path, leaves: Mapping[Path, Any], places: dict[Path, _LeafPlace]) -> None:
     """Add the container and the key of each leaf below a path, by DCP's path. Only with its value is a path unique."""
     is_dict = isinstance(container, Mapping)
     for key, child in container.items() if is_dict else enumerate(container):

@@ -37,7 +37,7 @@ from ..state.values.containers import shown
 from ..state.walk.flatten import flatten
 from .exchange import (
     Collected,
-    Groups,
+    HolderGroups,
     PlanAnswer,
     Planned,
     Told,
@@ -47,7 +47,7 @@ from .exchange import (
     hashes_of,
     key_of,
 )
-from .target import Place
+from .target import RankPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Saver:
     def __init__(
         self,
         repository: Repository,
-        place: Place,
+        place: RankPlace,
         *,
         staging: Mode,
         keep_base: bool,
@@ -89,14 +89,14 @@ class Saver:
         self._manifests: dict[str, Manifest] = {}  # of the last write, by SHA-256
         self._keys: bytes | None = None  # hashes of the keys of the save that is planned: see `plan`
         self._known_keys: bytes | None = None  # the last keys that rank 0 has answered
-        self._groups: Groups = []  # of rank 0's last answer
+        self._groups: HolderGroups = []  # of rank 0's last answer
         self._is_stale = False  # whether more ranks hold a key than it says
         self._set_place(place)
         if staging != "auto":
             self._context.engines.required = True
         self._context.engines.start_loading()
 
-    def _set_place(self, place: Place) -> None:
+    def _set_place(self, place: RankPlace) -> None:
         self.place = place
         self._shares: RankShares | None = None
         self._staging = self._new_staging()
@@ -112,7 +112,7 @@ class Saver:
         self._shares = shares
         self._staging.use_shares(shares)
 
-    def take(self, place: Place) -> None:
+    def take(self, place: RankPlace) -> None:
         """Take a place in the group; if it has changed, the bytes of the last save are dropped."""
         if place != self.place:
             self._staging.clear()
@@ -138,7 +138,7 @@ class Saver:
         sent = None if known == self._keys else self._keys
         return Planned(digest, xxhash.xxh3_128_digest(self._keys), sent, digest_of_groups(self._groups))
 
-    def hear(self, holders: Groups | None, *, stale: bool) -> None:
+    def hear(self, holders: HolderGroups | None, *, stale: bool) -> None:
         """Take rank 0's answer: the holders of the keys that not all ranks hold; None: as in its last answer.
 
         Args:

@@ -18,7 +18,7 @@ from ..repository import Repository
 from ..storage.base import ObjectStore
 from .names import refs_of
 
-Place = tuple[int, int]
+RankPlace = tuple[int, int]
 Url = str | Path | ObjectStore
 #: Why neither a writer nor its staged copies can be pickled.
 NO_PROCESS = (
@@ -28,7 +28,7 @@ NO_PROCESS = (
 )
 
 
-def place_in(group: dist.ProcessGroup | None) -> Place:
+def place_in(group: dist.ProcessGroup | None) -> RankPlace:
     """Return (rank, number of ranks) of this process in a group; None: in the job; (0, 0) without torch.distributed.
 
     Raises:

@@ -63,7 +63,7 @@ from .exchange import (
 from .names import step_of
 from .planner import Staged, opened, staged_of, state_of
 from .saving import Saver, Share
-from .target import Place, Target, Url, job_ranks_of, place_in
+from .target import RankPlace, Target, Url, job_ranks_of, place_in
 
 _LEFT_OPEN = "another rank failed, or an interrupt ended the save"
 _OVERTAKEN = (
@@ -141,7 +141,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         self._share: Share | None = None  # of rank 0
         self._warned: set[frozenset[str]] = set()  # the buffers that were warned of
 
-    def _place(self) -> Place:
+    def _place(self) -> RankPlace:
         return (0, 0) if self._group is False else place_in(self._group)
 
     # -- AsyncStager, in the thread that calls async_save
@@ -333,7 +333,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
                 share = saver.write(session, inputs)
         return saver.told(answer, share)
 
-    def _inputs(self, planner: SavePlanner, place: Place, answer: PlanAnswer) -> Sequence[PartInput]:
+    def _inputs(self, planner: SavePlanner, place: RankPlace, answer: PlanAnswer) -> Sequence[PartInput]:
         """Return the tensors to write: the staged copies, or those of the waiting caller."""
         staged, request, saver = staged_of(planner), self._request, self._saver
         if staged is None:

@@ -195,7 +195,7 @@ class RelayedError(Exception):
 
 
 #: The digests of replicas: (path, digest) of each.
-Replicas = list[tuple[str, bytes]]
+ReplicaDigests = list[tuple[str, bytes]]
 M = TypeVar("M")
 
 

@@ -20,7 +20,7 @@ _MAP = msgpack_decoder(dict[str, msgspec.Raw])
 _MAPS = msgpack_decoder(list[dict[str, msgspec.Raw]])
 
 #: (key, packed value) of the keys of a map that this release does not know; unset if there are none.
-Unknown = tuple[tuple[str, bytes], ...] | msgspec.UnsetType
+UnknownKeys = tuple[tuple[str, bytes], ...] | msgspec.UnsetType
 #: The default of the attribute `unknown` of every struct whose map is open.
 NONE_UNKNOWN: Any = msgspec.field(default=msgspec.UNSET, name=_NAME)
 

@@ -19,7 +19,7 @@ from ..state.tree.decode import decode_plain, unpack_nodes
 from ..threads import msgpack_decoder
 from . import open_maps
 from .keys import manifest_key, pack_key, record_key, sha256_names
-from .open_maps import NONE_UNKNOWN, Unknown
+from .open_maps import NONE_UNKNOWN, UnknownKeys
 
 VERSION = "0.1.0"
 FORMAT_VERSION = 1
@@ -91,7 +91,7 @@ class ManifestRef(msgspec.Struct, frozen=True, kw_only=True):
     header_sha256: Sha256
     size_bytes: Count
     logical_bytes: Count
-    unknown: Unknown = NONE_UNKNOWN
+    unknown: UnknownKeys = NONE_UNKNOWN
 
     @property
     def key(self) -> str:
@@ -149,7 +149,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = ""
     reason: str = ""
     features: list[str] = []
-    unknown: Unknown = NONE_UNKNOWN
+    unknown: UnknownKeys = NONE_UNKNOWN
 
     def __repr__(self) -> str:
         return f"Snapshot({self.ref!r}, id={self.id[:12]!r}, state={self.state!r})"

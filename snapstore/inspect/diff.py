@@ -167,7 +167,7 @@ def _pieces(stored: StoredTensor, read: Iterator[Bytes]) -> Iterator[Bytes]:
         yield left
 
 
-_Packed = dict[tuple[Chained, int], tuple[bytes, str]]
+_PackedTree = dict[tuple[Chained, int], tuple[bytes, str]]
 
 
 def _tree(context: Context, snapshot: Snapshot, manifests: Sequence[Manifest]) -> Any:
@@ -188,7 +188,7 @@ def _plain_changes(tree_a: Any, tree_b: Any) -> list[tuple[str, str, str]]:
     ]
 
 
-def _packed(tree: Any) -> _Packed:
+def _packed(tree: Any) -> _PackedTree:
     """Return (packed, shown) of every plain value by its numbered path."""
     shared = ((path, value) for path, value in plain_values(tree) if value is not ELSEWHERE)
     return {p: (msgspec.msgpack.encode(encode_plain(value)), show_value(value)) for p, value in _numbered(shared)}

@@ -37,7 +37,7 @@ from ..text import counted, quoted
 #: A selection with steps is read in boxes of at most this size [bytes]; one without steps is read in one box.
 PIECE_BYTES = 64 * 1024 * 1024
 T = TypeVar("T")
-Index = Any  # an int, a slice, an ellipsis, or a tuple of these
+TensorIndex = Any  # an int, a slice, an ellipsis, or a tuple of these
 
 
 def open_tensors(context: Context, ref: str, *, keys: str | Sequence[str] | Fit | None = None) -> LazyTensors:
@@ -175,7 +175,7 @@ class TensorHandle:
         """Return the whole tensor or array; raise what `__getitem__` raises."""
         return self[...]
 
-    def __getitem__(self, index: Index) -> Any:
+    def __getitem__(self, index: TensorIndex) -> Any:
         """Return the selected elements.
 
         Raises:
@@ -256,7 +256,7 @@ class TensorHandle:
         self._reader.fill(overlaps, home)
 
 
-def _selected(index: Index, shape: Sequence[int], name: str) -> tuple[list[range], list[bool]]:
+def _selected(index: TensorIndex, shape: Sequence[int], name: str) -> tuple[list[range], list[bool]]:
     """Return the positions that an index selects in each dimension, and whether the result has that dimension."""
     given = list(index) if isinstance(index, tuple) else [index]
     dots = [at for at, one in enumerate(given) if isinstance(one, EllipsisType)]

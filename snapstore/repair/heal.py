@@ -31,7 +31,7 @@ from ..format.records import COMMITTED, FORGOTTEN, RANKS, ManifestRef, Snapshot
 from ..protocol.claim import Claim
 from ..protocol.revisions import is_ruling
 from ..rewrite.base import NewTable, Rewriting, StaleManifest, Work, moved, target_of
-from ..rewrite.roots import Written
+from ..rewrite.roots import ReplacedManifests
 from ..rewrite.shared_manifests import put_list
 from ..rewrite.stored_blobs import batches, stored_of
 from ..text import counted
@@ -232,7 +232,7 @@ class Healer(Rewriting):
                 raise error
             raise IntegrityError(f"{ref.key}: was written while this repair looked, and is damaged too: {error}")
 
-    def shared(self, work: Work, parts: Sequence[StaleManifest]) -> Written:
+    def shared(self, work: Work, parts: Sequence[StaleManifest]) -> ReplacedManifests:
         """Return none: the plan of each snapshot must tell which of its chunks stay lost."""
         return {}
 

@@ -39,13 +39,13 @@ from ..format.blobs.pack import ENTRY
 from ..format.keys import pack_key, quarantined_names, record_key
 from ..format.manifests import manifest
 from ..format.manifests.chunk_table import ChunkTable
-from ..format.manifests.delta_chain import Chain, Key, Link, Place, table_of
+from ..format.manifests.delta_chain import BlobKey, Chain, Link, Place, table_of
 from ..format.manifests.manifest import Manifest
 from ..format.records import ManifestRef, Snapshot
 from ..protocol.claim import Claim
 from ..protocol.revisions import is_ruling, retry_conflicts, same_content
 from ..text import counted, log
-from .roots import Written, new_roots
+from .roots import ReplacedManifests, new_roots
 from .shared_manifests import Replacements, beside, put_list
 from .stored_blobs import StoredBlobs, lengths_of, names_of
 
@@ -78,7 +78,7 @@ class NewTable:
     table: ChunkTable
     packs: Sequence[str]
     stale: Column
-    keys: Sequence[Key]
+    keys: Sequence[BlobKey]
 
 
 @dataclass(slots=True)
@@ -102,16 +102,16 @@ class Work:
     packs: PackUploader
     view: View
     marked: set[str] | None
-    places: dict[Key, Place] = field(default_factory=dict)
-    new: dict[Key, tuple[int, int, int, int]] = field(default_factory=dict)
+    places: dict[BlobKey, Place] = field(default_factory=dict)
+    new: dict[BlobKey, tuple[int, int, int, int]] = field(default_factory=dict)
     there: dict[str, bool] = field(default_factory=dict)
-    named: dict[bytes, Key] = field(default_factory=dict)
+    named: dict[bytes, BlobKey] = field(default_factory=dict)
 
-    def has(self, key: Key) -> bool:
+    def has(self, key: BlobKey) -> bool:
         """Return whether a blob has a new place, or is packed."""
         return key in self.places or key in self.new
 
-    def pack(self, made: StoredBlobs, keys: Sequence[Key], before: Sequence[int], engine: Engine) -> None:
+    def pack(self, made: StoredBlobs, keys: Sequence[BlobKey], before: Sequence[int], engine: Engine) -> None:
         """Pack new blobs."""
         numbers, offsets = self.packs.add(made, engine)
         columns = numbers.tolist(), offsets.tolist(), lengths_of(made.entries), before
@@ -119,7 +119,7 @@ class Work:
         self.named.update(zip(names_of(made.entries), keys, strict=True))
         self.claim.heartbeat()
 
-    def lengths(self) -> dict[Key, tuple[int, int]]:
+    def lengths(self) -> dict[BlobKey, tuple[int, int]]:
         """Return, for every new blob, (stored bytes of the blob that it replaces, its own stored bytes)."""
         return {key: (before, length) for key, (_, _, length, before) in self.new.items()}
 
@@ -147,11 +147,11 @@ class Rewriting(ABC):
         self.rewritten: list[Snapshot] = []
         self.skipped: list[Snapshot] = []
         self.failed: list[tuple[Snapshot, str]] = []
-        self.made: dict[Key, tuple[int, int]] = {}
+        self.made: dict[BlobKey, tuple[int, int]] = {}
         self.sizes: dict[str, int] = {}
         self._replacements = Replacements(context)
         self._needs: dict[str, frozenset[str]] = {}  # manifest -> packs
-        self._places: dict[Key, Place] = {}  # of blobs that this run has made or shared
+        self._places: dict[BlobKey, Place] = {}  # of blobs that this run has made or shared
 
     # -- a subclass decides
 
@@ -180,7 +180,7 @@ class Rewriting(ABC):
     def foresee(self, parts: Sequence[StaleManifest]) -> None:  # noqa: B027 (some know their numbers already)
         """Note what a run that is not dry would write for one snapshot."""
 
-    def shared(self, work: Work, parts: Sequence[StaleManifest]) -> Written:
+    def shared(self, work: Work, parts: Sequence[StaleManifest]) -> ReplacedManifests:
         """Return manifests that this rewrite has put for earlier snapshots, and that replace the snapshot's own."""
         refs = [*work.ruling.manifests, *(part.ref for part in parts)]
         return self._replacements.usable(work.view, work.marked, refs, lambda packs: self.safe(work, packs))
@@ -334,7 +334,7 @@ class Rewriting(ABC):
         return revision
 
     def _revised(
-        self, work: Work, parts: Sequence[StaleManifest], written: Written, headers: dict[str, bytes]
+        self, work: Work, parts: Sequence[StaleManifest], written: ReplacedManifests, headers: dict[str, bytes]
     ) -> Snapshot:
         """Return the next revision of a record, which names the new manifests; put their list if it needs one."""
         ruling = work.ruling
@@ -371,7 +371,7 @@ class Rewriting(ABC):
         damaged = np.array([pack_key(name) in self.quarantined for name in m.header.pack_names] or [False])
         return np.asarray(damaged[m.table.ref_packs])
 
-    def _write_all(self, work: Work, parts: Sequence[StaleManifest]) -> Written:
+    def _write_all(self, work: Work, parts: Sequence[StaleManifest]) -> ReplacedManifests:
         """Put the blobs that have no place yet, then the manifests; all are durable on return."""
         shared = self.shared(work, parts)
         replaced = beside(self.index, work.ruling, shared)
@@ -428,7 +428,7 @@ class Rewriting(ABC):
 
     # -- blobs and packs that are there already
 
-    def reuse(self, work: Work, keys: Iterable[Key]) -> None:
+    def reuse(self, work: Work, keys: Iterable[BlobKey]) -> None:
         """Give blobs the places where this run has put them for another snapshot, as far as those places are safe."""
         found = {key: self._places[key] for key in keys if key in self._places}
         safe = self.safe(work, {place.pack for place in found.values()})

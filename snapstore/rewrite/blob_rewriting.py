@@ -26,7 +26,7 @@ from ..format.blobs import blob, pack
 from ..format.blobs.pack import ENTRY
 from ..format.keys import pack_key
 from ..format.manifests.chunk_table import ChunkTable
-from ..format.manifests.delta_chain import Key, Place
+from ..format.manifests.delta_chain import BlobKey, Place
 from ..format.manifests.manifest import Manifest
 from ..format.records import ManifestRef, Snapshot
 from ..text import log, strip_hint
@@ -132,7 +132,7 @@ class BlobRewriting(Rewriting):
 
     # -- share
 
-    def add(self, work: Work, made: StoredBlobs, keys: Sequence[Key], before: Sequence[int]) -> list[int]:
+    def add(self, work: Work, made: StoredBlobs, keys: Sequence[BlobKey], before: Sequence[int]) -> list[int]:
         """Pack new blobs; a blob that is stored already, byte for byte, is shared.
 
         Args:

@@ -21,12 +21,12 @@ from ..protocol.claim import Claim
 
 #: The manifests that a revision names in place of others, by the SHA-256 of the one that each replaces, with their
 #: bytes; b"": it was written for another snapshot of the run (shared_manifests.py).
-Written = dict[str, tuple[ManifestRef, bytes]]
+ReplacedManifests = dict[str, tuple[ManifestRef, bytes]]
 
 
 def new_roots(
-    index: Index, read: Callable[[ManifestRef], Manifest], claim: Claim, ruling: Snapshot, written: Written
-) -> Written:
+    index: Index, read: Callable[[ManifestRef], Manifest], claim: Claim, ruling: Snapshot, written: ReplacedManifests
+) -> ReplacedManifests:
     """Return new roots for the roots whose children were replaced, or whose own chunks have moved.
 
     There are none if one process has written the snapshot. A root that cannot be read, such as one that a repair has
@@ -40,7 +40,7 @@ def new_roots(
         NotFoundError, IntegrityError, FormatError: a root of a new child, or a child that stays beside one, is missing
             or damaged.
     """
-    roots: Written = {}
+    roots: ReplacedManifests = {}
     rootless, lost = set(written), list[Exception]()
     for ref in ruling.manifests if RANKS in ruling.features else ():
         try:

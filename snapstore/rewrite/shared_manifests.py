@@ -20,7 +20,7 @@ from ..format import records
 from ..format.manifests.manifest import ManifestHeader
 from ..format.records import COMMITTED, RANKS, ManifestList, ManifestRef, Snapshot
 from ..protocol.claim import Claim
-from .roots import Written
+from .roots import ReplacedManifests
 
 
 class Replacements:
@@ -30,13 +30,13 @@ class Replacements:
         self._context = context
         self._found: dict[str, tuple[ManifestRef, Snapshot]] = {}
 
-    def note(self, revision: Snapshot, written: Written) -> None:
+    def note(self, revision: Snapshot, written: ReplacedManifests) -> None:
         """Remember the new manifests that a published revision names in place of others."""
         self._found.update({old: (ref, revision) for old, (ref, data) in written.items() if data})
 
     def usable(
         self, view: View, marked: set[str] | None, refs: Iterable[ManifestRef], safe: Callable[[set[str]], set[str]]
-    ) -> Written:
+    ) -> ReplacedManifests:
         """Return replacements of manifests that another snapshot may name too; b"" stands for their bytes.
 
         No gc deletes them: the snapshot for which they were written is still committed with them, no mark names them,
@@ -47,7 +47,7 @@ class Replacements:
             view, marked: see `Work`.
             safe: returns which packs new manifests may refer to.
         """
-        found: Written = {}
+        found: ReplacedManifests = {}
         for ref in refs:
             new, revision = self._found.get(ref.sha256, (ref, None))
             now = view.get(revision.id) if revision else None
@@ -62,13 +62,15 @@ class Replacements:
         return found
 
 
-def beside(index: Index, ruling: Snapshot, shared: Written) -> set[str]:
+def beside(index: Index, ruling: Snapshot, shared: ReplacedManifests) -> set[str]:
     """Return the SHA-256 of the manifests of a snapshot that need not be written again: `shared` replaces them."""
     roots = [ref for ref in ruling.manifests if ref.sha256 in shared and RANKS in ruling.features]
     return shared.keys() | {child.sha256 for ref in roots for child in index.header(ref).children}
 
 
-def put_list(context: Context, claim: Claim, refs: Sequence[ManifestRef], written: Written) -> str | UnsetType:
+def put_list(
+    context: Context, claim: Claim, refs: Sequence[ManifestRef], written: ReplacedManifests
+) -> str | UnsetType:
     """Put the list of the manifests that a revision will name, and return its name.
 
     Put none and return UNSET if all of them were written for this snapshot.

@@ -33,7 +33,7 @@ from ..state.values.held_array import changed
 from ..state.values.tensors import TensorSpec
 from ..text import log
 from .inputs import TensorInput
-from .known_chunks import AnySession, Bases, Place, place_of
+from .known_chunks import AnySession, Bases, BoxPlace, place_of
 
 #: Packs put at once when an engine fills them faster than one core hashes them.
 PUTS_IN_FLIGHT_OF_DEVICES = 10
@@ -116,7 +116,7 @@ class _PendingBatch:
 @lru_cache(maxsize=1 << 15)  # each save cuts the same tensors
 def _cuts_of(
     spec: TensorSpec, whole: tuple[int, ...], offsets: tuple[int, ...] | None, number: int, chunk_bytes: int
-) -> tuple[Place, Column, Column, Column, Column]:
+) -> tuple[BoxPlace, Column, Column, Column, Column]:
     """Cut a tensor, or a box of one, into chunks; those of a box end where the chunks of its strip end.
 
     Args:

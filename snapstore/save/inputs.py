@@ -24,7 +24,7 @@ from ..errors import SnapstoreError
 from ..format.records import ManifestRef, Snapshot
 from ..state.values.arrays import Memory, require_memory_of_tensors
 from ..state.values.held_array import Held
-from ..state.values.metrics import Read
+from ..state.values.metrics import MetricRead
 from ..state.values.tensors import Node, TensorSpec
 from ..state.walk.flatten import Part
 from ..state.walk.learner import own_key
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 #: Part, path, and a number among the tensors with that path: keys such as 1.0 and "1.0" give one path. A rank adds the
 #: box, as offsets and sizes.
-Key = tuple[Any, ...]
+InputKey = tuple[Any, ...]
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ class SaveRequest:
     first_seq: int = 0
     before_commit: Callable[[], None] = lambda: None
     metadata_node: msgspec.Raw = field(init=False)
-    _metrics: dict[str, Read] = field(init=False)
+    _metrics: dict[str, MetricRead] = field(init=False)
 
     def __post_init__(self, metrics: Mapping[str, SupportsFloat] | None) -> None:
         require_memory_of_tensors("save")
@@ -147,7 +147,7 @@ class TensorInput(msgspec.Struct, eq=False, gc=False):
         bases_tried, deltas_stored: how many of its chunks had a full base, and how many became deltas.
     """
 
-    key: Key
+    key: InputKey
     spec: TensorSpec
     array: Held | None
     copy: Memory | None = None

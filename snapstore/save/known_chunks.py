@@ -30,7 +30,7 @@ from ..text import counted, log
 from .near_children import NearChildren
 
 #: Dotted path, dtype and shape of a tensor, and the offsets and sizes of a strip of it in all dimensions but the first.
-Place = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+BoxPlace = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 @lru_cache(maxsize=1 << 15)  # each save asks for the same places, twice
@@ -40,7 +40,7 @@ def place_of(
     shape: tuple[int, ...],
     offsets: tuple[int, ...] | None = None,
     sizes: tuple[int, ...] | None = None,
-) -> Place:
+) -> BoxPlace:
     """Return where a box lies in its state, without its rows; a state saved from an iterator has the same places.
 
     Args:
@@ -101,7 +101,7 @@ class Bases:
         self.manifests = [m for base in bases for m in base.manifests]
         self.generation = next_generation(self.snapshots)
         # most tensors have one: no list for the garbage collector
-        self._places: dict[Place, _BoxChunks | list[_BoxChunks]] = {}
+        self._places: dict[BoxPlace, _BoxChunks | list[_BoxChunks]] = {}
         known: dict[str, int] = {}
         tables: list[ChunkTable] = []
         rows, numbers = 0, [np.empty(0, np.int64)]
@@ -146,7 +146,7 @@ class Bases:
             elif found is not run:
                 self._places[place] = [found, run]
 
-    def _runs_at(self, place: Place) -> Sequence[_BoxChunks]:
+    def _runs_at(self, place: BoxPlace) -> Sequence[_BoxChunks]:
         found = self._places.get(place, ())
         return (found,) if isinstance(found, _BoxChunks) else found
 
@@ -175,7 +175,7 @@ class Bases:
         # Two different digests have equal halves by a chance of 2^-64. Such a chunk is stored again: that is correct.
         return np.where((self.table.digests[rows] == digests).all(axis=1), rows, -1)
 
-    def first_row(self, place: Place) -> tuple[int, bool]:
+    def first_row(self, place: BoxPlace) -> tuple[int, bool]:
         """Return the row of the first chunk of the tensor at `place`, and whether the first base has it.
 
         (-1, False): no base has it.
@@ -183,7 +183,7 @@ class Bases:
         first = next((run for run in self._runs_at(place) if run.start == 0), None)
         return (first.first_row, first.in_first_base) if first else (-1, False)
 
-    def rows_at(self, place: Place | None, starts: Column, lengths: Column) -> tuple[Column, bool]:
+    def rows_at(self, place: BoxPlace | None, starts: Column, lengths: Column) -> tuple[Column, bool]:
         """Return the row of the chunk at each place of a strip, or -1, and whether the first base has one of them.
 
         Args:

@@ -23,7 +23,7 @@ from ..state.values.held_array import Held
 from ..state.values.tensors import TensorSpec
 from ..state.walk.learner import DifferentStructureError
 from ..state.walk.structure import Match, Structure
-from .inputs import BoxOf, Key, PartInput, TensorInput
+from .inputs import BoxOf, InputKey, PartInput, TensorInput
 from .replicas import Replica
 from .shares import Name, names_of
 
@@ -47,7 +47,7 @@ class _StateTensor:
         row: the position of its tensor's spec in the structure.
     """
 
-    key: Key
+    key: InputKey
     spec: TensorSpec
     box_of: BoxOf | None
     row: int
@@ -120,7 +120,7 @@ class Group:
             keep=match,
         )
 
-    def copy_to_host(self, match: Match, room: Callable[[Key, int], Bytes]) -> list[Bytes]:
+    def copy_to_host(self, match: Match, room: Callable[[InputKey, int], Bytes]) -> list[Bytes]:
         """Copy these, which lie in host memory, into buffers that `room` gives by key and size [bytes].
 
         The bytes count only after `match.confirm`.
@@ -133,7 +133,7 @@ class Group:
     def views(self, match: Match) -> list[Bytes]:
         """Return the memory of these, which lie in host memory. It is valid if a later `match.confirm` accepts it."""
         addresses = self._addresses(match).tolist()
-        return [np.asarray(_Memory(*of, "|u1")) for of in zip(addresses, self.nbytes.tolist(), strict=True)]
+        return [np.asarray(_MemorySpan(*of, "|u1")) for of in zip(addresses, self.nbytes.tolist(), strict=True)]
 
     def _addresses(self, match: Match) -> Column:
         """Return where these begin."""
@@ -199,7 +199,7 @@ def copy_addresses(addresses: Column, sizes: Column) -> Bytes:
     if size not in _WORDS or (sizes != size).any() or (addresses % size).any():
         return np.frombuffer(bytearray().join(map(ctypes.string_at, addresses.tolist(), sizes.tolist())), np.uint8)
     first = int(addresses.min())  # one gather from a view of all memory between them: it reads only these words
-    words = np.asarray(_Memory(first, (int(addresses.max()) - first) // size + 1, _WORDS[size]))
+    words = np.asarray(_MemorySpan(first, (int(addresses.max()) - first) // size + 1, _WORDS[size]))
     together: Bytes = words[(addresses - first) // size].view(np.uint8)
     return together
 
@@ -211,7 +211,7 @@ _memmove = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, 
 )
 
 
-class _Memory:
+class _MemorySpan:
     """A span of memory as NumPy sees it; `__array_interface__` is NumPy's protocol for this."""
 
     def __init__(self, address: int, count: int, kind: str) -> None:

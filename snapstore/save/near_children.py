@@ -12,14 +12,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
-from ..format.manifests.box_map import ranks_with
+from ..format.manifests.box_map import Box, ranks_with
 from ..format.manifests.boxes import overlap
 from ..format.manifests.manifest import Manifest, manifest_name
 from ..format.records import ManifestRef, Snapshot
 from .inputs import PartInput
 
-Box = tuple[Sequence[int], Sequence[int]]
-Form = tuple[tuple[str | int, ...], str, tuple[int, ...]]  # path, dtype and shape of a whole tensor
+TensorForm = tuple[tuple[str | int, ...], str, tuple[int, ...]]  # path, dtype and shape of a whole tensor
 
 
 class NearChildren:
@@ -41,9 +40,9 @@ class NearChildren:
         self._with_own = {part.name for part in inputs if part.own_nodes is not None}
 
     @cached_property
-    def _boxes(self) -> dict[str, dict[Form, list[Box]]]:
+    def _boxes(self) -> dict[str, dict[TensorForm, list[Box]]]:
         """The boxes of each tensor, by part; most saves build on this rank's last one, and need none."""
-        found: dict[str, dict[Form, list[Box]]] = defaultdict(lambda: defaultdict(list))
+        found: dict[str, dict[TensorForm, list[Box]]] = defaultdict(lambda: defaultdict(list))
         for part in self._inputs:
             for tensor in part.tensors:
                 if of := tensor.box_of:
@@ -70,7 +69,7 @@ class NearChildren:
         own, needs_one = self._boxes[root.header.part], root.header.part in self._with_own
         if not own and not needs_one:
             return
-        there: dict[Form, list[int]] = {}
+        there: dict[TensorForm, list[int]] = {}
         for number, entry in enumerate(root.tensors):
             there.setdefault((entry.path, entry.dtype, entry.shape), []).append(number)
         wanted = {form: boxes for form, boxes in own.items() if form in there}

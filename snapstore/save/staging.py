@@ -33,7 +33,7 @@ from ..state.walk.flatten import Part, flatten_and_learn
 from ..state.walk.learner import DifferentStructureError
 from ..state.walk.structure import Match
 from ..threads import after_fork_in_child
-from .inputs import Key, PartInput, TensorInput, cut_plain, inputs_of, plain_names, turns_of
+from .inputs import InputKey, PartInput, TensorInput, cut_plain, inputs_of, plain_names, turns_of
 from .known_state import KnownState
 from .replicas import Replica, digests_of, spans
 from .shares import Name, RankShares
@@ -54,17 +54,17 @@ MAX_WHOLE_BYTES = 1024 * 1024 * 1024
 Learn = Callable[[Sequence[PartInput]], Sequence[PartInput]]
 
 
-class Buffers(dict[Key, Memory]):
+class Buffers(dict[InputKey, Memory]):
     """Bytes of tensors, (nbytes,) uint8."""
 
-    def room(self, key: Key, nbytes: int) -> Bytes:
+    def room(self, key: InputKey, nbytes: int) -> Bytes:
         """Return the host buffer of a tensor; make a new one if there is none of that size."""
         buffer = self.get(key)
         if not isinstance(buffer, np.ndarray) or buffer.size != nbytes:
             buffer = self[key] = np.empty(nbytes, np.uint8)
         return buffer
 
-    def keep_only(self, keys: set[Key]) -> None:
+    def keep_only(self, keys: set[InputKey]) -> None:
         """Drop the buffers of all other tensors."""
         for gone in self.keys() - keys:
             del self[gone]
@@ -102,8 +102,8 @@ class Staging:
         self._base = Buffers()
         self._spare = Buffers()
         self._base_id: str | None = None
-        self._delta_rejected: dict[Key, int] = {}  # tensor -> saves until its deltas are tried again
-        self._next_wait: dict[Key, int] = {}  # tensor -> how many these will be after the next rejection
+        self._delta_rejected: dict[InputKey, int] = {}  # tensor -> saves until its deltas are tried again
+        self._next_wait: dict[InputKey, int] = {}  # tensor -> how many these will be after the next rejection
         self._devices: DeviceStaging | None = None
         self._known: KnownState | None = None  # the structure of the last state
 
@@ -273,7 +273,7 @@ class Staging:
             self.release_copies()
             raise
 
-    def _copy_to_host(self, key: Key, held: Held) -> Bytes:
+    def _copy_to_host(self, key: InputKey, held: Held) -> Bytes:
         nbytes = held.spec.nbytes
         room = np.empty(nbytes, np.uint8) if nbytes < INLINE_BYTES else self._spare.room(key, nbytes)
         held.copy_into(room)
@@ -425,7 +425,7 @@ class Staging:
                 if wait:
                     self._delta_rejected[tensor.key] = wait
         if self._devices is not None and self._delta_rejected:
-            nbytes: dict[Any, dict[Key, int]] = defaultdict(dict)
+            nbytes: dict[Any, dict[InputKey, int]] = defaultdict(dict)
             for tensor in _tensors(inputs):
                 if tensor.key in self._delta_rejected and not isinstance(tensor.copy, np.ndarray | None):
                     nbytes[tensor.copy.device][tensor.key] = tensor.spec.nbytes

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from snapstore.chunks.reader import _Sizes
+from snapstore.chunks.reader import _ChunkSizes
 from snapstore.format.manifests.chunk_table import COLUMNS, ChunkTable
 
 
@@ -20,7 +20,7 @@ def table_of(chunks, rng):
 
 def test_sizes_are_those_of_every_row():
     rng = np.random.default_rng(1)
-    tables, sizes = [table_of(n, rng) for n in (1, 7, 400)], _Sizes()
+    tables, sizes = [table_of(n, rng) for n in (1, 7, 400)], _ChunkSizes()
     for _ in range(200):
         table = tables[rng.integers(len(tables))]
         rows = rng.integers(0, len(table), rng.integers(1, 5))
@@ -34,7 +34,7 @@ def test_few_rows_do_not_pay_for_a_large_table(monkeypatch):
 
     Before, a slice of one tensor of a terabyte took 30 ms and 130 MiB for these.
     """
-    table, sizes, looked = table_of(10_000, np.random.default_rng(2)), _Sizes(), []
+    table, sizes, looked = table_of(10_000, np.random.default_rng(2)), _ChunkSizes(), []
     whole = ChunkTable.chain_bytes.fget
     monkeypatch.setattr(ChunkTable, "chain_bytes", property(lambda self: looked.append(1) or whole(self)))
     for row in range(600):
@@ -47,7 +47,7 @@ def test_few_rows_do_not_pay_for_a_large_table(monkeypatch):
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_new_table_at_the_place_of_an_old_one_has_its_own_sizes(kept):
-    sizes, rng, before = _Sizes(), np.random.default_rng(3), []
+    sizes, rng, before = _ChunkSizes(), np.random.default_rng(3), []
     for _ in range(50):
         table = table_of(3, rng)
         before += [table] if kept else []

@@ -29,7 +29,7 @@ STEP_BYTES = 2 * 1024 * 1024
 #: The back-off of a thread that polls the device [s]: first, and at most. It doubles each time.
 POLL_S, MAX_POLL_S = 20e-6, 250e-6
 
-Steps = Callable[["WorkStream"], Generator[None, None, Any]]
+BatchSteps = Callable[["WorkStream"], Generator[None, None, Any]]
 
 
 class WorkStream:
@@ -146,10 +146,10 @@ class Task:
     batch that was advanced begins again at the next poll.
     """
 
-    def __init__(self, pool: StreamPool, steps: Steps, streams: Sequence[WorkStream]) -> None:
+    def __init__(self, pool: StreamPool, steps: BatchSteps, streams: Sequence[WorkStream]) -> None:
         self._pool = pool
         self.streams = streams  # it runs on one of these
-        self.steps: Steps | None = steps
+        self.steps: BatchSteps | None = steps
         self.work: WorkStream | None = None  # None: it waits
         self.run: Generator[None, None, Any] | None = None
         self.event: torch.cuda.Event | None = None  # done when the device has reached the last yield; None: begin
@@ -214,7 +214,7 @@ class StreamPool:
         self._running: list[Task] = []
         self._lock = threading.RLock()
 
-    def start(self, steps: Steps, *, fast: bool = False) -> Task:
+    def start(self, steps: BatchSteps, *, fast: bool = False) -> Task:
         """Begin a batch as soon as a stream is free."""
         task = Task(self, steps, self._fast_streams if fast else self._streams)
         try:

@@ -29,7 +29,7 @@ MAX_DIMENSIONS = 64
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
 
 Box = tuple[Sequence[int], Sequence[int]]  # offsets, sizes
-Rows = npt.NDArray[np.int64]  # (n, 1 + 2d): rank, offsets, sizes of each box, in the order of the ranks
+BoxRows = npt.NDArray[np.int64]  # (n, 1 + 2d): rank, offsets, sizes of each box, in the order of the ranks
 
 
 class _PackedBoxMap(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -50,9 +50,9 @@ class BoxMap:
     """
 
     tensors: Column
-    patterns: Sequence[Rows]
+    patterns: Sequence[BoxRows]
     _found: dict[tuple[int, tuple[int, ...], tuple[int, ...]], frozenset[int]] = field(default_factory=dict)
-    _of_ranks: dict[int, Rows] = field(default_factory=dict)  # by pattern: its boxes, by rank
+    _of_ranks: dict[int, BoxRows] = field(default_factory=dict)  # by pattern: its boxes, by rank
 
     @classmethod
     def of_rank(cls, rank: int, boxes: Mapping[int, Sequence[Box]], count: int) -> BoxMap:
@@ -89,7 +89,7 @@ class BoxMap:
             ranks.append(rank)
         table = np.ascontiguousarray(np.array(columns, np.int64).reshape(len(columns), count).T)
         keys, width = table.tobytes(), table.itemsize * len(ranks)
-        tensors, found = np.zeros(count, np.int64), dict[bytes, tuple[int, Rows]]()
+        tensors, found = np.zeros(count, np.int64), dict[bytes, tuple[int, BoxRows]]()
         left, left_out = MAX_BYTES - 4 * count - 1024, 0
         for number in range(count):
             key = keys[number * width : (number + 1) * width]
@@ -213,10 +213,10 @@ class BoxMap:
         return patterns.count_of(pattern - 1) if isinstance(patterns, _Patterns) else len(patterns[pattern - 1])
 
 
-class _Patterns(Sequence[Rows]):
+class _Patterns(Sequence[BoxRows]):
     """Packed patterns; each is unpacked when it is read, since a few bytes may stand for millions."""
 
-    def __init__(self, values: Rows, widths: Column, ends: Column) -> None:
+    def __init__(self, values: BoxRows, widths: Column, ends: Column) -> None:
         self._values, self._widths, self._ends = values, widths, ends
 
     def __len__(self) -> int:
@@ -227,7 +227,7 @@ class _Patterns(Sequence[Rows]):
         start = int(self._ends[number - 1]) if number else 0
         return (int(self._ends[number]) - start) // int(self._widths[number])
 
-    def __getitem__(self, number: int) -> Rows:  # type: ignore[override]
+    def __getitem__(self, number: int) -> BoxRows:  # type: ignore[override]
         width, end = int(self._widths[number]), int(self._ends[number])
         start = int(self._ends[number - 1]) if number else 0
         return np.cumsum(self._values[start:end].reshape(width, -1), axis=1, dtype=np.int64).T
@@ -268,12 +268,12 @@ def _places(indices: Column) -> npt.NDArray[np.uint64]:
     return mixed ^ (mixed >> np.uint64(31))
 
 
-def _key_of(rows: Rows) -> bytes:
+def _key_of(rows: BoxRows) -> bytes:
     """Return a key of boxes (n, 2d): their bytes, and 2d, which keeps boxes without dimensions apart."""
     return bytes([rows.shape[1]]) + rows.tobytes()
 
 
-def _rows_of(column: Column, ranks: Sequence[int], held: Sequence[Rows]) -> Rows:
+def _rows_of(column: Column, ranks: Sequence[int], held: Sequence[BoxRows]) -> BoxRows:
     """Return a tensor's boxes; `column` has for each rank the number of its boxes in `held`, or 0."""
     places = np.flatnonzero(column).tolist()
     if not places:

@@ -25,7 +25,7 @@ class Place:
 
 
 #: Identifies a blob that moves or is new: its old place, or its name (the bytes stored_blobs.NAME of its entry).
-Key = Place | bytes
+BlobKey = Place | bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Link:
     digest: bytes
     size: int
     place: Place | None
-    key: Key = b""
+    key: BlobKey = b""
     is_kept: bool = True
     new_bytes: int = 0
 

@@ -24,7 +24,7 @@ from ...threads import msgpack_decoder
 from .. import open_maps
 from ..chunking import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from ..keys import manifest_key, sha256_names
-from ..open_maps import NONE_UNKNOWN, Unknown
+from ..open_maps import NONE_UNKNOWN, UnknownKeys
 from ..records import RANKS, STRIDES, Count, MadeFor, ManifestRef, Rank, Seed, require_known_features
 from . import sections as layout
 from .chunk_table import COLUMNS, ChunkTable
@@ -70,7 +70,7 @@ class ManifestHeader(msgspec.Struct, frozen=True, kw_only=True):
     world_size: Count = 0
     children: list[ManifestRef] = []
     box_map: bytes = b""
-    unknown: Unknown = NONE_UNKNOWN
+    unknown: UnknownKeys = NONE_UNKNOWN
 
     @property
     def made_for(self) -> MadeFor:
@@ -104,7 +104,7 @@ class Manifest:
     inline: bytes
     table: ChunkTable
     dim_orders: Mapping[int, DimOrder] = field(default_factory=dict)
-    unknown: Sequence[layout.Unknown] = ()
+    unknown: Sequence[layout.UnknownSection] = ()
     ref: ManifestRef | None = None
 
     @property
@@ -188,8 +188,8 @@ class ManifestContents:
     box_map: bytes = b""
     depth: int = 0
     dim_orders: Mapping[int, DimOrder] = field(default_factory=dict)
-    unknown_keys: Unknown = msgspec.UNSET
-    unknown_sections: Sequence[layout.Unknown] = ()
+    unknown_keys: UnknownKeys = msgspec.UNSET
+    unknown_sections: Sequence[layout.UnknownSection] = ()
 
     @classmethod
     def of(cls, m: Manifest) -> ManifestContents:

@@ -36,11 +36,12 @@ _NODES = ("tree", "tensors", STRIDES)
 _NAMES = {*COLUMNS, *_NODES, "inline"}
 
 Section = tuple[str, int, int, int, int]  # name, offset after the header, stored bytes, plain bytes, codec (1: zstd)
-Unknown = tuple[str, bytes, int, int]  # a section that this release does not know: name, as stored, plain bytes, codec
+#: A section that this release does not know: name, as stored, plain bytes, codec.
+UnknownSection = tuple[str, bytes, int, int]
 
 
 def encode_sections(
-    raw: Mapping[str, bytes | memoryview], unknown: Sequence[Unknown] = ()
+    raw: Mapping[str, bytes | memoryview], unknown: Sequence[UnknownSection] = ()
 ) -> tuple[list[Section], list[bytes | memoryview]]:
     """Compress sections where that makes them smaller; return their entries in the header, and their stored bytes."""
     compressor = zstandard.ZstdCompressor(level=1)
@@ -83,7 +84,7 @@ def decode_sections(data: bytes, start: int, sections: Sequence[Section], where:
     return {name: _decode_section(data, start, section, where) for name, section in known.items()}
 
 
-def unknown_sections(data: bytes, start: int, sections: Sequence[Section], where: str) -> list[Unknown]:
+def unknown_sections(data: bytes, start: int, sections: Sequence[Section], where: str) -> list[UnknownSection]:
     """Return the sections that this release does not know, as they are stored.
 
     Raises:

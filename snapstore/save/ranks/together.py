@@ -258,7 +258,9 @@ class _Save:
             watch = self._watch_ranks(session, "digests", lambda: others)
             answers = wait_for(lambda: ranks.look_all([self._key(f"replicas/{rank}") for rank in others]), watch)
         own = {0: dict(self._data.replicas(group))} if 0 in asked else {}
-        return own | {rank: dict(decode(data, messages.Replicas)) for rank, data in zip(others, answers, strict=True)}
+        return own | {
+            rank: dict(decode(data, messages.ReplicaDigests)) for rank, data in zip(others, answers, strict=True)
+        }
 
     def _trees(self, reports: Mapping[int, Report], session: SaveSession) -> list[tuple[list[int], bytes]]:
         """Return the trees of all ranks, equal ones once; ask for trees that rank 0 does not know.

@@ -56,7 +56,7 @@ _OBJECT_BYTES: dict[type, tuple[int, int]] = {list: (88, 8), tuple: (72, 8), dic
 _VALUE_BYTES, _TEXT_BYTES = 72, 4  # of one packed value, and for each packed byte: a str may take four times its UTF-8
 
 #: Returns the node of a leaf that lies in so many containers; raises UnsupportedLeafError.
-Leaf = Callable[[Any, int], Node]
+LeafCoder = Callable[[Any, int], Node]
 Spend = Callable[[int], None]  # counts bytes of memory before they are taken; raises if there are too many
 
 
@@ -85,7 +85,7 @@ def may_have_columns(container: Any) -> bool:
     return kinds <= _COLUMNABLE and (len(container) >= MIN_VALUES or not kinds.isdisjoint(_NESTED))
 
 
-def encode(container: Any, leaf: Leaf, key: Leaf, depth: int) -> tuple[Node, int]:
+def encode(container: Any, leaf: LeafCoder, key: LeafCoder, depth: int) -> tuple[Node, int]:
     """Return the node of a list, tuple or dict, and the number of values in it.
 
     Args:
@@ -134,7 +134,7 @@ class _ContainerLevel:
 class _ColumnEncoder:
     """Turns levels of one tree into columns; `count` is the number of values so far."""
 
-    def __init__(self, leaf: Leaf, key: Leaf, depth: int) -> None:
+    def __init__(self, leaf: LeafCoder, key: LeafCoder, depth: int) -> None:
         self._leaf, self._key, self._depth = leaf, key, depth
         self.count = 0
 
@@ -162,7 +162,9 @@ class _ColumnEncoder:
         leaves = ["values", self._leaves(first, kinds.difference(nested), self._leaf, level)]
         return ["mixed", which, [leaves, *map(self._containers, nested, groups, repeat(level))]]
 
-    def _leaves(self, values: list[Any], kinds: set[type], leaf: Leaf, level: _ContainerLevel) -> Packed | list[Node]:
+    def _leaves(
+        self, values: list[Any], kinds: set[type], leaf: LeafCoder, level: _ContainerLevel
+    ) -> Packed | list[Node]:
         if kinds <= _PACKED:
             return Packed(values)
         if bytes in kinds and any(type(value) is bytes and len(value) > INLINE_BYTES for value in values):
@@ -261,7 +263,7 @@ class ColumnDecoder:
         spend: Counts the memory of values before they are made.
     """
 
-    def __init__(self, node: Leaf, spend: Spend) -> None:
+    def __init__(self, node: LeafCoder, spend: Spend) -> None:
         self._node, self._spend = node, spend
 
     def only(self, column: Node, depth: int) -> Any:

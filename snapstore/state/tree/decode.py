@@ -112,7 +112,7 @@ def decode_plain(node: Node) -> Any:
     Raises:
         FormatError: `encode_plain` cannot have made this node.
     """
-    return _Decoder([], 0, {}).value(node, (), 0)
+    return _TreeDecoder([], 0, {}).value(node, (), 0)
 
 
 class ParameterForm(NamedTuple):
@@ -168,7 +168,7 @@ def decode(parts: Sequence[StoredPart], *, partial: bool = False, decoded: Decod
     for part in parts:
         for spec in part.specs:
             spec.check()
-    return _Decoder(parts, positions.pop(""), positions, partial, decoded).root()
+    return _TreeDecoder(parts, positions.pop(""), positions, partial, decoded).root()
 
 
 def part_names(parts: Sequence[StoredPart]) -> list[str]:
@@ -184,7 +184,7 @@ def without_parameters(node: Node) -> Node:
     return node[3] if type(node) is list and len(node) == 4 and node[0] == "optimizer" else node
 
 
-class _Decoder:
+class _TreeDecoder:
     """Turns the nodes of one part into values; the decoder of the root makes one for every other part."""
 
     def __init__(
@@ -247,7 +247,7 @@ class _Decoder:
         """
         plain = self
         if not set(map(type, _expect(nodes, list))) <= {str, int}:
-            plain = _Decoder([], 0, {}, decoded=self._decoded)
+            plain = _TreeDecoder([], 0, {}, decoded=self._decoded)
             plain._around = self._around
         values = [plain.value(node, path, depth + 1) for node in nodes]
         if crowded(values):
@@ -283,12 +283,12 @@ class _Decoder:
                 nodes = _own_nodes(own.tree)
                 if not 0 <= _expect(index, int) < len(nodes):
                     raise ValueError(f"the rank has {len(nodes)} values of its own")
-                return _Decoder(self._parts, position, {}, decoded=self._decoded).value(nodes[index], path, depth)
+                return _TreeDecoder(self._parts, position, {}, decoded=self._decoded).value(nodes[index], path, depth)
         self._decoded.elsewhere.append(path)
         return ELSEWHERE
 
     def read_columns(self, path: Path, depth: int, column: Node) -> Any:
-        leaves = _Decoder([], 0, {}, decoded=self._decoded)  # without arrays
+        leaves = _TreeDecoder([], 0, {}, decoded=self._decoded)  # without arrays
         leaves._around = self._around + 1
         if leaves._around > columns.MAX_NESTING:  # else only the stack of this process would be a limit
             raise ValueError("columns are too many levels deep")
@@ -457,7 +457,7 @@ class _Decoder:
             if depth == 1 and self._partial and name:
                 return ABSENT
             raise ValueError("no such part here")
-        part = _Decoder(self._parts, position, {}, decoded=self._decoded)
+        part = _TreeDecoder(self._parts, position, {}, decoded=self._decoded)
         return part.value(self._parts[position].tree, path, depth)
 
     def _slot(self, tag: str, index: int, requires_grad: bool = False) -> Slot:
@@ -494,7 +494,7 @@ def _brief(node: Node) -> str:
 
 
 READERS: dict[str, Callable[..., Any]] = {
-    name.removeprefix("read_"): reader for name, reader in vars(_Decoder).items() if name.startswith("read_")
+    name.removeprefix("read_"): reader for name, reader in vars(_TreeDecoder).items() if name.startswith("read_")
 }
 
 

@@ -22,10 +22,10 @@ from ...threads import imported
 if TYPE_CHECKING:
     import torch
 
-Read = Callable[[], float]
+MetricRead = Callable[[], float]
 
 
-def begin_read(value: Any) -> Read:
+def begin_read(value: Any) -> MetricRead:
     """Begin to read a number; return a function that waits for it and returns it.
 
     Raises:
@@ -61,7 +61,7 @@ def _require_one(kind: str, dtype: Any, is_other: bool, shape: tuple[int, ...]) 
         )
 
 
-def _copied(value: torch.Tensor) -> Read:
+def _copied(value: torch.Tensor) -> MetricRead:
     """Copy a CUDA tensor of one element to host memory, after the work that computes it."""
     import torch
 

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 Offsets = tuple[int, ...]
 Sizes = tuple[int, ...]
 Boxes = tuple[tuple[Offsets, Sizes], ...]
-Run = tuple[int, int]  # (first index, count)
+IndexRun = tuple[int, int]  # (first index, count)
 #: One step in which a tensor is cut: its dimension, of how many pieces a shard takes a part, the dimension of the mesh.
-Cut = tuple[int, int, int]
+MeshCut = tuple[int, int, int]
 
 #: The modules of torch.Tensor, torch.nn.Parameter and numpy.ndarray.
 _PLAIN_MODULES = frozenset({"torch", "torch.nn.parameter", "numpy"})
@@ -169,7 +169,7 @@ def _fits(local: Any, sharding: Sharding) -> bool:
 @lru_cache(maxsize=4096)  # a state has thousands of tensors of a few forms
 def _layouts_of(
     shape: tuple[int, ...], counts: tuple[int, ...], placements: tuple[Any, ...]
-) -> tuple[tuple[Cut, ...], ...]:
+) -> tuple[tuple[MeshCut, ...], ...]:
     """Return the ways in which a DTensor may be cut, each as steps; the shape of a local tensor tells which one it is.
 
     The result depends only on what all ranks know. It has a second way only if each rank on which the boxes of the two
@@ -202,7 +202,7 @@ def _layouts_of(
     return (in_order, to_right) if unlike else (to_right,)
 
 
-def _chunks_in_order(cuts: Sequence[Cut], counts: Sequence[int]) -> tuple[Cut, ...] | None:
+def _chunks_in_order(cuts: Sequence[MeshCut], counts: Sequence[int]) -> tuple[MeshCut, ...] | None:
     """Return the order of plain chunks that the cuts of strided shards stand for; None: there are none, or no order.
 
     A strided shard is cut after the shards of which `split_factor` is the product, though these come later.
@@ -218,15 +218,17 @@ def _chunks_in_order(cuts: Sequence[Cut], counts: Sequence[int]) -> tuple[Cut, .
     return tuple((dim, 1, axis) for dim, of in axes.items() for axis in of) if is_strided else None
 
 
-def _runs(shape: Sequence[int], cuts: Sequence[Cut], counts: Sequence[int], place: Sequence[int]) -> list[list[Run]]:
+def _runs(
+    shape: Sequence[int], cuts: Sequence[MeshCut], counts: Sequence[int], place: Sequence[int]
+) -> list[list[IndexRun]]:
     """Return the runs of each dimension at a place in the mesh."""
-    runs: list[list[Run]] = [[(0, size)] for size in shape]
+    runs: list[list[IndexRun]] = [[(0, size)] for size in shape]
     for dim, pieces, axis in cuts:
         runs[dim] = _cut(runs[dim], pieces, counts[axis], place[axis])
     return runs
 
 
-def _counts_of(runs: Sequence[Sequence[Run]]) -> list[int]:
+def _counts_of(runs: Sequence[Sequence[IndexRun]]) -> list[int]:
     """Return the size of each dimension of a local tensor."""
     return [sum(size for _, size in found) for found in runs]
 
@@ -283,11 +285,11 @@ def _is_stages(name: str) -> bool:
     return not _STAGES.isdisjoint(name.lower().replace("-", "_").split("_"))
 
 
-def _cut(runs: Sequence[Run], pieces: int, count: int, position: int) -> list[Run]:
+def _cut(runs: Sequence[IndexRun], pieces: int, count: int, position: int) -> list[IndexRun]:
     """Return the runs of one of `count` shards: chunk `position` of each of `pieces` chunks, as torch.chunk cuts."""
     total = sum(size for _, size in runs)
     piece = -(-total // pieces)
-    taken: list[Run] = []
+    taken: list[IndexRun] = []
     for start in range(0, total, piece or 1):
         length = min(piece, total - start)
         size = -(-length // count)
@@ -296,7 +298,7 @@ def _cut(runs: Sequence[Run], pieces: int, count: int, position: int) -> list[Ru
     return _joined(taken)
 
 
-def _between(runs: Sequence[Run], first: int, end: int) -> list[Run]:
+def _between(runs: Sequence[IndexRun], first: int, end: int) -> list[IndexRun]:
     """Return, as runs, the indices number `first` to `end` (excluded) among those of some runs."""
     found, at = [], 0
     for start, size in runs:
@@ -307,9 +309,9 @@ def _between(runs: Sequence[Run], first: int, end: int) -> list[Run]:
     return found
 
 
-def _joined(runs: Sequence[Run]) -> list[Run]:
+def _joined(runs: Sequence[IndexRun]) -> list[IndexRun]:
     """Return runs; neighbours without a gap are joined into one."""
-    joined: list[Run] = []
+    joined: list[IndexRun] = []
     for start, size in runs:
         if joined and sum(joined[-1]) == start:
             joined[-1] = (joined[-1][0], joined[-1][1] + size)
@@ -318,7 +320,7 @@ def _joined(runs: Sequence[Run]) -> list[Run]:
     return joined
 
 
-def _boxes_of_runs(runs: Sequence[Sequence[Run]]) -> Boxes:
+def _boxes_of_runs(runs: Sequence[Sequence[IndexRun]]) -> Boxes:
     """Return the boxes for the runs of each dimension; only the first dimension may have several runs."""
     if not all(sum(size for _, size in found) for found in runs):
         return ()

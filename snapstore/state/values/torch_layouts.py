@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 Tensors = dict[str, Any]
-Context = dict[str, Any]
+LayoutContext = dict[str, Any]
 
 #: The modules of torch.Tensor, torch.nn.Parameter and jagged tensors.
 _MODULES = frozenset({"torch", "torch.nn.parameter", "torch.nested._internal.nested_tensor"})
@@ -34,12 +34,12 @@ class TorchLayout:
     fixed_in_place: tuple[str, ...] = ()  # further ones, of a target that stays the object
 
     @staticmethod
-    def flatten(value: Any) -> tuple[Tensors, Context]:
+    def flatten(value: Any) -> tuple[Tensors, LayoutContext]:
         """Return the tensors in a value, and what else there is to know of it."""
         raise NotImplementedError
 
     @staticmethod
-    def make(inner: Tensors, context: Context, shape: Any) -> Any:
+    def make(inner: Tensors, context: LayoutContext, shape: Any) -> Any:
         """Return a tensor of stored tensors.
 
         Raises:
@@ -59,11 +59,11 @@ class SparseCoo(TorchLayout):
     __module__, __qualname__ = "torch", "sparse_coo"
 
     @staticmethod
-    def flatten(value: Any) -> tuple[Tensors, Context]:  # noqa: D102
+    def flatten(value: Any) -> tuple[Tensors, LayoutContext]:  # noqa: D102
         return {"indices": value._indices(), "values": value._values()}, {"is_coalesced": value.is_coalesced()}
 
     @staticmethod
-    def make(inner: Tensors, context: Context, shape: Any) -> Any:  # noqa: D102
+    def make(inner: Tensors, context: LayoutContext, shape: Any) -> Any:  # noqa: D102
         import torch
 
         new = torch.sparse_coo_tensor(inner["indices"], inner["values"], shape, check_invariants=True)
@@ -77,11 +77,11 @@ class _Compressed(TorchLayout):
     index: tuple[str, str] = ("", "")
 
     @classmethod
-    def flatten(cls, value: Any) -> tuple[Tensors, Context]:
+    def flatten(cls, value: Any) -> tuple[Tensors, LayoutContext]:
         return {name: getattr(value, name)() for name in (*cls.index, "values")}, {}
 
     @classmethod
-    def make(cls, inner: Tensors, context: Context, shape: Any) -> Any:
+    def make(cls, inner: Tensors, context: LayoutContext, shape: Any) -> Any:
         import torch
 
         rows, columns, values = (inner[name] for name in (*cls.index, "values"))
@@ -128,7 +128,7 @@ class Quantized(TorchLayout):
     integers: ClassVar = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
 
     @classmethod
-    def flatten(cls, value: Any) -> tuple[Tensors, Context]:  # noqa: D102
+    def flatten(cls, value: Any) -> tuple[Tensors, LayoutContext]:  # noqa: D102
         import torch
 
         context = {"scheme": str(value.qscheme()).removeprefix("torch.")}
@@ -155,7 +155,7 @@ class Quantized(TorchLayout):
         return empty.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
 
     @classmethod
-    def make(cls, inner: Tensors, context: Context, shape: Any) -> Any:  # noqa: D102
+    def make(cls, inner: Tensors, context: LayoutContext, shape: Any) -> Any:  # noqa: D102
         import torch
 
         values, dtype, scheme = inner["values"], context["dtype"], context["scheme"]
@@ -184,13 +184,13 @@ class Jagged(TorchLayout):
     fixed_in_place = ("sizes",)
 
     @staticmethod
-    def flatten(value: Any) -> tuple[Tensors, Context]:  # noqa: D102
+    def flatten(value: Any) -> tuple[Tensors, LayoutContext]:  # noqa: D102
         found = {"values": value._values.detach(), "offsets": value._offsets, "lengths": value._lengths}
         inner = {name: one for name, one in found.items() if one is not None}
         return inner, {"ragged": value._ragged_idx, "sizes": [list(one.shape) for one in inner.values()]}
 
     @staticmethod
-    def make(inner: Tensors, context: Context, shape: Any) -> Any:  # noqa: D102
+    def make(inner: Tensors, context: LayoutContext, shape: Any) -> Any:  # noqa: D102
         import torch
 
         values, offsets, lengths, ragged = inner["values"], inner["offsets"], inner.get("lengths"), context["ragged"]
@@ -250,7 +250,7 @@ def is_layout(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, TorchLayout)
 
 
-def flatten(value: Any) -> tuple[Tensors, Context, Any]:
+def flatten(value: Any) -> tuple[Tensors, LayoutContext, Any]:
     """Return the tensors in a value that `layout_of` knows, its context, and its shape."""
     import torch
 
@@ -261,7 +261,7 @@ def flatten(value: Any) -> tuple[Tensors, Context, Any]:
     return inner, {"dtype": value.dtype, **context, **grad}, shape
 
 
-def make(kind: type[TorchLayout], inner: Tensors, context: Context, shape: Any) -> Any:
+def make(kind: type[TorchLayout], inner: Tensors, context: LayoutContext, shape: Any) -> Any:
     """Return a tensor of stored tensors and a context, which may come from a store.
 
     Raises:
@@ -276,7 +276,7 @@ def make(kind: type[TorchLayout], inner: Tensors, context: Context, shape: Any) 
     return torch.nn.Parameter(new, grad) if _expect(context["parameter"], bool) else new.requires_grad_(grad)
 
 
-def misfit(stored: Context, present: Any, *, in_place: bool) -> str | None:
+def misfit(stored: LayoutContext, present: Any, *, in_place: bool) -> str | None:
     """Return why a tensor cannot get the values of a stored one of its kind and shape, or None if it can."""
     kind: Any = layout_of(present)
     _, context, _ = flatten(present)

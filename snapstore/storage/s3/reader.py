@@ -18,7 +18,7 @@ from ...threads import Threads
 from ..base import GET_LIMIT_BYTES, check_key, check_limit, range_memory, too_short
 from .deadline import SLOWEST_BYTES_PER_S
 from .failures import Failure, guarded, status_of
-from .requests import Answer, Requests
+from .requests import Requests, S3Answer
 from .retry import pause
 from .transport import InvalidAnswerError
 
@@ -52,7 +52,7 @@ class S3Reader:
     def get(self, key: str, *, limit_bytes: int = GET_LIMIT_BYTES) -> bytes:
         """Return all bytes of `key`; see `ObjectStore.get`."""
         check_key(key)
-        answer: Answer = self._requests.ask(key, "read", self._get_whole, key)
+        answer: S3Answer = self._requests.ask(key, "read", self._get_whole, key)
         with self._requests.failures(key, "read"), closing(answer["Body"]):
             size_bytes = self._requests.length_of(key, answer)
             check_limit(key, self._requests.url, size_bytes, limit_bytes)
@@ -65,7 +65,7 @@ class S3Reader:
         check_key(key)
         # `range_memory` refuses an impossible range, after `stat`: a missing object is the more important error.
         pieces = split_range(length) if 0 <= offset <= STAT_FIRST_BYTES - length else []
-        last: Answer | None = None  # the answer to the last piece; it has the object's size, before memory is filled
+        last: S3Answer | None = None  # the answer to the last piece; it has the object's size, before memory is filled
         with self._requests.failures(key, "read"):
             if pieces:
                 last, size_bytes = self._open_range(key, offset + pieces[-1][0], pieces[-1][1])
@@ -79,22 +79,22 @@ class S3Reader:
                     last["Body"].close()
         return view
 
-    def _get_whole(self, **request: Any) -> Answer:
-        answer: Answer = self._requests.client.get_object(**request)
+    def _get_whole(self, **request: Any) -> S3Answer:
+        answer: S3Answer = self._requests.client.get_object(**request)
         if "ContentRange" in answer:
             answer["Body"].close()
             raise InvalidAnswerError("a part of an object in answer to a request for all of it")
         return answer
 
-    def _open_range(self, key: str, offset: int, length: int) -> tuple[Answer, int]:
+    def _open_range(self, key: str, offset: int, length: int) -> tuple[S3Answer, int]:
         """Return (answer to a ranged GET, size of the object).
 
         Raises:
             IntegrityError: The object ends before the range begins.
         """
 
-        def get(**request: Any) -> tuple[Answer, int]:
-            answer: Answer = self._requests.client.get_object(**request)
+        def get(**request: Any) -> tuple[S3Answer, int]:
+            answer: S3Answer = self._requests.client.get_object(**request)
             got = answer.get("ContentRange", "")
             match = _CONTENT_RANGE.fullmatch(got)
             first, last, size_bytes = map(int, match.groups()) if match else (-1, -1, -1)
@@ -105,14 +105,14 @@ class S3Reader:
 
         wanted = f"bytes={offset}-{offset + length - 1}"
         try:
-            opened: tuple[Answer, int] = self._requests.ask(key, "read", get, key, Range=wanted)
+            opened: tuple[S3Answer, int] = self._requests.ask(key, "read", get, key, Range=wanted)
         except SnapstoreError as error:
             if status_of(error) != 416:
                 raise
             raise too_short(key, self._requests.url, offset, length, self._requests.stat(key).size_bytes) from error
         return opened
 
-    def _read_pieces(self, key: str, offset: int, view: memoryview, size_bytes: int, last: Answer | None) -> None:
+    def _read_pieces(self, key: str, offset: int, view: memoryview, size_bytes: int, last: S3Answer | None) -> None:
         """Fill `view` from `offset` on; `last` is the answer to its last piece, if that was requested already."""
         pieces = split_range(len(view))
 
@@ -128,7 +128,7 @@ class S3Reader:
             for piece in pieces:
                 read(piece)
 
-    def _fill(self, key: str, offset: int, view: memoryview, size_bytes: int, answer: Answer | None) -> None:
+    def _fill(self, key: str, offset: int, view: memoryview, size_bytes: int, answer: S3Answer | None) -> None:
         """Fill `view` from `offset` on; if a body breaks off, request the rest from there."""
         done = failures = 0
         ends_s = time.monotonic() + self._requests.attempts * self._read_timeout_s + len(view) / SLOWEST_BYTES_PER_S

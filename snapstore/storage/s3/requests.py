@@ -41,7 +41,7 @@ CONNECTIONS = 64
 _RENEWING = threading.Lock()
 after_fork_in_child(_RENEWING._at_fork_reinit)  # type: ignore[attr-defined]
 
-Answer = Mapping[str, Any]  # to a GET: "Body" is a stream, "ContentRange" its place in the object
+S3Answer = Mapping[str, Any]  # to a GET: "Body" is a stream, "ContentRange" its place in the object
 
 
 class Requests:
@@ -161,13 +161,13 @@ class Requests:
 
     def _page(self, **request: Any) -> tuple[Page, str]:
         """Return (a page of a listing, the Date header of the answer)."""
-        answer: Answer = self.client.list_objects_v2(**request)
+        answer: S3Answer = self.client.list_objects_v2(**request)
         page = read_page(answer.get("Page", b""), request["Prefix"], request.get("ContinuationToken", ""))
         return page, str(answer["ResponseMetadata"].get("HTTPHeaders", {}).get("date", ""))
 
     def stat(self, key: str) -> ObjectInfo:
         """Return size, time and tag of `key`; see `ObjectStore.stat`."""
-        answer: Answer = self.ask(key, "stat", self.client.head_object, key)
+        answer: S3Answer = self.ask(key, "stat", self.client.head_object, key)
         modified = answer.get("LastModified")
         if not isinstance(modified, datetime):
             raise StorageError(
@@ -176,7 +176,7 @@ class Requests:
         size_bytes = self.length_of(key, answer)
         return ObjectInfo(key, size_bytes, float(int(modified.timestamp())), answer.get("ETag", "").strip('"'))
 
-    def length_of(self, key: str, answer: Answer) -> int:
+    def length_of(self, key: str, answer: S3Answer) -> int:
         """Return the length of the body, or of the object, that the answer states [bytes].
 
         Raises:

@@ -1091,6 +1091,7 @@ def test_an_index_that_another_thread_closes_is_no_failure(root, monkeypatch):
             index._store_all({b"manifests": {"a": b"b"}})
 
 
+@pytest.mark.slow
 def test_an_index_that_another_process_rebuilds_stays_usable(root, caplog):
     """A process that has the index open changes to the new file when another process rebuilds the index.
 
@@ -1176,6 +1177,7 @@ def remove(data: Path) -> None:
     data.unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("use", ["save", "read"])
 @pytest.mark.parametrize("harm", [cut_off, cut_short, overwrite, flip_a_byte, remove])
@@ -1196,6 +1198,7 @@ def test_an_index_that_is_damaged_while_it_is_open(root, tmp_path, harm, use):
     assert log.read_text().count("damaged or unfinished") == warned
 
 
+@pytest.mark.slow
 def test_processes_that_use_one_index_in_turns_keep_its_file(root, tmp_path):
     """A change of the file by another process is not taken for damage."""
     log, data = tmp_path / "log", index_of(root) / "data.mdb"

@@ -91,6 +91,7 @@ def test_check_whole_notices_a_flipped_bit():
         check_whole(store)
 
 
+@pytest.mark.slow
 def test_a_stopped_process_does_not_hold_up_the_end_of_the_tests(tmp_path):
     program = """
 import signal, sys, time

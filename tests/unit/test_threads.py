@@ -291,6 +291,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_a_signal_that_strikes_a_child_as_it_begins_leaves_it_no_lock(tmp_path):
     """The signal comes before each hook in turn, and its handler raises; Python then goes on without that hook."""
     count = at = 0

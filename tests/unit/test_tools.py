@@ -91,6 +91,20 @@ def test_a_run_passes_only_if_each_stage_does(prepared, fails):
     assert [line.split()[:2] for line in done.stdout.split("=== summary\n")[1].splitlines()[:5]] == expected
 
 
+def test_a_quick_run_checks_no_types_and_runs_no_slow_test(prepared):
+    folder = prepared(f"{SETUP}echo $* >>calls")
+    for name in ("ruff", "lint-imports"):
+        script = folder / ".venv" / "bin" / name
+        script.write_text("#!/usr/bin/env bash\n")
+        script.chmod(0o755)
+    done = subprocess.run([folder / "tools" / "test", "--quick"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert (folder / "calls").read_text().splitlines()[-1].endswith(" -m not slow tests/unit tests/contract")
+    summary = done.stdout.split("=== summary\n")[1].splitlines()
+    assert [line.split()[0] for line in summary[:4]] == ["lint", "format", "imports", "tests"]
+    assert summary[4].startswith("PASSED: all 4 stages")
+
+
 @pytest.mark.parametrize("bench", ["cpu", "import", "scale"])
 def test_bench_installs_the_checkpoints_that_a_benchmark_needs(prepared, bench):
     folder = prepared("echo $* >>calls; case $* in *'-c import'*) exit 1 ;; -c*) echo 0 ;; esac")

@@ -25,6 +25,7 @@ def test_skips(_):
 FAILS = "def test_fails(): assert 1 == 2\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tests", "allowed", "tried", "skipped", "said"),
     [

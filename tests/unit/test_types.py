@@ -380,6 +380,7 @@ def uses(snapshots: SnapshotManager, loss: torch.Tensor, row: dict[str, float], 
 """
 
 
+@pytest.mark.slow
 def test_right_uses_pass_and_wrong_uses_are_errors_on_their_lines(tmp_path):
     """Right uses have the documented types; metrics may be of every type that supports float; all pages pass."""
     uses = {"right": RIGHT, "wrong": WRONG, "metrics": METRICS}

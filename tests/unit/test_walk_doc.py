@@ -1,13 +1,15 @@
-"""docs/design/walk.md names the functions that a save, a restore and a gc really call, in that order."""
+"""docs/design/walk.md names the functions that a save, restore, forget and gc really call, in that order."""
 
 import re
 import sys
+import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from snapstore import Repository, SaveOptions, SnapshotManager
+from snapstore import KeepLast, Repository, SaveOptions, SnapshotManager
 from snapstore.chunks.reader import ChunkReader
 from snapstore.chunks.uploader import PackUploader
 from snapstore.engine.cpu import CpuEngine
@@ -40,7 +42,7 @@ def stack():
 
 @pytest.fixture(scope="module")
 def stacks(tmp_path_factory):
-    """Run a save, a restore, a forget and a gc; return function -> the call stacks of its calls."""
+    """Run a save, a restore, a forget and a gc; return function -> the stacks of its calls, verb -> its calls."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         return recorded(monkeypatch, tmp_path_factory.mktemp("walk"))
 
@@ -75,9 +77,32 @@ def recorded(monkeypatch, folder):
         snapshots.restore(0)
         snapshots.save(1, {"w": np.zeros(3)})
         snapshots.wait_until_finished()
-        snapshots.repository.forget_snapshots(["a@0"])
-        snapshots.repository.gc()
+        with order_of_calls(found.setdefault("forget", [])):
+            snapshots.repository.forget(KeepLast(1), run="a")
+        with order_of_calls(found.setdefault("gc", [])):
+            snapshots.repository.gc()
     return found
+
+
+@contextmanager
+def order_of_calls(names):
+    """Append each function of snapstore that this thread or a new one calls, once, in the order of the first calls."""
+
+    def note(frame, event, _):
+        module = frame.f_globals.get("__name__", "")
+        if event == "call" and module.startswith("snapstore."):
+            name = f"{module.removeprefix('snapstore.')}.{frame.f_code.co_qualname}"
+            if name not in names:
+                names.append(name)
+
+    before = sys.getprofile()
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+        threading.setprofile(before)
 
 
 WRAPPERS = ("protocol.same_repository.pinned.<locals>.call", "threads._Team.run", "threads.Pending.compute")
@@ -113,6 +138,13 @@ def test_a_tensor_through_restore(stacks):
 def test_a_pack_through_gc(stacks):
     walk = sections()["A pack through gc"]
     assert walk in steps(stacks["storage.local.LocalStore.delete"])
+
+
+@pytest.mark.parametrize(("verb", "title"), [("forget", "A record through forget"), ("gc", "The steps of gc")])
+def test_the_steps_are_called_in_this_order(stacks, verb, title):
+    walk = sections()[title]
+    called = [name for name in stacks[verb] if name in walk]
+    assert called == walk
 
 
 def test_other_names_exist():

@@ -1,11 +1,10 @@
 """Layouts of CUDA tensors come back, and a fused optimizer trains on with them as after torch.load."""
 
-import io
-
 import pytest
 import torch
 
 from kit.gpu_states import manager
+from kit.states import through_torch
 from snapstore import Repository
 from snapstore.storage.memory import MemoryStore
 
@@ -26,14 +25,6 @@ def layouts():
         "permuted": torch.randn(40, 50, 60).cuda().permute(2, 0, 1),
         "in order": torch.randn(300, 400).cuda(),
     }
-
-
-def through_torch(state):
-    """Return a state as torch.save and torch.load give it back."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file)
 
 
 def on(state, device):

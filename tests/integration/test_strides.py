@@ -1,6 +1,5 @@
 """The layout of tensors in memory is state: what torch.save keeps of it, every way out of a snapshot gives back."""
 
-import io
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -11,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import Shard
 
 from kit import rank_saves
+from kit.states import through_torch
 from snapstore import KeepLast, PerRank, Repository, SaveOptions, SnapshotManager
 from snapstore.convert import export_snapshot
 from snapstore.distributed.local import local_ranks
@@ -18,14 +18,6 @@ from snapstore.restore.streaming import TensorReader
 from snapstore.state.values.tensors import dim_order_of, inverse
 
 OPTIONS = SaveOptions(threads=2)
-
-
-def through_torch(state):
-    """Return a state as torch.save and torch.load give it back."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 def noise(*shape, dtype=torch.float32):

@@ -1,6 +1,7 @@
 """Exact comparison of states, a snapshot in memory, and objects to put into a state."""
 
 import collections
+import io
 import struct
 
 import msgspec
@@ -19,6 +20,14 @@ from snapstore.state.walk.flatten import flatten
 
 #: The names of the dtypes that this torch has; older ones lack some that a snapshot can hold.
 DTYPES = [name for name in TORCH_DTYPES if hasattr(torch, name)]
+
+
+def through_torch(value, *, weights_only=False):
+    """Return a value as torch.save and torch.load give it back."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
 
 
 def packed(value):

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 import types
 from functools import partial
@@ -16,7 +15,7 @@ import torch
 
 from kit import rank_saves
 from kit.repositories import created, opened
-from kit.states import again, same
+from kit.states import again, same, through_torch
 from snapstore import InvalidInputError, Repository, SnapshotManager, UnsupportedLeafError
 from snapstore.state.tree.weights_only import to_weights_only
 from snapstore.state.values.objects import ALLOWED, move_beside_parameters
@@ -111,11 +110,9 @@ def go_on(state: dict[str, Any], steps: int, start: int = 0) -> None:
         state["optimizer"].step()
 
 
-def through_torch(state: dict[str, Any]) -> dict[str, Any]:
-    target, buffer = trained(0), io.BytesIO()
-    torch.save({name: one.state_dict() for name, one in state.items()}, buffer)
-    buffer.seek(0)
-    for name, loaded in torch.load(buffer, weights_only=False).items():
+def resumed(state: dict[str, Any]) -> dict[str, Any]:
+    target, states = trained(0), {name: one.state_dict() for name, one in state.items()}
+    for name, loaded in through_torch(states).items():
         target[name].load_state_dict(loaded)
     return target
 
@@ -124,7 +121,7 @@ def through_torch(state: dict[str, Any]) -> dict[str, Any]:
 def test_an_optimizer_goes_on_with_the_same_bits(repository, steps):
     """The first steps after it use the projector that is stored: the next one is made at step 8."""
     state, target = trained(5), trained(steps)
-    expected = through_torch(state)
+    expected = resumed(state)
     repository.save(state, run="a", step=0)
     repository.restore_into("a@0", target)
     (found,) = target["optimizer"].state.values()

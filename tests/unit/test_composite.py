@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import io
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ from torch.utils import _pytree as pytree
 from kit import rank_saves
 from kit.rank_saves import as_rank, sharded
 from kit.repositories import created, opened, same
-from kit.states import again
+from kit.states import again, through_torch
 from snapstore import InvalidInputError, PerRank, Repository, SnapshotManager, UnsupportedLeafError
 from snapstore.dcp import SnapstoreReader, SnapstoreWriter
 from snapstore.errors import FormatError
@@ -309,10 +308,7 @@ def test_a_context_may_have_enums_and_dataclasses(repository, is_safe):
         assert type(found) is Coded
         assert (found.context, type(found.context["kernel"])) == (OPTIONS, Mode)
         same([found.codes, found.scale], [value.codes, value.scale])
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        buffer.seek(0)
-        assert found.context == torch.load(buffer, weights_only=False).context
+        assert found.context == through_torch(value).context
 
 
 def test_classes_beside_an_allowed_one_are_known(repository):
@@ -740,10 +736,7 @@ def test_its_layout_is_what_torch_save_keeps(repository, kind, order, strides):
     strides = (6, 1) if kind is Laid and strides == (12, 1) else strides
     codes = torch.empty_permuted((100, 6), order, dtype=torch.int8).copy_(torch.arange(600).reshape(100, 6) % 100)
     value = kind(codes, torch.ones(12), strides)
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    buffer.seek(0)
-    expected = torch.load(buffer, weights_only=False)
+    expected = through_torch(value)
     with SnapshotManager(repository, run="laid") as manager:
         for step in (1, 2, 3):
             if step == 3:  # the structure that is known has other strides

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import sys
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 
 from kit import rank_saves
 from kit.repositories import created, opened
-from kit.states import Saved, again, same
+from kit.states import Saved, again, same, through_torch
 from snapstore import InvalidInputError, SnapshotManager, UnsupportedLeafError
 from snapstore.state.fill.plan import RestorePlan
 from snapstore.state.tree.decode import Decoded
@@ -89,13 +88,6 @@ def nodes(config: Any) -> Any:
     about = config._metadata
     below = [(key, nodes(child)) for key, child in items]
     return type(config), flags, about.object_type, about.key_type, about.element_type, below
-
-
-def through_torch(value: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
 
 
 def decoded(*kinds: type) -> Decoded:

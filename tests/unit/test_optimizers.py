@@ -1,13 +1,12 @@
 """The state of an optimizer goes only to parameters that it fits, with torch.save and load_state_dict beside it."""
 
 import copy
-import io
 import logging
 
 import pytest
 import torch
 
-from kit.states import Saved, same
+from kit.states import Saved, same, through_torch
 from snapstore import InvalidInputError, PerRank, Repository, SnapshotManager, UnknownFormatError
 from snapstore.errors import FormatError
 from snapstore.format import records
@@ -46,14 +45,6 @@ def train(net, optimizer, first, count=3):
     return losses
 
 
-def by_torch(state):
-    """Return a state as torch.save and torch.load give it."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file)
-
-
 def trained(make, width=16, dtype=torch.float32):
     net = model(width, dtype)
     optimizer = make(net)
@@ -83,7 +74,7 @@ def test_a_lazy_module_and_its_optimizer_resume_as_with_torch():
     net, optimizer = make()
     net(torch.zeros(1, 8))
     train(net, optimizer, 0)
-    saved, file = Saved({"m": net, "o": optimizer}), by_torch({"m": net.state_dict(), "o": optimizer.state_dict()})
+    saved, file = Saved({"m": net, "o": optimizer}), through_torch({"m": net.state_dict(), "o": optimizer.state_dict()})
     wanted = train(net, optimizer, 3)
     net, optimizer = make()
     net.load_state_dict(file["m"])
@@ -108,7 +99,7 @@ def test_state_of_another_shape_is_refused_before_anything_is_written(options, s
     assert "got (16, 8); give the parameter the shape of the save, or leave the optimizer out" in text
     assert "nothing was changed" in text
     assert "optimizer.state.3" not in text
-    target.load_state_dict(by_torch(optimizer.state_dict()))  # torch takes it without a word
+    target.load_state_dict(through_torch(optimizer.state_dict()))  # torch takes it without a word
     assert target.state[narrow[0].weight]["exp_avg"].shape == (16, 8)
 
 
@@ -149,7 +140,7 @@ def test_state_of_its_own_shape_passes():
         state["rows"] = torch.zeros(3)
     for target in (OwnShapes(model().parameters()), OwnShapes(model(12).parameters()), running):
         saved.restore(into={"o": target})
-        same(target.state_dict(), by_torch(optimizer.state_dict()))
+        same(target.state_dict(), through_torch(optimizer.state_dict()))
 
 
 @pytest.mark.parametrize(
@@ -201,7 +192,7 @@ def test_a_resume_is_exact_whatever_the_loader_casts(name, dtype):
     """Where torch.save and load_state_dict resume exactly, so does a restore; and it does where torch casts."""
     net, optimizer = trained(lambda net: OPTIMIZERS[name](net.parameters()), dtype=dtype)
     saved = Saved({"m": net, "o": optimizer})
-    at_save = by_torch({"m": net.state_dict(), "o": optimizer.state_dict()})
+    at_save = through_torch({"m": net.state_dict(), "o": optimizer.state_dict()})
     expected = [train(net, optimizer, 3), list(net.parameters())]
     for number in range(2):
         target = model(dtype=dtype)
@@ -266,7 +257,7 @@ def test_other_groups_are_refused_before_the_model_is_filled(there, here):
     counts = [f"{len(n)} group{'s' * (len(n) > 1)} of {', '.join(map(str, n))} parameters" for n in (here, there)]
     assert f"optimizer.param_groups: groups: expected {counts[0]} as in the target, got {counts[1]}; make" in text
     with pytest.raises(ValueError, match="loaded state dict"):
-        optimizer.load_state_dict(by_torch(groups(there).state_dict()))
+        optimizer.load_state_dict(through_torch(groups(there).state_dict()))
 
 
 def test_groups_of_an_optimizer_without_state_are_compared_too():
@@ -297,7 +288,7 @@ def test_names_in_another_order_are_refused_and_other_names_are_logged(caplog):
     optimizer = named(net)
     train(net, optimizer, 0)
     saved, other = Saved({"m": net, "o": optimizer}), Twins("ba")
-    before = by_torch(optimizer.state_dict())
+    before = through_torch(optimizer.state_dict())
     expected = train(net, optimizer, 3)
     text = refused(saved, {"m": other, "o": named(other)})
     assert "o.param_groups: param_names: expected 'b.weight' as parameter 0, as in the target, got 'a.weight'" in text

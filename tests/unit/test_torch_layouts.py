@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 from kit import rank_saves
 from kit.repositories import created, opened
-from kit.states import again
+from kit.states import again, through_torch
 from snapstore import InvalidInputError, SnapshotManager, UnsupportedLeafError
 from snapstore.state.fill.plan import RestorePlan
 from snapstore.state.tree.weights_only import to_weights_only
@@ -123,13 +122,6 @@ def alike(one: Any, other: Any) -> None:
     for tensor, expected in zip(here[2], there[2], strict=True):
         assert tensor.dtype == expected.dtype
         assert torch.equal(tensor, expected)
-
-
-def through_torch(state: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer)
 
 
 @pytest.fixture

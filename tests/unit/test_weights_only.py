@@ -4,7 +4,6 @@ import collections
 import datetime
 import enum
 import fractions
-import io
 import pathlib
 import random
 import types
@@ -16,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kit.states import DTYPES, again, bits, random_tensor, same
+from kit.states import DTYPES, again, bits, random_tensor, same, through_torch
 from snapstore.errors import UnsupportedLeafError
 from snapstore.state.tree import weights_only
 from snapstore.state.tree.decode import READERS
@@ -82,10 +81,7 @@ OTHERS = ["<U3", "S3", "<M8[ms]", "<m8[D]"]
 def loaded(state):
     """Return the state that torch loads from a converted file, and the values that changed their type."""
     converted, changed = to_weights_only(state)
-    file = io.BytesIO()
-    torch.save(converted, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True), changed
+    return through_torch(converted, weights_only=True), changed
 
 
 def plain(array):

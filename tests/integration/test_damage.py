@@ -161,11 +161,7 @@ def source_of_copies():
     with opened(store) as found:
         for step in range(3):
             save(found, "a", step, step)
-    dead = FaultStore(store)
-    with opened(dead) as found:
-        dead.at, dead.mode = len(dead.log) + 25, "crash-after"
-        with pytest.raises(Crash):
-            save(found, "a", 7, 7)
+    damage.die_in_a_save(store, 7)
     with opened(store) as found:
         found.forget_snapshots(["a@0"])
         assert found.gc().fenced

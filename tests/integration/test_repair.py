@@ -15,7 +15,18 @@ import pytest
 import xxhash
 from msgspec import structs
 
-from kit.damage import damaged, packs_of, refs, repository, restoring, three, twin, wound
+from kit.damage import (
+    damaged,
+    die_in_a_save,
+    encoded_wrongly,
+    packs_of,
+    refs,
+    repository,
+    restoring,
+    three,
+    twin,
+    wound,
+)
 from kit.faults import Crash, FaultStore, Unreadable, one_thread
 from kit.lies import LyingStore, every_lie
 from kit.objects import change, clone, copy_objects, flip, keys_of, replace
@@ -331,20 +342,12 @@ def test_a_dropped_snapshot_whose_manifest_cannot_be_read_stops_no_gc():
         assert found.check("restore").ok
 
 
-def test_a_chunk_that_was_encoded_wrongly_is_quarantined_for_good(store, monkeypatch):
+def test_a_chunk_that_was_encoded_wrongly_is_quarantined_for_good(store):
     """Its bytes are as written and their SHA-256 is right: only a rebuild of the chunk finds it. A copy heals it."""
     data = np.random.default_rng(1).integers(0, 9, 8192, np.uint8)
-    encode = blob.encode
-
-    def wrong(source, *args):
-        changed = source.copy()
-        changed[7] ^= 1
-        return encode(changed, *args)
-
     options = SaveOptions(threads=1, pack_bytes=4096, restore_cost=1.0, verify_writes="off")
     with Repository.open(store, options=options) as found:
-        with monkeypatch.context() as patch:
-            patch.setattr(blob, "encode", wrong)
+        with encoded_wrongly():
             found.save({"w": data}, run="c", step=0)
         assert found.check("data").ok
         result = found.check("restore")
@@ -518,15 +521,13 @@ def test_a_note_of_another_repair_stays(misbuilt, monkeypatch):
         assert {a.kind for a in found.repair(apply=True).actions} <= {"heal", "index"}
 
 
-def test_a_blob_that_only_claims_to_be_the_chunk_repairs_nothing(store, monkeypatch):
+def test_a_blob_that_only_claims_to_be_the_chunk_repairs_nothing(store):
     """The other copy of the chunk was encoded wrongly under the right digest: only a rebuild finds it."""
     data = np.random.default_rng(1).integers(0, 9, 8192, np.uint8)
-    encode = blob.encode
     options = SaveOptions(threads=1, pack_bytes=4096, restore_cost=1.0, verify_writes="off")
     with Repository.open(store, options=options) as found:
         found.save({"w": data}, run="c", step=0)
-        with monkeypatch.context() as patch:
-            patch.setattr(blob, "encode", lambda source, *args: encode(source ^ np.uint8(1), *args))
+        with encoded_wrongly():
             found.save({"w": data}, run="d", step=0)
         wound(store, "c@0")
         before = found.snapshot("c@0")
@@ -951,11 +952,7 @@ def test_a_rewritten_snapshot_comes_back_from_its_manifests(store, verb, later):
 
 def fenced(store, step):
     """Let a save die, and a gc fence it: its record has neither a number nor a date."""
-    dead = FaultStore(store)
-    with opened(dead) as found:
-        dead.at, dead.mode = len(dead.log) + 25, "crash-after"
-        with pytest.raises(Crash):
-            save(found, "a", step, step)
+    die_in_a_save(store, step)
     with opened(store) as found:
         found.forget_snapshots(["a@0"])
         assert found.gc().fenced

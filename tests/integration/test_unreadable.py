@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from kit.damage import packs_of, refs, repository, three, twin, wound
+from kit.damage import encoded_wrongly, packs_of, refs, repository, three, twin, wound
 from kit.faults import FaultStore, Unreadable, one_thread
 from kit.objects import clone, copy_objects, flip, keys_of, replace
 from kit.repositories import OPTIONS, check_restores, created, opened, same, save, snapshot_of, values
@@ -275,13 +275,11 @@ def test_a_check_of_restores_beside_a_compact_and_a_gc_reports_no_ghosts(store):
         assert (refs(result.damaged), [p.message for p in result.problems][:2]) == (set(), [])
 
 
-def test_a_note_that_could_not_be_read_once_keeps_what_it_says(store, monkeypatch):
+def test_a_note_that_could_not_be_read_once_keeps_what_it_says(store):
     data = np.random.default_rng(1).integers(0, 9, 8192, np.uint8)
-    encode = blob.encode
     options = SaveOptions(threads=1, pack_bytes=4096, restore_cost=1.0, verify_writes="off")
     with Repository.open(store, options=options) as found:
-        with monkeypatch.context() as patch:
-            patch.setattr(blob, "encode", lambda source, *args: encode(source ^ np.uint8(1), *args))
+        with encoded_wrongly():
             found.save({"w": data}, run="c", step=0)
         found.repair(apply=True, level="restore")
         notes = [key for key in keys_of(store, "gc/") if key.endswith(".quarantine")]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -27,6 +28,30 @@ def twin(repository: Repository, run: str, version: int, **options: Any) -> Snap
     return repository.save(values("a", version), run=run, step=version, metadata=["a", version], **options)
 
 
+def die_in_a_save(store: MemoryStore, step: int) -> None:
+    """Let a process die in a save of run a that has stored packs."""
+    dead = FaultStore(store)
+    with opened(dead) as found:
+        dead.at, dead.mode = len(dead.log) + 25, "crash-after"
+        with pytest.raises(Crash):
+            save(found, "a", step, step)
+
+
+@contextmanager
+def encoded_wrongly() -> Iterator[None]:
+    """Encode each chunk with one wrong bit, under its right digest: only a rebuild of the chunk finds that."""
+    encode = blob.encode
+
+    def wrong(source: Any, *args: Any) -> Any:
+        changed = source.copy()
+        changed[7] ^= 1
+        return encode(changed, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blob, "encode", wrong)
+        yield
+
+
 @cache
 def repository() -> MemoryStore:
     """a@0 to a@3, each based on the one before, a@2 forgotten, a@1 tagged; twin@1 is a@1 in packs of its own.
@@ -42,11 +67,7 @@ def repository() -> MemoryStore:
         found.set_policies("a", [KeepLast(5)])
         found.set_policies("a", [KeepLast(7)])
         found.forget_snapshots(["a@2"])
-    dead = FaultStore(store)
-    with opened(dead) as found:
-        dead.at, dead.mode = len(dead.log) + 25, "crash-after"
-        with pytest.raises(Crash):
-            save(found, "a", 7, 7)
+    die_in_a_save(store, 7)
     dry = FaultStore(clone(store))
     with opened(dry) as found:
         found.gc()

@@ -281,6 +281,12 @@ class Managers(list[SnapshotManager]):
         """Return what `call(manager, rank)` returns or raises on each rank, called at once."""
         return together([lambda m=m, r=r: call(m, r) for r, m in enumerate(self)])
 
+    def each(self, call: Callable[[SnapshotManager, int], Any]) -> list[Any]:
+        """As `all`, but no rank may raise."""
+        found = self.all(call)
+        assert not any(isinstance(one, Exception) for one in found), found
+        return found
+
     def end(self) -> list[Any]:
         """Close all."""
         return self.all(lambda m, _: m.close())

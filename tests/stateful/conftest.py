@@ -4,15 +4,17 @@ from collections.abc import Iterator
 
 import pytest
 
+from kit import foreign
 from kit.actors import Actor
 from kit.faults import one_thread
 from kit.remembered import remember
 
 
 @pytest.fixture(autouse=True)
-def _remembering(monkeypatch) -> None:
-    """Decode each object once: these tests are about the order of operations on objects."""
+def _reading(monkeypatch) -> None:
+    """Decode each object once, codec 70 too: these tests are about the order of operations on objects."""
     remember(monkeypatch)
+    foreign.readable(monkeypatch)
 
 
 @pytest.fixture

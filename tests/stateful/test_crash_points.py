@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from kit import foreign
+from kit.damage import die_in_a_save
 from kit.faults import CRASHES, FAILURES, Crash, FaultStore, index_in_place, one_thread
 from kit.objects import clone, keys_of
 from kit.ranks import save_shared
@@ -45,11 +46,6 @@ from snapstore.storage.memory import MemoryStore
 
 #: These tests run the same lines a thousand times: tracing them for coverage would take a fifth of the time.
 untraced = pytest.mark.no_cover
-
-
-@pytest.fixture(autouse=True)
-def _readable(monkeypatch):
-    foreign.readable(monkeypatch)
 
 
 # --- prepared stores -------------------------------------------------------------------------------------------------
@@ -82,11 +78,7 @@ def forgotten() -> MemoryStore:
     store = clone(history())
     with opened(store) as repository:
         repository.forget([KeepLast(1)], run="a")
-    dead = FaultStore(store)
-    with opened(dead) as repository:
-        dead.at, dead.mode = len(dead.log) + 25, "crash-after"
-        with pytest.raises(Crash):
-            save(repository, "a", 7, 7)
+    die_in_a_save(store, 7)
     assert keys_of(store, "sessions/")
     return store
 

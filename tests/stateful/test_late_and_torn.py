@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 from test_crash_points import MAY_FORGET, VERBS, check_outcome, operations, run_until_fault
 
-from kit import foreign
 from kit.faults import Crash, FaultStore, one_thread
 from kit.objects import clone
 from kit.repositories import OPTIONS, check_clean, check_whole, committed, opened, same, save, values, version_of
@@ -19,11 +18,6 @@ from snapstore import KeepLast, Repository, SnapstoreError
 pytestmark = pytest.mark.no_cover
 #: Verbs that put or delete.
 WRITING = [verb for verb in VERBS if verb not in ("rebuild", "restore")]
-
-
-@pytest.fixture(autouse=True)
-def _readable(monkeypatch):
-    foreign.readable(monkeypatch)
 
 
 #: Verb -> what another process forgets meanwhile: a base of the verb, or its subject.

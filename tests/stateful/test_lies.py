@@ -352,7 +352,6 @@ def cases(name: str) -> list[tuple[int, str]]:
 @pytest.mark.no_cover  # see test_crash_points.py
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_one_lie_costs_no_snapshot(name, actors, monkeypatch):
-    foreign.readable(monkeypatch)
     one_thread(monkeypatch, index=False)
     found = cases(name)
     for k, lie in found[SEED % min(EVERY, len(found)) :: EVERY]:
@@ -401,7 +400,6 @@ def shared_rewritten() -> MemoryStore:
 @pytest.mark.parametrize("prepare", [forgotten, marked, half_swept, abroad, rewritten, shared, shared_rewritten])
 def test_a_gc_that_never_sees_some_records_deletes_nothing_that_they_need(prepare, monkeypatch):
     """One record is hidden, or all from one on, or all; the gc knows nothing from before."""
-    foreign.readable(monkeypatch)
     one_thread(monkeypatch, index=False)
     before = committed(clone(prepare()))
     keys = keys_of(prepare(), "snapshots/")

@@ -736,7 +736,6 @@ class Machine(RuleBasedStateMachine):
 @pytest.mark.parametrize("part", range(32 if THOROUGH else 1))  # so that several cores share the work
 def test_machine(part, monkeypatch):
     one_thread(monkeypatch)
-    foreign.readable(monkeypatch)
     repeatable(monkeypatch)
     run_state_machine_as_test(
         seed(32 * SEED + part)(Machine),  # other programs in every run, and the same ones for the same seed

@@ -212,11 +212,6 @@ def check(which, moment, disk, choose, about, store=None):
 KINDS = {"nothing unsynced": power.nothing_unsynced, "names without bytes": power.names_without_bytes}
 
 
-@pytest.fixture(autouse=True)
-def _readable(monkeypatch):
-    foreign.readable(monkeypatch)
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("which", HISTORIES)
 @pytest.mark.parametrize("kind", KINDS)

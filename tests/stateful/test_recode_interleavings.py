@@ -43,11 +43,6 @@ def history() -> MemoryStore:
     return store
 
 
-@pytest.fixture(autouse=True)
-def _readable(monkeypatch):
-    foreign.readable(monkeypatch)
-
-
 def recoding(*refs: str) -> Any:
     def body(store: ObjectStore) -> Any:
         with opened(store) as repository:

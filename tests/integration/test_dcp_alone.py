@@ -1596,25 +1596,21 @@ def test_threads_may_load_different_steps_with_one_reader(writer: Any, reader: A
     at_once, found = threading.Barrier(3, timeout=60), list[Any]()
     calls = reader.read_metadata, reader.read_data
 
-    def together(call: Any) -> Any:
+    def met(call: Any) -> Any:
         def wait_and_call(*args: Any) -> Any:
             at_once.wait()
             return call(*args)
 
         return wait_and_call
 
-    reader.read_metadata, reader.read_data = map(together, calls)
+    reader.read_metadata, reader.read_data = map(met, calls)
 
     def load(step: int) -> None:
         state = {"w": torch.zeros(9), "n": -1}
         snap.load(state, reader, step)
         found.append((step, state["n"], state["w"].tolist()))
 
-    threads = [threading.Thread(target=load, args=(step,)) for step in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together([partial(load, step) for step in range(3)])
     assert sorted(found) == [(step, step, [step] * 9) for step in range(3)]
     reader.read_metadata, reader.read_data = calls
     reader.reset(1)

@@ -13,6 +13,7 @@ import textwrap
 import threading
 import types
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 from kit.faults import FaultStore
 from kit.objects import flip_file, flip_in_place, keys_of
 from kit.processes import environment
+from kit.ranks import together
 from kit.repositories import OPTIONS, dearest, index_of, opened, same
 from snapstore import (
     AlreadyExistsError,
@@ -554,12 +556,7 @@ def test_two_managers_at_once_on_a_new_place(tmp_path):
         barrier.wait()
         made.append(SnapshotManager(tmp_path, run=run, options=OPTIONS))
 
-    threads = [threading.Thread(target=make, args=(run,)) for run in ("a", "b")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(made) == 2
+    assert together([partial(make, run) for run in ("a", "b")]) == [None, None]
     for snapshots in made:
         snapshots.save(0, big(0))
         snapshots.close()
@@ -1230,28 +1227,19 @@ def test_two_opens_in_one_process_share_the_environment(root):
 
 def test_threads_of_one_repository(root):
     """Two runs save, a reader restores and gc runs, all at once."""
-    errors: list[BaseException] = []
     with Repository.open(root, options=SaveOptions(pack_bytes=16384, threads=2)) as repository:
 
         def work(run: str) -> None:
-            try:
-                for step in range(6):
-                    if run == "gc":
-                        repository.gc()
-                    elif run == "read":
-                        assert repository.restore("a@0")["n"] == 0
-                    else:
-                        repository.save({"w": torch.arange(9000.0) + step, "n": step}, run=run, step=step)
-                        repository.forget([KeepLast(2)], run=run)
-            except BaseException as error:  # noqa: BLE001
-                errors.append(error)
+            for step in range(6):
+                if run == "gc":
+                    repository.gc()
+                elif run == "read":
+                    assert repository.restore("a@0")["n"] == 0
+                else:
+                    repository.save({"w": torch.arange(9000.0) + step, "n": step}, run=run, step=step)
+                    repository.forget([KeepLast(2)], run=run)
 
-        threads = [threading.Thread(target=work, args=(run,)) for run in ("x", "y", "gc", "read")]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(120)
-        assert errors == []
+        assert together([partial(work, run) for run in ("x", "y", "gc", "read")]) == [None] * 4
         repository.gc()
         assert repository.check("restore").ok
         assert [s.step for s in repository.snapshots("x")] == [4, 5]

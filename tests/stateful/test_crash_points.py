@@ -765,11 +765,14 @@ def test_a_store_that_takes_no_heartbeats_ends_no_save(monkeypatch, caplog):
     check_clean(store)
 
 
-def test_full_behind_an_unclear_attempt_is_not_taken_for_refused(monkeypatch):
-    """The first PUT of the record timed out and may still take effect; the second finds a full disk."""
+@pytest.mark.parametrize("is_clear", [True, False])
+def test_full_at_the_commit(monkeypatch, is_clear):
+    """The disk refuses the record for certain, unless a first PUT of it timed out and may still take effect."""
     one_thread(monkeypatch)
     store = FaultStore(clone(history()))
-    answers = [StorageError("timed out"), *[StorageFullError("full")] * 9]
+    answers = [StorageFullError("full")] * 10
+    if not is_clear:
+        answers[0] = StorageError("timed out")
     real = store.inner.put
 
     def put(key: str, data: bytes) -> None:
@@ -779,29 +782,10 @@ def test_full_behind_an_unclear_attempt_is_not_taken_for_refused(monkeypatch):
 
     with opened(store) as repository:
         monkeypatch.setattr(store.inner, "put", put)
-        with pytest.raises(StorageError, match="could not be rolled back"):
+        error, said = (StorageFullError, "full") if is_clear else (StorageError, "could not be rolled back")
+        with pytest.raises(error, match=said):
             save(repository, "a", 4, 4)
-        assert keys_of(store.inner, "sessions/")  # it protects the packs
+        assert (keys_of(store.inner, "sessions/") == []) == is_clear  # else it protects the packs
         monkeypatch.setattr(store.inner, "put", real)
-        assert len(repository.gc().fenced) == 1
-    check_clean(store.inner)
-
-
-def test_full_at_the_commit_is_refused_for_certain(monkeypatch):
-    one_thread(monkeypatch)
-    store = FaultStore(clone(history()))
-    real = store.inner.put
-
-    def put(key: str, data: bytes) -> None:
-        if key.startswith("snapshots/"):
-            raise StorageFullError("full")
-        real(key, data)
-
-    with opened(store) as repository:
-        monkeypatch.setattr(store.inner, "put", put)
-        with pytest.raises(StorageFullError):
-            save(repository, "a", 4, 4)
-        assert keys_of(store.inner, "sessions/") == []
-        monkeypatch.setattr(store.inner, "put", real)
-        repository.gc()
+        assert len(repository.gc().fenced) == (not is_clear)
     check_clean(store.inner)

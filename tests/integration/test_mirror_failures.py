@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from contextlib import suppress
 
@@ -12,6 +11,7 @@ from kit.damage import three, wound
 from kit.faults import READ_FAULTS, FaultStore, Unreadable
 from kit.mirrored import manager, saved, steps_in, until
 from kit.objects import keys_of
+from kit.ranks import together
 from kit.repositories import OPTIONS, check_clean, created, created_like, objects_of, opened, same, save, values
 from snapstore import IntegrityError, KeepLast, Repository, StorageError, StorageFullError
 from snapstore.copy import mirror as mirrors
@@ -240,11 +240,7 @@ def test_two_threads_open_the_mirror_once(monkeypatch):
         mirror._target = None
         monkeypatch.setattr(Repository, "open", classmethod(slowly))
         monkeypatch.setattr(mirror, "_open_target", lambda: Repository.open(slow, options=OPTIONS))
-        threads = [threading.Thread(target=mirror.view) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        together([mirror.view] * 2)
     assert len(count) == 1
 
 

@@ -167,17 +167,11 @@ def test_a_blob_that_only_one_snapshot_needs(store):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_missing_pack(store, level):
-    key = packs_of(store, "a@1")["model"]
+@pytest.mark.parametrize(("ref", "part", "users"), [("a@1", "model", ["a@1"]), ("a@0", "frozen", ["a@0", "a@1"])])
+def test_a_missing_pack(store, level, ref, part, users):
+    key = packs_of(store, ref)[part]
     store.delete([key])
-    found(check(store, level), "pack", key, ["a@1"])
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_missing_shared_pack(store, level):
-    key = packs_of(store, "a@0")["frozen"]
-    store.delete([key])
-    found(check(store, level), "pack", key, ["a@0", "a@1"])
+    found(check(store, level), "pack", key, users)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -11,11 +11,13 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from kit.objects import keys_of
+from kit.ranks import together
 from snapstore import Repository
 from snapstore.errors import (
     AlreadyExistsError,
@@ -1098,15 +1100,8 @@ def test_only_a_few_stay_open(store, monkeypatch):
                 number = (7 * i + seed * i // 3) % 20
                 assert filled(get_ranges, keys[number], number)
                 most[0] = max(most[0], open_files())
-            done.append(seed)
 
-        done = []
-        threads = [threading.Thread(target=read, args=[seed]) for seed in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert sorted(done) == list(range(6))
+        assert together([partial(read, seed) for seed in range(6)]) == [None] * 6
         assert open_files() <= before + 4
     assert open_files() == before
     assert most[0] <= before + 4 + 6 * 5  # plus files in use, the folders above them, and the listing

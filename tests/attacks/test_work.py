@@ -39,7 +39,6 @@ from snapstore.format.manifests.manifest import Box, TensorEntry
 from snapstore.state.tree.encode import encode_plain
 
 GIB = 1024 * MIB
-TREE = ["dict", ["w"], [["tensor", 0, False]]]
 
 
 def zeros(size, heads, depth, *, kept=True):
@@ -210,7 +209,7 @@ def claim(gibibytes, size=64 * MIB):
     return world
 
 
-def test_a_terabyte_that_is_stored_in_half_a_megabyte(monkeypatch, tmp_path):
+def test_a_terabyte_that_is_stored_in_half_a_megabyte(monkeypatch):
     """It may be honest, so it is no damage. Mitigation: a restore that does not fit into memory is refused at once."""
     world = claim(1250)
     assert world.stored_bytes < 700_000

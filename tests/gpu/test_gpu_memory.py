@@ -238,7 +238,7 @@ def test_an_engine_without_memory_saves(fail_lanes, caplog, kind):
 
 
 @FAILINGS
-def test_an_engine_without_memory_restores(fail_lanes, caplog, kind):
+def test_an_engine_without_memory_restores(fail_lanes, kind):
     state = small_state()
     wanted = facts(state)
     with repository(chunk_bytes=65_536) as repo:

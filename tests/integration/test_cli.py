@@ -1230,7 +1230,7 @@ def test_an_error_names_a_thing_and_an_advice_once(series):
     once(result.stdout, "exp@3", f"{key}")
 
 
-def test_recode_usage(series, monkeypatch):
+def test_recode_usage(series):
     assert "name snapshots, or pass --all" in series.fails("recode", code=2)
     assert "not both" in series.fails("recode", "exp@1", "--all", code=2)
     assert series("recode", "--all", "--codec", "zip", code=2).stdout == ""
@@ -1361,7 +1361,7 @@ def test_the_mount_where_proc_is_missing(monkeypatch):
     assert not on_network(Path("/x"))
 
 
-def test_nvcomp_is_looked_for_without_importing(monkeypatch):
+def test_nvcomp_is_looked_for_without_importing():
     assert doctor._present("no_such_parent.child") is False
     assert doctor._present("json.decoder") is True
 

@@ -1517,7 +1517,7 @@ def reader_at(reader: Any, checkpoint_id: Any) -> Any:
 # --- failures ---
 
 
-def test_a_save_that_fails_anywhere_commits_nothing_and_leaves_no_session(caplog: Any) -> None:
+def test_a_save_that_fails_anywhere_commits_nothing_and_leaves_no_session() -> None:
     """Fail each store operation of a save in turn; then the same writer saves."""
     failed = 0
     for number in range(200):

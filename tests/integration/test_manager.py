@@ -1192,7 +1192,7 @@ say("saved")
     assert (got, out) == (0, "saved\n")
 
 
-def test_a_forked_child_that_exits_leaves_the_parents_index(tmp_path):
+def test_a_forked_child_that_exits_leaves_the_parents_index():
     script = """
 import os, sys
 from pathlib import Path
@@ -1343,7 +1343,7 @@ def test_an_error_in_retention_is_raised_at_the_next_call(tmp_path, monkeypatch)
         assert manager.all_steps() == [1]
 
 
-def test_a_child_forked_while_a_listing_runs_can_end(tmp_path):
+def test_a_child_forked_while_a_listing_runs_can_end():
     """In the child the index's lock may be held by a thread that only the parent has."""
     script = """
         import os, sys, threading, time

@@ -487,7 +487,7 @@ def at_request(store, key_part, method, call):
     store._client.meta.events.register("before-send.s3", fire)
 
 
-def test_the_server_is_killed_and_comes_back(monkeypatch, tmp_path):
+def test_the_server_is_killed_and_comes_back(monkeypatch):
     """If it is killed and restarted, a save and a restore continue; if it is not restarted, a save fails."""
     straight = S3Store(fresh_url())
     with Repository.create(straight, chunk_bytes=1024, options=OPTIONS) as repository:
@@ -553,7 +553,7 @@ def in_some_attempt(call, *args):
 # --- what administrators do ---
 
 
-def test_quota(monkeypatch):
+def test_quota():
     """Without room a save raises StorageFullError, and earlier snapshots are whole; with room the next save works."""
     bucket = f"quota-{uuid.uuid4().hex[:12]}"
     boto3.client("s3").create_bucket(Bucket=bucket)
@@ -671,7 +671,7 @@ def test_a_listing_that_is_cut_short_is_no_listing(world):
     world.check([0, 1])
 
 
-def test_a_server_that_ignores_if_none_match(monkeypatch):
+def test_a_server_that_ignores_if_none_match():
     """`init` notices it and refuses; no object is left."""
     store = S3Store(fresh_url())
 

@@ -107,7 +107,7 @@ def test_a_dead_save_of_this_host_is_collected_at_once(url, monkeypatch, tmp_pat
     assert keys_of(store, "packs/") == []
 
 
-def test_a_cold_cache_opens_a_thousand_snapshots(url, monkeypatch, tmp_path):
+def test_a_cold_cache_opens_a_thousand_snapshots(url):
     """The first opening reads only the newest record of each snapshot, with one GET; the second reads none."""
     store = S3Store(url)
     Repository.create(store, chunk_bytes=1024, options=OPTIONS).close()

@@ -500,7 +500,7 @@ def test_a_session_that_is_put_back(scene, verify):
 
 
 @needs_server
-def test_versions_on_the_real_server(monkeypatch):
+def test_versions_on_the_real_server():
     """It ignores If-None-Match in versioned buckets. If a later release does not, change docs/s3.md."""
     s3, bucket = boto3.client("s3"), f"versioned-{uuid.uuid4().hex[:12]}"
     s3.create_bucket(Bucket=bucket)
@@ -518,7 +518,7 @@ def moto(monkeypatch):
         yield f"{url}/runs"
 
 
-def test_back_to_a_time_before_an_attack(moto, tmp_path):
+def test_back_to_a_time_before_an_attack(moto):
     bucket = moto.split("/")[2]
     s3 = boto3.client("s3")
     s3.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
@@ -610,7 +610,7 @@ def denied(policy, calls):
     return [(a, r, o, p) for a, r, o, p in calls if not allows(policy, a, r, overwrites=o, prefix=p)]
 
 
-def test_the_documents_and_the_calls(moto, calls, tmp_path, monkeypatch):
+def test_the_documents_and_the_calls(moto, calls, monkeypatch):
     """Each policy allows all calls of its user, and the user calls each of its actions."""
     monkeypatch.setattr("snapstore.cli.doctor.probes.RACERS", 1)  # moto may let several writers of one key win
     calls.clear()

@@ -166,7 +166,7 @@ def test_a_parameter_that_differs_is_an_error_beside_buffers_that_do(caplog, div
     managers.end()
 
 
-def test_a_parameter_of_a_module_is_no_buffer(caplog):
+def test_a_parameter_of_a_module_is_no_buffer():
     """`running_mean` is a parameter of this module, as torch lists it."""
 
     class Odd(torch.nn.Module):
@@ -181,7 +181,7 @@ def test_a_parameter_of_a_module_is_no_buffer(caplog):
     managers.end()
 
 
-def test_optimizer_state_that_differs_is_an_error(caplog):
+def test_optimizer_state_that_differs_is_an_error():
     """This holds also for the moments of a parameter that is named like a buffer."""
 
     def state(rank):

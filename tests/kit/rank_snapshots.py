@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from kit.forge import difference, forge_blob
@@ -307,12 +306,3 @@ def _box_data(context: Any, m: Manifest, entry: TensorEntry) -> Iterator[tuple[B
             for _ in ChunkReader(context).rebuild([whole(m.table, m.header.pack_names, row, chunks[-1])]):
                 pass
         yield (tuple(box.offsets), tuple(box.sizes)), np.concatenate(chunks)
-
-
-def with_keys(store: ObjectStore, snapshot: Snapshot, **unknown: Any) -> Snapshot:
-    """Replace a record by one with keys that this release does not know."""
-    packed = tuple((name, msgspec.msgpack.encode(value)) for name, value in unknown.items())
-    new = msgspec.structs.replace(snapshot, unknown=packed)
-    store.delete([snapshot.key])
-    store.put(new.key, records.encode(new))
-    return new

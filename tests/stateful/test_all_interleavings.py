@@ -134,7 +134,7 @@ def cast(gc: Body, random: Random) -> dict[str, Body]:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("first", range(0, SCHEDULES // 10, PER_TEST))
-def test_random_schedules(first, actors, monkeypatch):
+def test_random_schedules(first, actors):
     for store, about in played(history(), cast, actors, range(first, min(first + PER_TEST, SCHEDULES // 10))):
         with opened(store) as repository:
             check_restores(repository, about)
@@ -158,7 +158,7 @@ def seen(store: ObjectStore, random: Random) -> ObjectStore:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("first", range(0, SCHEDULES // 10, PER_TEST))
-def test_random_schedules_with_faults_and_lies(first, actors, monkeypatch):
+def test_random_schedules_with_faults_and_lies(first, actors):
     seeds = range(first, min(first + PER_TEST, SCHEDULES // 10))
     for store, about in played(history(), cast, actors, seeds, seen_as=seen):
         with opened(store) as repository:

@@ -312,7 +312,7 @@ def killed_in(place: Path) -> Path:
     return folder
 
 
-def test_a_temporary_index_that_a_killed_process_has_left_is_removed(place, tmp_path):
+def test_a_temporary_index_that_a_killed_process_has_left_is_removed(place):
     left = killed_in(place)
     with Repository.create(MemoryStore(), options=OPTIONS) as repository:
         assert [*place.iterdir()] == [repository.context.index.folder]

@@ -345,7 +345,7 @@ def test_a_recode_shares_no_manifest_of_a_snapshot_that_was_forgotten_meanwhile(
     check_clean(store, level="restore")
 
 
-def test_a_compact_of_snapshots_that_share(monkeypatch):
+def test_a_compact_of_snapshots_that_share():
     """Equal snapshots name the same manifests also after a compact."""
     store = created()
     with opened(store) as repository:

@@ -304,7 +304,7 @@ def test_a_signal_that_strikes_a_child_as_it_begins_leaves_it_no_lock(tmp_path):
     assert count > 3
 
 
-def test_a_signal_that_ends_the_wait_for_a_fork_harms_no_thread(tmp_path):
+def test_a_signal_that_ends_the_wait_for_a_fork_harms_no_thread():
     """The fork goes on without the lock; the thread that has it keeps it, and the child gets a new one."""
     script = """
 import os, signal, sys, threading, time

@@ -1,8 +1,10 @@
 """`tools/bench compact`: what a training run keeps under a policy, before and after compact, beside two bounds.
 
 The bench's GPT is saved at each of 100 steps into two repositories, under KeepLast(3) and KeepLast(3) + KeepEvery(50);
-forget and gc run as the manager runs them; then compact and gc run. The bounds are really encoded, from the states that
-the first repository restores: all three snapshots full, and one full with each of the others a delta to the one before.
+a Llama, trained by SGD with momentum, at each of 60 steps under KeepEvery(10). Four forks of the GPT's step 20 are
+saved at each of 2 and of 8 steps under KeepLast(3), then their origin is forgotten. Forget and gc run as the manager
+runs them; then compact and gc run. The bounds are really encoded, from the states that the first repository restores:
+all three snapshots full, and one full with each of the others a delta to the one before.
 At the end it measures compact's survey of a million chunks over a thousand snapshots (scale.py), as a dry run.
 """
 
@@ -13,7 +15,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -23,15 +25,15 @@ os.environ.setdefault("SNAPSTORE_THREADS", "2")
 import caller
 import torch
 
-from benchmarks.data import gpt_series, tensors_of
+from benchmarks.data import gpt_fork, gpt_series, llama_series, tensors_of
 from benchmarks.page import ROOT, Row, publish, recorded, row
 from benchmarks.scale import surveyed
 from snapstore import KeepEvery, KeepLast, Repository, SaveOptions, SnapshotManager
-from snapstore.catalog.history import FIRST_SEQ
 from snapstore.retention import Policy
 from snapstore.state.values.arrays import as_bytes
 
 GOAL = 1.05
+FORK_RATES = (1e-4, 3e-4, 1e-3, 3e-3)
 
 
 def encoded(folder: Path, states: Sequence[Any], restore_cost: float) -> int:
@@ -65,33 +67,65 @@ def compacted(repository: Repository, size: int, name: str) -> list[Row]:
         row(f"{name}: retained before, {count} snapshots", before.stored_bytes / size, "x the state"),
         row(f"{name}: of it needed only as a base", before.base_only_bytes / before.stored_bytes, "share"),
         row(f"{name}: retained after compact and gc", after.stored_bytes / size, "x the state"),
+        row(f"{name}: bytes after compact and gc", after.stored_bytes / 1e6, "MB"),
         row(f"{name}: of that needed only as a base", after.base_only_bytes / after.stored_bytes, "share"),
         row(f"{name}: bytes that compact wrote / bytes freed", report.bytes_written / report.freed_bytes, "x"),
         row(f"{name}: compact took", seconds, "s"),
     ]  # fmt: skip
 
 
-def train(folder: Path, snapshots: int, keep: list[Policy]) -> None:
+def train(folder: Path, series: Iterable[tuple[int, Any]], keep: list[Policy]) -> None:
     """Save every step of a training run."""
     with SnapshotManager(folder, run="gpt", keep=keep) as manager:
-        for step, state in gpt_series(snapshots, 1):
+        for step, state in series:
             manager.save(step, state)
             print(f"  {folder.name}: step {step}", flush=True)
 
 
-def figures(folder: Path, runs: Path, snapshots: int, every: int) -> list[Row]:
+def train_forks(folder: Path, origin: int, saves: int) -> None:
+    """Save every step of a training run and of its forks; then forget the snapshots of the run."""
+    train(folder, gpt_series(origin, 1), [KeepLast(3)])
+    with Repository.open(folder) as repository:
+        for number, rate in enumerate(FORK_RATES):
+            parent, steps = f"gpt@{origin}", range(origin + 1, origin + saves + 1)
+            with SnapshotManager(repository, run=f"fork{number}", parent=parent, keep=[KeepLast(3)]) as manager:
+                for step, state in gpt_fork(repository, parent, rate, steps):
+                    manager.save(step, state)
+                    print(f"  {folder.name}: fork {number}, step {step}", flush=True)
+        repository.forget_snapshots([s.ref for s in repository.snapshots("gpt")], force=True)
+
+
+def trainings(quick: bool) -> dict[str, Callable[[Path], None]]:
+    """Return the runs by name, as functions that train into a folder."""
+    snapshots, every, tenth, origin, saves = (12, 5, 4, 3, 3) if quick else (100, 50, 10, 20, 8)
+
+    def last(folder: Path) -> None:
+        train(folder, gpt_series(snapshots, 1), [KeepLast(3)])
+
+    def some(folder: Path) -> None:
+        train(folder, gpt_series(snapshots, 1), [KeepLast(3), KeepEvery(steps=every)])
+
+    def tenths(folder: Path) -> None:
+        train(folder, llama_series(6 * tenth, 1), [KeepEvery(steps=tenth)])
+
+    return {
+        "KeepLast(3)": last,
+        f"KeepLast(3) + KeepEvery({every})": some,
+        f"Llama, KeepEvery({tenth})": tenths,
+        "forks of 2 saves": lambda folder: train_forks(folder, origin, 2),
+        f"forks of {saves} saves": lambda folder: train_forks(folder, origin, saves),
+    }
+
+
+def figures(folder: Path, runs: Path, quick: bool) -> list[Row]:
     """Train the runs that are not there yet, and compact copies of them."""
     rows: list[Row] = []
-    policies: dict[str, list[Policy]] = {
-        "KeepLast(3)": [KeepLast(3)], f"KeepLast(3) + KeepEvery({every})": [KeepLast(3), KeepEvery(steps=every)]
-    }  # fmt: skip
-    for number, (name, keep) in enumerate(policies.items()):
+    for number, (name, training) in enumerate(trainings(quick).items()):
         if not (runs / str(number)).exists():
-            train(folder / "run", snapshots, keep)
+            training(folder / "run")
             shutil.move(folder / "run", runs / str(number))
         shutil.copytree(runs / str(number), folder / str(number))
         with Repository.open(folder / str(number)) as repository:
-            assert repository.snapshots()[-1].seq == FIRST_SEQ + snapshots - 1, "another run"
             size = repository.snapshots()[-1].logical_bytes
             rows += compacted(repository, size, name)
             if number:
@@ -123,7 +157,7 @@ def main() -> None:
         else:
             runs = args.runs or folder / "runs"
             runs.mkdir(parents=True, exist_ok=True)
-            rows = figures(folder, runs, 12 if args.quick else 100, 5 if args.quick else 50)
+            rows = figures(folder, runs, args.quick)
         with get_context("spawn").Pool(1) as small:  # a process without torch
             rows += small.apply(surveyed, (folder / "survey", 100 if args.quick else 1000))
     finally:

@@ -13,6 +13,8 @@ import torch
 import train_gpt
 from torch.nn import functional
 
+from snapstore import Repository
+
 State = dict[str, Any]
 
 
@@ -31,15 +33,46 @@ def gpt_series(snapshots: int, every: int) -> Iterator[tuple[int, State]]:
     steps = snapshots * every
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: train_gpt.warmup_then_cosine(s / steps))
     for step in range(1, steps + 1):
-        inputs, targets = train_gpt.draw_batch(text)
-        loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+        _train_gpt(text, model, optimizer)
         scheduler.step()
         if step % every == 0:
             optimizer.zero_grad()
             yield step, {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+
+def gpt_fork(repository: Repository, ref: str, rate: float, steps: range) -> Iterator[tuple[int, State]]:
+    """A fork of the GPT's run at a snapshot: other batches, and a constant rate of its own."""
+    seed(steps.start)
+    text, model = train_gpt.read_text(), train_gpt.GPT()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    state = {"model": model, "optimizer": optimizer}
+    repository.restore_into(ref, state, keys=list(state))
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    for step in steps:
+        _train_gpt(text, model, optimizer)
+        optimizer.zero_grad()
+        yield step, state
+
+
+def _train_gpt(text: Any, model: train_gpt.GPT, optimizer: torch.optim.Optimizer) -> None:
+    inputs, targets = train_gpt.draw_batch(text)
+    loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+    optimizer.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+
+
+def llama_series(snapshots: int, every: int) -> Iterator[tuple[int, State]]:
+    """A Llama trained from scratch on Python's sources by SGD with momentum."""
+    from benchmarks import bytes as codings
+
+    trainer = codings.trainer_of("llama", codings.SIZE, torch.device("cpu"), snapshots * every)
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1, momentum=0.9)  # type: ignore[assignment]
+    for step in range(every, snapshots * every + 1, every):
+        trainer.train(every, 0.1)
+        trainer.optimizer.zero_grad()
+        yield step, {"model": trainer.model, "optimizer": trainer.optimizer}
 
 
 def minilm_series(snapshots: int, every: int) -> Iterator[tuple[int, State]]:

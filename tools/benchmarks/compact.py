@@ -1,10 +1,11 @@
 """`tools/bench compact`: what a training run keeps under a policy, before and after compact, beside two bounds.
 
 The bench's GPT is saved at each of 100 steps into two repositories, under KeepLast(3) and KeepLast(3) + KeepEvery(50);
-a Llama, trained by SGD with momentum, at each of 60 steps under KeepEvery(10). Four forks of the GPT's step 20 are
-saved at each of 2 and of 8 steps under KeepLast(3), then their origin is forgotten. Forget and gc run as the manager
-runs them; then compact and gc run. The bounds are really encoded, from the states that the first repository restores:
-all three snapshots full, and one full with each of the others a delta to the one before.
+a Llama, trained by SGD with momentum, at each of 60 steps under KeepEvery(10). Then there are forks, whose origin is
+forgotten: four of the GPT's step 20, saved at each of 2 and of 8 steps under KeepLast(3); eight of the bf16 weights of
+a Llama, which go on at 2e-5, and eight of word vectors, saved at each of 2 steps. Forget and gc run as the manager runs
+them; then compact and gc run. The bounds are really encoded, from the states that the first repository restores: all
+three snapshots full, and one full with each of the others a delta to the one before.
 At the end it measures compact's survey of a million chunks over a thousand snapshots (scale.py), as a dry run.
 """
 
@@ -25,7 +26,7 @@ os.environ.setdefault("SNAPSTORE_THREADS", "2")
 import caller
 import torch
 
-from benchmarks.data import gpt_fork, gpt_series, llama_series, tensors_of
+from benchmarks.data import gpt_fork, gpt_series, llama_forks, llama_series, tensors_of, word_forks
 from benchmarks.page import ROOT, Row, publish, recorded, row
 from benchmarks.scale import surveyed
 from snapstore import KeepEvery, KeepLast, Repository, SaveOptions, SnapshotManager
@@ -69,7 +70,7 @@ def compacted(repository: Repository, size: int, name: str) -> list[Row]:
         row(f"{name}: retained after compact and gc", after.stored_bytes / size, "x the state"),
         row(f"{name}: bytes after compact and gc", after.stored_bytes / 1e6, "MB"),
         row(f"{name}: of that needed only as a base", after.base_only_bytes / after.stored_bytes, "share"),
-        row(f"{name}: bytes that compact wrote / bytes freed", report.bytes_written / report.freed_bytes, "x"),
+        row(f"{name}: bytes that compact wrote / bytes freed", report.bytes_written / max(1, report.freed_bytes), "x"),
         row(f"{name}: compact took", seconds, "s"),
     ]  # fmt: skip
 
@@ -95,6 +96,20 @@ def train_forks(folder: Path, origin: int, saves: int) -> None:
         repository.forget_snapshots([s.ref for s in repository.snapshots("gpt")], force=True)
 
 
+def save_forks(folder: Path, series: Iterable[tuple[int, int, Any]]) -> None:
+    """Save a step of a training run, fork -1, and every step of its forks; then forget the snapshot of the run."""
+    with Repository.create(folder) as repository:
+        origin = None
+        for number, step, state in series:
+            run = f"fork{number}" if number >= 0 else "origin"
+            is_first = number >= 0 and run not in repository.view().runs()
+            saved = repository.save(state, run=run, step=step, parent=origin if is_first else None)
+            origin = origin or saved.ref
+            print(f"  {folder.name}: {saved.ref}", flush=True)
+        assert origin is not None
+        repository.forget_snapshots([origin], force=True)
+
+
 def trainings(quick: bool) -> dict[str, Callable[[Path], None]]:
     """Return the runs by name, as functions that train into a folder."""
     snapshots, every, tenth, origin, saves = (12, 5, 4, 3, 3) if quick else (100, 50, 10, 20, 8)
@@ -114,6 +129,8 @@ def trainings(quick: bool) -> dict[str, Callable[[Path], None]]:
         f"Llama, KeepEvery({tenth})": tenths,
         "forks of 2 saves": lambda folder: train_forks(folder, origin, 2),
         f"forks of {saves} saves": lambda folder: train_forks(folder, origin, saves),
+        "forks in bf16": lambda folder: save_forks(folder, llama_forks(origin, 8, 2)),
+        "forks of word vectors": lambda folder: save_forks(folder, word_forks(15 * origin, 8, 2)),
     }
 
 

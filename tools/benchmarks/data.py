@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 from collections.abc import Iterator
@@ -101,6 +102,51 @@ def minilm_series(snapshots: int, every: int) -> Iterator[tuple[int, State]]:
         if step % every == 0:
             optimizer.zero_grad()
             yield step, {"model": model, "optimizer": optimizer}
+
+
+def llama_forks(origin: int, forks: int, saves: int) -> Iterator[tuple[int, int, State]]:
+    """A Llama's bf16 weights at step `origin`, as fork -1, then those of forks at 2e-5: (fork, step, state)."""
+    from benchmarks import bytes as codings
+    from benchmarks import gpu_train
+
+    trunk = codings.trainer_of("llama", codings.SIZE, torch.device("cpu"), origin)
+    trunk.train(origin)
+    yield -1, origin, gpu_train.weights_only(trunk.state())
+    for number in range(forks):
+        trainer = copy.deepcopy(trunk)
+        seed(number)
+        for step in range(origin + 1, origin + saves + 1):
+            trainer.train(1, gpu_train.FINETUNE_LR)
+            yield number, step, gpu_train.weights_only(trainer.state())
+
+
+def word_forks(origin: int, forks: int, saves: int) -> Iterator[tuple[int, int, State]]:
+    """Word vectors trained by SGD with negative samples, at step `origin`, as fork -1; then (fork, step, state)."""
+    from benchmarks import gpu_train
+
+    seed(0)
+    words, batch = 16384, 2048
+    tokens = gpu_train.read_tokens(words, gpu_train.TEXT_BYTES // 3)
+    trunk = torch.nn.ModuleList(torch.nn.Embedding(words, 128, sparse=True) for _ in range(2))
+
+    def train(model: torch.nn.ModuleList) -> None:
+        at, others = torch.randint(len(tokens) - 1, (batch,)), torch.randint(words, (batch,))
+        vectors, pairs = model[0](tokens[at]), (model[1](tokens[at + 1]), model[1](others))
+        near, far = ((vectors * pair).sum(1) for pair in pairs)
+        loss = -(functional.logsigmoid(near) + functional.logsigmoid(-far)).mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.optim.SGD(model.parameters(), lr=10).step()
+        model.zero_grad()
+
+    for _ in range(origin):
+        train(trunk)
+    yield -1, origin, {"model": trunk}
+    for number in range(forks):
+        model = copy.deepcopy(trunk)
+        seed(number + 1)
+        for step in range(origin + 1, origin + saves + 1):
+            train(model)
+            yield number, step, {"model": model}
 
 
 def plain(state: State) -> dict[str, Any]:

@@ -126,6 +126,7 @@ class Pending(Generic[R]):
         self._function, self._items = function, items
         self._results: list[Any] = [None] * len(items)
         self._error: BaseException | None = None
+        self._failed_run = len(items)  # the number of the first item of the run that `_error` ended
         self._step = max(1, len(items) // MAX_RUNS)
         self._left = len(self.runs())
         self._lock, self._done = threading.Lock(), threading.Event()
@@ -153,14 +154,15 @@ class Pending(Generic[R]):
         if ended is not None:
             ended()
         with self._lock:
-            self._error = self._error or error
+            if error is not None and first < self._failed_run:
+                self._error, self._failed_run = error, first
             self._left -= 1
             if not self._left:
                 del self._function, self._items  # they hold memory that nothing needs any more
                 self._done.set()
 
     def __call__(self) -> list[R]:
-        """Wait, and return the results in order; raise the exception of the first failure."""
+        """Wait, and return the results in order; raise the exception of the first item, in their order, that failed."""
         self._done.wait()
         if self._error is not None:
             raise self._error

@@ -61,6 +61,21 @@ def test_an_exception_ends_its_run_and_no_other(threads):
         pending()
 
 
+def test_the_exception_of_the_first_item_is_raised_whichever_fails_first(threads):
+    last_failed = threading.Event()
+
+    def fail(i):
+        if i == 2:
+            last_failed.set()
+        elif i == 1:
+            last_failed.wait(30)
+        if i:
+            raise ValueError(i)
+
+    with pytest.raises(ValueError, match="1"):
+        threads.start(fail, [0, 1, 2])()
+
+
 def test_ready_waits_no_longer_than_it_is_told(threads):
     go = threading.Event()
     pending = threads.start(lambda _: go.wait(600), [None])

@@ -56,7 +56,8 @@ def read(path: Path) -> tuple[Any, dict[str, str]]:
         CapabilityError: the library is not installed.
     """
     with _damaged(path), _opened(path) as file:
-        return _tensors(path) if file.keys() else {}, file.metadata() or {}
+        tensors = ((name, later.read()) for name, later in laters(path))
+        return tensors if file.keys() else {}, file.metadata() or {}
 
 
 def laters(path: Path) -> Iterator[tuple[str, Later]]:
@@ -70,27 +71,16 @@ def laters(path: Path) -> Iterator[tuple[str, Later]]:
         file = _opened(path).__enter__()  # it is closed when the last `Later` of it is freed
         names = file.keys()
     for name in names:
-        yield name, Later(partial(_read_later, path, file, name))
-
-
-def _read_later(path: Path, file: Any, name: str) -> Any:
-    with _damaged(path):
-        return _tensor(path, file, name)
-
-
-def _tensors(path: Path) -> Iterator[tuple[str, Any]]:
-    with _damaged(path), _opened(path) as file:
-        names = file.keys()
-        for name in names:
-            yield name, _tensor(path, file, name)
+        yield name, Later(partial(_tensor, path, file, name))
 
 
 def _tensor(path: Path, file: Any, name: str) -> Any:
-    try:
-        return file.get_tensor(name)
-    except RuntimeError:  # release 0.8 cannot read float4 in this way
-        with _opened(path, mapped=True) as whole:
-            return whole.get_tensor(name)
+    with _damaged(path):
+        try:
+            return file.get_tensor(name)
+        except RuntimeError:  # release 0.8 cannot read float4 in this way
+            with _opened(path, mapped=True) as whole:
+                return whole.get_tensor(name)
 
 
 def _opened(path: Path, *, mapped: bool = False) -> Any:

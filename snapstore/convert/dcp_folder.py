@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, ClassVar
 
 from ..errors import InvalidInputError, out_of_memory
 from ..format.manifests.rank_checks import Cover
+from ..state.values.arrays import copy_bits
 from ..state.values.containers import MAX_DEPTH
 from ..state.values.tensors import MAX_DIMENSIONS, TORCH_DTYPES
 from . import files
@@ -323,8 +324,7 @@ def _assemble(
             with out_of_memory(f"{name}: {dtype}{list(shape)}", "free memory; or its shape is damaged"):
                 whole = torch.empty(shape, dtype=shard.dtype, device="cpu")
         box = whole[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
-        shard = shard.detach().resolve_conj().resolve_neg()
-        box.view(_integers(box.element_size())).copy_(shard.view(_integers(box.element_size())))
+        copy_bits(box, shard)
     return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu") if whole is None else whole
 
 
@@ -336,13 +336,6 @@ def _form(shard: Any) -> str:
         return type(shard).__name__
     without = "" if shard.layout is torch.strided and not shard.is_meta else "a tensor without memory of its own: "
     return f"{without}{shard.dtype}{list(shard.shape)}"
-
-
-def _integers(size: int) -> Any:
-    """Return a dtype of `size` bytes that torch copies bit by bit; no integer has 16 bytes, so that is complex128."""
-    import torch
-
-    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[size]
 
 
 def _load(stored: _FileRange, name: str) -> Any:
@@ -368,10 +361,6 @@ class _Slice(io.RawIOBase):
         """Move to an offset in the slice [bytes]."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
         self._at = max(0, base + offset)
-        return self._at
-
-    def tell(self) -> int:
-        """Return the offset in the slice [bytes]."""
         return self._at
 
     def readinto(self, buffer: Any) -> int:

@@ -290,7 +290,7 @@ def copy_into(value: Array, destination: Memory) -> None:
     if isinstance(value, bytes):
         destination[:] = np.frombuffer(value, np.uint8)
     else:
-        _copy_bits(_in_form_of(value, destination), value)
+        copy_bits(_in_form_of(value, destination), value)
 
 
 def assign(target: Any, home: Memory, dtype: torch.dtype | None = None) -> None:
@@ -302,7 +302,7 @@ def assign(target: Any, home: Memory, dtype: torch.dtype | None = None) -> None:
     if len(home):
         home = as_bytes(home) if isinstance(target, np.ndarray) else home
         if dtype is None:
-            _copy_bits(target, _in_form_of(target, home))
+            copy_bits(target, _in_form_of(target, home))
         else:
             target.detach().copy_(_in_form_of(target, home, dtype))
 
@@ -317,7 +317,7 @@ def _in_form_of(array: Any, memory: Memory, dtype: torch.dtype | None = None) ->
     return stored.view(dtype or array.dtype).view(array.shape)
 
 
-def _copy_bits(destination: Any, source: Any) -> None:
+def copy_bits(destination: Any, source: Any) -> None:
     """Copy bits between ndarrays, or tensors on any devices, of one dtype and shape."""
     if isinstance(destination, np.ndarray):
         opaque = np.dtype(f"V{destination.itemsize}")  # copies bits without conversion

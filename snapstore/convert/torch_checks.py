@@ -237,11 +237,6 @@ class _Value:
     def __init__(self, value: Any = None, items: Sequence[_Value] = (), size: int = 1, depth: int = 0) -> None:
         self.value, self.items, self.size, self.depth = value, items, size, depth
 
-    @property
-    def length(self) -> int:
-        """How many values, bytes or characters a copy of it takes."""
-        return len(self.value) if isinstance(self.value, str) else len(self.items)
-
 
 _NOTHING = _Value()
 
@@ -368,7 +363,7 @@ class _Scan:
         """Count copies of arguments, and hashes of their items and of the keys among pairs of items."""
         for arg in args:
             self._visit(arg)
-            self._spend(arg.length)
+            self._spend(len(arg.value if isinstance(arg.value, str) else arg.items))
             for item in arg.items:
                 self._visit(item)
                 for part in item.items[:2]:

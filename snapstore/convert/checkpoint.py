@@ -9,13 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import InvalidInputError
+from ..errors import InvalidInputError, SnapstoreError
 from ..text import some
 
 #: `fingerprint` reads so many samples of so many bytes of a file, and a smaller file whole.
@@ -148,6 +148,27 @@ def require_unchanged(source: Path, before: dict[str, tuple[int, int, int] | Non
         raise InvalidInputError(
             f"{some(changed, 3)}: changed while it was read; nothing was committed; try again once it is complete"
         )
+
+
+def first_line(error: Exception) -> str:
+    """Return the name of an error's type, and the first line of its message if it has one."""
+    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])[:200]
+
+
+@contextmanager
+def damaged(what: str, passed: type[Exception] = SnapstoreError) -> Iterator[None]:
+    """Turn every error that a malformed file causes into an InvalidInputError.
+
+    Args:
+        what: begins its message.
+        passed: an error that stays as it is, beside our own and a lack of memory.
+    """
+    try:
+        yield
+    except (MemoryError, SnapstoreError, passed):
+        raise
+    except Exception as error:  # a library does not document what it raises for a bad file
+        raise InvalidInputError(f"{what}: {first_line(error)}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

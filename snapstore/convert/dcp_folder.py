@@ -11,8 +11,6 @@ from __future__ import annotations
 import io
 import math
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,9 +22,8 @@ from ..state.values.arrays import copy_bits
 from ..state.values.containers import MAX_DEPTH
 from ..state.values.tensors import MAX_DIMENSIONS, TORCH_DTYPES
 from . import files
-from .checkpoint import Checkpoint, file_inside, names_below, nest, step_in
+from .checkpoint import Checkpoint, damaged, file_inside, names_below, nest, step_in
 from .lazy_state import MAX_CLAIMS, Later
-from .safetensors_file import first_line
 
 METADATA = ".metadata"
 #: Lightning puts all values that are not tensors into this file.
@@ -168,7 +165,7 @@ def open_dcp(folder: Path) -> Checkpoint:
         InvalidInputError: it is damaged or incomplete, names files elsewhere, or holds Python objects.
     """
     where = file_inside(folder, METADATA, folder)
-    with _damaged(where):
+    with damaged(f"{where}: damaged, or of an unknown version of DCP", OSError):
         found = _read_metadata(where).fields
         places = _places(folder, where, found["storage_data"])
         paths = found.get("planner_data") or {}
@@ -212,18 +209,6 @@ def _read_metadata(where: Path) -> _DcpObject:
         raise InvalidInputError(f"{where}: expected metadata of DCP, got {type(found).__name__}")
     record: _DcpObject = found
     return record
-
-
-@contextmanager
-def _damaged(where: Path) -> Iterator[None]:
-    """Turn every error that malformed metadata causes into an InvalidInputError that names the file."""
-    try:
-        yield
-    except (OSError, MemoryError, InvalidInputError):
-        raise
-    except Exception as error:  # a pickle may hold values of any types in any place
-        detail = first_line(error)
-        raise InvalidInputError(f"{where}: damaged, or of an unknown version of DCP: {detail}") from error
 
 
 def _places(folder: Path, where: Path, storage_data: Any) -> FileRanges:

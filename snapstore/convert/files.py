@@ -34,8 +34,9 @@ from ..state.values.arrays import as_bytes, extent_of, in_memory_order
 from ..state.values.containers import CONTAINERS, children, leaves, metadata_of
 from ..state.values.tensors import is_array
 from . import safetensors_file
-from .safetensors_file import first_line, name_in_utf8
-from .torch_checks import entries, require_bounded, require_tree
+from .checkpoint import damaged, first_line
+from .safetensors_file import name_in_utf8
+from .torch_checks import NOT_TORCH, entries, require_bounded, require_tree
 
 SAFETENSORS = ".safetensors"
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", SAFETENSORS)
@@ -126,24 +127,20 @@ def load_torch(file: Path | BinaryIO, where: str) -> Any:
     with file.open("rb") if isinstance(file, Path) else nullcontext(file) as opened:
         is_mapped = require_bounded(opened, where, may_map=isinstance(file, Path))
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), damaged(f"{where}: {NOT_TORCH}", pickle.UnpicklingError):
             warnings.simplefilter("ignore")  # about storages of old files: a user can do nothing about it
             state = torch.load(file, map_location="cpu", weights_only=True, mmap=is_mapped)
     except pickle.UnpicklingError as error:
         met = _OBJECT.search(str(error))
         if met is None:  # torch's message would advise to load it unsafely
             raise InvalidInputError(
-                f"{where}: not a PyTorch file, or damaged: no state of plain values that torch.save has written"
+                f"{where}: {NOT_TORCH}: no state of plain values that torch.save has written"
             ) from error
         name = next(filter(None, met.groups())).rstrip(".,")
         raise InvalidInputError(
             f"{where}: refused: it holds a Python object ({name}), which could run any code when loaded; save plain "
             "state instead, such as torch.save(model.state_dict(), ...), or use the Python interface"
         ) from error
-    except MemoryError:
-        raise
-    except Exception as error:  # torch does not document what it raises for a bad file
-        raise InvalidInputError(f"{where}: not a PyTorch file, or damaged: {first_line(error)}") from error
     require_tree(state, where)
     return state
 

@@ -18,9 +18,8 @@ import numpy as np
 
 from ..errors import InvalidInputError, needs
 from ..state.values.tensors import TORCH_DTYPES
-from .checkpoint import Checkpoint, file_inside, nest, read_json
+from .checkpoint import Checkpoint, file_inside, first_line, nest, read_json
 from .lazy_state import Later
-from .safetensors_file import first_line
 
 TREE, STEP = "_METADATA", "_CHECKPOINT_METADATA"
 #: The name of an item that was saved without a name.

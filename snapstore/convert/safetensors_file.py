@@ -21,6 +21,7 @@ from ..restore.streaming import TensorReader
 from ..state.values.arrays import as_bytes
 from ..state.values.tensors import TensorSpec
 from ..text import some
+from .checkpoint import first_line
 from .lazy_state import Later
 
 #: An error names at most so many leaves that a file cannot hold.
@@ -113,11 +114,6 @@ def _damaged(path: Path) -> Iterator[None]:
         yield
     except (need_library().SafetensorError, OSError, ValueError) as error:  # looked up only after an error
         raise InvalidInputError(f"{path}: not a safetensors file, or damaged: {first_line(error)}") from error
-
-
-def first_line(error: Exception) -> str:
-    """Return the name of an error's type, and the first line of its message if it has one."""
-    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])[:200]
 
 
 def check(

@@ -20,14 +20,15 @@ import struct
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, BinaryIO, NamedTuple
 
 from ..chunks import limits
 from ..errors import InvalidInputError
 from ..state.values.containers import MAX_DEPTH, metadata_of
-from .safetensors_file import first_line
+from .checkpoint import damaged
 
+#: The error for a file that torch cannot read.
+NOT_TORCH = "not a PyTorch file, or damaged"
 #: A state from elsewhere may have so many values, or more if its file has nearly as many.
 MAX_PLACES = 1_000_000
 #: So many characters count as a value.
@@ -96,7 +97,7 @@ def _require_bounded_zip(file: BinaryIO, size: int, where: str, *, may_map: bool
     import torch
 
     advice = "import it on a machine with more memory, or unpack it and save it again"
-    with _damaged(where):
+    with damaged(f"{where}: {NOT_TORCH}"):
         found = entries(file)
         folder = len(found[0].name.partition(b"/")[0])
         records = {entry.name.lower()[folder + 1 :]: entry for entry in found}
@@ -107,7 +108,7 @@ def _require_bounded_zip(file: BinaryIO, size: int, where: str, *, may_map: bool
     is_mapped = may_map and all(entry.is_stored for entry in found)
     if not is_mapped:
         limits.require_memory(unpacked, f"{where}, unpacked", advice)
-    with _damaged(where):
+    with damaged(f"{where}: {NOT_TORCH}"):
         file.seek(0)
         pickled = torch._C.PyTorchFileReader(file).get_record(_PICKLE.decode())
         if checksum and zlib.crc32(pickled) != checksum:  # torch can be told to write none
@@ -117,14 +118,6 @@ def _require_bounded_zip(file: BinaryIO, size: int, where: str, *, may_map: bool
     if is_mapped and scan.has_two_types:
         limits.require_memory(unpacked, where, advice)
     return is_mapped and not scan.has_two_types
-
-
-@contextmanager
-def _damaged(where: str) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, LookupError, RuntimeError, OSError, struct.error) as error:
-        raise InvalidInputError(f"{where}: not a PyTorch file, or damaged: {first_line(error)}") from error
 
 
 class ZipEntry(NamedTuple):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidInputError, SnapstoreError
+from ..format.records import Snapshot
 from ..text import some
 
 #: `fingerprint` reads so many samples of so many bytes of a file, and a smaller file whole.
@@ -185,6 +186,13 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise InvalidInputError(f"{path}: expected a JSON object, got {type(found).__name__}")
     return found
+
+
+def noted(snapshot: Snapshot, key: str) -> dict[str, Any]:
+    """Return the dict that an import has put under a key of a snapshot's metadata; {} if there is none."""
+    metadata: Any = snapshot.metadata
+    found = metadata.get(key) if isinstance(metadata, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def step_in(values: Any) -> int | None:

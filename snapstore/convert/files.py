@@ -34,7 +34,7 @@ from ..state.values.arrays import as_bytes, extent_of, in_memory_order
 from ..state.values.containers import CONTAINERS, children, leaves, metadata_of
 from ..state.values.tensors import is_array
 from . import safetensors_file
-from .checkpoint import damaged, first_line
+from .checkpoint import damaged, first_line, noted
 from .safetensors_file import name_in_utf8
 from .torch_checks import NOT_TORCH, entries, require_bounded, require_tree
 
@@ -245,11 +245,8 @@ def write_safetensors(path: Path, reader: TensorReader, *, force: bool, tensors_
 
 def safetensors_metadata(snapshot: Snapshot) -> dict[str, str]:
     """Return the metadata of the .safetensors file from which a snapshot was saved; {} if there was none."""
-    metadata: Any = snapshot.metadata
-    about = metadata.get("safetensors") if isinstance(metadata, dict) else None
-    if not isinstance(about, dict):
-        return {}
-    return {name: value for name, value in about.items() if isinstance(name, str) and isinstance(value, str)}
+    about = noted(snapshot, "safetensors").items()
+    return {name: value for name, value in about if isinstance(name, str) and isinstance(value, str)}
 
 
 def _write_torch(temp: Path, state: Any) -> None:

@@ -25,7 +25,7 @@ from ..restore.streaming import TensorReader
 from ..state.values.tensors import TensorSpec
 from ..text import quoted
 from . import safetensors_file
-from .checkpoint import file_inside
+from .checkpoint import file_inside, noted
 from .hf_folder import (
     ADAPTER,
     ADAPTER_COPY,
@@ -109,9 +109,8 @@ def other_files(repository: Repository, snapshot: Snapshot, config: str | Path |
 
 def _imported(snapshot: Snapshot) -> dict[str, Any]:
     """Return what the import of a folder of Hugging Face has noted about a snapshot; {} if it was none."""
-    about: Any = snapshot.metadata
-    imported = about.get("imported") if isinstance(about, dict) else None
-    return imported if isinstance(imported, dict) and imported.get("format") == "hf" else {}
+    imported = noted(snapshot, "imported")
+    return imported if imported.get("format") == "hf" else {}
 
 
 def _of_folder(folder: Path) -> Beside:

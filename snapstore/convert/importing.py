@@ -25,7 +25,7 @@ from ..save.pipeline import save
 from ..save.streaming import inputs_of_state
 from ..text import quoted, some
 from . import files
-from .checkpoint import Checkpoint, fingerprint, require_unchanged, step_in, versions
+from .checkpoint import Checkpoint, fingerprint, noted, require_unchanged, step_in, versions
 from .dcp_folder import is_dcp, open_dcp
 from .hf_folder import is_hf, open_hf
 from .lazy_state import inputs_of_lazy, require_bounded_inputs
@@ -143,7 +143,8 @@ def _import(
     for step, path, kind in ordered:
         source = fingerprint(path)
         if step in there:
-            yield Imported(str(path), there[step], True, 0, [], _source_of(there[step]) not in (None, source))
+            differs = noted(there[step], "imported").get("source") not in (None, source)
+            yield Imported(str(path), there[step], True, 0, [], differs)
             continue
         view.require_known(f"{path}: step {step} of run {run!r}", run, step=step)
         before = versions(path)
@@ -185,13 +186,6 @@ def save_file(repository: Repository, path: Path, **arguments: Any) -> Snapshot:
 def _open(path: Path, kind: str) -> Checkpoint:
     with out_of_memory(f"{path}: open", "free memory; or the file is damaged, and claims too much"):
         return FORMATS[kind][1](path)
-
-
-def _source_of(snapshot: Snapshot) -> str | None:
-    """Return the fingerprint of the files from which a snapshot was imported; None: it has none."""
-    about: Any = snapshot.metadata
-    imported = about.get("imported") if isinstance(about, dict) else None
-    return imported.get("source") if isinstance(imported, dict) else None
 
 
 def _in_order(formats: dict[Path, str], step: int | None) -> list[tuple[int, Path, str]]:

@@ -11,6 +11,7 @@ compares them (fill/optimizer_fit.py).
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
@@ -56,23 +57,21 @@ def state_of(value: Any, path: Path) -> Any:
 
 def is_strict_module(value: Any) -> bool:
     """Return whether `value` is a module whose load_state_dict accepts only the names of its state_dict."""
-    torch = imported("torch")
-    if torch is None or not isinstance(value, torch.nn.Module):
+    if not is_torch_module(value) or "state_dict" in vars(value):
         return False
-    module = torch.nn.Module
-    own = {"state_dict", "load_state_dict"} & vars(value).keys()
-    if (
-        own
-        or type(value).load_state_dict is not module.load_state_dict
-        or type(value).state_dict is not module.state_dict
-    ):
+    if type(value).state_dict is not sys.modules["torch"].nn.Module.state_dict:
         return False
-    loaders = (module._load_from_state_dict, torch.nn.modules.batchnorm._NormBase._load_from_state_dict)
     hooks = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_state_dict_hooks", "_state_dict_pre_hooks")
-    return all(
-        type(child)._load_from_state_dict in loaders and not any(getattr(child, hook, None) for hook in hooks)
-        for child in value.modules()
+    return not any(
+        _has_own_loader(child) or any(getattr(child, hook, None) for hook in hooks) for child in value.modules()
     )
+
+
+def _has_own_loader(module: Any) -> bool:
+    """Return whether a module has a `_load_from_state_dict` that is not one of torch's."""
+    nn: Any = sys.modules["torch"].nn
+    loaders = (nn.Module._load_from_state_dict, nn.modules.batchnorm._NormBase._load_from_state_dict)
+    return type(module)._load_from_state_dict not in loaders
 
 
 def is_of_torch(value: Any) -> bool:
@@ -92,8 +91,12 @@ def loads_as_torch(value: Any) -> bool:
 
 def is_torch_module(value: Any) -> bool:
     """Return whether `value` is a module whose `load_state_dict` is torch's own, which copies values."""
+    return _is_module(value) and loads_as_torch(value)
+
+
+def _is_module(value: Any) -> bool:
     torch = imported("torch")
-    return torch is not None and isinstance(value, torch.nn.Module) and loads_as_torch(value)
+    return torch is not None and isinstance(value, torch.nn.Module)
 
 
 def loader_decides(value: Any, path: Path) -> Callable[[Path], Collection[str]]:
@@ -108,11 +111,8 @@ def loader_decides(value: Any, path: Path) -> Callable[[Path], Collection[str]]:
     """
     if not loads_as_torch(value):
         return lambda below: ("shape",)
-    torch = imported("torch")
-    module = torch.nn.Module
-    loaders = (module._load_from_state_dict, torch.nn.modules.batchnorm._NormBase._load_from_state_dict)
-    inside = value.named_modules(remove_duplicate=False) if isinstance(value, module) else ()
-    own = {name for name, one in inside if type(one)._load_from_state_dict not in loaders}
+    inside = value.named_modules(remove_duplicate=False) if _is_module(value) else ()
+    own = {name for name, one in inside if _has_own_loader(one)}
 
     def decides(below: Path) -> Collection[str]:
         owner, _, name = str((*below, "")[len(path)]).rpartition(".")
@@ -123,10 +123,9 @@ def loader_decides(value: Any, path: Path) -> Callable[[Path], Collection[str]]:
 
 def names_in_modules(objects: Mapping[Path, Any]) -> dict[Path, dict[Any, bool]]:
     """Return the names of the parameters and buffers of each module among objects, and whether each is a buffer."""
-    torch = imported("torch")
     found: dict[Path, dict[Any, bool]] = {}
     for path, value in objects.items():
-        if torch is not None and isinstance(value, torch.nn.Module):
+        if _is_module(value):
             buffers = dict.fromkeys((name for name, _ in value.named_buffers(remove_duplicate=False)), True)
             parameters = (name for name, _ in value.named_parameters(remove_duplicate=False))
             found[path] = buffers | dict.fromkeys(parameters, False)

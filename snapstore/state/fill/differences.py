@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from types import MappingProxyType
 from typing import Any
 
@@ -139,12 +139,8 @@ class Differences:
 
 
 def _starts(text: str) -> Iterator[str]:
-    """Yield every beginning of a dotted path that ends before a dot, and the path: each is a key that selects it."""
-    at = text.find(".")
-    while at >= 0:
-        yield text[:at]
-        at = text.find(".", at + 1)
-    yield text
+    """Return every beginning of a dotted path that ends before a dot, and the path: each is a key that selects it."""
+    return accumulate(text.split("."), "{}.{}".format)
 
 
 def _names(tree: Any) -> dict[Any, None]:
@@ -160,12 +156,13 @@ def renamed(stored: Iterable[Any], into: Iterable[Any]) -> dict[str, str]:
     """
     stored, into = list(stored), list(into)
     alike = {*stored} & {*into}  # text for keys that differ, such as None and "None", or two NaNs
-    there = {_unwrapped(name): name for name in into if isinstance(name, str) and name not in alike}
-    names = {name: _unwrapped(name) for name in stored if isinstance(name, str) and name not in alike} if there else {}
-    return {name: there.pop(bare) for name, bare in names.items() if bare and bare in there}
+    there = {bare(name): name for name in into if isinstance(name, str) and name not in alike}
+    names = {name: bare(name) for name in stored if isinstance(name, str) and name not in alike} if there else {}
+    return {name: there.pop(inner) for name, inner in names.items() if inner and inner in there}
 
 
-def _unwrapped(name: str) -> str:
+def bare(name: str) -> str:
+    """Return a name without the elements that wrappers have put into it."""
     return ".".join(element for element in name.split(".") if element not in WRAPPERS)
 
 

@@ -23,7 +23,7 @@ from ..values.containers import CONTAINERS, Path, children, is_mapping
 from ..values.sharded import dtensor_like
 from ..values.tensors import Slot, TensorSpec, family
 from ..walk.stateful import OptimizerState, numbers_of, parameter_list
-from .differences import WRAPPERS
+from .differences import bare
 
 _ORDER = (
     "pass the parameters in the order of the save; or restore() without the optimizer, bring its state into the order "
@@ -116,12 +116,8 @@ def _names(groups: Sequence[Any]) -> list[str | None]:
     for group in groups:
         names = group.get("param_names")
         alike = type(names) is list and len(names) == len(group["params"])
-        found += [_bare(name) for name in names] if alike else [None] * len(group["params"])
+        found += [bare(str(name)) for name in names] if alike else [None] * len(group["params"])
     return found
-
-
-def _bare(name: Any) -> str:
-    return ".".join(element for element in str(name).split(".") if element not in WRAPPERS)
 
 
 def _moved(stored: Sequence[str | None], here: Sequence[str | None], path: Path) -> Iterator[tuple[Path, str]]:

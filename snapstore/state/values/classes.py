@@ -149,10 +149,8 @@ def _unchecked_form_of(value: Any) -> Form | None:
         return None
     if is_namespace(value):
         return Form("namespace", kind.__module__, kind.__qualname__, plain)
-    if composite.is_composite(value):
+    if composite.is_composite(value) or objects.is_allowed(kind):
         kind = composite.kind_of(value)
-        return Form("dataclass", kind.__module__, kind.__qualname__, plain)
-    if objects.is_allowed(kind):
         return Form("dataclass", kind.__module__, kind.__qualname__, plain)
     attributes = {**getattr(value, "__dict__", {}), **_slots(value)}
     if dataclasses.is_dataclass(value):
@@ -344,15 +342,8 @@ def put_back(value: Any, view: Any) -> None:
 
 
 def _check_class(kind: Any) -> None:
-    given: Any = kind
-    known = isinstance(kind, type) and (
-        issubclass(kind, (Enum, *_BASES))
-        or dataclasses.is_dataclass(kind)
-        or hasattr(kind, "_fields")
-        or composite.is_composite_class(kind)
-        or objects.has_attributes_only(given)
-    )
-    if not known:
+    has_form = isinstance(kind, type) and (issubclass(kind, _BASES) or _is_of_users(kind))
+    if not (has_form or composite.is_composite_class(kind)):
         raise InvalidInputError(
             f"types: {quoted(kind)} is no dataclass, Enum, named tuple, subclass of dict, list, str, int or float, "
             "tensor of other tensors (__tensor_flatten__), or class of objects that have only attributes"
@@ -377,10 +368,9 @@ def _is_plain(kind: Any) -> bool:
 
 
 def _is_of_users(kind: Any) -> bool:
-    is_known = (
-        issubclass(kind, Enum) or dataclasses.is_dataclass(kind) or isinstance(getattr(kind, "_fields", 0), tuple)
-    )
-    return is_known or objects.has_attributes_only(kind)
+    """Return whether a class is an Enum, a dataclass, a named tuple, or one of objects that have only attributes."""
+    is_named_tuple = isinstance(getattr(kind, "_fields", 0), tuple)
+    return _is_plain(kind) or is_named_tuple or objects.has_attributes_only(kind)
 
 
 def _make(kind: type, form: Form, path: Path, plain: Any) -> Any:
@@ -388,7 +378,7 @@ def _make(kind: type, form: Form, path: Path, plain: Any) -> Any:
         if composite.is_composite_class(kind):
             return composite.make(kind, plain)
         if form.kind == "dataclass":
-            return _make_dataclass(kind, plain) if dataclasses.is_dataclass(kind) else _make_object(kind, plain)
+            return _make_dataclass(kind, plain) if dataclasses.is_dataclass(kind) else objects.make(kind, plain)
         if form.kind == "namedtuple":
             if not (issubclass(kind, tuple) and hasattr(kind, "_fields")):
                 raise TypeError("it is not a named tuple")
@@ -416,12 +406,6 @@ def _make_dataclass(kind: Any, plain: dict[str, Any]) -> Any:
         else:
             raise TypeError(f"its field {name!r} has no default and is not stored")
     return value
-
-
-def _make_object(kind: Any, plain: dict[str, Any]) -> Any:
-    if not objects.has_attributes_only(kind):
-        raise TypeError("it is no dataclass, and its objects have more than attributes")
-    return objects.make(kind, plain)
 
 
 def _make_config(make: Make, name: str, path: Path, plain: Any) -> Any:

@@ -50,8 +50,14 @@ def has_attributes_only(kind: Any) -> bool:
     )
 
 
-def make(kind: type, plain: dict[str, Any]) -> Any:
-    """Return an object with these attributes, made without `__init__`, as pickle and copy make it."""
+def make(kind: Any, plain: dict[str, Any]) -> Any:
+    """Return an object with these attributes, made without `__init__`, as pickle and copy make it.
+
+    Raises:
+        TypeError: the attributes of such an object are not all of it.
+    """
+    if not has_attributes_only(kind):
+        raise TypeError("it is no dataclass, and its objects have more than attributes")
     value: Any = object.__new__(kind)
     vars(value).update(plain)
     return value

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...arrays import Column
-from ...state.values.arrays import is_whole
+from ...state.values.tensors import is_whole
 from . import kernels
 
 TensorKey = Any

@@ -19,7 +19,7 @@ import torch
 
 from ...arrays import Column
 from ...errors import InvalidInputError
-from ...state.values.arrays import is_whole
+from ...state.values.tensors import is_whole
 from ..batches import Chunks
 from . import kernels
 

@@ -20,7 +20,7 @@ from ...errors import FormatError, InvalidInputError, UnknownFormatError
 from ..values import configs
 from ..values.classes import SCALARS, Form, Make, Types, make_path
 from ..values.composite import CONTEXT, is_plain_form
-from ..values.containers import INT_MAX, INT_MIN, MAX_ALIKE, MAX_DEPTH, Path, crowded, shown, step
+from ..values.containers import INT_MAX, INT_MIN, MAX_ALIKE, MAX_DEPTH, Path, crowded, expect, shown, step
 from ..values.tensors import TORCH_DTYPES, Node, Slot, StoredPart, family, numpy_dtype
 from . import columns
 from .form import FACTORIES
@@ -226,12 +226,12 @@ class _TreeDecoder:
 
     def _items(self, nodes: list[Node], path: Path, depth: int) -> list[Any]:
         values = []
-        for i, node in enumerate(_expect(nodes, list)):
+        for i, node in enumerate(expect(nodes, list)):
             values.append(self.value(node, (*path, i), depth + 1))
         return values
 
     def _mapping(self, new: Any, keys: list[Node], nodes: list[Node], path: Path, depth: int) -> Any:
-        if len(_expect(keys, list)) != len(_expect(nodes, list)):
+        if len(expect(keys, list)) != len(expect(nodes, list)):
             raise ValueError(f"{len(keys)} keys, {len(nodes)} values")
         read = self._hashables(keys, path, depth)
         for key, node in zip(read, nodes, strict=True):
@@ -246,7 +246,7 @@ class _TreeDecoder:
         Too many of one hash, which take quadratic time to put into a container, are refused first.
         """
         plain = self
-        if not set(map(type, _expect(nodes, list))) <= {str, int}:
+        if not set(map(type, expect(nodes, list))) <= {str, int}:
             plain = _TreeDecoder([], 0, {}, decoded=self._decoded)
             plain._around = self._around
         values = [plain.value(node, path, depth + 1) for node in nodes]
@@ -263,7 +263,7 @@ class _TreeDecoder:
         return self._mapping(Counter(), keys, nodes, path, depth)
 
     def read_defaultdict(self, path: Path, depth: int, name: str | None, keys: list[Node], nodes: list[Node]) -> Any:
-        if name is not None and _expect(name, str) not in FACTORIES:
+        if name is not None and expect(name, str) not in FACTORIES:
             raise ValueError("the factory is unknown")
         return self._mapping(defaultdict(None if name is None else FACTORIES[name]), keys, nodes, path, depth)
 
@@ -281,7 +281,7 @@ class _TreeDecoder:
         for position, own in enumerate(self._parts):
             if own.of_rank and own.name == part.name:
                 nodes = _own_nodes(own.tree)
-                if not 0 <= _expect(index, int) < len(nodes):
+                if not 0 <= expect(index, int) < len(nodes):
                     raise ValueError(f"the rank has {len(nodes)} values of its own")
                 return _TreeDecoder(self._parts, position, {}, decoded=self._decoded).value(nodes[index], path, depth)
         self._decoded.elsewhere.append(path)
@@ -304,7 +304,7 @@ class _TreeDecoder:
         return tuple(self._items(nodes, path, depth))
 
     def read_deque(self, path: Path, depth: int, maxlen: int | None, nodes: list[Node]) -> Any:
-        if maxlen is not None and _expect(maxlen, int) < len(nodes):
+        if maxlen is not None and expect(maxlen, int) < len(nodes):
             raise ValueError("longer than its maxlen")
         return deque(self._items(nodes, path, depth), maxlen)
 
@@ -315,10 +315,10 @@ class _TreeDecoder:
         return frozenset(self._hashables(nodes, path, depth))
 
     def read_int(self, path: Path, depth: int, packed: bytes) -> Any:
-        return int.from_bytes(_expect(packed, bytes), "little", signed=True)
+        return int.from_bytes(expect(packed, bytes), "little", signed=True)
 
     def read_str(self, path: Path, depth: int, packed: bytes) -> Any:
-        return _expect(packed, bytes).decode("utf-8", "surrogatepass")
+        return expect(packed, bytes).decode("utf-8", "surrogatepass")
 
     def read_bytes(self, path: Path, depth: int, index: int) -> Any:
         return self._slot("bytes", index)
@@ -327,19 +327,19 @@ class _TreeDecoder:
         return bytearray(packed) if isinstance(packed, bytes) else self._slot("bytearray", packed)
 
     def read_complex(self, path: Path, depth: int, real: float, imag: float) -> Any:
-        return complex(_expect(real, float), _expect(imag, float))
+        return complex(expect(real, float), expect(imag, float))
 
     def read_np(self, path: Path, depth: int, name: str, packed: bytes) -> Any:
         dtype = numpy_dtype(name)
-        if dtype.kind in "SU" or len(_expect(packed, bytes)) != dtype.itemsize:
+        if dtype.kind in "SU" or len(expect(packed, bytes)) != dtype.itemsize:
             raise ValueError("not one value of that dtype")
         return np.frombuffer(packed, dtype)[0]
 
     def read_npstr(self, path: Path, depth: int, node: Node) -> Any:
-        return np.str_(_expect(self.value(node, path, depth + 1), str))
+        return np.str_(expect(self.value(node, path, depth + 1), str))
 
     def read_npbytes(self, path: Path, depth: int, packed: bytes) -> Any:
-        return np.bytes_(_expect(packed, bytes))
+        return np.bytes_(expect(packed, bytes))
 
     def read_npdtype(self, path: Path, depth: int, name: str) -> Any:
         return numpy_dtype(name)
@@ -347,7 +347,7 @@ class _TreeDecoder:
     def read_dtype(self, path: Path, depth: int, name: str) -> Any:
         import torch
 
-        dtype = vars(torch).get(_expect(name, str))  # not getattr, which may import a module of that name
+        dtype = vars(torch).get(expect(name, str))  # not getattr, which may import a module of that name
         if not isinstance(dtype, torch.dtype) or str(dtype) != f"torch.{name}":
             raise ValueError("this torch has no such dtype")
         return dtype
@@ -355,46 +355,46 @@ class _TreeDecoder:
     def read_size(self, path: Path, depth: int, sizes: list[int]) -> Any:
         import torch
 
-        if any(not INT_MIN <= _expect(size, int) <= INT_MAX for size in _expect(sizes, list)):
+        if any(not INT_MIN <= expect(size, int) <= INT_MAX for size in expect(sizes, list)):
             raise ValueError("a size has more than 64 bits")
         return torch.Size(sizes)
 
     def read_device(self, path: Path, depth: int, name: str) -> Any:
         import torch
 
-        if not _DEVICE.fullmatch(_expect(name, str)):
+        if not _DEVICE.fullmatch(expect(name, str)):
             raise ValueError("not a device")
         return torch.device(name)
 
     def read_path(self, path: Path, depth: int, kind: str, node: Node) -> Any:
-        return make_path(_expect(kind, str), _expect(self.value(node, path, depth + 1), str))
+        return make_path(expect(kind, str), expect(self.value(node, path, depth + 1), str))
 
     def read_date(self, path: Path, depth: int, text: str) -> Any:
-        return date.fromisoformat(_expect(text, str))
+        return date.fromisoformat(expect(text, str))
 
     def read_time(self, path: Path, depth: int, text: str, fold: int, zone: Node) -> Any:
-        return self._zoned(time.fromisoformat(_expect(text, str)), path, depth, fold, zone)
+        return self._zoned(time.fromisoformat(expect(text, str)), path, depth, fold, zone)
 
     def read_datetime(self, path: Path, depth: int, text: str, fold: int, zone: Node) -> Any:
-        return self._zoned(datetime.fromisoformat(_expect(text, str)), path, depth, fold, zone)
+        return self._zoned(datetime.fromisoformat(expect(text, str)), path, depth, fold, zone)
 
     def _zoned(self, value: Any, path: Path, depth: int, fold: int, node: Node) -> Any:
-        zone = None if node is None else _expect(self.value(node, path, depth + 1), timezone)
-        return value.replace(tzinfo=zone, fold=_expect(fold, int))
+        zone = None if node is None else expect(self.value(node, path, depth + 1), timezone)
+        return value.replace(tzinfo=zone, fold=expect(fold, int))
 
     def read_timedelta(self, path: Path, depth: int, days: int, seconds: int, microseconds: int) -> Any:
-        return timedelta(_expect(days, int), _expect(seconds, int), _expect(microseconds, int))
+        return timedelta(expect(days, int), expect(seconds, int), expect(microseconds, int))
 
     def read_timezone(self, path: Path, depth: int, offset: Node, *name: Node) -> Any:
-        names = [_expect(self.value(node, path, depth + 1), str) for node in name]
-        return timezone(_expect(self.value(offset, path, depth + 1), timedelta), *names)
+        names = [expect(self.value(node, path, depth + 1), str) for node in name]
+        return timezone(expect(self.value(offset, path, depth + 1), timedelta), *names)
 
     def read_enum(self, path: Path, depth: int, module: str, name: str, member: str | None, node: Node) -> Any:
         plain = self.value(node, path, depth + 1)
         if type(plain) not in SCALARS or type(member) not in (str, type(None)):
             raise ValueError("a member has no scalar as its plain form")
         self._note_class(module, name, path)
-        return self._decoded.types.member(_expect(module, str), _expect(name, str), member, plain, path)
+        return self._decoded.types.member(expect(module, str), expect(name, str), member, plain, path)
 
     def read_object(
         self, path: Path, depth: int, kind: str, module: str, name: str, node: Node, fields: Sequence[str] = ()
@@ -403,7 +403,7 @@ class _TreeDecoder:
             raise ValueError("the plain form of an object is an object")
         before = len(self._decoded.unknown)
         plain = self.value(node, path, depth)
-        form = Form(_expect(kind, str), _expect(module, str), _expect(name, str), plain, tuple(fields))
+        form = Form(expect(kind, str), expect(module, str), expect(name, str), plain, tuple(fields))
         form.check()
         make = self._decoded.types.maker(form, path)
         if kind == "dataclass" and is_plain_form(plain):
@@ -433,9 +433,9 @@ class _TreeDecoder:
     ) -> Any:
         if type(node) is not list or node[:1] not in (["dict"], ["odict"], ["columns"]):
             raise ValueError("the state of an optimizer is no dict")
-        read = [ParameterForm(_expect(dtype, str), tuple(_expect(shape, list))) for dtype, shape in forms]
-        sizes = [_expect(size, int) for form in read for size in form.shape]
-        if min([*sizes, *(_expect(number, int) for number in numbers)], default=0) < 0:
+        read = [ParameterForm(expect(dtype, str), tuple(expect(shape, list))) for dtype, shape in forms]
+        sizes = [expect(size, int) for form in read for size in form.shape]
+        if min([*sizes, *(expect(number, int) for number in numbers)], default=0) < 0:
             raise ValueError("a size or the number of a form is negative")
         if max(numbers, default=-1) >= len(read):
             raise ValueError(f"there are {len(read)} forms of parameters")
@@ -453,7 +453,7 @@ class _TreeDecoder:
         return self._slot("array", index)
 
     def read_part(self, path: Path, depth: int, name: str) -> Any:
-        if depth != 1 or (position := self._below.pop(_expect(name, str), None)) is None:
+        if depth != 1 or (position := self._below.pop(expect(name, str), None)) is None:
             if depth == 1 and self._partial and name:
                 return ABSENT
             raise ValueError("no such part here")
@@ -462,27 +462,21 @@ class _TreeDecoder:
 
     def _slot(self, tag: str, index: int, requires_grad: bool = False) -> Slot:
         specs = self._parts[self._position].specs if self._parts else ()
-        if not 0 <= _expect(index, int) < len(specs):
+        if not 0 <= expect(index, int) < len(specs):
             raise ValueError(f"there are {len(specs)} arrays")
         spec = specs[index]
         if family(spec.kind) != family(tag):
             raise ValueError(f"entry {index} is of kind {spec.kind}")
-        if _expect(requires_grad, bool) and not TORCH_DTYPES[spec.dtype][2]:
+        if expect(requires_grad, bool) and not TORCH_DTYPES[spec.dtype][2]:
             raise ValueError(f"{spec.dtype} cannot require grad")
         return Slot(self._position, index, tag, requires_grad)
-
-
-def _expect(value: Any, kind: type) -> Any:
-    if type(value) is not kind:
-        raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")
-    return value
 
 
 def _own_nodes(tree: Node) -> list[Node]:
     """Return the nodes of a rank's own values."""
     if type(tree) is not list or len(tree) != 2 or tree[0] != "own":
         raise ValueError("the tree of the rank's own values is another")
-    nodes: list[Node] = _expect(tree[1], list)
+    nodes: list[Node] = expect(tree[1], list)
     return nodes
 
 

@@ -33,8 +33,10 @@ from .tensors import (
     family,
     inverse,
     is_array,
+    is_whole,
     numpy_dtype,
     numpy_dtype_name,
+    reach_of,
 )
 from .torch_layouts import LAYOUTS
 from .wrapped import unwrapped
@@ -102,14 +104,6 @@ def _describe_tensor(form: type, value: torch.Tensor) -> tuple[str, str]:
     if problem:
         raise UnsupportedLeafError(f"{problem} has no stored form: {advice}")
     return kind, dtype
-
-
-def is_whole(value: torch.Tensor) -> bool:
-    """Return whether the storage of a tensor has all of its elements."""
-    count = value.numel()
-    if count and not value.is_contiguous():
-        count = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    return not count or (value.storage_offset() + count) * value.dtype.itemsize <= value.untyped_storage().nbytes()
 
 
 _DTENSOR = (
@@ -214,10 +208,8 @@ def extent_of(target: Any) -> tuple[str, int, int]:
     if isinstance(target, np.ndarray):
         start, end = np.lib.array_utils.byte_bounds(target) if target.size else (0, 0)
         return "cpu", int(start), int(end)
-    if not target.numel():
-        return str(target.device), 0, 0
-    reach = sum((size - 1) * stride for size, stride in zip(target.shape, target.stride(), strict=True)) + 1
-    return str(target.device), target.data_ptr(), target.data_ptr() + reach * target.dtype.itemsize
+    start = target.data_ptr() if target.numel() else 0
+    return str(target.device), start, start + reach_of(target.shape, target.stride()) * target.dtype.itemsize
 
 
 #: A problem of `mismatch`.

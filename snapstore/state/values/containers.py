@@ -36,6 +36,13 @@ def has(value: Any, *names: str) -> bool:
         return False
 
 
+def expect(value: Any, kind: type) -> Any:
+    """Return a value from a store, whose type must be exactly this one; raise TypeError if it is another."""
+    if type(value) is not kind:
+        raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")
+    return value
+
+
 def display(path: Iterable[str | int]) -> str:
     """Return a path joined with dots. It is ambiguous: with dots in keys, two paths may give one text."""
     return ".".join(map(str, path))

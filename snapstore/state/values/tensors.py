@@ -18,7 +18,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -26,6 +26,9 @@ import numpy as np
 from ...errors import FormatError
 from ...threads import imported
 from .containers import INT_MAX, Path, shown
+
+if TYPE_CHECKING:
+    import torch
 
 Node = Any  # None | bool | int | float | str | bytes | list[Any], as msgpack decodes it
 
@@ -208,6 +211,17 @@ class Slot:
     index: int
     tag: str
     requires_grad: bool = False
+
+
+def reach_of(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return how many elements of a memory there are from the first of a tensor to its last; 0 if it has none."""
+    return math.prod(shape) and 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+def is_whole(value: torch.Tensor) -> bool:
+    """Return whether the storage of a tensor has all of its elements."""
+    count = value.numel() if value.is_contiguous() else reach_of(value.shape, value.stride())
+    return not count or (value.storage_offset() + count) * value.dtype.itemsize <= value.untyped_storage().nbytes()
 
 
 def is_array(value: Any) -> bool:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...errors import UnsupportedLeafError
 from ...threads import imported
+from .containers import expect
+from .tensors import is_whole
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +69,7 @@ class SparseCoo(TorchLayout):
         import torch
 
         new = torch.sparse_coo_tensor(inner["indices"], inner["values"], shape, check_invariants=True)
-        return new._coalesced_(_expect(context["is_coalesced"], bool))  # whatever the order of the indices is
+        return new._coalesced_(expect(context["is_coalesced"], bool))  # whatever the order of the indices is
 
 
 class _Compressed(TorchLayout):
@@ -147,8 +149,7 @@ class Quantized(TorchLayout):
         """
         import torch
 
-        reach = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)) + 1
-        if value.numel() and (value.storage_offset() + reach) * value.itemsize > value.untyped_storage().nbytes():
+        if not is_whole(value):
             raise UnsupportedLeafError("tensor whose storage was freed, or cut short, has no stored form")
         dtype = getattr(torch, cls.integers[str(value.dtype).removeprefix("torch.")])
         empty = torch.empty(0, dtype=dtype, device=value.device)
@@ -161,10 +162,10 @@ class Quantized(TorchLayout):
         values, dtype, scheme = inner["values"], context["dtype"], context["scheme"]
         form = {"dtype": dtype, "device": values.device}
         if scheme == "per_tensor_affine":
-            scale, zero_point = _expect(context["scale"], float), _expect(context["zero_point"], int)
+            scale, zero_point = expect(context["scale"], float), expect(context["zero_point"], int)
             new = torch._empty_affine_quantized(shape, scale=scale, zero_point=zero_point, **form)
         else:
-            axis, scales, zero_points = _expect(context["axis"], int), inner["scales"], inner["zero_points"]
+            axis, scales, zero_points = expect(context["axis"], int), inner["scales"], inner["zero_points"]
             if not 0 <= axis < len(shape) or not (shape[axis],) == scales.shape == zero_points.shape:
                 raise ValueError("the scales and zero points do not fit the shape")
             new = torch._empty_per_channel_affine_quantized(
@@ -196,7 +197,7 @@ class Jagged(TorchLayout):
         values, offsets, lengths, ragged = inner["values"], inner["offsets"], inner.get("lengths"), context["ragged"]
         sizes = list(values.shape)
         is_list = offsets.ndim == 1 and len(offsets) > 0 and offsets.dtype in (torch.int64, torch.int32)
-        if not is_list or not 1 <= _expect(ragged, int) <= len(sizes):
+        if not is_list or not 1 <= expect(ragged, int) <= len(sizes):
             raise ValueError("the offsets do not fit the values")
         ends = offsets[1:] if lengths is None else offsets[:-1] + lengths
         rows = torch.stack([offsets[:-1], ends])  # of another shape than the offsets: torch raises
@@ -269,11 +270,11 @@ def make(kind: type[TorchLayout], inner: Tensors, context: LayoutContext, shape:
     """
     import torch
 
-    new = kind.make(inner, _expect(context, dict), shape)
+    new = kind.make(inner, expect(context, dict), shape)
     if new.dtype is not context["dtype"]:
         raise TypeError(f"its values have the dtype {new.dtype}, stored is {context['dtype']}")
-    grad = _expect(context["requires_grad"], bool)
-    return torch.nn.Parameter(new, grad) if _expect(context["parameter"], bool) else new.requires_grad_(grad)
+    grad = expect(context["requires_grad"], bool)
+    return torch.nn.Parameter(new, grad) if expect(context["parameter"], bool) else new.requires_grad_(grad)
 
 
 def misfit(stored: LayoutContext, present: Any, *, in_place: bool) -> str | None:
@@ -294,9 +295,3 @@ def assign(target: Any, new: Any) -> None:
     kind: Any = layout_of(target)
     with torch.no_grad():
         kind.assign(target, new)
-
-
-def _expect(value: Any, kind: type) -> Any:
-    if type(value) is not kind:
-        raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")
-    return value

@@ -27,7 +27,7 @@ from ..values import composite
 from ..values.arrays import Array, address_of, describe
 from ..values.containers import Path, at_once
 from ..values.held_array import Held
-from ..values.tensors import Node, TensorSpec, dim_order_of
+from ..values.tensors import Node, TensorSpec, dim_order_of, reach_of
 from .known_tensors import BLOCK_ARRAYS, Block, addresses_of, storages_of
 from .learner import MAPPINGS, Container, DifferentStructureError, Learner, bytes_of, is_own_key
 from .per_rank import is_per_rank
@@ -136,7 +136,8 @@ class Structure:
             raise DifferentStructureError  # it has changed since
         self._devices = [tensor.device for tensor in tensors]
         in_one_piece = list(map(_is_in_one_piece, shapes, strides))  # as noted: a tensor may have changed since
-        self._extents = np.array(list(map(_extent, shapes, strides, dtypes)), np.int64)
+        extents = [reach_of(*form) * dtype.itemsize for *form, dtype in zip(shapes, strides, dtypes, strict=True)]
+        self._extents = np.array(extents, np.int64)
         chosen = list(first.values())
         self.devices = [self._devices[k] for k in chosen]
         self.nbytes = np.array([prod(shapes[k]) * dtypes[k].itemsize for k in chosen], np.int64)
@@ -377,12 +378,6 @@ def _is_in_one_piece(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Return whether elements lie in their order, without gaps."""
     contiguous = accumulate(shape[::-1], mul, initial=1)
     return all(size == 1 or old == new for size, old, new in zip(shape[::-1], strides[::-1], contiguous, strict=False))
-
-
-def _extent(shape: Sequence[int], strides: Sequence[int], dtype: Any) -> int:
-    """Return how many bytes there are from the first element of a tensor to the end of its last."""
-    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    return int((1 + last) * dtype.itemsize)
 
 
 def _first_places(keys: Sequence[int]) -> list[int]:

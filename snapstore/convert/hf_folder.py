@@ -127,15 +127,10 @@ def _weights(folder: Path) -> _Weights:
     for model in (MODEL, DIFFUSION):
         if (folder / index_of(model)).exists() and not (folder / one_file(model)).exists():  # as transformers prefers
             return _indexed(folder, index_of(model))
-    if names := _safetensors(folder):
-        paths = [file_inside(folder, name, folder) for name in names]
-        tensors = _merged(paths)
-        metadata, left_out = _metadata(paths)
-        return _Weights(tensors, paths, metadata, {}, left_out)
-    if (folder / TORCH_INDEX).exists() and not (folder / TORCH_WEIGHTS).exists():
+    names = _safetensors(folder)
+    if not names and (folder / TORCH_INDEX).exists() and not (folder / TORCH_WEIGHTS).exists():
         return _indexed(folder, TORCH_INDEX)
-    path = file_inside(folder, TORCH_WEIGHTS, folder)
-    return _Weights(dict(_of_file(path)), [path], {}, {}, [])
+    return _of_files([file_inside(folder, name, folder) for name in names or [TORCH_WEIGHTS]])
 
 
 def _indexed(folder: Path, index: str) -> _Weights:
@@ -150,17 +145,15 @@ def _indexed(folder: Path, index: str) -> _Weights:
     if not isinstance(weight_map, dict) or not weight_map:
         raise InvalidInputError(f"{where}: expected an object 'weight_map' of names and files; download it again")
     names = sorted(set(map(str, weight_map.values())))
-    paths = [file_inside(folder, name, where) for name in names]
-    found = _merged(paths)
-    if missing := [name for name in weight_map if name not in found]:
+    found = _of_files([file_inside(folder, name, where) for name in names])
+    if missing := [name for name in weight_map if name not in found.tensors]:
         raise InvalidInputError(
             f"{where}: names {some(missing, 3)}, but {weight_map[missing[0]]!r} does not hold it; a shard is not of "
             "this model, or was cut off: download it again"
         )
-    metadata, left_out = _metadata(paths)
     kept, all_keys = index_metadata(about), about if isinstance(about, dict) else {}
-    left_out += [f"{index} (metadata {key!r})" for key in all_keys if key not in kept and key != TOTAL_SIZE]
-    return _Weights(found, paths, metadata, kept, left_out)
+    left_out = [f"{index} (metadata {key!r})" for key in all_keys if key not in kept and key != TOTAL_SIZE]
+    return found._replace(index_metadata=kept, left_out=[*found.left_out, *left_out])
 
 
 def index_metadata(about: Any) -> dict[str, Any]:
@@ -174,16 +167,25 @@ def index_metadata(about: Any) -> dict[str, Any]:
     }
 
 
-def _merged(paths: list[Path]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _of_files(paths: list[Path]) -> _Weights:
+    """Return the weights in files; each key of the metadata is of the first file that has it.
+
+    Raises:
+        InvalidInputError: two files have a tensor of one name.
+    """
+    found = _Weights({}, paths, {}, {}, [])
     homes: dict[str, Path] = {}
     for path in paths:
         for name, tensor in _of_file(path):
-            if name in found:
+            if name in found.tensors:
                 raise InvalidInputError(
                     f"{path}: holds {name!r}, as {homes[name]} does; remove the file that does not belong to this model"
                 )
-            found[name], homes[name] = tensor, path
+            found.tensors[name], homes[name] = tensor, path
+        about = safetensors_file.read(path)[1] if path.suffix == files.SAFETENSORS else {}
+        for key, text in about.items():
+            if text != found.metadata.setdefault(key, text):
+                found.left_out.append(f"{path.name} (metadata {key!r})")
     return found
 
 
@@ -196,15 +198,3 @@ def _of_file(path: Path) -> Iterator[tuple[str, Any]]:
     if not isinstance(state, dict):
         raise InvalidInputError(f"{path}: expected a dict of tensors, got {type(state).__name__}")
     yield from state.items()
-
-
-def _metadata(paths: list[Path]) -> tuple[dict[str, str], list[str]]:
-    """Return (the metadata of files of weights, each key of the first that has it; what others have in its place)."""
-    found: dict[str, str] = {}
-    left_out: list[str] = []
-    for path in paths:
-        about = safetensors_file.read(path)[1] if path.suffix == files.SAFETENSORS else {}
-        left_out += [
-            f"{path.name} (metadata {key!r})" for key in about if about[key] != found.setdefault(key, about[key])
-        ]
-    return found, left_out

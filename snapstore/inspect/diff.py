@@ -88,7 +88,9 @@ def diff(context: Context, a: Snapshot, b: Snapshot) -> DiffResult:
 def _diff(context: Context, a: Snapshot, b: Snapshot) -> DiffResult:
     manifests_a, before = read_tensors(context, a)
     manifests_b, after = read_tensors(context, b)
-    changed = {key: (before[key], after[key]) for key in before if key in after and _is_read(before[key], after[key])}
+    both = {key: (before[key], after[key]) for key in before if key in after}
+    unlike = {key: unlike_form(a.spec, b.spec) for key, (a, b) in both.items()}
+    changed = {key: (a, b) for key, (a, b) in both.items() if not unlike[key] and a.fingerprint != b.fingerprint}
     pieces_read = [piece for pair in changed.values() for stored in pair for piece in stored.pieces]
     require_decoding(context.store, pieces_read, f"comparing {a.ref} and {b.ref}:")
     read = (pieces_of(context, [pair[i] for pair in changed.values()]) for i in (0, 1))
@@ -103,21 +105,16 @@ def _diff(context: Context, a: Snapshot, b: Snapshot) -> DiffResult:
         elif key in changed:
             tensors.append(_compare(path, before[key].spec, next(pieces)))
         else:
-            tensors.append(_unread(path, before[key].spec, after[key].spec))
+            tensors.append(TensorDiff(path, "changed" if unlike[key] else "same", note=unlike[key]))
     plain = _plain_changes(_tree(context, a, manifests_a), _tree(context, b, manifests_b))
     return DiffResult(a, b, tensors, plain)
 
 
-def _is_read(a: StoredTensor, b: StoredTensor) -> bool:
-    """Return whether two tensors can be compared and differ."""
-    return (a.spec.dtype, a.spec.shape) == (b.spec.dtype, b.spec.shape) and a.fingerprint != b.fingerprint
-
-
-def _unread(path: str, a: TensorSpec, b: TensorSpec) -> TensorDiff:
-    """Return the difference of two tensors that are equal, or cannot be compared."""
+def unlike_form(a: TensorSpec, b: TensorSpec) -> str:
+    """Return the dtypes and shapes of two tensors that cannot be compared; "" if they can."""
     if (a.dtype, a.shape) == (b.dtype, b.shape):
-        return TensorDiff(path, "same")
-    return TensorDiff(path, "changed", note=f"{a.dtype} {list(a.shape)} -> {b.dtype} {list(b.shape)}")
+        return ""
+    return f"{a.dtype} {list(a.shape)} -> {b.dtype} {list(b.shape)}"
 
 
 def _compare(path: str, spec: TensorSpec, pieces: tuple[Iterator[Bytes], Iterator[Bytes]]) -> TensorDiff:
@@ -167,9 +164,6 @@ def _pieces(stored: StoredTensor, read: Iterator[Bytes]) -> Iterator[Bytes]:
         yield left
 
 
-_PackedTree = dict[tuple[Chained, int], tuple[bytes, str]]
-
-
 def _tree(context: Context, snapshot: Snapshot, manifests: Sequence[Manifest]) -> Any:
     with naming(snapshot):
         return decode_tree(context, manifests, snapshot.ref)
@@ -188,7 +182,7 @@ def _plain_changes(tree_a: Any, tree_b: Any) -> list[tuple[str, str, str]]:
     ]
 
 
-def _packed(tree: Any) -> _PackedTree:
+def _packed(tree: Any) -> dict[tuple[Chained, int], tuple[bytes, str]]:
     """Return (packed, shown) of every plain value by its numbered path."""
     shared = ((path, value) for path, value in plain_values(tree) if value is not ELSEWHERE)
     return {p: (msgspec.msgpack.encode(encode_plain(value)), show_value(value)) for p, value in _numbered(shared)}

@@ -29,7 +29,7 @@ from ..state.values.arrays import from_bytes
 from ..state.values.containers import display
 from ..state.values.tensors import TensorSpec
 from ..text import quoted, some
-from .diff import pieces_of
+from .diff import pieces_of, unlike_form
 from .stored_tensors import StoredTensor, boxes_of, chunks_of, naming, read_tensors
 
 #: An error names at most so many steps.
@@ -135,8 +135,7 @@ def _compare(context: Context, steps: list[int], a: Snapshot, b: Snapshot) -> Di
         if key not in before or key not in after:
             return replace(same, path=path, note=f"only in {(a if key in before else b).ref}")
         one, other = before[key].spec, after[key].spec
-        if (one.dtype, one.shape) != (other.dtype, other.shape):
-            note = f"{one.dtype} {list(one.shape)} -> {other.dtype} {list(other.shape)}"
+        if note := unlike_form(one, other):
             return replace(same, path=path, note=note)
         if before[key].fingerprint != after[key].fingerprint:
             place = _first_byte(context, before[key], after[key])
@@ -171,8 +170,7 @@ def _first_byte(context: Context, a: StoredTensor, b: StoredTensor) -> tuple[int
     for one, other in zip(*pieces, strict=True):
         different = np.flatnonzero(one != other)
         if different.size:
-            at = (start + int(different[0])) // itemsize * itemsize - start
-            at = max(at, 0)
+            at = max((start + int(different[0])) // itemsize * itemsize - start, 0)
             return start + at, one[at : at + itemsize], other[at : at + itemsize]
         start += len(one)
     return None

@@ -75,14 +75,12 @@ class Run:
         check_choice("dtype", self.dtype, ("float32", "bfloat16"))
         check_choice("optimizer", self.optimizer, tuple(MOMENTS))
         check_choice("codec", self.codec, ("portable", "auto", "raw"))
-        for name in ("parameters", "ranks", "step_s"):
+        least = dict.fromkeys(("parameters", "ranks", "step_s"), LEAST)
+        least |= dict.fromkeys(("interval_steps", "failure_s", "restart_s", "keep"), 0)
+        for name, lowest in least.items():
             value = getattr(self, name)
-            if not LEAST <= value <= MOST:
-                raise InvalidInputError(f"{name} {quoted(value)}: expected a number from {LEAST} to {MOST}")
-        for name in ("interval_steps", "failure_s", "restart_s", "keep"):
-            value = getattr(self, name)
-            if not 0 <= value <= MOST:
-                raise InvalidInputError(f"{name} {quoted(value)}: expected a number from 0 to {MOST}")
+            if not lowest <= value <= MOST:
+                raise InvalidInputError(f"{name} {quoted(value)}: expected a number from {lowest} to {MOST}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

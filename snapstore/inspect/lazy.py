@@ -11,6 +11,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from operator import index as as_int
 from types import EllipsisType
 from typing import Any, NoReturn, TypeVar
@@ -20,7 +21,7 @@ import numpy as np
 
 from ..arrays import Bytes
 from ..chunks import limits
-from ..chunks.reader import ChunkReader, Wanted
+from ..chunks.reader import ChunkReader
 from ..context import Context
 from ..errors import FormatError, IntegrityError, InvalidInputError, out_of_memory
 from ..format.manifests import boxes
@@ -117,12 +118,8 @@ class _ReopeningReader:
         context = self._context
         require_decoding_of(context, {Want(0, 0): overlaps}, f"{self.ref}: reading")
         reads = Reads(lambda memory, nbytes: context.engines.of(memory).empty(nbytes))
-
-        def wanted() -> Iterator[Wanted]:
-            for overlap in overlaps:
-                yield from reads.of(overlap, home)
-
-        for count in ChunkReader(context).rebuild(wanted()):
+        wanted = chain.from_iterable(reads.of(overlap, home) for overlap in overlaps)
+        for count in ChunkReader(context).rebuild(wanted):
             reads.arrived(count)
         reads.arrived(0)
 

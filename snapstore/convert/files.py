@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
@@ -36,7 +36,7 @@ from ..state.values.tensors import is_array
 from . import safetensors_file
 from .checkpoint import damaged, first_line, noted
 from .safetensors_file import name_in_utf8
-from .torch_checks import NOT_TORCH, entries, require_bounded, require_tree
+from .torch_checks import NOT_TORCH, ZipEntry, entries, require_bounded, require_tree
 
 SAFETENSORS = ".safetensors"
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", SAFETENSORS)
@@ -219,12 +219,7 @@ def write_torch(path: Path, reader: TensorReader, *, force: bool) -> Exported:
         ) from error
 
     changed = [*(Changed(path, was, "its plain form") for path, was in reader.plain_forms), *changed]
-
-    def fill(temp: Path) -> None:
-        _write_torch(temp, plain)
-        _fill_torch(temp, plain, reader, tensors)
-
-    publish(path, fill, force=force)
+    publish(path, lambda temp: _write_torch(temp, plain, reader, tensors), force=force)
     count = sum(is_array(leaf) for _, leaf in leaves(state, ()))
     return Exported(reader.snapshot, [path.name], count, path.stat().st_size, reader.of_ranks, changed=changed)
 
@@ -249,14 +244,6 @@ def safetensors_metadata(snapshot: Snapshot) -> dict[str, str]:
     return {name: value for name, value in about if isinstance(name, str) and isinstance(value, str)}
 
 
-def _write_torch(temp: Path, state: Any) -> None:
-    """Write a file of torch with room for the bytes of its tensors."""
-    import torch
-
-    with temp.open("r+b") as file, torch.serialization.skip_data():
-        save_torch(state, file)
-
-
 def save_torch(value: Any, file: BinaryIO) -> None:
     """Write a value into an open file, as torch does.
 
@@ -271,15 +258,21 @@ def save_torch(value: Any, file: BinaryIO) -> None:
         raise OSError(error.__context__ or "".join(str(error).splitlines()[:1])) from error
 
 
-def _fill_torch(temp: Path, state: Any, reader: TensorReader, tensors: Sequence[Any]) -> None:
-    """Write the bytes of the tensors into their room: torch numbers the storages in the order in which it meets them.
+def _write_torch(temp: Path, state: Any, reader: TensorReader, tensors: Sequence[Any]) -> None:
+    """Write a file of torch with room for the bytes of its tensors, then the bytes.
+
+    torch numbers the storages in the order in which it meets them.
 
     Args:
         tensors: the arrays of the state in the order of the reader; those without values are read.
     """
+    import torch
+
     numbers: dict[int, int] = {}
     unread = {_memory_of(tensor) for tensor in tensors if not isinstance(tensor, np.ndarray)}
     with temp.open("r+b") as file:
+        with torch.serialization.skip_data():
+            save_torch(state, file)
         places = _records(file)
         for tensor in _arrays_of(state):
             number = numbers.setdefault(_memory_of(tensor), len(numbers))
@@ -306,15 +299,8 @@ def _memory_of(tensor: Any) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-class _TensorRecord(NamedTuple):
-    """The room of a tensor's bytes in a file of torch, and where the archive's directory has their CRC-32."""
-
-    start: int
-    size: int
-    directory: int
-
-
-def _put(file: BinaryIO, record: _TensorRecord, data: Bytes) -> None:
+def _put(file: BinaryIO, record: ZipEntry, data: Bytes) -> None:
+    """Write the bytes of a tensor into their room in a file of torch, and their CRC-32 into the archive's directory."""
     if len(data) != record.size:
         raise OSError(f"torch has allocated {record.size} bytes for a tensor, expected {len(data)}; update torch")
     file.seek(record.start)
@@ -323,17 +309,17 @@ def _put(file: BinaryIO, record: _TensorRecord, data: Bytes) -> None:
     if file.read(4) == b"PK\x07\x08":  # the data descriptor
         file.seek(-4, os.SEEK_CUR)
         file.write(b"PK\x07\x08" + checksum)
-    file.seek(record.directory + 16)
+    file.seek(record.place + 16)
     file.write(checksum)
 
 
-def _records(file: BinaryIO) -> dict[int, _TensorRecord]:
-    """Return the records of a file of torch that have the bytes of a storage, by the storage's number."""
+def _records(file: BinaryIO) -> dict[int, ZipEntry]:
+    """Return the entries of a file of torch that have the bytes of a storage, by the storage's number."""
     found = {}
     for entry in entries(file):
         folder, _, name = entry.name.rpartition(b"/")
         if folder.endswith(b"/data") and name.isdigit():
-            found[int(name)] = _TensorRecord(entry.start, entry.size, entry.place)
+            found[int(name)] = entry
     return found
 
 

@@ -1533,7 +1533,7 @@ def test_an_interrupted_restore_leaves_no_file(series, number):
     program = (
         "import signal, time\nfrom snapstore.cli import main\nfrom snapstore.convert import files\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background job ignores it
-        "def slow(temp, state):\n    temp.write_bytes(b'half')\n    print('now', flush=True)\n    time.sleep(60)\n"
+        "def slow(temp, *_):\n    temp.write_bytes(b'half')\n    print('now', flush=True)\n    time.sleep(60)\n"
         "files._write_torch = slow\nmain()"
     )
     out = series.folder / "out" / "o.pt"

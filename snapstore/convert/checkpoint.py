@@ -23,10 +23,6 @@ from ..text import some
 SAMPLES, SAMPLE_BYTES = 64, 4096
 
 
-def _keep(value: Any) -> None:
-    """Do nothing: Python frees the value."""
-
-
 @dataclass(slots=True)
 class Checkpoint:
     """A checkpoint that was opened.
@@ -47,7 +43,7 @@ class Checkpoint:
     about: dict[str, Any] = field(default_factory=dict)
     imported: dict[str, Any] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
-    let_go: Callable[[Any], None] = _keep
+    let_go: Callable[[Any], None] = lambda value: None
 
 
 def file_inside(folder: Path, name: Any, named_by: Path) -> Path:

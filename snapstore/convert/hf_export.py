@@ -123,14 +123,7 @@ def _of_folder(folder: Path) -> Beside:
     return {name: file_inside(folder, name, folder) for name in names}
 
 
-def plan(
-    path: Path,
-    reader: TensorReader,
-    beside: Beside,
-    max_shard_bytes: int,
-    *,
-    tensors_only: bool,
-) -> HfPlan:
+def plan(path: Path, reader: TensorReader, beside: Beside, max_shard_bytes: int, *, tensors_only: bool) -> HfPlan:
     """Return which tensor goes into which file; the weights of an adapter of PEFT go into one.
 
     Raises:

@@ -122,11 +122,10 @@ def _checked(keys: str | Sequence[str] | None) -> list[str] | None:
     Raises:
         InvalidInputError: They are not a list of str, or the list is empty.
     """
-    listed = isinstance(keys, Sequence) and all(isinstance(key, str) for key in keys)
-    if keys is not None and not listed:  # a str is a sequence of str too
-        raise InvalidInputError(f"keys {quoted(keys)}: expected a pattern or a list of patterns")
     if keys is None:
         return None
+    if not isinstance(keys, Sequence) or not all(isinstance(key, str) for key in keys):  # a str is such a sequence too
+        raise InvalidInputError(f"keys {quoted(keys)}: expected a pattern or a list of patterns")
     if not keys and not isinstance(keys, str):
         raise InvalidInputError("keys: no pattern given; leave keys out to restore everything")
     return [keys] if isinstance(keys, str) else list(keys)

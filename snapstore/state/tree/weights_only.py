@@ -103,7 +103,7 @@ class _Converter:
         kind = type(value)
         if kind in self._allowed or layout_of(value) is not None:
             return value
-        if core_of(value) is not None or is_allowed(kind):
+        if core_of(value) is not None or is_allowed(kind) or is_namespace(value):
             return self._change(path, value, self._mapping(view_of(value), path))
         if is_config(value):
             return self._change(path, value, self.value(plain_of(value), path))
@@ -113,8 +113,6 @@ class _Converter:
             return self._set(value, path)
         if isinstance(value, np.ndarray):
             return self._array(value, path)
-        if is_namespace(value):
-            return self._change(path, value, self._mapping(vars(value), path))
         if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview)):
             form = tuple if isinstance(value, tuple) else list
             new = form(self.value(child, (*path, i)) for i, child in enumerate(value))

@@ -21,7 +21,7 @@ from ...errors import InvalidInputError, UnsupportedLeafError
 from ...threads import imported
 from . import torch_layouts
 from .containers import CONTAINERS, MAX_DEPTH, Path, children, shown
-from .sharded import dtensor_like, sharding_of
+from .sharded import dtensor_like, is_dtensor, sharding_of
 from .tensors import DimOrder, dim_order_of, is_dim_order, strides_of
 from .torch_layouts import is_layout, layout_of
 from .wrapped import unwrapped
@@ -49,12 +49,8 @@ def kind_of(value: Any) -> Any:
 
 def core_of(value: Any) -> Any:
     """Return a composite tensor, or the one that is the local tensor of a DTensor; None: the value has none."""
-    if is_composite(value):
-        return value
-    module = imported("torch.distributed.tensor")
-    if module is None or not isinstance(value, module.DTensor) or not is_composite(value._local_tensor):
-        return None
-    return value._local_tensor
+    core = value._local_tensor if is_dtensor(value) else value
+    return core if is_composite(core) else None
 
 
 def like(value: Any, plain: Plain) -> Any:

@@ -52,7 +52,7 @@ def form_of(value: Any) -> tuple[str, str, Any] | None:
     if not is_config(config):
         return None
     keys, root = _place_of(config)
-    if keys and not is_nested and any(map(_is_interpolation, _nodes_in(config))):
+    if keys and not is_nested and any(node._is_interpolation() for node in _nodes_in(config)):
         return "dataclass", PART, {"config": root, "keys": keys}
     flags = dict(config._metadata.flags)
     if keys and not is_nested:
@@ -152,10 +152,6 @@ def _nodes_in(config: Any) -> Iterator[Any]:
     yield config
     for _, child in _children(config):
         yield from _nodes_in(child)
-
-
-def _is_interpolation(node: Any) -> bool:
-    return bool(node._is_interpolation())
 
 
 def _class_of(config: Any) -> Any:

@@ -89,7 +89,7 @@ def sharding_of(value: Any) -> Sharding | None:
     """
     if type(value).__module__ in _PLAIN_MODULES:
         return None
-    if _is_dtensor(value):
+    if is_dtensor(value):
         return _of_dtensor(value)
     if _is_megatron(value):
         return _of_megatron(value)
@@ -131,7 +131,8 @@ def dtensor_like(value: Any, local: torch.Tensor) -> Any:
     )
 
 
-def _is_dtensor(value: Any) -> bool:
+def is_dtensor(value: Any) -> bool:
+    """Return whether a value is a DTensor."""
     module = imported("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, takewhile
-from types import MappingProxyType
 from typing import Any
 
 from ...text import counted
@@ -235,7 +234,7 @@ def sequence_name(value: Any) -> str:
     return f"{name}(maxlen={value.maxlen})" if isinstance(value, deque) else name
 
 
-def stored_name(stored: Any, composites: Mapping[int, Any] = MappingProxyType({})) -> str:
+def stored_name(stored: Any, composites: Mapping[int, Any]) -> str:
     """Return the type of a decoded value for a message.
 
     Args:

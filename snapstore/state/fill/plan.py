@@ -133,6 +133,10 @@ class RestorePlan:
         else:
             self._differences.add(path, text)
 
+    def _differ_in_type(self, path: Path, stored: Any, target: Any) -> None:
+        got = stored_name(stored, self._decoded.composites)
+        self._differ(path, f"type: expected {type(target).__name__} as in the target, got {got}")
+
     def _plan_root(self) -> None:
         if self.left_out is not None:
             self.left_out.clear()
@@ -205,11 +209,9 @@ class RestorePlan:
 
     def _plan_plain(self, stored: Any, target: Any, path: Path) -> Replace | None:
         if type(target) in CONTAINERS or is_array(target):
-            self._differ(
-                path, f"type: expected {type(target).__name__} as in the target, got {stored_name(stored, {})}"
-            )
+            self._differ_in_type(path, stored, target)
             return None
-        return None if same_plain(stored, target) else lambda: self.buffers.build(stored)
+        return None if same_plain(stored, target) else self._builder(stored)
 
     def _plan_view(self, stored: Any, target: Any, view: Any, path: Path) -> Replace | None:
         """Plan a dataclass, namespace, named tuple, or subclass of dict or list by its members; it stays the object."""
@@ -247,7 +249,7 @@ class RestorePlan:
         if type(target) is not type(stored) or getattr(target, "maxlen", 0) != getattr(stored, "maxlen", 0):
             self._differ(path, f"type: expected {sequence_name(target)} as in the target, got {sequence_name(stored)}")
         elif type(target) is tuple:
-            return None if same_plain(stored, target) else lambda: self.buffers.build(stored)
+            return None if same_plain(stored, target) else self._builder(stored)
         else:
             self._note_place(stored, target, path)
             self._updates.append(lambda: _refill(target, self.buffers.build(stored)))
@@ -256,8 +258,7 @@ class RestorePlan:
     def _plan_container(self, stored: Any, target: Any, path: Path) -> Replace | None:
         alike = is_mapping(target) if is_mapping(stored) else type(target) is type(stored)
         if not alike:
-            got = stored_name(stored, self._decoded.composites)
-            self._differ(path, f"type: expected {type(target).__name__} as in the target, got {got}")
+            self._differ_in_type(path, stored, target)
             return None
         if type(target) is not tuple:
             self._note_place(stored, target, path)
@@ -367,13 +368,13 @@ class RestorePlan:
         """Plan an object's state that is selected in part: the rest stays as the object has it."""
         extent = self._selection.extent(stored, path)
         if extent != "some":
-            return (lambda: present) if extent == "none" else (lambda: self.buffers.build(stored))
+            return _constant(present) if extent == "none" else self._builder(stored)
         sequences = not is_mapping(stored) and type(present) is type(stored) and len(present) == len(stored)
         if not (is_mapping(stored) and is_mapping(present)) and not sequences:
             self._differ(
                 path, "`keys` selects some of it, but the target has a different structure here; select all of it"
             )
-            return lambda: present
+            return _constant(present)
         items: dict[Any, Replace] = {key: _constant(child) for _, key, child in children(present)}
         for element, key, child in children(stored):
             below = (*path, element)

@@ -74,34 +74,13 @@ def read(
         NotFoundError: the reference names nothing.
         See `restore` for the other errors. Each of them says so if `into` may be partly filled.
     """
+
+    def restored(snapshot: Snapshot) -> tuple[Snapshot, Any]:
+        with out_of_memory(f"restore {snapshot.ref}", "free memory, restore parts of it with keys, or onto a device"):
+            return snapshot, restore(context, snapshot, target, keys=keys, device=device, types=types, as_rank=as_rank)
+
     with _FilledState(into) as target:
-        return _read(context, ref, target, keys=keys, device=device, types=types, as_rank=as_rank)
-
-
-def _read(
-    context: Context,
-    ref: str | Snapshot,
-    target: _FilledState,
-    *,
-    keys: str | Sequence[str] | Fit | None,
-    device: Any,
-    types: Sequence[type],
-    as_rank: AsRank,
-) -> tuple[Snapshot, Any]:
-    snapshot = ref if isinstance(ref, Snapshot) else context.index.refresh().resolve(ref)
-    while True:
-        try:
-            with out_of_memory(
-                f"restore {snapshot.ref}", "free memory, restore parts of it with keys, or onto a device"
-            ):
-                options = {"keys": keys, "device": device, "types": types, "as_rank": as_rank}
-                return snapshot, restore(context, snapshot, target, **options)
-        except (IntegrityError, FormatError) as error:
-            ruling = ruling_now(context, snapshot, error)
-            # If it was deleted, the reference means another snapshot now.
-            if ruling.state == SWEPT:
-                ruling = context.index.refresh().resolve(f"id:{ref.id}" if isinstance(ref, Snapshot) else ref)
-            snapshot = ruling
+        return opened(context, ref, restored)
 
 
 def ruling_now(context: Context, snapshot: Snapshot, error: SnapstoreError) -> Snapshot:
@@ -148,15 +127,20 @@ def deleted_meanwhile(snapshot: Snapshot) -> NotFoundError:
     return NotFoundError(f"{snapshot.ref} (id:{snapshot.id[:12]}): was forgotten and deleted by a gc while it was read")
 
 
-def opened(context: Context, ref: str, open_it: Callable[[Snapshot], T]) -> T:
-    """Return the result of `open_it` for the snapshot of a reference; call it again if that is rewritten meanwhile."""
-    snapshot = context.index.refresh().resolve(ref)
+def opened(context: Context, ref: str | Snapshot, open_it: Callable[[Snapshot], T]) -> T:
+    """Return the result of `open_it` for the snapshot that `ref` names or is.
+
+    It is called again if the snapshot was rewritten meanwhile. If it was deleted, the reference means another one now.
+    """
+    snapshot = ref if isinstance(ref, Snapshot) else context.index.refresh().resolve(ref)
     while True:
         try:
             return open_it(snapshot)
         except (IntegrityError, FormatError) as error:
             ruling = ruling_now(context, snapshot, error)
-            snapshot = ruling if ruling.state != SWEPT else context.index.refresh().resolve(ref)
+            if ruling.state == SWEPT:
+                ruling = context.index.refresh().resolve(f"id:{ref.id}" if isinstance(ref, Snapshot) else ref)
+            snapshot = ruling
 
 
 def read_into(

@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from ..distributed.base import named
 from ..distributed.messages import Begin, Report
 from ..errors import InvalidInputError, RanksError
-from ..format.records import ManifestRef
 from ..save.ranks.agreement import Unlike, not_held, unlike_replicas
 from ..save.ranks.merged_trees import PartTree, decode_trees, merge_trees, orders_of
 from ..text import some
@@ -241,7 +240,6 @@ class Collected:
 
     Attributes:
         reports: by rank.
-        children: the child manifests of all ranks.
         parts: the merged trees of all ranks.
         orders: see `orders_of`.
         unlike_buffers: the groups of ranks whose buffers differ.
@@ -253,9 +251,6 @@ class Collected:
 
     def __init__(self, told: Mapping[int, Told]) -> None:
         self.reports = {rank: one.report for rank, one in told.items()}
-        self.children: list[ManifestRef] = [
-            ref.whole(rank) for rank, report in self.reports.items() for ref in report.manifests or ()
-        ]
         alike: dict[bytes, list[int]] = {}
         for rank, report in self.reports.items():
             alike.setdefault(report.trees, []).append(rank)

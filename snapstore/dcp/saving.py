@@ -27,7 +27,7 @@ from ..save.near_children import NearChildren
 from ..save.pipeline import commit
 from ..save.ranks.holders import Holders, require_kept
 from ..save.ranks.merged_trees import digests_by_path, encode_trees, held_bytes, trees_of
-from ..save.ranks.roots import Children, read_headers, write_roots
+from ..save.ranks.roots import ChildHeaders, children_of, write_roots
 from ..save.ranks.together import shared_session
 from ..save.ranks.writer import report_of
 from ..save.replicas import group_digests
@@ -246,14 +246,10 @@ class Saver:
         Raises:
             IntegrityError, NotFoundError, StorageError: a child manifest cannot be read.
         """
-        headers = read_headers(self._context, collected.children)
-        children = Children(collected.children, headers, collected.orders)
-        cached = self._repository.lineage.cached_manifests()
-        roots = write_roots(self._context, session, collected.parts, children, self.place[1], cached)
-        reports = collected.reports.values()
-        roots.new_chunks += sum(report.new_chunks for report in reports)
-        roots.stored_bytes += sum(report.stored_bytes for report in reports)
-        return roots
+        reports, headers = collected.reports, ChildHeaders(self._context)
+        headers.start(children_of(reports))
+        cached, parts = self._repository.lineage.cached_manifests(), collected.parts
+        return write_roots(self._context, session, parts, reports, headers.result(), collected.orders, cached)
 
     def commit(
         self, session: SaveSession, request: SaveRequest, written: Written, bases: Sequence[Snapshot]

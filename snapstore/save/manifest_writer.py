@@ -2,7 +2,7 @@
 
 In: the inputs, and the bases that they may reference. Out: one durable manifest per part; every pack that it names is
 durable before it. If a part has not changed, the manifest is that of a base, and nothing is written. In a job of ranks,
-each rank writes child manifests of the boxes that it stores; `root_writer` writes the roots above them. `chunk_writer`
+each rank writes child manifests of the boxes that it stores; `ranks/roots` writes the roots above them. `chunk_writer`
 writes the packs. Tensors of less than 4 KiB lie in the manifest itself, and so does a tree of less than 64 KiB. A
 larger tree is cut into pages, which are stored as tensors are: pages that a base has cost nothing.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
@@ -24,7 +24,7 @@ from ..format.chunking import INLINE_BYTES, PAGED_BYTES, page_ends
 from ..format.keys import pack_key
 from ..format.manifests import box_map, manifest
 from ..format.manifests.chunk_table import ChunkTable
-from ..format.manifests.manifest import Box, Manifest, TensorEntry
+from ..format.manifests.manifest import Box, Manifest, ManifestContents, TensorEntry
 from ..format.manifests.tensor_layout import check_ties
 from ..format.records import PARAMETER_SHAPES, RANKS, ManifestList, ManifestRef
 from ..state.tree.encode import has_parameters, pack
@@ -310,22 +310,10 @@ def _write_manifests(
     for sequence, layout in enumerate(layouts):
         if world_size and not layout.entries and layout.tree == NO_TREE:
             continue  # this rank stores nothing of the part
-        table, packs, sizes = table_of(chunks, rows, layout)
-        contents = manifest.ManifestContents(
-            save_id=bytes.fromhex(session.id),
+        contents = replace(
+            contents_of(context, session, chunks, rows, layout),
             rank=rank,
             sequence=sequence,
-            part=layout.part,
-            chunk_bytes=context.config.chunk_bytes,
-            digest_seed=context.engines.digest_seed,
-            tree=msgspec.Raw(layout.tree),
-            tensors=layout.entries,
-            inline=bytes(layout.inline),
-            table=table,
-            packs=packs,
-            pack_sizes=sizes,
-            logical_bytes=layout.logical_bytes,
-            dim_orders=layout.dim_orders,
             features=[RANKS, *layout.features] if world_size else layout.features,
             world_size=world_size,
             box_map=box_map.BoxMap.of_rank(rank, layout.boxes, layout.wholes).encode(),
@@ -340,8 +328,10 @@ def _write_manifests(
     return written
 
 
-def table_of(chunks: ChunkWriter, rows: Rows, layout: PartLayout) -> tuple[ChunkTable, list[str], list[int]]:
-    """Return the chunk table of a part, and the names and sizes [bytes] of the packs that it uses."""
+def contents_of(
+    context: Context, session: AnySession, chunks: ChunkWriter, rows: Rows, layout: PartLayout
+) -> ManifestContents:
+    """Return the contents of the manifest of a part, as one process writes it: the first one that it writes."""
     bases, packs = chunks.bases, chunks.packs
     span = slice(layout.first_row, layout.first_row + layout.rows)
     sources = rows.sources[span]  # equal chunks of this save refer to the blob of the first
@@ -373,4 +363,20 @@ def table_of(chunks: ChunkWriter, rows: Rows, layout: PartLayout) -> tuple[Chunk
         ref_digests=column(digests[has_own], taken.ref_digests),
     )
     names, sizes = [*bases.packs, *packs.names], [*bases.pack_sizes, *packs.sizes]
-    return table, [names[n] for n in used.tolist()], [sizes[n] for n in used.tolist()]
+    return ManifestContents(
+        save_id=bytes.fromhex(session.id),
+        rank=0,
+        sequence=0,
+        part=layout.part,
+        chunk_bytes=context.config.chunk_bytes,
+        digest_seed=context.engines.digest_seed,
+        tree=msgspec.Raw(layout.tree),
+        tensors=layout.entries,
+        inline=bytes(layout.inline),
+        table=table,
+        packs=[names[n] for n in used.tolist()],
+        pack_sizes=[sizes[n] for n in used.tolist()],
+        logical_bytes=layout.logical_bytes,
+        features=layout.features,
+        dim_orders=layout.dim_orders,
+    )

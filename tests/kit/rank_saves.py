@@ -24,6 +24,7 @@ from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache,
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from snapstore.chunks.reader import ChunkReader, Wanted
+from snapstore.distributed.messages import Begin
 from snapstore.format.manifests import manifest
 from snapstore.format.manifests.manifest import Manifest, TensorEntry
 from snapstore.format.records import Snapshot
@@ -34,7 +35,8 @@ from snapstore.save.known_chunks import load_bases
 from snapstore.save.manifest_writer import Written, write
 from snapstore.save.near_children import NearChildren
 from snapstore.save.ranks.merged_trees import holders_of, merge_trees, orders_of, trees_of
-from snapstore.save.ranks.roots import Children, read_headers, write_roots
+from snapstore.save.ranks.roots import ChildHeaders, write_roots
+from snapstore.save.ranks.writer import report_of
 from snapstore.save.replicas import Replica
 from snapstore.save.shares import RankShares, Replicas
 from snapstore.state.values.tensors import TensorSpec
@@ -116,11 +118,13 @@ def save(
         for share, make in zip(shares, states, strict=True):
             with as_rank(share.rank, size):
                 ranks.append(write_rank(repository, session, make(), share))
-        children = [ref for one in ranks for ref in one.written.manifests]
+        begin = Begin(session.id, step, [], full=False, quarantine=False)
+        reports = {rank: report_of(begin, one.written, request=b"", trees=b"") for rank, one in enumerate(ranks)}
+        headers = ChildHeaders(context)
+        headers.start([ref for one in ranks for ref in one.written.manifests])
         trees = [([rank], trees_of(one.inputs)) for rank, one in enumerate(ranks)]
         parts = merge_trees(trees)
-        found = Children(children, read_headers(context, children), orders_of(trees, parts))
-        roots = write_roots(context, session, parts, found, size, {})
+        roots = write_roots(context, session, parts, reports, headers.result(), orders_of(trees, parts), {})
         snapshot = session.commit(
             bases=[base.id for base in bases.snapshots],
             manifests=roots.manifests,
@@ -129,9 +133,9 @@ def save(
             generation=bases.generation,
             depth=roots.depth,
             chunks=roots.chunks,
-            new_chunks=roots.new_chunks + sum(one.written.new_chunks for one in ranks),
+            new_chunks=roots.new_chunks,
             logical_bytes=roots.logical_bytes,
-            stored_bytes=roots.stored_bytes + sum(one.written.stored_bytes for one in ranks),
+            stored_bytes=roots.stored_bytes,
             features=["ranks"],
         )
     context.index.add(snapshot, roots.headers)

@@ -93,6 +93,7 @@ class RankSide:
             assert data == b"trees" + (bytes(ranks) if self.unlike_trees else b"")
 
     def write_roots(self, session: Any, reports: Any) -> Any:
+        self._reports = list(reports.values())
         children = [ref.whole(rank) for rank, report in reports.items() for ref in report.manifests]
         assert [ref.rank for ref in children] == list(range(self._ranks.count))
         roots = write(self._context, session, self._parts(""), Bases(), full=True)  # its own, so it writes no list
@@ -102,7 +103,8 @@ class RankSide:
         roots.manifest_list = names.sha256
         return roots
 
-    def commit(self, session: Any, roots: Any, reports: Any, bases: Sequence[Snapshot]) -> Snapshot:
+    def commit(self, session: Any, roots: Any, bases: Sequence[Snapshot]) -> Snapshot:
+        reports = self._reports
         return session.commit(
             bases=[base.id for base in bases],
             manifests=roots.manifests,

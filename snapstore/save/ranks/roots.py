@@ -10,19 +10,17 @@ the commit.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-
-import msgspec
+from dataclasses import replace
 
 from ...arrays import Column
 from ...chunks.uploader import put_once
 from ...context import Context
+from ...distributed.messages import Report
 from ...errors import InvalidInputError
 from ...format.chunking import PAGED_BYTES
 from ...format.manifests import manifest
 from ...format.manifests.box_map import BoxMap
-from ...format.manifests.chunk_table import ChunkTable
-from ...format.manifests.manifest import Manifest, ManifestHeader, manifest_name, read_header
+from ...format.manifests.manifest import Manifest, ManifestContents, ManifestHeader, manifest_name, read_header
 from ...format.manifests.tensor_layout import check_ties
 from ...format.records import RANKS, ManifestRef
 from ...state.tree.encode import pack
@@ -31,7 +29,7 @@ from ...text import some
 from ...threads import Pending, Threads, when_dropped
 from ..chunk_writer import ChunkWriter, Rows
 from ..known_chunks import AnySession, Bases, load_bases
-from ..manifest_writer import PartLayout, Written, add_tree, entry_of, table_of
+from ..manifest_writer import PartLayout, Written, add_tree, contents_of, entry_of
 from ..near_children import NearChildren
 from .merged_trees import PartTree
 
@@ -72,85 +70,66 @@ class ChildHeaders:
         return b"" if self._given_up else read_header(self._store, ref.key, ref.size_bytes)
 
 
-def read_headers(context: Context, children: Sequence[ManifestRef]) -> dict[str, bytes]:
-    """Return the bytes of each child up to the end of its header, by SHA-256. Raises as `ChildHeaders.result` does."""
-    headers = ChildHeaders(context)
-    headers.start(children)
-    return headers.result()
-
-
-@dataclass(frozen=True, slots=True)
-class Children:
-    """The child manifests of all ranks and parts, which are durable.
-
-    Attributes:
-        headers: their bytes up to the end of the header, by SHA-256.
-        orders: by rank and part, the numbers of its tensors in the merged part; see `orders_of`.
-    """
-
-    refs: Sequence[ManifestRef]
-    headers: Mapping[str, bytes]
-    orders: Mapping[tuple[int, str], Column]
+def children_of(reports: Mapping[int, Report]) -> list[ManifestRef]:
+    """Return the child manifests of all ranks and parts."""
+    return [ref.whole(rank) for rank, report in reports.items() for ref in report.manifests or ()]
 
 
 def write_roots(
     context: Context,
     session: AnySession,
     parts: Sequence[PartTree],
-    children: Children,
-    world_size: int,
+    reports: Mapping[int, Report],
+    headers: Mapping[str, bytes],
+    orders: Mapping[tuple[int, str], Column],
     cached: Mapping[str, Manifest],
 ) -> Written:
     """Store the root manifests and the pages of large trees; all of it is durable on return.
 
     Args:
         parts: of all ranks, merged; the part "" first.
+        reports: of all ranks, whose child manifests are durable.
+        headers: the bytes of each child up to the end of its header, by SHA-256.
+        orders: by rank and part, the numbers of its tensors in the merged part; see `orders_of`.
         cached: manifests in memory, by SHA-256; the roots of the bases are read if they are not among them.
 
     Returns:
-        The objects that were written, and the number of chunks of all manifests; `new_chunks` and `stored_bytes` count
-        only the roots.
+        The objects that were written here, and the counts of all ranks.
 
     Raises:
         IntegrityError: a child's header is not the one that its rank has reported; or a page does not decode.
         InvalidInputError: boxes of a tensor overlap, or leave a part of it out.
         StorageError: the store failed.
     """
-    headers = {ref: manifest.proven_header(children.headers[ref.sha256], ref) for ref in children.refs}
-    changed = {ref.part for ref, header in headers.items() if header.save_id.hex() == session.id}
+    children = {ref: manifest.proven_header(headers[ref.sha256], ref) for ref in children_of(reports)}
+    changed = {ref.part for ref, header in children.items() if header.save_id.hex() == session.id}
     trees, bases = [pack(part.tree) for part in parts], Bases()
     if len(changed) < len(parts) or any(len(tree) >= PAGED_BYTES for tree in trees):
         bases = load_bases(context, session, cached, NearChildren((), 0, 1))  # reads only the roots of the bases
-    written, layouts = _write_trees(context, session, parts, trees, bases)
+    written, roots = _write_trees(context, session, parts, trees, bases)
     puts = list[tuple[str, bytes]]()
-    for number, (layout, (table, names, sizes)) in enumerate(layouts):
-        of_part = sorted((ref for ref in children.refs if ref.part == layout.part), key=lambda ref: ref.rank)
-        found = [headers[ref] for ref in of_part]
-        packs = dict(zip(names, sizes, strict=True))  # `table` counts these
+    for number, root in enumerate(roots):
+        of_part = sorted((ref for ref in children if ref.part == root.part), key=lambda ref: ref.rank)
+        found = [children[ref] for ref in of_part]
+        packs = dict(zip(root.packs, root.pack_sizes, strict=True))  # its table counts these
         for header in found:
             packs.update(zip(header.pack_names, header.pack_size_list, strict=True))
-        contents = manifest.ManifestContents(
-            save_id=bytes.fromhex(session.id),
-            rank=0,
+        contents = replace(
+            root,
             sequence=len(parts) + number,
-            part=layout.part,
-            chunk_bytes=context.config.chunk_bytes,
-            digest_seed=context.engines.digest_seed,
-            tree=msgspec.Raw(layout.tree),
-            tensors=layout.entries,
-            inline=b"",
-            table=table,
             packs=list(packs),
             pack_sizes=list(packs.values()),
-            logical_bytes=layout.logical_bytes + sum(ref.logical_bytes for ref in of_part),
-            features=[RANKS, *layout.features],
-            world_size=world_size,
+            logical_bytes=root.logical_bytes + sum(ref.logical_bytes for ref in of_part),
+            features=[RANKS, *root.features],
+            world_size=len(reports),
             children=of_part,
-            box_map=_box_map(found, children.orders, parts[number]),
+            box_map=_box_map(found, orders, parts[number]),
             depth=max((header.depth for header in found), default=0),
         )
         puts += written.add(session, manifest.encode(contents), bases.manifests)
         written.chunks += sum(header.chunks for header in found)
+    written.new_chunks += sum(report.new_chunks for report in reports.values())
+    written.stored_bytes += sum(report.stored_bytes for report in reports.values())
     _put_all(context, session, written, puts + written.add_list(session))
     return written
 
@@ -166,7 +145,7 @@ def _put_all(context: Context, session: AnySession, written: Written, puts: Sequ
 
 def _write_trees(
     context: Context, session: AnySession, parts: Sequence[PartTree], trees: Sequence[bytes], bases: Bases
-) -> tuple[Written, list[tuple[PartLayout, tuple[ChunkTable, list[str], list[int]]]]]:
+) -> tuple[Written, list[ManifestContents]]:
     """Store the pages of large trees; return the objects, and for each part its layout and the result of `table_of`."""
     with ChunkWriter(context, session, bases, full=True) as chunks:
         layouts = list[PartLayout]()
@@ -178,7 +157,7 @@ def _write_trees(
         check_ties({layout.part: layout.entries for layout in layouts})
         chunks.finish()
         rows = Rows.concatenate(chunks.done)
-        return Written.of_chunks(chunks), [(layout, table_of(chunks, rows, layout)) for layout in layouts]
+        return Written.of_chunks(chunks), [contents_of(context, session, chunks, rows, layout) for layout in layouts]
 
 
 def _box_map(found: Sequence[ManifestHeader], orders: Mapping[tuple[int, str], Column], part: PartTree) -> bytes:

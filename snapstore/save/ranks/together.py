@@ -197,7 +197,7 @@ class _Save:
         roots = self._data.write_roots(session, reports)
         used = sorted({number for report in reports.values() for number in report.bases})
         built_on = [session.usable_bases[number] for number in used if number < len(bases)]
-        return self._data.commit(session, roots, list(reports.values()), built_on)
+        return self._data.commit(session, roots, built_on)
 
     def _collect(self, session: SaveSession) -> dict[int, Report]:
         """Return the reports of all other ranks, by rank; give each to the RankWriter when it comes.

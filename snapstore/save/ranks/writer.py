@@ -29,7 +29,7 @@ from ..pipeline import commit
 from ..replicas import group_digests
 from ..staging import Staging
 from .merged_trees import decode_trees, digests_by_path, encode_trees, held_bytes, merge_trees, orders_of, trees_of
-from .roots import ChildHeaders, Children, write_roots
+from .roots import ChildHeaders, write_roots
 
 
 class RankWriter:
@@ -125,19 +125,14 @@ class RankWriter:
                 "another name on each. Save models of Megatron through snapstore.integrations.megatron; nothing was "
                 "committed"
             )
-        children = [ref.whole(rank) for rank, report in reports.items() for ref in report.manifests or ()]
-        found = Children(children, self.headers | self._child_headers.result(), orders_of(states, parts))
+        headers, orders = self.headers | self._child_headers.result(), orders_of(states, parts)
         cached = self._lineage.cached_manifests()
-        written = write_roots(self._context, session, parts, found, self._ranks.count, cached)
+        written = write_roots(self._context, session, parts, reports, headers, orders, cached)
         self._note(written)
         return written
 
-    def commit(
-        self, session: SaveSession, roots: Written, reports: Sequence[Report], bases: Sequence[Snapshot]
-    ) -> Snapshot:
+    def commit(self, session: SaveSession, roots: Written, bases: Sequence[Snapshot]) -> Snapshot:
         """Create the record."""
-        roots.new_chunks += sum(report.new_chunks for report in reports)
-        roots.stored_bytes += sum(report.stored_bytes for report in reports)
         return commit(session, self._request, roots, bases, [RANKS])
 
     def close(self) -> None:

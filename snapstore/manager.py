@@ -200,7 +200,8 @@ class SnapshotManager(Steps):
                 self._job.refuse(error)
             raise
         if not (force or self.should_save(step)):
-            return self._first_state.skip(state)
+            self._first_state.check(state)
+            return SaveHandle(skipped=True)
         started = time.monotonic()
         self._background.check_inside()
         full = retention.stays_without_neighbours(self.keep, step, self.save_interval_steps)
@@ -209,10 +210,10 @@ class SnapshotManager(Steps):
         make = partial(
             SaveRequest, self.run, step, metrics=metrics, metadata=metadata, tags=tags, full=full, started=started
         )
-        handle = SaveHandle()
         slot: LockSlot | None = None
         with nullcontext(0) if self._job is None else self._job.numbered() as number:
-            if not self._leaves_out(handle, step, force=force):
+            handle = SaveHandle(skipped=self._leaves_out(step, force=force))
+            if not handle.skipped:
                 request = make() if self._job is None else None
                 with self._background.holding_slot(f"{self.run}@{step}") as slot:
                     if request is not None:
@@ -225,11 +226,10 @@ class SnapshotManager(Steps):
             self._end()
         return handle
 
-    def _leaves_out(self, handle: SaveHandle, step: int, *, force: bool) -> bool:
+    def _leaves_out(self, step: int, *, force: bool) -> bool:
         """Return whether this save is skipped; wait for the running one if this is the last save of a job."""
         if self._skip_busy and not force and not self._ending_at(step) and self._skips(step):
             log.info("run=%s step=%d skipped: the last save is still running", self.run, step)
-            handle._skip()
             return True
         if not threading.current_thread().is_alive():  # an exit handler calls: the interpreter waits for no new thread
             self._async = False

@@ -268,10 +268,6 @@ class SaveHandle:
             raise self._error
         return self._snapshot
 
-    def _skip(self) -> None:
-        self.skipped = True
-        self._finished.set()
-
     def _finish(self, snapshot: Snapshot | None, error: BaseException | None) -> None:
         self._snapshot, self._error = snapshot, error
         self._finished.set()

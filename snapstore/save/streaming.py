@@ -23,7 +23,6 @@ from ..state.values.held_array import Held
 from ..state.values.tensors import TensorSpec, array_node, is_array
 from ..state.values.wrapped import unwrapped
 from ..state.walk.flatten import flatten, require_stored_forms
-from .background import SaveHandle
 from .inputs import PartInput, TensorInput, inputs_of, is_stream
 
 _END = object()
@@ -42,11 +41,6 @@ class FirstState:
 
     def __init__(self, *, of_rank: bool) -> None:
         self._of_rank, self._is_new = of_rank, True
-
-    def skip(self, state: Any) -> SaveHandle:
-        """Return the handle of a save that is not due; check the state as `check` does."""
-        self.check(state)
-        return SaveHandle(skipped=True)
 
     def check(self, state: Any) -> None:
         """Check a state if it is the first; None and an iterator are none.

@@ -20,7 +20,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, get_args
+from typing import Any, Literal, SupportsFloat, get_args
 
 from . import retention
 from .checks import check_choice, check_flags, check_name, check_step
@@ -32,13 +32,16 @@ from .errors import CapabilityError, InvalidInputError
 from .options import SaveOptions
 from .repository import Repository
 from .save.background import Background, SaveHandle, clear_frames, forget_and_collect
+from .save.inputs import PartInput, SaveRequest, is_stream
+from .save.pipeline import save
+from .save.ranks.job import RankJob
+from .save.staging import Mode, Staging
+from .save.streaming import FirstState, inputs_of_stream
+from .state.walk.flatten import flatten
 from .steps import Steps, Stores
 from .storage.base import ObjectStore
 from .text import log, quoted
 from .threads import LockSlot
-
-if TYPE_CHECKING:
-    from .save.inputs import PartInput, SaveRequest
 
 #: After `close(timeout=)` has given a save up, it ends within the first time, unless its store does not answer. A save
 #: that waits for the one before looks in the second time whether the process is to end [s].
@@ -122,10 +125,6 @@ class SnapshotManager(Steps):
         mirror_policies = policies if mirror_keep is None else retention.check(mirror_keep)
         stores = Stores(repository, mirror, mirror_policies, mirror_verify, options)
         self._async, self._skip_busy = async_save, on_busy == "skip"
-        from .save.ranks.job import RankJob  # imports all code that threads run: see threads.py
-        from .save.staging import Mode, Staging
-        from .save.streaming import FirstState
-
         check_choice("replicas", replicas, ("check", "rank0"))
         check_choice("staging", staging, get_args(Mode))
         self._alone = ranks is False
@@ -205,8 +204,6 @@ class SnapshotManager(Steps):
         started = time.monotonic()
         self._background.check_inside()
         full = retention.stays_without_neighbours(self.keep, step, self.save_interval_steps)
-        from .save.inputs import SaveRequest
-
         make = partial(
             SaveRequest, self.run, step, metrics=metrics, metadata=metadata, tags=tags, full=full, started=started
         )
@@ -256,9 +253,6 @@ class SnapshotManager(Steps):
         """
         self._check_open()
         self._background.check_inside()
-        from .save.inputs import is_stream
-        from .state.walk.flatten import flatten
-
         if self.read_only or is_stream(state):  # the tensors of an iterator are not copied
             return
         with self._background.holding_slot("") as slot:
@@ -268,16 +262,11 @@ class SnapshotManager(Steps):
 
     def _begin(self, handle: SaveHandle, request: SaveRequest, state: Any, slot: LockSlot) -> None:
         """Run the save, or copy the state and leave the rest to a thread."""
-        from .save.inputs import is_stream
-        from .state.walk.flatten import flatten
-
         context, self._running = self.repository.context, request
         request.resolve(context, self.repository.lineage)
         learn = None if self._job is None else self._job.learner(request, self._staging)
         work: list[Callable[[], Sequence[PartInput]]] = []  # `_run` pops it, so that errors do not hold the state
         if is_stream(state):  # an iterator cannot be copied
-            from .save.streaming import inputs_of_stream
-
             work.append(lambda: [inputs_of_stream(state, context.engines)])
         elif self._async:
             work.append(self._staging.copy_state(state, learn))
@@ -296,8 +285,6 @@ class SnapshotManager(Steps):
         self, handle: SaveHandle, make: Callable[[], SaveRequest], state: Any, slot: LockSlot, number: int
     ) -> None:
         """Begin a save with all ranks. An error ends the save on all ranks, and each raises it at the same call."""
-        from .save.inputs import is_stream
-
         assert self._job is not None
         ref, handled = "", sys.exception()
         try:
@@ -325,8 +312,6 @@ class SnapshotManager(Steps):
         in_background: bool,
     ) -> None:
         """Save, then apply the policies. Takes the inputs out of `work`."""
-        from .save.pipeline import save
-
         inputs: Sequence[PartInput] = ()
         handled, handle._thread = sys.exception(), threading.get_ident()
         context, lineage = self.repository.context, self.repository.lineage

@@ -10,29 +10,28 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Unpack
+from typing import Any, Literal, NamedTuple, NoReturn, Unpack
 
 from . import retention
 from .catalog import policy_store
+from .catalog.history import View
 from .checks import TARGET_FIRST, check_step
+from .context import Context
+from .copy.mirror import Mirror
 from .distributed.choose import place
+from .distributed.questions import V
 from .errors import InvalidInputError, NotFoundError, StorageError
 from .format import records
 from .format.records import MAX_OBJECT_BYTES, Snapshot
 from .options import SaveOptions
 from .repository import Repository
+from .restore import pipeline
+from .restore.sources import AsRank
+from .save.ranks.job import RankJob
 from .snapshots import newest_whole_named
+from .state.fill.fit import Fit, FitOptions, NameOptions
 from .storage.base import ObjectStore
 from .text import log
-
-if TYPE_CHECKING:
-    from .catalog.history import View
-    from .context import Context
-    from .copy.mirror import Mirror
-    from .distributed.questions import V
-    from .restore.sources import AsRank
-    from .save.ranks.job import RankJob
-    from .state.fill.fit import FitOptions, NameOptions
 
 #: Where a repository lies.
 Url = str | Path | ObjectStore
@@ -259,8 +258,6 @@ class Steps:
 
     def _start_mirror(self, repository: Repository, url: Url, stores: Stores) -> None:
         """Open the mirror of a repository, and begin to copy; raises as `Mirror.start` does."""
-        from .copy.mirror import Mirror
-
         read_only = self.read_only
         opened = Repository.open if read_only else partial(Repository.open_or_create, like=repository)
         opened = partial(opened, url, options=repository.options)
@@ -359,9 +356,6 @@ class Steps:
             RanksError: a rank does not answer or does not call this.
             SnapstoreError: see `Repository.restore`.
         """
-        from .restore import pipeline
-        from .state.fill.fit import Fit
-
         with self._reading(step, per_rank) as (context, ref, as_rank):
             chosen = Fit(keys, **names)
             snapshot, state = pipeline.read(context, ref, keys=chosen, device=device, types=types, as_rank=as_rank)
@@ -383,11 +377,8 @@ class Steps:
         It waits for the running save. See `Repository.restore_into`, also for `part`, `rename` and `strict` in `fit`,
         and `restore` for `per_rank` and several ranks. The snapshot becomes the parent of the run's next save.
         """
-        from .restore.pipeline import read_into
-        from .state.fill.fit import Fit
-
         with self._reading(step, per_rank) as (context, ref, as_rank):
-            snapshot = read_into(context, ref, target, keys=Fit(keys, **fit), types=types, as_rank=as_rank)
+            snapshot = pipeline.read_into(context, ref, target, keys=Fit(keys, **fit), types=types, as_rank=as_rank)
         self.repository.lineage.go_on_from(self.run, snapshot)
         return snapshot
 
@@ -454,8 +445,6 @@ class Steps:
         return context, ref if isinstance(ref, Snapshot) else context.index.refresh().resolve(ref)
 
     def _as_rank(self, per_rank: Literal["same", "drop"] | int) -> AsRank:
-        from .restore.sources import AsRank
-
         rank, count = (self._job.ranks.rank, self._job.ranks.count) if self._job is not None else place()
         return AsRank(per_rank, rank, count)
 

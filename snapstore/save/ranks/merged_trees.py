@@ -62,23 +62,13 @@ def trees_of(inputs: Sequence[PartInput]) -> list[PartTree]:
 
 def encode_trees(parts: Sequence[PartTree]) -> bytes:
     """Return trees as bytes; equal trees have equal bytes."""
-    packed = [_TreeMessage(part.name, pack(part.tree), list(part.specs), list(part.plain)) for part in parts]
-    return msgspec.msgpack.encode(packed)
+    return msgspec.msgpack.encode([(part.name, pack(part.tree), part.specs, part.plain) for part in parts])
 
 
 def decode_trees(data: bytes) -> list[PartTree]:
     """Return the trees that another rank of the same job has encoded."""
-    packed = msgpack_decoder(list[_TreeMessage]).decode(data)
-    return [PartTree(part.name, unpack_nodes(part.tree), part.specs, part.plain) for part in packed]
-
-
-class _TreeMessage(msgspec.Struct, array_like=True):
-    """A PartTree as a message."""
-
-    name: str
-    tree: bytes
-    specs: list[TensorSpec]
-    plain: list[int]
+    packed = msgpack_decoder(list[tuple[str, bytes, list[TensorSpec], list[int]]]).decode(data)
+    return [PartTree(name, unpack_nodes(tree), specs, plain) for name, tree, specs, plain in packed]
 
 
 #: Ranks with equal trees, and these trees.

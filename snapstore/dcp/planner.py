@@ -282,11 +282,8 @@ def read_items(plan: LoadPlan, planner: LoadPlanner) -> list[ReadItem]:
 
 def _is_plain_load(planner: DefaultLoadPlanner) -> bool:
     """Return whether a planner makes the plan of DCP, in which each key is read from the same name."""
-    known = (DefaultLoadPlanner, SnapstoreLoadPlanner)
-    return all(
-        any(getattr(type(planner), name) is getattr(one, name) for one in known)
-        for name in ("create_local_plan", "create_global_plan", "finish_plan")
-    )
+    names = ("create_local_plan", "create_global_plan", "finish_plan")
+    return _has_methods_of((DefaultLoadPlanner, SnapstoreLoadPlanner), names, planner)
 
 
 def _is_strided(value: Any) -> bool:
@@ -319,11 +316,13 @@ def _items_of_boxes(key: str, name: str, boxes: Boxes) -> list[ReadItem]:
 
 def is_plain(planner: SavePlanner) -> bool:
     """Return whether a planner leaves the state as it is: it overrides no method that sets names or values."""
-    kind = type(planner)
     known = (DefaultSavePlanner, SnapstorePlanner)
-    return isinstance(planner, DefaultSavePlanner) and all(
-        any(getattr(kind, name) is getattr(one, name) for one in known) for name in _CHANGING
-    )
+    return isinstance(planner, DefaultSavePlanner) and _has_methods_of(known, _CHANGING, planner)
+
+
+def _has_methods_of(known: Sequence[type], names: Sequence[str], planner: object) -> bool:
+    """Return whether a planner has each of some methods from one of the classes that are known."""
+    return all(any(getattr(type(planner), name) is getattr(one, name) for one in known) for name in names)
 
 
 def state_of(planner: SavePlanner, plan: SavePlan) -> Any:

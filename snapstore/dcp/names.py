@@ -95,11 +95,7 @@ class ObjectTypes(Types):
 
     def maker(self, form: Form, path: Path) -> Make | None:
         """Return the function that makes a value of a stored form's class; for other classes, the identity."""
-        return super().maker(form, path) or _as_it_is
-
-
-def _as_it_is(plain: Any) -> Any:
-    return plain
+        return super().maker(form, path) or (lambda plain: plain)
 
 
 @dataclass(frozen=True, slots=True)

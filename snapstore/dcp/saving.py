@@ -14,21 +14,19 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from ..distributed.messages import Begin
 from ..errors import RanksError
 from ..format.manifests.manifest import Manifest
 from ..format.records import RANKS, Snapshot
-from ..protocol.session import SaveSession, SharedSession
+from ..protocol.session import SaveSession
 from ..repository import Repository
 from ..save.inputs import PartInput, SaveRequest, plain_names
-from ..save.known_chunks import load_bases
+from ..save.known_chunks import AnySession, load_bases
 from ..save.manifest_writer import Written, write
 from ..save.near_children import NearChildren
 from ..save.pipeline import commit
 from ..save.ranks.holders import Holders, require_kept
 from ..save.ranks.merged_trees import digests_by_path, encode_trees, held_bytes, trees_of
 from ..save.ranks.roots import ChildHeaders, children_of, write_roots
-from ..save.ranks.together import shared_session
 from ..save.ranks.writer import report_of
 from ..save.replicas import group_digests
 from ..save.shares import Name, RankShares, Replicas
@@ -191,7 +189,7 @@ class Saver:
             self._use_shares(replace(self._shares, holders=self._holders_of(own), known=own))
         return self._staging.inputs(parts)
 
-    def write(self, session: SaveSession | SharedSession, inputs: Sequence[PartInput]) -> Share:
+    def write(self, session: AnySession, inputs: Sequence[PartInput]) -> Share:
         """Write packs and manifests; all of it is durable on return.
 
         Raises:
@@ -235,10 +233,6 @@ class Saver:
             answer.begin, share.written, request=b"", trees=xxhash.xxh3_128_digest(trees), replicas=replicas
         )
         return Told(report, held_bytes(share.inputs), trees if answer.trees else b"", details)
-
-    def session_of(self, run: str, begin: Begin) -> SharedSession:
-        """Return the session of a rank other than 0, which shares that of rank 0."""
-        return shared_session(self._context, run, begin, lambda: None)
 
     def write_roots(self, session: SaveSession, collected: Collected) -> Written:
         """Write the root manifests of all ranks; they are durable on return.

@@ -45,6 +45,7 @@ from ..protocol.session import SaveSession
 from ..repository import Repository
 from ..save.inputs import PartInput, SaveRequest, plain_names
 from ..save.ranks.agreement import MAX_NAMES, Unlike, warn_of_buffers
+from ..save.ranks.together import shared_session
 from ..text import some
 from .exchange import (
     Collected,
@@ -329,7 +330,7 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         if self._session is not None:  # of the coordinator
             share = self._share = saver.write(self._session, inputs)
         else:
-            with saver.session_of(self.run, begin) as session:
+            with shared_session(self.repository.context, self.run, begin, lambda: None) as session:
                 share = saver.write(session, inputs)
         return saver.told(answer, share)
 

@@ -60,7 +60,7 @@ def save(
         return metadata
 
     writer.idle.wait()
-    with _alone_is_meant():
+    with alone_is_meant():
         try:
             return call()
         except CheckpointException as error:  # the same on all ranks
@@ -155,7 +155,7 @@ def load(state: dict[str, Any], reader: SnapstoreReader, step: int | str | None 
     if len(keys) < len(state):
         raise InvalidInputError("state: two of its keys have the same text, which is their key in DCP; rename one")
     ordered = {name: state[keys[name]] for name in sorted(keys)}  # objects load in the same order on all ranks
-    with _alone_is_meant(), _opened(ordered) as objects:
+    with alone_is_meant(), _opened(ordered) as objects:
         _fill(ordered, reader, checkpoint_id, objects)
     for text, value in ordered.items():
         if state[keys[text]] is not value:
@@ -306,7 +306,7 @@ def _container(state: dict[str, Any], path: Path) -> Any:
 
 
 @contextmanager
-def _alone_is_meant() -> Iterator[None]:
+def alone_is_meant() -> Iterator[None]:
     """Silence DCP's warning that a call without torch.distributed is for one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

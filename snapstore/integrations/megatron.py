@@ -17,7 +17,6 @@ import os
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
+from ..dcp.functions import alone_is_meant
 from ..dcp.names import step_of
 from ..dcp.reader import SnapstoreReader
 from ..errors import CapabilityError, InvalidInputError, NotFoundError, needs
@@ -157,8 +157,7 @@ class SnapstoreLoadStrategy(strategies.TorchDistLoadShardedStrategy):  # type: i
         )
         with references.repository_of(named, checkpoint_dir, self._where or named["repository"]) as repository:
             reader = self._reader(repository, named, checkpoint_dir)
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            with alone_is_meant():
                 state_dict_loader.load(
                     target,
                     checkpoint_id=str(named["step"]),

@@ -70,7 +70,7 @@ class Questions:
         """
         if self._ranks.rank == 0:
             return self._answer(question, answer)
-        while self._is_old(found := self._wait_for_answer(question)):
+        while (found := self._wait_for_answer(question)).saves[1] < self._saves()[0]:
             log.warning("rank 0 alone has asked for %s: %s", found.question, _ADVICE)
             self._number += 1
         prefix, mine = self._own_prefix(), self._saves()
@@ -99,10 +99,6 @@ class Questions:
     def asked(self) -> int:
         """Return the number of the next answer: this rank looks up none below it again."""
         return self._number
-
-    def _is_old(self, found: Answer) -> bool:
-        """Return whether an answer is older than the last save of this rank: rank 0 has asked that question alone."""
-        return found.saves[1] < self._saves()[0]
 
     def _wait_for_answer(self, question: str) -> Answer:
         key, save = self._key(), f"{self._prefix}{self._saves()[1]}/"

@@ -447,6 +447,10 @@ class SnapshotManager(Steps):
             raise InvalidInputError("reached_preemption: call handle_preemption() once before the training loop")
         return self._preemption.reached(check_step(step))
 
+    def _is_told_to_end(self, step: int) -> bool:
+        """Return whether to save at this step and end; False without `handle_preemption`."""
+        return self._preemption is not None and self.reached_preemption(step)
+
     def _ending_at(self, step: int) -> SignalHandler | None:
         ending = self._ending
         return ending if ending is not None and ending.ends and self.reached_preemption(step) else None

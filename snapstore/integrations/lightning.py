@@ -400,7 +400,7 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         """
         step = trainer.global_step
         self._awaited = _END_OF_EPOCH if trainer.is_last_batch else _VALIDATION if before_validation else ""
-        if self._awaited and self._is_told_to_end(step):
+        if self._awaited and self._opened()._is_told_to_end(step):
             log.warning(
                 "run=%s step=%d is saved before %s: the resumed training leaves out the validation and its hooks",
                 self._opened().run,
@@ -418,12 +418,6 @@ class SnapshotCallback(_Checkpoint):  # type: ignore[misc]  # a class of Lightni
         objects = {} if _is_sharded(trainer.strategy) else {"model": pl_module, "optimizers": trainer.optimizers}
         hparams = [one.hparams for one in (pl_module, trainer.datamodule) if getattr(one, "hparams", None)]
         self._manager._first_state.check({**objects, "hyper_parameters": hparams})
-
-    def _is_told_to_end(self, step: int) -> bool:
-        try:
-            return self._opened().reached_preemption(step)
-        except InvalidInputError:  # handle_preemption() was not called
-            return False
 
     def _save(self, trainer: Any) -> None:
         manager, step = self._opened(), trainer.global_step

@@ -102,7 +102,7 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         own = args.save_strategy == "no" and self.manager.should_save(state.global_step)
         self._due = own or control.should_save
         control.should_save = False
-        if self._is_told_to_end(state.global_step):  # there may be no time for an evaluation
+        if self.manager._is_told_to_end(state.global_step):  # there may be no time for an evaluation
             if control.should_evaluate:
                 log.warning(
                     "run=%s step=%d is saved before its evaluation: the resumed training leaves it out, and then draws "
@@ -203,12 +203,6 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
                 elif BEST not in repository.snapshot(f"{run}@{best}").tags:
                     repository.tag(f"{run}@{best}", BEST)
         return best
-
-    def _is_told_to_end(self, step: int) -> bool:
-        try:
-            return self.manager.reached_preemption(step)
-        except InvalidInputError:  # handle_preemption() was not called
-            return False
 
     def _save_if_due(self, args: Any, state: Any, control: Any, kwargs: dict[str, Any]) -> None:
         if not self._due:

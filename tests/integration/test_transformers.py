@@ -482,7 +482,7 @@ def test_the_script_of_the_guide_runs(hf, tmp_path, monkeypatch):
 def test_a_step_that_is_saved_before_its_evaluation(hf, tmp_path, monkeypatch, caplog):
     args, kwargs = SimpleNamespace(save_only_model=True, save_strategy="steps"), {"model": torch.nn.Linear(1, 1)}
     with open_manager(tmp_path) as manager:
-        monkeypatch.setattr(manager, "reached_preemption", lambda step: True)
+        monkeypatch.setattr(manager, "_is_told_to_end", lambda step: True)
         callback = hf.SnapshotCallback(manager)
         for step, evaluates in ((1, False), (2, True)):
             control = hf.transformers.TrainerControl(should_evaluate=evaluates)

@@ -94,71 +94,45 @@ if TYPE_CHECKING:
     from .storage.base import ObjectInfo as ObjectInfo
     from .storage.base import ObjectStore as ObjectStore
 
-_HOME = {
-    "AlreadyExistsError": "errors",
-    "CapabilityError": "errors",
-    "CheckResult": "check.report",
-    "CompactResult": "rewrite.compact",
-    "Config": "format.records",
-    "ConflictError": "errors",
-    "CopyResult": "copy.copy",
-    "DiffResult": "inspect.diff",
-    "DivergenceResult": "inspect.divergence",
-    "FitOptions": "state.fill.fit",
-    "ForgetResult": "protocol.forget",
-    "FormatError": "errors",
-    "GcResult": "protocol.gc",
-    "GroupStats": "inspect.stats",
-    "IntegrityError": "errors",
-    "InvalidInputError": "errors",
-    "KeepBest": "retention",
-    "KeepDaily": "retention",
-    "KeepEvery": "retention",
-    "KeepHourly": "retention",
-    "KeepLast": "retention",
-    "KeepMonthly": "retention",
-    "KeepSteps": "retention",
-    "KeepWeekly": "retention",
-    "KeepWithin": "retention",
-    "KeepYearly": "retention",
-    "LazyTensors": "inspect.lazy",
-    "ManifestRef": "format.records",
-    "Mismatches": "state.fill.fit",
-    "NameOptions": "state.fill.fit",
-    "NotFoundError": "errors",
-    "ObjectInfo": "storage.base",
-    "ObjectStore": "storage.base",
-    "PerRank": "state.walk.per_rank",
-    "Policy": "retention",
-    "Problem": "check.report",
-    "Ranks": "distributed.base",
-    "RanksError": "errors",
-    "RecodeResult": "rewrite.recode",
-    "RepairAction": "repair.report",
-    "RepairResult": "repair.report",
-    "Repository": "repository",
-    "RngState": "state.walk.rng",
-    "SaveHandle": "save.background",
-    "SaveOptions": "options",
-    "Snapshot": "format.records",
-    "SnapshotLike": "retention",
-    "SnapshotManager": "manager",
-    "SnapstoreError": "errors",
-    "StatsResult": "inspect.stats",
-    "StorageError": "errors",
-    "StorageFullError": "errors",
-    "TensorDiff": "inspect.diff",
-    "TensorHandle": "inspect.lazy",
-    "TorchRanks": "distributed.torch_ranks",
-    "UnknownFormatError": "errors",
-    "Unpacked": "state.folder",
-    "UnsupportedLeafError": "errors",
-    "View": "catalog.history",
-    "pack_folder": "state.folder",
-    "unpack_folder": "state.folder",
+#: The public names of each module.
+_NAMES = {
+    "catalog.history": "View",
+    "check.report": "CheckResult Problem",
+    "copy.copy": "CopyResult",
+    "distributed.base": "Ranks",
+    "distributed.torch_ranks": "TorchRanks",
+    "errors": (
+        "AlreadyExistsError CapabilityError ConflictError FormatError IntegrityError InvalidInputError "
+        "NotFoundError RanksError SnapstoreError StorageError StorageFullError UnknownFormatError "
+        "UnsupportedLeafError"
+    ),
+    "format.records": "Config ManifestRef Snapshot",
+    "inspect.diff": "DiffResult TensorDiff",
+    "inspect.divergence": "DivergenceResult",
+    "inspect.lazy": "LazyTensors TensorHandle",
+    "inspect.stats": "GroupStats StatsResult",
+    "manager": "SnapshotManager",
+    "options": "SaveOptions",
+    "protocol.forget": "ForgetResult",
+    "protocol.gc": "GcResult",
+    "repair.report": "RepairAction RepairResult",
+    "repository": "Repository",
+    "retention": (
+        "KeepBest KeepDaily KeepEvery KeepHourly KeepLast KeepMonthly KeepSteps KeepWeekly KeepWithin "
+        "KeepYearly Policy SnapshotLike"
+    ),
+    "rewrite.compact": "CompactResult",
+    "rewrite.recode": "RecodeResult",
+    "save.background": "SaveHandle",
+    "state.fill.fit": "FitOptions Mismatches NameOptions",
+    "state.folder": "Unpacked pack_folder unpack_folder",
+    "state.walk.per_rank": "PerRank",
+    "state.walk.rng": "RngState",
+    "storage.base": "ObjectInfo ObjectStore",
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = list(_HOME)
+__all__ = sorted(_HOME)
 
 
 if not TYPE_CHECKING:  # else a type checker would accept any misspelt name

@@ -95,7 +95,6 @@ class ObjectStore(Protocol):
         Raises:
             AlreadyExistsError: The key has an object.
         """
-        ...
 
     def get(self, key: str, *, limit_bytes: int = GET_LIMIT_BYTES) -> bytes:
         """Return all bytes of `key`.
@@ -104,7 +103,6 @@ class ObjectStore(Protocol):
             NotFoundError: The object is missing.
             FormatError: The object is larger than `limit_bytes`.
         """
-        ...
 
     def get_range(self, key: str, offset: int, length: int, into: memoryview | None = None) -> memoryview:
         """Return `length` bytes of `key` from `offset` on: in `into` if it is given, else in new writable memory.
@@ -117,7 +115,6 @@ class ObjectStore(Protocol):
             IntegrityError: The object ends before the range does.
             InvalidInputError: A number is negative, or `into` does not fit.
         """
-        ...
 
     def kept_open(self) -> AbstractContextManager[GetRanges]:
         """Return a context that gives a function for reads of many ranges, from any thread.
@@ -139,7 +136,6 @@ class ObjectStore(Protocol):
         Raises:
             NotFoundError: The object is missing.
         """
-        ...
 
     def sizes(self, keys: Collection[str]) -> dict[str, int]:
         """Return the size [bytes] of each key that has an object, in few requests; by default one `stat` for each."""
@@ -158,15 +154,12 @@ class ObjectStore(Protocol):
             key_only: Keys of which the caller needs no more than the key, which costs a local store less. Another store
                 may describe them all the same.
         """
-        ...
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete every key; a missing one is not an error."""
-        ...
 
     def now_s(self) -> float:
         """Return the time of the clock that sets `modified_s` [s since the epoch]."""
-        ...
 
     def sync(self, prefix: str) -> None:
         """Make durable what `list(prefix)` shows, so that it is safe to act on it (local: fsync the directories).
@@ -180,7 +173,6 @@ class ObjectStore(Protocol):
 
         The lock is taken before the object can be seen. A forked child does not keep it.
         """
-        ...
 
     def touch(self, key: str) -> None:
         """Set `modified_s` to now (a heartbeat).
@@ -188,15 +180,12 @@ class ObjectStore(Protocol):
         Raises:
             NotFoundError: The object is missing.
         """
-        ...
 
     def release(self, key: str) -> None:
         """Delete an object and drop its lock; an object that this process has not locked is only deleted."""
-        ...
 
     def is_locked(self, key: str) -> bool | None:
         """Return whether a live process of this machine has the lock of `key`; None if the store cannot know."""
-        ...
 
     def clean(self) -> int:
         """Remove temporary files of dead writers, which are not objects; return the bytes freed."""
@@ -209,7 +198,6 @@ class ObjectStore(Protocol):
             InvalidInputError: The place is not empty.
             CapabilityError: A few requests show that the store breaks a guarantee of this protocol.
         """
-        ...
 
     def pinned(self) -> AbstractContextManager[None]:
         """Return a context in which every operation raises StorageError once the store's name leads to another place.
@@ -224,7 +212,6 @@ class ObjectStore(Protocol):
 
         No listing shows its objects, and they are removed at the end.
         """
-        ...
 
 
 def is_component(name: str) -> bool:

@@ -137,11 +137,9 @@ class Encoded(Protocol):
     @property
     def entries(self) -> npt.NDArray[np.void]:
         """Return (n,) ENTRY; every offset is a multiple of ALIGNMENT, and the blobs follow each other."""
-        ...
 
     def copy(self, first: int, last: int, out: Bytes) -> Callable[[], object]:
         """Begin to copy blobs `first` to `last` - 1 into `out`, padded with zeros; return a call that waits."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,27 +78,25 @@ class LocalStore(ObjectStore):
     Args:
         root: The directory. Nothing is read or written before the first call.
         create: Make a missing directory, durably.
+
+    Attributes:
+        root: The absolute path of the directory.
     """
 
     puts_at_once = 2
 
     def __init__(self, root: str | os.PathLike[str], *, create: bool = False) -> None:
-        self._root = Path(os.fspath(root)).absolute()
+        self.root = Path(os.fspath(root)).absolute()
         self._pins: list[Identity] = []
-        self.url = str(self._root)
+        self.url = str(self.root)
         self._writer = AtomicWriter(self.url)
         if create:
             with self._failures("store", "create"):
-                make_root(self._root)
-        self.place = os.path.realpath(self._root)  # the same through every link to it
+                make_root(self.root)
+        self.place = os.path.realpath(self.root)  # the same through every link to it
 
     def __repr__(self) -> str:
         return f"LocalStore({self.url!r})"
-
-    @property
-    def root(self) -> Path:
-        """The directory of the store."""
-        return self._root
 
     @contextmanager
     def pinned(self) -> Iterator[None]:
@@ -284,7 +282,7 @@ class LocalStore(ObjectStore):
     def sandbox(self) -> Iterator[LocalStore]:
         """Yield a store in a new folder, removed at the end; its name begins with a dot, so no listing shows it."""
         with self._failures("/", "write"):
-            folder = sandbox_folders.make(self._root)
+            folder = sandbox_folders.make(self.root)
         try:
             yield LocalStore(folder)
         finally:
@@ -355,7 +353,7 @@ class LocalStore(ObjectStore):
     # --- names and errors ---
 
     def _lock_name(self, key: str) -> str:
-        return f"{self._root}/{key}"
+        return f"{self.root}/{key}"
 
     @contextmanager
     def _at(self, key: str, verb: str) -> Iterator[tuple[int, str]]:
@@ -396,7 +394,7 @@ class LocalStore(ObjectStore):
             StorageError: It is missing, or is not the folder that was pinned.
         """
         try:
-            root = open_root(self._root)
+            root = open_root(self.root)
         except GONE as error:
             raise StorageError(
                 f"{self.url}: expected a directory, found none; mount it, or make it with 'snapstore init'"

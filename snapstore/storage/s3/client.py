@@ -40,6 +40,8 @@ _FROZEN = {"GLACIER", "DEEP_ARCHIVE"}
 
 #: S3 allows names of 1,024 bytes. Our longest key (with run and step) takes 350.
 _PREFIX_LIMIT = 512
+#: The most open connections of a client; further callers wait for one.
+CONNECTIONS = 64
 #: The time to fetch credentials, which may come from a program or a server.
 CREDENTIALS_TIMEOUT_S = 60.0
 #: Credentials that expire sooner are not used; this is botocore's own limit [s].
@@ -119,7 +121,7 @@ def _is_prefix_component(name: str) -> bool:
     return bool(_PREFIX_COMPONENT.fullmatch(name)) and name.strip(".") != ""
 
 
-def make_client(*, connections: int, connect_timeout_s: float, read_timeout_s: float) -> S3Client:
+def make_client(connect_timeout_s: float, read_timeout_s: float) -> S3Client:
     """Return a client with the standard AWS configuration; safe to use from several threads, not across a fork.
 
     botocore's checksums (since 1.36) are off, because older servers refuse requests with them. Our puts carry their
@@ -132,7 +134,7 @@ def make_client(*, connections: int, connect_timeout_s: float, read_timeout_s: f
         retries={"mode": "standard", "total_max_attempts": 1},  # failures.py retries
         connect_timeout=connect_timeout_s,
         read_timeout=read_timeout_s,
-        max_pool_connections=connections,
+        max_pool_connections=CONNECTIONS,
         tcp_keepalive=True,
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",

@@ -34,9 +34,6 @@ from .retry import send
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
-#: The most open connections; further callers wait for one.
-CONNECTIONS = 64
-
 #: One thread at a time reads credentials once more; see client.py for the fork.
 _RENEWING = threading.Lock()
 after_fork_in_child(_RENEWING._at_fork_reinit)  # type: ignore[attr-defined]
@@ -56,12 +53,7 @@ class Requests:
 
     def __init__(self, where: BucketUrl, *, connect_timeout_s: float, read_timeout_s: float, attempts: int) -> None:
         self.url, self.bucket, self.prefix, self.attempts = where.url, where.bucket, where.prefix, attempts
-        self._make_client = partial(
-            make_client,
-            connections=CONNECTIONS,
-            connect_timeout_s=connect_timeout_s,
-            read_timeout_s=read_timeout_s,
-        )
+        self._make_client = partial(make_client, connect_timeout_s, read_timeout_s)
         self._connected = os.getpid(), self._make_client()
         self._credentials_place = ""  # where they were read once more
         self.place = f"{_without_user(self.client.meta.endpoint_url)} {self.url}"
@@ -153,11 +145,8 @@ class Requests:
 
     def server_date(self) -> str:
         """Return the Date header of the answer to the cheapest listing."""
-
-        def date(**request: Any) -> str:
-            return self._page(**request)[1]
-
-        return str(self.ask("/", "ask for the time", date, Prefix=f"{self.prefix}config", MaxKeys=1))
+        _, date = self.ask("/", "ask for the time", self._page, Prefix=f"{self.prefix}config", MaxKeys=1)
+        return str(date)
 
     def _page(self, **request: Any) -> tuple[Page, str]:
         """Return (a page of a listing, the Date header of the answer)."""

@@ -34,6 +34,7 @@ from ..format.hashing import keyed_checksum
 from ..format.keys import pack_key
 from ..format.manifests import manifest
 from ..format.manifests.chunk_table import COLUMNS, ChunkTable, spans
+from ..format.manifests.delta_chain import digest_strings
 from ..format.manifests.manifest import Manifest
 from ..format.records import ManifestRef
 from ..rewrite.stored_blobs import batches, stored_of
@@ -141,7 +142,7 @@ class _Known:
         table = bases.table
         rows = np.repeat(np.arange(len(table)), table.ref_counts)
         refs = np.flatnonzero(bases.usable[rows]) if len(rows) else np.zeros(0, np.int64)
-        keys = _strings(table.ref_digests[refs])
+        keys = digest_strings(table.ref_digests[refs])
         order = np.argsort(keys, kind="stable")
         self._refs, self._keys = refs[order], keys[order]
         self._lengths, self._ends = table.lengths[rows], table.starts[1:][rows]
@@ -159,7 +160,7 @@ class _Known:
         none = np.zeros(len(table), np.int64)
         if not len(self._keys) or not len(table):
             return own, none, none
-        wanted = _strings(table.ref_digests)
+        wanted = digest_strings(table.ref_digests)
         at = np.minimum(np.searchsorted(self._keys, wanted), len(self._keys) - 1)
         refs = self._refs[at]
         rows = np.repeat(np.arange(len(table)), own)
@@ -450,8 +451,3 @@ def _compare(header: blob.Header, table: ChunkTable, ref: int, row: int, where: 
     expected = (kind, table.ref_digests[ref].tobytes(), base, int(table.lengths[row]), int(table.ref_lengths[ref]))
     if got != expected:
         raise IntegrityError(f"{where}: the blob does not match the manifest; run 'snapstore check --read-data' there")
-
-
-def _strings(digests: Column) -> Column:
-    """Return digests (n, 16) as strings of 16 bytes, which NumPy sorts and compares in full."""
-    return np.ascontiguousarray(digests).view("S16").reshape(-1)

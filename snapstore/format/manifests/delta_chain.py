@@ -133,7 +133,7 @@ class Digests:
 
     def add(self, digests: Bytes, numbers: Column | int = 1) -> Column:
         """Add digests (n, 16) with numbers from 0 to 255; return which had been added before, (n,) bool."""
-        keys = _keys(digests)
+        keys = digest_strings(digests)
         return self._numbers.add(keys, np.broadcast_to(np.asarray(numbers, np.uint8), keys.shape))
 
     def has(self, digests: Bytes) -> Column:
@@ -142,11 +142,11 @@ class Digests:
 
     def numbers_of(self, digests: Bytes) -> Column:
         """Return the largest number that was added for each of these digests (n, 16), or 0; (n,) int64."""
-        return self._numbers.numbers_of(_keys(digests))
+        return self._numbers.numbers_of(digest_strings(digests))
 
 
-def _keys(digests: Bytes) -> Column:
-    """Return digests as strings of 16 bytes, (n,), which NumPy can sort; it compares all 16 bytes."""
+def digest_strings(digests: Bytes) -> Column:
+    """Return digests (n, 16) as strings of 16 bytes, (n,), which NumPy sorts; it compares all 16 bytes."""
     return np.ascontiguousarray(digests).view("S16").reshape(-1)
 
 

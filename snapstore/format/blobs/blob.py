@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...arrays import Bytes, Column, items_at
+from ...arrays import Bytes, Column, items_at, sums_before
 from ...errors import FormatError, IntegrityError, UnknownFormatError
 from ..hashing import checksum
 from . import codecs, planes
@@ -240,8 +240,7 @@ def headers(
     Returns:
         The bytes; and where each header begins in them, with the end of the last one, (n + 1,) int64.
     """
-    starts = np.zeros(len(entries) + 1, np.int64)
-    np.cumsum(HEADER.size + 4 * counts, out=starts[1:])
+    starts = sums_before(HEADER.size + 4 * counts)
     fixed = np.zeros(len(entries), HEADER_COLUMNS)
     fixed["magic"], fixed["version"], fixed["layout"] = MAGIC, VERSION, layouts
     for name in ("transform", "element_size", "raw_bytes", "codecs"):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...arrays import Bytes
+from ...arrays import Bytes, sums_before
 from ...errors import FormatError, UnknownFormatError
 
 MAX_CHAIN = 255
@@ -45,8 +45,7 @@ class ChunkTable:
     starts: npt.NDArray[np.int64] = field(init=False)  # (n + 1,) the first reference of every chunk, and m
 
     def __post_init__(self) -> None:
-        self.starts = np.zeros(len(self.ref_counts) + 1, np.int64)
-        np.cumsum(self.ref_counts, out=self.starts[1:])
+        self.starts = sums_before(self.ref_counts)
 
     @classmethod
     def empty(cls) -> ChunkTable:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from ...arrays import sums_before
 from ...errors import FormatError, UnknownFormatError
 from ...state.values.tensors import TensorSpec, can_tie
 from .chunk_table import ChunkTable
@@ -75,7 +76,7 @@ class ChunkSums:
 
     def __init__(self, table: ChunkTable) -> None:
         self._lengths = table.lengths.astype(np.int64)
-        self._ends = _sums(self._lengths)
+        self._ends = sums_before(self._lengths)
         self._broken: dict[int, npt.NDArray[np.int64]] = {1: np.zeros(len(self._ends), np.int64)}
 
     def plain_bytes(self, box: Box) -> int:
@@ -85,14 +86,9 @@ class ChunkSums:
     def cuts_elements(self, box: Box, element_size: int) -> bool:
         """Return whether a chunk of a box cuts an element."""
         if element_size not in self._broken:
-            self._broken[element_size] = _sums((self._lengths % element_size != 0).astype(np.int64))
+            self._broken[element_size] = sums_before(self._lengths % element_size != 0)
         broken = self._broken[element_size]
         return bool(broken[box.first_chunk + box.chunks] - broken[box.first_chunk])
-
-
-def _sums(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the sum before each of n values, and of all, (n + 1,)."""
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(values)])
 
 
 def check_whole(entry: TensorEntry, sums: ChunkSums, where: str) -> None:

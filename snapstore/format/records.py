@@ -434,6 +434,24 @@ def unpack(data: bytes, kind: type[T], key: str) -> T:
     return found
 
 
+def wrong_version(
+    where: str, kind: str, found: tuple[bytes, int], expected: tuple[bytes, int], hint: str = ""
+) -> FormatError:
+    """Return the error of a blob, pack or manifest with another magic or version than the expected ones.
+
+    Args:
+        where: its name, in the error.
+        found, expected: (magic, version).
+        hint: the end of the message.
+    """
+    if found[0] != expected[0]:
+        return FormatError(f"{where}: not a {kind}: magic {found[0]!r}, expected {expected[0]!r}{hint}")
+    return UnknownFormatError(
+        f"{where}: {kind} version {found[1]}, this snapstore reads {expected[1]}; use the release that writes it, or a "
+        f"newer one{hint}"
+    )
+
+
 class _Features(msgspec.Struct):
     """The one key of a record or header that must be read first: the others may depend on it."""
 

@@ -27,8 +27,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ...arrays import Bytes, Column, items_at, sums_before
-from ...errors import FormatError, IntegrityError, UnknownFormatError
+from ...errors import IntegrityError, UnknownFormatError
 from ..hashing import checksum
+from ..records import wrong_version
 from . import codecs, planes
 from .codecs import deflate, sparse, zstd
 from .plane_kinds import NOISE, REPEATS, RUNS, plane_kinds
@@ -329,14 +330,8 @@ def parse(blob: memoryview, where: str) -> Header:
     if len(blob) < HEADER.size:
         raise IntegrityError(f"{where}: blob of {len(blob)} bytes, expected at least {HEADER.size}")
     h = Header(*HEADER.unpack_from(blob))
-    if h.magic != MAGIC:
-        hint = "run 'snapstore check --read-data'"
-        raise FormatError(f"{where}: not a blob: magic {h.magic!r}, expected {MAGIC!r}; {hint}")
-    if h.version != VERSION:
-        raise UnknownFormatError(
-            f"{where}: blob version {h.version}, this snapstore reads {VERSION}; use the release that writes it, or a "
-            "newer one; run 'snapstore check --read-data'"
-        )
+    if h[:2] != (MAGIC, VERSION):
+        raise wrong_version(where, "blob", h[:2], (MAGIC, VERSION), "; run 'snapstore check --read-data'")
     if h.zero:  # the checksum covers neither this field nor the two before it
         raise IntegrityError(f"{where}: {h.zero} in a field that must be zero; run 'snapstore check --read-data'")
     length = length_of(h)

@@ -28,10 +28,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ...arrays import Bytes, Column
-from ...errors import FormatError, IntegrityError, UnknownFormatError
+from ...errors import FormatError, IntegrityError
 from ...storage.base import ObjectStore
 from ..hashing import checksum
-from ..records import MadeFor
+from ..records import MadeFor, wrong_version
 from . import blob
 
 DEFAULT_PACK_BYTES = 32 * 1024 * 1024
@@ -171,13 +171,8 @@ def read_header(store: ObjectStore, key: str) -> PackHeader:
     """
     head = store.get_range(key, 0, HEADER.size)
     magic, version, _, rank, save_id, sequence, snapshot, revision = HEADER.unpack(head)
-    if magic != MAGIC:
-        raise FormatError(f"{key}: not a pack: magic {magic!r}, expected {MAGIC!r}")
-    if version != VERSION:
-        raise UnknownFormatError(
-            f"{key}: pack version {version}, this snapstore reads {VERSION}; use the release that writes it, or a "
-            "newer one"
-        )
+    if (magic, version) != (MAGIC, VERSION):
+        raise wrong_version(key, "pack", (magic, version), (MAGIC, VERSION))
     return PackHeader(rank, save_id, sequence, MadeFor(snapshot, revision))
 
 

@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import zstandard
 
-from ...errors import FormatError, IntegrityError, UnknownFormatError
+from ...errors import FormatError, IntegrityError
 from ...state.values.containers import display
 from ...state.values.tensors import DimOrder, is_dim_order
 from ...threads import msgpack_decoder
 from ..hashing import checksum
-from ..records import STRIDES, Count
+from ..records import STRIDES, Count, wrong_version
 from .chunk_table import COLUMNS
 
 PREFIX = struct.Struct("<8sHHIQ")  # magic, version, zero, header length, XXH3-64 of the header
@@ -175,13 +175,8 @@ def _read_prefix(data: bytes | memoryview, where: str) -> tuple[int, int]:
     if len(data) < PREFIX.size:
         raise IntegrityError(f"{where}: {len(data)} bytes, expected at least {PREFIX.size}")
     magic, version, _, length, expected = PREFIX.unpack_from(data)
-    if magic != MAGIC:
-        raise FormatError(f"{where}: not a manifest: magic {magic!r}, expected {MAGIC!r}")
-    if version != VERSION:
-        raise UnknownFormatError(
-            f"{where}: manifest version {version}, this snapstore reads {VERSION}; use the release that writes it, or "
-            "a newer one"
-        )
+    if (magic, version) != (MAGIC, VERSION):
+        raise wrong_version(where, "manifest", (magic, version), (MAGIC, VERSION))
     return PREFIX.size + length, expected
 
 

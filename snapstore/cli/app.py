@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec
 
 import typer
 from typer.core import TyperGroup
@@ -35,6 +35,8 @@ from .output import note, print_json, writing
 
 if TYPE_CHECKING:
     from ..repository import Repository
+
+P = ParamSpec("P")
 
 OK, ERROR, USAGE, PARTIAL, NO_REPOSITORY, BUSY, CORRUPT, INTERRUPTED = 0, 1, 2, 3, 10, 11, 20, 130
 
@@ -147,6 +149,13 @@ class Shell:
             raise _NoRepositoryError from error
         with opened as repository:
             yield repository
+
+    def show(self, document: dict[str, Any], text: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Print the result of a verb: with --json the document, else call `text`, which prints lines."""
+        if self.as_json:
+            print_json(document)
+        else:
+            text(*args, **kwargs)
 
     def chosen(self, given: str | None) -> str | None:
         """Return the URL that a verb was given, or else the one of the shell; None: neither names one."""

@@ -376,12 +376,10 @@ def diff(
 def _first_difference(shell: Shell, a: str, b: str) -> int | None:
     with shell.repository() as repository, spinner(f"comparing {a} and {b}"):
         found = repository.first_difference(a, b)
-    if shell.as_json:
-        columns = ("steps", "path", "index", "chunk", "before", "after", "note", "unknown")
-        shown = {name: getattr(found, name) for name in columns}
-        print_json({"a": snapshot_json(found.a), "b": snapshot_json(found.b), **shown})
-    else:
-        _print_first_difference(found)
+    columns = ("steps", "path", "index", "chunk", "before", "after", "note", "unknown")
+    shown = {name: getattr(found, name) for name in columns}
+    document = {"a": snapshot_json(found.a), "b": snapshot_json(found.b), **shown}
+    shell.show(document, _print_first_difference, found)
     return PARTIAL if note_left_out(found.unknown) else None
 
 
@@ -415,11 +413,7 @@ def stats(shell: Shell) -> int | None:
     """
     with shell.repository() as repository, spinner("counting"):
         found = repository.stats()
-    if shell.as_json:
-        document = asdict(found)
-        print_json({**document, "ratio": found.ratio})
-    else:
-        _print_stats(found)
+    shell.show({**asdict(found), "ratio": found.ratio}, _print_stats, found)
     return PARTIAL if note_left_out(found.unknown) else None
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..repair.report import RepairResult
     from ..rewrite.compact import CompactResult
     from ..rewrite.recode import RecodeResult
+    from .doctor.doctor import Finding
 
 ALL = "100%"
 #: Text names at most so many restorable snapshots; JSON names all.
@@ -74,11 +75,8 @@ def check(
     level = "restore" if restore else "metadata" if read_data is None else "data"
     with shell.repository(damaged=True) as repository, spinner(f"checking, level {level}"):
         result = repository.check(level, share=share, subset=subset, max_decoded_bytes=most)
-    if shell.as_json:
-        names = ("ok", "problems", "notes", "restorable", "damaged", "unknown", "packs", "packs_read", "decoded_bytes")
-        print_json(fields_json(result, *names))
-    else:
-        _print_check(result)
+    names = ("ok", "problems", "notes", "restorable", "damaged", "unknown", "packs", "packs_read", "decoded_bytes")
+    shell.show(fields_json(result, *names), _print_check, result)
     return None if result.ok else CORRUPT
 
 
@@ -165,13 +163,10 @@ def repair(
     """
     with shell.repository(damaged=True) as repository, spinner(f"checking, level {level.value}"):
         report = repository.repair(apply=apply, level=level.value, drop=drop, purge=purge)
-    if shell.as_json:
-        lost = [{"id": s.id, "message": why, "help": report.helps.get(s.id, "")} for s, why in report.lost]
-        document = fields_json(report, "applied", "ok") | fields_json(report.found, "problems")
-        document |= fields_json(report, "actions", "healed") | {"lost": lost}
-        print_json(document | fields_json(report, "dropped", "open"))
-    else:
-        _print_repair(report)
+    lost = [{"id": s.id, "message": why, "help": report.helps.get(s.id, "")} for s, why in report.lost]
+    document = fields_json(report, "applied", "ok") | fields_json(report.found, "problems")
+    document |= fields_json(report, "actions", "healed") | {"lost": lost} | fields_json(report, "dropped", "open")
+    shell.show(document, _print_repair, report)
     if report.left or not (report.applied or report.found.ok):
         return CORRUPT
     return PARTIAL if report.open else None
@@ -226,11 +221,8 @@ def compact(
     limit = None if max_repack_size is None else size_of(max_repack_size, "--max-repack-size")
     with shell.repository() as repository, spinner("compacting"):
         report = repository.compact(refs or None, max_repack_bytes=limit, dry_run=dry_run)
-    if shell.as_json:
-        names = ("encoded", "moved", "bytes_read", "bytes_written", "bytes_before", "bytes_after", "dry_run")
-        print_json(fields_json(report, "rewritten", "skipped", "failed", *names))
-    else:
-        _print_compact(report)
+    names = ("encoded", "moved", "bytes_read", "bytes_written", "bytes_before", "bytes_after", "dry_run")
+    shell.show(fields_json(report, "rewritten", "skipped", "failed", *names), _print_compact, report)
     return PARTIAL if report.failed else None
 
 
@@ -277,11 +269,8 @@ def recode(
         raise UsageError("name snapshots, or pass --all" if not refs else "name snapshots, or pass --all, not both")
     with shell.repository() as repository, spinner(f"recoding to {codec.value}"):
         result = repository.recode(refs or None, codec=codec.value, dry_run=dry_run)
-    if shell.as_json:
-        names = ("recoded", "skipped", "failed", "unknown", "blobs", "bytes_before", "bytes_after", "dry_run")
-        print_json(fields_json(result, "codec", *names))
-    else:
-        _print_recode(result)
+    names = ("recoded", "skipped", "failed", "unknown", "blobs", "bytes_before", "bytes_after", "dry_run")
+    shell.show(fields_json(result, "codec", *names), _print_recode, result)
     return PARTIAL if note_left_out(result.unknown) or result.failed else None
 
 
@@ -319,11 +308,8 @@ def copy(
         raise UsageError("name snapshots, or pass --run R or --all: one of the three")
     with shell.repository() as repository, spinner(f"copying to {to}"):
         result = repository.copy(refs or None, to=to, run=run, verify=not no_verify, dry_run=dry_run)
-    if shell.as_json:
-        names = ("copied", "present", "left_out", "failed", "unknown", "blobs", "read_bytes", "stored_bytes", "dry_run")
-        print_json(fields_json(result, "url", *names))
-    else:
-        _print_copy(result)
+    names = ("copied", "present", "left_out", "failed", "unknown", "blobs", "read_bytes", "stored_bytes", "dry_run")
+    shell.show(fields_json(result, "url", *names), _print_copy, result)
     return PARTIAL if note_left_out(result.unknown) or result.failed else None
 
 
@@ -358,10 +344,7 @@ def index(
     with shell.repository() as repository, spinner("reading all records"):
         count = repository.rebuild_index(forget_missing=forget_missing)
         view = repository.view()
-    if shell.as_json:
-        print_json({"snapshots": count})
-    else:
-        line(f"rebuilt the index: {counted(count, 'snapshot')} in any state")
+    shell.show({"snapshots": count}, line, f"rebuilt the index: {counted(count, 'snapshot')} in any state")
     return PARTIAL if note_unknown(view) else None
 
 
@@ -377,14 +360,15 @@ def doctor(
         url = shell.chosen(place)
         findings = probes.machine() + ([] if url is None else probes.place(url))
     ok = all(finding.ok is not False for finding in findings)
-    if shell.as_json:
-        print_json({"ok": ok, "findings": [asdict(finding) for finding in findings]})
-    else:
-        width = max(len(finding.name) for finding in findings)
-        for finding in findings:
-            sign = {True: "ok", False: "FAIL", None: ""}[finding.ok]
-            line(f"{sign:<4} {finding.name:<{width}}  {finding.message}")
+    shell.show({"ok": ok, "findings": [asdict(finding) for finding in findings]}, _print_findings, findings)
     return None if ok else ERROR
+
+
+def _print_findings(findings: Sequence[Finding]) -> None:
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        sign = {True: "ok", False: "FAIL", None: ""}[finding.ok]
+        line(f"{sign:<4} {finding.name:<{width}}  {finding.message}")
 
 
 def _demo_script() -> Path | None:

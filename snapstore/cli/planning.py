@@ -11,7 +11,7 @@ import typer
 from ..errors import InvalidInputError
 from ..text import counted, human_bytes
 from .app import Place, Shell, UsageError, verb
-from .output import line, print_json, spinner
+from .output import line, spinner
 
 if TYPE_CHECKING:
     from ..engine.rates import Rates
@@ -66,10 +66,8 @@ def estimate(
     with spinner("measuring"):
         found = _measured(given, shell.chosen(place))
     result = planning.estimate(run, found, storage_price=storage_price, put_price=put_price)
-    if shell.as_json:
-        print_json({"run": asdict(run), "rates": asdict(found), "given": sorted(given), "estimate": asdict(result)})
-    else:
-        _print(run, found, given, result)
+    document = {"run": asdict(run), "rates": asdict(found), "given": sorted(given), "estimate": asdict(result)}
+    shell.show(document, _print, run, found, given, result)
 
 
 def _measured(given: dict[str, float], url: str | None) -> Rates:

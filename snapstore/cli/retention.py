@@ -10,11 +10,12 @@ import typer
 from ..errors import ConflictError, InvalidInputError, NotFoundError
 from ..text import counted, human_bytes
 from .app import PARTIAL, DryRun, Ref, Shell, UsageError, verb
-from .output import fields_json, line, note, note_left_out, print_json, snapshot_json, spinner, table
+from .output import fields_json, line, note, note_left_out, snapshot_json, spinner, table
 
 if TYPE_CHECKING:
     from ..format.records import Snapshot
     from ..protocol.forget import ForgetResult
+    from ..protocol.gc import GcResult
     from ..repository import Repository
     from ..retention import Policy
 
@@ -64,10 +65,7 @@ def unforget(shell: Shell, ref: Ref) -> None:
 
 
 def _print_snapshot(shell: Shell, snapshot: Snapshot, what: str) -> None:
-    if shell.as_json:
-        print_json({"snapshot": snapshot_json(snapshot)})
-    else:
-        line(f"{snapshot.ref} (id:{snapshot.id[:12]}) {what}")
+    shell.show({"snapshot": snapshot_json(snapshot)}, line, f"{snapshot.ref} (id:{snapshot.id[:12]}) {what}")
 
 
 @verb()
@@ -120,7 +118,8 @@ def forget(
             result = repository.forget(keep, run=run, dry_run=dry_run, force=force)
             if given_here and not dry_run:
                 _replace_damaged_policies(repository, run, given_here)
-    _print_forget(shell, result)
+    kept = [{"id": s.id, "reasons": reasons} for s, reasons in result.kept]
+    shell.show({"kept": kept, **fields_json(result, "forgotten", "unknown")}, _print_forget, result)
     return PARTIAL if note_left_out(result.unknown) else None
 
 
@@ -183,11 +182,7 @@ def _replace_damaged_policies(repository: Repository, run: str, keep: list[Polic
         note(f"the policies stored for run {run!r} were damaged; these replace them")
 
 
-def _print_forget(shell: Shell, result: ForgetResult) -> None:
-    if shell.as_json:
-        kept = [{"id": s.id, "reasons": reasons} for s, reasons in result.kept]
-        print_json({"kept": kept, **fields_json(result, "forgotten", "unknown")})
-        return
+def _print_forget(result: ForgetResult) -> None:
     goes = "would be forgotten" if result.dry_run else "forgotten"
     rows = [[s.ref, s.id[:8], "kept", "; ".join(reasons)] for s, reasons in result.kept]
     rows += [[s.ref, s.id[:8], goes, s.reason] for s in result.forgotten]
@@ -223,16 +218,8 @@ def gc(
     with shell.repository() as repository, spinner("collecting"):
         seconds = int(match[1]) * _UNIT_S[match[2]]
         result = repository.gc(dry_run=dry_run, fence_after_s=seconds, unexplained=unexplained)
-    if shell.as_json:
-        names = ("deleted_objects", "deleted_bytes", "stored_bytes", "waiting_for", "fenced")
-        print_json(fields_json(result, *names, "dry_run"))
-    else:
-        line(
-            f"{'would delete' if dry_run else 'deleted'} {counted(result.deleted_objects, 'object')}, "
-            f"{human_bytes(result.deleted_bytes)}; {human_bytes(result.stored_bytes)} stay"
-        )
-        if result.fenced:
-            line(f"fenced {counted(len(result.fenced), 'dead save')}")
+    names = ("deleted_objects", "deleted_bytes", "stored_bytes", "waiting_for", "fenced", "dry_run")
+    shell.show(fields_json(result, *names), _print_gc, result)
     if result.waiting_for:
         saves = counted(len(result.waiting_for), "save")
         note(
@@ -241,3 +228,12 @@ def gc(
         )
         return PARTIAL
     return None
+
+
+def _print_gc(result: GcResult) -> None:
+    line(
+        f"{'would delete' if result.dry_run else 'deleted'} {counted(result.deleted_objects, 'object')}, "
+        f"{human_bytes(result.deleted_bytes)}; {human_bytes(result.stored_bytes)} stay"
+    )
+    if result.fenced:
+        line(f"fenced {counted(len(result.fenced), 'dead save')}")

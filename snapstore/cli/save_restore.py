@@ -42,10 +42,8 @@ def init(
         Repository.create(shell.need_url(place), chunk_bytes=size, like=other) as repository,
     ):
         config = repository.config
-        if shell.as_json:
-            print_json({"url": repository.url, **fields_json(config, "uuid", "version", "chunk_bytes")})
-        else:
-            line(f"created a repository at {repository.url}")
+        document = {"url": repository.url, **fields_json(config, "uuid", "version", "chunk_bytes")}
+        shell.show(document, line, f"created a repository at {repository.url}")
 
 
 @verb()
@@ -96,13 +94,11 @@ def save(
                 snapshot = repository.save(state, ranks=False, **arguments)
             else:
                 snapshot = save_file(repository, path, **arguments)
-    if shell.as_json:
-        print_json({"snapshot": snapshot_json(snapshot)})
-        return
-    line(
+    text = (
         f"saved {snapshot.ref} as id:{snapshot.id[:12]}: {human_bytes(snapshot.logical_bytes)} of state, "
         f"{human_bytes(snapshot.stored_bytes)} stored, {snapshot.new_chunks} of {snapshot.chunks} chunks new"
     )
+    shell.show({"snapshot": snapshot_json(snapshot)}, line, text)
 
 
 def _metrics(given: list[str]) -> dict[str, float]:
@@ -186,12 +182,9 @@ def _unpack(shell: Shell, repository: Repository, ref: str, output: Path) -> boo
     snapshot = tensors.snapshot
     with spinner(f"restoring {snapshot.ref}"):
         done = unpack_folder(tensors, output)
-    if shell.as_json:
-        counts = {"files": done.files, "bytes": done.nbytes}
-        print_json({"snapshot": snapshot_json(snapshot), "folder": str(output), **counts})
-    else:
-        what = f"{counted(done.files, 'file')}, {human_bytes(done.nbytes)}"
-        line(f"restored {snapshot.ref} (id:{snapshot.id[:12]}) to {output}: {what}")
+    document = {"snapshot": snapshot_json(snapshot), "folder": str(output), "files": done.files, "bytes": done.nbytes}
+    what = f"{counted(done.files, 'file')}, {human_bytes(done.nbytes)}"
+    shell.show(document, line, f"restored {snapshot.ref} (id:{snapshot.id[:12]}) to {output}: {what}")
     return True
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -154,12 +154,10 @@ def export(
         )
         with spinner(f"exporting {ref}"):
             exported = export_snapshot(repository, ref, output, to=to, options=options)  # type: ignore[arg-type]
-    if shell.as_json:
-        document = {"snapshot": snapshot_json(exported.snapshot), "output": str(output), "to": to}
-        document |= fields_json(exported, "files", "tensors", "bytes", "dropped", "tied", "part")
-        print_json({**document, "changed": [value._asdict() for value in exported.changed]})
-        return
-    _print_exported(exported, output, to)
+    document: dict[str, Any] = {"snapshot": snapshot_json(exported.snapshot), "output": str(output), "to": to}
+    document |= fields_json(exported, "files", "tensors", "bytes", "dropped", "tied", "part")
+    document["changed"] = [value._asdict() for value in exported.changed]
+    shell.show(document, _print_exported, exported, output, to)
 
 
 def _print_exported(exported: Exported, output: Path, to: str) -> None:

@@ -253,10 +253,11 @@ def unpack_folder(blocks: Mapping[str, Any], path: str | os.PathLike[str]) -> Un
         raise InvalidInputError(f"{_shown(target)}: the folder above is missing; create it first")
     hidden = target.parent / f".snapstore-{secrets.token_hex(8)}.tmp"
     try:
-        hidden.mkdir(0o700)
-        _Unpacker(blocks, hidden, index.block_bytes).write(index.entries)
-        hidden.chmod(0o777 & ~_umask())
-        hidden.rename(target)
+        hidden.mkdir(0o700)  # nobody else sees what is in it
+        new = hidden / "new"
+        new.mkdir()
+        _Unpacker(blocks, new, index.block_bytes).write(index.entries)
+        new.rename(target)
     except OSError as error:
         raise StorageError(
             f"{_shown(target)}: cannot be written: {error.strerror or error}; nothing was left behind"
@@ -409,14 +410,6 @@ def _leads_inside(link: Path, inside: Path) -> bool:
         if not place.is_relative_to(inside):
             return False
     return Path(os.path.realpath(link)).is_relative_to(inside)
-
-
-def _umask() -> int:
-    with suppress(OSError, StopIteration, ValueError), Path("/proc/self/status").open() as status:
-        return int(next(line for line in status if line.startswith("Umask:")).split()[1], 8)
-    mask = os.umask(0o077)  # another thread may make a file meanwhile
-    os.umask(mask)
-    return mask
 
 
 def _shown(path: str | bytes | os.PathLike[str]) -> str:

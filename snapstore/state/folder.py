@@ -333,7 +333,7 @@ class _Unpacker:
 
     def __init__(self, blocks: Mapping[str, Any], root: Path, block_bytes: int) -> None:
         self._blocks, self._root, self._block_bytes = blocks, root, block_bytes
-        self._last: tuple[str, Bytes] | None = None  # a block of small files
+        self._last: dict[str, Bytes] = {}  # a block of small files
 
     def write(self, entries: list[FolderEntry]) -> None:
         """Write folders and files, then links, through which nothing was written."""
@@ -364,14 +364,12 @@ class _Unpacker:
     def _read(self, entry: FolderEntry, span: tuple[str, int, int]) -> Bytes:
         """Return a span of a block; a small block is read once for all its files."""
         block, start, count = span
-        if self._last is None or self._last[0] != block:
+        if block not in self._last:
             nbytes = getattr(self._blocks.get(block), "nbytes", 0)
             if not block.startswith("small:") or not start + count <= nbytes <= 2 * TOGETHER_BYTES:
                 return read_span(self._blocks, entry, span)
-            self._last = block, read_span(self._blocks, entry, (block, 0, nbytes))
-        if len(self._last[1]) < start + count:
-            raise FormatError(f"folder: {_shown(entry.name)}: {count} bytes at {start} of {len(self._last[1])}")
-        return self._last[1][start : start + count]
+            self._last = {block: read_span(self._blocks, entry, (block, 0, nbytes))}
+        return read_span(self._last, entry, span)
 
 
 def _span(value: Any, first: int, end: int | None) -> Bytes:

@@ -133,8 +133,7 @@ class _Tally:
 
     def __init__(self, result: StatsResult) -> None:
         self._result = result
-        self._blobs: dict[tuple[bytes, int], tuple[int, bool]] = {}  # by pack, offset: length, first of a chain
-        self._owners: dict[tuple[bytes, int], str] = {}
+        self._blobs: dict[tuple[bytes, int], tuple[int, bool, str]] = {}  # by pack, offset: length, is first, group
         self._digests: set[bytes] = set()
         self._depths: Counter[int] = Counter()
 
@@ -152,8 +151,8 @@ class _Tally:
         rows = zip(*(column.tolist() for column in columns), owners, strict=True)
         for number, offset, length, head, owner in rows:
             name = (packs[number], offset)
-            self._blobs[name] = (length, head or self._blobs.get(name, (0, False))[1])
-            self._owners.setdefault(name, owner)
+            _, is_head, first_owner = self._blobs.get(name, (0, False, owner))
+            self._blobs[name] = (length, head or is_head, first_owner)
         for entry in m.tensors:
             self._group(group_of(entry.path)).logical_bytes += held_bytes(m, entry)
 
@@ -163,8 +162,8 @@ class _Tally:
     def finish(self) -> None:
         self._result.unique_chunks = len(self._digests)
         self._result.depths = dict(sorted(self._depths.items()))
-        for name, (length, head) in self._blobs.items():
-            self._group(self._owners[name]).stored_bytes += length
+        for length, head, owner in self._blobs.values():
+            self._group(owner).stored_bytes += length
             if not head:
                 self._result.base_only_bytes += length
 

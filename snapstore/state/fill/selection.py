@@ -34,22 +34,20 @@ class Selection:
 
     def __init__(self, keys: str | Sequence[str] | None) -> None:
         self._keys = _checked(keys)
-        self._names: set[str] = set()
-        self._by_start: dict[str, list[tuple[str, str]]] = {}  # the text before the first wildcard -> (literal, key)
-        self._lengths: list[int] = []  # of these texts
         self._sort_keys(())
         self._selected: dict[Path, bool] = {}
         self._extents: dict[int, str] = {}
 
     def _sort_keys(self, exact: Collection[str]) -> None:
         """Sort the keys into names and patterns; the keys in `exact` are names, even with wildcards."""
-        self._names, self._by_start = set(), {}
+        self._names: set[str] = set()
+        self._by_start: dict[str, list[tuple[str, str]]] = {}  # the text before the first wildcard -> (literal, key)
         for key in dict.fromkeys(self._keys or ()):
             start = key if key in exact else _before_wildcard(key)
             if start == key:
                 self._names.add(key)
             self._by_start.setdefault(start, []).append((_longest_literal(key), key))
-        self._lengths = sorted({len(start) for start in self._by_start})
+        self._lengths = sorted(set(map(len, self._by_start)))
 
     def resolve(self, tree: Any, part_names: Iterable[str] = ()) -> None:
         """Look all keys up in a decoded tree, and check that every key selects a leaf.

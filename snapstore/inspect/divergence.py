@@ -30,7 +30,7 @@ from ..state.values.containers import display
 from ..state.values.tensors import TensorSpec
 from ..text import quoted, some
 from .diff import pieces_of, unlike_form
-from .stored_tensors import StoredTensor, boxes_of, chunks_of, naming, read_tensors
+from .stored_tensors import StoredTensor, boxes_of, chunks_of, digests_of, naming, read_tensors
 
 #: An error names at most so many steps.
 STEPS_NAMED = 5
@@ -154,19 +154,15 @@ def _compare(context: Context, steps: list[int], a: Snapshot, b: Snapshot) -> Di
 def _first_byte(context: Context, a: StoredTensor, b: StoredTensor) -> tuple[int, Bytes, Bytes] | None:
     """Return (the byte at which the first different element begins, its bytes in a, in b); None: there is none."""
     require_decoding(context.store, [*a.pieces, *b.pieces], f"comparing {a.snapshot.ref} and {b.snapshot.ref}:")
-    itemsize, chunked = a.spec.itemsize, (_chunked(a), _chunked(b))
+    itemsize, of_a, of_b = a.spec.itemsize, _chunked(a), _chunked(b)
     start, pieces = 0, (next(pieces_of(context, [a])), next(pieces_of(context, [b])))
-    if chunked[0] is not None and chunked[1] is not None:
-        whole = chunked[0], chunked[1]
-        rows = [slice(box.first_chunk, box.first_chunk + box.chunks) for _, box in whole]
-        tables = [m.table for m, _ in whole]
-        lengths = _lengths(*whole[0])
+    if of_a is not None and of_b is not None:
+        lengths = _lengths(*of_a)
         are_whole = not (lengths % itemsize).any()  # else an element may lie in two chunks
-        if are_whole and np.array_equal(lengths, _lengths(*whole[1])):
-            differs = (tables[0].digests[rows[0]] != tables[1].digests[rows[1]]).any(axis=1)
-            first = int(np.argmax(differs))
+        if are_whole and np.array_equal(lengths, _lengths(*of_b)):
+            first = int(np.argmax((digests_of(*of_a) != digests_of(*of_b)).any(axis=1)))
             start = int(lengths[:first].sum())
-            pieces = _from(context, a.snapshot, whole[0], first), _from(context, b.snapshot, whole[1], first)
+            pieces = _from(context, a.snapshot, of_a, first), _from(context, b.snapshot, of_b, first)
     for one, other in zip(*pieces, strict=True):
         different = np.flatnonzero(one != other)
         if different.size:

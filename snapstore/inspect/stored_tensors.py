@@ -41,7 +41,7 @@ class StoredTensor:
     def fingerprint(self) -> object:
         """Return the boxes with their chunk digests or inline bytes; tensors with equal fingerprints are equal."""
         found = [
-            (box.offsets, box.sizes, data if data is not None else _digests(m, box))
+            (box.offsets, box.sizes, data if data is not None else digests_of(m, box).tobytes())
             for m, entry in self.pieces
             for box, data in boxes_of(m, entry)
         ]
@@ -133,8 +133,9 @@ def boxes_of(m: Manifest, entry: TensorEntry) -> Iterator[tuple[Box, bytes | Non
         at = end
 
 
-def _digests(m: Manifest, box: Box) -> bytes:
-    return m.table.digests[box.first_chunk : box.first_chunk + box.chunks].tobytes()
+def digests_of(m: Manifest, box: Box) -> Bytes:
+    """Return the digests of the chunks of a box, (n, 16)."""
+    return m.table.digests[box.first_chunk : box.first_chunk + box.chunks]
 
 
 def _array(data: bytes) -> Bytes:

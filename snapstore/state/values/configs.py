@@ -63,7 +63,8 @@ def form_of(value: Any) -> tuple[str, str, Any] | None:
     shown = ", ".join(f"{flag}={is_set}" for flag, is_set in sorted(flags.items()) if is_set is not None)
     name += f"({shown})" if shown else ""
     if kind is not None:
-        made = _make(name, lambda *_: kind, plain) if _NAME.fullmatch(name) else None
+        match = _NAME.fullmatch(name)
+        made = None if match is None else _make(match, kind, plain)
         if made is None or not _is_alike(made, config, is_part=bool(keys)):
             raise UnsupportedLeafError(f"a config of other types than those of its class has no stored form: {_ADVICE}")
     return "subclass", name, plain
@@ -87,7 +88,8 @@ def maker(name: str, find: Callable[[str, str], type | None]) -> Callable[[Any],
         return None
     if match is None:
         return _make_part
-    return None if match[2] and find(match[2], match[3]) is None else partial(_make, name, find)
+    kind = find(match[2], match[3]) if match[2] else None
+    return None if match[2] and kind is None else partial(_make, match, kind)
 
 
 def classes_in(value: Any) -> Iterator[type]:
@@ -107,13 +109,12 @@ def _make_part(plain: Any) -> Any:
     return node
 
 
-def _make(name: str, find: Callable[[str, str], type | None], plain: Any) -> Any:
+def _make(match: Any, kind: Any, plain: Any) -> Any:
+    """Return a config of its plain form, by the match of its name, and its class if it is a structured one."""
     module: Any = imported(MODULE)
-    match: Any = _NAME.fullmatch(name)
-    flags = dict(flag.split("=") for flag in match[4].split(", ")) if match[4] else {}
     values = {"True": True, "False": False}
+    flags = dict(flag.split("=") for flag in match[4].split(", ")) if match[4] else {}
     flags = {flag: values[text] for flag, text in flags.items()}
-    kind = find(match[2], match[3]) if match[2] else None
     content = _unnested(plain)
     if kind is None:
         return getattr(module, match[1])(content=content, flags=flags)

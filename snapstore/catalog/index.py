@@ -405,8 +405,7 @@ class Index:
                 self.folder, self.temporary = find
                 if self.folder is not None:
                     self._environment = Environment.open(self.folder, self.uuid, self._limit_bytes)
-                    known = {record.snapshot.key: record for record in self._records.values()}
-                    self._environment.put({b"records": packed(known)})
+                    self._environment.put({b"records": packed(self._records)})
             except (lmdb.Error, OSError, InvalidInputError) as error:
                 log.warning("index %s cannot be built again: %s", self.folder, error)
             return self._environment

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -186,43 +186,27 @@ class KnownRecord:
         return self.text == info.tag if self.text else self.tag == shortened(info.tag)
 
 
-class KnownRecords:
-    """The records of one index. Not safe to change from several threads.
+class KnownRecords(dict[str, KnownRecord]):
+    """The records of one index, by key. Any thread may read; only one at a time may set a record or `update`.
 
     Attributes:
         superseded: keys of records, of which a listing has shown a later revision too. No record is ever deleted.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.superseded: set[str] = set()
-        self._by_key: dict[str, KnownRecord] = {}
         self._runs: dict[str, dict[str, KnownRecord]] = {}  # the same records, by the prefix of their run
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._by_key
-
-    def __getitem__(self, key: str) -> KnownRecord:
-        return self._by_key[key]
-
     def __setitem__(self, key: str, record: KnownRecord) -> None:
-        self._by_key[key] = self._runs.setdefault(records_prefix(record.snapshot.run), {})[key] = record
-
-    def __reversed__(self) -> Iterator[str]:
-        return reversed(self._by_key)
-
-    def get(self, key: str) -> KnownRecord | None:
-        """Return a record; None if it is not known. Any thread may ask."""
-        return self._by_key.get(key)
+        super().__setitem__(key, record)
+        self._runs.setdefault(records_prefix(record.snapshot.run), {})[key] = record
 
     def under(self, prefix: str) -> Mapping[str, KnownRecord]:
         """Return all records by key, or those of a run, by `records_prefix`."""
-        return self._runs.get(prefix, {}) if prefix != records_prefix() else self._by_key
+        return self._runs.get(prefix, {}) if prefix != records_prefix() else self
 
-    def values(self) -> Collection[KnownRecord]:
-        """Return all records."""
-        return self._by_key.values()
-
-    def update(self, known: Mapping[str, KnownRecord]) -> None:
+    def update(self, known: Mapping[str, KnownRecord]) -> None:  # type: ignore[override]
         """Add records, by key."""
         for key, record in known.items():
             self[key] = record

@@ -171,7 +171,7 @@ def test_a_folder_that_is_deleted_while_it_is_open(root, what, first, caplog):
             repository.gc()
         check_restores(repository)
         known = repository.context.index._environment.items(b"records")
-        assert {key.decode() for key, _ in known} >= set(repository.context.index._records._by_key)
+        assert {key.decode() for key, _ in known} >= set(repository.context.index._records)
     assert [line for line in caplog.messages if "index" in line] == [
         f"index {folder} was removed while it was open; it is built again"
     ]

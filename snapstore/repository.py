@@ -8,7 +8,6 @@ Several threads may use one Repository, also for several saves at once. It must 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
 
@@ -16,6 +15,7 @@ from .catalog import policy_store
 from .catalog.config import new_config, read_config, read_or_reconstruct_config
 from .catalog.history import PUT_BACK
 from .catalog.index import open_index
+from .catalog.read_twice import exists
 from .checks import check_choice, check_list, check_name
 from .context import Context
 from .distributed.choose import check as check_ranks
@@ -93,7 +93,7 @@ class Repository(Snapshots):
         seed = like.config.digest_seed if like else new_seed()
         config = new_config(like.config.chunk_bytes if like else chunk_bytes, seed)
         try:
-            if not _has_config(store):
+            if not exists(store, "config"):
                 _prepare(store)
             store.put("config", records.encode(config))
         except AlreadyExistsError as error:
@@ -482,18 +482,11 @@ class Repository(Snapshots):
         return len(view.snapshots(states=None)) + len(view.damaged) + len(view.unread)
 
 
-def _has_config(store: ObjectStore) -> bool:
-    with suppress(NotFoundError):
-        store.stat("config")
-        return True
-    return False
-
-
 def _prepare(store: ObjectStore) -> None:
     """Prepare an empty place; raise AlreadyExistsError if another process makes a repository there meanwhile."""
     try:
         store.prepare()
     except InvalidInputError as error:
-        if _has_config(store):
+        if exists(store, "config"):
             raise AlreadyExistsError("config") from error
         raise

@@ -94,30 +94,19 @@ def brief(result: Any) -> str:
     return f"{type(result).__name__}({', '.join(f'{name}={counts.get(name, repr(v))}' for name, v in values.items())})"
 
 
-class Log:
+class Log(logging.LoggerAdapter[logging.Logger]):
     """The logger "snapstore" for our own modules: no error of a filter, handler or record factory ends what logs.
 
     Such an error goes to stderr, as logging does with the error of a stream.
     """
 
     def __init__(self) -> None:
-        self._logger = logging.getLogger("snapstore")
+        super().__init__(logging.getLogger("snapstore"))
 
-    def info(self, message: str, *args: object) -> None:
-        """Log at the level INFO."""
-        self._say(logging.INFO, message, args)
-
-    def warning(self, message: str, *args: object) -> None:
-        """Log at the level WARNING."""
-        self._say(logging.WARNING, message, args)
-
-    def error(self, message: str, *args: object) -> None:
-        """Log at the level ERROR."""
-        self._say(logging.ERROR, message, args)
-
-    def _say(self, level: int, message: str, args: tuple[object, ...]) -> None:
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        """Log a line; the methods `info`, `warning` and `error` end here."""
         try:
-            self._logger.log(level, message, *args, stacklevel=3)  # the line of the caller
+            self.logger.log(level, msg, *args, **kwargs, stacklevel=2)  # the line of the caller
         except (Exception, SystemExit) as error:  # a save that is committed must not fail over a line about it
             if isinstance(error, SystemExit) and threading.current_thread() is threading.main_thread():
                 raise  # elsewhere it would end only a thread of ours

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
+from ..checks import check_choice
 from ..errors import AlreadyExistsError, InvalidInputError, OutputError
 from ..repository import Repository
 from ..restore.sources import SHARED_ONLY, AsRank
@@ -86,8 +87,7 @@ def export_snapshot(
         CapabilityError: a library is not installed.
         OutputError: the output cannot be written.
     """
-    if to not in get_args(To):
-        raise InvalidInputError(f"to {quoted(to)}: expected one of {', '.join(get_args(To))}")
+    check_choice("to", to, get_args(To))
     options, path = options or ExportOptions(), Path(output)
     if isinstance(options.strip, str):
         raise InvalidInputError(
@@ -187,11 +187,7 @@ def publish_folder(path: Path, fill: Callable[[Path], None], *, force: bool) -> 
         temp.mkdir()
         fill(temp)
         for child in [*temp.rglob("*"), temp]:
-            descriptor = os.open(child, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            files.fsync(child)
         if os.path.lexists(path):
             if not force:
                 raise files.exists(path)

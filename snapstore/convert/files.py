@@ -334,8 +334,7 @@ def publish(path: Path, fill: Callable[[Path], object], *, force: bool) -> None:
     try:
         temp.open("xb").close()
         fill(temp)
-        with temp.open("rb") as file:
-            os.fsync(file.fileno())
+        fsync(temp)
         if force:
             temp.replace(path)
         else:
@@ -345,6 +344,15 @@ def publish(path: Path, fill: Callable[[Path], object], *, force: bool) -> None:
     finally:
         with suppress(FileNotFoundError):
             temp.unlink()
+
+
+def fsync(path: Path) -> None:
+    """Make the bytes of a file durable, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _name_new(temp: Path, path: Path) -> None:

@@ -16,14 +16,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..checks import check_name, check_step
+from ..checks import check_choice, check_name, check_step
 from ..errors import InvalidInputError, out_of_memory
 from ..format.records import Snapshot
 from ..repository import Repository
 from ..save.inputs import SaveRequest, is_stream
 from ..save.pipeline import save
 from ..save.streaming import inputs_of_state
-from ..text import quoted, some
+from ..text import some
 from . import files
 from .checkpoint import Checkpoint, fingerprint, noted, require_unchanged, step_in, versions
 from .dcp_folder import is_dcp, open_dcp
@@ -127,8 +127,8 @@ def import_checkpoints(
     """
     run = check_name("run", run)
     paths = [Path(source) for source in sources]
-    if format is not None and format not in FORMATS:
-        raise InvalidInputError(f"format {quoted(format)}: expected one of {', '.join(FORMATS)}")
+    if format is not None:
+        check_choice("format", format, tuple(FORMATS))
     if step is not None and len(paths) != 1:
         raise InvalidInputError(f"step {step}: is given for {len(paths)} sources; import them one by one")
     formats = {path: format or format_of(path) for path in paths}

@@ -7,13 +7,12 @@ the id. Invariant: a reference is replaced atomically, so a reader finds the old
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from ..convert.files import publish
+from ..convert.files import fsync, publish
 from ..errors import FormatError, InvalidInputError, NotFoundError, OutputError
 from ..format.records import Snapshot
 from ..repository import Repository
@@ -47,11 +46,7 @@ def write(path: str, repository: Repository, snapshot: Snapshot, *, part: str | 
             fs.pipe(place, text.encode())
             return
         publish(Path(place), lambda file: file.write_text(text), force=True)
-        folder = os.open(Path(place).parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        fsync(Path(place).parent)
     except OSError as error:
         raise OutputError(f"{path}: the reference cannot be written: {error.strerror or error}") from error
 

@@ -419,13 +419,10 @@ def copy_box(target: Boxed, source: Boxed, sizes: Sequence[int]) -> None:
     here = of.reshape(of_sizes)[tuple(slice(at, at + size) for at, size in zip(of_start, sizes, strict=True))]
     if isinstance(to, np.ndarray):
         there[...] = here
-    elif isinstance(of, np.ndarray):
-        import torch
-
-        there.copy_(torch.from_numpy(here.copy()))  # a copy: torch warns of read-only memory
     else:
         import torch
 
+        here = torch.from_numpy(here.copy()) if isinstance(of, np.ndarray) else here  # torch warns of read-only memory
         there.copy_(here)
         if here.is_cuda:  # another stream's memory: the allocator would reuse it as soon as nothing refers to it
             here.record_stream(torch.cuda.current_stream(here.device))

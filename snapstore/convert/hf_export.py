@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
@@ -65,14 +65,12 @@ class HfPlan:
     Attributes:
         index: the name of the index, if there are several shards.
         shards: file -> (name, spec) of each of its tensors, in the order of reading.
-        names: the name of each tensor that is read, in the order of reading; None: it is not written.
         dropped: dotted paths of the values that are left out.
         tied: names that are left out because `from_pretrained` ties them to one in the export.
     """
 
     index: str
     shards: dict[str, list[tuple[str, TensorSpec]]]
-    names: list[str | None]
     dropped: list[str]
     tied: list[str]
 
@@ -132,7 +130,6 @@ def plan(path: Path, reader: TensorReader, beside: Beside, max_shard_bytes: int,
     if type(max_shard_bytes) is not int or max_shard_bytes < 1:
         raise InvalidInputError(f"max_shard_bytes {quoted(max_shard_bytes)}: expected an int of 1 or more")
     tied = _tied(reader.specs, beside)
-    kept: list[str | None] = [None if name in tied else name for name, _ in reader.specs]
     specs = [(name, spec) for name, spec in reader.specs if name not in tied]
     dropped = safetensors_file.check(path, reader, specs, tensors_only=tensors_only)
     groups: list[list[tuple[str, TensorSpec]]] = []
@@ -156,7 +153,7 @@ def plan(path: Path, reader: TensorReader, beside: Beside, max_shard_bytes: int,
         raise InvalidInputError(
             f"{path}: {taken[0]} names both weights and another file; export with another max_shard_bytes"
         )
-    return HfPlan(index_of(model), shards, kept, dropped, sorted(tied))
+    return HfPlan(index_of(model), shards, dropped, sorted(tied))
 
 
 def _is_adapter(beside: Beside) -> bool:
@@ -196,7 +193,7 @@ def write(temp: Path, reader: TensorReader, plan: HfPlan, beside: Beside, metada
             (temp / name).write_bytes(data)
         else:
             _copy(data, temp / name)
-    tensors = _named(reader, plan)
+    tensors = ((name, tensor) for name, tensor in reader if name not in plan.tied)
     for file, specs in plan.shards.items():
         (temp / file).touch()
         safetensors_file.write(temp / file, specs, tensors, metadata)
@@ -221,9 +218,3 @@ def _copy(source: Path, target: Path) -> None:
         raise InvalidInputError(f"{source}: cannot be read: {error.strerror}") from error
     with file, target.open("wb") as new:
         shutil.copyfileobj(file, new)
-
-
-def _named(reader: TensorReader, plan: HfPlan) -> Iterator[tuple[str, Any]]:
-    for name, (_, tensor) in zip(plan.names, reader, strict=True):
-        if name is not None:
-            yield name, tensor

@@ -149,6 +149,8 @@ class _FileRange:
     length: int
 
 
+#: The offsets and sizes of each shard of a tensor, and its bytes.
+Shards = list[tuple[tuple[int, ...], tuple[int, ...], _FileRange]]
 #: By the name of a tensor or value, and by the text of the offsets of a shard: its bytes.
 FileRanges = dict[str, dict[str, _FileRange]]
 
@@ -258,7 +260,7 @@ def _leaf(where: Path, name: str, entry: Any, places: FileRanges) -> Any:
     dtype = (properties.by_position or (properties.fields.get("dtype"),))[0].removeprefix("dtype ")
     shape = _numbers(entry.fields["size"])
     torch.empty(shape, dtype=getattr(torch, dtype), device="meta")  # raises if there is no such tensor
-    shards: list[tuple[tuple[int, ...], tuple[int, ...], _FileRange]] = []
+    shards: Shards = []
     cover = Cover([shape])
     for chunk in entry.fields["chunks"]:
         offsets, sizes = _numbers(chunk.fields["offsets"]), _numbers(chunk.fields["sizes"])
@@ -288,9 +290,7 @@ def _missing(where: Path, what: str) -> InvalidInputError:
     return InvalidInputError(f"{where}: has no bytes for {what}; the checkpoint is incomplete: save it again")
 
 
-def _assemble(
-    name: str, dtype: str, shape: tuple[int, ...], shards: list[tuple[tuple[int, ...], tuple[int, ...], _FileRange]]
-) -> Any:
+def _assemble(name: str, dtype: str, shape: tuple[int, ...], shards: Shards) -> Any:
     """Read the shards of a tensor, and return the whole tensor."""
     import torch
 

@@ -106,10 +106,10 @@ class SaveRequest:
             NotFoundError, InvalidInputError: a reference names nothing, or several snapshots.
         """
         context.index.check_process()
-        self.last, self.first_seq = lineage.saved(self.run), lineage.first_seq(self.run)
+        parent, self.last, self.first_seq = lineage.next_save(self.run)
         view = context.index.refresh() if self.parent is not None or self.bases else None
         self.bases = [view.resolve(ref).id for ref in self.bases] if view else []
-        self.parent = view.resolve(self.parent).id if view and self.parent is not None else lineage.parent(self.run)
+        self.parent = view.resolve(self.parent).id if view and self.parent is not None else parent
 
 
 class BoxOf(msgspec.Struct, frozen=True, gc=False):
@@ -337,21 +337,11 @@ class Lineage:
         self._manifests: dict[str, dict[str, Manifest]] = {}  # run -> manifests of its last save, by SHA-256
         self._named: dict[str, list[ManifestRef]] = {}  # run -> the manifests that the record of that save names
 
-    def parent(self, run: str) -> str | None:
-        """Return the id of the parent of a run's next save; None if nothing was noted."""
+    def next_save(self, run: str) -> tuple[str | None, str | None, int]:
+        """Return for the next save of a run: its parent, the id of the last save since a restore, its lowest number."""
         with self._lock:
-            return self._last.get(run)
-
-    def saved(self, run: str) -> str | None:
-        """Return the id of a run's last save, unless the run has been restored since."""
-        with self._lock:
-            return self._saved.get(run)
-
-    def first_seq(self, run: str) -> int:
-        """Return the lowest sequence number that a run's next save may take."""
-        with self._lock:
-            lowest = self._seqs.get(run)
-        return lowest() if lowest is not None else 0
+            parent, last, lowest = self._last.get(run), self._saved.get(run), self._seqs.get(run)
+        return parent, last, lowest() if lowest is not None else 0
 
     def number_from(self, run: str, lowest: Callable[[], int]) -> None:
         """Let a run's next saves take sequence numbers from that on which `lowest` returns; it must not block."""

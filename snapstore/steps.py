@@ -193,10 +193,6 @@ class Steps:
 
         return self._answered(f"has_step {retention.named_step(step)}", find)
 
-    def _snapshots(self) -> list[Snapshot]:
-        """Return the committed snapshots of the run, each once: those of a mirror first."""
-        return self._committed(self._views())
-
     def _views(self) -> list[View]:
         """Return what the repository has, and what a mirror has that can be reached."""
         there = self._mirror.view() if self._mirror is not None else None
@@ -406,7 +402,7 @@ class Steps:
         policy = next((policy for policy in self.keep if isinstance(policy, retention.KeepBest)), None)
         if not (step == "best" and policy is not None) and not (step == "highest" and self._mirror is not None):
             return step
-        if not (found := self._snapshots()) or any(step in snapshot.tags for snapshot in found):
+        if not (found := self._committed(self._views())) or any(step in snapshot.tags for snapshot in found):
             return step
         if step == "highest" or policy is None:
             return self._highest()

@@ -103,7 +103,11 @@ def compare_replicas(
             text = not_held(first.few, first.other, sorted(missing))
             raise InvalidInputError(f"save {request.run}@{request.step}: {text}")
         names = [name for name, digest in mine.items() if theirs[name] != digest]
-        raise replicas_error(request, first.few, first.other, names)
+        raise InvalidInputError(
+            f"save {request.run}@{request.step}: {named(first.few)}: {some(names, 5)}: differ from the replicas on "
+            f"{named(first.other)}; they must be equal on all ranks: broadcast them, put what is each rank's own into "
+            f"snapstore.PerRank, or store rank 0's with replicas='rank0'. {_STAGES_ADVICE}; nothing was committed"
+        )
     about = frozenset(one.group for one in unlike).union(ask([0], BUFFERS)[0])
     if about in warned:
         return
@@ -127,17 +131,6 @@ def warn_of_buffers(request: SaveRequest, unlike: Sequence[Unlike], names: str) 
         named(sorted(few)),
         named(sorted(first)),
         names,
-    )
-
-
-def replicas_error(
-    request: SaveRequest, few: Sequence[int], other: Sequence[int], names: Sequence[str]
-) -> InvalidInputError:
-    """Return the error for tensors that differ between ranks which should hold equal ones."""
-    return InvalidInputError(
-        f"save {request.run}@{request.step}: {named(few)}: {some(names, 5)}: differ from the replicas on {named(other)}"
-        "; they must be equal on all ranks: broadcast them, put what is each rank's own into snapstore.PerRank, or "
-        f"store rank 0's with replicas='rank0'. {_STAGES_ADVICE}; nothing was committed"
     )
 
 

@@ -100,11 +100,7 @@ class Group:
     def held(self, match: Match) -> Iterator[tuple[int, Held]]:
         """Yield the position and the array of each of these."""
         for i, row in enumerate(self.rows):
-            yield row, self._held(match, i)
-
-    def _held(self, match: Match, i: int) -> Held:
-        """Return the array of one of these."""
-        return self._slots[i].held(Held(match.tensors[self.at[i]], self._specs[i]))
+            yield row, self._slots[i].held(Held(match.tensors[self.at[i]], self._specs[i]))
 
     def sources(self, device: Any, match: Match) -> Sources:
         """Return the tensors for `engine.cuda.staging`; the match keeps their memory."""

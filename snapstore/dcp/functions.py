@@ -235,7 +235,7 @@ def _opened(state: dict[str, Any]) -> Iterator[_Objects]:
             loads += _open_place(state, key, (key,), places, seen)
         objects = _Objects(state, places)
         yield objects
-        last = [path for path, value in loads if _is_last(value)]
+        last = [path for path, value in loads if getattr(type(value), "load_last", False) is True]
         for place in sorted(loads, key=lambda load: any(path[: len(load[0])] == load[0] for path in last)):
             path, value = place
             container = _container(state, path)
@@ -290,11 +290,6 @@ def _open_place(
             "call restore_into of a Repository or SnapshotManager; nothing was loaded"
         )
     return loads + opened[::-1]
-
-
-def _is_last(value: Any) -> bool:
-    """Return whether an object loads after the others, which may draw random numbers when they load."""
-    return getattr(type(value), "load_last", False) is True
 
 
 def _container(state: dict[str, Any], path: Path) -> Any:

@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -297,12 +298,9 @@ def _when_ended(handle: SaveHandle, mark: str) -> None:
     """Remove a folder once a save has ended."""
 
     def wait() -> None:
-        try:
+        with suppress(BaseException):  # `finalize` raises it
             handle.result()
-        except BaseException:  # noqa: BLE001  `finalize` raises it
-            pass
-        finally:
-            Path(mark).rmdir()
+        Path(mark).rmdir()
 
     threading.Thread(target=wait, name="snapstore-megatron", daemon=True).start()
 

@@ -235,10 +235,7 @@ def _groups(starts: Column, lengths: Column, is_inside: Bytes) -> Iterator[tuple
     first, size = 0, 0
     for i in range(1, len(starts) + 1):
         size += int(lengths[i - 1])
-        if i == len(starts) or is_inside[i] != is_inside[first] or starts[i] != starts[i - 1] + lengths[i - 1]:
-            is_last = True
-        else:
-            is_last = not is_inside[first] and size + int(lengths[i]) > BUFFERED_BYTES
-        if is_last:
+        ends = i == len(starts) or is_inside[i] != is_inside[first] or starts[i] != starts[i - 1] + lengths[i - 1]
+        if ends or (not is_inside[first] and size + int(lengths[i]) > BUFFERED_BYTES):
             yield first, i
             first, size = i, 0

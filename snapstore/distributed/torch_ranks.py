@@ -415,9 +415,7 @@ def _store_of(group: Any) -> tuple[Any, str]:
     Rank 0 asks with a random name, the others repeat it beside a name of their own, and rank 0's answer repeats these.
     So no call takes a word of an earlier one, whichever processes have left it in the store.
     """
-    from torch.distributed import distributed_c10d
-
-    store: Any = distributed_c10d._get_default_store()
+    store: Any = torch.distributed.distributed_c10d._get_default_store()
     ranks = torch.distributed.get_process_group_ranks(group)
     return store, f"snapstore/{'all' if group is None else _name_of(ranks)}"
 

@@ -22,6 +22,7 @@ from ..checks import check_list, check_metrics, check_name, check_step, check_ta
 from ..context import Context
 from ..errors import SnapstoreError
 from ..format.records import ManifestRef, Snapshot
+from ..protocol.session import SaveSession
 from ..state.values.arrays import Memory, require_memory_of_tensors
 from ..state.values.held_array import Held
 from ..state.values.metrics import MetricRead
@@ -110,6 +111,13 @@ class SaveRequest:
         view = context.index.refresh() if self.parent is not None or self.bases else None
         self.bases = [view.resolve(ref).id for ref in self.bases] if view else []
         self.parent = view.resolve(self.parent).id if view and self.parent is not None else parent
+
+    def session(self, context: Context) -> SaveSession:
+        """Return the session of this save, not begun yet; `resolve` was called before."""
+        parent, also = self.parent, self.bases
+        return SaveSession(
+            context, self.run, self.step, parent=parent, also=also, last=self.last, first_seq=self.first_seq
+        )
 
 
 class BoxOf(msgspec.Struct, frozen=True, gc=False):

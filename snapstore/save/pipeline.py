@@ -43,18 +43,7 @@ def save(
         before = context.index.refresh(request.run) if request.tags else None
         advice = "free memory, then save again; 'snapstore log' shows whether this save was committed"
         with staging.saving(inputs) if staging else nullcontext():
-            with (
-                out_of_memory("save", advice),
-                SaveSession(
-                    context,
-                    request.run,
-                    request.step,
-                    parent=request.parent,
-                    also=request.bases,
-                    last=request.last,
-                    first_seq=request.first_seq,
-                ) as session,
-            ):
+            with out_of_memory("save", advice), request.session(context) as session:
                 session.watch = request.require_wanted
                 bases = load_bases(context, session, lineage.cached_manifests())
                 written = write(context, session, inputs, bases, full=request.full, staging=staging)

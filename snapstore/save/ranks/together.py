@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -52,9 +51,7 @@ from ...text import log
 from ..inputs import SaveRequest
 from .agreement import compare, compare_replicas
 from .outcomes import in_save, read_committed, read_or_abort, read_record
-
-if TYPE_CHECKING:
-    from .writer import RankWriter
+from .writer import RankWriter
 
 #: A rank that writes looks so often whether the save was given up [s].
 LOOK_S = 0.5
@@ -153,9 +150,7 @@ class _Save:
         request, session = self._request, None
         outcome = Outcome(FAILED, Failed("RanksError", "rank 0 has ended", 0))
         try:
-            run, step, also = request.run, request.step, request.bases
-            parent, last, seq = request.parent, request.last, request.first_seq
-            session = SaveSession(self._context, run, step, parent=parent, also=also, last=last, first_seq=seq)
+            session = request.session(self._context)
             with session:
                 snapshot = self._lead(session)
                 data = records.encode(snapshot)

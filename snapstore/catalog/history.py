@@ -266,6 +266,16 @@ class View:
         tagged = self.tagged(snapshot.run)
         return [name for name in snapshot.tags if name not in tagged or tagged[name][-1].id == snapshot.id]
 
+    def tags_for(self, other: View, snapshot: Snapshot, keeps: Callable[[Snapshot], bool]) -> list[str]:
+        """Return the tags that a copy of a snapshot gets in another store.
+
+        Args:
+            other: the view of that store.
+            keeps: returns whether a snapshot there keeps a tag that it has.
+        """
+        tagged = other.tagged(snapshot.run)
+        return [name for name in self.tags_of(snapshot) if not any(map(keeps, tagged.get(name, ())))]
+
     def newest(self, run: str) -> Snapshot | None:
         """Return the readable committed snapshot of the highest seq; None if there is none."""
         found = self._committed(run)

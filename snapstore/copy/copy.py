@@ -215,12 +215,11 @@ class CopySession(SaveSession):
 
 def tags_to_copy(here: View, there: View, snapshot: Snapshot) -> list[str]:
     """Return the tags that a copy gets: not those of a later snapshot that the source does not know."""
-    tagged = there.tagged(snapshot.run)
 
-    def is_kept(s: Snapshot) -> bool:
+    def keeps(s: Snapshot) -> bool:
         return here.get(s.id) is None and not here.is_unknown(s.id) and s.created > snapshot.created
 
-    return [name for name in here.tags_of(snapshot) if not any(map(is_kept, tagged.get(name, ())))]
+    return here.tags_for(there, snapshot, keeps)
 
 
 class Copier:

@@ -90,12 +90,7 @@ def due_tags(here: View, there: View, snapshot: Snapshot) -> list[str]:
 
     A later snapshot keeps its tags there if the first store does not know it: that may be an older backup.
     """
-    tagged = there.tagged(snapshot.run)
-
-    def is_kept(s: Snapshot) -> bool:
-        return here.get(s.id) is None and is_later_there(there, s, snapshot)
-
-    return [name for name in here.tags_of(snapshot) if not any(map(is_kept, tagged.get(name, ())))]
+    return here.tags_for(there, snapshot, lambda s: here.get(s.id) is None and is_later_there(there, s, snapshot))
 
 
 def free_tags(here: View, there: View, snapshot: Snapshot) -> list[str]:
@@ -104,12 +99,7 @@ def free_tags(here: View, there: View, snapshot: Snapshot) -> list[str]:
     If the first store did not know the snapshot, it may be an older backup: then tags of earlier snapshots are free.
     """
     is_known = (known := there.get(snapshot.id)) is not None and known.state in MIRRORED
-    tagged = there.tagged(snapshot.run)
-
-    def is_held(s: Snapshot) -> bool:
-        return is_known or not is_later_there(here, snapshot, s)
-
-    return [name for name in here.tags_of(snapshot) if not any(map(is_held, tagged.get(name, ())))]
+    return here.tags_for(there, snapshot, lambda s: is_known or not is_later_there(here, snapshot, s))
 
 
 def is_later_there(there: View, snapshot: Snapshot, here: Snapshot) -> bool:

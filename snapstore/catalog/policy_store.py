@@ -25,7 +25,7 @@ from ..format.keys import parse_policy_key
 from ..format.records import RunPolicies
 from ..storage.base import ObjectStore
 from ..text import log
-from .read_twice import listed, read_twice
+from .read_twice import listed, read_small, read_twice
 
 #: Bounds the retries: a revision that no listing shows would cause an endless loop.
 STORE_ATTEMPTS = 20
@@ -39,7 +39,8 @@ def read(objects: ObjectStore, run: str) -> list[retention.Policy]:
         IntegrityError, FormatError: they are damaged, or of a kind that this release does not know.
     """
     newest = _newest(objects, run)
-    return [retention.from_dict(policy) for policy in _read(objects, newest[1])] if newest else []
+    stored = read_small(objects, RunPolicies, newest[1]).policies if newest else []
+    return [retention.from_dict(policy) for policy in stored]
 
 
 def store(objects: ObjectStore, run: str, keep: Sequence[retention.Policy]) -> None:
@@ -57,7 +58,7 @@ def store(objects: ObjectStore, run: str, keep: Sequence[retention.Policy]) -> N
         if newest is not None and newest[1] == own:  # maybe no policies can be read here: the next ones neither
             return
         try:
-            if newest is not None and _read(objects, newest[1]) == stored:
+            if newest is not None and read_small(objects, RunPolicies, newest[1]).policies == stored:
                 return
         except (IntegrityError, FormatError, StorageError, NotFoundError) as error:
             log.warning("run=%s stored policies cannot be read and are replaced: %s", run, error)
@@ -111,10 +112,6 @@ def decode(data: bytes, key: str) -> list[dict[str, Any]]:
         IntegrityError, FormatError: it is damaged, or another key's.
     """
     return records.decode(data, RunPolicies, key).policies
-
-
-def _read(objects: ObjectStore, key: str) -> list[dict[str, Any]]:
-    return decode(objects.get(key, limit_bytes=records.MAX_OBJECT_BYTES), key)
 
 
 def _newest(objects: ObjectStore, run: str) -> tuple[int, str] | None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from ..errors import DAMAGE, IntegrityError, NotFoundError, SnapstoreError, StorageError, UnreadObjectError
-from ..format.records import MAX_OBJECT_BYTES
+from ..format.records import MAX_OBJECT_BYTES, Small, decode
 from ..storage.base import ObjectInfo, ObjectStore
 from ..storage.os_errors import is_withheld
 
@@ -31,6 +31,11 @@ def exists(store: ObjectStore, key: str) -> bool:
     except NotFoundError:
         return False
     return True
+
+
+def read_small(store: ObjectStore, kind: type[Small], key: str) -> Small:
+    """Return the small object under a key, such as a record; raises as `records.decode` and `ObjectStore.get` do."""
+    return decode(store.get(key, limit_bytes=MAX_OBJECT_BYTES), kind, key)
 
 
 def answers(store: ObjectStore) -> None:

@@ -18,7 +18,7 @@ import msgspec
 
 from ..catalog.config import read_unproven
 from ..catalog.history import FIRST_SEQ
-from ..catalog.read_twice import tried
+from ..catalog.read_twice import read_small, tried
 from ..context import Context
 from ..errors import FormatError
 from ..format import records
@@ -66,14 +66,10 @@ def _recover(context: Context, scan: RecordScan, key: str) -> tuple[Snapshot, st
     lost = stand_in(key)
     for before in range(lost.revision - 1, -1, -1):
         earlier_key = msgspec.structs.replace(lost, revision=before).key
-        earlier = tried(context.store, partial(_read_record, context.store, earlier_key))
+        earlier = tried(context.store, partial(read_small, context.store, Snapshot, earlier_key))
         if earlier is not None:
             return _after(context, scan, earlier, lost.revision) or _reconstructed(context, scan, key, earlier)
     return None if lost.revision else _reconstructed(context, scan, key, None)
-
-
-def _read_record(store: ObjectStore, key: str) -> Snapshot:
-    return records.decode(store.get(key, limit_bytes=records.MAX_OBJECT_BYTES), Snapshot, key)
 
 
 def _after(context: Context, scan: RecordScan, earlier: Snapshot, revision: int) -> tuple[Snapshot, str] | None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from ..catalog.history import View
 from ..catalog.needed_keys import all_manifests
+from ..catalog.read_twice import read_small
 from ..context import Context
 from ..errors import (
     DAMAGE,
@@ -34,7 +35,7 @@ from ..format.manifests import manifest
 from ..format.manifests.manifest import Manifest, manifest_name
 from ..format.manifests.rank_checks import RankCheck, check_roots
 from ..format.manifests.tensor_layout import check_layouts
-from ..format.records import COMMITTED, FORGOTTEN, MAX_OBJECT_BYTES, Lost, ManifestList, ManifestRef, Snapshot, decode
+from ..format.records import COMMITTED, FORGOTTEN, Lost, ManifestList, ManifestRef, Snapshot
 from ..protocol.session import PROVE
 from ..text import some, strip_hint
 from .damaged_packs import DamagedPacks, check_tree
@@ -327,7 +328,7 @@ class _ObjectScanner:
 
     def _read_list(self, snapshot: Snapshot, key: str) -> None:
         """Read a list of manifests; raise IntegrityError if it lists others than the snapshot's."""
-        names = decode(self._store.get(key, limit_bytes=MAX_OBJECT_BYTES), ManifestList, key)
+        names = read_small(self._store, ManifestList, key)
         if (names.snapshot.hex(), names.sha256s) != (snapshot.id, [ref.sha256 for ref in snapshot.manifests]):
             raise IntegrityError(f"{key}: lists other manifests than {snapshot.key}")
 
@@ -336,7 +337,7 @@ class _ObjectScanner:
         while True:
             key = record_key(snapshot.run, snapshot.step, snapshot.id, snapshot.revision + 1)
             try:
-                snapshot = decode(self._store.get(key, limit_bytes=MAX_OBJECT_BYTES), Snapshot, key)
+                snapshot = read_small(self._store, Snapshot, key)
             except (*DAMAGE, StorageError):
                 return snapshot
 

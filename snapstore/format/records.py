@@ -352,7 +352,7 @@ _KINDS: dict[type, int] = {
     ManifestList: 10,
 }
 _ENCODER = msgspec.msgpack.Encoder()
-T = TypeVar("T", Config, Snapshot, Session, RunPolicies, Mark, Wait, Done, Quarantine, Lost, ManifestList)
+Small = TypeVar("Small", Config, Snapshot, Session, RunPolicies, Mark, Wait, Done, Quarantine, Lost, ManifestList)
 SmallObject = Config | Snapshot | Session | RunPolicies | Mark | Wait | Done | Quarantine | Lost | ManifestList
 
 
@@ -376,7 +376,7 @@ def encode(value: SmallObject) -> bytes:
     return head + xxhash.xxh3_64_intdigest(head + payload).to_bytes(8, "little") + payload
 
 
-def decode(data: bytes, kind: type[T], key: str) -> T:
+def decode(data: bytes, kind: type[Small], key: str) -> Small:
     """Return the object that lies under a key.
 
     Raises:
@@ -391,7 +391,7 @@ def decode(data: bytes, kind: type[T], key: str) -> T:
     return value
 
 
-def unpack(data: bytes, kind: type[T], key: str) -> T:
+def unpack(data: bytes, kind: type[Small], key: str) -> Small:
     """Decode an object of any key, the inverse of `encode`.
 
     Raises:

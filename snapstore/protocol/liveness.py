@@ -16,12 +16,12 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from ..catalog.read_twice import listed
+from ..catalog.read_twice import listed, read_small
 from ..catalog.record_listing import repeats_id
 from ..errors import CapabilityError, FormatError, IntegrityError, NotFoundError, StorageError
 from ..format import records
 from ..format.keys import parse_record_key, record_key
-from ..format.records import ABORTED, MAX_OBJECT_BYTES, Session, Snapshot
+from ..format.records import ABORTED, Session, Snapshot
 from ..storage.base import ObjectInfo, ObjectStore
 from ..text import log, strip_hint
 from .revisions import create
@@ -78,7 +78,7 @@ def examine(
     key = f"{PREFIX}{session_id}"
     try:
         info = store.stat(key)
-        session = records.decode(store.get(key, limit_bytes=MAX_OBJECT_BYTES), Session, key)
+        session = read_small(store, Session, key)
     except NotFoundError as error:
         if key not in listed(store, PREFIX):
             return True, None
@@ -140,7 +140,7 @@ def _blocking_record(store: ObjectStore, session: Session) -> Snapshot | None:
         store.stat(session.key)
         return None
     try:
-        return records.decode(store.get(before, limit_bytes=MAX_OBJECT_BYTES), Snapshot, before).revised()
+        return read_small(store, Snapshot, before).revised()
     except NotFoundError as error:
         if before in listed(store, f"snapshots/{run}/"):
             raise StorageError(

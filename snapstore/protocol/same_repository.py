@@ -18,10 +18,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-from ..catalog.read_twice import exists
+from ..catalog.read_twice import exists, read_small
 from ..context import Context
 from ..errors import FormatError, IntegrityError, NotFoundError, StorageError
-from ..format import records
 from ..format.records import Config
 from ..storage.base import ObjectStore
 from ..text import log
@@ -96,7 +95,7 @@ def _not_opened(store: ObjectStore, problem: str) -> StorageError:
 def _compare(store: ObjectStore, uuid: str) -> tuple[Config | None, str]:
     """Return (the config or None, how it differs from the config of the repository with this uuid, or "")."""
     try:
-        found = records.decode(store.get("config", limit_bytes=records.MAX_OBJECT_BYTES), Config, "config")
+        found = read_small(store, Config, "config")
     except NotFoundError:
         return None, "it has no config"
     except (IntegrityError, FormatError):

@@ -34,7 +34,7 @@ import msgspec
 from ..catalog.config import is_foreign
 from ..catalog.history import DROPPED, View
 from ..catalog.needed_keys import all_needed_keys
-from ..catalog.read_twice import expecting_damage, listed, tried
+from ..catalog.read_twice import expecting_damage, listed, read_small, tried
 from ..check.recoverable import recover_record
 from ..check.report import (
     ACCEPT,
@@ -186,7 +186,7 @@ class _Repair:
         """
         found: Config | None = None
         with expecting_damage():
-            found = records.decode(self._store.get("config"), Config, "config")
+            found = read_small(self._store, Config, "config")
         if found is not None and not is_foreign(self._store, found):
             raise ConflictError("config: can be read")
         self._store.delete(["config"])
@@ -235,7 +235,7 @@ class _Repair:
     def _reads_by_now(self, key: str) -> bool:
         """Return whether a damaged record can be read now: then no guess replaces it."""
         with expecting_damage():
-            found = records.decode(self._store.get(key), Snapshot, key)
+            found = read_small(self._store, Snapshot, key)
             self._know([found])
             self._report.open.append(f"{key}: could not be read at first and can be read now; check the disk")
             return True
@@ -291,16 +291,13 @@ class _Repair:
         Raises:
             ConflictError: it can be read: one wrong answer must not remove the session of a running save.
         """
-        if tried(self._store, partial(self._read_session, key)) is not None:
+        if tried(self._store, partial(read_small, self._store, Session, key)) is not None:
             raise ConflictError(f"{key}: can be read")
         name = key.removeprefix("sessions/")
         if re.fullmatch(r"[0-9a-f]{32}", name) and self._index.refresh().get(name) is None:
             record = liveness.aborted(UNKNOWN_RUN, 0, name, "a repair has removed its damaged session")
             revisions.create(self._store, record)
         self._store.delete([key])
-
-    def _read_session(self, key: str) -> Session:
-        return records.decode(self._store.get(key, limit_bytes=records.MAX_OBJECT_BYTES), Session, key)
 
     def _note(self, key: str, why: str) -> Quarantine:
         blobs = sorted(self._scan.packs.misbuilt.get(key, ()))  # not altered blobs: a copy may replace them

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -100,37 +101,27 @@ def check_tree(context: Context, manifests: Sequence[Manifest], *, with_pages: b
     check_ties({m.header.part: m.tensors for m in reversed(manifests)})  # of the roots, which come first
     parts: list[StoredPart] = []
     for m in manifests:
-        if m.header.world_size and any(part.name == m.header.part for part in parts):
-            _check_own_values(context, m, with_pages=with_pages)
-            continue
+        is_own = m.header.world_size > 0 and any(part.name == m.header.part for part in parts)
         tree, pages = m.tree, pages_of(m)
         if pages is not None:
-            if not with_pages and not m.header.part:
+            if not (with_pages or m.header.part or is_own):
                 return  # the root, which names the other parts
             try:
                 packed = read_pages(context, m, pages, "check") if with_pages else None
             except (*DAMAGE, StorageError, CapabilityError):
+                if is_own:
+                    continue
                 return
             tree = None if packed is None else unpack_nodes(packed)
-        parts.append(part_of(m, tree))
+        if not is_own:
+            parts.append(part_of(m, tree))
+        elif tree is not None:
+            _check_own_values(m, tree)
     _require_state(parts)
 
 
-def _check_own_values(context: Context, m: Manifest, *, with_pages: bool) -> None:
-    """Check the tree of a rank's own values; see `check_tree`.
-
-    Raises:
-        FormatError: it is not such a tree.
-    """
-    tree, pages = m.tree, pages_of(m)
-    if pages is not None:
-        try:
-            packed = read_pages(context, m, pages, "check") if with_pages else None
-        except (*DAMAGE, StorageError, CapabilityError):
-            return
-        tree = None if packed is None else unpack_nodes(packed)
-    if tree is None:
-        return
+def _check_own_values(m: Manifest, tree: Any) -> None:
+    """Raise FormatError unless a tree is one of a rank's own values."""
     if type(tree) is not list or len(tree) != 2 or tree[0] != "own" or type(tree[1]) is not list:
         raise FormatError(f"{manifest_name(m.header)}: its tree is not one of the rank's own values")
     _require_state([replace(part_of(m, ["list", tree[1]]), name="")])

@@ -399,7 +399,10 @@ def test_a_bad_level(store):
 
 def test_intact_pages_that_hold_no_tree_of_own_values_are_damage(monkeypatch):
     """The chunks of such pages have correct digests, so only the content shows the damage."""
-    monkeypatch.setattr(damaged_packs, "pages_of", lambda m: [object()])
+    monkeypatch.setattr(damaged_packs, "pages_of", lambda m: m.pages)
     monkeypatch.setattr(damaged_packs, "read_pages", lambda *_: b"\xc1")
+    monkeypatch.setattr(damaged_packs, "part_of", lambda *_: SimpleNamespace(name=""))
+    header = SimpleNamespace(part="", world_size=2)
+    root, child = (SimpleNamespace(header=header, tensors=[], tree=None, pages=p) for p in (None, [object()]))
     with pytest.raises(FormatError):
-        damaged_packs._check_own_values(None, SimpleNamespace(tree=None), with_pages=True)
+        damaged_packs.check_tree(None, [root, child], with_pages=True)

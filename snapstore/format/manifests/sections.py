@@ -45,21 +45,17 @@ def encode_sections(
 ) -> tuple[list[Section], list[bytes | memoryview]]:
     """Compress sections where that makes them smaller; return their entries in the header, and their stored bytes."""
     compressor = zstandard.ZstdCompressor(level=1)
-    body: list[bytes | memoryview] = []
-    sections: list[Section] = []
-    at = 0
+    parts: list[tuple[str, bytes | memoryview, int, int]] = []
     for name, data in raw.items():
         stored = data if name.endswith("digests") else compressor.compress(data)  # digests are noise
         codec = int(len(stored) < len(data) <= _max_plain_bytes(name, len(stored), len(data)))
-        stored = stored if codec else data
-        sections.append((name, at, len(stored), len(data), codec))
-        body.append(stored)
-        at += len(stored)
-    for name, stored, plain_bytes, codec in unknown:
+        parts.append((name, stored if codec else data, len(data), codec))
+    parts += unknown
+    sections, at = list[Section](), 0
+    for name, stored, plain_bytes, codec in parts:
         sections.append((name, at, len(stored), plain_bytes, codec))
-        body.append(stored)
         at += len(stored)
-    return sections, body
+    return sections, [stored for _, stored, _, _ in parts]
 
 
 def decode_sections(data: bytes, start: int, sections: Sequence[Section], where: str) -> dict[str, bytes]:

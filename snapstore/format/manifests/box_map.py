@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from ...arrays import Column
+from ...arrays import Column, sums_before
 from ...errors import FormatError
 from ...text import log
 from ...threads import msgpack_decoder
@@ -145,12 +145,12 @@ class BoxMap:
             raise FormatError(f"{where}: its box map does not decode: {error}") from error
         widths = 1 + 2 * forms[:, 0]
         fits = (forms[:, 0] <= MAX_DIMENSIONS).all() and (forms[:, 1] <= len(values)).all()
-        ends = np.cumsum(widths * forms[:, 1]) if fits else np.zeros(0, np.int64)  # at most 2^25 * 129 * 2^25
-        if not fits or len(values) != (ends[-1] if len(ends) else 0):
+        bounds = sums_before(widths * forms[:, 1] if fits else widths[:0])  # at most 2^25 * 129 * 2^25
+        if not fits or len(values) != bounds[-1]:
             raise FormatError(f"{where}: its box map has {len(values)} numbers, its patterns have others")
         if tensors.max(initial=0) > len(forms):
             raise FormatError(f"{where}: its box map names pattern {tensors.max()} of {len(forms)}")
-        return cls(tensors, _Patterns(values, widths, ends))
+        return cls(tensors, _Patterns(values, widths, bounds))
 
     def ranks(self, tensor: int, box: Box) -> frozenset[int] | None:
         """Return the ranks that store a byte of a box of a tensor; None: not in the map."""
@@ -216,21 +216,19 @@ class BoxMap:
 class _Patterns(Sequence[BoxRows]):
     """Packed patterns; each is unpacked when it is read, since a few bytes may stand for millions."""
 
-    def __init__(self, values: BoxRows, widths: Column, ends: Column) -> None:
-        self._values, self._widths, self._ends = values, widths, ends
+    def __init__(self, values: BoxRows, widths: Column, bounds: Column) -> None:
+        self._values, self._widths, self._bounds = values, widths, bounds
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return len(self._widths)
 
     def count_of(self, number: int) -> int:
         """Return how many boxes a pattern has, without unpacking it."""
-        start = int(self._ends[number - 1]) if number else 0
-        return (int(self._ends[number]) - start) // int(self._widths[number])
+        return int(self._bounds[number + 1] - self._bounds[number]) // int(self._widths[number])
 
     def __getitem__(self, number: int) -> BoxRows:  # type: ignore[override]
-        width, end = int(self._widths[number]), int(self._ends[number])
-        start = int(self._ends[number - 1]) if number else 0
-        return np.cumsum(self._values[start:end].reshape(width, -1), axis=1, dtype=np.int64).T
+        values = self._values[self._bounds[number] : self._bounds[number + 1]]
+        return np.cumsum(values.reshape(int(self._widths[number]), -1), axis=1, dtype=np.int64).T
 
 
 def ranks_with(packed: bytes, wanted: Iterable[tuple[int, Box]], where: str) -> set[int]:

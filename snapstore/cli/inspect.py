@@ -363,7 +363,7 @@ def diff(
     differing = [t for t in found.tensors if t.status != "same"]
     if differing:
         rows = [
-            [t.path or "(root)", t.status, _percent(t.changed_share), _scientific(t.relative_l2), t.note]
+            [t.path or "(root)", t.status, _form(t.changed_share, ".2%"), _form(t.relative_l2, ".2e"), t.note]
             for t in differing
         ]
         table(["tensor", "status", ">changed", ">relative L2", "note"], rows)
@@ -397,12 +397,8 @@ def _print_first_difference(found: DivergenceResult) -> None:
         line(f"{place} in chunk {found.chunk}: {found.before} -> {found.after}")
 
 
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{100 * share:.2f}%"
-
-
-def _scientific(value: float | None) -> str:
-    return "" if value is None else f"{value:.2e}"
+def _form(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
 
 
 @verb()

@@ -108,7 +108,7 @@ class KeepLast(_KeepCount):
         return {snapshot.id: f"last {self.n}" for snapshot in current[: self.n]}
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class KeepEvery(Policy):
     """Keep every step that `steps` divides, permanently; step 0 is one of them."""
 
@@ -116,9 +116,6 @@ class KeepEvery(Policy):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", _at_least_one("KeepEvery", "steps", self.steps))
-
-    def __repr__(self) -> str:
-        return f"KeepEvery(steps={self.steps})"
 
     def reasons(self, current: Sequence[SnapshotLike]) -> Reasons:
         """Return the reason for each whose step is a multiple."""

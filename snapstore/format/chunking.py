@@ -29,14 +29,13 @@ _MULTIPLIERS = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)  # o
 _STRIDE_BYTES = 64 * 1024  # hashed in one step, so that the hashes stay in the CPU cache
 
 
-def check_chunk_bytes(chunk_bytes: object) -> int:
-    """Return `chunk_bytes` if chunks may have that size, else raise InvalidInputError."""
+def check_chunk_bytes(chunk_bytes: object) -> None:
+    """Raise InvalidInputError unless chunks may have this size."""
     if not isinstance(chunk_bytes, int) or chunk_bytes % 16 or not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
         raise InvalidInputError(
             f"chunk size {quoted(chunk_bytes)}: "
             f"expected a multiple of 16 from {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES} bytes"
         )
-    return chunk_bytes
 
 
 def page_ends(data: Bytes) -> list[int]:

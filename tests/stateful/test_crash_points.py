@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
 from itertools import count
@@ -398,11 +398,11 @@ def points(verb: str, mode: str, total: int) -> range:
     return sampled(total, 22 if verb.startswith(("recode", "compact", "copy")) else 11 if sparse else 6)
 
 
-@pytest.mark.sampled(8)
-@untraced
-@pytest.mark.parametrize("mode", CRASHES)
-@pytest.mark.parametrize("verb", VERBS)
-def test_the_process_dies(verb, mode, monkeypatch):
+def faults(verb: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, ...]]:
+    """Run a verb with a fault at each of its `points`.
+
+    Yield (snapshots before, the store below the faults, the store with faults, the repository, the outcome, a text).
+    """
     one_thread(monkeypatch, index=False)
     prepare = VERBS[verb][0]
     before = committed(clone(prepare()))
@@ -411,7 +411,16 @@ def test_the_process_dies(verb, mode, monkeypatch):
     for k in points(verb, mode, total):
         inner = clone(prepare())
         store, repository, outcome = run_until_fault(verb, inner, k, mode)
-        about = f"{verb}, {mode} at {k} of {total}: {store.log[-1]}"
+        about = f"{verb}, {mode} at {k} of {total}: {store.log[-1]}, {outcome}"
+        yield before, inner, store, repository, outcome, about
+
+
+@pytest.mark.sampled(8)
+@untraced
+@pytest.mark.parametrize("mode", CRASHES)
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_process_dies(verb, mode, monkeypatch):
+    for before, inner, _, repository, outcome, about in faults(verb, mode, monkeypatch):
         assert isinstance(outcome, Crash), about
         repository.close()
         check_outcome(verb, before, inner, outcome, about)
@@ -491,42 +500,27 @@ def _known(store: ObjectStore, ids: set[str]) -> Any:
         return old, new, [repository.policies(run) for run in ("a", "b", "c")]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @untraced
 @pytest.mark.parametrize("mode", [*CRASHES, *FAILURES, "torn", "late"])
-def test_the_next_recode_finishes_what_one_has_begun(mode, monkeypatch):
-    """The next one shares all that the first has published: after a gc, no blob is stored twice."""
+@pytest.mark.parametrize("verb", ["recode", "compact"])
+def test_the_next_rewrite_finishes_what_one_has_begun(verb, mode, monkeypatch):
+    """The next one uses all that the first has published: after a gc the result is as if nothing had stopped it."""
     one_thread(monkeypatch, index=False)
-    wanted = _left_over(clone(abroad()))
-    total = operations("recode")
+    prepare = VERBS[verb][0]
+    finish = {"recode": _left_over, "compact": _compacted}[verb]
+    wanted = finish(clone(prepare()))
+    total = operations(verb)
     for k in sampled(total, 24):
-        inner = clone(abroad())
-        store, repository, outcome = run_until_fault("recode", inner, k, mode)
-        about = f"{mode} at {k} of {total}: {store.log[-1]}, {outcome}"
+        inner = clone(prepare())
+        store, repository, outcome = run_until_fault(verb, inner, k, mode)
+        about = f"{verb}, {mode} at {k} of {total}: {store.log[-1]}, {outcome}"
         repository.close()
         store.heal()
         store.die()
         _repair_torn_record(inner, store, mode)
-        assert _left_over(inner) == wanted, about
-
-
-@pytest.mark.sampled(2)
-@untraced
-@pytest.mark.parametrize("mode", [*CRASHES, *FAILURES, "torn", "late"])
-def test_the_next_compact_finishes_what_one_has_begun(mode, monkeypatch):
-    """The next run uses all that the first has published: the result is as small as if nothing had stopped it."""
-    one_thread(monkeypatch, index=False)
-    wanted = _compacted(clone(hollow()))
-    total = operations("compact")
-    for k in sampled(total, 24):
-        inner = clone(hollow())
-        store, repository, outcome = run_until_fault("compact", inner, k, mode)
-        about = f"{mode} at {k} of {total}: {store.log[-1]}, {outcome}"
-        repository.close()
-        store.heal()
-        store.die()
-        _repair_torn_record(inner, store, mode)
-        assert _compacted(inner) <= wanted + 4096, about
+        left = finish(inner)
+        assert left <= wanted + 4096 if verb == "compact" else left == wanted, about
 
 
 def _repair_torn_record(inner: MemoryStore, store: FaultStore, mode: str) -> None:
@@ -563,14 +557,7 @@ def _left_over(store: MemoryStore) -> tuple[int, dict[str, int]]:
 @pytest.mark.parametrize("mode", FAILURES)
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_process_lives_on(verb, mode, monkeypatch):
-    one_thread(monkeypatch, index=False)
-    prepare = VERBS[verb][0]
-    before = committed(clone(prepare()))
-    total = operations(verb)
-    for k in points(verb, mode, total):
-        inner = clone(prepare())
-        store, repository, outcome = run_until_fault(verb, inner, k, mode)
-        about = f"{verb}, {mode} at {k} of {total}: {store.log[-1]}, {outcome}"
+    for before, inner, store, repository, outcome, about in faults(verb, mode, monkeypatch):
         assert store.fired or mode == "full", about
         store.heal()
         with repository:
@@ -587,14 +574,7 @@ def test_the_process_lives_on(verb, mode, monkeypatch):
 @pytest.mark.parametrize("mode", ["outage", "lost-outage", "full"])
 @pytest.mark.parametrize("verb", ["delta save", "gc, marked", "recode", "compact"])
 def test_the_process_dies_after_a_failure(verb, mode, monkeypatch):
-    one_thread(monkeypatch, index=False)
-    prepare = VERBS[verb][0]
-    before = committed(clone(prepare()))
-    total = operations(verb)
-    for k in points(verb, mode, total):
-        inner = clone(prepare())
-        store, repository, outcome = run_until_fault(verb, inner, k, mode)
-        about = f"{verb}, {mode} at {k} of {total}: {store.log[-1]}, {outcome}"
+    for before, inner, store, repository, outcome, about in faults(verb, mode, monkeypatch):
         repository.close()
         store.die()
         check_outcome(verb, before, inner, outcome, about)

@@ -47,6 +47,16 @@ def _impatient(monkeypatch):
     monkeypatch.setattr(mirrors, "RETRY_MAX_S", 0.02)
 
 
+@pytest.fixture
+def fast():
+    return created()
+
+
+@pytest.fixture
+def slow(fast):
+    return created_like(fast)
+
+
 def test_it_follows_with_policies_of_its_own(tmp_path):
     with manager(
         tmp_path / "fast", tmp_path / "slow", keep=KeepLast(2), mirror_keep=[KeepLast(3), KeepEvery(4)]
@@ -212,10 +222,8 @@ def test_a_mirror_that_fails_stalls_nothing_and_says_what_is_lost(caplog):
     assert f"steps {left[0]}" in lost[0]
 
 
-def test_policies_leave_what_is_not_mirrored():
+def test_policies_leave_what_is_not_mirrored(fast, slow):
     """While the mirror fails, the first store keeps the oldest snapshots that it lacks; policies forget later ones."""
-    fast = created()
-    slow = created_like(fast)
     faulty = FaultStore(slow, 0, "outage")
     with manager(fast, faulty, keep=KeepLast(1), mirror_keep=()) as snapshots:
         saved(snapshots, range(12))
@@ -227,10 +235,8 @@ def test_policies_leave_what_is_not_mirrored():
     check_clean(slow)
 
 
-def test_a_new_manager_leaves_what_the_last_one_could_not_mirror():
+def test_a_new_manager_leaves_what_the_last_one_could_not_mirror(fast, slow):
     """Until it has listed the mirror, it does not know which steps are there, and counts none as mirrored."""
-    fast = created()
-    slow = created_like(fast)
     faulty = FaultStore(slow, 0, "outage")
     with manager(fast, faulty, keep=KeepLast(1), mirror_keep=()) as snapshots:
         saved(snapshots, range(4))
@@ -275,9 +281,7 @@ def test_a_record_in_the_mirror_that_cannot_be_read_stops_no_other_copy():
         assert snapshots.wait_until_mirrored() == []
 
 
-def test_a_begun_copy_whose_only_record_cannot_be_read_stops_no_other_copy():
-    fast = created()
-    slow = created_like(fast)
+def test_a_begun_copy_whose_only_record_cannot_be_read_stops_no_other_copy(fast, slow):
     with opened(fast) as repository, opened(slow) as backup:
         snapshot = save(repository, "a", 0, 0)
         key = Copier(repository.context, backup.context).begin(snapshot, repository.view(), backup.view()).key
@@ -291,10 +295,8 @@ def test_a_begun_copy_whose_only_record_cannot_be_read_stops_no_other_copy():
     assert steps_in(slow) == [0, 1, 2]
 
 
-def test_a_mirror_that_could_not_be_reached_at_the_start_gets_the_policies_later():
+def test_a_mirror_that_could_not_be_reached_at_the_start_gets_the_policies_later(fast, slow):
     """Until then it has those of an earlier manager, which `snapstore forget --run` would apply."""
-    fast = created()
-    slow = created_like(fast)
     with opened(slow) as repository:
         repository.set_policies("a", KeepLast(1))
     faulty = FaultStore(slow, 0, "outage")
@@ -306,10 +308,8 @@ def test_a_mirror_that_could_not_be_reached_at_the_start_gets_the_policies_later
         assert repository.policies("a") == [KeepEvery(2)]
 
 
-def test_what_is_copied_back_takes_no_tag_from_a_snapshot_of_the_first_store(monkeypatch):
+def test_what_is_copied_back_takes_no_tag_from_a_snapshot_of_the_first_store(fast, slow, monkeypatch):
     """The mirror did not hear that the tag has moved: policies would delete the snapshot that has it now."""
-    fast = created()
-    slow = created_like(fast)
     faulty = FaultStore(slow)
     with manager(fast, faulty, keep=KeepLast(1), mirror_keep=()) as snapshots:
         saved(snapshots, [0])
@@ -429,9 +429,7 @@ def test_stores_that_do_not_belong_together():
         manager(MemoryStore(), FaultStore(slow, 0, "outage"))
 
 
-def test_a_copy_in_flight_is_given_up_at_close():
-    fast = created()
-    slow = created_like(fast)
+def test_a_copy_in_flight_is_given_up_at_close(fast, slow):
     held, go = threading.Event(), threading.Event()
 
     class Slow(FaultStore):
@@ -465,9 +463,7 @@ def test_a_run_that_was_there_before_is_mirrored_too(caplog):
     assert [r for r in caplog.records if r.levelno >= logging.WARNING and "mirror" in r.getMessage()] == []
 
 
-def test_rank_0_mirrors_and_brings_back_for_all():
-    fast = created()
-    slow = created_like(fast)
+def test_rank_0_mirrors_and_brings_back_for_all(fast, slow):
     for store, steps in ((fast, (0, 1)), (created_like(slow), (2,))):
         ranks = Managers(store, 2, mirror=slow)
         if store is not fast:
@@ -485,10 +481,8 @@ def test_rank_0_mirrors_and_brings_back_for_all():
         assert repository.check("restore").ok
 
 
-def test_ranks_see_the_same_steps_when_the_first_store_is_lost():
+def test_ranks_see_the_same_steps_when_the_first_store_is_lost(fast, slow):
     """Only rank 0 has the mirror, and a program restores on each rank that sees the step."""
-    fast = created()
-    slow = created_like(fast)
     with manager(fast, slow) as one:
         saved(one, (1, 2))
         one.wait_until_mirrored()
@@ -500,9 +494,7 @@ def test_ranks_see_the_same_steps_when_the_first_store_is_lost():
     assert ranks.end() == [None, None]
 
 
-def test_ranks_find_the_highest_and_the_best_step_in_the_mirror():
-    fast = created()
-    slow = created_like(fast)
+def test_ranks_find_the_highest_and_the_best_step_in_the_mirror(fast, slow):
     with manager(fast, slow) as one:
         for step in range(3):
             one.save(step, {"w": torch.full((2000,), float(step))}, metrics={"loss": abs(step - 1)})
@@ -649,9 +641,7 @@ def test_to_wait_for_the_mirror_ends_its_pause(monkeypatch):
     snapshots.close()
 
 
-def test_an_older_step_stays_older_where_copies_of_later_ones_have_begun():
-    fast = created()
-    slow = created_like(fast)
+def test_an_older_step_stays_older_where_copies_of_later_ones_have_begun(fast, slow):
     with opened(fast) as repository, opened(slow) as backup:
         for step in range(3):
             save(repository, "a", step, step)
@@ -731,9 +721,7 @@ def test_a_record_of_the_first_store_that_cannot_be_read_is_not_called_mirrored(
 
 
 @pytest.mark.parametrize("how", ["damaged", "gone"])
-def test_a_snapshot_whose_record_is_put_back_is_mirrored_then(caplog, how):
-    fast = created()
-    slow = created_like(fast)
+def test_a_snapshot_whose_record_is_put_back_is_mirrored_then(fast, slow, caplog, how):
     faulty = FaultStore(slow, 0, "outage")
     with manager(fast, faulty) as snapshots:
         saved(snapshots, [0, 1])

@@ -2,7 +2,6 @@
 
 import functools
 import os
-import subprocess
 import sys
 
 import msgspec
@@ -27,6 +26,7 @@ from kit.forge import (
     reheader,
     rewrite,
 )
+from kit.processes import run_python
 from kit.samples import THOROUGH, sampled
 from kit.shell import invoke
 from kit.tally import EXAMPLES, tally
@@ -270,7 +270,7 @@ with test_work.claim(4, 2**23).open() as repo:
 def test_limits_of_a_process():
     """`ulimit -d` and `-v` count: no MemoryError half way."""
     code = LIMITED.format(path=sys.path)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    done = run_python("-c", code)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -1,14 +1,13 @@
 """Trainings with Hugging Face's Accelerate resume to the bit; what cannot be saved is refused."""
 
 import importlib
-import subprocess
 import sys
 import types
 
 import pytest
 import torch
 
-from kit.processes import ROOT, environment
+from kit.processes import ROOT, run_python
 from kit.repositories import same
 from snapstore import CapabilityError, InvalidInputError, RngState, SaveHandle, SnapshotManager
 
@@ -242,8 +241,8 @@ def script_of_the_guide(place):
 def test_the_script_of_the_guide_runs_on_two_ranks(tmp_path):
     """Each rank has a loss of its own, and the metrics of a snapshot must be equal on all ranks."""
     (tmp_path / "train.py").write_text(script_of_the_guide(tmp_path / "snapshots"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train.py", "4"]
-    ran = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train.py", "4"]
+    ran = run_python(*command, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     with SnapshotManager(tmp_path / "snapshots", run="exp1", read_only=True) as manager:
         assert manager.all_steps() == [2, 4]

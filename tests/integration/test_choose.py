@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
 import sys
 import textwrap
 import types
-from pathlib import Path
 
 import pytest
 
-import snapstore
 from kit.local_ranks import LocalRanks
+from kit.processes import run_python
 from snapstore import InvalidInputError, RanksError, Repository, SnapshotManager
 from snapstore.distributed import choose
 from snapstore.storage.memory import MemoryStore
@@ -147,5 +144,5 @@ def test_torch_distributed_is_not_imported_for_it():
         choose.check("a", None)
         assert "torch" not in sys.modules and "torch.distributed" not in sys.modules
     """
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(snapstore.__path__[0]).parent), *sys.path])}
-    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, env=env, timeout=120)
+    done = run_python("-c", textwrap.dedent(program))
+    assert done.returncode == 0, done.stderr

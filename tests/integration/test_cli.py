@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 from kit import foreign
 from kit.objects import flip_file
+from kit.processes import run_python
 from kit.repositories import index_of
 from kit.shell import invoke
 from kit.states import DTYPES
@@ -1468,12 +1469,6 @@ def test_the_spinner_shows_only_what_takes_long(monkeypatch):
 # --- as a process of its own
 
 
-def process(*args, **env):
-    return subprocess.run(
-        [sys.executable, *map(str, args)], capture_output=True, text=True, env={**os.environ, **env}, timeout=600
-    )
-
-
 def test_main_without_torch(series):
     """--help imports neither torch nor NumPy; verbs that need no tensors import no torch."""
     program = (
@@ -1485,7 +1480,7 @@ def test_main_without_torch(series):
     verbs = [["log"], ["gc"], ["check", "--restore"], ["forget", "--run", "exp", "--keep-last", "2"], ["stats"],
              ["show", "exp@3"], ["tag", "exp@3", "x"], ["untag", "exp@3", "x"], ["index", "rebuild"]]  # fmt: skip
     commands = [["--help"], *([*verb, "--json"] for verb in verbs)]
-    done = process("-c", program, json.dumps(commands), SNAPSTORE_REPO=series.url)
+    done = run_python("-c", program, json.dumps(commands), SNAPSTORE_REPO=series.url)
     said = [line for line in done.stderr.splitlines() if line.startswith("[")]
     assert said[0] == "[] 0"
     for verb, line in zip(verbs, said[1:], strict=True):
@@ -1509,7 +1504,7 @@ def test_main(monkeypatch, capsys):
 
 
 def test_module_and_exit_code(tmp_path):
-    done = process("-m", "snapstore", "log", "--repo", tmp_path / "none")
+    done = run_python("-m", "snapstore", "log", "--repo", tmp_path / "none")
     assert done.returncode == 10
     assert done.stdout == ""
     assert done.stderr.startswith("snapstore: error: ")

@@ -15,8 +15,6 @@ import io
 import pickle
 import re
 import resource
-import subprocess
-import sys
 import threading
 import weakref
 from collections import Counter, OrderedDict, deque
@@ -33,7 +31,7 @@ from hypothesis import strategies as st
 
 from kit.faults import FaultStore
 from kit.objects import flip
-from kit.processes import environment
+from kit.processes import run_python
 from kit.ranks import together
 from kit.states import same
 from snapstore import InvalidInputError, KeepLast, NotFoundError, PerRank, Repository, RngState, SnapshotManager
@@ -1423,9 +1421,7 @@ def test_a_load_that_casts_does_not_hold_a_second_state(tmp_path: Path) -> None:
     """Values arrive in memory of the stored dtype, which is freed when an array is complete."""
     with Repository.create(tmp_path / "repository") as repository:
         repository.save({f"w{n}": torch.arange(2.0**20) + n for n in range(64)}, run="r", step=1)
-    out = subprocess.run(
-        [sys.executable, "-c", CASTING_LOAD, tmp_path / "repository"], capture_output=True, text=True, env=environment()
-    )
+    out = run_python("-c", CASTING_LOAD, tmp_path / "repository")
     assert out.returncode == 0, out.stderr
     added_kib = int(out.stdout)
     assert added_kib < 64 * 4 * 1024 * 3 // 4, added_kib

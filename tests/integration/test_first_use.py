@@ -5,12 +5,9 @@ Modules are imported, structs prepared and caches filled at their first use. So 
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from kit.processes import ROOT, environment
+from kit.processes import ROOT, run_python
 from kit.repositories import save
 from kit.samples import SEED, THOROUGH
 from kit.tally import tally
@@ -90,7 +87,6 @@ def test_the_first_use_is_by_eight_threads_at_once(tmp_path):
             save(repository, "a", step, step)
     for number in range(100 if THOROUGH else 2):
         tally("processes of first uses")
-        env = environment(SNAPSTORE_CACHE_DIR=str(tmp_path / f"cache{number}"), OMP_NUM_THREADS="1")
-        command = [sys.executable, "-c", PROGRAM, url, str(SEED + number), str(ROOT / "snapstore")]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+        env = {"SNAPSTORE_CACHE_DIR": str(tmp_path / f"cache{number}"), "OMP_NUM_THREADS": "1"}
+        done = run_python("-c", PROGRAM, url, SEED + number, ROOT / "snapstore", **env)
         assert done.returncode == 0, f"{done.returncode}: {done.stdout[-3000:]} {done.stderr[-3000:]}"

@@ -23,7 +23,7 @@ import torch
 
 from kit.faults import FaultStore
 from kit.objects import flip_file, flip_in_place, keys_of
-from kit.processes import environment
+from kit.processes import environment, run_python
 from kit.ranks import together
 from kit.repositories import OPTIONS, dearest, index_of, opened, same
 from snapstore import (
@@ -1208,7 +1208,7 @@ repository.save({"n": 1}, run="a", step=0)
 repository.close()
 assert not folder.exists()
 """
-    done = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, check=False)
+    done = run_python("-W", "error", "-c", script)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -1372,7 +1372,7 @@ def test_a_child_forked_while_a_listing_runs_can_end():
             sys.exit("the child hangs")
         manager.close()
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=900)
+    done = run_python("-c", textwrap.dedent(script))
     assert done.returncode == 0, done.stderr
 
 

@@ -3,13 +3,12 @@
 import inspect
 import os
 import subprocess
-import sys
 import tarfile
 
 import pytest
 import torch
 
-from kit.processes import ROOT, environment
+from kit.processes import ROOT, run_python
 from kit.states import same
 from snapstore import KeepLast, Repository, SaveOptions
 
@@ -59,8 +58,7 @@ def older(tmp_path_factory):
 
 def run(older, *arguments):
     """Run Python with the older release."""
-    env = environment() | {"PYTHONPATH": os.fspath(older)}
-    done = subprocess.run([sys.executable, *arguments], env=env, cwd=older, capture_output=True, text=True, check=False)
+    done = run_python(*arguments, cwd=older, PYTHONPATH=os.fspath(older))
     return done.returncode, done.stdout, done.stderr
 
 

@@ -1,12 +1,10 @@
 """A process that runs out of files or memory gets an error of snapstore, loses nothing, and can save again later."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 
-from kit.processes import environment
+from kit.processes import run_python
 from snapstore import Repository
 
 PROGRAM = """
@@ -52,8 +50,7 @@ with SnapshotManager(root, run="a") as snapshots:
     ],
 )
 def test_a_limit_of_the_machine(tmp_path, limit, verb, says, steps):
-    program = [sys.executable, "-c", PROGRAM, limit, verb, str(tmp_path / "r")]
-    done = subprocess.run(program, env=environment(), capture_output=True, text=True, timeout=600)
+    done = run_python("-c", PROGRAM, limit, verb, tmp_path / "r")
     assert done.returncode == 0, done.stderr
     text, after = done.stdout.splitlines()
     assert after == f"{steps} True"
@@ -74,7 +71,8 @@ with snapstore.SnapshotManager(sys.argv[1], run="a") as manager:
             os.write(number, b"x" * 5000)
 """
     place = tmp_path / "repository"
-    assert subprocess.run([sys.executable, "-c", script, str(place)], env=environment(), timeout=300).returncode == 0
+    done = run_python("-c", script, place)
+    assert done.returncode == 0, done.stderr
     with Repository.open(place) as repository:
         assert not repository.check().problems
         assert [repository.restore(f"a@{step}") for step in range(4)] == [{"a": [step] * 10_000} for step in range(4)]

@@ -2,13 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 
-from kit.processes import ROOT, environment
+from kit.processes import ROOT, environment, run_python
 from kit.samples import SEED
 
 PAIRS = 100
@@ -38,14 +36,8 @@ def test_a_sample_of_pairs_resumes_as_torch_save_does(tmp_path):
     """snapstore resumes exactly if torch.save does; each other difference has a cause in docs/reliability.md."""
     out = tmp_path / "record.json"
     chosen = ["--sample", str(PAIRS), "--seed", str(SEED), "--only", "torch.*,transformers.*", "--workers", "2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "resume_matrix", *chosen, "--out", str(out)],
-        cwd=ROOT,
-        env=environment(PYTHONPATH=os.pathsep.join([str(ROOT / "tools"), environment()["PYTHONPATH"]])),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    path = os.pathsep.join([str(ROOT / "tools"), environment()["PYTHONPATH"]])
+    done = run_python("-m", "resume_matrix", *chosen, "--out", out, cwd=ROOT, PYTHONPATH=path)
     assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-4000:]}"
     counts = json.loads(out.read_text())["counts"]
     assert sum(row["pairs"] for row in counts) == PAIRS

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +14,7 @@ import torch
 
 from kit.faults import FaultStore, one_thread
 from kit.objects import flip, keys_of
-from kit.processes import environment
+from kit.processes import run_python
 from kit.repositories import created, opened, same
 from kit.s3_stores import moto_bucket
 from kit.samples import sampled
@@ -444,8 +442,7 @@ print(int(peak.split()[1]) // 1024)
 
 
 def test_480_megabytes_pass_through_450(tmp_path):
-    program = [sys.executable, "-c", PROGRAM, str(tmp_path / "r")]
-    done = subprocess.run(program, env=environment(SNAPSTORE_THREADS="2"), capture_output=True, text=True, timeout=600)
+    done = run_python("-c", PROGRAM, tmp_path / "r", SNAPSTORE_THREADS="2")
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 450, f"at most {done.stdout} MiB at a time"
 
@@ -479,10 +476,7 @@ def test_a_file_larger_than_memory_passes_through_the_shell(tmp_path):
         file.truncate(8 + len(text) + count * nbytes)  # the rest are zeros, which take no space on the disk
 
     def shell(*args):
-        program = [sys.executable, "-c", SHELL, "--repo", str(tmp_path / "r"), *args]
-        done = subprocess.run(
-            program, env=environment(SNAPSTORE_THREADS="2"), capture_output=True, text=True, timeout=600
-        )
+        done = run_python("-c", SHELL, "--repo", tmp_path / "r", *args, SNAPSTORE_THREADS="2")
         assert done.returncode == 0, done.stderr
 
     Repository.create(tmp_path / "r").close()

@@ -22,6 +22,12 @@ def environment(**more: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | more
 
 
+def run_python(*args: object, cwd: Path | None = None, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with arguments (`"-c", code`, ...) and this checkout; return its exit code and output."""
+    command = [sys.executable, *map(str, args)]
+    return subprocess.run(command, cwd=cwd, env=environment(**more), capture_output=True, text=True, timeout=600)
+
+
 def free_port() -> int:
     """Return a free port below the range from which Linux gives ports to sockets without one: none takes it."""
     ports = random.SystemRandom().sample(range(20_000, 32_000), 100)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kit.processes import environment
+from kit.processes import run_python
 from kit.repositories import OPTIONS, check_restores, opened, save
 from snapstore import Repository
 from snapstore.storage import cache_dir
@@ -305,7 +305,7 @@ def place(tmp_path, monkeypatch) -> Path:
 
 def killed_in(place: Path) -> Path:
     """Return the index that a killed process has left."""
-    out = subprocess.run([sys.executable, "-c", KILLED], env=environment(), capture_output=True, text=True).stdout
+    out = run_python("-c", KILLED).stdout
     folder = Path(out.strip())
     assert folder.parent == place
     assert (folder / "data.mdb").exists()

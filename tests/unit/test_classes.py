@@ -7,8 +7,6 @@ import datetime
 import enum
 import functools
 import pathlib
-import subprocess
-import sys
 import types
 import typing
 from collections import OrderedDict
@@ -19,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kit.processes import run_python
 from kit.states import again, packed, same
 from snapstore import Repository, SnapshotManager
 from snapstore.errors import FormatError, InvalidInputError, UnsupportedLeafError
@@ -458,7 +457,7 @@ for name in ("trap", "trap.sub", "antigravity", "this"):
     decode_plain(["object", "namedtuple", name, "X", ["tuple", []], []])
 print({"trap", "antigravity", "this"} & sys.modules.keys())
 """
-    run = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    run = run_python("-c", program, cwd=tmp_path)
     assert run.stdout == "set()\n", run.stderr
 
 

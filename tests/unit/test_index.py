@@ -23,7 +23,7 @@ import xxhash
 from msgspec import structs
 
 from kit.objects import clone, flip_file, keys_of
-from kit.processes import environment
+from kit.processes import environment, run_python
 from kit.repositories import OPTIONS, check_restores, index_of, opened, save, snapshot_of
 from kit.s3_stores import fresh_url, moto_bucket, needs_server
 from kit.samples import SEED, THOROUGH
@@ -315,7 +315,7 @@ def test_any_flipped_byte(root, start):
     """
     Repository.open(root).view()
     script = FLIP.format(root=str(root), index=str(index_of(root)), start=SEED + start, count=150 if THOROUGH else 60)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=600)
+    done = run_python("-c", script)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("flipped ")
 

@@ -5,13 +5,12 @@ import importlib.metadata
 import itertools
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from kit.processes import run_python
 from snapstore.engine.cuda import CUDA_MAJORS
 
 ROOT = Path(__file__).parents[2]
@@ -134,8 +133,7 @@ def test_pip_finds_the_extras_of_an_installed_snapstore():
         pytest.skip("snapstore is not installed here")
     assert sorted(known) == sorted(EXTRAS)
     names = [f"snapstore[{extra}]" for extra in EXTRAS]
-    command = [sys.executable, "-m", "pip", "--isolated", "install", "--no-index", "--no-deps", "--dry-run", *names]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = run_python("-m", "pip", "--isolated", "install", "--no-index", "--no-deps", "--dry-run", *names)
     assert done.returncode == 0, done.stderr
     assert "Requirement already satisfied: snapstore[" in done.stdout
     assert "does not provide" not in done.stderr

@@ -1,8 +1,6 @@
 """The kit's proxies spoil only the requests that they are told to, and its processes do not outlive the tests."""
 
 import os
-import subprocess
-import sys
 from random import Random
 
 import pytest
@@ -10,7 +8,7 @@ import pytest
 from kit.hostile_s3 import HostileS3
 from kit.lying_proxy import LyingProxy, Memory
 from kit.objects import flip, keys_of
-from kit.processes import environment
+from kit.processes import run_python
 from kit.repositories import check_whole, created, opened, save
 from kit.tcp_proxy import Fault, Proxy, answer, lose_answer
 from snapstore.errors import NotFoundError, StorageError
@@ -97,7 +95,7 @@ def test_a_stopped_process_does_not_hold_up_the_end_of_the_tests(tmp_path):
 import signal, sys, time
 from pathlib import Path
 from kit.forked import Forked
-from kit.processes import environment
+from kit.processes import environment, run_python
 sleep = "import time; print('begun', flush=True); time.sleep(600)"
 process = Forked("-c", sleep, log=Path(sys.argv[1]), env=environment())
 while "begun" not in process.text():
@@ -105,7 +103,7 @@ while "begun" not in process.text():
 process.send_signal(signal.SIGSTOP)
 print(process.pid)
 """
-    command = [sys.executable, "-c", program, str(tmp_path / "log")]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=True)
+    done = run_python("-c", program, tmp_path / "log")
+    assert done.returncode == 0, done.stderr
     with pytest.raises(ProcessLookupError):
         os.kill(int(done.stdout), 0)

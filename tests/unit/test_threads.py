@@ -3,7 +3,6 @@
 import gc
 import importlib
 import re
-import subprocess
 import sys
 import threading
 import types
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 
 import snapstore
-from kit.processes import environment
+from kit.processes import run_python
 from snapstore import CapabilityError, InvalidInputError, Repository, SaveOptions
 from snapstore.storage.memory import MemoryStore
 from snapstore.threads import MAX_RUNS, Threads, imported, msgpack_decoder
@@ -160,13 +159,7 @@ print("saved")
 
 
 def test_a_save_and_a_restore_need_no_shared_memory(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", SAVE, str(tmp_path / "r")],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = run_python("-c", SAVE, tmp_path / "r")
     assert (done.stdout, done.returncode) == ("saved\n", 0), done.stderr
 
 
@@ -204,8 +197,7 @@ print("all threads are done")
 
 def test_threads_that_decode_a_type_for_the_first_time_at_once():
     """Threads may decode a type for the first time at the same moment: msgspec alone would crash with SIGSEGV."""
-    command = [sys.executable, "-c", FIRST_USES]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600, check=False)
+    done = run_python("-c", FIRST_USES)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "all threads are done\n", done.stderr
 
@@ -311,8 +303,7 @@ def test_a_signal_that_strikes_a_child_as_it_begins_leaves_it_no_lock(tmp_path):
     """The signal comes before each hook in turn, and its handler raises; Python then goes on without that hook."""
     count = at = 0
     while at <= count:
-        command = [sys.executable, "-c", FORKS, str(at), str(tmp_path / "lock")]
-        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600, check=False)
+        done = run_python("-c", FORKS, at, tmp_path / "lock")
         found, _, problems = done.stdout.partition(" hooks ")
         assert (done.returncode, problems) == (0, "[]"), (at, done.stdout, done.stderr)
         count, at = int(found), at + 1
@@ -359,8 +350,7 @@ thread.join()
 print(os.waitstatus_to_exitcode(status), errors)
 """
     for lock in "decoders", "files":
-        command = [sys.executable, "-c", script, lock]
-        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600, check=False)
+        done = run_python("-c", script, lock)
         assert (done.returncode, done.stdout) == (0, "0 []\n"), (lock, done.stdout, done.stderr)
 
 
@@ -377,8 +367,7 @@ for lock in threads._preparing, locks._FORK_LOCK:
         os._exit(lock._is_owned())
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600, check=False)
+    done = run_python("-c", script)
     assert (done.returncode, done.stdout, done.stderr) == (0, "0\n0\n", "")
 
 

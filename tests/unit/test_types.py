@@ -6,8 +6,6 @@ import ast
 import builtins
 import inspect
 import re
-import subprocess
-import sys
 import textwrap
 import tomllib
 from collections.abc import Iterator
@@ -17,7 +15,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 import snapstore
-from kit.processes import ROOT, environment
+from kit.processes import ROOT, run_python
 
 RIGHT = """
 from collections.abc import Iterator, Sequence
@@ -272,10 +270,9 @@ def mypy(folder: Path, sources: dict[str, str]) -> dict[str, str]:
     for name, source in sources.items():
         (folder / f"{name}.py").write_text(source)
     files = [str(folder / f"{name}.py") for name in sources]
-    command = [sys.executable, "-m", "mypy", "--strict", "--config-file", "pyproject.toml", "--no-error-summary"]
-    env = environment(MYPYPATH=str(ROOT))
+    command = ["-m", "mypy", "--strict", "--config-file", "pyproject.toml", "--no-error-summary"]
     # Its cache is that of `tools/test`, which fills it beside the first tests.
-    done = subprocess.run([*command, *files], cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    done = run_python(*command, *files, cwd=ROOT, MYPYPATH=str(ROOT))
     assert not done.stderr, done.stderr
     said = dict.fromkeys(sources, "")
     for line in done.stdout.splitlines(keepends=True):

@@ -137,7 +137,7 @@ class Pending(Generic[R]):
         """Return the number of the first item of each run."""
         return range(0, len(self._items), self._step)
 
-    def compute(self, first: int, ended: Callable[[], object]) -> None:
+    def compute(self, first: int, ended: Callable[[], object] | None = None) -> None:
         """Compute a run of items; keep an exception, which ends the run.
 
         Args:
@@ -151,7 +151,8 @@ class Pending(Generic[R]):
             if caught.__traceback__ is not None:  # this frame refers to the results, which refer to the error
                 caught.__traceback__ = caught.__traceback__.tb_next
             error = caught
-        ended()
+        if ended is not None:
+            ended()
         with self._lock:
             if error is not None and first < self._failed_run:
                 self._error, self._failed_run = error, first

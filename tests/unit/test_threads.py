@@ -17,7 +17,7 @@ import snapstore
 from kit.processes import run_python
 from snapstore import CapabilityError, InvalidInputError, Repository, SaveOptions
 from snapstore.storage.memory import MemoryStore
-from snapstore.threads import MAX_RUNS, Threads, imported, msgpack_decoder
+from snapstore.threads import MAX_RUNS, Pending, Threads, imported, msgpack_decoder
 
 
 @pytest.fixture
@@ -73,6 +73,14 @@ def test_the_exception_of_the_first_item_is_raised_whichever_fails_first(threads
 
     with pytest.raises(ValueError, match="1"):
         threads.start(fail, [0, 1, 2])()
+
+
+def test_a_run_may_be_computed_outside_of_a_pool():
+    """The loader of kernels does so."""
+    pending = Pending(lambda i: i + 1, [2])
+    threading.Thread(target=pending.compute, args=[0]).start()
+    assert pending.ready(30)
+    assert pending() == [3]
 
 
 def test_ready_waits_no_longer_than_it_is_told(threads):

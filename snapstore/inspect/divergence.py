@@ -21,16 +21,16 @@ from ..arrays import Bytes
 from ..catalog.history import View
 from ..context import Context
 from ..errors import InvalidInputError, NotFoundError
-from ..format.manifests.manifest import Box, Manifest
 from ..format.records import Snapshot
 from ..restore.manifests import require_decoding
+from ..restore.overlaps import StoredBox
 from ..restore.pipeline import read_as_ruled
 from ..state.values.arrays import from_bytes
 from ..state.values.containers import display
 from ..state.values.tensors import TensorSpec
 from ..text import quoted, some
 from .diff import pieces_of, unlike_form
-from .stored_tensors import StoredTensor, boxes_of, chunks_of, digests_of, naming, read_tensors
+from .stored_tensors import StoredTensor, chunks_of, digests_of, naming, read_tensors
 
 #: An error names at most so many steps.
 STEPS_NAMED = 5
@@ -157,10 +157,10 @@ def _first_byte(context: Context, a: StoredTensor, b: StoredTensor) -> tuple[int
     itemsize, of_a, of_b = a.spec.itemsize, _chunked(a), _chunked(b)
     start, pieces = 0, (next(pieces_of(context, [a])), next(pieces_of(context, [b])))
     if of_a is not None and of_b is not None:
-        lengths = _lengths(*of_a)
+        lengths = _lengths(of_a)
         are_whole = not (lengths % itemsize).any()  # else an element may lie in two chunks
-        if are_whole and np.array_equal(lengths, _lengths(*of_b)):
-            first = int(np.argmax((digests_of(*of_a) != digests_of(*of_b)).any(axis=1)))
+        if are_whole and np.array_equal(lengths, _lengths(of_b)):
+            first = int(np.argmax((digests_of(of_a) != digests_of(of_b)).any(axis=1)))
             start = int(lengths[:first].sum())
             pieces = _from(context, a.snapshot, of_a, first), _from(context, b.snapshot, of_b, first)
     for one, other in zip(*pieces, strict=True):
@@ -172,28 +172,25 @@ def _first_byte(context: Context, a: StoredTensor, b: StoredTensor) -> tuple[int
     return None
 
 
-def _chunked(stored: StoredTensor) -> tuple[Manifest, Box] | None:
-    """Return the manifest and the box of a tensor that lies in one box of chunks; None for any other tensor."""
-    if len(stored.pieces) != 1:
-        return None
-    m, entry = stored.pieces[0]
-    boxes = list(boxes_of(m, entry))
-    return (m, boxes[0][0]) if len(boxes) == 1 and boxes[0][1] is None else None
+def _chunked(stored: StoredTensor) -> StoredBox | None:
+    """Return the box of a tensor that lies in one box of chunks; None for any other tensor."""
+    boxes = stored.boxes if len(stored.pieces) == 1 else []
+    return boxes[0] if len(boxes) == 1 and boxes[0].chunks else None
 
 
-def _lengths(m: Manifest, box: Box) -> npt.NDArray[np.int64]:
+def _lengths(box: StoredBox) -> npt.NDArray[np.int64]:
     """Return the lengths of the chunks of a box, (n,) [bytes]."""
-    return m.table.lengths[box.first_chunk : box.first_chunk + box.chunks].astype(np.int64)
+    return box.m.table.lengths[box.first_chunk : box.first_chunk + box.chunks].astype(np.int64)
 
 
 def _chunk_at(stored: StoredTensor, byte: int) -> int:
     """Return `DivergenceResult.chunk` of a byte. A manifest may have chunks of another size than the config says."""
     if (chunked := _chunked(stored)) is not None:
-        return int(np.searchsorted(np.cumsum(_lengths(*chunked)), byte, side="right"))
+        return int(np.searchsorted(np.cumsum(_lengths(chunked)), byte, side="right"))
     return byte // stored.pieces[0][0].header.chunk_bytes
 
 
-def _from(context: Context, snapshot: Snapshot, chunked: tuple[Manifest, Box], first: int) -> Iterator[Bytes]:
+def _from(context: Context, snapshot: Snapshot, chunked: StoredBox, first: int) -> Iterator[Bytes]:
     with naming(snapshot):
         yield from chunks_of(context, [chunked], first)
 

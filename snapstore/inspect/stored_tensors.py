@@ -20,11 +20,13 @@ from ..chunks import limits
 from ..chunks.reader import ChunkReader, Wanted, whole
 from ..context import Context
 from ..errors import FormatError, IntegrityError
-from ..format.manifests.manifest import Box, Manifest, TensorEntry
+from ..format.manifests.manifest import Manifest, TensorEntry
 from ..format.manifests.rank_checks import entries_by_path, match_entries, read_children
 from ..format.manifests.tensor_layout import spec_of
 from ..format.records import Snapshot
 from ..restore.manifests import read_manifests
+from ..restore.overlaps import StoredBox
+from ..restore.sources import stored_boxes
 from ..state.values.containers import Path
 from ..state.values.tensors import TensorSpec
 
@@ -38,14 +40,20 @@ class StoredTensor:
     pieces: list[tuple[Manifest, TensorEntry]] = field(default_factory=list)
 
     @property
+    def boxes(self) -> list[StoredBox]:
+        """Return all boxes of the tensor."""
+        return [box for m, entry in self.pieces for box in stored_boxes(m, entry, self.spec.itemsize)]
+
+    @property
     def fingerprint(self) -> object:
         """Return the boxes with their chunk digests or inline bytes; tensors with equal fingerprints are equal."""
-        found = [
-            (box.offsets, box.sizes, data if data is not None else digests_of(m, box).tobytes())
-            for m, entry in self.pieces
-            for box, data in boxes_of(m, entry)
-        ]
-        return sorted(found, key=lambda of: of[:2])
+        boxes = self.boxes
+        data = ((digests_of(box) if box.chunks else self.inline(box)).tobytes() for box in boxes)
+        return sorted((tuple(box.offsets), tuple(box.sizes), one) for box, one in zip(boxes, data, strict=True))
+
+    def inline(self, box: StoredBox) -> Bytes:
+        """Return the bytes of a box without chunks."""
+        return np.frombuffer(box.m.inline, np.uint8)[box.inline :][: math.prod(box.sizes) * self.spec.itemsize]
 
 
 @contextmanager
@@ -97,14 +105,16 @@ def bytes_of_each(context: Context, tensors: Iterable[StoredTensor]) -> Iterator
         IntegrityError, FormatError: a chunk is damaged.
         CapabilityError: there is no memory to put a tensor together.
     """
-    of = [(stored, [(m, *box) for m, entry in stored.pieces for box in boxes_of(m, entry)]) for stored in tensors]
-    chunks = chunks_of(context, [(m, box) for _, boxes in of for m, box, data in boxes if data is None])
+    of = [(stored, stored.boxes) for stored in tensors]
+    chunks = chunks_of(context, [box for _, boxes in of for box in boxes if box.chunks])
     for stored, boxes in of:
-        each = ((box, islice(chunks, box.chunks) if data is None else [_array(data)]) for _, box, data in boxes)
+        each = ((box, islice(chunks, box.chunks) if box.chunks else [stored.inline(box)]) for box in boxes)
         yield _tensor_bytes(stored, each, len(boxes))
 
 
-def _tensor_bytes(stored: StoredTensor, boxes: Iterable[tuple[Box, Iterable[Bytes]]], count: int) -> Iterator[Bytes]:
+def _tensor_bytes(
+    stored: StoredTensor, boxes: Iterable[tuple[StoredBox, Iterable[Bytes]]], count: int
+) -> Iterator[Bytes]:
     """Yield the bytes of a tensor; the bytes of several boxes are put together first."""
     if count <= 1:
         for _, chunks in boxes:
@@ -119,36 +129,18 @@ def _tensor_bytes(stored: StoredTensor, boxes: Iterable[tuple[Box, Iterable[Byte
     yield together.reshape(-1).view(np.uint8)
 
 
-def boxes_of(m: Manifest, entry: TensorEntry) -> Iterator[tuple[Box, bytes | None]]:
-    """Yield the boxes of an entry, with their bytes if these lie inline; an entry without boxes is one box."""
-    at = entry.inline[0] if entry.inline else 0
-    if not entry.boxes and entry.inline:
-        yield Box((0,) * len(entry.shape), entry.shape, 0, 0), m.inline[at : sum(entry.inline)]
-    for box in entry.boxes:
-        if box.chunks:
-            yield box, None
-            continue
-        end = at + math.prod(box.sizes) * spec_of(entry).itemsize
-        yield box, m.inline[at:end]
-        at = end
-
-
-def digests_of(m: Manifest, box: Box) -> Bytes:
+def digests_of(box: StoredBox) -> Bytes:
     """Return the digests of the chunks of a box, (n, 16)."""
-    return m.table.digests[box.first_chunk : box.first_chunk + box.chunks]
+    return box.m.table.digests[box.first_chunk : box.first_chunk + box.chunks]
 
 
-def _array(data: bytes) -> Bytes:
-    return np.frombuffer(data, np.uint8)
-
-
-def chunks_of(context: Context, boxes: Iterable[tuple[Manifest, Box]], first: int = 0) -> Iterator[Bytes]:
+def chunks_of(context: Context, boxes: Iterable[StoredBox], first: int = 0) -> Iterator[Bytes]:
     """Yield the bytes of boxes, chunk by chunk, from chunk `first` of each on."""
     outs: deque[Bytes] = deque()
 
     def wanted() -> Iterator[Wanted]:
-        for m, box in boxes:
-            rows = range(box.first_chunk + first, box.first_chunk + box.chunks)
+        for box in boxes:
+            m, rows = box.m, range(box.first_chunk + first, box.first_chunk + box.chunks)
             for row, length in zip(rows, m.table.lengths[rows.start : rows.stop].tolist(), strict=True):
                 outs.append(np.empty(length, np.uint8))
                 yield whole(m.table, m.header.pack_names, row, outs[-1])

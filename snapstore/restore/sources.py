@@ -19,13 +19,13 @@ from ..context import Context
 from ..errors import FormatError, InvalidInputError
 from ..format.manifests import manifest
 from ..format.manifests.box_map import ranks_with
-from ..format.manifests.manifest import Manifest, manifest_name, part_name
+from ..format.manifests.manifest import Manifest, TensorEntry, manifest_name, part_name
 from ..format.manifests.rank_checks import Cover, entries_by_path, match_entries, require_same_form
 from ..format.manifests.tensor_layout import ChunkSums, check_boxes, check_whole, spec_of
 from ..format.records import ManifestRef, Snapshot
 from ..state.fill.buffers import Want
 from ..state.values.containers import display
-from ..state.values.tensors import TensorSpec
+from ..state.values.tensors import DimOrder, TensorSpec
 from ..text import counted, quoted
 from ..threads import Threads
 from .manifests import read_manifests, stored_parts
@@ -210,7 +210,7 @@ class _Open:
     def add(self, m: Manifest, number: int) -> None:
         """Add the overlaps with an entry of a manifest; the entry has been checked."""
         itemsize = self.spec.itemsize
-        for stored in _stored_boxes(m, number, itemsize):
+        for stored in stored_boxes(m, m.tensors[number], itemsize, m.dim_orders.get(number, ())):
             start = 0
             for wanted in self.boxes:
                 found = overlap_of(stored, wanted, itemsize, start)
@@ -253,12 +253,11 @@ def _check(child: Manifest, entries: Sequence[tuple[_Open, int]]) -> None:
         one.add(child, number)
 
 
-def _stored_boxes(m: Manifest, number: int, itemsize: int) -> Iterator[StoredBox]:
+def stored_boxes(m: Manifest, entry: TensorEntry, itemsize: int, order: DimOrder = ()) -> Iterator[StoredBox]:
     """Yield the boxes of an entry; boxes without chunks lie in the inline bytes, one after the other."""
-    entry, order = m.tensors[number], m.dim_orders.get(number, ())
     at = entry.inline[0] if entry.inline else 0
     if not entry.boxes and entry.inline is not None:
-        yield StoredBox(m, [0] * len(entry.shape), entry.shape, inline=at, dim_order=order)
+        yield StoredBox(m, (0,) * len(entry.shape), entry.shape, inline=at, dim_order=order)
     for box in entry.boxes:
         yield StoredBox(m, box.offsets, box.sizes, box.first_chunk, box.chunks, at, order)
         at += 0 if box.chunks else math.prod(box.sizes) * itemsize

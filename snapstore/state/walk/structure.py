@@ -229,9 +229,7 @@ class Structure:
     ) -> None:
         """Compare a container with the known one; note its arrays, and encode its plain values."""
         if known.owner is not None:
-            if type(value) is not known.owner:
-                raise DifferentStructureError
-            if parameters_of(value) != known.parameters:
+            if type(value) is not known.owner or parameters_of(value) != known.parameters:
                 raise DifferentStructureError
             value = state_of(value, known.path) if known.about is None else _tensors_of(value, known)
         if type(value) is not known.kind:
@@ -263,7 +261,10 @@ class Structure:
                 self._match(child.container, values[child.at], arrays, trees, outer)
                 node, is_new = child.container.node, child.container.node is not before
             if child.own is not None:
-                _note_own(trees, child.part, *child.own, node)
+                key, number = child.own
+                trees[key][1][number] = node
+                if child.part is not None:  # the value is the whole part
+                    trees[child.part] = ["rank", number]
             elif child.part is not None:
                 trees[child.part] = node
             elif is_new:
@@ -347,20 +348,11 @@ def learn(
     return structure, learner.arrays
 
 
-def _note_own(trees: dict[str, Node], part: str | None, key: str, number: int, node: Node) -> None:
-    """Put a rank's own value among those of its part; `part`: the name of the part if the value is the whole part."""
-    trees[key][1][number] = node
-    if part is not None:
-        trees[part] = ["rank", number]
-
-
 def _arrays_of_table(table: tuple[list[int], list[str], list[type]], values: Sequence[Any]) -> list[Array]:
     lengths, known_keys, types = table
     found = map(len, values), chain.from_iterable(values), chain.from_iterable(map(dict.values, values))
     present, keys, arrays = at_once(*found)
-    if present != lengths or keys != known_keys or set(map(type, keys)) != {str}:
-        raise DifferentStructureError
-    if list(map(type, arrays)) != types:
+    if present != lengths or keys != known_keys or set(map(type, keys)) != {str} or list(map(type, arrays)) != types:
         raise DifferentStructureError
     return arrays
 

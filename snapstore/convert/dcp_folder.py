@@ -92,11 +92,15 @@ class _MetadataUnpickler(pickle._Unpickler):  # the one in C allocates as many p
     A pickle may name one value any number of times. So nothing here copies, hashes or prints a value of any size.
     """
 
+    def __init__(self, file: BinaryIO, where: Path) -> None:
+        super().__init__(file)
+        self._where = where
+
     def find_class(self, module: str, name: str) -> Any:
         """Return a class or function that makes a plain value for a name in the pickle.
 
         Raises:
-            _RefusedError: the name is not of DCP.
+            InvalidInputError: the name is not of DCP.
         """
         if module.startswith("torch.distributed.") and name in _RECORDS:
             return _RECORDS[name]
@@ -108,7 +112,10 @@ class _MetadataUnpickler(pickle._Unpickler):  # the one in C allocates as many p
             return _ignored
         if (module, name) == ("collections", "OrderedDict"):
             return _Dict
-        raise _RefusedError(f"{module}.{name}")
+        raise InvalidInputError(
+            f"{self._where}: refused: it names {module}.{name}, which is not of torch.distributed.checkpoint and could "
+            "run any code when loaded; if you trust the folder, load it with torch and save it with DCP again"
+        )
 
     def _make(self: Any) -> None:
         """Call a class or a function."""
@@ -134,10 +141,6 @@ class _MetadataUnpickler(pickle._Unpickler):  # the one in C allocates as many p
         pickle.NEWOBJ[0]: _make,
         pickle.BUILD[0]: _set_state,
     }
-
-
-class _RefusedError(Exception):
-    """A pickle names something that is not of DCP (never leaves this module)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,13 +203,7 @@ def open_dcp(folder: Path) -> Checkpoint:
 
 def _read_metadata(where: Path) -> _DcpObject:
     with where.open("rb") as file:
-        try:
-            found = _MetadataUnpickler(file).load()
-        except _RefusedError as error:
-            raise InvalidInputError(
-                f"{where}: refused: it names {error}, which is not of torch.distributed.checkpoint and could run any "
-                "code when loaded; if you trust the folder, load it with torch and save it with DCP again"
-            ) from None
+        found = _MetadataUnpickler(file, where).load()
     if type(found).__name__ != "Metadata":
         raise InvalidInputError(f"{where}: expected metadata of DCP, got {type(found).__name__}")
     record: _DcpObject = found

@@ -48,13 +48,13 @@ class Differences:
         self._parts.setdefault(path[:1], [])
         self._renamed.setdefault(path[:1], []).append((names, advice))
 
-    def message(self, stored: Any, into: Any, *, all_selected: bool, wholes: Sequence[Path] = ()) -> list[str]:
+    def message(self, stored: Any, into: Any, wholes: Sequence[Path], *, all_selected: bool) -> list[str]:
         """Return the lines of the error.
 
         Args:
             stored, into: The roots of both sides.
-            all_selected: Whether the restore has no `keys`; the text then recommends some.
             wholes: The paths of values that are restored as a whole or not at all, such as an optimizer's state.
+            all_selected: Whether the restore has no `keys`; the text then recommends some.
         """
         leaves_of_all = [path for found in self._parts.values() for path, _ in found]
         cut = [whole for whole in wholes if any(path[: len(whole)] == whole for path in leaves_of_all)]

@@ -147,14 +147,9 @@ class RestorePlan:
                 (), "would have to be replaced: the target must be a container or object that can change in place"
             )
         if self._differences:
-            raise InvalidInputError(
-                *self._differences.message(
-                    self._stored,
-                    self._into,
-                    all_selected=self._all_selected,
-                    wholes=[*optimizer_fit.states_in(self._stored, ())],
-                )
-            )
+            optimizers = list(optimizer_fit.states_in(self._stored, ()))
+            lines = self._differences.message(self._stored, self._into, optimizers, all_selected=self._all_selected)
+            raise InvalidInputError(*lines)
         if some_arrays and not len(self.buffers):
             raise InvalidInputError(f"nothing of the snapshot fits the target, also with strict=False: {self.left_out}")
         self.buffers.find_overlaps()

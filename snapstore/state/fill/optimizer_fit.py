@@ -229,12 +229,11 @@ def with_sharded_state(
     torch, tensors = imported("torch"), imported("torch.distributed.tensor")
     if torch is None or tensors is None or not isinstance(value, torch.optim.Optimizer):
         return present
-    if not all(is_mapping(state) and is_mapping(state.get("state")) for state in (stored, present)):
+    numbers = numbers_of(present)
+    if numbers is None or not is_mapping(stored) or not is_mapping(stored.get("state")):
         return present
-    numbers = [number for group in present["param_groups"] for number in group["params"]]
-    parameters = [parameter for group in value.param_groups for parameter in group["params"]]
     state = dict(present["state"])
-    for number, parameter in zip(numbers, parameters, strict=True):
+    for number, parameter in zip(numbers, parameter_list(value), strict=True):
         arrays = stored["state"].get(number)
         if not isinstance(parameter, tensors.DTensor) or not is_mapping(arrays) or state.get(number):
             continue

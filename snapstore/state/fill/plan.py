@@ -195,8 +195,7 @@ class RestorePlan:
                 self._differ(leaf, IN_SNAPSHOT)
 
     def _plan_array(self, slot: Slot, target: Any, path: Path) -> None:
-        spec = self.buffers.spec(slot)
-        problem = mismatch(spec, target)
+        problem = mismatch(self.buffers.spec(slot), target)
         if problem:
             self._differ(path, problem)
         else:

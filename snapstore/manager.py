@@ -28,10 +28,11 @@ from .distributed.base import Ranks
 from .distributed.choose import check as check_ranks
 from .distributed.choose import choose
 from .distributed.preemption import Preemption, SignalHandler
-from .errors import CapabilityError, InvalidInputError
+from .errors import CapabilityError, IntegrityError, InvalidInputError, SnapstoreError
 from .options import SaveOptions
+from .protocol.gc import collect
 from .repository import Repository
-from .save.background import Background, SaveHandle, clear_frames, forget_and_collect
+from .save.background import Background, SaveHandle, clear_frames
 from .save.inputs import PartInput, SaveRequest, is_stream
 from .save.pipeline import save
 from .save.ranks.job import RankJob
@@ -343,10 +344,24 @@ class SnapshotManager(Steps):
             self._background.take_memory(self._staging.prepare_next)
 
     def _retain(self) -> None:
-        """Forget snapshots and run gc."""
+        """Forget by the policies, then run gc. A failure costs only space, so it is logged: the next save tries again.
+
+        Damage is raised at the caller's next call.
+        """
         here = partial(self.repository.forget, run=self.run) if self._mirror is None else self._mirror.forget_here
-        context, stops = self.repository.context, self._stops_upkeep
-        self._retention_error = forget_and_collect(context, self.run, partial(here, self.keep), stops)
+        context = self.repository.context
+        damage: Exception | None = None
+        try:
+            if here(self.keep).forgotten:
+                with context.store.pinned():
+                    collect(context, stops=self._stops_upkeep)
+        except Exception as error:  # noqa: BLE001  raised at the caller's next call, but not by `save`
+            if isinstance(error, SnapstoreError) and not isinstance(error, IntegrityError):
+                log.warning("run=%s retention ended early, the next save tries again: %s", self.run, error)
+            else:
+                log.error("run=%s nothing is forgotten or deleted until this is repaired: %s", self.run, error)
+                damage = error
+        self._retention_error = damage
 
     def _stops_upkeep(self) -> bool:
         """Return whether to forget and delete no more: it would delay the last save, or `close(timeout=)`."""

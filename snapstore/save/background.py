@@ -1,9 +1,7 @@
 """Background: the thread of a manager's save, the slot that lets one save run at a time, and the handle of a save.
 
 In: a function to run in the background. Out: its error, at the caller's next call that saves or waits for saves, or at
-the handle. After a commit the same thread forgets by policies and runs gc: a failure there costs only space, so it is
-logged, and the next save tries again; damage is returned, for the caller's next call. The slot survives Ctrl-C between
-any two steps of Python code (threads.py, `LockSlot`).
+the handle. The slot survives Ctrl-C between any two steps of Python code (threads.py, `LockSlot`).
 """
 
 from __future__ import annotations
@@ -18,12 +16,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
 
-from ..context import Context
 from ..engine.registry import Engines
-from ..errors import IntegrityError, InvalidInputError, SnapstoreError
+from ..errors import InvalidInputError, SnapstoreError
 from ..format.records import Snapshot
-from ..protocol.forget import ForgetResult
-from ..protocol.gc import collect
 from ..text import log
 from ..threads import LockSlot, in_pool, no_threads
 
@@ -271,20 +266,3 @@ class SaveHandle:
     def _finish(self, snapshot: Snapshot | None, error: BaseException | None) -> None:
         self._snapshot, self._error = snapshot, error
         self._finished.set()
-
-
-def forget_and_collect(
-    context: Context, run: str, forget: Callable[[], ForgetResult], stops: Callable[[], bool]
-) -> Exception | None:
-    """Forget, and run gc if something was forgotten; return the error that the user must know of."""
-    try:
-        if forget().forgotten:
-            with context.store.pinned():
-                collect(context, stops=stops)
-    except Exception as error:  # noqa: BLE001  raised at the caller's next call, but not by `save`
-        if isinstance(error, SnapstoreError) and not isinstance(error, IntegrityError):
-            log.warning("run=%s retention ended early, the next save tries again: %s", run, error)
-            return None
-        log.error("run=%s nothing is forgotten or deleted until this is repaired: %s", run, error)
-        return error
-    return None

@@ -24,7 +24,7 @@ import xxhash
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from ..distributed.base import named
+from ..distributed.base import named, ranks_by
 from ..distributed.messages import Begin, Report
 from ..errors import InvalidInputError, RanksError
 from ..save.ranks.agreement import Unlike, not_held, unlike_replicas
@@ -206,9 +206,7 @@ class KeyHolders:
 
     def _groups_of(self, plains: Sequence[bytes]) -> HolderGroups:
         """Return the ranks that hold each key, from the digest of each rank's keys."""
-        ranks: dict[bytes, list[int]] = {}
-        for rank, plain in enumerate(plains):
-            ranks.setdefault(plain, []).append(rank)
+        ranks = ranks_by(enumerate(plains))
         sets = [self._keys[plain] for plain in ranks]
         keys, owners = np.concatenate(sets), np.repeat(np.arange(len(sets)), list(map(len, sets)))
         order = np.lexsort((owners, keys))
@@ -251,9 +249,7 @@ class Collected:
 
     def __init__(self, told: Mapping[int, Told]) -> None:
         self.reports = {rank: one.report for rank, one in told.items()}
-        alike: dict[bytes, list[int]] = {}
-        for rank, report in self.reports.items():
-            alike.setdefault(report.trees, []).append(rank)
+        alike = ranks_by((rank, report.trees) for rank, report in self.reports.items())
         trees = {told[rank].report.trees: told[rank].trees for rank in sorted(told, reverse=True) if told[rank].trees}
         unknown = [rank for digest, ranks in alike.items() if digest not in trees for rank in ranks]
         if unknown:

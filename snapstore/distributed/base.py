@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import Protocol, TypeVar, runtime_checkable
 
@@ -20,6 +20,7 @@ from ..text import log
 from ..threads import no_threads
 
 T = TypeVar("T")
+K = TypeVar("K")
 #: The shortest and the longest pause between two looks for a message [s].
 POLL_S, POLL_MAX_S = 0.002, 0.05
 #: Between these, a pause is this share of the time that the wait has taken so far: so long a message may lie unread.
@@ -308,6 +309,14 @@ def wait_for_ends(ranks: Ranks, prefix: str, limit_s: float) -> None:
 def period_s(ranks: Ranks) -> float:
     """Return the period of a rank's heartbeats [s]."""
     return min(ranks.silent_s / BEATS, BEAT_S)
+
+
+def ranks_by(values: Iterable[tuple[int, K]]) -> dict[K, list[int]]:
+    """Return the ranks that have each value, in the order of the pairs (rank, value)."""
+    found: dict[K, list[int]] = {}
+    for rank, value in values:
+        found.setdefault(value, []).append(rank)
+    return found
 
 
 def named(ranks: Sequence[int], *, most: int = 8) -> str:

@@ -194,8 +194,6 @@ class RelayedError(Exception):
         self.failed = failed
 
 
-#: The digests of replicas: (path, digest) of each.
-ReplicaDigests = list[tuple[str, bytes]]
 M = TypeVar("M")
 
 

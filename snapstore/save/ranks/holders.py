@@ -25,7 +25,7 @@ import msgspec
 import xxhash
 
 from ...distributed import base, messages
-from ...distributed.base import Ranks, Watch, wait_for
+from ...distributed.base import Ranks, Watch, ranks_by, wait_for
 from ...distributed.messages import Ask, Failed, Outcome, decode, encode
 from ...errors import RanksError
 from ...state.values.containers import shown
@@ -175,9 +175,7 @@ class HolderExchange:
             return [rank for rank, name in enumerate(keys) if ranks.look(name) is None]
 
         digests = self._wait(_COMES, lambda: ranks.look_all(keys), missing)
-        alike: dict[bytes, list[int]] = {}
-        for rank, digest in enumerate(digests):
-            alike.setdefault(digest, []).append(rank)
+        alike = ranks_by(enumerate(digests))
         others = [of[0] for of in alike.values()][1:]
         ranks.post(self._key("ask-trees"), encode(Ask(others)))
         names = [self._key(f"trees/{rank}") for rank in others]

@@ -26,7 +26,7 @@ import msgspec
 
 from ...context import Context
 from ...distributed import messages
-from ...distributed.base import Ranks, Watch, ended_error, ended_processes, wait_for
+from ...distributed.base import Ranks, Watch, ended_error, ended_processes, ranks_by, wait_for
 from ...distributed.messages import (
     COMMITTED,
     FAILED,
@@ -254,7 +254,7 @@ class _Save:
             answers = wait_for(lambda: ranks.look_all([self._key(f"replicas/{rank}") for rank in others]), watch)
         own = {0: dict(self._data.replicas(group))} if 0 in asked else {}
         return own | {
-            rank: dict(decode(data, messages.ReplicaDigests)) for rank, data in zip(others, answers, strict=True)
+            rank: dict(decode(data, list[tuple[str, bytes]])) for rank, data in zip(others, answers, strict=True)
         }
 
     def _trees(self, reports: Mapping[int, Report], session: SaveSession) -> list[tuple[list[int], bytes]]:
@@ -262,9 +262,7 @@ class _Save:
 
         Raises: see `_collect`.
         """
-        ranks, alike = self._ranks, dict[bytes, list[int]]()
-        for rank, report in reports.items():
-            alike.setdefault(report.trees, []).append(rank)
+        ranks, alike = self._ranks, ranks_by((rank, report.trees) for rank, report in reports.items())
         known = {digest: trees for digest, trees in self._job.known_trees.items() if digest in alike}
         known[reports[0].trees] = self._data.trees()
         unknown = {digest: of[0] for digest, of in alike.items() if digest not in known}

@@ -67,11 +67,6 @@ class _Rendezvous(msgspec.Struct, frozen=True):
     calls: dict[int, str] = {}
     ends_port: int = 0
 
-    @classmethod
-    def decoded(cls, data: bytes | None) -> _Rendezvous:
-        """Return a place from its bytes; for None, a place that answers no call."""
-        return msgpack_decoder(cls).decode(data) if data is not None else cls()
-
 
 class TorchRanks:
     """The ranks of a process group that save together. All of them make one, at the same place of the program.
@@ -177,7 +172,8 @@ class TorchRanks:
         call, seen = new_id(), list[str]()
 
         def look() -> _Rendezvous | None:
-            place = _Rendezvous.decoded(client.look(where))
+            data = client.look(where)
+            place = msgpack_decoder(_Rendezvous).decode(data) if data is not None else _Rendezvous()
             if place.calls.get(self.rank) == call:
                 return place
             if place.attempt not in seen[-1:]:
@@ -213,8 +209,7 @@ class TorchRanks:
         self._open(self._messages).set(ENDED_PROCESSES, " ".join(map(str, ended)).encode())
 
     def _client(self, place: _Rendezvous) -> _Client:
-        limit_s = self.silent_s
-        return _Client(partial(self._connect, place), limit_s, f"rank 0 of {self.count}", [0], self.rank)
+        return _Client(partial(self._connect, place), self.silent_s, f"rank 0 of {self.count}", [0], self.rank)
 
     def _connect(self, place: _Rendezvous) -> TCPStore:
         """Return a connection to rank 0's server, by the first of its host names that works."""

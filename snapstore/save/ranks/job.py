@@ -56,7 +56,7 @@ class RankJob:
             self._prefix = f"{next(_users.setdefault(ranks, count()))}/"  # of all keys of this manager
         self._next = 0  # the number of the next save
         self._sure = 0  # the same, without the last saves if this rank gave them up before they began
-        self.questions = Questions(ranks, self._prefix, self._saves, self._agree)
+        self.questions = Questions(ranks, self._prefix, lambda: (self._sure, self._next), self._agree)
         self.heart = Heart(ranks)
         self._holders: Holders | None = None  # as of the last exchange
         self._holders_are_sure = False  # whether no save has failed here since
@@ -87,9 +87,6 @@ class RankJob:
         """Tell the other ranks that this one does not begin a save, because of an argument."""
         with suppress(type(error)), self.numbered():
             raise error
-
-    def _saves(self) -> tuple[int, int]:
-        return self._sure, self._next
 
     def _agree(self, number: int) -> None:
         """Go on with rank 0's number of saves: only saves that one of the two gave up may not be counted alike."""

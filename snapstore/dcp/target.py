@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch.distributed as dist
@@ -15,11 +14,10 @@ import torch.distributed as dist
 from ..checks import check_name
 from ..errors import InvalidInputError
 from ..repository import Repository
-from ..storage.base import ObjectStore
+from ..steps import Url as Url
 from .names import refs_of
 
 RankPlace = tuple[int, int]
-Url = str | Path | ObjectStore
 #: Why neither a writer nor its staged copies can be pickled.
 NO_PROCESS = (
     "cannot be sent to another process: AsyncCheckpointerType.PROCESS copies the state to a process that keeps nothing "

@@ -79,7 +79,8 @@ def check(run: str, ranks: Literal[False] | None, *, has_manager: bool = False) 
             f"run {run!r}: this is rank {rank} of {count}: all ranks would save their own states under the same steps, "
             f"and only one of them would be found: {_ADVICE.format(name=run)}"
         )
-    _warn_of_launcher(run)
+    if not _is_initialized():
+        _warn_of_launcher(run)
 
 
 def place() -> tuple[int, int]:
@@ -94,8 +95,6 @@ def _is_initialized() -> bool:
 
 
 def _warn_of_launcher(run: str) -> None:
-    if _is_initialized():
-        return
     size = os.environ.get("WORLD_SIZE", "")
     if size.isdecimal() and int(size) > 1 and "RANK" in os.environ:
         _warn(run, os.environ["RANK"], size)

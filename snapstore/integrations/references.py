@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +62,10 @@ def read(path: str) -> dict[str, Any]:
     if not fs.exists(place):
         raise NotFoundError(f"{path}: no such checkpoint; a save that has not ended leaves no reference")
     data = b"" if fs.isdir(place) else fs.cat_file(place, 0, _LIMIT)
-    try:
-        named: dict[str, Any] = json.loads(data)
-        is_one = isinstance(named, dict) and named["format"] == FORMAT
-    except (ValueError, KeyError):
-        is_one = False
-    if not is_one:
+    named: Any = None
+    with suppress(ValueError):
+        named = json.loads(data)
+    if not isinstance(named, dict) or named.get("format") != FORMAT:
         raise FormatError(f"{path}: is not a reference to a snapshot; load it with the plugin that saved it")
     if named.get("version") != VERSION:
         found = named.get("version")

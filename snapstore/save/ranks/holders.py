@@ -73,7 +73,7 @@ class HolderExchange:
                 return True
             return None if ranks.look(self._key("begin")) is None else False
 
-        return self._wait(_BEGINS, said, [0])
+        return self._wait(_BEGINS, said, lambda: [0])
 
     def holders(
         self,
@@ -98,7 +98,7 @@ class HolderExchange:
             turns = choose(found)
             self._tell(found, turns)
             return found, turns
-        asked = decode(self._wait("rank 0 to compare trees", lambda: ranks.look(key("ask-trees")), [0]), Ask)
+        asked = decode(self._wait("rank 0 to compare trees", lambda: ranks.look(key("ask-trees")), lambda: [0]), Ask)
         if ranks.rank in asked.ranks:
             ranks.post(key(f"trees/{ranks.rank}"), own)
         return self._told(names)
@@ -161,7 +161,7 @@ class HolderExchange:
 
     def _told(self, own: Iterable[Name]) -> tuple[Holders, Turns]:
         ranks, key = self._ranks, self._key
-        data = self._wait("rank 0 to tell who holds which tensors", lambda: ranks.look(key("holders")), [0])
+        data = self._wait("rank 0 to tell who holds which tensors", lambda: ranks.look(key("holders")), lambda: [0])
         groups, turns = msgpack_decoder(tuple[list[tuple[tuple[int, ...], list[Name]]], list[int]]).decode(data)
         found = {name: holders for holders, names in groups for name in names}
         return found, dict(zip(common(own, found), turns, strict=False))
@@ -179,10 +179,10 @@ class HolderExchange:
         others = [of[0] for of in alike.values()][1:]
         ranks.post(self._key("ask-trees"), encode(Ask(others)))
         names = [self._key(f"trees/{rank}") for rank in others]
-        found = self._wait("trees", lambda: ranks.look_all(names), others)
+        found = self._wait("trees", lambda: ranks.look_all(names), lambda: others)
         return holders_of([(of, decode_trees(data)) for of, data in zip(alike.values(), [own, *found], strict=True)])
 
-    def _wait(self, what: str, look: Callable[[], T | None], who: Sequence[int] | Callable[[], Sequence[int]]) -> T:
+    def _wait(self, what: str, look: Callable[[], T | None], who: Callable[[], Sequence[int]]) -> T:
         """Return what `look` returns, once it is not None."""
         ranks, key = self._ranks, self._key
 
@@ -194,9 +194,8 @@ class HolderExchange:
                 failed = decode(data, Outcome).failed
                 raise messages.raised(failed, ranks.rank) if failed else RanksError("rank 0 has ended this save")
 
-        everyone = who if callable(who) else lambda: who
         warn_s = base.WARN_S if what in _CALLS else None
-        return wait_for(look, Watch(ranks, what, everyone, ranks.total_s, self._prefix, look_for_the_end, warn_s))
+        return wait_for(look, Watch(ranks, what, who, ranks.total_s, self._prefix, look_for_the_end, warn_s))
 
 
 def require_kept(kept: Iterable[Name], old: Holders, new: Holders) -> None:

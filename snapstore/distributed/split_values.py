@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -22,7 +22,6 @@ from ..format.records import new_id
 from ..text import human_bytes
 from ..threads import msgpack_decoder
 
-T = TypeVar("T")
 #: A larger value is split [bytes].
 PIECE_BYTES = 4 << 20
 #: The host of rank 0 keeps all values in memory, so a larger value is refused [bytes].
@@ -35,11 +34,12 @@ class SplitValues:
     """Sets, reads and removes values of any size.
 
     Args:
-        call: calls a function with the store. It may raise; no call sends or receives more than a piece.
+        client: returns the client of the store (`torch_ranks`). It may raise; no call of the client sends or receives
+            more than a piece.
     """
 
-    def __init__(self, call: Callable[[Callable[[Any], Any]], Any]) -> None:
-        self._call = call
+    def __init__(self, client: Callable[[], Any]) -> None:
+        self._client = client
         self._posted: dict[str, list[str]] = {}  # the keys of the pieces of each split value from here
         self._lock = threading.Lock()
 
@@ -50,7 +50,7 @@ class SplitValues:
             RanksError: the value is too large.
         """
         if len(value) <= PIECE_BYTES and not value.startswith(MARK):
-            self._call(lambda store: store.compare_set(key, "", value))
+            self._client().call(lambda store: store.compare_set(key, "", value))
             return
         if len(value) > MAX_BYTES:
             raise RanksError(
@@ -61,16 +61,13 @@ class SplitValues:
         prefix, pieces = f"{key}/{new_id()}", range(0, len(value), PIECE_BYTES)
         names = [f"{prefix}/{number}" for number in range(len(pieces))]
         for name, begin in zip(names, pieces, strict=True):
-            self._set(name, value[begin : begin + PIECE_BYTES])
+            self._client().set(name, value[begin : begin + PIECE_BYTES])
         head = MARK + msgspec.msgpack.encode(names)
-        if self._call(lambda store: store.compare_set(key, "", head)) != head:
-            self._call(lambda store: [store.delete_key(name) for name in names])  # the key had a value
+        if self._client().call(lambda store: store.compare_set(key, "", head)) != head:
+            self._client().call(lambda store: [store.delete_key(name) for name in names])  # the key had a value
             return
         with self._lock:
             self._posted[key] = names
-
-    def _set(self, name: str, piece: bytes) -> None:
-        self._call(lambda store: store.set(name, piece))
 
     def whole(self, value: bytes | None) -> bytes | None:
         """Return a value from that of its key; None if the key was not set, or its pieces have been removed."""
@@ -78,14 +75,10 @@ class SplitValues:
             return value
         pieces = []
         for name in msgpack_decoder(list[str]).decode(value[len(MARK) :]):
-            if (piece := self._get(name)) is None:
+            if (piece := self._client().look(name)) is None:
                 return None
             pieces.append(piece)
         return b"".join(pieces)
-
-    def _get(self, name: str) -> bytes | None:
-        found: bytes | None = self._call(lambda store: store.get(name) if store.check([name]) else None)
-        return found
 
     def all_keys(self, keys: Sequence[str]) -> list[str]:
         """Return keys that are to be removed, with those of the pieces of their values; these are then forgotten."""

@@ -113,7 +113,7 @@ class TorchRanks:
             place = self._meet(group)
             self.attempt = place.attempt
             self._messages, self._beats = self._client(place), self._client(place)
-            self._values = SplitValues(lambda call: self._open(self._messages).call(call))
+            self._values = SplitValues(lambda: self._open(self._messages))
             if self._listener is not None:
                 self._listener.start()
             if self.rank and place.ends_port:

@@ -49,18 +49,6 @@ from .threads import LockSlot
 GIVE_UP_S, LOOK_S = 2.0, 0.2
 
 
-def _interval_of(save_interval_steps: Any) -> int:
-    """Return the interval.
-
-    Raises:
-        InvalidInputError: it is not an int of 1 or more.
-    """
-    interval = retention.as_int(save_interval_steps)
-    if interval is None or interval < 1:
-        raise InvalidInputError(f"save_interval_steps {quoted(save_interval_steps)}: expected an int of 1 or more")
-    return interval
-
-
 class SnapshotManager(Steps):
     """Saves and restores the snapshots of one run, from its training loop.
 
@@ -119,7 +107,10 @@ class SnapshotManager(Steps):
         options: SaveOptions | None = None,
     ) -> None:
         check_name("run", run)
-        self.save_interval_steps = _interval_of(save_interval_steps)
+        interval = retention.as_int(save_interval_steps)
+        if interval is None or interval < 1:
+            raise InvalidInputError(f"save_interval_steps {quoted(save_interval_steps)}: expected an int of 1 or more")
+        self.save_interval_steps = interval
         check_choice("on_busy", on_busy, ("wait", "skip"))
         check_flags(async_save=async_save, keep_base=keep_base, read_only=read_only, mirror_verify=mirror_verify)
         policies = retention.check(keep)
@@ -131,7 +122,7 @@ class SnapshotManager(Steps):
         self._alone = ranks is False
         chosen, self._made_ranks = (None, False) if read_only and ranks is None else choose(run, ranks)
         job = RankJob(chosen, replicas) if chosen is not None else None
-        self._owned, interval = not isinstance(repository, Repository), self.save_interval_steps
+        self._owned = not isinstance(repository, Repository)
         alike = f"open, replicas={replicas!r}, on_busy={on_busy!r}, save_interval_steps={interval}, run={run!r}"
         try:
             super().__init__(run, job, policies, stores, parent=parent, read_only=read_only, alike=alike)

@@ -154,7 +154,11 @@ class StoredState:
             present = with_sharded_state(target, stored, present, self._spec, self._decoded)
         self._rooms = []
         merged = self._merged(stored, present, kept=present if is_strict_module(target) else None)
-        self._lay_out_rooms()
+        # New tensors get the dimension orders of the stored ones: fused optimizers walk memory.
+        orders = dim_orders_of(self._sources.overlaps({want for want, _ in self._rooms}))
+        for want, room in self._rooms:
+            if want in orders:
+                room.as_strided_(room.shape, strides_of(room.shape, orders[want]))
         return merged
 
     def put_back(self, stored: Any, target: Any, loaded: Any) -> None:
@@ -194,13 +198,6 @@ class StoredState:
         if is_mapping(value):
             return like(value, ((key, self._room(child)) for key, child in value.items() if child is not ELSEWHERE))
         return list(map(self._room, value)) if type(value) is list else value
-
-    def _lay_out_rooms(self) -> None:
-        """Give the new tensors the dimension orders of the stored ones: fused optimizers walk memory."""
-        orders = dim_orders_of(self._sources.overlaps({want for want, _ in self._rooms}))
-        for want, room in self._rooms:
-            if want in orders:
-                room.as_strided_(room.shape, strides_of(room.shape, orders[want]))
 
     def left_out(self, keys: Collection[str]) -> str | None:
         """Return the key of a value that a load leaves out although it takes others of the same optimizer; or None.

@@ -1353,7 +1353,7 @@ def test_doctor_of_a_cache_on_a_network(monkeypatch, tmp_path):
     monkeypatch.setattr(cache_module, "on_network", lambda folder: True)
     assert "every start reads all records" in doctor._cache().message
     monkeypatch.setenv("SNAPSTORE_CACHE_DIR", "relative")
-    assert doctor._cache().ok is False
+    assert doctor._tested("index", doctor._cache).ok is False
 
 
 def test_the_mount_where_proc_is_missing(monkeypatch):

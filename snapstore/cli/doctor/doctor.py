@@ -11,11 +11,13 @@ import importlib.util
 import os
 import platform
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ...engine.cpu import default_threads
-from ...errors import InvalidInputError, NotFoundError, SnapstoreError
+from ...errors import NotFoundError, SnapstoreError
 from ...format import records
 from ...repository import Repository
 from ...storage.base import ObjectStore
@@ -46,7 +48,7 @@ def machine() -> list[Finding]:
         Finding("snapstore", None, f"{records.VERSION}, format version {records.FORMAT_VERSION}"),
         Finding("python", None, f"{platform.python_version()} on {platform.platform()}"),
         Finding("libraries", None, versions),
-        _threads(),
+        _tested("cores", _threads),
         _torch(),
         Finding("nvcomp", None, "installed" if _present("nvidia.nvcomp") else "not installed"),
         Finding("cupy", None, "installed" if _present("cupy") else "not installed; the CPU encodes CUDA tensors"),
@@ -67,12 +69,17 @@ def _present(module: str) -> bool:
         return False
 
 
+def _tested(name: str, test: Callable[[], Finding]) -> Finding:
+    """Return the finding of a test; one of this name that says why, if the test raises."""
+    try:
+        return test()
+    except (SnapstoreError, Unfit) as error:
+        return Finding(name, False, str(error))
+
+
 def _threads() -> Finding:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    try:
-        return Finding("cores", True, f"{cores}, snapstore uses {counted(default_threads(), 'thread')}")
-    except InvalidInputError as error:
-        return Finding("cores", False, str(error))
+    return Finding("cores", True, f"{cores}, snapstore uses {counted(default_threads(), 'thread')}")
 
 
 def _torch() -> Finding:
@@ -94,28 +101,23 @@ def place(url: str) -> list[Finding]:
         return _missing(Path(local_path(url) or "."))
     except SnapstoreError as error:
         return [Finding("place", False, str(error))]
-    about = _folder(store.root) if isinstance(store, LocalStore) else [_cache()]
-    return [_repository(store), *about, *_probe(store)]
+    about = _folder(store.root) if isinstance(store, LocalStore) else [_tested("index", _cache)]
+    return [_tested("repository", lambda: _repository(store)), *about, *_probe(store)]
 
 
 def _probe(store: ObjectStore) -> list[Finding]:
     """Run every probe, each in its own hidden store."""
-    findings = []
-    for name, probe in PROBES.items():
-        try:
-            with store.sandbox() as sandbox:
-                findings.append(Finding(name, True, probe(sandbox)))
-        except (SnapstoreError, Unfit) as error:
-            findings.append(Finding(name, False, str(error)))
-    return findings
+
+    def finding(name: str) -> Finding:
+        with store.sandbox() as sandbox:
+            return Finding(name, True, PROBES[name](sandbox))
+
+    return [_tested(name, partial(finding, name)) for name in PROBES]
 
 
 def _cache() -> Finding:
     """Return a finding about the cache folder, where indexes lie."""
-    try:
-        cache, why = usable_cache()
-    except SnapstoreError as error:
-        return Finding("index", False, str(error))
+    cache, why = usable_cache()
     if cache is None:
         cost = "every start reads all records; set SNAPSTORE_CACHE_DIR to a folder that you own on a local disk"
         return Finding("index", False, f"{why}: {cost}")
@@ -139,8 +141,6 @@ def _repository(store: ObjectStore) -> Finding:
             return Finding("repository", True, f"{about}; index: {where}")
     except NotFoundError:
         return Finding("repository", None, f"{store.url}: no repository here; 'snapstore init' creates one")
-    except SnapstoreError as error:
-        return Finding("repository", False, str(error))
 
 
 def _folder(folder: Path) -> list[Finding]:

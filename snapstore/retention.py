@@ -81,11 +81,6 @@ class Decision(Generic[S]):
     snapshot: S
     reasons: tuple[str, ...]
 
-    @property
-    def kept(self) -> bool:
-        """Return whether there is a reason to keep the snapshot."""
-        return bool(self.reasons)
-
 
 @dataclass(frozen=True, repr=False)
 class _KeepCount(Policy):
@@ -398,13 +393,15 @@ def check(policies: Policy | Iterable[Policy]) -> list[Policy]:
     return policies
 
 
-_FIRST_S = dt.datetime.min.replace(tzinfo=dt.UTC).timestamp()
-_LAST_S = dt.datetime.max.replace(tzinfo=dt.UTC, microsecond=0).timestamp()
+_EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 
 
 def utc(created: float) -> dt.datetime:
     """Return the UTC time of any float, clamped to the years 1 to 9999: a wrong clock must stop nothing."""
-    return dt.datetime.fromtimestamp(min(max(_FIRST_S, created), _LAST_S), dt.UTC)
+    try:
+        return _EPOCH + dt.timedelta(seconds=created)
+    except (OverflowError, ValueError):
+        return (dt.datetime.max if created > 0 else dt.datetime.min).replace(tzinfo=dt.UTC)
 
 
 def as_int(value: object) -> int | None:

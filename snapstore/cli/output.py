@@ -6,7 +6,6 @@ them itself. Without a terminal, tables are as wide as they need to be: no colum
 
 from __future__ import annotations
 
-import datetime as dt
 import json
 import math
 import sys
@@ -17,6 +16,7 @@ from dataclasses import asdict, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import OutputError
+from ..retention import utc
 from ..state.values.containers import step
 from ..text import counted, printable, some
 
@@ -39,8 +39,6 @@ NAMED = 5
 
 #: Longer integers are shown in hexadecimal.
 MAX_BITS = 4096
-
-_EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 
 
 def plain(value: Any) -> Any:
@@ -85,23 +83,15 @@ def print_json(document: dict[str, Any]) -> None:
 
 def iso(created: float) -> str:
     """Return seconds since the epoch as ISO 8601 in UTC."""
-    return f"{_time(created):%Y-%m-%dT%H:%M:%S.%f}Z"
+    return f"{utc(created):%Y-%m-%dT%H:%M:%S.%f}Z"
 
 
 def local(created: float) -> str:
     """Return seconds since the epoch as local time."""
     try:
-        return f"{_time(created).astimezone():%Y-%m-%d %H:%M:%S}"
+        return f"{utc(created).astimezone():%Y-%m-%d %H:%M:%S}"
     except (OverflowError, ValueError):  # the first or last day of the calendar, in some time zones
         return iso(created)
-
-
-def _time(created: float) -> dt.datetime:
-    """Return a time for any float [s since the epoch]: the wrong clock of a writer must not stop a listing."""
-    try:
-        return _EPOCH + dt.timedelta(seconds=created)
-    except (OverflowError, ValueError):
-        return (dt.datetime.max if created > 0 else dt.datetime.min).replace(tzinfo=dt.UTC)
 
 
 def fields_json(result: Any, *names: str) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def left_by(keep: Any, rows: Iterable[Row]) -> set[str]:
     if not keep:
         return set()
     try:
-        return {decision.snapshot.id for decision in retention.apply(keep, rows) if not decision.kept}
+        return {decision.snapshot.id for decision in retention.apply(keep, rows) if not decision.reasons}
     except InvalidInputError:
         return set()
 

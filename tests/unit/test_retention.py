@@ -77,7 +77,7 @@ def reasons(policies, snapshots, **options):
 
 
 def kept(policies, snapshots, **options):
-    return {decision.snapshot.id for decision in apply(policies, snapshots, **options) if decision.kept}
+    return {decision.snapshot.id for decision in apply(policies, snapshots, **options) if decision.reasons}
 
 
 # --- each policy ------------------------------------------------------------------------------------------------------
@@ -504,7 +504,7 @@ def test_forgetting_again_forgets_nothing(policies, snapshots):
     # Without tags: a tag may keep a superseded save when the newer save of its step is forgotten. Then the superseded
     # save is current, and a policy may prefer it to another snapshot.
     untagged = [replace(snapshot, tags=()) for snapshot in snapshots]
-    left = [decision.snapshot for decision in apply(policies, untagged, force=True) if decision.kept]
+    left = [decision.snapshot for decision in apply(policies, untagged, force=True) if decision.reasons]
     assert kept(policies, left, force=True) == {snapshot.id for snapshot in left}
 
 

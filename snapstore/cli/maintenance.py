@@ -7,9 +7,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand
@@ -137,21 +136,14 @@ def _names(snapshots: Sequence[Snapshot]) -> str:
     return ", ".join(f"{s.ref} (id:{s.id[:8]})" for s in snapshots)
 
 
-class Level(StrEnum):
-    """The levels of `check`."""
-
-    METADATA = "metadata"
-    DATA = "data"
-    RESTORE = "restore"
-
-
 @verb()
 def repair(
     shell: Shell,
     apply: Annotated[bool, typer.Option("--apply", help="Repair; without it, only print what would be done.")] = False,
     level: Annotated[
-        Level, typer.Option(help="How thorough the check is: names and sizes; also all packs; also every chunk.")
-    ] = Level.DATA,
+        Literal["metadata", "data", "restore"],
+        typer.Option(help="How thorough the check is: names and sizes; also all packs; also every chunk."),
+    ] = "data",
     drop: Annotated[bool, typer.Option("--drop", help="Forget snapshots that cannot be healed.")] = False,
     purge: Annotated[bool, typer.Option("--purge", help="Let gc delete damaged packs that no snapshot needs.")] = False,
 ) -> int | None:
@@ -161,8 +153,8 @@ def repair(
     index. Exit code 20: something stays damaged (without --apply: something is damaged now). Exit code 3: something
     is left open, for later or for another command.
     """
-    with shell.repository(damaged=True) as repository, spinner(f"checking, level {level.value}"):
-        report = repository.repair(apply=apply, level=level.value, drop=drop, purge=purge)
+    with shell.repository(damaged=True) as repository, spinner(f"checking, level {level}"):
+        report = repository.repair(apply=apply, level=level, drop=drop, purge=purge)
     lost = [{"id": s.id, "message": why, "help": report.helps.get(s.id, "")} for s, why in report.lost]
     document = fields_json(report, "applied", "ok") | fields_json(report.found, "problems")
     document |= fields_json(report, "actions", "healed") | {"lost": lost} | fields_json(report, "dropped", "open")
@@ -244,19 +236,14 @@ def _print_failed(failed: Sequence[tuple[Snapshot, str]]) -> None:
         line(f"failed: {message} (id:{snapshot.id[:12]})")
 
 
-class Codec(StrEnum):
-    """The codecs that `recode` writes."""
-
-    PORTABLE = "portable"
-    ANS = "ans"
-
-
 @verb()
 def recode(
     shell: Shell,
     refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...", help="Rewrite these snapshots.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Rewrite every committed snapshot.")] = False,
-    codec: Annotated[Codec, typer.Option(help="portable: every machine reads it; ans: nvCOMP's ANS.")] = Codec.PORTABLE,
+    codec: Annotated[
+        Literal["portable", "ans"], typer.Option(help="portable: every machine reads it; ans: nvCOMP's ANS.")
+    ] = "portable",
     dry_run: DryRun = False,
 ) -> int | None:
     """Rewrite snapshots into another codec.
@@ -267,8 +254,8 @@ def recode(
     """
     if bool(refs) == everything:
         raise UsageError("name snapshots, or pass --all" if not refs else "name snapshots, or pass --all, not both")
-    with shell.repository() as repository, spinner(f"recoding to {codec.value}"):
-        result = repository.recode(refs or None, codec=codec.value, dry_run=dry_run)
+    with shell.repository() as repository, spinner(f"recoding to {codec}"):
+        result = repository.recode(refs or None, codec=codec, dry_run=dry_run)
     names = ("recoded", "skipped", "failed", "unknown", "blobs", "bytes_before", "bytes_after", "dry_run")
     shell.show(fields_json(result, "codec", *names), _print_recode, result)
     return PARTIAL if note_left_out(result.unknown) or result.failed else None
@@ -322,16 +309,10 @@ def _print_copy(result: CopyResult) -> None:
         note(f"{counted(len(result.left_out), 'snapshot')} left out: the destination has forgotten them; name them")
 
 
-class IndexAction(StrEnum):
-    """The action of `index`."""
-
-    REBUILD = "rebuild"
-
-
 @verb()
 def index(
     shell: Shell,
-    action: Annotated[IndexAction, typer.Argument(metavar="rebuild", help="Build the index from the objects.")],
+    action: Annotated[Literal["rebuild"], typer.Argument(metavar="rebuild", help="Build the index from the objects.")],
     forget_missing: Annotated[
         bool, typer.Option("--forget-missing", help="Abandon records that only the index still knows.")
     ] = False,
@@ -340,7 +321,6 @@ def index(
 
     The index is a cache, but it may hold the last copy of a record. The option --forget-missing abandons such records.
     """
-    assert action is IndexAction.REBUILD
     with shell.repository() as repository, spinner("reading all records"):
         count = repository.rebuild_index(forget_missing=forget_missing)
         view = repository.view()

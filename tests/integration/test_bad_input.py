@@ -227,25 +227,27 @@ def test_metrics(repository, metrics):
         save(repository, "a", 4, 4, metrics=metrics)
 
 
-def test_metadata(repository):
+def test_leaves_of_unknown_types_are_named_by_their_paths(repository):
+    with pytest.raises(UnsupportedLeafError, match=r"optimizer\.state\.3"):
+        repository.save({"optimizer": {"state": [1, 2, 3, object()]}}, run="a", step=4)
     with pytest.raises(UnsupportedLeafError) as raised:
         repository.save({"n": 1}, run="a", step=4, metadata={"n": object(), "x": [object()]})
     assert [line.partition(": object")[0] for line in raised.value.args] == ["metadata: n", "metadata: x.0"]
-    with pytest.raises(InvalidInputError, match="at most"):
-        repository.save({"n": 1}, run="a", step=4, metadata=["x" * 3000] * 1000)
 
 
 TAGS = [f"t{number:0127d}" for number in range(8100)]
 
 
 @pytest.mark.parametrize(
-    ("what", "options"),
-    [("metrics", {"metrics": {"x" * (65 << 20): 1.0}}), ("metrics", {"metrics": dict.fromkeys(range(200_000), 0)}),
-     ("tags", {"tags": TAGS})],
-)  # fmt: skip
-def test_a_record_that_readers_would_refuse_is_not_begun(repository, what, options):
-    with pytest.raises(InvalidInputError, match=rf"{what}: \d+ bytes, expected at most {records.MAX_FIELD_BYTES}; "):
-        save(repository, "a", 4, 4, **options)
+    ("field", "value"),
+    [("metrics", {"x" * (65 << 20): 1.0}), ("metrics", dict.fromkeys(range(200_000), 0)), ("tags", TAGS)],
+    ids=["a long name", "many metrics", "many tags"],
+)
+def test_a_record_that_readers_would_refuse_is_not_begun(repository, field, value):
+    with pytest.raises(InvalidInputError, match=rf"{field}: \d+ bytes, expected at most {records.MAX_FIELD_BYTES}; "):
+        save(repository, "a", 4, 4, **{field: value})
+    with pytest.raises(InvalidInputError, match="at most"):
+        repository.save({"n": 1}, run="a", step=4, metadata=["x" * 3000] * 1000)
 
 
 def test_a_record_does_not_grow_by_tags_until_readers_refuse_it(root):
@@ -261,11 +263,6 @@ def test_a_record_does_not_grow_by_tags_until_readers_refuse_it(root):
         check_restores(repository)
 
 
-def test_a_leaf_of_an_unknown_type_is_named_by_its_path(repository):
-    with pytest.raises(UnsupportedLeafError, match=r"optimizer\.state\.3"):
-        repository.save({"optimizer": {"state": [1, 2, 3, object()]}}, run="a", step=4)
-
-
 def test_the_same_step_twice(root):
     with opened(root) as repository:
         first = repository.snapshot("a@2")
@@ -278,17 +275,12 @@ def test_the_same_step_twice(root):
         check_restores(repository)
 
 
-def test_counts_of_one(tmp_path):
-    with Repository.create(tmp_path / "repo", options=OPTIONS) as repository:
-        save(repository, "one", 0, 0)
-        with pytest.raises(InvalidInputError, match="keep none of the steps of run one, which has 1 step; "):
-            repository.forget(KeepSteps([77]), run="one")
-
-
 @pytest.mark.parametrize("keep", [[], [KeepSteps([77])], [KeepBest("unknown")]])
 def test_a_policy_that_keeps_nothing(repository, keep):
     with pytest.raises(InvalidInputError, match=r"keep none|no policy"):
         repository.forget(keep, run="a")
+    with pytest.raises(InvalidInputError, match="keep none of the steps of run b, which has 1 step; "):
+        repository.forget([KeepSteps([77])], run="b")
     assert len(repository.forget(keep, run="a", dry_run=True, force=True).kept) == 2  # the tagged one and the newest
 
 
@@ -307,14 +299,6 @@ def test_policies_that_are_none(repository, keep):
         repository.forget(keep, run="a")
 
 
-def test_a_snapshot_that_is_named_twice_is_forgotten_once(tmp_path):
-    with Repository.create(tmp_path / "repo", options=OPTIONS) as repository:
-        refs = ["a@0", f"id:{save(repository, 'a', 0, 0).id}"]
-        save(repository, "a", 1, 1)
-        for dry_run in (True, False):
-            assert [s.step for s in repository.forget_snapshots(refs, dry_run=dry_run).forgotten] == [0]
-
-
 def test_forget_and_unforget_of_the_wrong_ones(repository):
     with pytest.raises(InvalidInputError, match="tagged good"):
         repository.forget_snapshots(["a@0", "a@1"])
@@ -322,17 +306,23 @@ def test_forget_and_unforget_of_the_wrong_ones(repository):
         repository.unforget("a@0")
     with pytest.raises(NotFoundError, match="no tag 'best'"):
         repository.untag("a@1", "best")
+    with pytest.raises(InvalidInputError, match="newest of its run"):
+        repository.forget_snapshots(["b@0"])
 
 
-def test_tag_of_a_forgotten_one(root):
+def test_forget_by_name(root):
     with opened(root) as repository:
-        repository.forget_snapshots(["a@0"])
+        refs = ["a@0", f"id:{repository.snapshot('a@0').id}"]  # one snapshot, which is forgotten once
+        for dry_run in (True, False):
+            assert [s.step for s in repository.forget_snapshots(refs, dry_run=dry_run).forgotten] == [0]
         with pytest.raises(InvalidInputError, match="unforget"):
             repository.tag("a@0", "x")
         assert repository.restore("a@0")["version"] == 0
         repository.gc()
         with pytest.raises(NotFoundError):
             repository.restore("a@0")
+        assert repository.forget_snapshots(["b@0"], force=True).forgotten  # the newest of its run
+        assert not repository.snapshots("b")
 
 
 BAD_COSTS = [{"restore_cost": value} for value in (0.9, 101, float("nan"), "3", True, None)]
@@ -360,11 +350,18 @@ def test_a_repository_like_something_else(tmp_path, like):
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("threads", ["0", "-1", "many", "1.5", "", "99999"])
-def test_environment(root, monkeypatch, threads):
-    monkeypatch.setenv("SNAPSTORE_THREADS", threads)
-    with pytest.raises(InvalidInputError, match="SNAPSTORE_THREADS"):
-        Repository.open(root)
+ENVIRONMENT = {
+    "SNAPSTORE_THREADS": ["0", "-1", "many", "1.5", "", "99999"],
+    "SNAPSTORE_CACHE_DIR": ["", "relative", "~nobody-here/cache"],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in ENVIRONMENT for value in ENVIRONMENT[name]])
+def test_environment(root, tmp_path, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    for call in (partial(Repository.open, root), partial(Repository.create, tmp_path / "new")):
+        with pytest.raises(InvalidInputError, match=name):
+            call()
 
 
 # --- places ----------------------------------------------------------------------------------------------------------
@@ -403,7 +400,7 @@ def test_create_twice(root):
 
 
 def rewrite(root: Path, key: str, data: bytes) -> None:
-    (root / key).unlink()
+    (root / key).unlink(missing_ok=True)
     LocalStore(root).put(key, data)
 
 
@@ -438,18 +435,15 @@ def test_a_config_of_a_newer_envelope(root):
 
 @pytest.mark.parametrize("how", ["empty", "cut", "flipped", "deleted", "record"])
 def test_a_damaged_config(root, how):
-    path = root / "config"
-    data = path.read_bytes()
-    (record,) = (root / "snapshots" / "b").iterdir()
-    contents = {"empty": b"", "cut": data[:40], "flipped": data[:50] + bytes([data[50] ^ 1]) + data[51:],
-                "record": record.read_bytes()}  # fmt: skip
-    path.unlink()
-    if how != "deleted":
-        path.write_bytes(contents[how])
+    data = (root / "config").read_bytes()
+    if how == "record":
+        (record,) = (root / "snapshots" / "b").iterdir()
+        rewrite(root, "config", record.read_bytes())
+    else:
+        damage(root / "config", how)
     with pytest.raises({"deleted": NotFoundError, "record": FormatError}.get(how, IntegrityError)):
         Repository.open(root)
-    path.unlink(missing_ok=True)
-    path.write_bytes(data)
+    rewrite(root, "config", data)
     check_whole(LocalStore(root))
 
 
@@ -675,16 +669,6 @@ def test_a_metric_that_is_nan_is_no_damage(root):
         assert repository.check().problems == []
 
 
-def test_the_newest_of_a_run_is_not_forgotten_by_name_unless_forced(tmp_path):
-    with Repository.create(tmp_path / "repo", options=OPTIONS) as repository:
-        save(repository, "a", 1, 1)
-        with pytest.raises(InvalidInputError, match="newest of its run"):
-            repository.forget_snapshots(["a@1"])
-        assert [s.step for s in repository.snapshots("a")] == [1]
-        assert repository.forget_snapshots(["a@1"], force=True).forgotten
-        assert not repository.snapshots("a")
-
-
 @pytest.mark.parametrize("options", [{}, {"restore_cost": 2.0}, 2, SaveOptions])
 def test_options_that_are_none(tmp_path, options):
     for make in (Repository.create, Repository.open_or_create, partial(SnapshotManager, run="r")):
@@ -743,13 +727,6 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch, kind):
     assert (tmp_path / "made" / "config").exists()
     with pytest.raises(InvalidInputError, match=r"~nobody-here.*no such home"):
         Repository.create(kind("~nobody-here/repo"))
-
-
-@pytest.mark.parametrize("folder", ["", "relative", "~nobody-here/cache"])
-def test_a_cache_folder_that_is_no_absolute_path(tmp_path, monkeypatch, folder):
-    monkeypatch.setenv("SNAPSTORE_CACHE_DIR", folder)
-    with pytest.raises(InvalidInputError, match="SNAPSTORE_CACHE_DIR"):
-        Repository.create(tmp_path / "repo")
 
 
 def test_a_place_that_lost_its_config_is_not_called_a_stranger(root, tmp_path):

@@ -13,10 +13,11 @@ import torch
 
 from kit.damage import three
 from kit.faults import FaultStore, Unreadable
-from kit.mirrored import manager, saved, steps_in, until
+from kit.mirrored import manager, saved, steps_in
 from kit.objects import clone, flip
 from kit.ranks import Managers
 from kit.repositories import OPTIONS, check_clean, created, created_like, opened, same, save, snapshot_of, values
+from kit.waits import until
 from snapstore import (
     IntegrityError,
     InvalidInputError,

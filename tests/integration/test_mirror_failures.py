@@ -9,10 +9,11 @@ import pytest
 
 from kit.damage import three, wound
 from kit.faults import READ_FAULTS, FaultStore, Unreadable
-from kit.mirrored import manager, saved, steps_in, until
+from kit.mirrored import manager, saved, steps_in
 from kit.objects import keys_of
 from kit.ranks import together
 from kit.repositories import OPTIONS, check_clean, created, created_like, objects_of, opened, same, save, values
+from kit.waits import until
 from snapstore import IntegrityError, KeepLast, Repository, StorageError, StorageFullError
 from snapstore.copy import mirror as mirrors
 from snapstore.copy.copy import Copier

@@ -11,6 +11,7 @@ import torch
 from kit.local_ranks import LocalRanks
 from kit.ranks import Managers, together
 from kit.repositories import OPTIONS, created
+from kit.waits import until
 from snapstore import InvalidInputError, RanksError, SnapshotManager, SnapstoreError, StorageError
 from snapstore.distributed.base import ClosedError, Watch, say_ended, wait_for
 from snapstore.save.ranks.writer import RankWriter
@@ -187,9 +188,7 @@ def test_an_unequal_call_is_told_before_the_limit(monkeypatch, caplog):
     def act(manager, rank):
         if rank == 0:
             return manager.save(0, STATE).result()
-        end = time.monotonic() + SOON_S
-        while "still missing: rank 1" not in caplog.text and time.monotonic() < end:
-            time.sleep(0.02)
+        until(lambda: "still missing: rank 1" in caplog.text, SOON_S)
         return manager.save(0, STATE).result()
 
     found = managers.all(act)
@@ -231,9 +230,7 @@ def test_a_channel_that_does_not_answer_keeps_close_for_its_timeout_at_most(monk
     managers[1].close(timeout=0.3)
     assert time.monotonic() - began < SOON_S
     gate.set()
-    end = time.monotonic() + SOON_S
-    while "0/ended" not in posted and time.monotonic() < end:
-        time.sleep(0.01)
+    until(lambda: "0/ended" in posted, SOON_S)
     assert posted == ["0/ended/1", "0/ended"]
     managers[0].close()
 

@@ -20,6 +20,7 @@ import pytest
 
 from kit.hostile_s3 import HostileS3, answer, before_body, etag, first, says
 from kit.socket_server import SocketServer
+from kit.waits import until
 from snapstore.errors import AlreadyExistsError, SnapstoreError, StorageError
 from snapstore.storage.s3 import deadline as s3_deadline
 from snapstore.storage.s3.deadline import Deadline, run_with_timeout
@@ -360,7 +361,4 @@ def test_in_time():
     with pytest.raises(TimeoutError):
         run_with_timeout(work, 0.05, late.append)
     go.set()
-    ends_s = time.monotonic() + HANGS_S
-    while not late and time.monotonic() < ends_s:
-        time.sleep(0.01)
-    assert late == [8]
+    until(lambda: late == [8], HANGS_S)

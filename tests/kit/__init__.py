@@ -52,5 +52,6 @@ kit get it from `kit.processes.environment`.
 | `torchtitan_worker` | a rank of a training with torchtitan's components, a script | a test needs `torchtitan` |
 | `shell` | `invoke`, which runs a verb and returns its output | a test calls the shell in its own process |
 | `forked` | `Forked`: a process of its own, forked from one that has imported torch | a test starts processes that train or are killed |
+| `waits` | `until`, which waits for a condition | other threads or processes do something |
 | `processes` | the checkout's folders, the environment for another process, and `run_python` | a test starts Python |
 """  # noqa: E501

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from kit.repositories import OPTIONS, opened, values
@@ -26,11 +25,3 @@ def steps_in(store: Any) -> list[int]:
     """Return the steps of run "a" that are committed in a store."""
     with opened(store) as repository:
         return [snapshot.step for snapshot in repository.snapshots("a")]
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Wait until a condition holds."""
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 
 import pytest
 
@@ -15,6 +14,7 @@ from kit.interrupts import Interrupter
 from kit.repositories import OPTIONS, opened, save
 from kit.s3_stores import moto_bucket
 from kit.samples import sampled
+from kit.waits import until
 from snapstore import Repository
 from snapstore.catalog.lmdb_file import Environment
 from snapstore.storage.local import LocalStore
@@ -70,10 +70,7 @@ def check_each(make_store, cases):
     for at in sampled(count, count // cases):
         assert len(worked(make_store, at)) > 100
     gc.collect()
-    until = time.monotonic() + PATIENCE_S
-    while set(Environment._open) - before and time.monotonic() < until:
-        time.sleep(0.01)  # threads close what the collector has found
-    assert not set(Environment._open) - before
+    until(lambda: not set(Environment._open) - before, PATIENCE_S)  # threads close what the collector has found
 
 
 def test_on_a_local_disk(tmp_path, monkeypatch):
@@ -105,7 +102,4 @@ def test_with_a_lock_of_all_threads_held(tmp_path, lock):
     del repository
     threading.Thread(target=collect, daemon=True).start()
     assert done.wait(PATIENCE_S)
-    until = time.monotonic() + PATIENCE_S
-    while environment._users and time.monotonic() < until:
-        time.sleep(0.01)
-    assert environment._users == 0
+    until(lambda: environment._users == 0, PATIENCE_S)

@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import threading
-import time
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from kit.waits import until
 from snapstore.engine.batches import Chunks, DecodeBatch, EncodeBatch, EncodeJob
 from snapstore.engine.cpu import CpuEngine, EncodedChunk, HostEncoded, Threads, default_threads, encode_chunk
 from snapstore.errors import IntegrityError, InvalidInputError
@@ -218,10 +218,7 @@ def test_threads_are_made_at_first_use_and_run_at_once():
         assert sorted(threads.start(lambda i: (barrier.wait(), i)[1], [0, 1, 2])()) == [0, 1, 2]
     finally:
         threads.close()
-    deadline = time.monotonic() + 600
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() <= before
+    until(lambda: threading.active_count() <= before)
 
 
 def test_threads_are_closed_by_one_of_them():

@@ -95,7 +95,7 @@ def test_a_stopped_process_does_not_hold_up_the_end_of_the_tests(tmp_path):
 import signal, sys, time
 from pathlib import Path
 from kit.forked import Forked
-from kit.processes import environment, run_python
+from kit.processes import environment
 sleep = "import time; print('begun', flush=True); time.sleep(600)"
 process = Forked("-c", sleep, log=Path(sys.argv[1]), env=environment())
 while "begun" not in process.text():

@@ -18,6 +18,7 @@ import pytest
 
 from kit.objects import keys_of
 from kit.ranks import together
+from kit.waits import until
 from snapstore import Repository
 from snapstore.errors import (
     AlreadyExistsError,
@@ -801,10 +802,8 @@ def test_an_executed_program_does_not_keep_the_session(store):
         try:
             trainer.kill()
             trainer.wait()
-            until = time.monotonic() + 300
-            while store.is_locked("sessions/a") and time.monotonic() < until:
-                time.sleep(0.01)  # the kernel may close the file a moment after the exec
-            assert store.is_locked("sessions/a") is False
+            # The kernel may close the file a moment after the exec.
+            until(lambda: store.is_locked("sessions/a") is False)
         finally:
             os.kill(program, signal.SIGKILL)
 

@@ -16,6 +16,7 @@ from kit.faults import FaultStore
 from kit.local_ranks import LocalRanks
 from kit.ranks import together
 from kit.repositories import OPTIONS, created, opened
+from kit.waits import until
 from snapstore import InvalidInputError, KeepLast, SnapshotManager, SnapstoreError
 from snapstore.distributed import base, preemption
 from snapstore.distributed.preemption import Preemption
@@ -366,10 +367,7 @@ def test_a_save_that_outlives_its_manager_releases_memory_and_repository(monkeyp
     assert manager.repository.context.index._environment is not None
     for event in (gate, done):
         event.set()
-    until = time.monotonic() + 60
-    while manager.repository.context.index._environment is not None and time.monotonic() < until:
-        time.sleep(0.01)
-    assert manager.repository.context.index._environment is None
+    until(lambda: manager.repository.context.index._environment is None)
     assert manager._staging._base.keys() == manager._staging._spare.keys() == set()
     if fails:
         with pytest.raises(SnapstoreError, match="has given it up; nothing was committed"):

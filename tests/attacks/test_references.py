@@ -264,7 +264,7 @@ def test_chains_of_more_than_255():
 BAD_CHAINS = {
     "a delta is its own base": ([delta(A, A)], [(A, [0])], "ends in a delta"),
     "a chain has another base": ([full(C), delta(B, A)], [(B, [1, 0])], "blob of chunk"),
-    "a base has a forged digest": ([rewrite(full(C), digest=digest(A)), delta(B, A)], [(B, [1, 0])], "digest mismatch"),
+    "a base lies": ([rewrite(full(C), digest=digest(A)), delta(B, A)], [(B, [1, 0])], "digest mismatch"),
     "two blobs are swapped": ([full(A), full(B)], [(A, [1]), (B, [0])], "blob of chunk"),
     "a full blob has a base": ([full(A), full(B)], [(B, [1, 0])], None),
     "chunks of a chain differ in length": ([full(A[:64]), delta(B, A)], [(B, [1, 0])], None),

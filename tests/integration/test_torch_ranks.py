@@ -28,8 +28,11 @@ BEGIN = """
 """
 
 
-def run(program, count, folder, *, stopped=(), place=None):
-    """Run a program on so many ranks; return their outputs. The stopped ones are killed when the others have ended."""
+def run(program, count, folder, *, codes=None, stopped=(), place=None):
+    """Run a program on so many ranks; check their exit codes, which are 0 by default; return their outputs.
+
+    The stopped ranks are killed when the others have ended, and their exit codes are not checked.
+    """
     program = textwrap.dedent(BEGIN) + textwrap.dedent(program)
     env = environment(GLOO_SOCKET_IFNAME="lo", SNAPSTORE_THREADS="1")
     place = place or f"file://{folder}/rendezvous"
@@ -38,7 +41,10 @@ def run(program, count, folder, *, stopped=(), place=None):
         for rank in range(count)
     ]
     wait_all(processes, 110, stopped=stopped)
-    return [process.text() for process in processes], [process.poll() for process in processes]
+    said = [process.text() for process in processes]
+    for rank, code in enumerate(codes or [0] * count):
+        assert rank in stopped or processes[rank].poll() == code, "\n".join(said)
+    return said
 
 
 @pytest.mark.slow
@@ -76,8 +82,7 @@ def test_messages_between_processes(tmp_path):
         dist.destroy_process_group()
         print("done", rank)
     """
-    said, codes = run(program, 3, tmp_path)
-    assert codes == [0, 0, 0], "\n".join(said)
+    run(program, 3, tmp_path)
 
 
 @pytest.mark.slow
@@ -119,8 +124,7 @@ def test_messages_that_the_server_of_a_tcp_store_does_not_accept(tmp_path):
         dist.destroy_process_group()
         print("done", rank)
     """
-    said, codes = run(program, 2, tmp_path)
-    assert codes == [0, 0], "\n".join(said)
+    run(program, 2, tmp_path)
 
 
 @pytest.mark.slow
@@ -140,8 +144,7 @@ def test_times_without_an_end_and_groups_that_are_none(tmp_path):
                 assert snapshots.restore()["a"].sum() == 3000
         dist.barrier()
     """
-    said, codes = run(program, 2, tmp_path)
-    assert codes == [0, 0], "\n".join(said)
+    run(program, 2, tmp_path)
 
 
 def test_groups_of_many_ranks_have_names_of_their_own():
@@ -166,7 +169,7 @@ def test_ranks_that_do_not_come_are_named(tmp_path, absent):
                 print("named")
         dist.barrier()
     """
-    said, _ = run(program, 3, tmp_path)
+    said = run(program, 3, tmp_path)
     assert sum("named" in text for text in said) == 2, "\n".join(said)
 
 
@@ -196,8 +199,7 @@ def test_ranks_meet_after_some_did_not_come_and_rank_0_closes_last(tmp_path):
         assert time.monotonic() - began < 40
         dist.barrier()
     """
-    said, codes = run(program, 2, tmp_path)
-    assert codes == [0, 0], "\n".join(said)
+    said = run(program, 2, tmp_path)
     assert [text.count("missed") for text in said] == [2, 1], "\n".join(said)
 
 
@@ -234,8 +236,7 @@ def test_ranks_meet_in_a_store_that_an_earlier_attempt_has_used(tmp_path):
                     ranks.close()
                 dist.barrier()
     """
-    said, codes = run(program, 3, tmp_path)
-    assert codes == [0, 0, 0], "\n".join(said)
+    said = run(program, 3, tmp_path)
     assert [text.count("killed") for text in said] == [1, 1, 1]
 
 
@@ -274,8 +275,7 @@ def test_a_rank_0_that_does_not_answer_is_an_error_in_bounded_time(tmp_path, sen
         ranks.close()
         print("done")
     """
-    said, codes = run(program, 2, tmp_path, stopped=[0])
-    assert codes[1] == 0, said[1]
+    run(program, 2, tmp_path, stopped=[0])
 
 
 @pytest.mark.sampled(1)
@@ -311,8 +311,7 @@ def test_a_rank_ends_in_time_after_rank_0_has_ended_or_stopped(tmp_path, sent):
         assert time.monotonic() - began < 60, time.monotonic() - began
         os._exit(7)
     """
-    said, codes = run(program, 2, tmp_path, stopped=[0])
-    assert codes[1] == 7, said[1]
+    said = run(program, 2, tmp_path, codes=[None, 7], stopped=[0])
     assert "ended:" in said[1], said[1]
     assert "ends by itself" in said[1], said[1]
     assert said[1].count("TCPStore.cpp") <= 3, said[1]  # torch prints a trace for each connection, not for each call
@@ -347,8 +346,7 @@ def test_a_rank_0_that_does_not_answer_while_the_ranks_meet(tmp_path, sent, when
             print("named")
         os._exit(0)
     """
-    said, codes = run(program, 2, tmp_path, stopped=[0], place=f"tcp://127.0.0.1:{free_port()}")
-    assert codes[1] == 0, said[1]
+    said = run(program, 2, tmp_path, stopped=[0], place=f"tcp://127.0.0.1:{free_port()}")
     assert "named" in said[1], said[1]
 
 
@@ -397,11 +395,10 @@ def test_the_others_notice_a_killed_rank_within_seconds(tmp_path, when):
         os._exit(0)  # gloo would wait for the killed rank
     """
     try:
-        said, codes = run(program, 3, tmp_path)
+        said = run(program, 3, tmp_path, codes=[0, -signal.SIGKILL, 0])
     finally:
         with suppress(FileNotFoundError, ProcessLookupError):
             os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
-    assert codes == [0, -signal.SIGKILL, 0], "\n".join(said)
     assert all("done" in said[rank] for rank in (0, 2)), "\n".join(said)
 
 
@@ -443,8 +440,7 @@ def test_ranks_that_close_or_lose_only_a_connection_have_not_ended(tmp_path):
             assert ended_processes(ranks) == set()
             ranks.close()
     """
-    said, codes = run(program, 3, tmp_path)
-    assert codes == [0, 0, 0], "\n".join(said)
+    run(program, 3, tmp_path)
 
 
 @pytest.mark.slow
@@ -496,8 +492,7 @@ def test_ddp_with_batch_norm(tmp_path):
             assert unlike(restored, first) == set()
         dist.barrier()
     """
-    said, codes = run(program, 2, tmp_path)
-    assert codes == [0, 0], "\n".join(said)
+    said = run(program, 2, tmp_path)
     assert all("named" in text for text in said), "\n".join(said)
     assert [text.count("buffers on rank 1 differ from those on rank 0") for text in said] == [1, 0], "\n".join(said)
     assert "model.module.1.running_mean, model.module.1.running_var;" in said[0]
@@ -535,8 +530,7 @@ def test_meshes_of_a_job_whose_ranks_save_in_a_group(tmp_path):
             channel.close()
         dist.barrier()
     """
-    said, codes = run(program, 4, tmp_path)
-    assert codes == [0] * 4, "\n".join(said)
+    run(program, 4, tmp_path)
 
 
 @pytest.mark.slow
@@ -567,5 +561,4 @@ def test_a_master_copy_that_is_the_memory_of_the_model(tmp_path):
                     assert torch.equal(found["master"]["weight"], torch.zeros(2, 4)), found
         dist.barrier()
     """
-    said, codes = run(program, 2, tmp_path)
-    assert codes == [0, 0], "\n".join(said)
+    run(program, 2, tmp_path)

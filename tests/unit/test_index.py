@@ -347,18 +347,6 @@ def test_an_index_that_cannot_be_written(root, monkeypatch, error, caplog):
         assert len(check_restores(repository)) == 5
 
 
-@pytest.mark.parametrize("error", [lmdb.ReadersFullError("readers"), lmdb.BadRslotError("slot")])
-def test_an_index_that_cannot_be_read(root, monkeypatch, error):
-    def get(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(Environment, "get_all", get)
-    with opened(root) as repository:
-        save(repository, "a", 4, 4)
-        check_restores(repository)
-        repository.gc()
-
-
 def test_a_small_map(root, monkeypatch):
     monkeypatch.setattr(index_module, "MAP_BYTES", 64 * 1024)
     shutil.rmtree(index_of(root))
@@ -368,14 +356,26 @@ def test_a_small_map(root, monkeypatch):
         assert len(check_restores(repository)) == 24
 
 
-@pytest.mark.parametrize("error", [lmdb.Error("no"), PermissionError(13, "read-only"), lmdb.InvalidError("no lmdb")])
-def test_an_index_that_cannot_be_opened(root, monkeypatch, error, caplog):
-    def open_(*_: object, **__: object) -> None:
+READ, OPEN = (Environment, "get_all"), (index_module.lmdb, "open")
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (READ, lmdb.ReadersFullError("readers")),
+        (READ, lmdb.BadRslotError("slot")),
+        (OPEN, lmdb.Error("no")),
+        (OPEN, PermissionError(13, "read-only")),
+        (OPEN, lmdb.InvalidError("no lmdb")),
+    ],
+)
+def test_an_index_that_cannot_be_read_or_opened(root, monkeypatch, call, error, caplog):
+    def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(index_module.lmdb, "open", open_)
+    monkeypatch.setattr(*call, fail)
     with opened(root) as repository:
-        assert "cannot be used" in caplog.text
+        assert ("cannot be used" in caplog.text) == (call is OPEN)
         save(repository, "a", 4, 4)
         check_restores(repository)
         repository.rebuild_index()

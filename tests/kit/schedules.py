@@ -18,6 +18,7 @@ from kit.repositories import check_clean, opened, restored, save
 from kit.samples import SEED
 from kit.tally import EXAMPLES, tally
 from snapstore import ConflictError, InvalidInputError, KeepLast, NotFoundError
+from snapstore.protocol.gc import GcResult
 from snapstore.storage.base import ObjectStore
 from snapstore.storage.memory import MemoryStore
 
@@ -148,6 +149,12 @@ class Stage:
     def enter(self, name: str, body: Any, **options: Any) -> Actor:
         self._cast.append(Actor(name, self.store, body, **options))
         return self._cast[-1]
+
+    def fence(self) -> GcResult:
+        """Let a gc take the one session for dead, although its process only sleeps; return the gc's result."""
+        result = self.enter("G", collecting(0.0), seen_dead=True).finish()
+        assert len(result.fenced) == 1
+        return result
 
     def check(self) -> dict[str, Any]:
         """Check that all snapshots restore, and that a gc leaves only what is needed; return those committed."""

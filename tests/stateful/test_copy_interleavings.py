@@ -141,7 +141,7 @@ def test_a_copy_that_was_given_up_begins_again(actors):
     """It sleeps before its record; a gc fences it, and the fence's record is a copy of the one that it began with."""
     stage = Stage(destination(), actors)
     copy = stage.enter("C", copying("a@3"), seen_dead=True).until("put", ".1")
-    stage.enter("G", collecting(0.0), seen_dead=True).finish()
+    stage.fence()
     copy.finish()
     assert [(s.ref, s.revision) for s in copy.result.copied] == [("a@3", 2)]
     assert "a@3" in stage.check()

@@ -13,7 +13,7 @@ import torch
 
 from kit.damage import three
 from kit.faults import FaultStore, Unreadable
-from kit.mirrored import manager, saved, steps_in
+from kit.mirrored import manager, mirrored, saved, steps_in
 from kit.objects import clone, flip
 from kit.ranks import Managers
 from kit.repositories import OPTIONS, check_clean, created, created_like, opened, same, save, snapshot_of, values
@@ -742,9 +742,7 @@ def test_a_snapshot_whose_record_is_put_back_is_mirrored_then(fast, slow, caplog
 
 @UNKNOWN
 def test_a_record_that_cannot_be_read_is_no_fault_of_a_mirror_that_has_its_snapshot(caplog, how, error):
-    store, slow = three(), MemoryStore()
-    with opened(store) as repository:
-        repository.copy(to=slow)
+    store, slow = mirrored()
     fast, _ = harmed(store, "a@1", how)
     with manager(fast, slow) as snapshots:
         assert snapshots.wait_until_mirrored(20) == []
@@ -802,9 +800,7 @@ def test_best_and_highest_may_be_a_record_that_the_mirror_cannot_read(how, error
 
 @UNKNOWN
 def test_no_older_step_when_the_first_store_is_lost_and_the_last_record_of_the_mirror_cannot_be_read(how, error):
-    store, slow = three(), MemoryStore()
-    with opened(store) as repository:
-        repository.copy(to=slow)
+    store, slow = mirrored()
     slow, key = harmed(slow, "a@2", how)
     with manager(created_like(store), slow) as snapshots:
         for ask in (snapshots.latest_step, snapshots.restore):
@@ -823,9 +819,8 @@ def test_no_older_step_when_the_first_store_is_lost_and_the_last_record_of_the_m
 @UNKNOWN
 def test_an_older_record_of_the_mirror_that_cannot_be_read_stops_no_job(how, error):
     """Policies of the first store have forgotten its snapshot."""
-    store, slow = three(), MemoryStore()
+    store, slow = mirrored()
     with opened(store) as repository:
-        repository.copy(to=slow)
         repository.forget_snapshots(["a@0", "a@1"], force=True)
         repository.gc()
     bad, _ = harmed(slow, "a@1", how)

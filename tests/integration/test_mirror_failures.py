@@ -9,7 +9,7 @@ import pytest
 
 from kit.damage import three, wound
 from kit.faults import READ_FAULTS, FaultStore, Unreadable
-from kit.mirrored import manager, saved, steps_in
+from kit.mirrored import manager, mirrored, saved, steps_in
 from kit.objects import keys_of
 from kit.ranks import together
 from kit.repositories import OPTIONS, check_clean, created, created_like, objects_of, opened, same, save, values
@@ -262,9 +262,7 @@ def dropped(store, step, *, collected):
 @pytest.mark.parametrize("collected", [False, True], ids=["forgotten", "swept"])
 @pytest.mark.parametrize("ref", [None, 2, 1])
 def test_a_step_that_a_repair_has_dropped_comes_back_from_the_mirror(ref, collected):
-    fast, slow = three(), MemoryStore()
-    with manager(fast, slow) as snapshots:
-        assert snapshots.wait_until_mirrored(20) == []
+    fast, slow = mirrored()
     dropped(fast, 2 if ref is None else ref, collected=collected)
     with manager(fast, slow) as snapshots:
         assert snapshots.latest_step() == 2
@@ -273,9 +271,7 @@ def test_a_step_that_a_repair_has_dropped_comes_back_from_the_mirror(ref, collec
 
 
 def test_a_step_that_one_store_has_dropped_and_the_other_has_forgotten_is_restored():
-    fast, slow = three(), MemoryStore()
-    with manager(fast, slow) as snapshots:
-        assert snapshots.wait_until_mirrored(20) == []
+    fast, slow = mirrored()
     dropped(fast, 1, collected=False)
     with opened(slow) as repository:
         repository.forget_snapshots(["a@1"])
@@ -285,9 +281,7 @@ def test_a_step_that_one_store_has_dropped_and_the_other_has_forgotten_is_restor
 
 @pytest.mark.parametrize("collected", [False, True], ids=["forgotten", "swept"])
 def test_a_mirror_gets_back_what_a_repair_has_dropped_there(collected):
-    fast, slow = three(), MemoryStore()
-    with manager(fast, slow) as snapshots:
-        assert snapshots.wait_until_mirrored(20) == []
+    fast, slow = mirrored()
     dropped(slow, 2, collected=collected)
     with manager(fast, slow) as snapshots:
         assert snapshots.wait_until_mirrored(20) == []
@@ -297,9 +291,7 @@ def test_a_mirror_gets_back_what_a_repair_has_dropped_there(collected):
 
 
 def test_the_error_of_a_damaged_step_names_the_mirror_that_has_it():
-    fast, slow = three(), MemoryStore()
-    with manager(fast, slow) as snapshots:
-        assert snapshots.wait_until_mirrored(20) == []
+    fast, slow = mirrored()
     wound(fast, "a@2")
     with manager(fast, slow) as snapshots:
         for ref in (None, 2):

@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from kit.damage import three
 from kit.repositories import OPTIONS, opened, values
 from snapstore import SnapshotManager
+from snapstore.storage.memory import MemoryStore
 
 
 def manager(fast: Any, slow: Any, **options: Any) -> SnapshotManager:
     """Return a manager of run "a"."""
     return SnapshotManager(fast, run="a", mirror=slow, options=OPTIONS, ranks=False, **options)
+
+
+def mirrored() -> tuple[MemoryStore, MemoryStore]:
+    """Return a store with a@0 to a@2, and a mirror that has them."""
+    fast, slow = three(), MemoryStore()
+    with opened(fast) as repository:
+        repository.copy(to=slow)
+    return fast, slow
 
 
 def saved(snapshots: SnapshotManager, steps: Iterable[int]) -> None:

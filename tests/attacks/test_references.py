@@ -275,12 +275,13 @@ BAD_CHAINS = {
 def test_chains_that_lead_to_other_bytes(name):
     """Mitigation: the last blob of a chain is full, and no other is.
 
-    Each blob names its chunk and its base by digest, and has the length of the table. The decoded bytes are hashed.
+    Each blob names its chunk and its base by digest, and has the length of the table. Its bytes are hashed.
     """
     blobs, chunks, match = BAD_CHAINS[name]
     world = World()
     refs = world.pack(*blobs)
-    world.commit(world.manifest([(digest(chunk), [refs[number] for number in chain]) for chunk, chain in chunks]))
+    chains = [(digest(chunk), [refs[number] for number in chain]) for chunk, chain in chunks]
+    world.commit(world.manifest(chains))
     refused(world, IntegrityError, match)
     assert header_of(world.manifest()).chunk_bytes == CHUNK_BYTES
 

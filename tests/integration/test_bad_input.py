@@ -244,7 +244,8 @@ TAGS = [f"t{number:0127d}" for number in range(8100)]
     ids=["a long name", "many metrics", "many tags"],
 )
 def test_a_record_that_readers_would_refuse_is_not_begun(repository, field, value):
-    with pytest.raises(InvalidInputError, match=rf"{field}: \d+ bytes, expected at most {records.MAX_FIELD_BYTES}; "):
+    said = rf"{field}: \d+ bytes, expected at most {records.MAX_FIELD_BYTES}; "
+    with pytest.raises(InvalidInputError, match=said):
         save(repository, "a", 4, 4, **{field: value})
     with pytest.raises(InvalidInputError, match="at most"):
         repository.save({"n": 1}, run="a", step=4, metadata=["x" * 3000] * 1000)
@@ -350,13 +351,13 @@ def test_a_repository_like_something_else(tmp_path, like):
     assert not any(tmp_path.iterdir())
 
 
-ENVIRONMENT = {
-    "SNAPSTORE_THREADS": ["0", "-1", "many", "1.5", "", "99999"],
-    "SNAPSTORE_CACHE_DIR": ["", "relative", "~nobody-here/cache"],
-}
+ENVIRONMENT = [
+    *(("SNAPSTORE_THREADS", value) for value in ("0", "-1", "many", "1.5", "", "99999")),
+    *(("SNAPSTORE_CACHE_DIR", value) for value in ("", "relative", "~nobody-here/cache")),
+]
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name in ENVIRONMENT for value in ENVIRONMENT[name]])
+@pytest.mark.parametrize(("name", "value"), ENVIRONMENT)
 def test_environment(root, tmp_path, monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     for call in (partial(Repository.open, root), partial(Repository.create, tmp_path / "new")):

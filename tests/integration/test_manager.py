@@ -892,7 +892,7 @@ def check_after(root: Path, steps: list[int]) -> None:
 
 SAVE = "snapshots.save(1, state(1))\n"
 #: The interpreter waits for the save of a daemon thread, though not for that thread.
-DAEMON = f"thread = threading.Thread(target=lambda: {SAVE.strip()}, daemon=True)\nthread.start()\nthread.join()"
+DAEMON = f"one = threading.Thread(target=lambda: {SAVE.strip()}, daemon=True)\none.start()\none.join()"
 ENDS = {
     "end": (SAVE, 0),
     "sys.exit": (f"{SAVE}sys.exit(3)", 3),
@@ -1268,7 +1268,7 @@ def test_a_save_that_could_not_begin_leaves_the_way_free(store, monkeypatch, bef
         with pytest.raises(InvalidInputError):
             snapshots.save(1, {"f": object()})
         with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", lambda self: (_ for _ in ()).throw(RuntimeError("no threads")))
+            patch.setattr(threading.Thread, "start", lambda self: (_ for _ in ()).throw(RuntimeError("no")))
             with pytest.raises(CapabilityError, match="cannot start a thread"):
                 snapshots.save(1, big(1))
         assert snapshots.save(2, big(2)).result(30).step == 2

@@ -25,7 +25,8 @@ def environment(**more: str) -> dict[str, str]:
 def run_python(*args: object, cwd: Path | None = None, **more: str) -> subprocess.CompletedProcess[str]:
     """Run Python with arguments (`"-c", code`, ...) and this checkout; return its exit code and output."""
     command = [sys.executable, *map(str, args)]
-    return subprocess.run(command, cwd=cwd, env=environment(**more), capture_output=True, text=True, timeout=600)
+    env = environment(**more)
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=600)
 
 
 def free_port() -> int:

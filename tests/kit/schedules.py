@@ -151,7 +151,7 @@ class Stage:
         return self._cast[-1]
 
     def fence(self) -> GcResult:
-        """Let a gc take the one session for dead, although its process only sleeps; return the gc's result."""
+        """Let a gc take the one session, whose process only sleeps, for dead; return its result."""
         result = self.enter("G", collecting(0.0), seen_dead=True).finish()
         assert len(result.fenced) == 1
         return result

@@ -70,7 +70,7 @@ def check_each(make_store, cases):
     for at in sampled(count, count // cases):
         assert len(worked(make_store, at)) > 100
     gc.collect()
-    until(lambda: not set(Environment._open) - before, PATIENCE_S)  # threads close what the collector has found
+    until(lambda: not set(Environment._open) - before, PATIENCE_S)  # threads close what is found
 
 
 def test_on_a_local_disk(tmp_path, monkeypatch):

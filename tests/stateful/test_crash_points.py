@@ -401,7 +401,7 @@ def points(verb: str, mode: str, total: int) -> range:
 def faults(verb: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, ...]]:
     """Run a verb with a fault at each of its `points`.
 
-    Yield (snapshots before, the store below the faults, the store with faults, the repository, the outcome, a text).
+    Yield (snapshots before, store below the faults, faulty store, repository, outcome, text about it).
     """
     one_thread(monkeypatch, index=False)
     prepare = VERBS[verb][0]
@@ -505,7 +505,7 @@ def _known(store: ObjectStore, ids: set[str]) -> Any:
 @pytest.mark.parametrize("mode", [*CRASHES, *FAILURES, "torn", "late"])
 @pytest.mark.parametrize("verb", ["recode", "compact"])
 def test_the_next_rewrite_finishes_what_one_has_begun(verb, mode, monkeypatch):
-    """The next one uses all that the first has published: after a gc the result is as if nothing had stopped it."""
+    """The next one uses all that the first has published: after a gc, all is as if nothing had stopped it."""
     one_thread(monkeypatch, index=False)
     prepare = VERBS[verb][0]
     finish = {"recode": _left_over, "compact": _compacted}[verb]

@@ -279,7 +279,7 @@ def _live_keys(context: Context, view: View, present: Iterable[str]) -> set[str]
     if missing:
         raise IntegrityError(
             f"gc: {counted(len(missing), 'live object')} missing: {some(missing, 1)}; nothing was deleted; run "
-            "'snapstore check'; to give up a lost snapshot, which stops every gc, run 'snapstore repair --drop'"
+            "'snapstore check'; a lost snapshot stops every gc until 'snapstore repair --drop' gives it up"
         )
     return live
 

@@ -1184,7 +1184,7 @@ def test_a_config_of_another_repository(store):
             with pytest.raises(FormatError, match=r"another seed than config says: .* run 'snapstore check'") as raised:
                 verb()
             assert str(ours.digest_seed) not in str(raised.value)
-        assert "another seed" in found.recode().failed[0][1]
+        assert "different digest seeds" in found.recode().failed[0][1]
         assert refs(found.snapshots()) == {"a@0", "a@1", "a@2"}
         found.gc()  # gc compares names and needs no digest
     with opened(store, damaged=True) as found:
@@ -1387,7 +1387,7 @@ def test_a_first_save_beside_a_foreign_config_is_refused(store):
     with opened(store) as found:
         config = found.config
     with_config(store, config, digest_seed=config.digest_seed ^ 1)
-    with opened(store) as found, pytest.raises(FormatError, match="another seed"):
+    with opened(store) as found, pytest.raises(FormatError, match="different digest seeds"):
         save(found, "new", 0, 0)
     with_config(store, config)
     with opened(store) as found:

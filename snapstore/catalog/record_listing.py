@@ -2,7 +2,7 @@
 
 In: a store, and the records that an index knows. Out: which records rule, how they are listed if that is news, and the
 known records that are not listed. There may be tens of thousands of records, and a save lists those of its run twice.
-So a local store looks once at the file of each ruling record, and no more at one that a listing has seen superseded.
+So a local store looks only at the files of ruling records, and once at each.
 
 It also finds the records of a second snapshot under the id of another one. An id is random, so such a record is forged.
 If it counted, the first snapshot would be gone, and the next gc would delete its bytes. Then a writer that may only add
@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import msgspec
 
 from ..format import records
-from ..format.keys import ID_DIGITS, UNKNOWN_RUN, name_of_record, parse_record_key, records_prefix
+from ..format.keys import ID_DIGITS, UNKNOWN_RUN, name_of_record, parse_record_key, records_prefix, superseded
 from ..format.records import Snapshot
 from ..storage.base import ObjectInfo, ObjectStore
 from .lmdb_file import shortened
@@ -32,7 +33,7 @@ def list_ruling(
 
     Args:
         whole: each listing describes all records. Else it gives only the key of a record that a listing before has
-            described, or has seen superseded by a later revision.
+            described, or that a later revision supersedes.
 
     Returns:
         (key of each ruling record -> how it is listed; None: as it is known), (keys of known records not listed).
@@ -43,38 +44,36 @@ def list_ruling(
     known = records.under(prefix)
     described: set[str] = set()
     key_only: set[str] = set()
+
+    def others(keys: Sequence[str]) -> set[str]:
+        return superseded(keys) | described.intersection(keys)
+
     # For each snapshot the highest revision and its key. No more is kept of each object: every thread that ever listed
     # keeps the memory that its listing took.
     highest: dict[str, tuple[int, str, ObjectInfo | None]] = {}
-    for _ in range(times):
-        for info in store.list(prefix, () if whole else records.superseded | described):
-            key = info.key
-            if info.is_key_only:
-                key_only.add(key)
+    for info in chain.from_iterable(store.list(prefix, None if whole else others) for _ in range(times)):
+        key = info.key
+        if info.is_key_only:
+            key_only.add(key)
+            continue
+        described.add(key)
+        record = known.get(key)
+        if record is not None and record.is_listed_as(info):
+            revision = record.snapshot.revision
+            news = info if record.modified_s == JUST_MADE else None
+            if news is None and record.text != info.tag:
+                records[key] = record.with_text(info.tag)
+        else:
+            parsed = parse_record_key(key)
+            if parsed is None:
                 continue
-            record = known.get(key)
-            if record is not None and record.is_listed_as(info):
-                revision = record.snapshot.revision
-                news = info if record.modified_s == JUST_MADE else None
-                if news is None and record.text != info.tag:
-                    records[key] = record.with_text(info.tag)
-            else:
-                parsed = parse_record_key(key)
-                if parsed is None:
-                    continue
-                revision, news = parsed[3], info
-            described.add(key)
-            if (name := name_of_record(key)) not in highest or (revision, key) > highest[name][:2]:
-                highest[name] = revision, key, news
+            revision, news = parsed[3], info
+        if (name := name_of_record(key)) not in highest or (revision, key) > highest[name][:2]:
+            highest[name] = revision, key, news
     key_only -= described
-    ruling = {key: news for _, key, news in highest.values()}
-    records.superseded |= described - ruling.keys()
-    records.superseded -= ruling.keys()
-    for key in key_only:
-        name, _, number = key.rpartition(".")
-        if name not in highest or highest[name][0] < int(number):  # a later revision is no file, or is gone again
-            return list_ruling(store, records, prefix, times, whole=True)
-    return ruling, known.keys() - described - key_only
+    if not key_only <= superseded(key_only | described):  # a later revision is no file, or is gone again
+        return list_ruling(store, records, prefix, times, whole=True)
+    return {key: news for _, key, news in highest.values()}, known.keys() - described - key_only
 
 
 def repeated_ids(store: ObjectStore, ruling: Collection[str]) -> dict[str, str]:
@@ -187,15 +186,10 @@ class KnownRecord:
 
 
 class KnownRecords(dict[str, KnownRecord]):
-    """The records of one index, by key. Any thread may read; only one at a time may set a record or `update`.
-
-    Attributes:
-        superseded: keys of records, of which a listing has shown a later revision too. No record is ever deleted.
-    """
+    """The records of one index, by key. Any thread may read; only one at a time may set a record or `update`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.superseded: set[str] = set()
         self._runs: dict[str, dict[str, KnownRecord]] = {}  # the same records, by the prefix of their run
 
     def __setitem__(self, key: str, record: KnownRecord) -> None:

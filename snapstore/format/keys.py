@@ -6,7 +6,7 @@ In: names. Out: keys, and back. A key is parsed only if all of it matches, so no
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Literal
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -17,6 +17,7 @@ _QUARANTINE_KEY = re.compile(r"gc/([0-9a-f]{64})(?:\.[0-9a-f]{32})?\.quarantine"
 _NOTE_OF_GC = re.compile(r"gc/[0-9a-f]{32}\.(mark|wait|done)")
 _LOST_KEY = re.compile(r"gc/([0-9a-f]{32})\.lost")
 _POLICY_KEY = re.compile(rf"policies/({NAME.pattern})\.(0|[1-9]\d{{0,8}})")
+_NEXT_DIGIT = dict(zip("012345678", "123456789", strict=True))
 _RECORD_KEY = re.compile(rf"snapshots/({NAME.pattern})/(\d{{12}})-([0-9a-f]{{32}})\.(0|[1-9]\d{{0,8}})")
 
 
@@ -55,6 +56,15 @@ def parse_policy_key(key: str) -> tuple[str, int] | None:
 def name_of_record(key: str) -> str:
     """Return a record's key without its revision: run, step and, as its last ID_DIGITS characters, the id."""
     return key.rpartition(".")[0]
+
+
+def superseded(keys: Collection[str]) -> set[str]:
+    """Return the keys of records whose next revision is among the keys too.
+
+    A next revision that ends in 0 is not looked for: this is only for speed.
+    """
+    there = set(keys)
+    return {key for key in keys if key.count("/") == 2 and key[:-1] + _NEXT_DIGIT.get(key[-1], "/") in there}
 
 
 def quarantined_names(keys: Iterable[str]) -> set[str]:

@@ -60,6 +60,8 @@ class ObjectInfo(msgspec.Struct, frozen=True, gc=False):
         return math.isnan(self.modified_s)
 
 
+#: Given keys of one folder, returns those of which a listing may give the key alone.
+KeyOnly = Callable[[Sequence[str]], Container[str]]
 GetRanges = Callable[[str, Sequence[int], Sequence[memoryview]], None]
 
 
@@ -145,14 +147,14 @@ class ObjectStore(Protocol):
                 found[key] = self.stat(key).size_bytes
         return found
 
-    def list(self, prefix: str, key_only: Container[str] = ()) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, key_only: KeyOnly | None = None) -> Iterator[ObjectInfo]:
         """Yield every object whose key starts with `prefix` (empty, or ending in `/`), in no particular order.
 
         An object that is put or deleted meanwhile may be missing. Every other object comes exactly once.
 
         Args:
-            key_only: Keys of which the caller needs no more than the key, which costs a local store less. Another store
-                may describe them all the same.
+            key_only: Says of which objects the caller needs no more than the key, which costs a local store less. A
+                store for which it does not describes them all the same.
         """
 
     def delete(self, keys: Iterable[str]) -> None:

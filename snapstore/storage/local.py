@@ -23,7 +23,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from .base import (
     GET_LIMIT_BYTES,
     Buffer,
     GetRanges,
+    KeyOnly,
     ObjectInfo,
     ObjectStore,
     byte_view,
@@ -173,7 +174,7 @@ class LocalStore(ObjectStore):
             raise not_found(key, self.url)
         return _info(key, status)
 
-    def list(self, prefix: str, key_only: Container[str] = ()) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, key_only: KeyOnly | None = None) -> Iterator[ObjectInfo]:
         """Yield every object under `prefix`; skip entries that vanish meanwhile, raise for any other failure.
 
         A file whose inode cannot be read is listed too, since its name exists: with size 0, which no object of a
@@ -316,12 +317,14 @@ class LocalStore(ObjectStore):
                 os.close(fd)
                 raise
 
-    def _list(self, prefix: str, key_only: Container[str]) -> Iterator[ObjectInfo]:
+    def _list(self, prefix: str, key_only: KeyOnly | None) -> Iterator[ObjectInfo]:
         bad = 0
         with self._failures(prefix or "/", "list"), self._rooted() as root:
             for below, folder in walk(root, pending := [prefix]):
-                for name in names_in(folder, below):
-                    if (key := below + name) in key_only:
+                names = names_in(folder, below)
+                bare = key_only([below + name for name in names]) if key_only else ()
+                for name in names:
+                    if (key := below + name) in bare:
                         yield key_alone(key)
                         continue
                     try:

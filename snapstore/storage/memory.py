@@ -10,7 +10,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from msgspec.structs import replace
@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from .base import (
     GET_LIMIT_BYTES,
     Buffer,
+    KeyOnly,
     ObjectInfo,
     ObjectStore,
     already_exists,
@@ -81,12 +82,13 @@ class MemoryStore(ObjectStore):
         _, info = self._object(key)
         return info
 
-    def list(self, prefix: str, key_only: Container[str] = ()) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, key_only: KeyOnly | None = None) -> Iterator[ObjectInfo]:
         """Return every object under `prefix` at the time of this call; see `ObjectStore.list`."""
         check_prefix(prefix)
         with self._mutex:
             found = {key: info for key, (_, info) in self._objects.items() if key.startswith(prefix)}
-        return iter([key_alone(key) if key in key_only else info for key, info in found.items()])
+        bare = key_only(list(found)) if key_only else ()
+        return iter([key_alone(key) if key in bare else info for key, info in found.items()])
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete every key; a missing one is not an error."""

@@ -243,12 +243,19 @@ class ObjectStoreContract:
         names = ["a/b/0", "a/b/1", "a/c/1", "a/c/d/1", "b/1"]
         for name in names:
             store.put(name, name.encode())
-        found = {info.key: info for info in store.list("a/", {*names[1:], "a/gone"})}
+        asked = []
+
+        def key_only(keys):
+            asked.extend(keys)
+            return {key for key in keys if key.endswith("1")}
+
+        found = {info.key: info for info in store.list("a/", key_only)}
         assert sorted(found) == names[:4]
         assert [key for key in names[:4] if not found[key].is_key_only and found[key] != store.stat(key)] == []
         assert not found["a/b/0"].is_key_only
         if any(info.is_key_only for info in found.values()):
             assert {info.key for info in found.values() if info.is_key_only} == set(names[1:4])
+            assert asked.count("a/b/0") == 1
 
     @pytest.mark.parametrize("prefix", ["packs", "/", "../", "a/../", "//", ".", "tmp/", "index/", "a\0/"])
     def test_no_prefix(self, store, prefix):

@@ -1331,7 +1331,7 @@ def test_a_child_forked_while_a_listing_runs_can_end():
         from snapstore.storage.memory import MemoryStore
 
         class Slow(MemoryStore):
-            def list(self, prefix, key_only=()):
+            def list(self, prefix, key_only=None):
                 time.sleep(0.3)
                 return super().list(prefix, key_only)
 

@@ -126,7 +126,7 @@ class SteppingStore:
         self._actor.pause("sizes", "")
         return self._inner.sizes(keys)
 
-    def list(self, prefix: str, key_only=()) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, key_only=None) -> Iterator[ObjectInfo]:
         self._actor.pause("list", prefix)
         return iter(list(self._inner.list(prefix, key_only)))
 

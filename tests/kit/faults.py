@@ -124,7 +124,7 @@ class FaultStore:
     def sizes(self, keys: Collection[str]) -> dict[str, int]:
         return self._act("sizes", "", lambda: self.inner.sizes(keys))
 
-    def list(self, prefix: str, key_only=()) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, key_only=None) -> Iterator[ObjectInfo]:
         return iter(self._act("list", prefix, lambda: list(self.inner.list(prefix, key_only))))
 
     def delete(self, keys: Iterable[str]) -> None:

@@ -133,7 +133,7 @@ class LyingStore(FaultStore):
         kept = set(self._cut(lie, sorted(found)))
         return {key: size for key, size in found.items() if key in kept}
 
-    def list(self, prefix: str, key_only=()) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, key_only=None) -> Iterator[ObjectInfo]:
         lie = self._now("list", prefix)
         number = len(self.asked) - 1
         found = {info.key: info for info in super().list(prefix)}

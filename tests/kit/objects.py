@@ -16,8 +16,10 @@ def keys_of(store: ObjectStore, prefix: str = "") -> list[str]:
 
 
 def with_keys_alone(infos, key_only):
-    """Yield what a listing shows, after a lie, with the key alone where the caller has asked for no more."""
-    return (key_alone(info.key) if info.key in key_only else info for info in infos)
+    """Return what a listing shows, after a lie, with the key alone where the caller has asked for no more."""
+    found = {info.key: info for info in infos}
+    bare = key_only(list(found)) if key_only else ()
+    return iter([key_alone(key) if key in bare else info for key, info in found.items()])
 
 
 def clone(store: MemoryStore) -> MemoryStore:

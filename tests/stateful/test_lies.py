@@ -367,7 +367,7 @@ class Blind(LyingStore):
 
     hidden: frozenset[str] = frozenset()
 
-    def list(self, prefix: str, key_only=()) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, key_only=None) -> Iterator[ObjectInfo]:
         return with_keys_alone((info for info in super().list(prefix) if info.key not in self.hidden), key_only)
 
 
@@ -543,7 +543,7 @@ class Hiding(FaultStore):
 
     hidden = ""
 
-    def list(self, prefix, key_only=()):
+    def list(self, prefix, key_only=None):
         return with_keys_alone((info for info in super().list(prefix) if info.key != self.hidden), key_only)
 
 

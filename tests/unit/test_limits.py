@@ -147,7 +147,7 @@ def test_a_budget_lists_as_many_packs_as_explain_the_work(monkeypatch):
     listed = []
 
     class Store(MemoryStore):
-        def list(self, prefix, key_only=()):
+        def list(self, prefix, key_only=None):
             for info in super().list(prefix, key_only):
                 listed.append(info.size_bytes)
                 yield info

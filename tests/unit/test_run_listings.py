@@ -115,7 +115,7 @@ def test_one_listing_without_the_newest_record_costs_a_save_nothing(made, lackin
     store, hidden, asked = clone(made), set(), []
     inner = store.list
 
-    def list_(prefix, key_only=()):
+    def list_(prefix, key_only=None):
         asked.append(prefix)
         skip = asked.count("snapshots/a/") == lacking + 1 and prefix == "snapshots/a/"
         return with_keys_alone((info for info in inner(prefix) if not (skip and info.key in hidden)), key_only)
@@ -149,7 +149,7 @@ def test_one_listing_that_lacks_a_record_costs_a_gc_nothing(made, lacking, known
     store, asked, hidden = clone(made), [], set()
     inner = store.list
 
-    def list_(prefix, key_only=()):
+    def list_(prefix, key_only=None):
         asked.append(prefix)
         skip = prefix == "snapshots/" and asked.count(prefix) == lacking + 1
         return with_keys_alone((info for info in inner(prefix) if not (skip and info.key in hidden)), key_only)
@@ -181,7 +181,7 @@ def test_one_listing_without_the_save_that_a_sweep_has_waited_for_costs_nothing(
     store, asked, hidden = clone(made), [], set()
     inner, put = store.list, store.put
 
-    def list_(prefix, key_only=()):
+    def list_(prefix, key_only=None):
         asked.append(prefix)
         skip = prefix == "snapshots/" and asked.count(prefix) == lacking + 1
         return with_keys_alone((info for info in inner(prefix) if not (skip and info.key in hidden)), key_only)

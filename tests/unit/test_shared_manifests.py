@@ -245,7 +245,7 @@ class Blind(MemoryStore):
         super().__init__()
         self._objects, self._locked, self._name = inner._objects, inner._locked, name
 
-    def list(self, prefix, key_only=()):
+    def list(self, prefix, key_only=None):
         return (info for info in super().list(prefix, key_only) if self._name not in info.key)
 
 

@@ -27,7 +27,7 @@ import posixpath
 import re
 import time
 from base64 import b64encode
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from email.utils import parsedate_to_datetime
@@ -39,6 +39,7 @@ from ...threads import Threads, when_dropped
 from .. import sandbox_folders
 from ..base import (
     Buffer,
+    KeyOnly,
     ObjectInfo,
     ObjectStore,
     already_exists,
@@ -264,7 +265,7 @@ class S3Store(S3Reader, ObjectStore):
                 found |= sizes
         return found
 
-    def list(self, prefix: str, key_only: Container[str] = ()) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, key_only: KeyOnly | None = None) -> Iterator[ObjectInfo]:
         """Yield every object under `prefix`, in pages of 1,000; skip names that are not keys, which are not ours."""
         check_prefix(prefix)
         return (info for info in self._requests.listed(prefix) if is_key(info.key))

@@ -15,12 +15,41 @@ The data path, folder by folder; each folder's docstring names the file to read 
               decode, add up the chain, verify -> state/fill/plan put together
 
 Ranks of a torch.distributed job save one snapshot together: save/ranks/job -> save/ranks/together, over distributed/.
-`integrations/` has one module for each trainer.
 
 `save/pipeline.py` and `restore/pipeline.py` run these two paths; docs/design/walk.md follows them call by call.
-`protocol/` keeps a gc from deleting what a running save needs, and deletes (`gc`). `retention.py` decides which
-snapshots stay. `check/` finds damage and `repair/` heals it. `rewrite/` recodes and compacts. `inspect/` counts and
-compares. `storage/` keeps objects and knows nothing of snapshots. Users call `Repository` and `SnapshotManager`.
+
+__main__.py    `python -m snapstore`: the shell
+cli/           the shell: one function for each verb
+integrations/  one module for each trainer
+manager.py     SnapshotManager: what a training loop calls
+steps.py       its steps: list and restore them
+dcp/           torch.distributed.checkpoint, with a repository as its storage
+convert/       checkpoints of other libraries, in and out
+repository.py  Repository: the data under one URL, and one method for each verb
+snapshots.py   its snapshots: look them up, restore, read and compare them
+copy/          copies of snapshots to another repository, and mirrors
+repair/        heal damage, or set it aside
+rewrite/       recode and compact
+check/         find damage
+inspect/       count and compare
+save/          the write path
+restore/       the read path
+chunks/        packs of blobs: put, read, verify
+protocol/      keep a gc from deleting what a running save needs, and delete
+context.py     an open repository, the one argument of all verbs
+catalog/       config, records and policies, and their index
+engine/        hash, encode and decode chunks, on the CPU or a GPU
+distributed/   messages between the ranks of a job
+options.py     how saves are stored
+checks.py      checks of arguments
+format/        bytes of blobs, packs, manifests and records
+state/         a training state as trees and arrays, and back
+storage/       stores of objects: local disk, memory, S3; they know nothing of snapshots
+retention.py   which snapshots of a run stay, and why
+threads.py     pools of threads that survive a fork and the interpreter's exit
+arrays.py      types of NumPy arrays that many modules share
+text.py        words that errors and reports share, and the log
+errors.py      errors, by how a caller would handle them
 
 Importing this package imports neither torch nor any GPU library. A save or a restore imports them at the first tensor.
 """

@@ -106,7 +106,7 @@ class SnapshotManager(Steps):
         replicas: Literal["check", "rank0"] = "check",
         options: SaveOptions | None = None,
     ) -> None:
-        check_name("run", run)
+        run = check_name("run", run)
         interval = retention.as_int(save_interval_steps)
         if interval is None or interval < 1:
             raise InvalidInputError(f"save_interval_steps {quoted(save_interval_steps)}: expected an int of 1 or more")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import enum
 import itertools
 import math
 import os
@@ -1470,3 +1471,20 @@ def test_a_first_state_whose_loader_is_not_asked(store):
 def test_prepare_finds_a_state_that_cannot_be_saved(store):
     with manager(store) as snapshots, pytest.raises(InvalidInputError, match=r"(?s)codes\.c0: .*\.\.\. and 10 more"):
         snapshots.prepare({"codes": unsaveable()["codes"]})
+
+
+class Run(str, enum.Enum):  # noqa: UP042  a StrEnum is read as its value everywhere
+    A = "exp"
+
+
+def test_a_run_may_be_a_str_of_another_class(tmp_path):
+    """Jobs read names from Enums and configs; all calls take the run by its value."""
+    state = {"w": torch.arange(5000)}
+    with SnapshotManager(tmp_path / "repo", run=Run.A) as snapshots:
+        snapshots.save(0, state)
+    target = {"w": torch.zeros(5000, dtype=torch.int64)}
+    with SnapshotManager(tmp_path / "repo", run=Run.A) as snapshots:
+        assert type(snapshots.run) is str
+        assert snapshots.restore_into(target).step == 0
+        assert torch.equal(snapshots.restore(0)["w"], state["w"])
+        assert torch.equal(snapshots.restore()["w"], target["w"])

@@ -398,7 +398,7 @@ def test_a_lost_snapshot_without_its_list_stops_gc_until_it_is_dropped(store):
     with opened(store) as repository:
         assert len(repository.repair(apply=True).lost) == 3
         with pytest.raises(
-            IntegrityError, match=r"live object missing.*give up a lost snapshot.*'snapstore repair --drop'"
+            IntegrityError, match=r"live object missing.*a lost snapshot.*'snapstore repair --drop' gives it up"
         ):
             repository.gc()
         assert len(repository.repair(apply=True, drop=True).dropped) == 3

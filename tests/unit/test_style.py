@@ -97,7 +97,7 @@ def folders_without_words() -> Iterator[Hit]:
 
 def unmapped_modules() -> Iterator[Hit]:
     """Yield the modules that the docstring of their folder does not name in a line of its own, and the other way."""
-    for folder in sorted({str(Path(path).parent) for path in below("snapstore", "*.py")} - {"snapstore"}):
+    for folder in sorted({str(Path(path).parent) for path in below("snapstore", "*.py")}):
         path = f"{folder}/__init__.py"
         words = (ast.get_docstring(source(path).tree) or "") if (prose.ROOT / path).exists() else ""
         named = re.findall(r"^(\w+(?:\.py|/))  +\S", words, re.MULTILINE)
@@ -222,9 +222,11 @@ def test_the_rules_find_what_breaks_them(tmp_path, monkeypatch, capsys):
     (tmp_path / "tools" / "setup.sh").write_text("")
     (tmp_path / "README.md").write_text("# Title\n\n" + "word " * 30 + "\n\n```\n" + "code " * 40 + "\n```\n")
     (folder / "__init__.py").write_text('"""One. Two."""\n')
-    (tmp_path / "snapstore" / "__init__.py").write_text('"""One. Two. Three!"""\n' + "x = 1\n" * 401)
-    for number in range(14):
-        (tmp_path / "snapstore" / f"m{number:02}.py").write_text("")
+    modules = [f"m{number:02}.py" for number in range(14)]
+    root_map = "".join(f"{name}  words\n" for name in [*modules, "deep/"])
+    (tmp_path / "snapstore" / "__init__.py").write_text(f'"""One. Two. Three!\n\n{root_map}"""\n' + "x = 1\n" * 401)
+    for name in modules:
+        (tmp_path / "snapstore" / name).write_text("")
     (folder / "bad.py").write_text(
         '"""What this does."""\n# It is\n# made anew. Of all\nx = 1  # fmt: skip\n'
         "def f(a, b, c, d, e, store, index, *g):\n" + "    pass\n" * 60 + "class Bad:\n    pass\n"

@@ -146,7 +146,7 @@ def _put_all(context: Context, session: AnySession, written: Written, puts: Sequ
 def _write_trees(
     context: Context, session: AnySession, parts: Sequence[PartTree], trees: Sequence[bytes], bases: Bases
 ) -> tuple[Written, list[ManifestContents]]:
-    """Store the pages of large trees; return the objects, and for each part its layout and the result of `table_of`."""
+    """Store the pages of large trees; return the objects, and the contents of each part's root manifest."""
     with ChunkWriter(context, session, bases, full=True) as chunks:
         layouts = list[PartLayout]()
         for part, tree in zip(parts, trees, strict=True):

@@ -40,14 +40,14 @@ def split_range(length: int) -> list[tuple[int, int]]:
 class S3Reader:
     """The read operations of a store in a bucket, which `S3Store` inherits.
 
-    Attributes:
-        _threads: run the concurrent requests of one call.
-        _read_timeout_s: how long an attempt waits for an answer.
+    Args:
+        requests: to the bucket.
+        threads: run the concurrent requests of one call.
+        read_timeout_s: how long an attempt waits for an answer [s].
     """
 
-    _requests: Requests
-    _threads: Threads
-    _read_timeout_s: float
+    def __init__(self, requests: Requests, threads: Threads, read_timeout_s: float) -> None:
+        self._requests, self._threads, self._read_timeout_s = requests, threads, read_timeout_s
 
     def get(self, key: str, *, limit_bytes: int = GET_LIMIT_BYTES) -> bytes:
         """Return all bytes of `key`; see `ObjectStore.get`."""

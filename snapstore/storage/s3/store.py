@@ -110,11 +110,10 @@ class S3Store(S3Reader, ObjectStore):
     ) -> None:
         where = parse_url(url)
         self._storage_class = where.storage_class
-        self._threads, self._read_timeout_s = Threads(READERS), read_timeout_s
+        times = {"connect_timeout_s": connect_timeout_s, "read_timeout_s": read_timeout_s}
+        super().__init__(Requests(where, **times, attempts=attempts), Threads(READERS), read_timeout_s)
         when_dropped(self, self._threads.close).atexit = False  # the interpreter's exit does not wait for a server
-        self._use(
-            Requests(where, connect_timeout_s=connect_timeout_s, read_timeout_s=read_timeout_s, attempts=attempts)
-        )
+        self._use(self._requests)
 
     def _use(self, requests: Requests) -> None:
         self._requests, self.url, self.place = requests, requests.url, requests.place

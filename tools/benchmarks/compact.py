@@ -16,7 +16,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -134,10 +134,10 @@ def trainings(quick: bool) -> dict[str, Callable[[Path], None]]:
     }
 
 
-def figures(folder: Path, runs: Path, quick: bool) -> list[Row]:
-    """Train the runs that are not there yet, and compact copies of them."""
+def figures(folder: Path, runs: Path, trained: Mapping[str, Callable[[Path], None]]) -> list[Row]:
+    """Train the runs that are not there yet, by the functions `trained`, and compact copies of them."""
     rows: list[Row] = []
-    for number, (name, training) in enumerate(trainings(quick).items()):
+    for number, (name, training) in enumerate(trained.items()):
         if not (runs / str(number)).exists():
             training(folder / "run")
             shutil.move(folder / "run", runs / str(number))
@@ -174,7 +174,7 @@ def main() -> None:
         else:
             runs = args.runs or folder / "runs"
             runs.mkdir(parents=True, exist_ok=True)
-            rows = figures(folder, runs, args.quick)
+            rows = figures(folder, runs, trainings(args.quick))
         with get_context("spawn").Pool(1) as small:  # a process without torch
             rows += small.apply(surveyed, (folder / "survey", 100 if args.quick else 1000))
     finally:

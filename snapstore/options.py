@@ -34,6 +34,10 @@ class SaveOptions:
             engine encodes them: the first save measures both, in about a second (docs/guides/planning.md).
         verify_writes: "off", "sample" (one new chunk in 64) or "full": decode new chunks before the commit.
             "full" also asks the store for every new pack and manifest by name and size.
+        delta: how a chunk is stored as a delta to the one before. "difference": the integer difference of its elements,
+            in planes or, if few changed, as these. "xor": the XOR of its bytes, in planes. "auto": the one that stores
+            fewer bytes in our measurements, which is "difference" for every dtype (docs/design/sparse-deltas.md).
+            "none": new chunks are stored full; chunks that do not change are still stored once.
     """
 
     restore_cost: float = DEFAULT_RESTORE_COST
@@ -41,6 +45,7 @@ class SaveOptions:
     threads: int | None = None
     codec: Literal["portable", "ans", "auto"] = "portable"
     verify_writes: Literal["off", "sample", "full"] = "sample"
+    delta: Literal["auto", "difference", "xor", "none"] = "auto"
 
     def __post_init__(self) -> None:
         for name, value in (("pack_bytes", self.pack_bytes), ("threads", self.threads)):
@@ -51,6 +56,7 @@ class SaveOptions:
         if not 4096 <= self.pack_bytes <= 1024**3:
             raise InvalidInputError(f"pack_bytes {quoted(self.pack_bytes)}: expected 4 KiB to 1 GiB")
         check_choice("codec", self.codec, (*CODECS, "auto"))
+        check_choice("delta", self.delta, ("auto", "difference", "xor", "none"))
         check_choice("verify_writes", self.verify_writes, ("off", "sample", "full"))
         if self.threads is not None and not 1 <= self.threads <= 1024:
             raise InvalidInputError(f"threads {quoted(self.threads)}: expected 1 to 1024")

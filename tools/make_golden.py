@@ -3,6 +3,7 @@
     .venv/bin/python tools/make_golden.py
     .venv/bin/python tools/make_golden.py --deltas   # tests/golden/v<version>-deltas/, with every kind of delta
     .venv/bin/python tools/make_golden.py --layouts   # tests/golden/v<version>-layouts/, with strides and optimizers
+    .venv/bin/python tools/make_golden.py --xor   # tests/golden/v<version>-xor/, with chains of XORs and differences
     python3 tools/make_golden.py --gpu   # tests/golden/v<version>-gpu/: the same deltas, written by the GPU engine
     python3 tools/make_golden.py --ans   # tests/golden/ans-v<version>/, which only a GPU can read
 
@@ -44,6 +45,7 @@ MAX_BYTES = 448 * 1024
 DELTAS = FOLDER.with_name(f"{FOLDER.name}-deltas")
 MAX_DELTA_BYTES = 300 * 1000
 LAYOUTS = FOLDER.with_name(f"{FOLDER.name}-layouts")
+XORS = FOLDER.with_name(f"{FOLDER.name}-xor")
 BY_GPU = FOLDER.with_name(f"{FOLDER.name}-gpu")
 ANS = FOLDER.with_name(f"ans-{FOLDER.name}")
 OPTIONS = SaveOptions(restore_cost=4.0, threads=2)
@@ -61,6 +63,8 @@ FEW_STEPS = 4
 KINDS = ("first", "few", "most", "far", "few", "near")
 #: Snapshots of the run "long".
 LONG_STEPS = 20
+#: Snapshots of the run "long" of the one with XORs.
+XOR_STEPS = 8
 #: Snapshots of the run "ans".
 ANS_STEPS = 5
 
@@ -514,6 +518,16 @@ def write_deltas(folder: Path, device: str = "cpu") -> None:
             repo.save(on_device(long_chain(step), device), run="long", step=step)
 
 
+def write_xors(folder: Path) -> None:
+    """Write chains in which XORs, differences in planes and sparse deltas alternate."""
+    Repository.create(folder, chunk_bytes=8192).close()
+    for run, steps, period in (("kinds", len(KINDS), 2), ("long", XOR_STEPS, 3)):
+        for step in range(steps):
+            options = replace(OPTIONS, restore_cost=100.0, delta="xor" if step % period else "difference")
+            with Repository.open(folder, options=options) as repo:
+                repo.save(STATES[run](step), run=run, step=step)
+
+
 def write_ans(folder: Path) -> None:
     """Write a repository with full chunks and differences in nvCOMP's ANS; it needs a GPU."""
     options = replace(OPTIONS, restore_cost=100.0, codec="ans")
@@ -581,6 +595,7 @@ def main() -> int:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--deltas", action="store_true", help="make the one with every kind of delta")
     which.add_argument("--layouts", action="store_true", help="make the one with strides and optimizers")
+    which.add_argument("--xor", action="store_true", help="make the one with XORs")
     which.add_argument("--gpu", action="store_true", help="make the same deltas on a GPU")
     which.add_argument("--ans", action="store_true", help="make the one with nvCOMP's ANS, on a GPU")
     chosen = parser.parse_args()
@@ -589,6 +604,8 @@ def main() -> int:
         folder, make, most = DELTAS, write_deltas, MAX_DELTA_BYTES
     elif chosen.layouts:
         folder, make, most = LAYOUTS, write_layouts, MAX_DELTA_BYTES
+    elif chosen.xor:
+        folder, make, most = XORS, write_xors, MAX_DELTA_BYTES
     elif chosen.gpu:
         folder, make, most = BY_GPU, partial(write_deltas, device="cuda"), MAX_DELTA_BYTES
     elif chosen.ans:

@@ -33,7 +33,7 @@ import numpy as np
 import xxhash
 import zstandard
 
-KNOWN_FEATURES = {"ranks", "strides", "parameter_shapes"}
+KNOWN_FEATURES = {"ranks", "strides", "parameter_shapes", "xor"}
 SMALL_OBJECT, METADATA, CHUNK, INLINE, BOX_MAP = 64 << 20, 1 << 20, 64 << 20, 16 << 20, 256 << 20
 SPARSE = 1 << 24  # elements
 DEPTH, CHAIN, SAME_HASH, NESTING = 200, 255, 256, 96
@@ -240,11 +240,11 @@ class Blob:
         need(zero == 0 and checksum == xxhash.xxh3_64_intdigest(data[16:]), "the checksum of a blob")
         (self.transform, self.element, self.layout, _, self.raw, payload, block, self.codecs, n, _, self.digest,
          self.base) = struct.unpack_from("<4BIII8sII16s16s", data, 16)  # fmt: skip
-        need(self.transform in (0, 1) and self.layout in (0, 1), "a blob's transform or layout", UnknownError)
+        need(self.transform in (0, 1, 2) and self.layout in (0, 1), "a blob's transform or layout", UnknownError)
         need(self.element in (1, 2, 4, 8), "a blob's element size")
         need(0 < self.raw <= CHUNK and self.raw % self.element == 0, "a blob's raw length")
         need(len(data) == 80 + 4 * n + payload, "a blob's lengths")
-        need((self.transform == 1) == any(self.base), "a blob's transform and base")
+        need((self.transform > 0) == any(self.base), "a blob's transform and base")
         need(block > 0, "a blob's block size is zero")
         self.plane_bytes = self.raw // self.element
         self.lengths = iter(struct.unpack_from(f"<{n}I", data, 80))
@@ -258,7 +258,7 @@ class Blob:
         self.stored = [size for size, _ in planes] + [0] * (8 - self.element)
         need(self.at == payload and next(self.lengths, None) is None, "a blob has more blocks than planes")
         elements = np.array([np.frombuffer(plane, np.uint8) for _, plane in planes]).T.copy().view(f"<u{self.element}")
-        need(self.transform == 0 or self.layout == 0, "a difference in rotated planes")
+        need(self.transform != 1 or self.layout == 0, "a difference in rotated planes")
         if self.layout == 1 and self.element > 1:  # rotated left by one bit
             elements = (elements >> 1) | (elements << (8 * self.element - 1))
         self.decoded = elements.reshape(-1).view(np.uint8)
@@ -270,6 +270,8 @@ class Blob:
             return self.decoded
         if self.is_sparse:
             return self._patched(base)
+        if self.transform == 2:
+            return base ^ self.decoded
         z = self.decoded.view(f"<u{self.element}")
         return (base.view(z.dtype) + np.where(z & 1, ~(z >> 1), z >> 1)).view(np.uint8)
 
@@ -606,7 +608,11 @@ class Manifest:
                 int(t["ref_offsets"][ref]), int(t["ref_lengths"][ref])
             )
             digest = (t["ref_digests"][ref - chunk - 1] if ref > begin else t["digests"][chunk]).tobytes()
-            need(blob.transform == t["ref_kinds"][ref] == (decoded is not None), "a reference of another kind")
+            need(blob.transform == t["ref_kinds"][ref], "a reference of another kind")
+            need(
+                (blob.transform > 0) == (decoded is not None), "a delta at the end of a chain, or a full blob before it"
+            )
+            need(blob.transform < 2 or "xor" in self.header["features"], "an XOR without the feature")
             need((blob.digest, blob.base) == (digest, base), "a blob of another chunk or base")
             need(t["lengths"][chunk] == blob.raw, "a blob of a chunk of another length")
             decoded = blob.on(decoded)

@@ -17,7 +17,7 @@ from ..arrays import Bytes, Column
 from ..engine.base import Engine
 from ..engine.batches import Chunks, DecodeBatch, EncodeBatch
 from ..errors import DAMAGE, IntegrityError
-from ..format.blobs.blob import ALIGNMENT, DIFFERENCE
+from ..format.blobs.blob import ALIGNMENT, FULL
 from ..format.blobs.pack import Encoded
 
 #: Decoded chunks begin at multiples of this [bytes].
@@ -94,7 +94,7 @@ class _HostBlobs:
 
     def __init__(self, engine: Engine, batch: EncodeBatch, entries: npt.NDArray[np.void], rows: Column) -> None:
         self._engine, self._digests, self._sizes = engine, batch.digests[rows], batch.chunks.lengths[rows]
-        self._bases = _used(batch.bases.take(rows), entries["transform"] == DIFFERENCE)
+        self._bases = _used(batch.bases.take(rows), entries["transform"] != FULL)
         self._lengths = entries["length"].astype(np.int64)
         self._ends = np.cumsum(self._lengths + -self._lengths % ALIGNMENT)
         self._offsets = self._ends - self._lengths - -self._lengths % ALIGNMENT

@@ -446,7 +446,7 @@ def _compare(header: blob.Header, table: ChunkTable, ref: int, row: int, where: 
         IntegrityError: it is another blob.
     """
     kind = int(table.ref_kinds[ref])
-    base = table.ref_digests[ref + 1].tobytes() if kind == blob.DIFFERENCE else blob.NO_BASE
+    base = table.ref_digests[ref + 1].tobytes() if kind != blob.FULL else blob.NO_BASE
     got = (header.transform, header.digest, header.base, header.raw_bytes, blob.length_of(header))
     expected = (kind, table.ref_digests[ref].tobytes(), base, int(table.lengths[row]), int(table.ref_lengths[ref]))
     if got != expected:

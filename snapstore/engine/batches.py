@@ -71,6 +71,7 @@ class EncodeBatch:
     base_digests: Bytes  # (n, 16)
     delta_limits: Column  # (n,) the most stored bytes that a delta may take
     raw: bool = False  # True: the CPU engine stores chunks uncompressed, or as sparse deltas
+    xor: bool = False  # True: deltas are XORs; False: differences
 
     def take(self, rows: Column) -> EncodeBatch:
         """Return these rows."""
@@ -106,6 +107,7 @@ class EncodeJob(msgspec.Struct, frozen=True, eq=False, gc=False):
     base: Bytes | None = None
     base_digest: bytes = b""
     delta_limit: int = 0
+    xor: bool = False
 
 
 class DecodeJob(msgspec.Struct, frozen=True, eq=False, gc=False):

@@ -217,7 +217,7 @@ def _encode_jobs(batch: EncodeBatch) -> list[EncodeJob]:
     return [
         EncodeJob(chunk, chunk_digest.tobytes(), size, layout)
         if which < 0
-        else EncodeJob(chunk, chunk_digest.tobytes(), size, layout, base, base_digest.tobytes(), limit)
+        else EncodeJob(chunk, chunk_digest.tobytes(), size, layout, base, base_digest.tobytes(), limit, batch.xor)
         for (chunk, chunk_digest, base, base_digest), size, layout, which, limit in zip(
             chunks, *(column.tolist() for column in columns), strict=True
         )
@@ -244,7 +244,7 @@ def _decode_jobs(batch: DecodeBatch) -> list[DecodeJob]:
 
 
 def encode_chunk(job: EncodeJob, out: Bytes) -> EncodedChunk:
-    """Encode one chunk into `out` (see `blob.bound`): full, as a delta in planes, or as a sparse delta.
+    """Encode one chunk into `out` (see `blob.bound`): full, as a delta in planes, or as a sparse delta; or as an XOR.
 
     The sizes of planes are estimated from sampled histograms. A sparse delta is tried if few enough elements changed,
     and stored if it is smaller than the planes. No delta is stored that takes more than `job.delta_limit`.
@@ -253,13 +253,16 @@ def encode_chunk(job: EncodeJob, out: Bytes) -> EncodedChunk:
     source, base, chosen = job.chunk, None, of_chunk
     if job.base is not None:
         difference = planes.scratch.room("difference", job.chunk.size)
-        planes.difference(job.chunk, job.base, job.element_size, difference)
-        of_difference = _statistics(difference, job.element_size, planes.BYTES)
+        if job.xor:
+            np.bitwise_xor(job.chunk, job.base, out=difference)
+        else:
+            planes.difference(job.chunk, job.base, job.element_size, difference)
+        of_difference = _statistics(difference, job.element_size, job.layout if job.xor else planes.BYTES)
         plane_bytes = job.chunk.size // job.element_size
         full_bytes = estimate_bytes(of_chunk.bits.tolist(), plane_bytes)
         delta_bytes = estimate_bytes(of_difference.bits.tolist(), plane_bytes)
         changed = int(np.count_nonzero(difference.view(f"u{job.element_size}")))
-        if sparse.worth_trying(changed, plane_bytes):
+        if not job.xor and sparse.worth_trying(changed, plane_bytes):
             digests = (job.digest, job.base_digest)
             few = changed <= FEW_CHANGED_SHARE * plane_bytes
             most = min(full_bytes, delta_bytes * (FEW_CHANGED_EXCESS if few else 1)) + blob.HEADER.size
@@ -268,15 +271,15 @@ def encode_chunk(job: EncodeJob, out: Bytes) -> EncodedChunk:
                 return EncodedChunk(data, True, out)
         if delta_choice.pays(delta_bytes, full_bytes, job.delta_limit):
             source, base, chosen = difference, job.base_digest, of_difference
-    data = blob.encode(source, job.element_size, job.layout, chosen, job.digest, base, out)
+    data = blob.encode(source, job.element_size, job.layout, chosen, (job.digest, base), out, xor=job.xor)
     if base is not None and len(data) > job.delta_limit:  # the estimate was too low
-        data, base = blob.encode(job.chunk, job.element_size, job.layout, of_chunk, job.digest, None, out), None
+        data, base = blob.encode(job.chunk, job.element_size, job.layout, of_chunk, (job.digest, None), out), None
     return EncodedChunk(data, base is not None, out)
 
 
 def store_chunk(job: EncodeJob, out: Bytes) -> EncodedChunk:
     """Store one chunk in `out` (see `blob.bound`): as a sparse delta if that pays, else as one raw plane."""
-    if job.base is not None:
+    if job.base is not None and not job.xor:
         difference = planes.scratch.room("difference", job.chunk.size)
         planes.difference(job.chunk, job.base, job.element_size, difference)
         elements = job.chunk.size // job.element_size
@@ -286,7 +289,7 @@ def store_chunk(job: EncodeJob, out: Bytes) -> EncodedChunk:
             data = blob.encode_sparse(difference, job.base, job.element_size, job.layout, digests, most, out)
             if data is not None and delta_choice.pays(len(data), most, job.delta_limit):
                 return EncodedChunk(data, True, out)
-    return EncodedChunk(blob.encode(job.chunk, 1, planes.BYTES, _NOISE, job.digest, None, out), False, out)
+    return EncodedChunk(blob.encode(job.chunk, 1, planes.BYTES, _NOISE, (job.digest, None), out), False, out)
 
 
 #: The statistics of a plane that is stored raw.

@@ -14,6 +14,9 @@ from ..arrays import Bytes
 from ..errors import InvalidInputError
 from ..text import quoted
 
+#: How the bytes of a chunk are stored: as they are; as differences of its elements, as integers, from those of a base;
+#: as the XOR of its bytes with those of a base. In blobs, footers and the references of manifests.
+FULL, DIFFERENCE, XOR = 0, 1, 2
 DEFAULT_CHUNK_BYTES = 1024 * 1024
 MIN_CHUNK_BYTES = 64
 MAX_CHUNK_BYTES = 64 * 1024 * 1024

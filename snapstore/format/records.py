@@ -45,9 +45,9 @@ Rank = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]  # a u32 in packs
 MAX_REVISION = 10**9 - 1
 Argument = bool | int | float | str | None
 #: Features: of several ranks (of records too); of dimension orders; of the forms of an optimizer's parameters.
-RANKS, STRIDES, PARAMETER_SHAPES = "ranks", "strides", "parameter_shapes"
+RANKS, STRIDES, PARAMETER_SHAPES, XOR = "ranks", "strides", "parameter_shapes", "xor"
 #: The features of records and manifests that this release knows.
-KNOWN_FEATURES = frozenset({RANKS, STRIDES, PARAMETER_SHAPES})
+KNOWN_FEATURES = frozenset({RANKS, STRIDES, PARAMETER_SHAPES, XOR})
 
 #: The reason in a record that a repair reconstructed from manifests alone; these words are part of the format.
 RECONSTRUCTED = "made up from its manifests by a repair"

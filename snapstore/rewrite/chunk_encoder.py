@@ -106,6 +106,7 @@ class Reencoder:
                 Chunks([plain], np.where(based, 0, -1), base_starts, sizes),
                 _joined([job.base[0].digest if job.base else bytes(16) for job in own]),
                 np.array([job.delta_limit(self._context.options.restore_cost) for job in own], np.int64),
+                xor=self._context.options.delta == "xor",
             )
             yield own, verified(self._engine, encode, self._engine.start_encode(encode)())
 

@@ -28,7 +28,7 @@ from ..arrays import Column
 from ..catalog.history import View
 from ..context import Context
 from ..errors import DAMAGE, CapabilityError, SnapstoreError
-from ..format.blobs.blob import DIFFERENCE
+from ..format.blobs.blob import FULL
 from ..format.blobs.pack import ENTRY
 from ..format.keys import manifest_key, pack_key
 from ..format.manifests.delta_chain import Chain, Link, chains_of, cost_of, edge_of
@@ -337,7 +337,7 @@ class _Compacting(BlobRewriting):
         except CapabilityError as error:
             log.warning("chunks that cannot be decoded here stay as they are: %s", error)
         for job, link in sorted(done, key=lambda item: len(item[0].chain)):  # bases come first
-            self._fresh[job.digest] = [link, *(self._resolved(job.base) if link.kind == DIFFERENCE else [])]
+            self._fresh[job.digest] = [link, *(self._resolved(job.base) if link.kind != FULL else [])]
 
     def _worthwhile(self, jobs: Sequence[Job], needed: Sequence[int]) -> list[int]:
         """Return the positions of the jobs whose blobs take less than they free, as far as the byte limit allows."""

@@ -14,7 +14,7 @@ import numpy as np
 from ..arrays import Column
 from ..catalog.history import View
 from ..errors import DAMAGE, CapabilityError
-from ..format.blobs.blob import DIFFERENCE
+from ..format.blobs.blob import FULL
 from ..format.manifests.delta_chain import chains_of
 from ..format.manifests.delta_choice import ChainCosts
 from ..format.manifests.manifest import Manifest
@@ -69,7 +69,7 @@ class Neighbours:
         jobs = self._jobs(m, rows[samples], bases, at[samples])
         entries = [entry for _, made in self._encoder.encode(jobs) for entry in made.entries]
         shares = [int(entry["length"]) / job.length for job, entry in zip(jobs, entries, strict=True)]
-        deltas = [i for i, entry in enumerate(entries) if entry["transform"] == DIFFERENCE]
+        deltas = [i for i, entry in enumerate(entries) if entry["transform"] != FULL]
         if deltas:
             chosen = np.concatenate([groups[i] for i in deltas])
             digests = bases.table.ref_digests[bases.table.starts[at[chosen]]]

@@ -242,7 +242,8 @@ class ChunkWriter:
         spec, of = tensor.spec, tensor.box_of
         whole, offsets = (spec.shape, None) if of is None else (of.spec.shape, of.piece.offsets)
         place, starts, lengths, in_strip, numbers = _cuts_of(spec, whole, offsets, number, self._chunk_bytes)
-        candidates, is_cached = self.bases.rows_at(place if tensor.may_delta else None, in_strip, lengths)
+        may_delta = tensor.may_delta and self._context.options.delta != "none"
+        candidates, is_cached = self.bases.rows_at(place if may_delta else None, in_strip, lengths)
         base = tensor.base if is_cached else None
         if base is not None and (base.nbytes < spec.nbytes or self._engines.of(base) is not self._engine):
             base = None
@@ -364,6 +365,7 @@ class ChunkWriter:
             self.bases.table.digests[taken] if has else np.zeros((len(new), 16), np.uint8),
             costs.delta_limits(taken, restore_cost) if has else np.zeros(len(new), np.int64),
             raw=self._engines.stores_raw(self._context.store),
+            xor=self._context.options.delta == "xor",
         )
 
     def _base_bytes(self, batch: _Hashing, new: Column, base_digests: Bytes) -> Chunks:
@@ -439,7 +441,7 @@ class ChunkWriter:
         blobs[:, 1], blobs[:, 2] = packs + len(self.bases.packs), offsets  # own packs follow those of the bases
         new = slice(at, at + len(entries))
         rows, candidates = encoding.new[new], encoding.candidates[new]
-        is_delta = entries["transform"] == blob.DIFFERENCE
+        is_delta = entries["transform"] != blob.FULL
         encoding.rows.blobs[rows] = blobs
         encoding.rows.base_rows[rows] = np.where(is_delta, candidates, -1)
         self.new_chunks += len(entries)

@@ -238,7 +238,7 @@ def test_a_session_makes_no_gc_hide_a_snapshot(tmp_path, of):
     ("changes", "message"),
     [
         ({"version": 2}, r"at 64\+\d+: blob version 2, this snapstore reads 1"),
-        ({"transform": 2}, "transform 2, layout 0, which this snapstore does not read; use the release that wrote it"),
+        ({"transform": 3}, "transform 3, layout 0, which this snapstore does not read; use the release that wrote it"),
         ({"layout": 2}, "transform 0, layout 2, which this snapstore does not read; use the release that wrote it"),
         ({"codecs": b"\4" + bytes(7)}, r"does not read codec 4 \(unknown\)"),
         ({"codecs": b"\x45" + bytes(7)}, r"does not read codec 69 \(nvCOMP 5's own format, .*\)"),

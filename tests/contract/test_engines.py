@@ -115,7 +115,7 @@ def column(value, count, dtype):
     return np.array(np.broadcast_to(value, count), dtype)
 
 
-def encode(engine, arrays, size=1, layout=planes.BYTES, bases=None, delta_limit=2**40):
+def encode(engine, arrays, size=1, layout=planes.BYTES, bases=None, delta_limit=2**40, *, xor=False):
     """Encode a batch; return (entries, bytes of every blob)."""
     n = len(arrays)
     bases = bases or [None] * n
@@ -123,6 +123,7 @@ def encode(engine, arrays, size=1, layout=planes.BYTES, bases=None, delta_limit=
         engine.load(chunks_of(engine, arrays)), digests_of(arrays), column(size, n, np.uint8),
         column(layout, n, np.uint8), engine.load(chunks_of(engine, bases)),
         digests_of([np.empty(0, np.uint8) if b is None else b for b in bases]), column(delta_limit, n, np.int64),
+        xor=xor,
     )  # fmt: skip
     made = engine.start_encode(batch)()
     entries, blobs = [], []
@@ -209,7 +210,7 @@ def check_entries(entries, blobs, arrays, sizes, layouts):
         assert entry["element_size"] == header.element_size
         assert entry["codecs"].tobytes() == header.codecs
         assert entry["plane_bytes"].tolist() == blob.stored_plane_bytes(memoryview(data))
-        assert (header.transform == blob.DIFFERENCE) == (header.base != blob.NO_BASE)
+        assert (header.transform != blob.FULL) == (header.base != blob.NO_BASE)
         assert len(data) <= blob.bound(array.size, header.element_size)
         if header.codecs[0] == codecs.SPARSE:
             continue
@@ -335,7 +336,8 @@ def test_a_delta_is_stored_where_it_pays(engine, cpu, layout):
     check_decodes([engine, cpu], [[b] for b in blobs], arrays, [base if e["transform"] else None for e in entries])
 
 
-def test_the_engines_choose_alike(engine, cpu):
+@pytest.mark.parametrize("xor", [False, True])
+def test_the_engines_choose_alike(engine, cpu, xor):
     """Whether a delta is stored depends only on the bytes."""
     base = content("floats", 400_000)
     bits = base.view(np.uint32)
@@ -343,10 +345,11 @@ def test_the_engines_choose_alike(engine, cpu):
         (bits ^ np.random.default_rng(k).integers(0, 2**k, bits.size, np.uint64).astype(np.uint32)).view(np.uint8)
         for k in range(1, 33)
     ]
-    ours, theirs = (encode(one, arrays, 4, planes.ROTATED, [base] * 32, 300_000)[0] for one in (engine, cpu))
+    args = (arrays, 4, planes.ROTATED, [base] * 32, 300_000)
+    ours, theirs = (encode(one, *args, xor=xor)[0] for one in (engine, cpu))
     chosen = [int(e["transform"]) for e in ours]
     assert chosen == [int(e["transform"]) for e in theirs]
-    assert set(chosen) == {0, 1}
+    assert set(chosen) == {0, 2 if xor else 1}
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -581,6 +584,58 @@ def without_frames(data):
     payload, frames = data[header.payload_start :], sum(header.block_lengths)
     end = 4 + 12 * int.from_bytes(payload[:4], "little")
     return payload[:end], payload[end + frames :]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", SIZES)
+def test_xors_of_every_shape(engine, cpu, size, layout):
+    """An XOR has the planes of a full chunk, in its layout; each engine reads those of the other."""
+    arrays, bases = [], []
+    for i, length in enumerate((size, 8 * size, 4096, 40_008, 300_000)):
+        for kind in KINDS:
+            bases.append(content(kind, length, i))
+            arrays.append(bases[-1] ^ content("sparse", length, i + 1))
+    for writer in dict.fromkeys((engine, cpu)):
+        entries, blobs = encode(writer, arrays, size, layout, bases, xor=True)
+        check_entries(entries, blobs, arrays, size, layout)
+        assert {int(entry["transform"]) for entry in entries} == {blob.FULL, blob.XOR}
+        plain = [base if entry["transform"] else None for entry, base in zip(entries, bases, strict=True)]
+        check_decodes([engine, cpu], [[b] for b in blobs], arrays, plain)
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("seed", range(24))
+def test_chains_of_differences_and_xors_are_applied_oldest_first(engine, cpu, seed):
+    """Sums and XORs do not commute. Links are XORs, differences in planes and sparse deltas, by either engine."""
+    draw = np.random.default_rng(seed)
+    chains, versions, found = [], [], set()
+    for _ in range(6):
+        version = content("floats", 8 * int(draw.integers(64, 4000)), int(draw.integers(100)))
+        size, layout = int(draw.choice(SIZES)), int(draw.choice(LAYOUTS))
+        chain = encode(cpu, [version], size, layout)[1]
+        for _ in range(int(draw.integers(1, 9))):
+            before, version = version, np.array(version)
+            moved = version[int(draw.integers(8)) :: int(draw.choice([1, 2, 50]))]
+            moved += np.uint8(draw.integers(1, 4))
+            size = int(draw.choice([size, size, *SIZES]))
+            by, xor = (engine, cpu)[draw.integers(2)], bool(draw.integers(2))
+            (entry,), (data,) = encode(by, [version], size, layout, [before], xor=xor)
+            chain = [data, *chain] if entry["transform"] else [data]
+            found.add((int(entry["transform"]), int(entry["codecs"][0]) == codecs.SPARSE))
+        chains.append(chain)
+        versions.append(version)
+    assert found >= {(blob.XOR, False)}
+    check_decodes([engine, cpu], chains, versions)
+
+
+def test_a_sparse_xor_is_refused(engine):
+    base, meant = np.zeros(4096, np.uint8), np.zeros(4096, np.uint8)
+    meant[[10, 16]] = 255, 252
+    data = bytearray(sparse_blob(*forged(*GOOD), meant, base, 1, 0))
+    data[16] = blob.XOR
+    data[8:16] = hashing.checksum(data[16:]).to_bytes(8, "little")
+    with pytest.raises(IntegrityError, match="blob 0: a sparse delta of transform 2, expected 1"):
+        decode(engine, [[bytes(data)]], [meant], [base])
 
 
 @pytest.mark.parametrize("what", HOSTILE)

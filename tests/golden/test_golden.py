@@ -44,6 +44,7 @@ FROZEN = {
     "v1": "a8f670da52e27fd10417897d8238184554a9b6a805f44bc601977f7fd39acef8",
     "v1-deltas": "062ff03ad92e65130caebc604af17e95501f76c40380072d5ac9a27c9af04bf3",
     "v1-layouts": "a507494637fc7189a3e5562dcb6be73517d95721a1d401ea4802f5f6d88f0dd7",
+    "v1-xor": "b28230ef50267e3e693da57dec624150a64bbb66fb626f2ffacb5ffcc3ba0280",
     "v1-gpu": "866a0a8883d68d79276f16ea3b96af4006b22ba06f71c55d0f620fe0577d02d3",
     "ans-v1": "9eae49d417dacbf0a06988da64b99db0e76bc6a420a70b6d8305c8f0859c565b",
 }
@@ -275,7 +276,7 @@ def decode(blobs, wanted):
 def encode(source, element_size, layout, chunk_digest, base):
     statistics = planes.statistics(planes.histograms(planes.sample(source, element_size, layout)))
     out = np.empty(blob.bound(source.size, element_size), np.uint8)
-    return bytes(blob.encode(source, element_size, layout, statistics, chunk_digest, base, out))
+    return bytes(blob.encode(source, element_size, layout, statistics, (chunk_digest, base), out))
 
 
 def test_blobs():

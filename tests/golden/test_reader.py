@@ -127,7 +127,7 @@ def test_both_layouts_of_each_element_size(size, layout):
     chunk[::2] = 7  # a plane that is coded
     statistics = planes.statistics(planes.histograms(planes.sample(chunk, size, layout)))
     found, digest = np.empty(stored_blob.bound(chunk.size, size), np.uint8), hashing.digest(chunk, 0)
-    stored = bytes(stored_blob.encode(chunk, size, layout, statistics, digest, None, found))
+    stored = bytes(stored_blob.encode(chunk, size, layout, statistics, (digest, None), found))
     assert reader.Blob(stored).decoded.tobytes() == chunk.tobytes()
     out = np.empty_like(chunk)
     chain_decode.decode_chain([memoryview(stored)], ["the blob"], digest, out, seed=0)
@@ -353,7 +353,7 @@ def test_codecs_beyond_the_element_size_are_ignored(size):
     chunk[::2] = 7
     statistics = planes.statistics(planes.histograms(planes.sample(chunk, size, planes.BYTES)))
     out, digest = np.empty(stored_blob.bound(chunk.size, size), np.uint8), hashing.digest(chunk, 0)
-    plain = bytes(stored_blob.encode(chunk, size, planes.BYTES, statistics, digest, None, out))
+    plain = bytes(stored_blob.encode(chunk, size, planes.BYTES, statistics, (digest, None), out))
     codecs = plain[32 : 32 + size].ljust(8, b"\x46")
     stored = forge.rewrite(plain, codecs=codecs)
     assert reader.Blob(stored).decoded.tobytes() == chunk.tobytes()
@@ -402,7 +402,7 @@ def test_a_record_without_the_manifest_list_that_it_needs(name):
 
 def test_what_is_unknown_is_refused():
     assert reader.Blob(blob(16, 0)).decoded.tobytes() == b"abcd"
-    for at, value in ((16, 2), (18, 2), (32, 70)):  # transform, layout, codec
+    for at, value in ((16, 3), (18, 2), (32, 70)):  # transform, layout, codec
         with pytest.raises(reader.UnknownError):
             reader.Blob(blob(at, value))
     tree = reader.Tree(snapshot(V1, "main", 0))

@@ -85,7 +85,8 @@ def chunk_of(elements, size, kind):
     return floats.view(np.uint8)[: elements * size].copy()
 
 
-DIFFERENCE = 2  # a kind of planes for `merge`, beside the layouts 0 and 1 of full chunks
+#: Kinds of planes for `merge`, beside the layouts 0 and 1 of full chunks; that of an XOR is XOR plus its layout.
+DIFFERENCE, XOR = 2, 3
 
 
 def zigzag(chunk, base, size):
@@ -102,13 +103,13 @@ ELEMENTS = [1, 2, 3, 7, 8, 15, 16, 17, 63, 100, 511, 512, 4095, 4096, 4097, 8191
 @pytest.mark.sampled(32)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("with_base", [False, True])
+@pytest.mark.parametrize("delta", ["none", "difference", "xor"])
 @pytest.mark.parametrize("misaligned", [0, 8, 3])
-def test_split_and_merge(machine, size, layout, with_base, misaligned):
+def test_split_and_merge(machine, size, layout, delta, misaligned):
     """`split` matches the reference, and `merge` restores the chunks; one launch takes chunks of many lengths."""
     layout = planes.BYTES if size == 1 else layout
     chunks = [chunk_of(n, size, ("noise", "floats", "zero")[i % 3]) for i, n in enumerate(ELEMENTS)]
-    bases = [chunk_of(n, size, "floats") if with_base and i % 4 else None for i, n in enumerate(ELEMENTS)]
+    bases = [chunk_of(n, size, "floats") if delta != "none" and i % 4 else None for i, n in enumerate(ELEMENTS)]
     strides = [-(-n // 16) * 16 for n in ELEMENTS]
     placed = [machine.put(c, misaligned) for c in chunks]
     placed_bases = [None if b is None else machine.put(b, misaligned) for b in bases]
@@ -118,10 +119,12 @@ def test_split_and_merge(machine, size, layout, with_base, misaligned):
     tiles = -(-max(lengths) // (16 * 256 * 4))
     machine.launch("split", (tiles, n), 256, addresses(machine, placed), addresses(machine, placed_bases),
                    addresses(machine, split), numbers(machine, lengths), numbers(machine, strides), sizes,
-                   layouts)  # fmt: skip
+                   layouts, int(delta == "xor"))  # fmt: skip
     for i, out in enumerate(split):
         source = planes.split(chunks[i], size, layout)
-        if bases[i] is not None:
+        if bases[i] is not None and delta == "xor":
+            source = planes.split(chunks[i] ^ bases[i], size, layout)
+        elif bases[i] is not None:
             source = planes.split(zigzag(chunks[i], bases[i], size), size)
         assert (out.get()[:, : ELEMENTS[i]] == source).all(), ELEMENTS[i]
 
@@ -135,7 +138,8 @@ def test_split_and_merge(machine, size, layout, with_base, misaligned):
         table[i, :size] = [p.address for p in row]
     outs = [machine.put(np.zeros(c.size, np.uint8), misaligned) for c in chunks]
     tiles = -(-max(lengths) // (16 * 256 * 2))
-    kinds = [DIFFERENCE if base is not None else layout for base in bases]
+    kind = XOR + layout if delta == "xor" else DIFFERENCE
+    kinds = [kind if base is not None else layout for base in bases]
     machine.launch("merge", (tiles, n), 256, machine.put(table), numbers(machine, kinds, np.uint8),
                    numbers(machine, range(n + 1)), addresses(machine, placed_bases), addresses(machine, outs),
                    numbers(machine, lengths), sizes)  # fmt: skip
@@ -146,7 +150,10 @@ def test_split_and_merge(machine, size, layout, with_base, misaligned):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", SIZES)
 def test_merge_of_chains(machine, size, layout):
-    """`merge` adds up the differences of chains of one to nine blobs. The oldest blob is full, or there is a base."""
+    """`merge` applies the deltas of chains of one to nine blobs, the oldest first: sums and XORs do not commute.
+
+    The oldest blob is full, or there is a base.
+    """
     layout = planes.BYTES if size == 1 else layout
     depths = [1, 2, 3, 9, 1, 4]
     counts = [5, 4096, 100, 1023, 3, 7777]
@@ -154,8 +161,13 @@ def test_merge_of_chains(machine, size, layout):
     for i, (depth, count) in enumerate(zip(depths, counts, strict=True)):
         versions = [chunk_of(count, size, "noise") for _ in range(depth + i % 2)]  # oldest first
         expected.append(versions[-1])
-        rows = [planes.split(zigzag(after, before, size), size) for before, after in pairwise(versions)][::-1]
-        kinds += [DIFFERENCE] * len(rows)
+        rows, of_rows = [], []
+        for j, (before, after) in enumerate(pairwise(versions)):
+            is_xor = (i + j // 2) % 2
+            of_rows.insert(0, XOR + layout if is_xor else DIFFERENCE)
+            delta = after ^ before if is_xor else zigzag(after, before, size)
+            rows.insert(0, planes.split(delta, size, layout if is_xor else planes.BYTES))
+        kinds += of_rows
         bases.append(machine.put(versions[0]) if i % 2 else None)
         if bases[-1] is None:
             rows.append(planes.split(versions[0], size, layout))
@@ -176,9 +188,10 @@ def test_merge_of_chains(machine, size, layout):
         assert (out.get() == want).all()
 
 
+@pytest.mark.parametrize("xor", [0, 1])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", SIZES)
-def test_histograms(machine, size, layout):
+def test_histograms(machine, size, layout, xor):
     """The kernel takes the same sample as the CPU engine, and computes the same statistics."""
     layout = planes.BYTES if size == 1 else layout
     chunks = [chunk_of(n, size, ("noise", "floats", "zero")[i % 3]) for i, n in enumerate(ELEMENTS)]
@@ -189,10 +202,12 @@ def test_histograms(machine, size, layout):
     out = machine.put(np.full((n, 2, 8, 2), -1.0))
     machine.launch("histograms", (n,), 256, addresses(machine, placed), addresses(machine, placed_bases),
                    numbers(machine, [c.size for c in chunks]), numbers(machine, [size] * n, np.uint8),
-                   numbers(machine, [layout] * n, np.uint8), out)  # fmt: skip
+                   numbers(machine, [layout] * n, np.uint8), out, xor)  # fmt: skip
     got = out.get()
     for i, (chunk, base) in enumerate(zip(chunks, bases, strict=True)):
-        sources = [(chunk, layout)] if base is None else [(chunk, layout), (zigzag(chunk, base, size), planes.BYTES)]
+        sources = [(chunk, layout)]
+        if base is not None:
+            sources.append((chunk ^ base, layout) if xor else (zigzag(chunk, base, size), planes.BYTES))
         for j, (source, own) in enumerate(sources):
             want = planes.statistics(planes.histograms(planes.sample(source, size, own)))
             np.testing.assert_allclose(got[i, j, :size, 0], want.bits, rtol=0, atol=1e-9)

@@ -101,7 +101,7 @@ def difference(chunk, base):
 def forge_blob(source, chunk_digest, base, element_size=1):
     statistics = planes.statistics(planes.histograms(planes.split(source, element_size)))
     out = np.empty(blob.bound(source.size, element_size), np.uint8)
-    return bytes(blob.encode(source, element_size, planes.BYTES, statistics, chunk_digest, base, out))
+    return bytes(blob.encode(source, element_size, planes.BYTES, statistics, (chunk_digest, base), out))
 
 
 #: `blob.HEADER`, with the two fields that a reader ignores.

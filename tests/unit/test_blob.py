@@ -39,7 +39,7 @@ def encode(source, element_size, chunk_digest, base, layout=planes.ROTATED):
     of_planes = layout if base is None else planes.BYTES
     statistics = planes.statistics(planes.histograms(planes.sample(source, element_size, of_planes)))
     out = np.empty(blob.bound(source.size, element_size), np.uint8)
-    return bytearray(blob.encode(source, element_size, layout, statistics, chunk_digest, base, out))
+    return bytearray(blob.encode(source, element_size, layout, statistics, (chunk_digest, base), out))
 
 
 def full(chunk, element_size=4, layout=planes.ROTATED):

@@ -38,7 +38,7 @@ def a_blob(size, element_size=2, seed=0, base=None):
     chunk = np.random.default_rng(seed).geometric(0.3, size * element_size).astype(np.uint8)
     statistics = planes.statistics(planes.histograms(planes.split(chunk, element_size)))
     out = np.empty(blob.bound(chunk.size, element_size), np.uint8)
-    return blob.encode(chunk, element_size, planes.BYTES, statistics, digest(chunk), base, out)
+    return blob.encode(chunk, element_size, planes.BYTES, statistics, (digest(chunk), base), out)
 
 
 def encoded(blobs):

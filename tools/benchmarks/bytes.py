@@ -388,7 +388,13 @@ def main() -> None:
     )
     parser.add_argument("--codings", action="store_true", help="tables of codings of single steps, on the CPU")
     parser.add_argument("--history", action="store_true", help="entropies given earlier changes, on the CPU")
+    parser.add_argument("--codes", action="store_true", help="XOR beside differences of integers, on the CPU")
     args = parser.parse_args()
+    if args.codes:
+        from benchmarks import bytes_codes
+
+        bytes_codes.report()
+        return
     if args.history:
         from benchmarks import bytes_history
 

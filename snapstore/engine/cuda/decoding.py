@@ -23,8 +23,8 @@ from .pinned import ALIGNMENT
 from .sparse import SparseLinks
 from .streams import WorkStream, addresses_of, copy_async, ragged
 
-#: The kind of the planes of a difference, for the kernel `merge`. The kind of a full chunk's planes is their layout.
-_DIFFERENCE = 2
+#: For the kernel `merge`, the kind of planes less their layout, by transform; a difference has layout 0.
+_KINDS = np.array([0, 2, 3], np.uint8)
 #: Whether a device decodes planes of each codec, (256,) bool.
 _DECODED = np.isin(np.arange(256), (codecs.RAW, codecs.ZSTD, codecs.DEFLATE, codecs.ANS))
 
@@ -150,7 +150,7 @@ class Decoding:
             found.element_size[self.first[rows]].astype(np.uint8),
         )
         chunk_of = np.repeat(np.arange(len(rows)), batch.counts[rows])
-        kinds = np.where(header.transform == blob.FULL, header.layout, _DIFFERENCE).astype(np.uint8)
+        kinds = (_KINDS[header.transform] + header.layout).astype(np.uint8)
         step = _steps(is_sparse, batch.counts[rows])
         at = chunks.bases.copy()  # the address of the plain bytes that each chunk's next step changes; 0: none
         for i in range(int(step.max()) + 1):
@@ -166,7 +166,7 @@ class Decoding:
         return work.digests(chunks.outs, chunks.lengths, self.digest_seed)
 
     def _merge(self, chunks: _RebuildRows, which: Column, bases: Column, blobs: tuple[Column, Column, Column]) -> None:
-        """Begin to add up the blobs of chunks `which`: (addresses of planes (m, 8), kinds (m,), counts by chunk)."""
+        """Begin to apply the blobs of chunks `which`: (addresses of planes (m, 8), kinds (m,), counts by chunk)."""
         if not len(which):
             return
         planes_at, kinds, counts = blobs

@@ -108,7 +108,7 @@ class Encoding:
         # in the lowest plane of a difference, all unchanged elements are 0, and a few changed ones
         few = (self.base_addresses != 0) & (found[:, 1, 0, 1] >= MIN_UNCHANGED_SAMPLED) & (self.lengths > 0)
         rows = np.flatnonzero(few)
-        if not len(rows):
+        if not len(rows) or self.batch.xor:
             return Pieces.none()
         every = Candidates(
             np.arange(self.count),
@@ -148,7 +148,7 @@ class Encoding:
             self.batch.element_sizes,
             self.batch.layouts,
         )
-        self.work.launch("histograms", (self.count,), *tables, statistics)
+        self.work.launch("histograms", (self.count,), *tables, statistics, int(self.batch.xor))
         return statistics
 
     def _split(self, rows: Column) -> Column:
@@ -173,7 +173,8 @@ class Encoding:
         )
         if len(rows):
             tiles = -(-int(self.lengths[rows].max()) // kernels.SPLIT_TILE_BYTES)
-            self.work.launch("split", (tiles, len(rows)), *self.work.upload(*(column[rows] for column in columns)))
+            tables = self.work.upload(*(column[rows] for column in columns))
+            self.work.launch("split", (tiles, len(rows)), *tables, int(self.batch.xor))
         at: Column = starts[:, None] + strides[:, None] * np.arange(8)
         return at
 
@@ -257,7 +258,7 @@ class Encoding:
         entries = np.zeros(self.count, blob.ENTRY)
         entries["length"] = blob.HEADER.size + 4 * block_counts + payload
         entries["raw_bytes"], entries["element_size"] = self.lengths, self.sizes
-        entries["transform"] = np.where(self.is_delta, blob.DIFFERENCE, blob.FULL)
+        entries["transform"] = np.where(self.is_delta, blob.XOR if self.batch.xor else blob.DIFFERENCE, blob.FULL)
         entries["codecs"] = np.where(np.arange(8) < self.sizes[:, None], codec_of, 0)
         entries["plane_bytes"] = self.stored_planes
         entries["codecs"][self.is_sparse] = [codecs.SPARSE] + [0] * 7
@@ -269,7 +270,8 @@ class Encoding:
         offsets = np.cumsum(rooms) - rooms
         entries["offset"] = offsets
 
-        layouts = np.where(self.is_delta & ~self.is_sparse, planes.BYTES, self.batch.layouts)
+        is_planar = self.is_delta & ~self.is_sparse & (not self.batch.xor)  # planes of a difference
+        layouts = np.where(is_planar, planes.BYTES, self.batch.layouts)
         block_bytes = np.where(self.is_sparse, codecs.BLOCK_BYTES, self.block_bytes)
         headers, starts = blob.headers(entries, layouts, block_bytes, block_counts, pieces.lengths[pieces.is_block])
         out = self.work.large(int(rooms.sum())).zero_()  # padding is zero

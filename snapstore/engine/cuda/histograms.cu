@@ -1,5 +1,5 @@
-// Compute entropy and skew of the byte planes of many chunks, and of their zigzagged differences from a base, from a
-// sample. It does the work of planes.sample, planes.histograms and planes.statistics for a batch.
+// Compute entropy and skew of the byte planes of many chunks, and of their zigzagged differences from a base or their
+// XORs with it, from a sample. It does the work of planes.sample, planes.histograms and planes.statistics for a batch.
 //
 // One thread block per chunk: grid (n), block (THREADS). A base address of 0 means no base.
 
@@ -28,10 +28,11 @@ __device__ __forceinline__ u64 sampled_at(u32 k) {
     return (u64)k << 32 | (mixed ^ mixed >> 16);
 }
 
-// out: (n, 2, 8, 2) double. The axes: chunk; itself or its difference; plane; bits per byte or share of the most
+// xored: whether deltas are XORs, which are rotated as chunks are; else they are differences.
+// out: (n, 2, 8, 2) double. The axes: chunk; itself or its delta; plane; bits per byte or share of the most
 // frequent byte.
 extern "C" __global__ void histograms(const u64* chunks, const u64* bases, const u64* lengths, const u8* element_sizes,
-                                      const u8* layouts, double* out) {
+                                      const u8* layouts, double* out, u64 xored) {
     __shared__ u32 counts[16][256];
     const u8* chunk = (const u8*)chunks[blockIdx.x];
     const u8* base = (const u8*)bases[blockIdx.x];
@@ -46,7 +47,11 @@ extern "C" __global__ void histograms(const u64* chunks, const u64* bases, const
         const u64 at = all ? i : (sampled_at((u32)(i / RUN)) * runs >> 39) * RUN + i % RUN;
         u64 value = load_element(chunk + at * size, size);
         count_element(counts, layout ? rotated(value, 8 * size) : value, size);
-        if (base) count_element(counts + 8, zigzag(value - load_element(base + at * size, size), 8 * size), size);
+        if (!base) continue;
+        const u64 before = load_element(base + at * size, size);
+        u64 delta = xored ? value ^ before : zigzag(value - before, 8 * size);
+        if (xored && layout) delta = rotated(delta, 8 * size);
+        count_element(counts + 8, delta, size);
     }
     __syncthreads();
 

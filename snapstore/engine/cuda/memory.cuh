@@ -134,6 +134,10 @@ __device__ __forceinline__ uint4 sum16<8>(uint4 a, uint4 b) {
     return joined(lower(a) + lower(b), upper(a) + upper(b));
 }
 
+__device__ __forceinline__ uint4 xor16(uint4 a, uint4 b) {
+    return make_uint4(a.x ^ b.x, a.y ^ b.y, a.z ^ b.z, a.w ^ b.w);
+}
+
 // Load or store an element at an address that is not a multiple of its size. It is rare, so it is not inlined.
 __device__ __noinline__ u64 load_bytes(const u8* p, int size) {
     u64 value = 0;

@@ -1,5 +1,5 @@
-// Merge chains of byte planes into chunks: add the differences of all blobs of a chain to the full chunk at its end, or
-// to a plain base. The inverse of split.cu.
+// Merge chains of byte planes into chunks: apply the deltas of all blobs of a chain, the oldest first, to the full chunk at
+// its end, or to a plain base: add differences, XOR XORs. The inverse of split.cu.
 //
 // grid (tiles of the longest chunk, n), block (THREADS); a tile is TILE bytes of the chunk. Planes may begin at any
 // address: raw planes lie inside the payload of a blob.
@@ -84,7 +84,7 @@ __device__ __forceinline__ uint4 unrotate<8>(uint4 v) {
     return joined(a, b);
 }
 
-enum { FULL, FULL_ROTATED, DIFFERENCE };  // the content of a blob's planes
+enum { FULL, FULL_ROTATED, DIFFERENCE, XOR, XOR_ROTATED };  // the content of a blob's planes
 
 // Load 16 bytes of elements from planes, `at` elements from their start.
 template <int SIZE>
@@ -106,11 +106,12 @@ __device__ void merge_tile(const u64* planes, const u8* kinds, u64 blobs, const 
         u64 at = (u64)blockIdx.x * TILE + 16 * (threadIdx.x + THREADS * i);
         if (at >= bytes) return;
         uint4 sum = base ? load_upto16(base + at, bytes - at) : make_uint4(0, 0, 0, 0);
-        for (u64 blob = 0; blob < blobs; blob++) {
+        for (u64 blob = blobs; blob-- > 0;) {  // the newest blob is the first
+            const u8 kind = kinds[blob];
             uint4 v = load_elements<SIZE>(planes + 8 * blob, at / SIZE, bytes / SIZE);
-            if (kinds[blob] == DIFFERENCE) v = unzigzag16<SIZE>(v);
-            if (kinds[blob] == FULL_ROTATED) v = unrotate<SIZE>(v);
-            sum = sum16<SIZE>(sum, v);
+            if (kind == DIFFERENCE) v = unzigzag16<SIZE>(v);
+            if (kind == FULL_ROTATED || kind == XOR_ROTATED) v = unrotate<SIZE>(v);
+            sum = kind >= XOR ? xor16(sum, v) : sum16<SIZE>(sum, v);
         }
         store_upto16(out + at, sum, bytes - at);
     }

@@ -1,4 +1,4 @@
-// Split chunks, or their zigzagged differences from a base, into byte planes. Chunk and base are read once, planes are
+// Split chunks, or their zigzagged differences from a base, or their XORs with it, into byte planes. Chunk and base are read once, planes are
 // written once.
 //
 // grid (tiles of the longest chunk, n), block (THREADS); a tile is TILE bytes. Each thread takes 16 bytes of elements
@@ -61,7 +61,7 @@ __device__ __forceinline__ void put<8>(uint4 v, u8* planes, u64 stride, u64 at) 
         *(unsigned short*)(planes + k * stride + at) = (unsigned short)((a >> 8 * k & 255) | (b >> 8 * k & 255) << 8);
 }
 
-template <int SIZE>
+template <int SIZE, bool XORED>
 __device__ void split_tile(const u8* chunk, const u8* base, u8* planes, u64 bytes, u64 stride, int layout) {
     const u64 start = (u64)blockIdx.x * TILE + 16 * threadIdx.x;
     uint4 state[UNROLL], prior[UNROLL];
@@ -75,7 +75,8 @@ __device__ void split_tile(const u8* chunk, const u8* base, u8* planes, u64 byte
     for (int i = 0; i < UNROLL; i++) {
         u64 at = start + 16 * THREADS * i;
         if (at >= bytes) break;
-        if (base)
+        if (base && XORED) state[i] = xor16(state[i], prior[i]);
+        if (base && !XORED)
             state[i] = zigzag16<SIZE>(state[i], prior[i]);
         else if (layout)
             state[i] = rotate<SIZE>(state[i]);
@@ -84,17 +85,24 @@ __device__ void split_tile(const u8* chunk, const u8* base, u8* planes, u64 byte
 }
 
 // planes: address of plane 0 of every chunk; plane k begins k * strides[chunk] bytes later. Addresses and strides are
-// multiples of 16; a stride is at least length / size. bases: 0 for none. layouts: of chunks without a base;
-// differences are never rotated.
+// multiples of 16; a stride is at least length / size. bases: 0 for none. layouts: of chunks and XORs; differences are
+// never rotated. xored: whether deltas are XORs.
 extern "C" __global__ void split(const u64* chunks, const u64* bases, const u64* planes, const u64* lengths,
-                                 const u64* strides, const u8* element_sizes, const u8* layouts) {
+                                 const u64* strides, const u8* element_sizes, const u8* layouts, u64 xored) {
     const u64 i = blockIdx.y, bytes = lengths[i];
     if ((u64)blockIdx.x * TILE >= bytes) return;
     const u8 *chunk = (const u8*)chunks[i], *base = (const u8*)bases[i];
+#define SPLIT(SIZE, LAYOUT)                                                                                  \
+    case SIZE:                                                                                               \
+        if (xored)                                                                                           \
+            split_tile<SIZE, true>(chunk, base, (u8*)planes[i], bytes, strides[i], LAYOUT);                  \
+        else                                                                                                 \
+            split_tile<SIZE, false>(chunk, base, (u8*)planes[i], bytes, strides[i], LAYOUT);                 \
+        break;
     switch (element_sizes[i]) {
-        case 1: split_tile<1>(chunk, base, (u8*)planes[i], bytes, strides[i], 0); break;
-        case 2: split_tile<2>(chunk, base, (u8*)planes[i], bytes, strides[i], layouts[i]); break;
-        case 4: split_tile<4>(chunk, base, (u8*)planes[i], bytes, strides[i], layouts[i]); break;
-        case 8: split_tile<8>(chunk, base, (u8*)planes[i], bytes, strides[i], layouts[i]); break;
+        SPLIT(1, 0)
+        SPLIT(2, layouts[i])
+        SPLIT(4, layouts[i])
+        SPLIT(8, layouts[i])
     }
 }

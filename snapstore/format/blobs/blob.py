@@ -1,7 +1,8 @@
 """Blob: one chunk as stored, header and encoded planes (docs/format.md, "Blob").
 
-In: a chunk (r,) uint8, or its difference from a base (`planes.difference`). Out: one bytes-like blob; and back, to
-planes; chain_decode.py rebuilds chunks. The checksum of stored bytes is verified before any decoder sees them.
+In: a chunk (r,) uint8, or its difference from a base (`planes.difference`), or its XOR with one. Out: one bytes-like
+blob; and back, to planes; chain_decode.py rebuilds chunks. The checksum of stored bytes is verified before any decoder
+sees them.
 
     off size field               off size field
       0    4 magic SNBL           24    4 payload length
@@ -28,6 +29,9 @@ import numpy.typing as npt
 
 from ...arrays import Bytes, Column, items_at, sums_before
 from ...errors import IntegrityError, UnknownFormatError
+from ..chunking import DIFFERENCE as DIFFERENCE
+from ..chunking import FULL as FULL
+from ..chunking import XOR as XOR
 from ..hashing import checksum
 from ..records import wrong_version
 from . import codecs, planes
@@ -37,8 +41,7 @@ from .plane_kinds import NOISE, REPEATS, RUNS, plane_kinds
 HEADER = struct.Struct("<4sHHQBBBxIII8sI4x16s16s")
 MAGIC = b"SNBL"
 VERSION = 1
-FULL, DIFFERENCE = 0, 1
-TRANSFORMS = {FULL: "full", DIFFERENCE: "difference"}
+TRANSFORMS = {FULL: "full", DIFFERENCE: "difference", XOR: "XOR"}
 NO_BASE = bytes(16)
 ALIGNMENT = 8
 
@@ -119,33 +122,34 @@ def encode(
     element_size: int,
     layout: int,
     statistics: planes.Statistics,
-    chunk_digest: bytes,
-    base: bytes | None,
+    digests: tuple[bytes, bytes | None],
     out: Bytes,
+    *,
+    xor: bool = False,
 ) -> memoryview:
     """Encode one blob.
 
     Args:
-        source: (r,) uint8, the chunk, or its `planes.difference` from a base.
+        source: (r,) uint8, the chunk, or its `planes.difference` from a base, or its XOR with one.
         element_size: 1, 2, 4 or 8; divides r.
         layout: of the chunk: planes.ROTATED for floats, else planes.BYTES. A difference is always split in
-            planes.BYTES.
+            planes.BYTES, an XOR as the chunk itself would be.
         statistics: of the planes of `source`; they decide each plane's codec.
-        chunk_digest: (16 bytes) of the chunk itself.
-        base: digest of the base when `source` is a difference, else None.
+        digests: (16 bytes each) of the chunk itself, and of the base; None: `source` is the chunk.
         out: (`bound`,) uint8.
+        xor: whether a source with a base is an XOR.
 
     Returns:
         The blob: the first bytes of `out`.
     """
     kinds = plane_kinds(statistics.bits, statistics.top_share, layout).tolist()
-    layout = layout if base is None else planes.BYTES
+    layout = layout if digests[1] is None or xor else planes.BYTES
     split = planes.split(source, element_size, layout, planes.scratch.room("planes", source.size))
     encoded = [_encode_plane(plane, kind) for kind, plane in zip(kinds, split, strict=True)]
     payload = [block for _, blocks in encoded for block in blocks]
     lengths = [len(block) for codec, blocks in encoded if codec != codecs.RAW for block in blocks]
     codec_ids = bytes(codec for codec, _ in encoded)
-    return _assemble((source.size, element_size, layout, codec_ids), payload, lengths, (chunk_digest, base), out)
+    return _assemble((source.size, element_size, layout, codec_ids), payload, lengths, digests, out, xor=xor)
 
 
 def encode_sparse(
@@ -181,6 +185,8 @@ def _assemble(
     block_lengths: Sequence[int],
     digests: tuple[bytes, bytes | None],
     out: Bytes,
+    *,
+    xor: bool = False,
 ) -> memoryview:
     """Write header, block lengths and payload to `out`; `shape`: raw length, element size, layout and codecs."""
     raw_bytes, element_size, layout, codec_ids = shape
@@ -193,7 +199,7 @@ def _assemble(
         VERSION,
         0,
         0,
-        FULL if base is None else DIFFERENCE,
+        FULL if base is None else XOR if xor else DIFFERENCE,
         element_size,
         layout,
         raw_bytes,
@@ -309,10 +315,11 @@ def read_headers(stored: Bytes, offsets: Column, lengths: Column) -> tuple[Heade
     size = found.element_size
     fine: npt.NDArray[np.bool_] = whole & (fixed["magic"] == MAGIC) & (fixed["version"] == VERSION)
     fine &= fixed["zero"] == 0
-    fine &= (found.payload_start + found.payload_bytes <= lengths) & (found.transform <= DIFFERENCE)
+    fine &= (found.payload_start + found.payload_bytes <= lengths) & (found.transform <= XOR)
     fine &= found.layout <= planes.ROTATED
     is_sparse = found.codecs & 255 == codecs.SPARSE
-    fine &= (found.transform == FULL) | (found.layout == planes.BYTES) | is_sparse
+    fine &= (found.transform != DIFFERENCE) | (found.layout == planes.BYTES) | is_sparse
+    fine &= ~is_sparse | (found.transform != XOR)
     fine &= (size > 0) & (size <= 8) & (size & size - 1 == 0) & (found.block_bytes > 0)
     fine &= found.raw_bytes & size - 1 == 0  # a power of two divides it
     return found, fine
@@ -346,6 +353,8 @@ def parse(blob: memoryview, where: str) -> Header:
         )
     if h.transform == DIFFERENCE and h.layout != planes.BYTES and h.codecs[0] != codecs.SPARSE:
         raise IntegrityError(f"{where}: a difference in planes of layout {h.layout}, expected {planes.BYTES}")
+    if h.transform == XOR and h.codecs[0] == codecs.SPARSE:
+        raise IntegrityError(f"{where}: a sparse delta of transform {XOR}, expected {DIFFERENCE}")
     if h.element_size not in (1, 2, 4, 8) or h.raw_bytes % h.element_size or not h.block_bytes:
         got = f"{h.raw_bytes} bytes of element size {h.element_size} in blocks of {h.block_bytes}"
         raise IntegrityError(f"{where}: {got}")
@@ -438,7 +447,7 @@ def decode_planes(blob: memoryview, header: Header, where: str) -> list[Bytes]:
 
 
 def relabel(blob: memoryview, transform: int, chunk_digest: bytes, base: bytes) -> None:
-    """Change in place a blob's transform, digest and base; its planes stay as they are."""
+    """Change in place a blob's transform, digest and base; its planes stay; those of a difference get layout 0."""
     blob[16:17] = bytes([transform])
     if transform == DIFFERENCE:
         blob[18:19] = bytes([planes.BYTES])

@@ -2,7 +2,8 @@
 
 In: blobs, newest first, and the plain bytes of the oldest one's base if that blob is a delta. Out: the chunk, verified
 by its digest. Links are applied from the oldest to the newest: each is a difference that is added to the plain bytes of
-its base, as planes or as the elements that changed.
+its base, as planes or as the elements that changed, or an XOR with them. Sums and XORs do not commute, so the order
+matters.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from ...arrays import Bytes
 from ...errors import FormatError, IntegrityError
 from ..hashing import digest
 from . import codecs, planes
-from .blob import FULL, NO_BASE, Header, decode_planes, length_of, parse
+from .blob import FULL, NO_BASE, XOR, Header, decode_planes, length_of, parse
 from .codecs import sparse_decode
 
 
@@ -121,6 +122,8 @@ def _apply_links(
         blob, header, where = blobs[i], headers[i], wheres[i]
         if base is None:
             planes.merge(decode_planes(blob, header, where), out, header.layout)
+        elif header.transform == XOR:
+            planes.unxor(decode_planes(blob, header, where), base, out, header.layout)
         elif header.codecs[0] == codecs.SPARSE:
             if base is not out:
                 out[:] = base

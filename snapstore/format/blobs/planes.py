@@ -155,6 +155,18 @@ def add(planes: Sequence[Bytes], base: Bytes, out: Bytes) -> None:
     np.add(before, found, out=after)
 
 
+def unxor(planes: Sequence[Bytes], base: Bytes, out: Bytes, layout: int) -> None:
+    """Fill `out` with the XOR of a base and of what `planes` merge to in a layout.
+
+    Args:
+        planes: of the XOR of a chunk and the base, (n,) uint8 each, plane 0 first.
+        base, out: (e * n,) uint8; they may be the same memory.
+    """
+    found = scratch.room("added", out.size)
+    merge(planes, found, layout)
+    np.bitwise_xor(base, found, out=out)
+
+
 def sample(chunk: Bytes, element_size: int, layout: int = BYTES) -> Bytes:
     """Return runs of a chunk's elements, as planes (e, m) uint8; all elements of a short chunk."""
     elements = chunk.view(_UNSIGNED[element_size])

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from ...arrays import Bytes, sums_before
 from ...errors import FormatError, UnknownFormatError
+from ..chunking import XOR
 
 MAX_CHAIN = 255
 #: dtype of every column, and shape of a row, in the order in which they are stored.
@@ -37,7 +38,7 @@ class ChunkTable:
     digests: Bytes  # (n, 16) uint8
     lengths: npt.NDArray[np.uint32]  # (n,) [plain bytes]
     ref_counts: npt.NDArray[np.uint16]  # (n,)
-    ref_kinds: npt.NDArray[np.uint8]  # (m,) blob.FULL or blob.DIFFERENCE
+    ref_kinds: npt.NDArray[np.uint8]  # (m,) chunking.FULL, DIFFERENCE or XOR
     ref_packs: npt.NDArray[np.uint32]  # (m,) index into the manifest's packs
     ref_offsets: npt.NDArray[np.uint64]  # (m,)
     ref_lengths: npt.NDArray[np.uint32]  # (m,)
@@ -146,13 +147,13 @@ class ChunkTable:
         if self.ref_counts.min() < 1 or self.ref_counts.max() > MAX_CHAIN:
             least, most = self.ref_counts.min(), self.ref_counts.max()
             raise FormatError(f"{where}: chains of {least} to {most} references, expected 1 to {MAX_CHAIN}")
-        if self.ref_kinds.max() > 1:
+        if self.ref_kinds.max() > XOR:
             raise UnknownFormatError(
                 f"{where}: a reference of kind {self.ref_kinds.max()}, which this snapstore does not know; use the "
                 "release that wrote it, or a newer one"
             )
-        if self.ref_kinds[last].any() or self.ref_kinds.sum() != refs - len(self):
-            raise FormatError(f"{where}: a chain is not difference, ..., difference, full")
+        if self.ref_kinds[last].any() or np.count_nonzero(self.ref_kinds) != refs - len(self):
+            raise FormatError(f"{where}: a chain is not delta, ..., delta, full")
         if self.ref_packs.max() >= len(pack_sizes):
             raise FormatError(f"{where}: a reference to a pack that the header does not name")
         if self.lengths.max() > chunk_bytes or self.lengths.min() < 1:

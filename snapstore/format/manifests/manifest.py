@@ -21,11 +21,11 @@ from ...state.values.tensors import DimOrder
 from ...storage.base import ObjectStore
 from ...text import counted
 from ...threads import msgpack_decoder
-from .. import open_maps
+from .. import chunking, open_maps
 from ..chunking import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from ..keys import manifest_key, sha256_names
 from ..open_maps import NONE_UNKNOWN, UnknownKeys
-from ..records import RANKS, STRIDES, Count, MadeFor, ManifestRef, Rank, Seed, require_known_features
+from ..records import RANKS, STRIDES, XOR, Count, MadeFor, ManifestRef, Rank, Seed, require_known_features
 from . import sections as layout
 from .chunk_table import COLUMNS, ChunkTable
 from .sections import Box as Box
@@ -163,7 +163,7 @@ class ManifestContents:
         pack_sizes: of each of them [bytes].
         tree: a node, or `msgspec.Raw` of a packed one.
         made_for: the record that will name the manifest; None: revision 0 of the snapshot `save_id`.
-        features, world_size, children, box_map: see `ManifestHeader`; `encode` adds the feature of `dim_orders`.
+        features, world_size, children, box_map: see `ManifestHeader`; `encode` adds those of `dim_orders` and XORs.
         depth: the most deltas in a chain of the children.
         unknown_keys, unknown_sections: of the manifest that this one replaces.
     """
@@ -227,7 +227,7 @@ def encode(contents: ManifestContents) -> bytes:
     )
     header = ManifestHeader(
         **{name: getattr(c, name) for name in _SAME if name != "features"},
-        features=list(dict.fromkeys([*c.features, *([STRIDES] if c.dim_orders else [])])),
+        features=_features_of(c),
         snapshot=snapshot,
         revision=revision,
         tensors=len(c.tensors),
@@ -240,6 +240,14 @@ def encode(contents: ManifestContents) -> bytes:
         unknown=c.unknown_keys,
     )
     return layout.join(open_maps.encode(header, "children"), body)
+
+
+def _features_of(c: ManifestContents) -> list[str]:
+    """Return the features of a manifest; a rewrite may have replaced the last XOR of one."""
+    found = [feature for feature in c.features if feature != XOR]
+    found += [STRIDES] if c.dim_orders else []
+    found += [XOR] if (c.table.ref_kinds == chunking.XOR).any() else []
+    return list(dict.fromkeys(found))
 
 
 def decode_header(data: bytes | memoryview, where: str) -> ManifestHeader:
@@ -466,6 +474,8 @@ def decode(data: bytes, where: str) -> Manifest:
     except FormatError as error:
         raise type(error)(f"{where}: {error}") from error
     table.check(header.chunks, header.chunk_bytes, np.frombuffer(header.pack_sizes, "<u8"), where)
+    if XOR not in header.features and (table.ref_kinds == chunking.XOR).any():
+        raise FormatError(f"{where}: references to XORs, but the header does not have the feature {XOR!r}")
     unknown = layout.unknown_sections(data, layout.header_end(data, where), header.sections, where)
     held = len(tensors), len(table.ref_kinds)
     if held != (header.tensors, header.refs):

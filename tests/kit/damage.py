@@ -42,10 +42,10 @@ def encoded_wrongly() -> Iterator[None]:
     """Encode each chunk with one wrong bit, under its right digest: only a rebuild of the chunk finds that."""
     encode = blob.encode
 
-    def wrong(source: Any, *args: Any) -> Any:
+    def wrong(source: Any, *args: Any, **options: Any) -> Any:
         changed = source.copy()
         changed[7] ^= 1
-        return encode(changed, *args)
+        return encode(changed, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blob, "encode", wrong)

@@ -372,10 +372,10 @@ def misbuilt(monkeypatch):
     data = np.random.default_rng(1).integers(0, 255, 4 * CHUNK, np.uint8)
     store, encode = MemoryStore(), blob.encode
 
-    def wrong(source, *args):
+    def wrong(source, *args, **options):
         changed = source.copy()
         changed[7] ^= source.tobytes() == data[CHUNK : 2 * CHUNK].tobytes()
-        return encode(changed, *args)
+        return encode(changed, *args, **options)
 
     Repository.create(store, chunk_bytes=CHUNK).close()
     with Repository.open(store, options=ONE_PACK) as found, monkeypatch.context() as patch:

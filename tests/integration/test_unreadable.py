@@ -628,9 +628,9 @@ def test_one_wrong_chunk_costs_no_request_for_every_other(monkeypatch):
     encode = blob.encode
     calls = []
 
-    def wrong(source, *args):
+    def wrong(source, *args, **options):
         calls.append(1)
-        return encode(source ^ np.uint8(1) if len(calls) == 500 else source, *args)
+        return encode(source ^ np.uint8(1) if len(calls) == 500 else source, *args, **options)
 
     options = SaveOptions(threads=1, restore_cost=1.0, verify_writes="off")
     with Repository.open(made, options=options) as found, monkeypatch.context() as patch:

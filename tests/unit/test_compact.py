@@ -648,10 +648,10 @@ def test_a_forged_pack_beyond_a_tib_does_not_stop_the_others():
 def test_a_wrong_result_of_the_encoder_is_not_published(in_memory, monkeypatch):
     repo, real = in_memory, blob.encode
 
-    def encode(source, *rest):
+    def encode(source, *rest, **options):
         wrong = source.copy()
         wrong[7] ^= 4
-        return real(wrong, *rest)
+        return real(wrong, *rest, **options)
 
     keys = keys_of(repo.store, "snapshots/")
     with monkeypatch.context() as patch:

@@ -30,7 +30,7 @@ class Chunks:
     def __len__(self) -> int:
         return len(self.which)
 
-    def take(self, rows: Column) -> Chunks:
+    def take(self, rows: Column | slice) -> Chunks:
         """Return the chunks of these rows."""
         return Chunks(self.memories, self.which[rows], self.starts[rows], self.lengths[rows])
 
@@ -73,7 +73,7 @@ class EncodeBatch:
     raw: bool = False  # True: the CPU engine stores chunks uncompressed, or as sparse deltas
     xor: bool = False  # True: deltas are XORs; False: differences
 
-    def take(self, rows: Column) -> EncodeBatch:
+    def take(self, rows: Column | slice) -> EncodeBatch:
         """Return these rows."""
         columns: list[Any] = [getattr(self, field.name) for field in fields(self)]
         taken: list[Any] = [
@@ -108,6 +108,14 @@ class EncodeJob(msgspec.Struct, frozen=True, eq=False, gc=False):
     base_digest: bytes = b""
     delta_limit: int = 0
     xor: bool = False
+
+
+class EncodedChunk(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """One new blob, in a buffer that `recycle` takes back."""
+
+    data: memoryview
+    is_delta: bool
+    buffer: Bytes
 
 
 class DecodeJob(msgspec.Struct, frozen=True, eq=False, gc=False):

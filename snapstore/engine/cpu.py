@@ -10,10 +10,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-import msgspec
 import numpy as np
 
-from ..arrays import Bytes, Column
+from ..arrays import Bytes, Column, sums_before
 from ..errors import IntegrityError, InvalidInputError
 from ..format.blobs import blob, chain_decode, planes
 from ..format.blobs.codecs import sparse
@@ -23,7 +22,8 @@ from ..format.hashing import digest, keyed_checksum
 from ..format.manifests import delta_choice
 from ..state.values.arrays import Memory
 from ..threads import Threads
-from .batches import Chunks, DecodeBatch, DecodeJob, EncodeBatch, EncodeJob
+from . import spans
+from .batches import Chunks, DecodeBatch, DecodeJob, EncodeBatch, EncodedChunk, EncodeJob
 
 #: Copies of chunks begin at multiples of this [bytes].
 COPIED_ALIGNMENT = 64
@@ -33,19 +33,12 @@ FEW_CHANGED_SHARE, FEW_CHANGED_EXCESS = 0.2, 1.25
 MAX_FREE_BUFFERS = 64
 
 
-class EncodedChunk(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """One new blob, in a buffer that `recycle` takes back."""
-
-    data: memoryview
-    is_delta: bool
-    buffer: Bytes
-
-
 class HostEncoded:
     """The blobs of a batch in host memory; see `pack.Encoded`."""
 
     def __init__(self, blobs: Sequence[EncodedChunk]) -> None:
         self.blobs = blobs
+        self.buffers = list({id(b.buffer): b.buffer for b in blobs}.values())
         offsets = np.zeros(len(blobs) + 1, np.int64)
         np.cumsum([len(b.data) + -len(b.data) % blob.ALIGNMENT for b in blobs], out=offsets[1:])
         self.entries = np.frombuffer(
@@ -61,15 +54,15 @@ class HostEncoded:
             out[at:end] = np.frombuffer(b.data, np.uint8)
             at = end + -end % blob.ALIGNMENT
             out[end:at] = 0
-        return _nothing_to_wait_for
-
-
-def _nothing_to_wait_for() -> None:
-    pass
+        return spans.nothing_to_wait_for
 
 
 class CpuEngine:
-    """NumPy, xxhash, zstandard and zlib on a pool of threads; all four release the GIL."""
+    """The extension in C, or NumPy, xxhash, zstandard and zlib, on a pool of threads; all of them release the GIL.
+
+    The extension takes spans of chunks. It leaves some rows to the reference, `encode_chunk` and `decode_chain`, which
+    handles all rows if there is no extension. SNAPSTORE_ENGINE, "native" or "numpy", forces one of the two.
+    """
 
     batch_bytes = 16 * 1024 * 1024
     batch_chunks = 1024
@@ -80,6 +73,7 @@ class CpuEngine:
 
     def __init__(self, digest_seed: int, threads: int | None = None) -> None:
         self.digest_seed = digest_seed
+        self._native = spans.extension()
         self._threads = Threads(threads or default_threads())
         self._free: deque[Bytes] = deque(maxlen=MAX_FREE_BUFFERS)
 
@@ -90,6 +84,9 @@ class CpuEngine:
         ends = np.cumsum(chunks.lengths + -chunks.lengths % COPIED_ALIGNMENT)
         starts = ends - chunks.lengths - -chunks.lengths % COPIED_ALIGNMENT
         copies = Chunks([np.empty(int(ends[-1]), np.uint8)], np.zeros(len(ends), np.int64), starts, chunks.lengths)
+        if self._native is not None:
+            self._native.copy(spans.place(chunks), spans.place(copies))
+            return copies
         for own, given in zip(copies.views(), chunks.views(), strict=True):
             own[:] = given
         return copies
@@ -99,11 +96,16 @@ class CpuEngine:
 
         The thread that calls it hashes, at tens of GB/s, while the pool encodes a batch.
         """
-        seed = self.digest_seed
+        seed, native = self.digest_seed, self._native
+        if native is not None:
+            return lambda: spans.digests(native, chunks, seed)
         return lambda: np.frombuffer(b"".join(digest(c, seed) for c in chunks.views()), np.uint8).reshape(-1, 16)
 
     def start_encode(self, batch: EncodeBatch) -> Callable[[], Sequence[Encoded]]:
         """Begin to encode a batch on the threads."""
+        if self._native is not None and not batch.raw:
+            rows = spans.cut(batch.chunks.lengths, self._threads.count)
+            return self._threads.start(lambda span: self._encode_span(batch.take(span)), rows)
         jobs = _encode_jobs(batch)
         encode = store_chunk if batch.raw else encode_chunk
 
@@ -114,12 +116,25 @@ class CpuEngine:
         encoded = self._threads.start(encode_job, jobs)
         return lambda: [HostEncoded(encoded())]
 
+    def _encode_span(self, batch: EncodeBatch) -> Encoded:
+        """Encode a batch in this thread: by the extension, then the other rows by the reference."""
+        with planes.scratch.borrowed():
+            made = spans.encode(self._native, batch, self._buffer)
+            others = np.flatnonzero(made.entries["length"] == 0)
+            if not len(others):
+                return made
+            others_made = [encode_chunk(job, self._buffer_for(job)) for job in _encode_jobs(batch.take(others))]
+        found = dict(zip(others.tolist(), others_made, strict=True))
+        return HostEncoded([found.get(row) or made.chunk(row) for row in range(len(made.entries))])
+
     def _buffer_for(self, job: EncodeJob) -> Bytes:
+        return self._buffer(blob.bound(job.chunk.size, job.element_size))
+
+    def _buffer(self, needed: int) -> Bytes:
         """Return the oldest free buffer, or a new one.
 
         If the oldest buffer is too small, or more than twice as large as needed, it is dropped.
         """
-        needed = blob.bound(job.chunk.size, job.element_size)
         with suppress(IndexError):
             buffer = self._free.popleft()
             if needed <= buffer.size <= 2 * needed:
@@ -129,12 +144,22 @@ class CpuEngine:
     def recycle(self, encoded: Sequence[Encoded]) -> None:
         """Take back the memory of blobs that have been copied."""
         for e in encoded:
-            if isinstance(e, HostEncoded):
-                self._free.extend(b.buffer for b in e.blobs)
+            if isinstance(e, HostEncoded | spans.SpanEncoded):
+                self._free.extend(e.buffers)
 
     def start_decode(self, batch: DecodeBatch) -> Callable[[], object]:
         """Begin to rebuild a batch on the threads."""
+        if self._native is not None:
+            rows = spans.cut(batch.outs.lengths, self._threads.count)
+            return self._threads.start(batch.gate.guarded(lambda span: self._decode_span(batch, span)), rows)
         return self._threads.start(batch.gate.guarded(self._decode_chunk), _decode_jobs(batch))
+
+    def _decode_span(self, batch: DecodeBatch, rows: slice) -> None:
+        """Rebuild the chunks of some rows: by the extension, then the other rows by the reference."""
+        with planes.scratch.borrowed():
+            others = spans.decode(self._native, batch, rows, self.digest_seed)
+        for job in _decode_jobs(batch, others.tolist()) if len(others) else ():
+            self._decode_chunk(job)
 
     def _decode_chunk(self, job: DecodeJob) -> None:
         with planes.scratch.borrowed():
@@ -178,6 +203,7 @@ class ProvingEngine(CpuEngine):
 
     def __init__(self, engine: CpuEngine, digests: Bytes, checksums: Column) -> None:
         self._threads, self._free, self.digest_seed = engine._threads, engine._free, engine.digest_seed
+        self._native = engine._native
         self._blobs = zip(digests, checksums.tolist(), strict=True)
         self.proven: list[int] = []
 
@@ -224,22 +250,22 @@ def _encode_jobs(batch: EncodeBatch) -> list[EncodeJob]:
     ]
 
 
-def _decode_jobs(batch: DecodeBatch) -> list[DecodeJob]:
-    stored = batch.stored.data
-    spans = zip(batch.offsets.tolist(), batch.lengths.tolist(), strict=True)
-    blobs = [stored[offset : offset + length] for offset, length in spans]
-    bases: list[Bytes | None] = [None] * len(batch.counts)
+def _decode_jobs(batch: DecodeBatch, rows: Sequence[int] | None = None) -> list[DecodeJob]:
+    """Return the jobs of some rows; None: of all."""
+    stored, firsts = batch.stored.data, sums_before(batch.counts).tolist()
+    offsets, lengths = batch.offsets, batch.lengths
+    chosen = np.arange(len(batch.counts)) if rows is None else np.array(rows, np.int64)
+    bases: list[Bytes | None] = [None] * len(chosen)
     if batch.bases is not None:
-        bases = [
-            view if which >= 0 else None for view, which in zip(batch.bases.views(), batch.bases.which, strict=True)
-        ]
-    jobs, at = [], 0
-    for count, chunk_digest, out, base in zip(
-        batch.counts.tolist(), batch.digests, batch.outs.views(), bases, strict=True
-    ):
-        wheres = [batch.where(i) for i in range(at, at + count)]
-        jobs.append(DecodeJob(blobs[at : at + count], wheres, chunk_digest.tobytes(), out, base))
-        at += count
+        some = batch.bases.take(chosen)
+        bases = [view if which >= 0 else None for view, which in zip(some.views(), some.which, strict=True)]
+    jobs = []
+    for row, out, base in zip(chosen.tolist(), batch.outs.take(chosen).views(), bases, strict=True):
+        span = slice(firsts[row], firsts[row + 1])
+        places = zip(offsets[span].tolist(), lengths[span].tolist(), strict=True)
+        blobs = [stored[offset : offset + length] for offset, length in places]
+        wheres = [batch.where(i) for i in range(firsts[row], firsts[row + 1])]
+        jobs.append(DecodeJob(blobs, wheres, batch.digests[row].tobytes(), out, base))
     return jobs
 
 

@@ -1,4 +1,5 @@
-"""Every engine keeps one contract: the CPU engine is tested everywhere, the CUDA engine where there is a GPU.
+"""Every engine keeps one contract: the CPU engine is tested everywhere, with its extension and without; the CUDA
+engine where there is a GPU.
 
 Each engine decodes what the other has encoded.
 """
@@ -12,6 +13,7 @@ import torch
 import xxhash
 
 from kit.sparse_deltas import GOOD, HOSTILE, forged, pair
+from snapstore.engine import spans
 from snapstore.engine.batches import Chunks, DecodeBatch, EncodeBatch
 from snapstore.engine.registry import Engines
 from snapstore.errors import FormatError, IntegrityError
@@ -28,26 +30,35 @@ SIZES, LAYOUTS = (1, 2, 4, 8), (planes.BYTES, planes.ROTATED)
 KINDS = ("noise", "constant", "floats", "sparse", "skewed", "repeats")
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def engines(request):
+@pytest.fixture(scope="module")
+def reference():
+    """The CPU engine without its extension, which every other engine must agree with."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SNAPSTORE_ENGINE", "numpy")
+        made = Engines(SEED, threads=2)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module", params=["numpy", "native", pytest.param("cuda", marks=pytest.mark.gpu)])
+def engine(request, reference):
+    """The engine under test."""
+    if request.param == "numpy":
+        yield reference.cpu
+        return
+    if request.param == "native" and spans.extension() is None:
+        pytest.skip("the extension is not built")
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     made = Engines(SEED, threads=2)
-    yield made, request.param
+    yield made.cpu if request.param == "native" else made.of(torch.empty(1, dtype=torch.uint8, device="cuda"))
     made.close()
 
 
 @pytest.fixture
-def engine(engines):
-    """The engine under test."""
-    made, kind = engines
-    return made.cpu if kind == "cpu" else made.of(torch.empty(1, dtype=torch.uint8, device="cuda"))
-
-
-@pytest.fixture
-def cpu(engines):
+def cpu(reference):
     """The engine that every other one must agree with."""
-    return engines[0].cpu
+    return reference.cpu
 
 
 # --- what the tests share

@@ -35,6 +35,7 @@ def repository(verify, store=None):
 def spoil(monkeypatch):
     """Returns a function that makes the encoder change a byte of a chunk: checksums are right, the bytes are wrong."""
     original = cpu.encode_chunk
+    monkeypatch.setenv("SNAPSTORE_ENGINE", "numpy")  # which calls `encode_chunk` for each chunk
 
     def of(state, number):
         wanted = state.numpy().view(np.uint8)[number * CHUNK : (number + 1) * CHUNK].tobytes()

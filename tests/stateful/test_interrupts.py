@@ -7,7 +7,7 @@ into the state any more.
 from __future__ import annotations
 
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import pytest
 import torch
@@ -84,7 +84,9 @@ def interrupted_restore(store, at):
         ended.append(0)
 
     interrupter = Interrupter("chunks/reader.py", "engine/cpu.py", "threads.py", at=at)
-    with opened(store) as repository, pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setenv("SNAPSTORE_ENGINE", "numpy")  # which calls `decode_chain` for each chunk
+        repository = stack.enter_context(opened(store))
         patch.setattr(chain_decode, "decode_chain", slowly)
         target = {"w": torch.zeros(8192)}
         with suppress(KeyboardInterrupt):

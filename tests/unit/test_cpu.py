@@ -151,10 +151,10 @@ def test_the_first_damage_is_raised(engine):
 def test_buffers_of_blobs_are_used_again(engine):
     chunks = [noise(1000, i) for i in range(20)]
     made = engine.start_encode(encode_batch(chunks, 1))()
-    buffers = {b.buffer.ctypes.data for e in made for b in e.blobs}
+    buffers = {b.ctypes.data for e in made for b in e.buffers}
     engine.recycle(made)
     again = engine.start_encode(encode_batch(chunks, 1))()
-    assert {b.buffer.ctypes.data for e in again for b in e.blobs} == buffers
+    assert {b.ctypes.data for e in again for b in e.buffers} == buffers
 
 
 def test_jobs_that_run_one_after_the_other_share_their_memory():

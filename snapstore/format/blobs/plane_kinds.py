@@ -31,7 +31,7 @@ def estimate_bytes(bits: Sequence[float], plane_bytes: int) -> float:
 
 
 def estimates(bits: npt.NDArray[np.float64], element_sizes: Column, plane_bytes: Column) -> npt.NDArray[np.float64]:
-    """Estimate the stored bytes of many chunks, (n,).
+    """Estimate the stored bytes of many chunks, (n,), equal to `estimate_bytes`: planes are added up in order.
 
     Args:
         bits: (n, 8) entropies [bits per byte].
@@ -40,7 +40,7 @@ def estimates(bits: npt.NDArray[np.float64], element_sizes: Column, plane_bytes:
     size = plane_bytes[:, None].astype(np.float64)
     overhead = BLOCK_OVERHEAD_BYTES * np.ceil(size / codecs.BLOCK_BYTES)
     stored = np.where(bits > RAW_ABOVE_BITS, size, np.minimum(size, size * bits / 8 + overhead))
-    total: npt.NDArray[np.float64] = (stored * (np.arange(8) < element_sizes[:, None])).sum(axis=1)
+    total: npt.NDArray[np.float64] = (stored * (np.arange(8) < element_sizes[:, None])).cumsum(axis=1)[:, -1]
     return total
 
 

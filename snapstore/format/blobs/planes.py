@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -211,8 +211,8 @@ def histograms(planes: Bytes) -> npt.NDArray[np.int64]:
     return np.stack([np.bincount(plane, minlength=256) for plane in planes])
 
 
-def statistics(counts: npt.NDArray[np.int64]) -> Statistics:
-    """Return entropy and skew of planes from their histograms (e, 256).
+def statistics(counts: npt.NDArray[Any]) -> Statistics:
+    """Return entropy and skew of planes from their histograms (e, 256), integers.
 
     A sampled histogram looks less random than its plane; the Miller-Madow term (K-1)/2N corrects this
     (Miller 1955, "Note on the bias of information estimates").

@@ -1,0 +1,82 @@
+"""The extension in C, from the sources in native/."""
+
+import numpy as np
+import numpy.typing as npt
+
+from ..arrays import Bytes, Column
+from .spans import Place
+
+#: Bytes of scratch memory that a call needs beside those of its longest chunk.
+SCRATCH_BYTES: int
+#: A frame may take this many bytes more than its block.
+FRAME_SLACK: int
+
+def digests(chunks: Place, seed: int, out: Bytes) -> None:
+    """Fill `out`, (n, 16), with the digests of chunks."""
+
+def copy(chunks: Place, outs: Place) -> None:
+    """Copy chunks to memories that do not overlap with others of them."""
+
+def sample(
+    chunks: Place, bases: Place, sizes: Bytes, layouts: Bytes, counts: npt.NDArray[np.uint32], changed: Column
+) -> None:
+    """Count sampled bytes of planes, and the elements that differ from a base.
+
+    Args:
+        sizes, layouts: (n,) of elements.
+        counts: (m, 256), filled: the histograms of all planes of a chunk, then of its difference if it has a base.
+        changed: (n,) int64, filled; any number above half of the elements if more differ.
+    """
+
+def encode(
+    chunks: Place,
+    bases: Place,
+    sizes: Bytes,
+    layouts: Bytes,
+    digests: Bytes,
+    base_digests: Bytes,
+    kinds: Bytes,
+    how: Bytes,
+    entries: npt.NDArray[np.void],
+    out: Bytes,
+    scratch: Bytes,
+) -> None:
+    """Encode chunks, blob after blob, into `out`.
+
+    Args:
+        kinds: (n, 8) of planes: NOISE or SKEWED.
+        how: (n,) BY_REFERENCE, STORE_FULL or STORE_DELTA.
+        entries: (n,) blob.ENTRY, filled; length 0: the blob is not written.
+    """
+
+def decode(
+    stored: Bytes,
+    offsets: Column,
+    lengths: Column,
+    counts: Column,
+    digests: Bytes,
+    outs: Place,
+    bases: Place,
+    seed: int,
+    done: Bytes,
+    scratch: Bytes,
+) -> None:
+    """Rebuild chunks from their chains; see DecodeBatch. `done`, (n,), is filled: 1 if a chunk is rebuilt, verified."""
+
+def checksum(data: Bytes) -> int:
+    """Return the XXH3-64."""
+
+def split(source: Bytes, base: Bytes | None, size: int, layout: int, mode: int, out: Bytes) -> None:
+    """Split elements into planes; mode 0: without a base, 1: their differences from it, 2: exclusive or."""
+
+def merge(planes: Bytes, base: Bytes | None, size: int, layout: int, mode: int, out: Bytes) -> None:
+    """Merge planes; the inverse of `split`."""
+
+def encode_frame(block: Bytes, out: Bytes) -> int:
+    """Write a block as a zstd frame; return its length."""
+
+def decode_frame(frame: Bytes, out: Bytes) -> bool:
+    """Fill `out` from a frame; return False if the reference must decode it."""
+
+def use_avx2(wanted: bool) -> bool:
+    """Use AVX2 or not, in this process; return whether it is used."""

@@ -1,0 +1,418 @@
+// The extension `snapstore.engine._native`. Each function handles a span of chunks in one call, and releases Python's
+// lock meanwhile. _native.pyi has the arguments.
+#include "arguments.h"
+
+bool use_avx2 = false;
+
+// -- what a call holds
+
+typedef struct {
+    Columns columns;
+    Spans chunks, bases;
+} Call;
+
+static PyObject *end_call(Call *call, PyObject *result) {
+    release_columns(&call->columns);
+    release_spans(&call->chunks);
+    release_spans(&call->bases);
+    return result;
+}
+
+static PyObject *succeed(Call *call) {
+    Py_IncRef(Py_None);
+    return end_call(call, Py_None);
+}
+
+static PyObject *refuse(Call *call, const char *what) {
+    PyErr_SetString(PyExc_ValueError, what);
+    return end_call(call, NULL);
+}
+
+static bool is_size(int size) { return size == 1 || size == 2 || size == 4 || size == 8; }
+
+// Return whether chunks have whole elements and known layouts, and each base has the length of its chunk.
+static bool are_elements(const Spans *chunks, const Spans *bases, const u8 *sizes, const u8 *layouts) {
+    for (Py_ssize_t i = 0; i < chunks->count; i++) {
+        if (!is_size(sizes[i]) || layouts[i] > LAYOUT_ROTATED || chunks->spans[i].bytes % sizes[i]) return false;
+        if (bases->spans[i].data && bases->spans[i].bytes != chunks->spans[i].bytes) return false;
+    }
+    return true;
+}
+
+// Return the most bytes of a chunk.
+static size_t largest(const Spans *chunks) {
+    size_t most = 0;
+    for (Py_ssize_t i = 0; i < chunks->count; i++)
+        if (chunks->spans[i].bytes > most) most = chunks->spans[i].bytes;
+    return most;
+}
+
+// -- spans
+
+static PyObject *py_digests(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *chunks, *out;
+    unsigned long long seed;
+    Call call = {0};
+    if (!PyArg_ParseTuple(args, "OKO", &chunks, &seed, &out)) return NULL;
+    if (!take_spans(&call.chunks, chunks, -1, false)) return end_call(&call, NULL);
+    u8 *digests = take_column(&call.columns, out, 16 * call.chunks.count, true);
+    if (!digests) return end_call(&call, NULL);
+    Py_BEGIN_ALLOW_THREADS
+    for (Py_ssize_t i = 0; i < call.chunks.count; i++)
+        xxh3_digest(call.chunks.spans[i].data, call.chunks.spans[i].bytes, seed, digests + 16 * i);
+    Py_END_ALLOW_THREADS
+    return succeed(&call);
+}
+
+static PyObject *py_copy(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *from, *to;
+    Call call = {0};
+    if (!PyArg_ParseTuple(args, "OO", &from, &to)) return NULL;
+    if (!take_spans(&call.chunks, from, -1, false) || !take_spans(&call.bases, to, call.chunks.count, true))
+        return end_call(&call, NULL);
+    for (Py_ssize_t i = 0; i < call.chunks.count; i++)
+        if (call.chunks.spans[i].bytes != call.bases.spans[i].bytes) return refuse(&call, "lengths differ");
+    Py_BEGIN_ALLOW_THREADS
+    for (Py_ssize_t i = 0; i < call.chunks.count; i++)
+        if (call.chunks.spans[i].bytes)
+            memmove(call.bases.spans[i].data, call.chunks.spans[i].data, call.chunks.spans[i].bytes);
+    Py_END_ALLOW_THREADS
+    return succeed(&call);
+}
+
+// Take the chunks, the bases, the element sizes and the layouts of a span to encode.
+static bool take_batch(Call *call, PyObject *chunks, PyObject *bases, PyObject *const given[2], const u8 *taken[2]) {
+    if (!take_spans(&call->chunks, chunks, -1, false)) return false;
+    if (!take_spans(&call->bases, bases, call->chunks.count, false)) return false;
+    for (int i = 0; i < 2; i++)
+        if (!(taken[i] = take_column(&call->columns, given[i], call->chunks.count, false))) return false;
+    if (are_elements(&call->chunks, &call->bases, taken[0], taken[1])) return true;
+    PyErr_SetString(PyExc_ValueError, "wrong element sizes, layouts or bases");
+    return false;
+}
+
+static PyObject *py_sample(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *chunks, *bases, *given[2], *counts_out, *changed_out;
+    const u8 *taken[2];
+    Call call = {0};
+    if (!PyArg_ParseTuple(args, "OOOOOO", &chunks, &bases, &given[0], &given[1], &counts_out, &changed_out)) return NULL;
+    if (!take_batch(&call, chunks, bases, given, taken)) return end_call(&call, NULL);
+    const Py_ssize_t n = call.chunks.count;
+    size_t tables = 0;
+    for (Py_ssize_t i = 0; i < n; i++) tables += (size_t)taken[0][i] * (call.bases.spans[i].data ? 2 : 1);
+    u32 *counts = take_column(&call.columns, counts_out, (Py_ssize_t)(1024 * tables), true);
+    i64 *changed = counts ? take_column(&call.columns, changed_out, 8 * n, true) : NULL;
+    if (!changed) return end_call(&call, NULL);
+    Py_BEGIN_ALLOW_THREADS
+    for (Py_ssize_t i = 0; i < n; i++) {
+        const Span chunk = call.chunks.spans[i];
+        const u8 *base = call.bases.spans[i].data;
+        const int size = taken[0][i];
+        const size_t elements = chunk.bytes / (size_t)size;
+        sample_histograms(chunk.data, NULL, (Elements){size, taken[1][i], NONE}, elements, counts);
+        counts += 256 * size;
+        changed[i] = (i64)elements;
+        if (!base) continue;
+        sample_histograms(chunk.data, base, (Elements){size, LAYOUT_BYTES, DIFFERENCE}, elements, counts);
+        counts += 256 * size;
+        changed[i] = (i64)count_changed(chunk.data, base, size, elements, elements / 2);
+    }
+    Py_END_ALLOW_THREADS
+    return succeed(&call);
+}
+
+// How to store a chunk: by the reference, full, or as a delta.
+enum { BY_REFERENCE, STORE_FULL, STORE_DELTA };
+
+typedef struct {
+    const u8 *sizes, *layouts, *digests, *base_digests, *kinds, *how;
+    u8 *out, *entries;
+    size_t room;
+    Scratch *scratch;
+} EncodeColumns;
+
+static void encode_span(const Call *call, const EncodeColumns *columns) {
+    size_t at = 0;
+    for (Py_ssize_t i = 0; i < call->chunks.count; i++) {
+        u8 *entry = columns->entries + ENTRY_BYTES * i;
+        memset(entry, 0, ENTRY_BYTES);
+        if (columns->how[i] == BY_REFERENCE) continue;
+        const EncodeRow row = {
+            .source = call->chunks.spans[i].data,
+            .base = columns->how[i] == STORE_DELTA ? call->bases.spans[i].data : NULL,
+            .bytes = call->chunks.spans[i].bytes,
+            .element_size = columns->sizes[i],
+            .layout = columns->layouts[i],
+            .kinds = columns->kinds + MAX_PLANES * i,
+            .digest = columns->digests + 16 * i,
+            .base_digest = columns->base_digests + 16 * i,
+        };
+        const size_t length = encode_blob(&row, columns->out + at, columns->room - at, entry, columns->scratch);
+        if (!length) continue;
+        put_le(entry, at, 8);
+        at += length;
+        for (; at % 8; at++) columns->out[at] = 0;  // as in a pack; FRAME_SLACK has room for it
+    }
+}
+
+// Check scratch memory, which was taken last.
+static bool is_scratch(const Call *call, const void *scratch) {
+    if (last_bytes(&call->columns) >= sizeof(Scratch) + largest(&call->chunks) &&
+        (uintptr_t)scratch % _Alignof(Scratch) == 0)
+        return true;
+    PyErr_SetString(PyExc_ValueError, "too little scratch memory, or not aligned");
+    return false;
+}
+
+static bool take_encode_columns(Call *call, PyObject *const given[8], EncodeColumns *columns) {
+    const Py_ssize_t n = call->chunks.count;
+    if (!(columns->digests = take_column(&call->columns, given[0], 16 * n, false))) return false;
+    if (!(columns->base_digests = take_column(&call->columns, given[1], 16 * n, false))) return false;
+    if (!(columns->kinds = take_column(&call->columns, given[2], MAX_PLANES * n, false))) return false;
+    if (!(columns->how = take_column(&call->columns, given[3], n, false))) return false;
+    if (!(columns->entries = take_column(&call->columns, given[4], ENTRY_BYTES * n, true))) return false;
+    if (!(columns->out = take_column(&call->columns, given[5], -1, true))) return false;
+    columns->room = last_bytes(&call->columns);
+    if (!(columns->scratch = take_column(&call->columns, given[6], -1, true))) return false;
+    if (!is_scratch(call, columns->scratch)) return false;
+    for (Py_ssize_t i = 0; i < n; i++)
+        if (columns->how[i] > STORE_DELTA || (columns->how[i] == STORE_DELTA && !call->bases.spans[i].data)) {
+            PyErr_SetString(PyExc_ValueError, "a delta without a base");
+            return false;
+        }
+    return true;
+}
+
+static PyObject *py_encode(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *chunks, *bases, *batch[2], *given[8];
+    const u8 *taken[2];
+    Call call = {0};
+    EncodeColumns columns = {0};
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOOO", &chunks, &bases, &batch[0], &batch[1], &given[0], &given[1], &given[2],
+                          &given[3], &given[4], &given[5], &given[6]))
+        return NULL;
+    if (!take_batch(&call, chunks, bases, batch, taken)) return end_call(&call, NULL);
+    columns.sizes = taken[0], columns.layouts = taken[1];
+    if (!take_encode_columns(&call, given, &columns)) return end_call(&call, NULL);
+    Py_BEGIN_ALLOW_THREADS
+    encode_span(&call, &columns);
+    Py_END_ALLOW_THREADS
+    return succeed(&call);
+}
+
+typedef struct {
+    const i64 *counts;
+    const u8 *digests;
+    u8 *done;
+    Scratch *scratch;
+    Stored *blobs;
+    u64 seed;
+} DecodeColumns;
+
+static void decode_span(const Call *call, const DecodeColumns *columns) {
+    const Stored *blobs = columns->blobs;
+    for (Py_ssize_t i = 0; i < call->chunks.count; i++) {
+        const Span out = call->chunks.spans[i];
+        const size_t count = (size_t)columns->counts[i];
+        columns->done[i] = out.data && decode_chain(blobs, count, call->bases.spans[i].data, columns->digests + 16 * i,
+                                                    columns->seed, out.data, out.bytes, columns->scratch);
+        blobs += count;
+    }
+}
+
+// Set where each blob lies in `stored`. Return false with an exception if one lies outside, or their number is wrong.
+static bool place_blobs(Call *call, PyObject *const given[3], const i64 *counts, Stored *blobs, Py_ssize_t m) {
+    const u8 *stored = take_column(&call->columns, given[0], -1, false);
+    if (!stored) return false;
+    const i64 size = (i64)last_bytes(&call->columns);
+    const i64 *offsets = take_column(&call->columns, given[1], 8 * m, false);
+    const i64 *lengths = offsets ? take_column(&call->columns, given[2], 8 * m, false) : NULL;
+    if (!lengths) return false;
+    i64 left = m;
+    for (Py_ssize_t i = 0; i < call->chunks.count; i++) {
+        if (counts[i] < 0 || counts[i] > left) left = -1;
+        if (left < 0) break;
+        left -= counts[i];
+    }
+    bool inside = left == 0;
+    for (Py_ssize_t i = 0; i < m && inside; i++) {
+        inside = offsets[i] >= 0 && lengths[i] >= 0 && offsets[i] <= size && lengths[i] <= size - offsets[i];
+        blobs[i] = (Stored){stored + offsets[i], (size_t)lengths[i]};
+    }
+    if (!inside) PyErr_SetString(PyExc_ValueError, "a blob outside of the stored bytes, or wrong counts");
+    return inside;
+}
+
+static bool take_decode_columns(Call *call, PyObject *const given[7], DecodeColumns *columns) {
+    const Py_ssize_t n = call->chunks.count;
+    if (!(columns->counts = take_column(&call->columns, given[3], 8 * n, false))) return false;
+    if (!(columns->digests = take_column(&call->columns, given[4], 16 * n, false))) return false;
+    if (!(columns->done = take_column(&call->columns, given[5], n, true))) return false;
+    if (!(columns->scratch = take_column(&call->columns, given[6], -1, true))) return false;
+    if (!is_scratch(call, columns->scratch)) return false;
+    for (Py_ssize_t i = 0; i < n; i++)
+        if (call->bases.spans[i].data && call->bases.spans[i].bytes != call->chunks.spans[i].bytes) {
+            PyErr_SetString(PyExc_ValueError, "a base of another length than its chunk");
+            return false;
+        }
+    return true;
+}
+
+static PyObject *py_decode(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *given[7], *outs, *bases;
+    unsigned long long seed;
+    Call call = {0};
+    DecodeColumns columns = {0};
+    if (!PyArg_ParseTuple(args, "OOOOOOOKOO", &given[0], &given[1], &given[2], &given[3], &given[4], &outs, &bases,
+                          &seed, &given[5], &given[6]))
+        return NULL;
+    const Py_ssize_t m = PyObject_Size(given[1]);
+    if (m < 0 || !take_spans(&call.chunks, outs, -1, true) || !take_spans(&call.bases, bases, call.chunks.count, false))
+        return end_call(&call, NULL);
+    if (!take_decode_columns(&call, given, &columns)) return end_call(&call, NULL);
+    columns.seed = seed;
+    columns.blobs = PyMem_Calloc((size_t)m + 1, sizeof(Stored));
+    if (!columns.blobs) return end_call(&call, PyErr_NoMemory());
+    const bool placed = place_blobs(&call, given, columns.counts, columns.blobs, m);
+    if (placed) {
+        Py_BEGIN_ALLOW_THREADS
+        decode_span(&call, &columns);
+        Py_END_ALLOW_THREADS
+    }
+    PyMem_Free(columns.blobs);
+    return placed ? succeed(&call) : end_call(&call, NULL);
+}
+
+// -- the parts of spans alone, for tests
+
+static PyObject *py_checksum(PyObject *self, PyObject *data) {
+    (void)self;
+    Call call = {0};
+    const u8 *bytes = take_column(&call.columns, data, -1, false);
+    if (!bytes) return end_call(&call, NULL);
+    return end_call(&call, PyLong_FromUnsignedLongLong(xxh3_64(bytes, last_bytes(&call.columns))));
+}
+
+// Take the arguments of `split` and `merge`: (source, base or None, size, layout, mode, out).
+static bool take_elements(Call *call, PyObject *args, u8 *taken[3], Elements *e, size_t *n) {
+    PyObject *source, *base, *out;
+    if (!PyArg_ParseTuple(args, "OOiiiO", &source, &base, &e->size, &e->layout, &e->mode, &out)) return false;
+    if (!(taken[0] = take_column(&call->columns, source, -1, false))) return false;
+    const size_t bytes = last_bytes(&call->columns);
+    taken[1] = NULL;
+    if (base != Py_None && !(taken[1] = take_column(&call->columns, base, (Py_ssize_t)bytes, false))) return false;
+    if (!(taken[2] = take_column(&call->columns, out, (Py_ssize_t)bytes, true))) return false;
+    *n = is_size(e->size) ? bytes / (size_t)e->size : 0;
+    if (is_size(e->size) && bytes % (size_t)e->size == 0 && (e->mode != NONE) == (taken[1] != NULL)) return true;
+    PyErr_SetString(PyExc_ValueError, "wrong element size or mode");
+    return false;
+}
+
+static PyObject *py_split(PyObject *self, PyObject *args) {
+    (void)self;
+    Call call = {0};
+    Elements e;
+    size_t n;
+    u8 *taken[3], *planes[MAX_PLANES];
+    if (!take_elements(&call, args, taken, &e, &n)) return end_call(&call, NULL);
+    for (int k = 0; k < e.size; k++) planes[k] = taken[2] + (size_t)k * n;
+    split_planes(taken[0], taken[1], e, n, planes);
+    return succeed(&call);
+}
+
+static PyObject *py_merge(PyObject *self, PyObject *args) {
+    (void)self;
+    Call call = {0};
+    Elements e;
+    size_t n;
+    u8 *taken[3];
+    const u8 *planes[MAX_PLANES];
+    if (!take_elements(&call, args, taken, &e, &n)) return end_call(&call, NULL);
+    for (int k = 0; k < e.size; k++) planes[k] = taken[0] + (size_t)k * n;
+    merge_planes(planes, taken[1], e, n, taken[2]);
+    return succeed(&call);
+}
+
+static PyObject *py_encode_frame(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *block, *out;
+    Call call = {0};
+    if (!PyArg_ParseTuple(args, "OO", &block, &out)) return NULL;
+    const u8 *bytes = take_column(&call.columns, block, -1, false);
+    const size_t n = bytes ? last_bytes(&call.columns) : 0;
+    u8 *frame = bytes ? take_column(&call.columns, out, -1, true) : NULL;
+    if (!frame) return end_call(&call, NULL);
+    if (!n || n > BLOCK_BYTES || last_bytes(&call.columns) < n + FRAME_SLACK) return refuse(&call, "wrong lengths");
+    EncodeTables *tables = PyMem_Calloc(1, sizeof *tables);
+    if (!tables) return end_call(&call, PyErr_NoMemory());
+    double excess = 0;
+    const size_t length = encode_frame(bytes, (u32)n, false, frame, tables, &excess);
+    PyMem_Free(tables);
+    return end_call(&call, PyLong_FromSize_t(length));
+}
+
+static PyObject *py_decode_frame(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *frame, *out;
+    Call call = {0};
+    if (!PyArg_ParseTuple(args, "OO", &frame, &out)) return NULL;
+    const u8 *bytes = take_column(&call.columns, frame, -1, false);
+    const size_t size = bytes ? last_bytes(&call.columns) : 0;
+    u8 *plain = bytes ? take_column(&call.columns, out, -1, true) : NULL;
+    if (!plain) return end_call(&call, NULL);
+    DecodeTables *tables = PyMem_Calloc(1, sizeof *tables);
+    if (!tables) return end_call(&call, PyErr_NoMemory());
+    const bool done = decode_frame(bytes, size, plain, last_bytes(&call.columns), tables);
+    PyMem_Free(tables);
+    return end_call(&call, PyBool_FromLong(done));
+}
+
+static bool has_avx2(void) {
+#if HAS_AVX2_CODE
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
+#else
+    return false;
+#endif
+}
+
+static PyObject *py_use_avx2(PyObject *self, PyObject *wanted) {
+    (void)self;
+    use_avx2 = PyObject_IsTrue(wanted) == 1 && has_avx2();
+    return PyBool_FromLong(use_avx2);
+}
+
+static PyMethodDef FUNCTIONS[] = {
+    {"digests", py_digests, METH_VARARGS, NULL},
+    {"copy", py_copy, METH_VARARGS, NULL},
+    {"sample", py_sample, METH_VARARGS, NULL},
+    {"encode", py_encode, METH_VARARGS, NULL},
+    {"decode", py_decode, METH_VARARGS, NULL},
+    {"checksum", py_checksum, METH_O, NULL},
+    {"split", py_split, METH_VARARGS, NULL},
+    {"merge", py_merge, METH_VARARGS, NULL},
+    {"encode_frame", py_encode_frame, METH_VARARGS, NULL},
+    {"decode_frame", py_decode_frame, METH_VARARGS, NULL},
+    {"use_avx2", py_use_avx2, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef MODULE = {
+    PyModuleDef_HEAD_INIT, "_native", "The hot loops of the CPU engine, in C.", -1, FUNCTIONS, NULL, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__native(void) {
+    PyObject *module = PyModule_Create(&MODULE);
+    if (!module) return NULL;
+    use_avx2 = has_avx2();
+    if (PyModule_AddIntConstant(module, "SCRATCH_BYTES", (long)sizeof(Scratch)) < 0 ||
+        PyModule_AddIntConstant(module, "FRAME_SLACK", FRAME_SLACK) < 0) {
+        Py_DecRef(module);
+        return NULL;
+    }
+    return module;
+}

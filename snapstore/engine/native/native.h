@@ -1,0 +1,183 @@
+// The hot loops of the CPU engine, which module.c calls for spans of chunks.
+//
+//   xxh3.c             XXH3-128 and XXH3-64: digests of chunks, checksums of blobs
+//   planes.c           chunks to byte planes and back, and differences from a base
+//   sample.c           histograms of sampled elements; the number of elements that differ from a base
+//   huffman_tree.c     code lengths for counts, and the description of a tree in a frame
+//   huffman_encode.c   a block to one zstd frame of Huffman-coded literals
+//   huffman_decode.c   such a frame back to its block
+//   blob.c             a chunk to a blob; a chain of blobs to a chunk
+//   arguments.c        what Python passes: columns of positions in memories
+//   module.c           the functions that Python calls
+//
+// Functions take pointers and lengths that the caller has checked, keep no state, and call nothing of Python; only
+// arguments.c and module.c do. docs/format.md, "Blob", defines all formats. A function that may decline returns 0 or
+// false: then the caller takes the reference in Python, which does the work or raises the error.
+#pragma once
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "the native engine needs a little-endian machine, and GCC or Clang"
+#endif
+
+#if defined(__x86_64__)
+#define HAS_AVX2_CODE 1
+#define AVX2 __attribute__((target("avx2,bmi,bmi2")))
+#else
+#define HAS_AVX2_CODE 0
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+typedef uint8_t u8;
+typedef uint16_t u16;
+typedef uint32_t u32;
+typedef uint64_t u64;
+typedef int64_t i64;
+
+INLINE u16 load16(const u8 *p) {
+    u16 value;
+    memcpy(&value, p, sizeof value);
+    return value;
+}
+INLINE u32 load32(const u8 *p) {
+    u32 value;
+    memcpy(&value, p, sizeof value);
+    return value;
+}
+INLINE u64 load64(const u8 *p) {
+    u64 value;
+    memcpy(&value, p, sizeof value);
+    return value;
+}
+INLINE void store64(u8 *p, u64 value) { memcpy(p, &value, sizeof value); }
+INLINE void put_le(u8 *p, u64 value, int bytes) { memcpy(p, &value, (size_t)bytes); }
+INLINE u64 get_le(const u8 *p, int bytes) {
+    u64 value = 0;
+    memcpy(&value, p, (size_t)bytes);
+    return value;
+}
+INLINE u32 high_bit(u32 value) { return 31 - (u32)__builtin_clz(value); }
+
+// Whether to use AVX2: the machine has it, and no test has switched it off.
+extern bool use_avx2;
+
+// -- xxh3.c
+
+typedef struct {
+    u64 low, high;
+} Hash128;
+
+Hash128 xxh3_128(const u8 *data, size_t bytes, u64 seed);
+u64 xxh3_64(const u8 *data, size_t bytes);  // seed 0
+// The digest of a chunk as stored: 16 bytes, big-endian.
+void xxh3_digest(const u8 *data, size_t bytes, u64 seed, u8 out[16]);
+
+// -- planes.c
+
+enum { LAYOUT_BYTES, LAYOUT_ROTATED };
+// How an element and the element of its base become one number: zigzag of the difference, or exclusive or.
+enum { NONE, DIFFERENCE, XOR };
+#define MAX_PLANES 8
+
+// Elements: their size in bytes (1, 2, 4 or 8), how they are rotated, and how they relate to a base.
+typedef struct {
+    int size, layout, mode;
+} Elements;
+
+// Split n elements into planes[0] to planes[size - 1], n bytes each. Layouts apply only without a base.
+void split_planes(const u8 *source, const u8 *base, Elements elements, size_t n, u8 *const *planes);
+// The inverse; `base` and `out` may be the same.
+void merge_planes(const u8 *const *planes, const u8 *base, Elements elements, size_t n, u8 *out);
+
+// -- sample.c
+
+// Count the bytes of sampled elements in each plane, as `planes.sample` and `planes.histograms`: (size, 256).
+void sample_histograms(const u8 *source, const u8 *base, Elements elements, size_t n, u32 *counts);
+// Return how many of n elements differ; if they are more than `most`, return any number above `most`.
+u64 count_changed(const u8 *source, const u8 *base, int size, size_t n, u64 most);
+
+// -- huffman_tree.c
+
+// Literals have codes of at most 11 bits (RFC 8878, 4.2.1).
+#define MAX_BITS 11
+// The bytes of a description: its length, and at most 128 bytes of weights.
+#define DESCRIPTION_BYTES 160
+
+typedef struct {
+    u8 lengths[256];     // of the code of each symbol [bits]; 0: no code
+    u32 codes[256];      // code | length << 16
+    u32 max_bits;
+    u32 description_bytes;  // 0: there is none
+    u8 description[DESCRIPTION_BYTES];
+} Tree;
+
+// Make the tree for counts of at least two symbols; each count is below 2^24.
+void make_tree(const u32 counts[256], Tree *tree);
+// Read a description of at most `bytes` bytes. Return its length; 0: it is not valid.
+size_t read_weights(const u8 *data, size_t bytes, u8 weights[256], u32 *symbols);
+
+// -- huffman_encode.c
+
+#define BLOCK_BYTES 65536
+// A frame may take this many bytes more than its block. So many more may be overwritten behind it.
+#define FRAME_SLACK 64
+
+typedef struct {
+    u32 pairs[65536];  // the codes of two neighbouring symbols << 8 | their length
+} EncodeTables;
+
+// Write a block of 1 to BLOCK_BYTES bytes as a zstd frame. Return its length. Add to `excess` the bits that the
+// reference might save: by its matches, in long runs; if `has_runs`, by its coder of runs.
+size_t encode_frame(const u8 *block, u32 bytes, bool has_runs, u8 *out, EncodeTables *tables, double *excess);
+
+// -- huffman_decode.c
+
+typedef struct {
+    u64 entries[1 << MAX_BITS];  // by the next bits: up to four symbols | their bits << 32 | their number << 40
+    u16 single[1 << MAX_BITS];   // one symbol | its bits << 8
+} DecodeTables;
+
+// Decode a frame to exactly `bytes` bytes. Return whether it is one that this decoder reads, and valid.
+bool decode_frame(const u8 *frame, size_t frame_bytes, u8 *out, size_t bytes, DecodeTables *tables);
+
+// -- blob.c
+
+typedef struct {
+    union {
+        EncodeTables encode;
+        DecodeTables decode;
+    };
+    u8 planes[];  // of one chunk, and FRAME_SLACK
+} Scratch;
+
+// The kinds of planes, as in plane_kinds.py: stored as they are, or Huffman-coded.
+enum { KIND_NOISE, KIND_SKEWED, KIND_RUNS };
+// A blob is declined if the reference might save more than this share of it.
+#define RUNS_COST (1.0 / 512)
+
+typedef struct {
+    const u8 *source, *base;  // base: not NULL for a delta
+    size_t bytes;
+    int element_size, layout;
+    const u8 *kinds;          // of each plane
+    const u8 *digest, *base_digest;
+} EncodeRow;
+
+#define ENTRY_BYTES 96
+// Write a blob to `out` and its entry, without its offset. Return its length; 0: it is declined, or `room` might not
+// suffice.
+size_t encode_blob(const EncodeRow *row, u8 *out, size_t room, u8 *entry, Scratch *scratch);
+
+typedef struct {
+    const u8 *data;
+    size_t bytes;
+} Stored;
+
+// Rebuild a chunk from `count` blobs, newest first. Return whether all are blobs that this decoder reads, valid, and
+// the chunk has the digest.
+bool decode_chain(const Stored *blobs, size_t count, const u8 *base, const u8 *digest, u64 seed, u8 *out, size_t bytes,
+                  Scratch *scratch);

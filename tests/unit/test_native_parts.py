@@ -1,0 +1,182 @@
+"""The parts of the extension in C equal their references: hashes, planes, and zstd frames in both directions."""
+
+import numpy as np
+import pytest
+import xxhash
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from snapstore.engine import spans
+from snapstore.format.blobs import codecs, planes
+from snapstore.format.blobs.codecs import zstd
+from snapstore.format.blobs.plane_kinds import RUNS_ABOVE_SHARE
+
+native = spans.extension()
+pytestmark = pytest.mark.skipif(native is None, reason="the extension is not built")
+
+NONE, DIFFERENCE, XOR = range(3)
+SIZES = st.sampled_from((1, 2, 4, 8))
+BLOCK = codecs.BLOCK_BYTES
+#: Lengths around each form of a frame, and around the steps of the loops.
+LENGTHS = st.integers(1, 300) | st.sampled_from([1000, 4096, 65_535, BLOCK]) | st.integers(1, BLOCK)
+
+
+@pytest.fixture(autouse=True, params=[True, False], ids=["avx2", "plain"])
+def avx2(request):
+    """Run each test with the code for AVX2, and with the plain code."""
+    if native.use_avx2(request.param) is not request.param:
+        pytest.skip("no AVX2 here")
+    yield
+    native.use_avx2(True)
+
+
+def noise(count, seed):
+    return np.random.default_rng(seed).integers(0, 256, count, np.uint8)
+
+
+def symbols(count, values, skew, seed):
+    """Return bytes of so many values, the more skewed the smaller `skew` is."""
+    rng = np.random.default_rng(seed)
+    kinds = rng.permutation(256)[:values]
+    return kinds[rng.choice(values, count, p=rng.dirichlet(np.full(values, skew)))].astype(np.uint8)
+
+
+def digest_of(data, seed):
+    out = np.empty((1, 16), np.uint8)
+    native.digests(([data], np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([data.size])), seed, out)
+    return out.tobytes()
+
+
+@pytest.mark.no_cover
+def test_hashes_of_every_length_equal_xxhash():
+    whole = noise(70_000, 0)
+    for length in [*range(1100), 2047, 2048, 2049, 65_536, 69_990]:
+        data, seed = whole[length % 8 :][:length], (length * 0x9E3779B97F4A7C15) % 2**64
+        assert digest_of(data, seed) == xxhash.xxh3_128_digest(data.data, seed), length
+        assert native.checksum(data) == xxhash.xxh3_64_intdigest(data.data), length
+
+
+@given(
+    SIZES, st.sampled_from([NONE, DIFFERENCE, XOR]), st.sampled_from([0, 1]), st.integers(0, 3000), st.integers(0, 9),
+    st.integers(0, 2**31), st.booleans(),
+)  # fmt: skip
+def test_planes_equal_the_reference(size, mode, layout, elements, shift, seed, in_place):
+    room = noise(elements * size + shift, seed)
+    chunk = room[shift:]  # at any address
+    base = None if mode == NONE else noise(chunk.size, seed + 1)
+    expected = chunk
+    if mode == DIFFERENCE:
+        planes.difference(chunk, base, size, expected := np.empty_like(chunk))
+    elif mode == XOR:
+        expected = chunk ^ base
+    split = planes.split(expected, size, layout if mode == NONE else planes.BYTES)
+    found = np.empty(chunk.size, np.uint8)
+    native.split(chunk, base, size, layout, mode, found)
+    assert found.tobytes() == split.tobytes()
+    out = base if in_place and base is not None else np.empty(chunk.size, np.uint8)
+    native.merge(found, base, size, layout, mode, out)
+    assert out.tobytes() == chunk.tobytes()
+
+
+def encoded(block):
+    out = np.full(block.size + native.FRAME_SLACK, 0xEE, np.uint8)
+    return out[: native.encode_frame(block, out)]
+
+
+def decoded(frame, length):
+    """Return the bytes of a frame; None if the extension declines it. It writes nothing beyond them."""
+    out = np.full(length + 64, 0xEE, np.uint8)
+    done = native.decode_frame(frame, out[:length])
+    assert (out[length:] == 0xEE).all()
+    return out[:length].tobytes() if done else None
+
+
+blocks = st.builds(
+    symbols, LENGTHS, st.integers(1, 256), st.sampled_from([0.02, 0.1, 0.5, 2, 50]), st.integers(0, 2**31)
+)
+
+
+@given(blocks)
+def test_frames_are_read_by_zstd_and_back(block):
+    frame = encoded(block)
+    assert zstandard.frame_content_size(frame.data) == block.size
+    out = np.empty(block.size, np.uint8)
+    zstd.decode([frame.data], out, BLOCK)
+    assert out.tobytes() == block.tobytes()
+    assert decoded(frame, block.size) == block.tobytes()
+    offsets, sizes = np.zeros(1, np.int64), np.array([frame.size])
+    assert zstd.is_literals(frame, offsets, sizes, np.array([block.size])).all(), "the GPU reads it too"
+    assert frame.size <= block.size + 10
+    if np.bincount(block).max() < RUNS_ABOVE_SHARE * block.size:
+        (theirs,) = zstd.encode_entropy(block, BLOCK)
+        assert frame.size <= 1.01 * len(theirs) + 24
+
+
+@given(blocks)
+def test_frames_of_zstd_are_read_or_declined(block):
+    (frame,) = zstd.encode_entropy(block, BLOCK)
+    found = decoded(np.frombuffer(frame, np.uint8), block.size)
+    assert found in (None, block.tobytes())
+
+
+@pytest.mark.parametrize("values", [4, 30, 60, 130, 256])
+@pytest.mark.parametrize("length", [100, 255, 256, 5000, BLOCK])
+def test_frames_of_zstd_without_matches_are_read(values, length):
+    block = symbols(length, values, 3, length)
+    (frame,) = zstd.encode_entropy(block, BLOCK)
+    data, one = np.frombuffer(frame, np.uint8), np.zeros(1, np.int64)
+    if zstd.is_literals(data, one, one + data.size, one + length)[0]:
+        assert decoded(data, length) == block.tobytes()
+
+
+@pytest.mark.parametrize("frame", [b"", b"(", encoded(noise(9, 0)).tobytes()[:-1] if native else b""])
+def test_short_frames_are_declined(frame):
+    assert decoded(np.frombuffer(frame, np.uint8), 9) is None
+
+
+def refused_by_zstd(frame, length):
+    out = np.empty(length, np.uint8)
+    try:
+        zstd.decode([memoryview(frame)], out, BLOCK)
+    except codecs.zstd.IntegrityError:
+        return None
+    return out.tobytes()
+
+
+def damaged(frame, rng):
+    """Return a frame with a few flipped bits, a changed byte, another length, or other bytes at its end."""
+    frame = bytearray(frame)
+    kind = rng.integers(0, 4)
+    head = min(len(frame), 80)  # where headers and trees lie
+    for _ in range(rng.integers(1, 4)):
+        at = int(rng.integers(0, head if rng.integers(0, 3) else len(frame)))
+        if kind == 0:
+            frame[at] ^= 1 << int(rng.integers(0, 8))
+        elif kind == 1:
+            frame[at] = int(rng.integers(0, 256))
+    if kind == 2:
+        del frame[int(rng.integers(0, len(frame))) :]
+    elif kind == 3:
+        frame += rng.integers(0, 256, rng.integers(1, 9), np.uint8).tobytes()
+    return bytes(frame)
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("seed", range(8))
+def test_a_damaged_frame_is_declined_unless_zstd_reads_the_same(seed):
+    """Else the CPU engine would accept frames that other readers refuse."""
+    rng = np.random.default_rng(seed)
+    accepted = 0
+    for number in range(250):
+        length = int(rng.choice([70, 200, 300, 1000, 5000]))
+        block = symbols(length, int(rng.choice([2, 5, 40, 140, 250])), float(rng.choice([0.1, 1, 9])), number)
+        frames = [encoded(block).tobytes(), *zstd.encode_entropy(block, BLOCK)]
+        for frame in frames:
+            for _ in range(3):
+                bad = damaged(frame, rng)
+                found = decoded(np.frombuffer(bad, np.uint8), length)
+                if found is not None:
+                    accepted += 1
+                    assert found == refused_by_zstd(bad, length), bad.hex()
+    assert accepted > 10, "damage in literals alone changes bytes, but is no error of a frame"

@@ -1,0 +1,322 @@
+"""Spans of the extension equal the reference chunk by chunk: choices, blobs, rebuilt chunks, errors."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kit.samples import examples
+from snapstore.engine import spans
+from snapstore.engine.batches import Chunks, DecodeBatch, EncodeBatch
+from snapstore.engine.cpu import CpuEngine
+from snapstore.errors import CapabilityError, IntegrityError, InvalidInputError
+from snapstore.format.blobs import blob, chain_decode, codecs, planes
+from snapstore.format.hashing import digest
+
+native = spans.extension()
+pytestmark = pytest.mark.skipif(native is None, reason="the extension is not built")
+
+SEED = 0xD1A5ED5EED
+UNLIMITED = 2**40
+
+
+@pytest.fixture(scope="module")
+def engine():
+    made = CpuEngine(SEED, 2)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def reference():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SNAPSTORE_ENGINE", "numpy")
+        made = CpuEngine(SEED, 2)
+    yield made
+    made.close()
+
+
+def digests_of(chunks):
+    return np.frombuffer(b"".join(digest(c, SEED) for c in chunks), np.uint8).reshape(-1, 16)
+
+
+def content(kind, size, count, seed):
+    """Return `count` elements of `size` bytes, as bytes."""
+    rng = np.random.default_rng(seed)
+    dtype = {1: np.int8, 2: np.float16, 4: np.float32, 8: np.float64}[size]
+    if kind == "noise":
+        return rng.integers(0, 256, count * size, np.uint8)
+    if kind == "constant":
+        return np.full(count * size, seed % 256, np.uint8)
+    if kind == "rare":  # planes of mostly one value, by any share
+        return (
+            (np.where(rng.random(count) < rng.random() * 0.4, rng.integers(1, 9, count), 0))
+            .astype(dtype)
+            .view(np.uint8)
+        )
+    return (rng.standard_normal(count) * 10.0 ** rng.integers(-3, 3)).astype(dtype).view(np.uint8)
+
+
+def moved(chunk, size, seed):
+    """Return a chunk whose elements differ a little from another one's: all of them, or a share."""
+    rng = np.random.default_rng(seed)
+    elements = chunk.view(f"u{size}").copy()
+    change = rng.integers(-3, 4, elements.size) * 4 ** int(rng.integers(0, 5))
+    changes = rng.random(elements.size) < rng.choice([0.3, 0.6, 1.0])
+    elements[changes] += change[changes].astype(elements.dtype)
+    return elements.view(np.uint8)
+
+
+def drawn_row(kind, size, count, seed, has_base):
+    chunk = content(kind, size, count, seed)
+    return chunk, size, (moved(chunk, size, seed) if has_base else None)
+
+
+rows = st.builds(
+    drawn_row,
+    st.sampled_from(["noise", "constant", "rare", "floats", "floats"]),
+    st.sampled_from([1, 2, 4, 8]),
+    st.integers(0, 400) | st.sampled_from([8191, 8192, 8200, 65_536, 70_000]),
+    st.integers(0, 2**31),
+    st.booleans(),
+)
+
+
+def batch_of(drawn, limits=UNLIMITED):
+    chunks, sizes, bases = zip(*drawn, strict=True)
+    n = len(drawn)
+    has_base = np.array([base is not None for base in bases])
+    places = [np.empty(0, np.uint8) if base is None else base for base in bases]
+    all_bases = Chunks.of(places)
+    given = Chunks(places, np.where(has_base, all_bases.which, -1), all_bases.starts, all_bases.lengths)
+    layouts = np.array([planes.ROTATED if size > 1 else planes.BYTES for size in sizes], np.uint8)
+    return EncodeBatch(
+        Chunks.of(chunks), digests_of(chunks), np.array(sizes, np.uint8), layouts, given,
+        digests_of(places), np.full(n, limits, np.int64),
+    )  # fmt: skip
+
+
+def blobs_of(engine, batch):
+    found = []
+    made = engine.start_encode(batch)()
+    for encoded in made:
+        for i, length in enumerate(encoded.entries["length"].tolist()):
+            room = np.full(length + -length % 8, 0xEE, np.uint8)
+            encoded.copy(i, i + 1, room)()
+            assert blob.entry(room[:length].data, int(encoded.entries["offset"][i])) == encoded.entries[i].tobytes()
+            found.append(room[:length].data)
+    engine.recycle(made)
+    return found
+
+
+def shape(data):
+    """Return the choices that a blob shows: everything in its header but the sizes of frames and their codec."""
+    header = blob.parse(data, "here")
+    kinds = [codec if codec != codecs.DEFLATE else codecs.ZSTD for codec in header.codecs]
+    return header.transform, header.element_size, header.layout, header.raw_bytes, kinds, header.digest, header.base
+
+
+@given(st.lists(rows, min_size=1, max_size=12), st.sampled_from([UNLIMITED, 2000]))
+def test_a_batch_is_encoded_as_by_the_reference(engine, reference, drawn, limit):
+    batch = batch_of(drawn, limit)
+    found, expected = blobs_of(engine, batch), blobs_of(reference, batch)
+    for (chunk, _, base), ours, theirs in zip(drawn, found, expected, strict=True):
+        if len(theirs) < limit * 0.99 or len(theirs) > limit * 1.01:  # near the limit, frames decide
+            assert shape(ours)[:4] == shape(theirs)[:4]
+        assert len(ours) <= 1.02 * len(theirs) + 64
+        out = np.empty_like(chunk)
+        is_delta = ours[16] == blob.DIFFERENCE
+        chain_decode.decode_chain([ours], ["x"], digest(chunk, SEED), out, base if is_delta else None, seed=SEED)
+        assert out.tobytes() == chunk.tobytes()
+
+
+@pytest.mark.no_cover
+def test_choices_are_equal_bit_for_bit(engine, reference):
+    """Entropies near each other would show another order of summation; so would sampled runs at other places."""
+    rng = np.random.default_rng(5)
+    for round_ in range(examples(60)):
+        drawn = []
+        for _ in range(30):
+            size, count = int(rng.choice([2, 4, 8])), int(rng.integers(100, 20_000))
+            chunk = content("floats", size, count, int(rng.integers(0, 2**31)))
+            bits = int(rng.integers(8 * size - 9, 8 * size))  # so many low bits change: a delta pays, or just not
+            change = rng.integers(0, 1 << max(bits - 4, 1), count, np.uint64).astype(f"u{size}")
+            base = (chunk.view(f"u{size}") + change).view(np.uint8)
+            drawn.append((chunk, size, base))
+        batch = batch_of(drawn)
+        how, kinds = spans.choose(native, batch)
+        for i, theirs in enumerate(blobs_of(reference, batch)):
+            header = blob.parse(theirs, f"{round_}")
+            if how[i] != spans.BY_REFERENCE:
+                assert (how[i] == spans.STORE_DELTA) == (header.transform == blob.DIFFERENCE)
+                assert header.codecs[0] != codecs.SPARSE
+        for (chunk, size, base), ours in zip(drawn, kinds, strict=True):
+            full = planes.statistics(planes.histograms(planes.sample(chunk, size, planes.ROTATED)))
+            planes.difference(chunk, base, size, out := np.empty_like(chunk))
+            delta = planes.statistics(planes.histograms(planes.sample(out, size)))
+            assert ours.shape == (8,)
+            counts = np.empty((2 * size, 256), np.uint32)
+            alone = batch_of([(chunk, size, base)])
+            native.sample(
+                spans.place(alone.chunks), spans.place(alone.bases), alone.element_sizes, alone.layouts, counts,
+                np.empty(1, np.int64),
+            )  # fmt: skip
+            found = planes.statistics(counts)
+            assert found.bits.tolist() == [*full.bits.tolist(), *delta.bits.tolist()]
+            assert found.top_share.tolist() == [*full.top_share.tolist(), *delta.top_share.tolist()]
+
+
+@pytest.mark.parametrize("period", [16, 64, 640, 6400])
+def test_runs_are_left_to_the_reference(engine, reference, period):
+    """Rows of zeros between other rows, as in the optimizer state of an embedding, in which few rows are ever used."""
+    values = content("floats", 4, 128_000, period).view(np.float32)
+    values[np.arange(values.size) // period % 2 == 1] = 0
+    batch = batch_of([(values.view(np.uint8), 4, None)])
+    (ours,), (theirs,) = blobs_of(engine, batch), blobs_of(reference, batch)
+    assert len(ours) <= 1.003 * len(theirs)
+
+
+def chains_of(engine, chunk, size, versions, seed):
+    """Return the chain of the last of some versions of a chunk, newest first, and that version."""
+    chain, base = [], None
+    for number in range(versions):
+        (made,) = blobs_of(engine, batch_of([(chunk, size, base)]))
+        chain = [made, *chain] if made[16] == blob.DIFFERENCE else [made]
+        base, chunk = chunk, moved(chunk, size, seed + number)
+    return chain, base
+
+
+def decode_batch(chains, chunks, bases=None):
+    flat = [np.frombuffer(b, np.uint8) for chain in chains for b in chain]
+    lengths = np.array([b.size for b in flat], np.int64)
+    stored = np.concatenate([*flat, np.empty(0, np.uint8)])
+    outs = [np.full(c.size, 0xAA, np.uint8) for c in chunks]
+    return DecodeBatch(
+        stored, np.cumsum(lengths) - lengths, lengths, np.array(list(map(len, chains)), np.int64),
+        digests_of(chunks), Chunks.of(outs), lambda i: f"blob {i}", bases,
+    ), outs  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("kind", ["noise", "rare", "floats"])
+def test_chains_of_both_engines_are_rebuilt(engine, reference, size, kind):
+    made = [
+        chains_of(maker, content(kind, size, count, count), size, versions, count)
+        for maker in (engine, reference) for count in (1, 77, 9000, 70_000) for versions in (1, 2, 5)
+    ]  # fmt: skip
+    chains, chunks = zip(*made, strict=True)
+    batch, outs = decode_batch(chains, chunks)
+    engine.start_decode(batch)()
+    for out, chunk in zip(outs, chunks, strict=True):
+        assert out.tobytes() == chunk.tobytes()
+
+
+def test_most_float_chunks_need_no_reference(engine, monkeypatch):
+    """The reference is for rare rows: full float chunks and deltas of training steps do not reach it."""
+    chunk = content("floats", 4, 70_000, 1)
+    base = (chunk.view(np.uint32) + np.random.default_rng(0).integers(0, 4000, 70_000, np.uint32)).view(np.uint8)
+    batch = batch_of([(chunk, 4, None), (chunk, 4, base), (content("constant", 4, 999, 0), 4, None)])
+    made = engine.start_encode(batch)()
+    assert {type(m) for m in made} == {spans.SpanEncoded}
+    data = blobs_of(engine, batch)
+    assert [d[16] for d in data] == [blob.FULL, blob.DIFFERENCE, blob.FULL]
+    bases = Chunks([base], np.array([-1, 0, -1]), np.zeros(3, np.int64), np.array([0, base.size, 0]))
+    decode, outs = decode_batch([[d] for d in data], [chunk, chunk, content("constant", 4, 999, 0)], bases)
+    monkeypatch.setattr(chain_decode, "decode_chain", None)
+    engine.start_decode(decode)()
+    assert outs[1].tobytes() == chunk.tobytes()
+
+
+@pytest.mark.no_cover
+def test_damaged_blobs_raise_the_errors_of_the_reference(engine, reference):
+    """A byte of a blob is changed, and its checksum made right again, so that the damage reaches the decoder."""
+    chunk = content("floats", 4, 3000, 3)
+    (whole,) = blobs_of(engine, batch_of([(chunk, 4, None)]))
+    for at in range(0, len(whole), max(1, len(whole) // 900)):
+        bad = np.array(whole)
+        bad[at] ^= 1 + at % 255
+        if at % 2:
+            bad[8:16] = np.frombuffer(blob.checksum(bad[16:].data).to_bytes(8, "little"), np.uint8)
+        results = []
+        for one in (engine, reference):
+            batch, outs = decode_batch([[bad.data]], [chunk])
+            try:
+                one.start_decode(batch)()
+                results.append(outs[0].tobytes())
+            except (IntegrityError, blob.FormatError) as error:
+                results.append((type(error), str(error)))
+        assert results[0] == results[1], at
+
+
+def test_rows_are_cut_into_spans():
+    lengths = np.array([10, 0, spans.SPAN_BYTES, spans.SPAN_BYTES, 5, 5, 7 * spans.SPAN_BYTES])
+    for threads in (1, 2, 16):
+        cut = spans.cut(lengths, threads)
+        assert [row for span in cut for row in range(len(lengths))[span]] == list(range(len(lengths)))
+    assert spans.cut(lengths[:0], 2) == []
+    assert spans.cut(np.zeros(3, np.int64), 2) == [slice(0, 3)]
+    assert len(spans.cut(np.full(1024, 1 << 14), 2)) == 8
+
+
+def one(array, start=0, length=None):
+    return [array], np.zeros(1, np.int64), np.array([start]), np.array([array.size if length is None else length])
+
+
+@pytest.mark.parametrize(("start", "length"), [(-1, 4), (0, 101), (100, 1), (50, -1), (2**62, 2**62)])
+def test_positions_outside_of_a_memory_are_refused(start, length):
+    with pytest.raises(ValueError, match=r"chunk 0: bytes .* of a memory of 100 bytes"):
+        native.digests(one(np.zeros(100, np.uint8), start, length), 0, np.empty(16, np.uint8))
+
+
+def test_wrong_columns_are_refused():
+    data, scratch = np.zeros(96, np.uint8), np.empty(native.SCRATCH_BYTES + 96, np.uint8)
+    none = ([], np.array([-1]), np.array([0]), np.array([0]))
+    byte, sixteen = np.ones(1, np.uint8), np.zeros(16, np.uint8)
+    with pytest.raises(ValueError, match="expected 16"):
+        native.digests(one(data), 0, np.empty(15, np.uint8))
+    with pytest.raises(BufferError):
+        native.digests(one(data), 0, bytes(16))
+    with pytest.raises(IndexError):
+        native.digests(([], np.array([0]), np.array([0]), np.array([0])), 0, sixteen)
+    for sizes, layouts, base in ((3, 0, none), (64, 0, none), (1, 2, none), (1, 0, one(data, 0, 5))):
+        with pytest.raises(ValueError, match="wrong element sizes"):
+            native.sample(
+                one(data), base, byte * sizes, byte * layouts, np.empty(256 * 64, np.uint32), np.empty(1, np.int64)
+            )
+    for how, room in ((2, scratch), (3, scratch), (1, scratch[:-1]), (1, scratch[1:])):
+        with pytest.raises(ValueError, match=r"delta without a base|scratch"):
+            native.encode(
+                one(data), none, byte, byte, sixteen, sixteen, sixteen[:8], byte * how, np.empty(96, np.uint8), data,
+                room,
+            )  # fmt: skip
+    for offset, length, count in ((-1, 5, 1), (0, 97, 1), (97, 0, 1), (0, 5, 2), (0, 5, 0), (0, 5, -1)):
+        with pytest.raises(ValueError, match="outside of the stored bytes"):
+            native.decode(
+                data, np.array([offset]), np.array([length]), np.array([count]), sixteen, one(data.copy()), none, 0,
+                byte.copy(), scratch,
+            )  # fmt: skip
+
+
+def test_little_room_declines_a_blob():
+    data, scratch = np.zeros(4096, np.uint8), np.empty(native.SCRATCH_BYTES + 4096, np.uint8)
+    none = ([], np.array([-1]), np.array([0]), np.array([0]))
+    byte, sixteen, entries = np.ones(1, np.uint8), np.zeros(16, np.uint8), np.empty(1, blob.ENTRY)
+    for room in (0, 80, 4096, 4176):
+        out = np.empty(room, np.uint8)
+        native.encode(
+            one(data), none, byte, byte, sixteen, sixteen, sixteen[:8], byte, entries.view(np.uint8), out, scratch
+        )
+        assert entries["length"].tolist() == [0]
+
+
+def test_the_environment_chooses(monkeypatch):
+    monkeypatch.setenv("SNAPSTORE_ENGINE", "numpy")
+    assert spans.extension() is None
+    monkeypatch.setenv("SNAPSTORE_ENGINE", "native")
+    assert spans.extension() is native
+    monkeypatch.setattr(spans, "_native", None)
+    with pytest.raises(CapabilityError, match="the extension is missing"):
+        spans.extension()
+    monkeypatch.setenv("SNAPSTORE_ENGINE", "fast")
+    with pytest.raises(InvalidInputError, match="SNAPSTORE_ENGINE='fast': expected 'native' or 'numpy'"):
+        spans.extension()

@@ -44,7 +44,7 @@ def encode(
     """Encode chunks, blob after blob, into `out`.
 
     Args:
-        kinds: (n, 8) of planes: NOISE or SKEWED.
+        kinds: (n, 8) of planes; see plane_kinds.py.
         how: (n,) BY_REFERENCE, STORE_FULL or STORE_DELTA.
         entries: (n,) blob.ENTRY, filled; length 0: the blob is not written.
     """
@@ -77,6 +77,12 @@ def encode_frame(block: Bytes, out: Bytes) -> int:
 
 def decode_frame(frame: Bytes, out: Bytes) -> bool:
     """Fill `out` from a frame; return False if the reference must decode it."""
+
+def encode_runs(block: Bytes, out: Bytes) -> int:
+    """Write a block as a deflate stream; return its length, 0 if it would not shrink."""
+
+def decode_runs(stream: Bytes, out: Bytes) -> bool:
+    """Fill `out` from a deflate stream; return False if the reference must decode it."""
 
 def use_avx2(wanted: bool) -> bool:
     """Use AVX2 or not, in this process; return whether it is used."""

@@ -1,7 +1,7 @@
 """Spans: many chunks in one call of the extension `_native`, which releases the GIL once.
 
 In: batches of chunks as columns, with their bytes in host memory. Out: digests, blobs, rebuilt chunks; and which rows
-the extension leaves to the reference in NumPy: sparse deltas, planes with repeats or long runs, other codecs, and all
+the extension leaves to the reference in NumPy: sparse deltas, planes with repeats, other codecs, and all
 damage. So every error is the reference's. The choices are equal too, bit for bit: NumPy makes them, from the
 extension's histograms.
 """
@@ -20,7 +20,7 @@ from ..arrays import Bytes, Column, sums_before
 from ..errors import CapabilityError, InvalidInputError
 from ..format.blobs import blob, codecs, planes
 from ..format.blobs.codecs import sparse
-from ..format.blobs.plane_kinds import NOISE, REPEATS, RUNS, estimates, plane_kinds
+from ..format.blobs.plane_kinds import NOISE, REPEATS, estimates, plane_kinds
 from ..format.manifests import delta_choice
 from .batches import Chunks, DecodeBatch, EncodeBatch, EncodedChunk
 
@@ -34,9 +34,6 @@ except ImportError:  # installed without a compiler
 Place = tuple[Sequence[Any], Column, Column, Column]
 #: How the extension stores a chunk.
 BY_REFERENCE, STORE_FULL, STORE_DELTA = range(3)
-#: Planes of mostly one value are Huffman-coded, at a bit or more for each byte, if this costs at most this share of a
-#: blob by the sample; else the reference codes their runs. The extension checks it again by the whole planes.
-RUNS_COST = 1 / 512
 #: A span has at least this many bytes, if there are as many: the choices in NumPy take time for each call.
 SPAN_BYTES = 1024 * 1024
 #: At most about this many spans for each thread, so that threads end at about the same time.
@@ -137,13 +134,9 @@ def choose(native: Any, batch: EncodeBatch) -> tuple[Bytes, Bytes]:
     bits = np.where(is_delta[:, None], delta_bits, full_bits)
     share = np.where(is_delta[:, None], delta_share, full_share)
     kinds = np.where(is_plane, plane_kinds(bits, share, batch.layouts[:, None]), NOISE)
-    is_run = kinds == RUNS
-    is_constant = (is_run | (kinds == REPEATS)) & (share == 1)
-    cost = (np.where(is_run & ~is_constant, np.maximum(1 - bits, 0), 0) * elements[:, None] / 8).sum(axis=1)
-    has_repeats = ((kinds == REPEATS) & ~is_constant).any(axis=1)
-    declined = is_sparse | has_repeats | (cost > RUNS_COST * np.where(is_delta, delta, full))
+    declined = is_sparse | ((kinds == REPEATS) & (share < 1)).any(axis=1)
     how = np.where(declined, BY_REFERENCE, np.where(is_delta, STORE_DELTA, STORE_FULL)).astype(np.uint8)
-    return how, np.where(is_constant, RUNS, kinds).astype(np.uint8)
+    return how, kinds.astype(np.uint8)
 
 
 def _statistics(

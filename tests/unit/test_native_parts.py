@@ -1,4 +1,6 @@
-"""The parts of the extension in C equal their references: hashes, planes, and zstd frames in both directions."""
+"""The parts of the extension in C equal their references: hashes, planes, and blocks of both codecs, both ways."""
+
+import zlib
 
 import numpy as np
 import pytest
@@ -8,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snapstore.engine import spans
+from snapstore.errors import IntegrityError
 from snapstore.format.blobs import codecs, planes
-from snapstore.format.blobs.codecs import zstd
+from snapstore.format.blobs.codecs import deflate, zstd
 from snapstore.format.blobs.plane_kinds import RUNS_ABOVE_SHARE
 
 native = spans.extension()
@@ -84,10 +87,10 @@ def encoded(block):
     return out[: native.encode_frame(block, out)]
 
 
-def decoded(frame, length):
-    """Return the bytes of a frame; None if the extension declines it. It writes nothing beyond them."""
+def decoded(stored, length, decode="decode_frame"):
+    """Return the bytes of a block; None if the extension declines it. It writes nothing beyond them."""
     out = np.full(length + 64, 0xEE, np.uint8)
-    done = native.decode_frame(frame, out[:length])
+    done = getattr(native, decode)(stored, out[:length])
     assert (out[length:] == 0xEE).all()
     return out[:length].tobytes() if done else None
 
@@ -135,11 +138,12 @@ def test_short_frames_are_declined(frame):
     assert decoded(np.frombuffer(frame, np.uint8), 9) is None
 
 
-def refused_by_zstd(frame, length):
+def by_reference(codec, stored, length):
+    """Return the bytes of a stored block as zstandard or zlib decode it; None if they refuse it."""
     out = np.empty(length, np.uint8)
     try:
-        zstd.decode([memoryview(frame)], out, BLOCK)
-    except codecs.zstd.IntegrityError:
+        codec.decode([memoryview(stored)], out, BLOCK)
+    except IntegrityError:
         return None
     return out.tobytes()
 
@@ -178,5 +182,88 @@ def test_a_damaged_frame_is_declined_unless_zstd_reads_the_same(seed):
                 found = decoded(np.frombuffer(bad, np.uint8), length)
                 if found is not None:
                     accepted += 1
-                    assert found == refused_by_zstd(bad, length), bad.hex()
+                    assert found == by_reference(zstd, bad, length), bad.hex()
     assert accepted > 10, "damage in literals alone changes bytes, but is no error of a frame"
+
+
+def mostly_zero(count, share, longest, seed):
+    """Return bytes of which about this share is zero, in runs of up to `longest`."""
+    rng = np.random.default_rng(seed)
+    values = np.where(rng.random(count) < share, 0, np.minimum(rng.geometric(0.4, count), 255))
+    return np.repeat(values, rng.integers(1, longest + 1, count))[:count].astype(np.uint8)
+
+
+def runs_encoded(block):
+    out = np.full(block.size + native.FRAME_SLACK, 0xEE, np.uint8)
+    return out[: native.encode_runs(block, out)]
+
+
+run_blocks = st.builds(
+    mostly_zero, LENGTHS, st.sampled_from([0, 0.5, 0.8, 0.95, 1]), st.sampled_from([1, 4, 300, 2000]),
+    st.integers(0, 2**31),
+)  # fmt: skip
+
+
+@given(run_blocks | blocks)
+def test_streams_of_runs_are_read_by_zlib_and_back(block):
+    stream = runs_encoded(block)
+    (theirs,) = deflate.encode_runs(block, BLOCK)
+    if not stream.size:
+        assert len(theirs) > block.size - 100, "only short blocks and noise are declined"
+        return
+    assert by_reference(deflate, stream, block.size) == block.tobytes()
+    assert decoded(stream, block.size, "decode_runs") == block.tobytes()
+    assert stream.size < block.size
+    assert stream.size <= 1.02 * len(theirs) + 64
+
+
+@given(run_blocks | blocks)
+def test_streams_of_zlib_are_read(block):
+    (stream,) = deflate.encode_runs(block, BLOCK)
+    assert decoded(np.frombuffer(stream, np.uint8), block.size, "decode_runs") == block.tobytes()
+
+
+@pytest.mark.parametrize("level", [0, 1, 6, 9])
+@pytest.mark.parametrize("strategy", ["Z_DEFAULT_STRATEGY", "Z_FILTERED", "Z_HUFFMAN_ONLY", "Z_RLE", "Z_FIXED"])
+def test_other_streams_are_read_or_declined(level, strategy):
+    for seed, length in enumerate([1, 9, 300, 5000, BLOCK]):
+        block = mostly_zero(length, 0.8, 9, seed)
+        stream = zlib.compressobj(level, zlib.DEFLATED, -15, 9, getattr(zlib, strategy))
+        data = np.frombuffer(stream.compress(block.data) + stream.flush(), np.uint8)
+        found = decoded(data, length, "decode_runs")
+        assert found in (None, block.tobytes())
+        assert found or strategy not in ("Z_HUFFMAN_ONLY", "Z_RLE")
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("seed", range(8))
+def test_a_damaged_stream_is_declined_unless_zlib_reads_the_same(seed):
+    rng = np.random.default_rng(seed)
+    accepted = 0
+    for number in range(250):
+        length = int(rng.choice([70, 200, 1000, 5000]))
+        block = mostly_zero(length, float(rng.choice([0.5, 0.8, 0.95])), int(rng.choice([1, 5, 300])), number)
+        streams = [runs_encoded(block).tobytes(), *deflate.encode_runs(block, BLOCK)]
+        for stream in filter(None, streams):
+            for _ in range(3):
+                bad = damaged(stream, rng)
+                found = decoded(np.frombuffer(bad, np.uint8), length, "decode_runs")
+                if found is not None:
+                    accepted += 1
+                    assert found == by_reference(deflate, bad, length), bad.hex()
+    assert accepted > 10
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("seed", range(2))
+def test_random_bytes_are_declined_unless_the_reference_reads_the_same(seed):
+    rng = np.random.default_rng(seed)
+    for _ in range(3000):
+        stream = rng.integers(0, 256, rng.integers(0, 40), np.uint8)
+        length = int(rng.integers(1, 300))
+        found = decoded(stream, length, "decode_runs")
+        assert found is None or found == by_reference(deflate, stream, length), stream.tobytes().hex()
+        head = bytes.fromhex("28b52ffd20") + bytes([length % 256]) + rng.integers(0, 256, 3, np.uint8).tobytes()
+        frame = np.frombuffer(head + stream.tobytes(), np.uint8)
+        found = decoded(frame, length, "decode_frame")
+        assert found is None or found == by_reference(zstd, frame, length), frame.tobytes().hex()

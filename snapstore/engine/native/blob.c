@@ -3,8 +3,8 @@
 
 #define HEADER_BYTES 80
 #define VERSION 1
-enum { RAW, ZSTD };            // codecs
-enum { FULL, DELTA };          // transforms
+enum { RAW, ZSTD, DEFLATE };  // codecs
+enum { FULL, DELTA };         // transforms
 static const u8 MAGIC[4] = "SNBL", NO_BASE[16];
 
 INLINE size_t blocks_of(size_t bytes, size_t block_bytes) { return bytes / block_bytes + (bytes % block_bytes > 0); }
@@ -18,15 +18,24 @@ typedef struct {
     u32 lengths;     // of blocks, so far
     u8 codecs[MAX_PLANES];
     u32 plane_bytes[MAX_PLANES];  // as stored
-    double excess;   // bits that the reference might save
+    u64 repeating;   // words of 8 bytes that repeat the word before and have one value
 } Writer;
 
-// Append a plane in zstd frames; return false and append nothing if it does not shrink.
-static bool put_coded(Writer *w, const u8 *plane, size_t n, bool has_runs, EncodeTables *tables) {
+static bool is_constant(const u8 *plane, size_t n) { return !memcmp(plane, plane + 1, n - 1); }
+
+// Append a plane in blocks of a codec. Return false and append nothing if it does not shrink.
+static bool put_coded(Writer *w, int codec, const u8 *plane, size_t n, Scratch *scratch) {
     const size_t first = w->at, blocks = blocks_of(n, BLOCK_BYTES);
     for (size_t b = 0; b < blocks; b++) {
         const size_t from = b * BLOCK_BYTES, count = n - from < BLOCK_BYTES ? n - from : BLOCK_BYTES;
-        const size_t length = encode_frame(plane + from, (u32)count, has_runs, w->out + w->at, tables, &w->excess);
+        u8 *out = w->out + w->at;
+        const size_t length = codec == ZSTD
+                                  ? encode_frame(plane + from, (u32)count, out, &scratch->encode, &w->repeating)
+                                  : encode_runs(plane + from, (u32)count, out, &scratch->runs);
+        if (!length) {
+            w->at = first;
+            return false;
+        }
         put_le(w->out + HEADER_BYTES + 4 * (w->lengths + b), length, 4);
         w->at += length;
     }
@@ -71,7 +80,7 @@ size_t encode_blob(const EncodeRow *row, u8 *out, size_t room, u8 *entry, Scratc
     const int size = row->element_size;
     const size_t n = row->bytes / (size_t)size, blocks = blocks_of(n, BLOCK_BYTES);
     size_t coded = 0;
-    for (int k = 0; k < size; k++) coded += row->kinds[k] != KIND_NOISE;
+    for (int k = 0; k < size; k++) coded += row->kinds[k] != NOISE;
     const size_t start = HEADER_BYTES + 4 * blocks * coded;
     if (!n || row->bytes > UINT32_MAX / 2 || room < start + row->bytes + FRAME_SLACK * (1 + blocks * coded)) return 0;
 
@@ -79,23 +88,26 @@ size_t encode_blob(const EncodeRow *row, u8 *out, size_t room, u8 *entry, Scratc
     u8 *planes[MAX_PLANES] = {0};
     bool in_place = true;  // raw planes before the first coded one are split to where they belong
     for (int k = 0; k < size; k++) {
-        in_place = in_place && row->kinds[k] == KIND_NOISE;
+        in_place = in_place && row->kinds[k] == NOISE;
         planes[k] = in_place ? out + start + (size_t)k * n : scratch->planes + (size_t)k * n;
     }
     const Elements elements = {size, row->base ? LAYOUT_BYTES : row->layout, row->base ? DIFFERENCE : NONE};
     split_planes(row->source, row->base, elements, n, planes);
     for (int k = 0; k < size; k++) {
         const size_t first = w.at;
-        const int kind = row->kinds[k];
-        if (kind != KIND_NOISE && put_coded(&w, planes[k], n, kind == KIND_RUNS, &scratch->encode)) {
-            w.codecs[k] = ZSTD;
+        int codec = row->kinds[k] == NOISE ? RAW : ZSTD;
+        if (row->kinds[k] >= RUNS && !is_constant(planes[k], n)) codec = DEFLATE;
+        if (row->kinds[k] == REPEATS && codec == DEFLATE) return 0;
+        if (codec != RAW && put_coded(&w, codec, planes[k], n, scratch)) {
+            w.codecs[k] = (u8)codec;
         } else {
+            if (codec == DEFLATE) return 0;  // a block grows: zlib may have a better form for it
             if (planes[k] != out + w.at) memcpy(out + w.at, planes[k], n);
             w.at += n;
         }
         w.plane_bytes[k] = (u32)(w.at - first);
     }
-    if (w.excess / 8 > RUNS_COST * (double)(w.at - start)) return 0;
+    if ((double)w.repeating > MATCHES_SAVE * (double)(w.at - start)) return 0;  // a match saves a bit of each byte
     const size_t left_out = start - HEADER_BYTES - 4 * (size_t)w.lengths;  // room for lengths that nobody needs
     if (left_out) {
         memmove(out + start - left_out, out + start, w.at - start);
@@ -130,20 +142,28 @@ static bool read_header(Stored blob, Header *h) {
     if (h->transform == DELTA && h->layout != LAYOUT_BYTES) return false;
     if ((h->transform == FULL) != !memcmp(h->base, NO_BASE, 16)) return false;
     for (u32 k = 0; k < size; k++)
-        if (h->codecs[k] != RAW && h->codecs[k] != ZSTD) return false;
+        if (h->codecs[k] > DEFLATE) return false;
     return true;
 }
 
-// Decode the frames of a plane of n bytes. `at` moves to the end of the plane, `entry` to the end of its lengths.
-static bool decode_plane(Stored blob, const Header *h, size_t n, size_t *at, u32 *entry, u8 *out, DecodeTables *tables) {
+// Where the next plane and the next block length lie in a blob.
+typedef struct {
+    size_t at;
+    u32 entry;
+} Place;
+
+// Decode the blocks of a plane of n bytes. Move `place` to its end.
+static bool decode_plane(Stored blob, const Header *h, int codec, size_t n, Place *place, u8 *out, Scratch *scratch) {
     const size_t blocks = blocks_of(n, h->block_bytes);
-    if (blocks > h->lengths - *entry) return false;
-    for (size_t b = 0; b < blocks; b++, ++*entry) {
-        const size_t length = load32(blob.data + HEADER_BYTES + 4 * (size_t)*entry);
+    if (blocks > h->lengths - place->entry) return false;
+    for (size_t b = 0; b < blocks; b++, place->entry++) {
+        const size_t length = load32(blob.data + HEADER_BYTES + 4 * (size_t)place->entry);
         const size_t from = b * h->block_bytes, count = n - from < h->block_bytes ? n - from : h->block_bytes;
-        if (length > blob.bytes - *at) return false;
-        if (!decode_frame(blob.data + *at, length, out + from, count, tables)) return false;
-        *at += length;
+        const u8 *block = blob.data + place->at;
+        if (length > blob.bytes - place->at) return false;
+        if (codec == ZSTD && !decode_frame(block, length, out + from, count, &scratch->decode)) return false;
+        if (codec == DEFLATE && !decode_runs(block, length, out + from, count, &scratch->decode_runs)) return false;
+        place->at += length;
     }
     return true;
 }
@@ -151,21 +171,20 @@ static bool decode_plane(Stored blob, const Header *h, size_t n, size_t *at, u32
 // Fill `out` with a blob's chunk; `base`: the chunk of its base, for a delta.
 static bool apply_blob(Stored blob, const Header *h, const u8 *base, u8 *out, Scratch *scratch) {
     const size_t n = h->raw_bytes / h->element_size;
-    size_t at = HEADER_BYTES + 4 * (size_t)h->lengths;
-    u32 entry = 0;
+    Place place = {HEADER_BYTES + 4 * (size_t)h->lengths, 0};
     const u8 *planes[MAX_PLANES];
     for (u32 k = 0; k < h->element_size; k++) {
         if (h->codecs[k] == RAW) {
-            if (n > blob.bytes - at) return false;
-            planes[k] = blob.data + at;
-            at += n;
+            if (n > blob.bytes - place.at) return false;
+            planes[k] = blob.data + place.at;
+            place.at += n;
             continue;
         }
         u8 *plane = scratch->planes + k * n;
-        if (!decode_plane(blob, h, n, &at, &entry, plane, &scratch->decode)) return false;
+        if (!decode_plane(blob, h, h->codecs[k], n, &place, plane, scratch)) return false;
         planes[k] = plane;
     }
-    if (at != blob.bytes || entry != h->lengths) return false;
+    if (place.at != blob.bytes || place.entry != h->lengths) return false;
     const Elements elements = {h->element_size, h->layout, h->transform == DELTA ? DIFFERENCE : NONE};
     merge_planes(planes, base, elements, n, out);
     return true;

@@ -32,20 +32,6 @@ static u32 count_bytes(const u8 *data, size_t bytes, u32 counts[256]) {
     return repeating;
 }
 
-// Return about log2(x), at most 0.09 below it.
-INLINE double rough_log2(u32 x) {
-    const u32 high = high_bit(x);
-    return high + (double)(x - (1u << high)) / (1u << high);
-}
-
-// Estimate the bits that codes of single bytes take beyond the entropy of a block.
-static double above_entropy(const u32 counts[256], u32 bytes, const Tree *tree) {
-    double excess = 0;
-    for (u32 s = 0; s < 256; s++)
-        if (counts[s]) excess += counts[s] * (tree->lengths[s] - rough_log2(bytes) + rough_log2(counts[s]));
-    return excess > 0 ? excess : 0;
-}
-
 // Write magic, descriptor, content size and the header of the only block (RFC 8878, 3.1.1). Return their length.
 static u32 put_frame_header(u8 *out, u32 length, u32 type, u32 block_bytes) {
     const int content = length < 256 ? 1 : 2;
@@ -164,9 +150,9 @@ static size_t encode_literals(const u8 *block, u32 bytes, const u32 counts[256],
     return total;
 }
 
-size_t encode_frame(const u8 *block, u32 bytes, bool has_runs, u8 *out, EncodeTables *tables, double *excess) {
+size_t encode_frame(const u8 *block, u32 bytes, u8 *out, EncodeTables *tables, u64 *repeating) {
     u32 counts[256];
-    const u32 repeating = count_bytes(block, bytes, counts);
+    const u32 words = count_bytes(block, bytes, counts);
     if (counts[block[0]] == bytes) {
         const u32 at = put_frame_header(out, bytes, RLE_BLOCK, bytes);
         out[at] = block[0];
@@ -175,8 +161,7 @@ size_t encode_frame(const u8 *block, u32 bytes, bool has_runs, u8 *out, EncodeTa
     if (bytes >= MIN_BYTES) {
         Tree tree;
         make_tree(counts, &tree);
-        *excess += has_runs ? above_entropy(counts, bytes, &tree) : 0;
-        *excess += repeating * 8.0;  // at least a bit for each byte
+        *repeating += words;
         const size_t coded = encode_literals(block, bytes, counts, &tree, out, tables);
         if (coded) return coded;
     }

@@ -1,5 +1,4 @@
-// Huffman trees of zstd frames (RFC 8878, 4.2.1): code lengths for counts, and the description of a tree, which holds
-// a weight for each symbol: 0 for none, else the length of the longest code + 1 - the length of its code. The weights
+// Huffman trees of zstd frames (RFC 8878, 4.2.1): codes, and the description of a tree, which holds a weight for each symbol: 0 for none, else the length of the longest code + 1 - the length of its code. The weights
 // are stored as nibbles (4.2.1.1), or FSE-coded in two interleaved streams (4.2.1.2; FSE: 4.1).
 #include "native.h"
 
@@ -8,74 +7,13 @@
 #define STATES (1 << MAX_LOG)
 #define MOST_WEIGHTS 255 // that a description holds; the last symbol's weight follows from the others
 
-// -- code lengths
-
-// Sort keys ascending (Shell 1959); the steps are Ciura's.
-static void sort_keys(u32 *keys, int n) {
-    static const int STEPS[] = {132, 57, 23, 10, 4, 1};
-    for (size_t s = 0; s < sizeof STEPS / sizeof *STEPS; s++) {
-        const int step = STEPS[s];
-        for (int i = step; i < n; i++) {
-            const u32 key = keys[i];
-            int j = i;
-            for (; j >= step && keys[j - step] > key; j -= step) keys[j] = keys[j - step];
-            keys[j] = key;
-        }
-    }
-}
-
-// Replace `n` ascending counts by the depths of their leaves, descending, and count the leaves of each depth, up to
-// MAX_BITS (Moffat and Katajainen 1995, "In-place calculation of minimum-redundancy codes").
-static void count_depths(u32 *a, int n, u32 of_length[MAX_BITS + 1]) {
-    a[0] += a[1];
-    int root = 0, leaf = 2;
-    for (int next = 1; next < n - 1; next++) {
-        u32 sum = 0;
-        for (int child = 0; child < 2; child++) {
-            if (leaf >= n || (root < next && a[root] < a[leaf])) {
-                sum += a[root];
-                a[root++] = (u32)next;
-            } else {
-                sum += a[leaf++];
-            }
-        }
-        a[next] = sum;
-    }
-    a[n - 2] = 0;
-    for (int next = n - 3; next >= 0; next--) a[next] = a[a[next]] + 1;
-    memset(of_length, 0, sizeof(u32) * (MAX_BITS + 1));
-    int free = 1, inner = n - 2;
-    for (u32 depth = 0; free > 0; depth++) {
-        int used = 0;
-        for (; inner >= 0 && a[inner] == depth; inner--) used++;
-        of_length[depth < MAX_BITS ? depth : MAX_BITS] += (u32)(free - used);
-        free = 2 * used;
-    }
-}
-
-// Lengthen the longest of the codes that are not cut to MAX_BITS, until all codes fit.
-static void fit_lengths(u32 of_length[MAX_BITS + 1]) {
-    u32 spent = 0;  // code space, of 2 ** MAX_BITS
-    for (int bits = 1; bits <= MAX_BITS; bits++) spent += of_length[bits] << (MAX_BITS - bits);
-    for (; spent > 1u << MAX_BITS; spent--) {
-        int bits = MAX_BITS - 1;
-        while (!of_length[bits]) bits--;
-        of_length[bits]--;
-        of_length[bits + 1] += 2;
-        of_length[MAX_BITS]--;
-    }
-}
-
-static void assign_codes(Tree *tree, const u32 *keys, int n, const u32 of_length[MAX_BITS + 1]) {
-    u32 next[MAX_BITS + 1], code = 0;
-    int at = 0;
-    tree->max_bits = 0;
-    memset(tree->lengths, 0, sizeof tree->lengths);
-    for (int bits = MAX_BITS; bits > 0; bits--) {
-        if (of_length[bits] && !tree->max_bits) tree->max_bits = (u32)bits;
+// Number the codes: those of equal length in the order of their symbols, the longest first (4.2.1.3).
+static void assign_codes(Tree *tree) {
+    u32 of_length[MAX_BITS + 1] = {0}, next[MAX_BITS + 1], code = 0;
+    for (int s = 0; s < 256; s++) of_length[tree->lengths[s]]++;
+    for (u32 bits = MAX_BITS; bits > 0; bits--) {
         next[bits] = code;
         code = (code + of_length[bits]) >> 1;
-        for (u32 i = 0; i < of_length[bits] && at < n; i++) tree->lengths[keys[at++] & 255] = (u8)bits;
     }
     for (int s = 0; s < 256; s++) {
         const u32 bits = tree->lengths[s];
@@ -217,15 +155,8 @@ static void describe(Tree *tree) {
 }
 
 void make_tree(const u32 counts[256], Tree *tree) {
-    u32 keys[256], depths[256] = {0}, of_length[MAX_BITS + 1];
-    int n = 0;
-    for (u32 s = 0; s < 256; s++)
-        if (counts[s]) keys[n++] = counts[s] << 8 | s;
-    sort_keys(keys, n);
-    for (int i = 0; i < n; i++) depths[i] = keys[i] >> 8;
-    count_depths(depths, n, of_length);
-    fit_lengths(of_length);
-    assign_codes(tree, keys, n, of_length);
+    tree->max_bits = code_lengths(counts, 256, MAX_BITS, tree->lengths);
+    assign_codes(tree);
     describe(tree);
 }
 

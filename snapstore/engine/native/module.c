@@ -338,38 +338,63 @@ static PyObject *py_merge(PyObject *self, PyObject *args) {
     return succeed(&call);
 }
 
+// Take the arguments (source, out) of the codecs, and memory for their tables.
+static Scratch *take_block(Call *call, PyObject *args, u8 *taken[2], size_t bytes[2]) {
+    PyObject *given[2];
+    if (!PyArg_ParseTuple(args, "OO", &given[0], &given[1])) return NULL;
+    for (int i = 0; i < 2; i++) {
+        if (!(taken[i] = take_column(&call->columns, given[i], -1, i == 1))) return NULL;
+        bytes[i] = last_bytes(&call->columns);
+    }
+    Scratch *scratch = PyMem_Calloc(1, sizeof *scratch);
+    if (!scratch) PyErr_NoMemory();
+    return scratch;
+}
+
+static PyObject *encode_by(PyObject *args, bool runs) {
+    Call call = {0};
+    u8 *taken[2];
+    size_t bytes[2], length = 0;
+    u64 repeating = 0;
+    Scratch *scratch = take_block(&call, args, taken, bytes);
+    if (!scratch) return end_call(&call, NULL);
+    const bool fits = bytes[0] && bytes[0] <= BLOCK_BYTES && bytes[1] >= bytes[0] + FRAME_SLACK;
+    if (fits && runs) length = encode_runs(taken[0], (u32)bytes[0], taken[1], &scratch->runs);
+    if (fits && !runs) length = encode_frame(taken[0], (u32)bytes[0], taken[1], &scratch->encode, &repeating);
+    PyMem_Free(scratch);
+    return fits ? end_call(&call, PyLong_FromSize_t(length)) : refuse(&call, "wrong lengths");
+}
+
+static PyObject *decode_by(PyObject *args, bool runs) {
+    Call call = {0};
+    u8 *taken[2];
+    size_t bytes[2];
+    Scratch *scratch = take_block(&call, args, taken, bytes);
+    if (!scratch) return end_call(&call, NULL);
+    const bool done = runs ? decode_runs(taken[0], bytes[0], taken[1], bytes[1], &scratch->decode_runs)
+                           : decode_frame(taken[0], bytes[0], taken[1], bytes[1], &scratch->decode);
+    PyMem_Free(scratch);
+    return end_call(&call, PyBool_FromLong(done));
+}
+
 static PyObject *py_encode_frame(PyObject *self, PyObject *args) {
     (void)self;
-    PyObject *block, *out;
-    Call call = {0};
-    if (!PyArg_ParseTuple(args, "OO", &block, &out)) return NULL;
-    const u8 *bytes = take_column(&call.columns, block, -1, false);
-    const size_t n = bytes ? last_bytes(&call.columns) : 0;
-    u8 *frame = bytes ? take_column(&call.columns, out, -1, true) : NULL;
-    if (!frame) return end_call(&call, NULL);
-    if (!n || n > BLOCK_BYTES || last_bytes(&call.columns) < n + FRAME_SLACK) return refuse(&call, "wrong lengths");
-    EncodeTables *tables = PyMem_Calloc(1, sizeof *tables);
-    if (!tables) return end_call(&call, PyErr_NoMemory());
-    double excess = 0;
-    const size_t length = encode_frame(bytes, (u32)n, false, frame, tables, &excess);
-    PyMem_Free(tables);
-    return end_call(&call, PyLong_FromSize_t(length));
+    return encode_by(args, false);
+}
+
+static PyObject *py_encode_runs(PyObject *self, PyObject *args) {
+    (void)self;
+    return encode_by(args, true);
 }
 
 static PyObject *py_decode_frame(PyObject *self, PyObject *args) {
     (void)self;
-    PyObject *frame, *out;
-    Call call = {0};
-    if (!PyArg_ParseTuple(args, "OO", &frame, &out)) return NULL;
-    const u8 *bytes = take_column(&call.columns, frame, -1, false);
-    const size_t size = bytes ? last_bytes(&call.columns) : 0;
-    u8 *plain = bytes ? take_column(&call.columns, out, -1, true) : NULL;
-    if (!plain) return end_call(&call, NULL);
-    DecodeTables *tables = PyMem_Calloc(1, sizeof *tables);
-    if (!tables) return end_call(&call, PyErr_NoMemory());
-    const bool done = decode_frame(bytes, size, plain, last_bytes(&call.columns), tables);
-    PyMem_Free(tables);
-    return end_call(&call, PyBool_FromLong(done));
+    return decode_by(args, false);
+}
+
+static PyObject *py_decode_runs(PyObject *self, PyObject *args) {
+    (void)self;
+    return decode_by(args, true);
 }
 
 static bool has_avx2(void) {
@@ -397,6 +422,8 @@ static PyMethodDef FUNCTIONS[] = {
     {"merge", py_merge, METH_VARARGS, NULL},
     {"encode_frame", py_encode_frame, METH_VARARGS, NULL},
     {"decode_frame", py_decode_frame, METH_VARARGS, NULL},
+    {"encode_runs", py_encode_runs, METH_VARARGS, NULL},
+    {"decode_runs", py_decode_runs, METH_VARARGS, NULL},
     {"use_avx2", py_use_avx2, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };

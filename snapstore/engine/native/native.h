@@ -3,9 +3,12 @@
 //   xxh3.c             XXH3-128 and XXH3-64: digests of chunks, checksums of blobs
 //   planes.c           chunks to byte planes and back, and differences from a base
 //   sample.c           histograms of sampled elements; the number of elements that differ from a base
-//   huffman_tree.c     code lengths for counts, and the description of a tree in a frame
+//   code_lengths.c     lengths of Huffman codes for counts
+//   huffman_tree.c     the tree of a zstd frame, and its description in the frame
 //   huffman_encode.c   a block to one zstd frame of Huffman-coded literals
 //   huffman_decode.c   such a frame back to its block
+//   deflate_encode.c   a block of mostly one value to a deflate stream of literals and runs
+//   deflate_decode.c   such a stream back to its block
 //   blob.c             a chunk to a blob; a chain of blobs to a chunk
 //   arguments.c        what Python passes: columns of positions in memories
 //   module.c           the functions that Python calls
@@ -100,6 +103,12 @@ void sample_histograms(const u8 *source, const u8 *base, Elements elements, size
 // Return how many of n elements differ; if they are more than `most`, return any number above `most`.
 u64 count_changed(const u8 *source, const u8 *base, int size, size_t n, u64 most);
 
+// -- code_lengths.c
+
+// Set the lengths of the codes of at most 288 symbols, at most `most` bits (up to 15), 0 for no code. Return the
+// longest. A single symbol gets a code of 1 bit. Each count is below 2^23.
+u32 code_lengths(const u32 *counts, u32 symbols, u32 most, u8 *lengths);
+
 // -- huffman_tree.c
 
 // Literals have codes of at most 11 bits (RFC 8878, 4.2.1).
@@ -115,7 +124,7 @@ typedef struct {
     u8 description[DESCRIPTION_BYTES];
 } Tree;
 
-// Make the tree for counts of at least two symbols; each count is below 2^24.
+// Make the tree for counts of at least two symbols.
 void make_tree(const u32 counts[256], Tree *tree);
 // Read a description of at most `bytes` bytes. Return its length; 0: it is not valid.
 size_t read_weights(const u8 *data, size_t bytes, u8 weights[256], u32 *symbols);
@@ -130,9 +139,9 @@ typedef struct {
     u32 pairs[65536];  // the codes of two neighbouring symbols << 8 | their length
 } EncodeTables;
 
-// Write a block of 1 to BLOCK_BYTES bytes as a zstd frame. Return its length. Add to `excess` the bits that the
-// reference might save: by its matches, in long runs; if `has_runs`, by its coder of runs.
-size_t encode_frame(const u8 *block, u32 bytes, bool has_runs, u8 *out, EncodeTables *tables, double *excess);
+// Write a block of 1 to BLOCK_BYTES bytes as a zstd frame. Return its length. Add to `repeating` how many of its words
+// of 8 bytes repeat the word before and have one value.
+size_t encode_frame(const u8 *block, u32 bytes, u8 *out, EncodeTables *tables, u64 *repeating);
 
 // -- huffman_decode.c
 
@@ -144,20 +153,44 @@ typedef struct {
 // Decode a frame to exactly `bytes` bytes. Return whether it is one that this decoder reads, and valid.
 bool decode_frame(const u8 *frame, size_t frame_bytes, u8 *out, size_t bytes, DecodeTables *tables);
 
+// -- deflate_encode.c
+
+#define TOKENS (256 + 258 + 1)  // literals, and runs by their lengths
+
+typedef struct {
+    u16 tokens[BLOCK_BYTES];
+    u32 coded[TOKENS];  // the bits of each token << 8 | their number
+} RunTables;
+
+// Write a block of 1 to BLOCK_BYTES bytes as a deflate stream. Return its length; 0 if it would not shrink. Up to 8
+// bytes behind it may be overwritten.
+size_t encode_runs(const u8 *block, u32 bytes, u8 *out, RunTables *tables);
+
+// -- deflate_decode.c
+
+typedef struct {
+    u16 table[1 << 15];  // by the next bits: a symbol << 4 | the length of its code
+} RunDecodeTables;
+
+// Decode a stream to exactly `bytes` bytes. Return whether it is one that this decoder reads, and valid.
+bool decode_runs(const u8 *stream, size_t stream_bytes, u8 *out, size_t bytes, RunDecodeTables *tables);
+
 // -- blob.c
 
 typedef struct {
     union {
         EncodeTables encode;
         DecodeTables decode;
+        RunTables runs;
+        RunDecodeTables decode_runs;
     };
     u8 planes[];  // of one chunk, and FRAME_SLACK
 } Scratch;
 
-// The kinds of planes, as in plane_kinds.py: stored as they are, or Huffman-coded.
-enum { KIND_NOISE, KIND_SKEWED, KIND_RUNS };
-// A blob is declined if the reference might save more than this share of it.
-#define RUNS_COST (1.0 / 512)
+// The kinds of planes, as in plane_kinds.py. Planes with repeats are coded only if all of their bytes are equal.
+enum { NOISE, SKEWED, RUNS, REPEATS };
+// A blob is declined if zstd, which finds runs, might save more than this share of it.
+#define MATCHES_SAVE (1.0 / 512)
 
 typedef struct {
     const u8 *source, *base;  // base: not NULL for a delta

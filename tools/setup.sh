@@ -1,5 +1,6 @@
 # Makes .venv in the repository root if it is missing, and installs snapstore with its development tools into it. Sourced
-# by tools/demo and tools/test, or run by itself: bash tools/setup.sh. A moment's work where nothing has changed.
+# by tools/demo and tools/test, or run by itself: bash tools/setup.sh. A moment's work where nothing has changed. A
+# change of the C sources builds the extension again; without a C compiler there is none.
 #
 # Versions are those of tools/constraints.txt. A torch that the chosen Python has already (say, a CUDA build) is used as
 # it is, but not that of another virtual environment; PYTHON=/path/to/python3 chooses another Python.
@@ -23,7 +24,7 @@ snapstore_torch_version() { # of the interpreter $1; empty if it has none
 
 snapstore_setup() {
     local stamp=.venv/snapstore-setup.stamp inputs base torch constraints=tools/constraints.txt
-    inputs="$PWD $(cat pyproject.toml tools/constraints.txt tools/setup.sh | cksum)"
+    inputs="$PWD $(cat pyproject.toml tools/constraints.txt tools/setup.sh snapstore/engine/native/* | cksum)"
     [ "$(cat "$stamp" 2>/dev/null)" = "$inputs" ] && [ -n "$(snapstore_torch_version .venv/bin/python)" ] && return
 
     if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then

@@ -166,6 +166,14 @@ def damaged(frame, rng):
     return bytes(frame)
 
 
+def test_shares_of_weights_that_no_code_has():
+    """zstd refuses them, though no symbol has such a weight: the fuzzer found this frame."""
+    tree, streams = "0771733fc0498b04", "070007000700ffff3ffffef67ffc7ffe7fffff3fff7dfffffffd3fffffffffffff0700"
+    frame = bytes.fromhex("28b52ffd20c88501008e0c800a00" + tree + streams)
+    assert by_reference(zstd, frame, 200) is None
+    assert decoded(np.frombuffer(frame, np.uint8), 200) is None
+
+
 @pytest.mark.no_cover
 @pytest.mark.parametrize("seed", range(8))
 def test_a_damaged_frame_is_declined_unless_zstd_reads_the_same(seed):

@@ -2,7 +2,7 @@
 // are stored as nibbles (4.2.1.1), or FSE-coded in two interleaved streams (4.2.1.2; FSE: 4.1).
 #include "native.h"
 
-#define WEIGHTS 16       // values of a weight that a description may give shares: 0 to MAX_BITS are used
+#define WEIGHTS (MAX_BITS + 1)  // zstd refuses a description that gives shares to other weights
 #define MAX_LOG 6        // accuracy of the FSE table of weights
 #define STATES (1 << MAX_LOG)
 #define MOST_WEIGHTS 255 // that a description holds; the last symbol's weight follows from the others

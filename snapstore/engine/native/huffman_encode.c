@@ -1,10 +1,11 @@
 // A block of bytes to one zstd frame (RFC 8878): a single segment with its content size, of one block, which holds
-// Huffman-coded literals in four streams and no sequences. Every zstd decoder reads it. A block that does not shrink
-// becomes a raw block; a block of one value becomes RLE.
+// Huffman-coded literals and no sequences. Every zstd decoder reads it. The literals are in four streams, in short
+// blocks in one. A block that does not shrink becomes a raw block; a block of one value becomes RLE.
 #include "native.h"
 
 #define STREAMS 4
-#define MIN_BYTES 64  // shorter blocks stay raw
+#define ONE_STREAM_BELOW 1024  // the sizes of four streams would take 6 bytes
+#define MIN_BYTES 32           // shorter blocks stay raw
 // With more symbols, the table of pairs costs more than it saves.
 #define PAIRED_SYMBOLS 64
 
@@ -109,16 +110,17 @@ static const u32 *make_pairs(const Tree *tree, const u8 *symbols, int present, E
 }
 
 // Write the streams of a block. Return their end; the sizes of all but the last go to `sizes`.
-static u8 *put_streams(const u8 *block, u32 bytes, const Tree *tree, const u32 *pairs, u8 *sizes, u8 *out) {
-    const u32 share = (bytes + STREAMS - 1) / STREAMS;
+static u8 *put_streams(const u8 *block, u32 bytes, u32 count, const Tree *tree, const u32 *pairs, u8 *sizes,
+                       u8 *out) {
+    const u32 share = (bytes + count - 1) / count;
     u8 *(*put)(const u8 *, const u8 *, const u32 *, const u32 *, u8 *) = put_stream_plain;
 #if HAS_AVX2_CODE
     if (use_avx2) put = put_stream_bmi2;
 #endif
-    for (u32 i = 0; i < STREAMS; i++) {
+    for (u32 i = 0; i < count; i++) {
         const u32 first = i * share, last = first + share < bytes ? first + share : bytes;
         u8 *end = put(block + first, block + last, tree->codes, pairs, out);
-        if (i + 1 < STREAMS) put_le(sizes + 2 * i, (u64)(end - out), 2);
+        if (i + 1 < count) put_le(sizes + 2 * i, (u64)(end - out), 2);
         out = end;
     }
     return out;
@@ -135,18 +137,21 @@ static size_t encode_literals(const u8 *block, u32 bytes, const u32 counts[256],
             symbols[present++] = (u8)s;
             bits += (u64)counts[s] * tree->lengths[s];
         }
-    const u32 at = bytes < 256 ? 9 : 10, sizes_at = at + 5 + tree->description_bytes, streams_at = sizes_at + 6;
-    if (!tree->description_bytes || streams_at + bits / 8 + STREAMS + 1 >= at + bytes) return 0;
+    // the header of the literals (4.1.1): its length, and the bits of each of its two sizes
+    const u32 head = bytes < 1024 ? 3 : bytes < 16384 ? 4 : 5, size_bits = head == 3 ? 10 : head == 4 ? 14 : 18;
+    const u32 count = bytes < ONE_STREAM_BELOW ? 1 : STREAMS, jumps = 2 * (count - 1);
+    const u32 at = bytes < 256 ? 9 : 10, sizes_at = at + head + tree->description_bytes, streams_at = sizes_at + jumps;
+    if (!tree->description_bytes || streams_at + bits / 8 + count + 1 >= at + bytes) return 0;
     const bool paired = present <= PAIRED_SYMBOLS && bytes >= 64u * (u32)present;
     const u32 *pairs = paired ? make_pairs(tree, symbols, present, tables) : NULL;
-    u8 *end = put_streams(block, bytes, tree, pairs, out + sizes_at, out + streams_at);
+    u8 *end = put_streams(block, bytes, count, tree, pairs, out + sizes_at, out + streams_at);
     *end++ = 0;  // no sequences
     const u32 total = (u32)(end - out);
     if (total - at >= bytes) return 0;
     put_frame_header(out, bytes, COMPRESSED_BLOCK, total - at);
-    const u64 literals = total - at - 5 - 1;
-    put_le(out + at, 2 | 3 << 2 | (u64)bytes << 4 | literals << 22, 5);  // 4.1.1: compressed, 18-bit sizes
-    memcpy(out + at + 5, tree->description, tree->description_bytes);
+    const u64 literals = total - at - head - 1, form = count == 1 ? 0 : head - 2;
+    put_le(out + at, 2 | form << 2 | (u64)bytes << 4 | literals << (4 + size_bits), (int)head);
+    memcpy(out + at + head, tree->description, tree->description_bytes);
     return total;
 }
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..arrays import Bytes
-from ..format.blobs import blob, chain_decode, planes
-from ..format.hashing import digest
+from ..arrays import sums_before
+from ..format.blobs import blob, planes
+from ..format.blobs.pack import Encoded
 from ..storage.base import ObjectStore
 from ..threads import Threads
-from .batches import EncodeJob
-from .cpu import default_threads, encode_chunk
+from .batches import Chunks, DecodeBatch, EncodeBatch
+from .cpu import CpuEngine, default_threads
 
 #: Plain bytes to encode and decode; size of an object to put and get [bytes]; number of these objects.
 SAMPLE_BYTES, OBJECT_BYTES, OBJECTS = 32 * 1024 * 1024, 16 * 1024 * 1024, 4
@@ -60,23 +60,36 @@ def measure(store: ObjectStore | None, threads: int | None = None) -> Rates:
     write, read = (math.inf, math.inf) if store is None else _of_store(store)
     weights = np.random.default_rng(0).standard_normal(SAMPLE_BYTES // 4, np.float32)
     weights *= 0.02
-    chunks = list(weights.view(np.uint8).reshape(-1, 1024 * 1024))
+    chunks = Chunks.of(list(weights.view(np.uint8).reshape(-1, 1024 * 1024)))
     with Threads(threads or default_threads()) as pool:
-        copy_rate = _rate(SAMPLE_BYTES, lambda: pool.start(np.copy, chunks)())
-        encoded: list[memoryview] = []
-
-        def encode(chunk: Bytes) -> memoryview:
-            room = np.empty(blob.bound(chunk.size, 4), np.uint8)
-            return encode_chunk(EncodeJob(chunk, digest(chunk, 0), 4, planes.ROTATED), room).data
-
-        encode_rate = _rate(SAMPLE_BYTES, lambda: encoded.extend(pool.start(encode, chunks)()))
-
-        def decode(number: int) -> None:
-            out = np.empty(chunks[number].size, np.uint8)
-            chain_decode.decode_chain([encoded[number]], [""], digest(chunks[number], 0), out, None, seed=0)
-
-        decode_rate = _rate(SAMPLE_BYTES, lambda: pool.start(decode, range(len(chunks)))())
+        copy_rate = _rate(SAMPLE_BYTES, lambda: pool.start(np.copy, chunks.memories)())
+    engine = CpuEngine(0, threads)
+    try:
+        encode_rate, decode_rate = _of_engine(engine, chunks)
+    finally:
+        engine.close()
     return Rates(write=write, read=read, encode=encode_rate, decode=decode_rate, copy=copy_rate)
+
+
+def _of_engine(engine: CpuEngine, chunks: Chunks) -> tuple[float, float]:
+    """Encode chunks of fp32 weights and decode them; return the rates of both."""
+    n = len(chunks)
+    none = Chunks([], np.full(n, -1), np.zeros(n, np.int64), np.zeros(n, np.int64))
+    digests = engine.start_digests(chunks)()
+    sizes, layouts = np.full(n, 4, np.uint8), np.full(n, planes.ROTATED, np.uint8)
+    batch = EncodeBatch(chunks, digests, sizes, layouts, none, np.zeros((n, 16), np.uint8), np.zeros(n, np.int64))
+    made: list[Encoded] = []
+    encode_rate = _rate(SAMPLE_BYTES, lambda: made.extend(engine.start_encode(batch)()))
+    lengths = np.concatenate([encoded.entries["length"] for encoded in made]).astype(np.int64)
+    ends = sums_before(lengths + -lengths % blob.ALIGNMENT)
+    stored, row = np.empty(int(ends[-1]), np.uint8), 0
+    for encoded in made:
+        count = len(encoded.entries)
+        encoded.copy(0, count, stored[ends[row] : ends[row + count]])()
+        row += count
+    made.clear()
+    decode = DecodeBatch(stored, ends[:-1], lengths, np.ones(n, np.int64), digests, chunks, str)  # to their own memory
+    return encode_rate, _rate(SAMPLE_BYTES, lambda: engine.start_decode(decode)())
 
 
 def _of_store(store: ObjectStore) -> tuple[float, float]:

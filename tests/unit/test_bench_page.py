@@ -132,7 +132,7 @@ def test_a_section_that_does_not_exist_is_refused(monkeypatch, capsys, tools):
     monkeypatch.setattr(sys, "argv", ["tools/bench cpu", "--quick", "--only", "comapre"])
     with pytest.raises(SystemExit):
         cpu.main()
-    assert "--only: no section comapre; sections: compare, retained, memory, plain" in capsys.readouterr().err
+    assert "--only: no section comapre; sections: compare, engine, retained, memory, plain" in capsys.readouterr().err
 
 
 def whole_bench(tools, copy, monkeypatch, tmp_path, arguments, run=lambda *_: None):

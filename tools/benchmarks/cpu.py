@@ -34,6 +34,7 @@ import torch
 import snapstore
 from benchmarks import page
 from benchmarks.data import SERIES, logical_bytes, plain, tensors_of
+from benchmarks.engine_stages import engine_stages
 from benchmarks.page import Figure
 from benchmarks.peers import THREADS, Peer, peers, stored_bytes
 from benchmarks.plain_state import plain_state
@@ -44,7 +45,7 @@ from snapstore.format.records import Snapshot
 
 ROOT = Path(__file__).parents[2]
 MiB = 1024 * 1024
-SECTIONS = ("compare", "retained", "memory", "plain", "small")
+SECTIONS = ("compare", "engine", "retained", "memory", "plain", "small")
 
 
 @contextmanager
@@ -327,6 +328,9 @@ def main() -> None:
             more, table = compare(name, snapshots, every)
             figures += more
             rows += table
+    if "engine" in chosen:
+        print("engine", flush=True)
+        figures += engine_stages()
     if "retained" in chosen:
         print("retained", flush=True)
         figures += retained(10 if args.quick else 100)

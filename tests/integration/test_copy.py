@@ -23,6 +23,7 @@ from kit.faults import READ_FAULTS, FaultStore, Unreadable
 from kit.objects import clone, flip, keys_of, with_keys_alone
 from kit.processes import environment
 from kit.ranks import save_shared
+from kit.reference import replace_digest
 from kit.repositories import (
     OPTIONS,
     check_clean,
@@ -543,7 +544,7 @@ def forging(monkeypatch):
     real = cpu.digest
     taken, meant = (values("a", version)["optimizer"]["noise"] for version in (0, 9))
     swap = {bytes(a): b for a, b in zip(taken.reshape(-1, 1024), meant.reshape(-1, 1024), strict=True)}
-    monkeypatch.setattr(cpu, "digest", lambda chunk, seed: real(swap.get(bytes(chunk), chunk), seed))
+    replace_digest(monkeypatch, lambda chunk, seed: real(swap.get(bytes(chunk), chunk), seed))
     return monkeypatch
 
 

@@ -16,6 +16,7 @@ from kit.faults import FaultStore, Unreadable
 from kit.mirrored import manager, mirrored, saved, steps_in
 from kit.objects import clone, flip
 from kit.ranks import Managers
+from kit.reference import replace_digest
 from kit.repositories import OPTIONS, check_clean, created, created_like, opened, same, save, snapshot_of, values
 from kit.waits import until
 from snapstore import (
@@ -164,7 +165,7 @@ def test_a_forged_snapshot_of_the_first_store_is_not_mirrored_and_the_others_are
     fast, slow = three(), MemoryStore()
     real, options = cpu.digest, replace(OPTIONS, verify_writes="off")
     with pytest.MonkeyPatch.context() as patch, Repository.open(fast, options=options) as repository:
-        patch.setattr(cpu, "digest", lambda chunk, seed: real(chunk[::-1].copy(), seed))
+        replace_digest(patch, lambda chunk, seed: real(chunk[::-1].copy(), seed))
         save(repository, "a", 20, 20)
     with manager(fast, slow) as snapshots:
         saved(snapshots, [21])

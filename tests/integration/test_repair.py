@@ -379,7 +379,7 @@ def misbuilt(monkeypatch):
 
     Repository.create(store, chunk_bytes=CHUNK).close()
     with Repository.open(store, options=ONE_PACK) as found, monkeypatch.context() as patch:
-        patch.setattr(blob, "encode", wrong)
+        replace_encode(patch, wrong)
         found.save({"w": data}, run="c", step=0)
     (key,) = keys_of(store, "packs/")
     offsets = pack.read_listing(store, key, store.stat(key).size_bytes).entries["offset"]

@@ -634,7 +634,7 @@ def test_one_wrong_chunk_costs_no_request_for_every_other(monkeypatch):
 
     options = SaveOptions(threads=1, restore_cost=1.0, verify_writes="off")
     with Repository.open(made, options=options) as found, monkeypatch.context() as patch:
-        patch.setattr(blob, "encode", wrong)
+        replace_encode(patch, wrong)
         found.save({"w": data}, run="c", step=0)
     faulty = FaultStore(made)
     with Repository.open(faulty, options=options) as found:

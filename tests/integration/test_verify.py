@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from kit.reference import encode_by_reference
 from kit.samples import some
 from snapstore import IntegrityError, InvalidInputError, Repository, SaveOptions, SnapshotManager
 from snapstore.engine import cpu
@@ -35,7 +36,7 @@ def repository(verify, store=None):
 def spoil(monkeypatch):
     """Returns a function that makes the encoder change a byte of a chunk: checksums are right, the bytes are wrong."""
     original = cpu.encode_chunk
-    monkeypatch.setenv("SNAPSTORE_ENGINE", "numpy")  # which calls `encode_chunk` for each chunk
+    encode_by_reference(monkeypatch)
 
     def of(state, number):
         wanted = state.numpy().view(np.uint8)[number * CHUNK : (number + 1) * CHUNK].tobytes()

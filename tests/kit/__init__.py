@@ -27,6 +27,7 @@ kit get it from `kit.processes.environment`.
 | `chaos`, `chaos_worker` | real processes that are killed and stopped at random, and a judge of what is left | a repository must survive whatever happens to processes |
 | `packs` | `scan`, which finds the blobs of a pack without its footer | a test looks into packs |
 | `sparse_deltas` | chunks that differ a little from their bases, and hostile payloads | a test reads sparse deltas |
+| `reference` | the CPU engine without its extension; functions in place of `blob.encode` and `hashing.digest` | a test replaces a function that the extension does not call |
 | `foreign` | blobs in codec 70 without a GPU | a CPU meets nvCOMP's codec |
 | `hosts` | a writer and a collector without torch, each a process | several hosts share one bucket |
 | `s3_stores` | moto, and the real server of `tools/s3-server` | a test needs S3 |

@@ -48,7 +48,7 @@ def encoded_wrongly() -> Iterator[None]:
         return encode(changed, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blob, "encode", wrong)
+        replace_encode(patch, wrong)
         yield
 
 

@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 
+from kit.reference import encode_by_reference
 from snapstore.errors import IntegrityError
 from snapstore.format.blobs import blob, codecs
 from snapstore.format.blobs.codecs import sparse
@@ -50,6 +52,8 @@ def written() -> Iterator[None]:
     kept = blob._encode_plane, codecs.BLOCK_BYTES, sparse.TRIED_BELOW_SHARE
     blob._encode_plane, codecs.BLOCK_BYTES, sparse.TRIED_BELOW_SHARE = encode_plane, BLOCK_BYTES, -1.0
     try:
-        yield
+        with pytest.MonkeyPatch.context() as patch:
+            encode_by_reference(patch)
+            yield
     finally:
         blob._encode_plane, codecs.BLOCK_BYTES, sparse.TRIED_BELOW_SHARE = kept

@@ -7,13 +7,14 @@ into the state any more.
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 
 import pytest
 import torch
 
 from kit.interrupts import Interrupter
 from kit.objects import keys_of
+from kit.reference import decode_by_reference
 from kit.repositories import OPTIONS, check_clean, created, opened, save
 from kit.s3_stores import moto_bucket
 from kit.samples import sampled
@@ -84,9 +85,8 @@ def interrupted_restore(store, at):
         ended.append(0)
 
     interrupter = Interrupter("chunks/reader.py", "engine/cpu.py", "threads.py", at=at)
-    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        patch.setenv("SNAPSTORE_ENGINE", "numpy")  # which calls `decode_chain` for each chunk
-        repository = stack.enter_context(opened(store))
+    with opened(store) as repository, pytest.MonkeyPatch.context() as patch:
+        decode_by_reference(patch)
         patch.setattr(chain_decode, "decode_chain", slowly)
         target = {"w": torch.zeros(8192)}
         with suppress(KeyboardInterrupt):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kit import foreign
 from kit.faults import Unreadable, one_thread
 from kit.objects import clone, flip, flip_in_place, keys_of
+from kit.reference import replace_encode
 from kit.repositories import (
     OPTIONS,
     check_clean,
@@ -655,7 +656,7 @@ def test_a_wrong_result_of_the_encoder_is_not_published(in_memory, monkeypatch):
 
     keys = keys_of(repo.store, "snapshots/")
     with monkeypatch.context() as patch:
-        patch.setattr(blob, "encode", encode)
+        replace_encode(patch, encode)
         report = repo.compact()
     assert report.failed
     assert all("does not decode to what it was made of" in message for _, message in report.failed)
@@ -796,7 +797,7 @@ def test_a_blob_is_not_taken_for_its_duplicate_by_its_name(verb, monkeypatch):
     Repository.create(store, chunk_bytes=4096).close()
     with Repository.open(store, options=options) as repo:
         with monkeypatch.context() as patch:
-            patch.setattr(blob, "encode", lying)
+            replace_encode(patch, lying)
             repo.save({"x": x}, run="a", step=0)
         with pytest.raises(IntegrityError):
             repo.restore("a@0")
@@ -846,11 +847,11 @@ def test_nothing_moves_out_of_quarantine(verb, stand, monkeypatch):
             with foreign.written(), monkeypatch.context() as patch:
                 repo.save({"x": x}, run="a", step=0)
                 x *= np.float32(1 + 1e-6)
-                patch.setattr(blob, "encode", lying)
+                replace_encode(patch, lying)
                 repo.save({"x": x}, run="a", step=1)
         else:  # a chunk in a pack that is mostly dead
             with monkeypatch.context() as patch:
-                patch.setattr(blob, "encode", lying)
+                replace_encode(patch, lying)
                 repo.save({"x": x, "y": y}, run="a", step=0)
             repo.save({"x": x}, run="a", step=1)
             repo.forget_snapshots(["a@0"])

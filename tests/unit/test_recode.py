@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kit import foreign
 from kit.objects import flip_in_place, keys_of, replace
+from kit.reference import replace_encode
 from kit.repositories import check_clean, check_restores, created, opened, same, save, values
 from kit.samples import THOROUGH
 from snapstore import AlreadyExistsError, CapabilityError, InvalidInputError, NotFoundError, Repository, StorageError
@@ -330,7 +331,7 @@ def test_an_encoder_that_lies_is_found_out(repo, monkeypatch):
         return real(wrong, *rest)
 
     keys = keys_of(repo.store, "snapshots/")
-    monkeypatch.setattr(blob, "encode", encode)
+    replace_encode(monkeypatch, encode)
     result = repo.recode()
     assert result.recoded == []
     assert all("does not decode to what it was made of" in message for _, message in result.failed)

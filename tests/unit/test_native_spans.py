@@ -1,5 +1,7 @@
 """Spans of the extension equal the reference chunk by chunk: choices, blobs, rebuilt chunks, errors."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -225,6 +227,17 @@ def test_most_float_chunks_need_no_reference(engine, monkeypatch):
     monkeypatch.setattr(chain_decode, "decode_chain", None)
     engine.start_decode(decode)()
     assert outs[1].tobytes() == chunk.tobytes()
+
+
+def test_a_chunk_may_be_rebuilt_in_the_place_of_its_base(engine):
+    base = content("floats", 4, 9000, 1)
+    chunk = (base.view(np.uint32) + np.random.default_rng(0).integers(1, 4000, 9000, np.uint32)).view(np.uint8)
+    (made,) = blobs_of(engine, batch_of([(chunk, 4, base)]))
+    assert made[16] == blob.DIFFERENCE
+    batch, _ = decode_batch([[made]], [chunk])
+    place = Chunks.of([base.copy()])
+    engine.start_decode(replace(batch, outs=place, bases=place))()
+    assert place.memories[0].tobytes() == chunk.tobytes()
 
 
 @pytest.mark.no_cover

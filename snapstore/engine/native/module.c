@@ -218,8 +218,11 @@ static void decode_span(const Call *call, const DecodeColumns *columns) {
     for (Py_ssize_t i = 0; i < call->chunks.count; i++) {
         const Span out = call->chunks.spans[i];
         const size_t count = (size_t)columns->counts[i];
-        columns->done[i] = out.data && decode_chain(blobs, count, call->bases.spans[i].data, columns->digests + 16 * i,
-                                                    columns->seed, out.data, out.bytes, columns->scratch);
+        const u8 *base = call->bases.spans[i].data, *digest = columns->digests + 16 * i;
+        // a chunk in the place of its base is left to the reference: it would find the base overwritten
+        const bool apart = !base || base + out.bytes <= out.data || out.data + out.bytes <= base;
+        columns->done[i] = out.data && apart &&
+                           decode_chain(blobs, count, base, digest, columns->seed, out.data, out.bytes, columns->scratch);
         blobs += count;
     }
 }

@@ -1,5 +1,6 @@
-// Fuzzes the C sources of the CPU engine, for a build with sanitizers: tests/unit/test_native_sanitized.py compiles
-// and runs it. Every buffer has a malloc of its own and its exact size, so that the sanitizer sees each byte beyond it.
+// Fuzzes the C sources of the CPU engine, for a build with sanitizers: tests/unit/test_native_sanitized.py
+// compiles and runs it. Every buffer has a malloc of its own and its exact size, so that the sanitizer sees
+// each byte beyond it.
 //
 // Usage: native_fuzz SEED ROUNDS; ends with 1 and a message if a result is wrong.
 #include <stdio.h>
@@ -49,7 +50,8 @@ static u8 *damage(const u8 *data, size_t *bytes) {
     if (!draw(8)) *bytes = draw((u32)*bytes + 1);
     u8 *bad = copy_of(data, *bytes);
     const size_t head = *bytes < 100 ? *bytes : 100;  // where headers and trees lie
-    for (u32 i = draw(4); i > 0 && *bytes; i--) bad[draw(3) ? draw((u32)head) : draw((u32)*bytes)] ^= (u8)(1 << draw(8));
+    for (u32 i = draw(4); i > 0 && *bytes; i--)
+        bad[draw(3) ? draw((u32)head) : draw((u32)*bytes)] ^= (u8)(1 << draw(8));
     return bad;
 }
 
@@ -81,8 +83,8 @@ static void fuzz_block(Scratch *scratch) {
 }
 
 // Damage a blob, make its checksum right again, and rebuild its chunk.
-static void decode_damaged(const u8 *stored, size_t length, const u8 *base, const u8 *digest, u8 *out, size_t bytes,
-                           Scratch *scratch) {
+static void decode_damaged(const u8 *stored, size_t length, const u8 *base, const u8 *digest, u8 *out,
+                           size_t bytes, Scratch *scratch) {
     size_t size = length;
     u8 *bad = damage(stored, &size);
     if (size >= 16) store64(bad + 8, xxh3_64(bad + 16, size - 16));
@@ -104,7 +106,8 @@ static void fuzz_blob(void) {
     xxh3_digest(chunk, bytes, 0, digest);
     xxh3_digest(base, bytes, 0, base_digest);
     for (int k = 0; k < MAX_PLANES; k++) kinds[k] = (u8)draw(3);
-    const EncodeRow row = {chunk, is_delta ? base : NULL, bytes, size, (int)draw(2), kinds, digest, base_digest};
+    const EncodeRow row = {chunk, is_delta ? base : NULL, bytes, size, (int)draw(2), kinds, digest,
+                           base_digest};
     sample_histograms(chunk, row.base, (Elements){size, 0, is_delta ? DIFFERENCE : NONE}, elements, counts);
     if (is_delta && count_changed(chunk, base, size, elements, elements) > elements) fail("too many changes");
     const size_t length = encode_blob(&row, out, needed, entry, scratch);
@@ -113,9 +116,11 @@ static void fuzz_blob(void) {
     encode_blob(&row, out, needed, entry, scratch);
     u8 *stored = copy_of(out, length);
     const Stored blob = {stored, length};
-    if (length && (!decode_chain(&blob, 1, row.base, digest, 0, back, bytes, scratch) || memcmp(chunk, back, bytes)))
+    const bool done = decode_chain(&blob, 1, row.base, digest, 0, back, bytes, scratch);
+    if (length && (!done || memcmp(chunk, back, bytes)))
         fail("a chunk differs");
-    for (int i = 0; i < 30 && length; i++) decode_damaged(stored, length, row.base, digest, back, bytes, scratch);
+    for (int i = 0; i < 30 && length; i++)
+        decode_damaged(stored, length, row.base, digest, back, bytes, scratch);
     free(chunk), free(base), free(out), free(back), free(scratch), free(counts), free(stored);
 }
 

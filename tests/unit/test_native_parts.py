@@ -222,7 +222,8 @@ def test_streams_of_runs_are_read_by_zlib_and_back(block):
     assert by_reference(deflate, stream, block.size) == block.tobytes()
     assert decoded(stream, block.size, "decode_runs") == block.tobytes()
     assert stream.size < block.size
-    assert stream.size <= 1.02 * len(theirs) + 64
+    if np.bincount(block).max() >= RUNS_ABOVE_SHARE * block.size:
+        assert stream.size <= 1.02 * len(theirs) + 64
 
 
 @given(run_blocks | blocks)

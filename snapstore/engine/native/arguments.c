@@ -1,4 +1,5 @@
-// Every offset and every length is checked here against the memory that Python passes, before anything reads or writes.
+// Every offset and every length is checked here against the memory that Python passes, before anything reads
+// or writes.
 #include "arguments.h"
 
 void *take_column(Columns *columns, PyObject *column, Py_ssize_t bytes, bool writable) {
@@ -22,7 +23,8 @@ void release_columns(Columns *columns) {
     while (columns->count) PyBuffer_Release(&columns->views[--columns->count]);
 }
 
-// Take the memory of a row, unless it is the one of the row before. Return NULL with an exception if there is none.
+// Take the memory of a row, unless it is the one of the row before. Return NULL with an exception if there is
+// none.
 static Py_buffer *view_of(Spans *spans, PyObject *memories, i64 which, i64 before, bool writable) {
     if (spans->held && which == before) return &spans->views[spans->held - 1];
     PyObject *memory = PySequence_GetItem(memories, (Py_ssize_t)which);

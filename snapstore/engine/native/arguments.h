@@ -34,6 +34,7 @@ void *take_column(Columns *columns, PyObject *column, Py_ssize_t bytes, bool wri
 size_t last_bytes(const Columns *columns);
 void release_columns(Columns *columns);
 
-// Take chunks, `count` of them; -1: any number. Return false with an exception if one lies outside of its memory.
+// Take chunks, `count` of them; -1: any number. Return false with an exception if one lies outside of its
+// memory.
 bool take_spans(Spans *spans, PyObject *chunks, Py_ssize_t count, bool writable);
 void release_spans(Spans *spans);

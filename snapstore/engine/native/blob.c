@@ -7,7 +7,9 @@ enum { RAW, ZSTD, DEFLATE };  // codecs
 enum { FULL, DELTA };         // transforms
 static const u8 MAGIC[4] = "SNBL", NO_BASE[16];
 
-INLINE size_t blocks_of(size_t bytes, size_t block_bytes) { return bytes / block_bytes + (bytes % block_bytes > 0); }
+INLINE size_t blocks_of(size_t bytes, size_t block_bytes) {
+    return bytes / block_bytes + (bytes % block_bytes > 0);
+}
 
 // -- encoding
 
@@ -29,9 +31,10 @@ static bool put_coded(Writer *w, int codec, const u8 *plane, size_t n, Scratch *
     for (size_t b = 0; b < blocks; b++) {
         const size_t from = b * BLOCK_BYTES, count = n - from < BLOCK_BYTES ? n - from : BLOCK_BYTES;
         u8 *out = w->out + w->at;
+        const u8 *block = plane + from;
         const size_t length = codec == ZSTD
-                                  ? encode_frame(plane + from, (u32)count, out, &scratch->encode, &w->repeating)
-                                  : encode_runs(plane + from, (u32)count, out, &scratch->runs);
+                                  ? encode_frame(block, (u32)count, out, &scratch->encode, &w->repeating)
+                                  : encode_runs(block, (u32)count, out, &scratch->runs);
         if (!length) {
             w->at = first;
             return false;
@@ -82,7 +85,8 @@ size_t encode_blob(const EncodeRow *row, u8 *out, size_t room, u8 *entry, Scratc
     size_t coded = 0;
     for (int k = 0; k < size; k++) coded += row->kinds[k] != NOISE;
     const size_t start = HEADER_BYTES + 4 * blocks * coded;
-    if (!n || row->bytes > UINT32_MAX / 2 || room < start + row->bytes + FRAME_SLACK * (1 + blocks * coded)) return 0;
+    if (!n || row->bytes > UINT32_MAX / 2 || room < start + row->bytes + FRAME_SLACK * (1 + blocks * coded))
+        return 0;
 
     Writer w = {.out = out, .at = start};
     u8 *planes[MAX_PLANES] = {0};
@@ -107,8 +111,10 @@ size_t encode_blob(const EncodeRow *row, u8 *out, size_t room, u8 *entry, Scratc
         }
         w.plane_bytes[k] = (u32)(w.at - first);
     }
-    if ((double)w.repeating > MATCHES_SAVE * (double)(w.at - start)) return 0;  // a match saves a bit of each byte
-    const size_t left_out = start - HEADER_BYTES - 4 * (size_t)w.lengths;  // room for lengths that nobody needs
+    // a match saves a bit of each byte
+    if ((double)w.repeating > MATCHES_SAVE * (double)(w.at - start)) return 0;
+    // room for lengths that nobody needs
+    const size_t left_out = start - HEADER_BYTES - 4 * (size_t)w.lengths;
     if (left_out) {
         memmove(out + start - left_out, out + start, w.at - start);
         w.at -= left_out;
@@ -128,7 +134,8 @@ typedef struct {
 // Read a header and check its fields and the length of the blob, as `blob.parse` does, without the checksum.
 static bool read_header(Stored blob, Header *h) {
     const u8 *p = blob.data;
-    if (blob.bytes < HEADER_BYTES || memcmp(p, MAGIC, 4) || load16(p + 4) != VERSION || load16(p + 6)) return false;
+    if (blob.bytes < HEADER_BYTES || memcmp(p, MAGIC, 4) || load16(p + 4) != VERSION || load16(p + 6))
+        return false;
     h->transform = p[16], h->element_size = p[17], h->layout = p[18];
     h->raw_bytes = load32(p + 20), h->payload_bytes = load32(p + 24), h->block_bytes = load32(p + 28);
     h->lengths = load32(p + 40);
@@ -137,7 +144,8 @@ static bool read_header(Stored blob, Header *h) {
     memcpy(h->base, p + 64, 16);
     if (HEADER_BYTES + 4 * (u64)h->lengths + h->payload_bytes != blob.bytes) return false;
     const u32 size = h->element_size;
-    if (size == 0 || size > MAX_PLANES || size & (size - 1) || h->raw_bytes % size || !h->block_bytes) return false;
+    if (size == 0 || size > MAX_PLANES || size & (size - 1) || h->raw_bytes % size || !h->block_bytes)
+        return false;
     if (h->transform > DELTA || h->layout > LAYOUT_ROTATED) return false;
     if (h->transform == DELTA && h->layout != LAYOUT_BYTES) return false;
     if ((h->transform == FULL) != !memcmp(h->base, NO_BASE, 16)) return false;
@@ -153,7 +161,8 @@ typedef struct {
 } Place;
 
 // Decode the blocks of a plane of n bytes. Move `place` to its end.
-static bool decode_plane(Stored blob, const Header *h, int codec, size_t n, Place *place, u8 *out, Scratch *scratch) {
+static bool decode_plane(Stored blob, const Header *h, int codec, size_t n, Place *place, u8 *out,
+                         Scratch *scratch) {
     const size_t blocks = blocks_of(n, h->block_bytes);
     if (blocks > h->lengths - place->entry) return false;
     for (size_t b = 0; b < blocks; b++, place->entry++) {
@@ -162,7 +171,8 @@ static bool decode_plane(Stored blob, const Header *h, int codec, size_t n, Plac
         const u8 *block = blob.data + place->at;
         if (length > blob.bytes - place->at) return false;
         if (codec == ZSTD && !decode_frame(block, length, out + from, count, &scratch->decode)) return false;
-        if (codec == DEFLATE && !decode_runs(block, length, out + from, count, &scratch->decode_runs)) return false;
+        if (codec == DEFLATE && !decode_runs(block, length, out + from, count, &scratch->decode_runs))
+            return false;
         place->at += length;
     }
     return true;
@@ -190,20 +200,22 @@ static bool apply_blob(Stored blob, const Header *h, const u8 *base, u8 *out, Sc
     return true;
 }
 
-bool decode_chain(const Stored *blobs, size_t count, const u8 *base, const u8 *digest, u64 seed, u8 *out, size_t bytes,
-                  Scratch *scratch) {
+bool decode_chain(const Stored *blobs, size_t count, const u8 *base, const u8 *digest, u64 seed, u8 *out,
+                  size_t bytes, Scratch *scratch) {
     Header h;
     u8 expected[16], found[16];
     memcpy(expected, digest, 16);
     for (size_t i = 0; i < count; i++) {  // all headers before the first byte of `out`
         const bool is_full = i + 1 == count && !base;
-        if (!read_header(blobs[i], &h) || h.raw_bytes != bytes || memcmp(h.digest, expected, 16)) return false;
+        if (!read_header(blobs[i], &h) || h.raw_bytes != bytes || memcmp(h.digest, expected, 16))
+            return false;
         if ((h.transform == FULL) != is_full) return false;
         if (xxh3_64(blobs[i].data + 16, blobs[i].bytes - 16) != load64(blobs[i].data + 8)) return false;
         memcpy(expected, h.base, 16);
     }
     for (size_t i = count; i-- > 0; base = out)
-        if (!read_header(blobs[i], &h) || h.raw_bytes != bytes || !apply_blob(blobs[i], &h, base, out, scratch))
+        if (!read_header(blobs[i], &h) || h.raw_bytes != bytes ||
+            !apply_blob(blobs[i], &h, base, out, scratch))
             return false;
     xxh3_digest(out, bytes, seed, found);
     return count > 0 && !memcmp(found, digest, 16);

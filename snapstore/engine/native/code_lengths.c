@@ -17,8 +17,8 @@ static void sort_keys(u32 *keys, int n) {
     }
 }
 
-// Replace `n` ascending counts by the depths of their leaves, and count the leaves of each depth, up to `most`
-// (Moffat and Katajainen 1995, "In-place calculation of minimum-redundancy codes").
+// Replace `n` ascending counts by the depths of their leaves, and count the leaves of each depth, up to
+// `most` (Moffat and Katajainen 1995, "In-place calculation of minimum-redundancy codes").
 static void count_depths(u32 *a, int n, u32 most, u32 *of_length) {
     a[0] += a[1];
     int root = 0, leaf = 2;

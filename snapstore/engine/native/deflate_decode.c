@@ -1,5 +1,6 @@
-// A raw deflate stream (RFC 1951) of literals and runs back to its block: every match is at distance 1, as zlib's RLE
-// strategy and deflate_encode.c write it. It declines all other streams, and every stream that zlib refuses.
+// A raw deflate stream (RFC 1951) of literals and runs back to its block: every match is at distance 1, as
+// zlib's RLE strategy and deflate_encode.c write it. It declines all other streams, and every stream that
+// zlib refuses.
 #include "native.h"
 
 #define END 256
@@ -38,8 +39,8 @@ INLINE u32 take_bits(BitReader *r, u32 bits) {
 
 // -- codes
 
-// Make the table of a code: by the next bits, a symbol << 4 | the length of its code. Return the length of the longest
-// code, by which the table is addressed; 0: the codes do not fill the code space, or exceed it.
+// Make the table of a code: by the next bits, a symbol << 4 | the length of its code. Return the length of
+// the longest code, by which the table is addressed; 0: the codes do not fill the code space, or exceed it.
 static u32 make_table(const u8 *lengths, u32 symbols, u16 *table) {
     u32 of_length[16] = {0}, next[17] = {0}, space = 0, log = MAX_CODE_BITS;
     for (u32 s = 0; s < symbols; s++) of_length[lengths[s]]++;
@@ -59,8 +60,8 @@ static u32 make_table(const u8 *lengths, u32 symbols, u16 *table) {
     return log;
 }
 
-// Return whether only distance 1 can be used: it has the only code of distances, of 1 bit, or zlib has added another
-// code of 1 bit, which no match uses.
+// Return whether only distance 1 can be used: it has the only code of distances, of 1 bit, or zlib has added
+// another code of 1 bit, which no match uses.
 static bool is_near(const u8 *lengths, u32 distances) {
     u32 codes = 0;
     for (u32 i = 0; i < distances; i++) {
@@ -70,14 +71,15 @@ static bool is_near(const u8 *lengths, u32 distances) {
     return codes == 0 || (lengths[0] == 1 && codes <= 2);
 }
 
-// Read the code lengths of a block (3.2.7). Return the number of symbols, behind whose lengths the one of distance 1
-// lies; 0: they are not valid, or not of this form.
+// Read the code lengths of a block (3.2.7). Return the number of symbols, behind whose lengths the one of
+// distance 1 lies; 0: they are not valid, or not of this form.
 static u32 read_lengths(BitReader *r, u8 lengths[SYMBOLS + DISTANCES]) {
     static const u8 ORDER[LENGTH_CODES] = {16, 17, 18, 0, 8, 7, 9, 6, 10, 5, 11, 4, 12, 3, 13, 2, 14, 1, 15};
     u8 of_lengths[LENGTH_CODES] = {0};
     u16 table[128];
     refill(r);
-    const u32 symbols = take_bits(r, 5) + 257, distances = take_bits(r, 5) + 1, described = take_bits(r, 4) + 4;
+    const u32 symbols = take_bits(r, 5) + 257, distances = take_bits(r, 5) + 1;
+    const u32 described = take_bits(r, 4) + 4;
     if (symbols > SYMBOLS || distances > DISTANCES) return 0;
     for (u32 i = 0; i < described; i++) {
         refill(r);
@@ -118,7 +120,8 @@ typedef struct {
     u8 *begin, *at, *end;
 } Output;
 
-// Decode the symbols of a block up to its end. `distance_bits`: the length of the code of distance 1; 0: there is none.
+// Decode the symbols of a block up to its end. `distance_bits`: the length of the code of distance 1; 0:
+// there is none.
 INLINE bool decode_symbols(BitReader *r, const u16 *table, u32 log, u32 distance_bits, Output *out) {
     const u32 mask = (1u << log) - 1;
     u8 *at = out->at;

@@ -82,8 +82,8 @@ INLINE void flush_bits(BitWriter *w) {  // leaves at most 7 bits; writes up to 8
     w->fill &= 7;
 }
 
-// Number the codes: the shortest first, those of equal length in the order of their symbols (3.2.2). The highest bit of
-// a code comes first, so codes are reversed.
+// Number the codes: the shortest first, those of equal length in the order of their symbols (3.2.2). The
+// highest bit of a code comes first, so codes are reversed.
 static void assign_codes(const u8 *lengths, u32 symbols, u32 *codes) {
     u32 of_length[16] = {0}, next[16] = {0}, code = 0;
     for (u32 s = 0; s < symbols; s++) of_length[lengths[s]]++;
@@ -175,7 +175,8 @@ static void count_symbols(const u16 *tokens, u32 n, u32 *of_tokens, u32 counts[S
     for (u32 run = MIN_RUN; run <= MAX_RUN; run++) counts[length_of(run).symbol] += of_tokens[RUN + run];
 }
 
-// Set the bits of each token: of a run with its distance, 0, in one bit. Return how many bits all tokens take.
+// Set the bits of each token: of a run with its distance, 0, in one bit. Return how many bits all tokens
+// take.
 static u64 code_tokens(const u32 *of_tokens, const u8 *lengths, u32 *coded) {
     u32 codes[SYMBOLS];
     u64 total = lengths[END];
@@ -184,7 +185,8 @@ static u64 code_tokens(const u32 *of_tokens, const u8 *lengths, u32 *coded) {
     for (u32 run = MIN_RUN; run <= MAX_RUN; run++) {
         const Length length = length_of(run);
         const u32 bits = lengths[length.symbol];
-        coded[RUN + run] = (codes[length.symbol] | length.extra << bits) << 8 | (bits + length.extra_bits + 1);
+        const u32 code = codes[length.symbol] | length.extra << bits;
+        coded[RUN + run] = code << 8 | (bits + length.extra_bits + 1);
     }
     for (u32 t = 0; t < TOKENS; t++) total += (u64)of_tokens[t] * (coded[t] & 255);
     coded[END] = codes[END] << 8 | lengths[END];

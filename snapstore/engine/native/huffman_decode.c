@@ -1,8 +1,10 @@
-// A zstd frame (RFC 8878) of one block without sequences back to its bytes: Huffman-coded literals in one or four
-// streams, a raw block, or RLE. huffman_encode.c writes no other frames; for skewed noise, zstd writes hardly any other.
+// A zstd frame (RFC 8878) of one block without sequences back to its bytes: Huffman-coded literals in one or
+// four streams, a raw block, or RLE. huffman_encode.c writes no other frames; for skewed noise, zstd writes
+// hardly any other.
 //
-// It refuses every frame that is not exactly of this form, or that zstd refuses: each stream must end with its last
-// symbol. It reads nothing beyond the frame and writes nothing beyond its output, whatever the bytes are.
+// It refuses every frame that is not exactly of this form, or that zstd refuses: each stream must end with
+// its last symbol. It reads nothing beyond the frame and writes nothing beyond its output, whatever the bytes
+// are.
 #include "native.h"
 
 #define STREAMS 4
@@ -107,9 +109,10 @@ INLINE void fast_one(Stream *stream, const u64 *entries, u32 shift) {
     *stream = s;
 }
 
-// Decode the rest of a stream of `bytes` bytes, of which `left` bits are left, one symbol at a time. Return whether it
-// ends with its last symbol.
-static bool finish(const u8 *begin, size_t bytes, i64 left, u8 *out, const u8 *end, const u16 *single, u32 log) {
+// Decode the rest of a stream of `bytes` bytes, of which `left` bits are left, one symbol at a time. Return
+// whether it ends with its last symbol.
+static bool finish(const u8 *begin, size_t bytes, i64 left, u8 *out, const u8 *end, const u16 *single,
+                   u32 log) {
     for (; out < end; out++) {
         const i64 low = left - (i64)log;
         const size_t at = low > 0 ? (size_t)low / 8 : 0, there = bytes - at < 4 ? bytes - at : 4;
@@ -158,8 +161,8 @@ INLINE bool decode_streams(const u8 *const *in, const size_t *sizes, u32 count, 
 typedef bool Decode(const u8 *const *in, const size_t *sizes, u32 count, u8 *out, size_t bytes,
                     const DecodeTables *tables, u32 log);
 #if HAS_AVX2_CODE
-AVX2 static bool decode_streams_bmi2(const u8 *const *in, const size_t *sizes, u32 count, u8 *out, size_t bytes,
-                                     const DecodeTables *tables, u32 log) {
+AVX2 static bool decode_streams_bmi2(const u8 *const *in, const size_t *sizes, u32 count, u8 *out,
+                                     size_t bytes, const DecodeTables *tables, u32 log) {
     return decode_streams(in, sizes, count, out, bytes, tables, log);
 }
 #endif
@@ -170,7 +173,8 @@ static bool decode_streams_plain(const u8 *const *in, const size_t *sizes, u32 c
 
 // -- frames
 
-// Decode literals: a tree and its streams, `size` bytes at p. With four streams, the sizes of three precede them.
+// Decode literals: a tree and its streams, `size` bytes at p. With four streams, the sizes of three precede
+// them.
 static bool decode_tree(const u8 *p, size_t size, u32 count, u8 *out, size_t bytes, DecodeTables *tables) {
     u8 weights[256];
     u32 symbols, sum = 0;
@@ -213,7 +217,8 @@ bool decode_frame(const u8 *frame, size_t frame_bytes, u8 *out, size_t bytes, De
     if (bytes == 0 || bytes > 0xFFFF + 256) return false;
     const int content = bytes < 256 ? 1 : 2;
     const size_t at = 8 + (size_t)content;
-    if (frame_bytes <= at || load32(frame) != 0xFD2FB528u || frame[4] != (content == 1 ? 0x20 : 0x60)) return false;
+    if (frame_bytes <= at || load32(frame) != 0xFD2FB528u || frame[4] != (content == 1 ? 0x20 : 0x60))
+        return false;
     if (get_le(frame + 5, content) != (content == 1 ? bytes : bytes - 256)) return false;
     const u32 header = (u32)get_le(frame + at - 3, 3), kind = header >> 1 & 3;
     const size_t block_bytes = header >> 3, left = frame_bytes - at;
@@ -226,5 +231,6 @@ bool decode_frame(const u8 *frame, size_t frame_bytes, u8 *out, size_t bytes, De
         memset(out, frame[at], bytes);
         return true;
     }
-    return kind == COMPRESSED_BLOCK && block_bytes == left && decode_block(frame + at, left, out, bytes, tables);
+    return kind == COMPRESSED_BLOCK && block_bytes == left &&
+           decode_block(frame + at, left, out, bytes, tables);
 }

@@ -1,6 +1,7 @@
-// A block of bytes to one zstd frame (RFC 8878): a single segment with its content size, of one block, which holds
-// Huffman-coded literals and no sequences. Every zstd decoder reads it. The literals are in four streams, in short
-// blocks in one. A block that does not shrink becomes a raw block; a block of one value becomes RLE.
+// A block of bytes to one zstd frame (RFC 8878): a single segment with its content size, of one block, which
+// holds Huffman-coded literals and no sequences. Every zstd decoder reads it. The literals are in four
+// streams, in short blocks in one. A block that does not shrink becomes a raw block; a block of one value
+// becomes RLE.
 #include "native.h"
 
 #define STREAMS 4
@@ -11,8 +12,8 @@
 
 enum { RAW_BLOCK, RLE_BLOCK, COMPRESSED_BLOCK };
 
-// Count the bytes of a block by value. Return how many words of 8 bytes repeat the word before, and have one value: a
-// coder that finds such runs needs fewer bits than a code for single bytes.
+// Count the bytes of a block by value. Return how many words of 8 bytes repeat the word before, and have one
+// value: a coder that finds such runs needs fewer bits than a code for single bytes.
 static u32 count_bytes(const u8 *data, size_t bytes, u32 counts[256]) {
     u32 tables[8][256];  // so that equal neighbours do not wait for each other
     memset(tables, 0, sizeof tables);
@@ -33,7 +34,8 @@ static u32 count_bytes(const u8 *data, size_t bytes, u32 counts[256]) {
     return repeating;
 }
 
-// Write magic, descriptor, content size and the header of the only block (RFC 8878, 3.1.1). Return their length.
+// Write magic, descriptor, content size and the header of the only block (RFC 8878, 3.1.1). Return their
+// length.
 static u32 put_frame_header(u8 *out, u32 length, u32 type, u32 block_bytes) {
     const int content = length < 256 ? 1 : 2;
     put_le(out, 0xFD2FB528u, 4);
@@ -43,7 +45,8 @@ static u32 put_frame_header(u8 *out, u32 length, u32 type, u32 block_bytes) {
     return 8 + (u32)content;
 }
 
-// Bits that are written to a stream, the lowest first. A stream is read from its end: so its last symbol is the first.
+// Bits that are written to a stream, the lowest first. A stream is read from its end: so its last symbol is
+// the first.
 typedef struct {
     u8 *out;
     u64 held;
@@ -88,7 +91,8 @@ INLINE u8 *put_stream(const u8 *first, const u8 *last, const u32 *codes, const u
 }
 
 #if HAS_AVX2_CODE
-AVX2 static u8 *put_stream_bmi2(const u8 *first, const u8 *last, const u32 *codes, const u32 *pairs, u8 *out) {
+AVX2 static u8 *put_stream_bmi2(const u8 *first, const u8 *last, const u32 *codes, const u32 *pairs,
+                                u8 *out) {
     return put_stream(first, last, codes, pairs, out);
 }
 #endif
@@ -138,9 +142,11 @@ static size_t encode_literals(const u8 *block, u32 bytes, const u32 counts[256],
             bits += (u64)counts[s] * tree->lengths[s];
         }
     // the header of the literals (4.1.1): its length, and the bits of each of its two sizes
-    const u32 head = bytes < 1024 ? 3 : bytes < 16384 ? 4 : 5, size_bits = head == 3 ? 10 : head == 4 ? 14 : 18;
+    const u32 head = bytes < 1024 ? 3 : bytes < 16384 ? 4 : 5;
+    const u32 size_bits = head == 3 ? 10 : head == 4 ? 14 : 18;
     const u32 count = bytes < ONE_STREAM_BELOW ? 1 : STREAMS, jumps = 2 * (count - 1);
-    const u32 at = bytes < 256 ? 9 : 10, sizes_at = at + head + tree->description_bytes, streams_at = sizes_at + jumps;
+    const u32 at = bytes < 256 ? 9 : 10;
+    const u32 sizes_at = at + head + tree->description_bytes, streams_at = sizes_at + jumps;
     if (!tree->description_bytes || streams_at + bits / 8 + count + 1 >= at + bytes) return 0;
     const bool paired = present <= PAIRED_SYMBOLS && bytes >= 64u * (u32)present;
     const u32 *pairs = paired ? make_pairs(tree, symbols, present, tables) : NULL;

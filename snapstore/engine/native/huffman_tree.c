@@ -1,4 +1,5 @@
-// Huffman trees of zstd frames (RFC 8878, 4.2.1): codes, and the description of a tree, which holds a weight for each symbol: 0 for none, else the length of the longest code + 1 - the length of its code. The weights
+// Huffman trees of zstd frames (RFC 8878, 4.2.1): codes, and the description of a tree, which holds a weight
+// for each symbol: 0 for none, else the length of the longest code + 1 - the length of its code. The weights
 // are stored as nibbles (4.2.1.1), or FSE-coded in two interleaved streams (4.2.1.2; FSE: 4.1).
 #include "native.h"
 
@@ -46,8 +47,8 @@ typedef struct {
     u16 states[STATES];
 } FseEncoder;
 
-// Set the share of each weight, at least 1 for a weight that occurs. Return how many weights occur; 0 if their shares
-// do not fit.
+// Set the share of each weight, at least 1 for a weight that occurs. Return how many weights occur; 0 if
+// their shares do not fit.
 static int set_shares(FseEncoder *fse, const u8 *weights, int n, int log) {
     int left = 1 << log, most = 0, kinds = 0, counts[WEIGHTS] = {0};
     for (int i = 0; i < n; i++) counts[weights[i]]++;
@@ -256,7 +257,8 @@ static u32 get_fse_weights(const u8 *p, size_t bytes, u8 *weights) {
     return 0;
 }
 
-// Set the weight of the last symbol so that the codes fill the code space. Return whether the weights are valid.
+// Set the weight of the last symbol so that the codes fill the code space. Return whether the weights are
+// valid.
 static bool complete_weights(u8 weights[256], u32 count) {
     u32 sum = 0, ones = 0;
     for (u32 i = 0; i < count; i++) {

@@ -1,5 +1,5 @@
-// The extension `snapstore.engine._native`. Each function handles a span of chunks in one call, and releases Python's
-// lock meanwhile. _native.pyi has the arguments.
+// The extension `snapstore.engine._native`. Each function handles a span of chunks in one call, and releases
+// Python's lock meanwhile. _native.pyi has the arguments.
 #include "arguments.h"
 
 bool use_avx2 = false;
@@ -33,7 +33,8 @@ static bool is_size(int size) { return size == 1 || size == 2 || size == 4 || si
 // Return whether chunks have whole elements and known layouts, and each base has the length of its chunk.
 static bool are_elements(const Spans *chunks, const Spans *bases, const u8 *sizes, const u8 *layouts) {
     for (Py_ssize_t i = 0; i < chunks->count; i++) {
-        if (!is_size(sizes[i]) || layouts[i] > LAYOUT_ROTATED || chunks->spans[i].bytes % sizes[i]) return false;
+        if (!is_size(sizes[i]) || layouts[i] > LAYOUT_ROTATED || chunks->spans[i].bytes % sizes[i])
+            return false;
         if (bases->spans[i].data && bases->spans[i].bytes != chunks->spans[i].bytes) return false;
     }
     return true;
@@ -83,7 +84,8 @@ static PyObject *py_copy(PyObject *self, PyObject *args) {
 }
 
 // Take the chunks, the bases, the element sizes and the layouts of a span to encode.
-static bool take_batch(Call *call, PyObject *chunks, PyObject *bases, PyObject *const given[2], const u8 *taken[2]) {
+static bool take_batch(Call *call, PyObject *chunks, PyObject *bases, PyObject *const given[2],
+                       const u8 *taken[2]) {
     if (!take_spans(&call->chunks, chunks, -1, false)) return false;
     if (!take_spans(&call->bases, bases, call->chunks.count, false)) return false;
     for (int i = 0; i < 2; i++)
@@ -98,7 +100,8 @@ static PyObject *py_sample(PyObject *self, PyObject *args) {
     PyObject *chunks, *bases, *given[2], *counts_out, *changed_out;
     const u8 *taken[2];
     Call call = {0};
-    if (!PyArg_ParseTuple(args, "OOOOOO", &chunks, &bases, &given[0], &given[1], &counts_out, &changed_out)) return NULL;
+    if (!PyArg_ParseTuple(args, "OOOOOO", &chunks, &bases, &given[0], &given[1], &counts_out, &changed_out))
+        return NULL;
     if (!take_batch(&call, chunks, bases, given, taken)) return end_call(&call, NULL);
     const Py_ssize_t n = call.chunks.count;
     size_t tables = 0;
@@ -150,7 +153,8 @@ static void encode_span(const Call *call, const EncodeColumns *columns) {
             .digest = columns->digests + 16 * i,
             .base_digest = columns->base_digests + 16 * i,
         };
-        const size_t length = encode_blob(&row, columns->out + at, columns->room - at, entry, columns->scratch);
+        const size_t length = encode_blob(&row, columns->out + at, columns->room - at, entry,
+                                          columns->scratch);
         if (!length) continue;
         put_le(entry, at, 8);
         at += length;
@@ -192,8 +196,8 @@ static PyObject *py_encode(PyObject *self, PyObject *args) {
     const u8 *taken[2];
     Call call = {0};
     EncodeColumns columns = {0};
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOOO", &chunks, &bases, &batch[0], &batch[1], &given[0], &given[1], &given[2],
-                          &given[3], &given[4], &given[5], &given[6]))
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOOO", &chunks, &bases, &batch[0], &batch[1], &given[0], &given[1],
+                          &given[2], &given[3], &given[4], &given[5], &given[6]))
         return NULL;
     if (!take_batch(&call, chunks, bases, batch, taken)) return end_call(&call, NULL);
     columns.sizes = taken[0], columns.layouts = taken[1];
@@ -222,13 +226,16 @@ static void decode_span(const Call *call, const DecodeColumns *columns) {
         // a chunk in the place of its base is left to the reference: it would find the base overwritten
         const bool apart = !base || base + out.bytes <= out.data || out.data + out.bytes <= base;
         columns->done[i] = out.data && apart &&
-                           decode_chain(blobs, count, base, digest, columns->seed, out.data, out.bytes, columns->scratch);
+                           decode_chain(blobs, count, base, digest, columns->seed, out.data, out.bytes,
+                                        columns->scratch);
         blobs += count;
     }
 }
 
-// Set where each blob lies in `stored`. Return false with an exception if one lies outside, or their number is wrong.
-static bool place_blobs(Call *call, PyObject *const given[3], const i64 *counts, Stored *blobs, Py_ssize_t m) {
+// Set where each blob lies in `stored`. Return false with an exception if one lies outside, or their number
+// is wrong.
+static bool place_blobs(Call *call, PyObject *const given[3], const i64 *counts, Stored *blobs,
+                        Py_ssize_t m) {
     const u8 *stored = take_column(&call->columns, given[0], -1, false);
     if (!stored) return false;
     const i64 size = (i64)last_bytes(&call->columns);
@@ -271,12 +278,12 @@ static PyObject *py_decode(PyObject *self, PyObject *args) {
     unsigned long long seed;
     Call call = {0};
     DecodeColumns columns = {0};
-    if (!PyArg_ParseTuple(args, "OOOOOOOKOO", &given[0], &given[1], &given[2], &given[3], &given[4], &outs, &bases,
-                          &seed, &given[5], &given[6]))
+    if (!PyArg_ParseTuple(args, "OOOOOOOKOO", &given[0], &given[1], &given[2], &given[3], &given[4], &outs,
+                          &bases, &seed, &given[5], &given[6]))
         return NULL;
     const Py_ssize_t m = PyObject_Size(given[1]);
-    if (m < 0 || !take_spans(&call.chunks, outs, -1, true) || !take_spans(&call.bases, bases, call.chunks.count, false))
-        return end_call(&call, NULL);
+    if (m < 0 || !take_spans(&call.chunks, outs, -1, true)) return end_call(&call, NULL);
+    if (!take_spans(&call.bases, bases, call.chunks.count, false)) return end_call(&call, NULL);
     if (!take_decode_columns(&call, given, &columns)) return end_call(&call, NULL);
     columns.seed = seed;
     columns.blobs = PyMem_Calloc((size_t)m + 1, sizeof(Stored));
@@ -308,10 +315,12 @@ static bool take_elements(Call *call, PyObject *args, u8 *taken[3], Elements *e,
     if (!(taken[0] = take_column(&call->columns, source, -1, false))) return false;
     const size_t bytes = last_bytes(&call->columns);
     taken[1] = NULL;
-    if (base != Py_None && !(taken[1] = take_column(&call->columns, base, (Py_ssize_t)bytes, false))) return false;
+    if (base != Py_None && !(taken[1] = take_column(&call->columns, base, (Py_ssize_t)bytes, false)))
+        return false;
     if (!(taken[2] = take_column(&call->columns, out, (Py_ssize_t)bytes, true))) return false;
     *n = is_size(e->size) ? bytes / (size_t)e->size : 0;
-    if (is_size(e->size) && bytes % (size_t)e->size == 0 && (e->mode != NONE) == (taken[1] != NULL)) return true;
+    if (is_size(e->size) && bytes % (size_t)e->size == 0 && (e->mode != NONE) == (taken[1] != NULL))
+        return true;
     PyErr_SetString(PyExc_ValueError, "wrong element size or mode");
     return false;
 }
@@ -432,7 +441,11 @@ static PyMethodDef FUNCTIONS[] = {
 };
 
 static struct PyModuleDef MODULE = {
-    PyModuleDef_HEAD_INIT, "_native", "The hot loops of the CPU engine, in C.", -1, FUNCTIONS, NULL, NULL, NULL, NULL,
+    .m_base = PyModuleDef_HEAD_INIT,
+    .m_name = "_native",
+    .m_doc = "The hot loops of the CPU engine, in C.",
+    .m_size = -1,
+    .m_methods = FUNCTIONS,
 };
 
 PyMODINIT_FUNC PyInit__native(void) {

@@ -13,9 +13,9 @@
 //   arguments.c        what Python passes: columns of positions in memories
 //   module.c           the functions that Python calls
 //
-// Functions take pointers and lengths that the caller has checked, keep no state, and call nothing of Python; only
-// arguments.c and module.c do. docs/format.md, "Blob", defines all formats. A function that may decline returns 0 or
-// false: then the caller takes the reference in Python, which does the work or raises the error.
+// Functions take pointers and lengths that the caller has checked, keep no state, and call nothing of Python;
+// only arguments.c and module.c do. docs/format.md, "Blob", defines all formats. A function that may decline
+// returns 0 or false: then the caller takes the reference in Python, which does the work or raises the error.
 #pragma once
 
 #include <stdbool.h>
@@ -105,8 +105,8 @@ u64 count_changed(const u8 *source, const u8 *base, int size, size_t n, u64 most
 
 // -- code_lengths.c
 
-// Set the lengths of the codes of at most 288 symbols, at most `most` bits (up to 15), 0 for no code. Return the
-// longest. A single symbol gets a code of 1 bit. Each count is below 2^23.
+// Set the lengths of the codes of at most 288 symbols, at most `most` bits (up to 15), 0 for no code. Return
+// the longest. A single symbol gets a code of 1 bit. Each count is below 2^23.
 u32 code_lengths(const u32 *counts, u32 symbols, u32 most, u8 *lengths);
 
 // -- huffman_tree.c
@@ -139,14 +139,15 @@ typedef struct {
     u32 pairs[65536];  // the codes of two neighbouring symbols << 8 | their length
 } EncodeTables;
 
-// Write a block of 1 to BLOCK_BYTES bytes as a zstd frame. Return its length. Add to `repeating` how many of its words
-// of 8 bytes repeat the word before and have one value.
+// Write a block of 1 to BLOCK_BYTES bytes as a zstd frame. Return its length. Add to `repeating` how many of
+// its words of 8 bytes repeat the word before and have one value.
 size_t encode_frame(const u8 *block, u32 bytes, u8 *out, EncodeTables *tables, u64 *repeating);
 
 // -- huffman_decode.c
 
 typedef struct {
-    u64 entries[1 << MAX_BITS];  // by the next bits: up to four symbols | their bits << 32 | their number << 40
+    // by the next bits: up to four symbols | their bits << 32 | their number << 40
+    u64 entries[1 << MAX_BITS];
     u16 single[1 << MAX_BITS];   // one symbol | its bits << 8
 } DecodeTables;
 
@@ -162,8 +163,8 @@ typedef struct {
     u32 coded[TOKENS];  // the bits of each token << 8 | their number
 } RunTables;
 
-// Write a block of 1 to BLOCK_BYTES bytes as a deflate stream. Return its length; 0 if it would not shrink. Up to 8
-// bytes behind it may be overwritten.
+// Write a block of 1 to BLOCK_BYTES bytes as a deflate stream. Return its length; 0 if it would not shrink.
+// Up to 8 bytes behind it may be overwritten.
 size_t encode_runs(const u8 *block, u32 bytes, u8 *out, RunTables *tables);
 
 // -- deflate_decode.c
@@ -187,7 +188,8 @@ typedef struct {
     u8 planes[];  // of one chunk, and FRAME_SLACK
 } Scratch;
 
-// The kinds of planes, as in plane_kinds.py. Planes with repeats are coded only if all of their bytes are equal.
+// The kinds of planes, as in plane_kinds.py. Planes with repeats are coded only if all of their bytes are
+// equal.
 enum { NOISE, SKEWED, RUNS, REPEATS };
 // A blob is declined if zstd, which finds runs, might save more than this share of it.
 #define MATCHES_SAVE (1.0 / 512)
@@ -201,8 +203,8 @@ typedef struct {
 } EncodeRow;
 
 #define ENTRY_BYTES 96
-// Write a blob to `out` and its entry, without its offset. Return its length; 0: it is declined, or `room` might not
-// suffice.
+// Write a blob to `out` and its entry, without its offset. Return its length; 0: it is declined, or `room`
+// might not suffice.
 size_t encode_blob(const EncodeRow *row, u8 *out, size_t room, u8 *entry, Scratch *scratch);
 
 typedef struct {
@@ -210,7 +212,7 @@ typedef struct {
     size_t bytes;
 } Stored;
 
-// Rebuild a chunk from `count` blobs, newest first. Return whether all are blobs that this decoder reads, valid, and
-// the chunk has the digest.
-bool decode_chain(const Stored *blobs, size_t count, const u8 *base, const u8 *digest, u64 seed, u8 *out, size_t bytes,
-                  Scratch *scratch);
+// Rebuild a chunk from `count` blobs, newest first. Return whether all are blobs that this decoder reads,
+// valid, and the chunk has the digest.
+bool decode_chain(const Stored *blobs, size_t count, const u8 *base, const u8 *digest, u64 seed, u8 *out,
+                  size_t bytes, Scratch *scratch);

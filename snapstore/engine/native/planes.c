@@ -1,8 +1,8 @@
-// Planes: plane k holds byte k of every element (docs/format.md, "Blob"). Elements are rotated left by one bit
-// (LAYOUT_ROTATED), or replaced by their difference from a base, before they are split.
+// Planes: plane k holds byte k of every element (docs/format.md, "Blob"). Elements are rotated left by one
+// bit (LAYOUT_ROTATED), or replaced by their difference from a base, before they are split.
 //
-// The plain code works in tiles that fit into the first-level cache, in loops that compilers vectorise. Elements of 2
-// and 4 bytes, the most frequent ones, have code for AVX2.
+// The plain code works in tiles that fit into the first-level cache, in loops that compilers vectorise.
+// Elements of 2 and 4 bytes, the most frequent ones, have code for AVX2.
 #include "native.h"
 
 #if HAS_AVX2_CODE
@@ -11,7 +11,8 @@
 
 #define TILE 1024  // elements
 
-// Code for one type of elements. `T` is the type of an element, `S` the same, signed; `U` is T without alignment.
+// Code for one type of elements. `T` is the type of an element, `S` the same, signed; `U` is T without
+// alignment.
 #define DEFINE(T, S, BITS)                                                                                   \
     typedef T __attribute__((aligned(1), may_alias)) unaligned_##BITS;                                       \
     INLINE void tile_of_##BITS(const u8 *source, const u8 *base, Elements e, size_t n, T *tile) {            \
@@ -29,7 +30,8 @@
             memcpy(tile, source, n * sizeof(T));                                                             \
         }                                                                                                    \
     }                                                                                                        \
-    INLINE void split_##BITS(const u8 *source, const u8 *base, Elements e, size_t from, size_t n, u8 *const *planes) { \
+    INLINE void split_##BITS(const u8 *source, const u8 *base, Elements e, size_t from, size_t n,            \
+                             u8 *const *planes) {                                                            \
         T tile[TILE];                                                                                        \
         for (size_t at = from; at < n; at += TILE) {                                                         \
             const size_t count = n - at < TILE ? n - at : TILE, offset = at * sizeof(T);                     \
@@ -57,7 +59,8 @@
             memcpy(out, tile, n * sizeof(T));                                                                \
         }                                                                                                    \
     }                                                                                                        \
-    INLINE void merge_##BITS(const u8 *const *planes, const u8 *base, Elements e, size_t from, size_t n, u8 *out) { \
+    INLINE void merge_##BITS(const u8 *const *planes, const u8 *base, Elements e, size_t from, size_t n,     \
+                             u8 *out) {                                                                      \
         T tile[TILE];                                                                                        \
         for (size_t at = from; at < n; at += TILE) {                                                         \
             const size_t count = n - at < TILE ? n - at : TILE, offset = at * sizeof(T);                     \
@@ -75,7 +78,8 @@ DEFINE(u16, int16_t, 16)
 DEFINE(u32, int32_t, 32)
 DEFINE(u64, int64_t, 64)
 
-INLINE void split_any(const u8 *source, const u8 *base, Elements e, size_t from, size_t n, u8 *const *planes) {
+INLINE void split_any(const u8 *source, const u8 *base, Elements e, size_t from, size_t n,
+                      u8 *const *planes) {
     switch (e.size) {
     case 1: split_8(source, base, e, from, n, planes); break;
     case 2: split_16(source, base, e, from, n, planes); break;
@@ -97,7 +101,8 @@ INLINE void merge_any(const u8 *const *planes, const u8 *base, Elements e, size_
 AVX2 INLINE __m256i load256(const u8 *p) { return _mm256_loadu_si256((const __m256i *)p); }
 AVX2 INLINE void store256(u8 *p, __m256i x) { _mm256_storeu_si256((__m256i *)p, x); }
 
-// Return eight elements of 4 bytes, rotated or as their relation to the base. `e` is a constant for the compiler.
+// Return eight elements of 4 bytes, rotated or as their relation to the base. `e` is a constant for the
+// compiler.
 AVX2 INLINE __m256i element_32(const u8 *source, const u8 *base, size_t at, Elements e) {
     const __m256i x = load256(source + at);
     if (e.mode == DIFFERENCE) {
@@ -112,7 +117,8 @@ AVX2 INLINE __m256i element_32(const u8 *source, const u8 *base, size_t at, Elem
 // Split 32 elements at a time; return how many elements are done.
 AVX2 INLINE size_t split_32_avx2(const u8 *source, const u8 *base, Elements e, size_t n, u8 *const *planes) {
     const __m256i by_byte = _mm256_broadcastsi128_si256(
-        _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));  // 4 elements to 4 words, one a plane
+        // 4 elements to 4 words, one a plane
+        _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
     const __m256i in_order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     size_t i = 0;
     for (; i + 32 <= n; i += 32) {
@@ -155,7 +161,8 @@ AVX2 INLINE size_t split_16_avx2(const u8 *source, const u8 *base, Elements e, s
 
 AVX2 INLINE __m256i restored_32(__m256i x, const u8 *base, size_t at, Elements e) {
     if (e.mode == DIFFERENCE) {
-        const __m256i sign = _mm256_sub_epi32(_mm256_setzero_si256(), _mm256_and_si256(x, _mm256_set1_epi32(1)));
+        const __m256i zero = _mm256_setzero_si256();
+        const __m256i sign = _mm256_sub_epi32(zero, _mm256_and_si256(x, _mm256_set1_epi32(1)));
         return _mm256_add_epi32(load256(base + at), _mm256_xor_si256(_mm256_srli_epi32(x, 1), sign));
     }
     if (e.mode == XOR) return _mm256_xor_si256(x, load256(base + at));
@@ -174,14 +181,16 @@ AVX2 INLINE size_t merge_32_avx2(const u8 *const *planes, const u8 *base, Elemen
         const __m256i c = _mm256_unpacklo_epi16(low2, high2), d = _mm256_unpackhi_epi16(low2, high2);
         const __m256i x[4] = {_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31),
                               _mm256_permute2x128_si256(c, d, 0x20), _mm256_permute2x128_si256(c, d, 0x31)};
-        for (size_t j = 0; j < 4; j++) store256(out + 4 * i + 32 * j, restored_32(x[j], base, 4 * i + 32 * j, e));
+        for (size_t j = 0; j < 4; j++)
+            store256(out + 4 * i + 32 * j, restored_32(x[j], base, 4 * i + 32 * j, e));
     }
     return i;
 }
 
 AVX2 INLINE __m256i restored_16(__m256i x, const u8 *base, size_t at, Elements e) {
     if (e.mode == DIFFERENCE) {
-        const __m256i sign = _mm256_sub_epi16(_mm256_setzero_si256(), _mm256_and_si256(x, _mm256_set1_epi16(1)));
+        const __m256i zero = _mm256_setzero_si256();
+        const __m256i sign = _mm256_sub_epi16(zero, _mm256_and_si256(x, _mm256_set1_epi16(1)));
         return _mm256_add_epi16(load256(base + at), _mm256_xor_si256(_mm256_srli_epi16(x, 1), sign));
     }
     if (e.mode == XOR) return _mm256_xor_si256(x, load256(base + at));

@@ -1,12 +1,13 @@
-// Histograms of sampled elements: the same elements as `planes.sample` takes, so that every engine chooses alike.
+// Histograms of sampled elements: the same elements as `planes.sample` takes, so that every engine chooses
+// alike.
 #include "native.h"
 
 #define SAMPLE_RUNS 128
 #define SAMPLE_RUN 32  // elements
 #define TILE 4096      // elements that are compared before the count is checked
 
-// Return which of `runs` runs the sample takes from part `part` of a chunk (`planes.sampled_runs`): the places are
-// mixed as by MurmurHash3's finalizer.
+// Return which of `runs` runs the sample takes from part `part` of a chunk (`planes.sampled_runs`): the
+// places are mixed as by MurmurHash3's finalizer.
 static size_t sampled_run(u32 part, size_t runs) {
     u32 mixed = (part + 1) * 2654435769u;
     mixed = (mixed ^ mixed >> 15) * 0x85EBCA6Bu;
@@ -46,7 +47,8 @@ void sample_histograms(const u8 *source, const u8 *base, Elements elements, size
         T changed = 0;                                                                                       \
         u64 total = 0;                                                                                       \
         for (size_t at = 0; at < n; at += 128, changed = 0) { /* so few that T can count them */             \
-            for (size_t i = at; i < (n - at < 128 ? n : at + 128); i++) changed = (T)(changed + (x[i] != y[i])); \
+            for (size_t i = at; i < (n - at < 128 ? n : at + 128); i++)                                      \
+                changed = (T)(changed + (x[i] != y[i]));                                                     \
             total += changed;                                                                                \
         }                                                                                                    \
         return total;                                                                                        \

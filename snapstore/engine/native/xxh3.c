@@ -1,8 +1,8 @@
-// XXH3-128 under a seed, and XXH3-64 without one, as xxHash 0.8 defines them for every length.
-// Specification: https://github.com/Cyan4973/xxHash/blob/v0.8.3/doc/xxhash_spec.md
+// XXH3-128 under a seed, and XXH3-64 without one, as xxHash 0.8 defines them for every length. Specification:
+// https://github.com/Cyan4973/xxHash/blob/v0.8.3/doc/xxhash_spec.md
 //
-// Up to 240 bytes, the seed is mixed into the words of the default secret when they are used. Beyond 240 bytes, the
-// seed makes another secret: even 64-bit words plus the seed, odd words minus the seed.
+// Up to 240 bytes, the seed is mixed into the words of the default secret when they are used. Beyond 240
+// bytes, the seed makes another secret: even 64-bit words plus the seed, odd words minus the seed.
 #include "native.h"
 
 #if HAS_AVX2_CODE
@@ -108,7 +108,8 @@ static Hash128 short_128(const u8 *in, size_t n, u64 seed) {
     if (n <= 16) return up_to_16_128(in, n, seed);
     Hash128 acc = {n * P64_1, 0};
     if (n <= 128) {
-        for (int i = (int)(n - 1) / 32; i >= 0; i--) mix32(&acc, in + 16 * i, in + n - 16 * (i + 1), 32 * i, seed);
+        for (int i = (int)(n - 1) / 32; i >= 0; i--)
+            mix32(&acc, in + 16 * i, in + n - 16 * (i + 1), 32 * i, seed);
     } else {
         for (int i = 0; i < 128; i += 32) mix32(&acc, in + i, in + i + 16, i, seed);
         acc.low = avalanche(acc.low);
@@ -171,7 +172,8 @@ static void sum_plain(u64 acc[8], const u8 *in, size_t n, const u8 *secret) {
         }
     }
     n -= blocks * STRIPES * STRIPE_BYTES;
-    for (size_t s = 0; s < (n - 1) / STRIPE_BYTES; s++) add_stripe(acc, in + STRIPE_BYTES * s, secret + 8 * s);
+    for (size_t s = 0; s < (n - 1) / STRIPE_BYTES; s++)
+        add_stripe(acc, in + STRIPE_BYTES * s, secret + 8 * s);
     add_stripe(acc, in + n - STRIPE_BYTES, secret + SECRET_BYTES - STRIPE_BYTES - 7);
 }
 
@@ -212,7 +214,8 @@ AVX2 static void sum_avx2(u64 sums[8], const u8 *in, size_t n, const u8 *secret)
         scramble_avx2(&acc, secret + SECRET_BYTES - STRIPE_BYTES);
     }
     n -= blocks * STRIPES * STRIPE_BYTES;
-    for (size_t s = 0; s < (n - 1) / STRIPE_BYTES; s++) add_stripe_avx2(&acc, in + STRIPE_BYTES * s, secret + 8 * s);
+    for (size_t s = 0; s < (n - 1) / STRIPE_BYTES; s++)
+        add_stripe_avx2(&acc, in + STRIPE_BYTES * s, secret + 8 * s);
     add_stripe_avx2(&acc, in + n - STRIPE_BYTES, secret + SECRET_BYTES - STRIPE_BYTES - 7);
     memcpy(sums, &acc, sizeof acc);
 }

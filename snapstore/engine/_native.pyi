@@ -18,13 +18,20 @@ def copy(chunks: Place, outs: Place) -> None:
     """Copy chunks to memories that do not overlap with others of them."""
 
 def sample(
-    chunks: Place, bases: Place, sizes: Bytes, layouts: Bytes, counts: npt.NDArray[np.uint32], changed: Column
+    chunks: Place,
+    bases: Place,
+    sizes: Bytes,
+    layouts: Bytes,
+    mode: int,
+    counts: npt.NDArray[np.uint32],
+    changed: Column,
 ) -> None:
     """Count sampled bytes of planes, and the elements that differ from a base.
 
     Args:
         sizes, layouts: (n,) of elements.
-        counts: (m, 256), filled: the histograms of all planes of a chunk, then of its difference if it has a base.
+        mode: of deltas, 1: differences, 2: XORs.
+        counts: (m, 256), filled: the histograms of all planes of a chunk, then of its delta if it has a base.
         changed: (n,) int64, filled; any number above half of the elements if more differ.
     """
 
@@ -33,6 +40,7 @@ def encode(
     bases: Place,
     sizes: Bytes,
     layouts: Bytes,
+    mode: int,
     digests: Bytes,
     base_digests: Bytes,
     kinds: Bytes,
@@ -44,6 +52,7 @@ def encode(
     """Encode chunks, blob after blob, into `out`.
 
     Args:
+        mode: of deltas, 1: differences, 2: XORs.
         kinds: (n, 8) of planes; see plane_kinds.py.
         how: (n,) BY_REFERENCE, STORE_FULL or STORE_DELTA.
         entries: (n,) blob.ENTRY, filled; length 0: the blob is not written.

@@ -92,12 +92,16 @@ def encode(native: Any, batch: EncodeBatch, buffer: Callable[[int], Bytes]) -> S
     if not len(rows):
         return SpanEncoded(entries, [])
     given = batch if len(rows) == len(how) else batch.take(rows)
-    columns = (given.element_sizes, given.layouts, given.digests, given.base_digests, kinds[rows], how[rows])
+    sizes, layouts = (np.ascontiguousarray(column, np.uint8) for column in (given.element_sizes, given.layouts))
+    columns = (given.digests, given.base_digests, kinds[rows], how[rows])
     out = buffer(_room_bytes(given))
     written = np.empty(len(rows), blob.ENTRY)
     native.encode(
         place(given.chunks),
         place(given.bases),
+        sizes,
+        layouts,
+        blob.XOR if batch.xor else blob.DIFFERENCE,
         *(np.ascontiguousarray(column, np.uint8) for column in columns),
         written.view(np.uint8),
         out,
@@ -129,7 +133,7 @@ def choose(native: Any, batch: EncodeBatch) -> tuple[Bytes, Bytes]:
     found, changed = _statistics(native, batch, sizes, is_plane)
     (full_bits, full_share), (delta_bits, delta_share) = found
     full, delta = (estimates(bits, sizes, elements) for bits in (full_bits, delta_bits))
-    is_sparse = has_base & sparse.worth_trying(changed, elements)
+    is_sparse = has_base & sparse.worth_trying(changed, elements) & (not batch.xor)
     is_delta = has_base & ~is_sparse & delta_choice.pays(delta, full, batch.delta_limits)
     bits = np.where(is_delta[:, None], delta_bits, full_bits)
     share = np.where(is_delta[:, None], delta_share, full_share)
@@ -142,7 +146,7 @@ def choose(native: Any, batch: EncodeBatch) -> tuple[Bytes, Bytes]:
 def _statistics(
     native: Any, batch: EncodeBatch, sizes: Bytes, is_plane: npt.NDArray[np.bool_]
 ) -> tuple[list[npt.NDArray[np.float64]], Column]:
-    """Return bits and top share of every plane, full and as a difference, [2] (2, n, 8); and how many elements changed.
+    """Return bits and top share of every plane, full and as a delta, [2] (2, n, 8); and how many elements changed.
 
     Planes that do not exist have 0 bits. If more than half of the elements changed, any number above that is returned.
     """
@@ -150,7 +154,8 @@ def _statistics(
     counts = np.empty((int(np.count_nonzero(both)), 256), np.uint32)
     changed = np.empty(len(sizes), np.int64)
     layouts = np.ascontiguousarray(batch.layouts, np.uint8)
-    native.sample(place(batch.chunks), place(batch.bases), sizes, layouts, counts, changed)
+    mode = blob.XOR if batch.xor else blob.DIFFERENCE
+    native.sample(place(batch.chunks), place(batch.bases), sizes, layouts, mode, counts, changed)
     statistics = planes.statistics(counts)
     found = np.zeros((2, *both.shape))
     found[0][both], found[1][both] = statistics.bits, statistics.top_share

@@ -30,6 +30,7 @@ from kit.damage import (
 from kit.faults import Crash, FaultStore, Unreadable, one_thread
 from kit.lies import LyingStore, every_lie
 from kit.objects import change, clone, copy_objects, flip, keys_of, replace
+from kit.reference import replace_encode
 from kit.repositories import OPTIONS, check_restores, index_of, opened, same, save, snapshot_of, snapshots_of, values
 from kit.shell import invoke
 from snapstore import (

@@ -18,6 +18,7 @@ import safetensors.numpy
 from kit.damage import encoded_wrongly, packs_of, refs, repository, three, twin, wound
 from kit.faults import FaultStore, Unreadable, one_thread
 from kit.objects import clone, copy_objects, flip, keys_of, replace
+from kit.reference import replace_encode
 from kit.repositories import OPTIONS, check_restores, created, opened, same, save, snapshot_of, values
 from kit.samples import sampled, some
 from kit.shell import invoke

@@ -11,6 +11,7 @@ import pytest
 
 from kit.faults import Crash, FaultStore, Unreadable
 from kit.objects import clone, flip, keys_of
+from kit.reference import replace_encode
 from kit.repositories import created, opened, same, save, snapshots_of, values, version_of
 from kit.tally import tally
 from snapstore import KeepLast, Repository

@@ -106,9 +106,9 @@ static void fuzz_blob(void) {
     xxh3_digest(chunk, bytes, 0, digest);
     xxh3_digest(base, bytes, 0, base_digest);
     for (int k = 0; k < MAX_PLANES; k++) kinds[k] = (u8)draw(3);
-    const EncodeRow row = {chunk, is_delta ? base : NULL, bytes, size, (int)draw(2), kinds, digest,
-                           base_digest};
-    sample_histograms(chunk, row.base, (Elements){size, 0, is_delta ? DIFFERENCE : NONE}, elements, counts);
+    const int mode = is_delta ? (draw(2) ? DIFFERENCE : XOR) : NONE, layout = (int)draw(2);
+    const EncodeRow row = {chunk, is_delta ? base : NULL, bytes, size, layout, mode, kinds, digest, base_digest};
+    sample_histograms(chunk, row.base, (Elements){size, mode == DIFFERENCE ? 0 : layout, mode}, elements, counts);
     if (is_delta && count_changed(chunk, base, size, elements, elements) > elements) fail("too many changes");
     const size_t length = encode_blob(&row, out, needed, entry, scratch);
     if (length > needed) fail("a blob is too long");

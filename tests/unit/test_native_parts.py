@@ -73,7 +73,7 @@ def test_planes_equal_the_reference(size, mode, layout, elements, shift, seed, i
         planes.difference(chunk, base, size, expected := np.empty_like(chunk))
     elif mode == XOR:
         expected = chunk ^ base
-    split = planes.split(expected, size, layout if mode == NONE else planes.BYTES)
+    split = planes.split(expected, size, planes.BYTES if mode == DIFFERENCE else layout)
     found = np.empty(chunk.size, np.uint8)
     native.split(chunk, base, size, layout, mode, found)
     assert found.tobytes() == split.tobytes()

@@ -11,7 +11,7 @@ from kit.samples import examples
 from snapstore.engine import spans
 from snapstore.engine.batches import Chunks, DecodeBatch, EncodeBatch
 from snapstore.engine.cpu import CpuEngine
-from snapstore.errors import CapabilityError, IntegrityError, InvalidInputError
+from snapstore.errors import CapabilityError, FormatError, IntegrityError, InvalidInputError
 from snapstore.format.blobs import blob, chain_decode, codecs, planes
 from snapstore.format.hashing import digest
 
@@ -84,7 +84,7 @@ rows = st.builds(
 )
 
 
-def batch_of(drawn, limits=UNLIMITED):
+def batch_of(drawn, limits=UNLIMITED, *, xor=False):
     chunks, sizes, bases = zip(*drawn, strict=True)
     n = len(drawn)
     has_base = np.array([base is not None for base in bases])
@@ -94,7 +94,7 @@ def batch_of(drawn, limits=UNLIMITED):
     layouts = np.array([planes.ROTATED if size > 1 else planes.BYTES for size in sizes], np.uint8)
     return EncodeBatch(
         Chunks.of(chunks), digests_of(chunks), np.array(sizes, np.uint8), layouts, given,
-        digests_of(places), np.full(n, limits, np.int64),
+        digests_of(places), np.full(n, limits, np.int64), xor=xor,
     )  # fmt: skip
 
 
@@ -118,22 +118,23 @@ def shape(data):
     return header.transform, header.element_size, header.layout, header.raw_bytes, kinds, header.digest, header.base
 
 
-@given(st.lists(rows, min_size=1, max_size=12), st.sampled_from([UNLIMITED, 2000]))
-def test_a_batch_is_encoded_as_by_the_reference(engine, reference, drawn, limit):
-    batch = batch_of(drawn, limit)
+@given(st.lists(rows, min_size=1, max_size=12), st.sampled_from([UNLIMITED, 2000]), st.booleans())
+def test_a_batch_is_encoded_as_by_the_reference(engine, reference, drawn, limit, xor):
+    batch = batch_of(drawn, limit, xor=xor)
     found, expected = blobs_of(engine, batch), blobs_of(reference, batch)
     for (chunk, _, base), ours, theirs in zip(drawn, found, expected, strict=True):
         if len(theirs) < limit * 0.99 or len(theirs) > limit * 1.01:  # near the limit, frames decide
             assert shape(ours)[:4] == shape(theirs)[:4]
         assert len(ours) <= 1.02 * len(theirs) + 64
         out = np.empty_like(chunk)
-        is_delta = ours[16] == blob.DIFFERENCE
+        is_delta = ours[16] != blob.FULL
         chain_decode.decode_chain([ours], ["x"], digest(chunk, SEED), out, base if is_delta else None, seed=SEED)
         assert out.tobytes() == chunk.tobytes()
 
 
 @pytest.mark.no_cover
-def test_choices_are_equal_bit_for_bit(engine, reference):
+@pytest.mark.parametrize("xor", [False, True])
+def test_choices_are_equal_bit_for_bit(engine, reference, xor):
     """Entropies near each other would show another order of summation; so would sampled runs at other places."""
     rng = np.random.default_rng(5)
     for round_ in range(examples(60)):
@@ -145,23 +146,24 @@ def test_choices_are_equal_bit_for_bit(engine, reference):
             change = rng.integers(0, 1 << max(bits - 4, 1), count, np.uint64).astype(f"u{size}")
             base = (chunk.view(f"u{size}") + change).view(np.uint8)
             drawn.append((chunk, size, base))
-        batch = batch_of(drawn)
+        batch = batch_of(drawn, xor=xor)
         how, kinds = spans.choose(native, batch)
         for i, theirs in enumerate(blobs_of(reference, batch)):
             header = blob.parse(theirs, f"{round_}")
             if how[i] != spans.BY_REFERENCE:
-                assert (how[i] == spans.STORE_DELTA) == (header.transform == blob.DIFFERENCE)
+                assert (how[i] == spans.STORE_DELTA) == (header.transform != blob.FULL)
                 assert header.codecs[0] != codecs.SPARSE
         for (chunk, size, base), ours in zip(drawn, kinds, strict=True):
             full = planes.statistics(planes.histograms(planes.sample(chunk, size, planes.ROTATED)))
             planes.difference(chunk, base, size, out := np.empty_like(chunk))
-            delta = planes.statistics(planes.histograms(planes.sample(out, size)))
+            sampled = planes.sample(chunk ^ base, size, planes.ROTATED) if xor else planes.sample(out, size)
+            delta = planes.statistics(planes.histograms(sampled))
             assert ours.shape == (8,)
             counts = np.empty((2 * size, 256), np.uint32)
             alone = batch_of([(chunk, size, base)])
             native.sample(
-                spans.place(alone.chunks), spans.place(alone.bases), alone.element_sizes, alone.layouts, counts,
-                np.empty(1, np.int64),
+                spans.place(alone.chunks), spans.place(alone.bases), alone.element_sizes, alone.layouts,
+                blob.XOR if xor else blob.DIFFERENCE, counts, np.empty(1, np.int64),
             )  # fmt: skip
             found = planes.statistics(counts)
             assert found.bits.tolist() == [*full.bits.tolist(), *delta.bits.tolist()]
@@ -182,8 +184,8 @@ def chains_of(engine, chunk, size, versions, seed):
     """Return the chain of the last of some versions of a chunk, newest first, and that version."""
     chain, base = [], None
     for number in range(versions):
-        (made,) = blobs_of(engine, batch_of([(chunk, size, base)]))
-        chain = [made, *chain] if made[16] == blob.DIFFERENCE else [made]
+        (made,) = blobs_of(engine, batch_of([(chunk, size, base)], xor=(seed + number) % 3 == 0))
+        chain = [made, *chain] if made[16] != blob.FULL else [made]
         base, chunk = chunk, moved(chunk, size, seed + number)
     return chain, base
 
@@ -256,7 +258,7 @@ def test_damaged_blobs_raise_the_errors_of_the_reference(engine, reference):
             try:
                 one.start_decode(batch)()
                 results.append(outs[0].tobytes())
-            except (IntegrityError, blob.FormatError) as error:
+            except (IntegrityError, FormatError) as error:
                 results.append((type(error), str(error)))
         assert results[0] == results[1], at
 
@@ -294,12 +296,12 @@ def test_wrong_columns_are_refused():
     for sizes, layouts, base in ((3, 0, none), (64, 0, none), (1, 2, none), (1, 0, one(data, 0, 5))):
         with pytest.raises(ValueError, match="wrong element sizes"):
             native.sample(
-                one(data), base, byte * sizes, byte * layouts, np.empty(256 * 64, np.uint32), np.empty(1, np.int64)
+                one(data), base, byte * sizes, byte * layouts, 1, np.empty(256 * 64, np.uint32), np.empty(1, np.int64)
             )
     for how, room in ((2, scratch), (3, scratch), (1, scratch[:-1]), (1, scratch[1:])):
         with pytest.raises(ValueError, match=r"delta without a base|scratch"):
             native.encode(
-                one(data), none, byte, byte, sixteen, sixteen, sixteen[:8], byte * how, np.empty(96, np.uint8), data,
+                one(data), none, byte, byte, 1, sixteen, sixteen, sixteen[:8], byte * how, np.empty(96, np.uint8), data,
                 room,
             )  # fmt: skip
     for offset, length, count in ((-1, 5, 1), (0, 97, 1), (97, 0, 1), (0, 5, 2), (0, 5, 0), (0, 5, -1)):
@@ -317,7 +319,7 @@ def test_little_room_declines_a_blob():
     for room in (0, 80, 4096, 4176):
         out = np.empty(room, np.uint8)
         native.encode(
-            one(data), none, byte, byte, sixteen, sixteen, sixteen[:8], byte, entries.view(np.uint8), out, scratch
+            one(data), none, byte, byte, 1, sixteen, sixteen, sixteen[:8], byte, entries.view(np.uint8), out, scratch
         )
         assert entries["length"].tolist() == [0]
 

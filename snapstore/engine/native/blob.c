@@ -4,7 +4,6 @@
 #define HEADER_BYTES 80
 #define VERSION 1
 enum { RAW, ZSTD, DEFLATE };  // codecs
-enum { FULL, DELTA };         // transforms
 static const u8 MAGIC[4] = "SNBL", NO_BASE[16];
 
 INLINE size_t blocks_of(size_t bytes, size_t block_bytes) {
@@ -55,9 +54,9 @@ static void put_header(const EncodeRow *row, const Writer *w) {
     memset(out, 0, HEADER_BYTES);
     memcpy(out, MAGIC, 4);
     put_le(out + 4, VERSION, 2);
-    out[16] = row->base ? DELTA : FULL;
+    out[16] = (u8)row->mode;
     out[17] = (u8)row->element_size;
-    out[18] = (u8)(row->base ? LAYOUT_BYTES : row->layout);
+    out[18] = (u8)(row->mode == DIFFERENCE ? LAYOUT_BYTES : row->layout);
     put_le(out + 20, row->bytes, 4);
     put_le(out + 24, w->at - HEADER_BYTES - 4 * (size_t)w->lengths, 4);
     put_le(out + 28, BLOCK_BYTES, 4);
@@ -95,7 +94,7 @@ size_t encode_blob(const EncodeRow *row, u8 *out, size_t room, u8 *entry, Scratc
         in_place = in_place && row->kinds[k] == NOISE;
         planes[k] = in_place ? out + start + (size_t)k * n : scratch->planes + (size_t)k * n;
     }
-    const Elements elements = {size, row->base ? LAYOUT_BYTES : row->layout, row->base ? DIFFERENCE : NONE};
+    const Elements elements = {size, row->mode == DIFFERENCE ? LAYOUT_BYTES : row->layout, row->mode};
     split_planes(row->source, row->base, elements, n, planes);
     for (int k = 0; k < size; k++) {
         const size_t first = w.at;
@@ -146,9 +145,9 @@ static bool read_header(Stored blob, Header *h) {
     const u32 size = h->element_size;
     if (size == 0 || size > MAX_PLANES || size & (size - 1) || h->raw_bytes % size || !h->block_bytes)
         return false;
-    if (h->transform > DELTA || h->layout > LAYOUT_ROTATED) return false;
-    if (h->transform == DELTA && h->layout != LAYOUT_BYTES) return false;
-    if ((h->transform == FULL) != !memcmp(h->base, NO_BASE, 16)) return false;
+    if (h->transform > XOR || h->layout > LAYOUT_ROTATED) return false;
+    if (h->transform == DIFFERENCE && h->layout != LAYOUT_BYTES) return false;
+    if ((h->transform == NONE) != !memcmp(h->base, NO_BASE, 16)) return false;
     for (u32 k = 0; k < size; k++)
         if (h->codecs[k] > DEFLATE) return false;
     return true;
@@ -195,7 +194,7 @@ static bool apply_blob(Stored blob, const Header *h, const u8 *base, u8 *out, Sc
         planes[k] = plane;
     }
     if (place.at != blob.bytes || place.entry != h->lengths) return false;
-    const Elements elements = {h->element_size, h->layout, h->transform == DELTA ? DIFFERENCE : NONE};
+    const Elements elements = {h->element_size, h->layout, h->transform};
     merge_planes(planes, base, elements, n, out);
     return true;
 }
@@ -209,7 +208,7 @@ bool decode_chain(const Stored *blobs, size_t count, const u8 *base, const u8 *d
         const bool is_full = i + 1 == count && !base;
         if (!read_header(blobs[i], &h) || h.raw_bytes != bytes || memcmp(h.digest, expected, 16))
             return false;
-        if ((h.transform == FULL) != is_full) return false;
+        if ((h.transform == NONE) != is_full) return false;
         if (xxh3_64(blobs[i].data + 16, blobs[i].bytes - 16) != load64(blobs[i].data + 8)) return false;
         memcpy(expected, h.base, 16);
     }

@@ -7,7 +7,7 @@
 #define LENGTH_CODES 19  // symbols of the code for code lengths
 #define MIN_RUN 3
 #define MAX_RUN 258
-#define SHORTEST_RUN 6    // in deltas of training state, shorter runs take fewer bits as literals
+#define SHORTEST_RUN 6    // of the most frequent value: shorter ones take fewer bits as literals
 // The most bytes of a header, and what a write may put behind it.
 #define HEADER_BYTES ((17 + 3 * LENGTH_CODES + 14 * (SYMBOLS + 1)) / 8 + 16)
 
@@ -25,15 +25,26 @@ INLINE u32 run_length(const u8 *p, u8 value, u32 most) {
     return n;
 }
 
+// Return the value that is most frequent in a sample of a block.
+static u8 most_frequent(const u8 *block, u32 bytes) {
+    u16 counts[256] = {0};
+    u32 most = 0;
+    for (u32 i = 0; i < bytes; i += 1 + bytes / 1024) counts[block[i]]++;
+    for (u32 value = 1; value < 256; value++)
+        if (counts[value] > counts[most]) most = value;
+    return (u8)most;
+}
+
 // Cut a block into tokens: a literal, or RUN + the length of a run of the byte before. Return their number.
 #define RUN 256
-static u32 make_tokens(const u8 *block, u32 bytes, u32 min_run, u16 *tokens) {
+static u32 make_tokens(const u8 *block, u32 bytes, u16 *tokens) {
+    const u8 frequent = most_frequent(block, bytes);
     u32 count = 0, at = 0;
     tokens[count++] = block[at++];
     while (at < bytes) {
         const u8 value = block[at - 1];
         u32 run = block[at] == value ? run_length(block + at, value, bytes - at) : 0;
-        if (run < min_run) {
+        if (run < (value == frequent ? SHORTEST_RUN : MIN_RUN)) {
             for (u32 i = 0; i < run; i++) tokens[count++] = value;
             at += run;
             if (at < bytes) tokens[count++] = block[at++];
@@ -196,7 +207,7 @@ static u64 code_tokens(const u32 *of_tokens, const u8 *lengths, u32 *coded) {
 size_t encode_runs(const u8 *block, u32 bytes, u8 *out, RunTables *tables) {
     u32 counts[SYMBOLS], of_tokens[TOKENS];
     u8 lengths[SYMBOLS];
-    const u32 n = make_tokens(block, bytes, SHORTEST_RUN, tables->tokens);
+    const u32 n = make_tokens(block, bytes, tables->tokens);
     count_symbols(tables->tokens, n, of_tokens, counts);
     code_lengths(counts, SYMBOLS, 15, lengths);
     u32 *coded = tables->coded;
@@ -206,7 +217,7 @@ size_t encode_runs(const u8 *block, u32 bytes, u8 *out, RunTables *tables) {
     BitWriter w = {header, 0, 0};
     put_header(&w, lengths);
     const size_t header_bytes = (size_t)(w.out - header);
-    if (8 * header_bytes + w.fill + bits >= 8 * (u64)bytes) return 0;
+    if (8 * header_bytes + w.fill + bits > 8 * ((u64)bytes - 1)) return 0;
     memcpy(out, header, header_bytes);
     w.out = out + header_bytes;
     const u16 *t = tables->tokens, *end = t + n;

@@ -99,9 +99,12 @@ static PyObject *py_sample(PyObject *self, PyObject *args) {
     (void)self;
     PyObject *chunks, *bases, *given[2], *counts_out, *changed_out;
     const u8 *taken[2];
+    int mode;
     Call call = {0};
-    if (!PyArg_ParseTuple(args, "OOOOOO", &chunks, &bases, &given[0], &given[1], &counts_out, &changed_out))
+    if (!PyArg_ParseTuple(args, "OOOOiOO", &chunks, &bases, &given[0], &given[1], &mode, &counts_out,
+                          &changed_out))
         return NULL;
+    if (mode != DIFFERENCE && mode != XOR) return refuse(&call, "wrong mode");
     if (!take_batch(&call, chunks, bases, given, taken)) return end_call(&call, NULL);
     const Py_ssize_t n = call.chunks.count;
     size_t tables = 0;
@@ -119,7 +122,8 @@ static PyObject *py_sample(PyObject *self, PyObject *args) {
         counts += 256 * size;
         changed[i] = (i64)elements;
         if (!base) continue;
-        sample_histograms(chunk.data, base, (Elements){size, LAYOUT_BYTES, DIFFERENCE}, elements, counts);
+        const int layout = mode == XOR ? taken[1][i] : LAYOUT_BYTES;
+        sample_histograms(chunk.data, base, (Elements){size, layout, mode}, elements, counts);
         counts += 256 * size;
         changed[i] = (i64)count_changed(chunk.data, base, size, elements, elements / 2);
     }
@@ -134,6 +138,7 @@ typedef struct {
     const u8 *sizes, *layouts, *digests, *base_digests, *kinds, *how;
     u8 *out, *entries;
     size_t room;
+    int mode;  // of deltas
     Scratch *scratch;
 } EncodeColumns;
 
@@ -149,6 +154,7 @@ static void encode_span(const Call *call, const EncodeColumns *columns) {
             .bytes = call->chunks.spans[i].bytes,
             .element_size = columns->sizes[i],
             .layout = columns->layouts[i],
+            .mode = columns->how[i] == STORE_DELTA ? columns->mode : NONE,
             .kinds = columns->kinds + MAX_PLANES * i,
             .digest = columns->digests + 16 * i,
             .base_digest = columns->base_digests + 16 * i,
@@ -196,9 +202,10 @@ static PyObject *py_encode(PyObject *self, PyObject *args) {
     const u8 *taken[2];
     Call call = {0};
     EncodeColumns columns = {0};
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOOO", &chunks, &bases, &batch[0], &batch[1], &given[0], &given[1],
-                          &given[2], &given[3], &given[4], &given[5], &given[6]))
+    if (!PyArg_ParseTuple(args, "OOOOiOOOOOOO", &chunks, &bases, &batch[0], &batch[1], &columns.mode, &given[0],
+                          &given[1], &given[2], &given[3], &given[4], &given[5], &given[6]))
         return NULL;
+    if (columns.mode != DIFFERENCE && columns.mode != XOR) return refuse(&call, "wrong mode");
     if (!take_batch(&call, chunks, bases, batch, taken)) return end_call(&call, NULL);
     columns.sizes = taken[0], columns.layouts = taken[1];
     if (!take_encode_columns(&call, given, &columns)) return end_call(&call, NULL);

@@ -82,7 +82,8 @@ void xxh3_digest(const u8 *data, size_t bytes, u64 seed, u8 out[16]);
 // -- planes.c
 
 enum { LAYOUT_BYTES, LAYOUT_ROTATED };
-// How an element and the element of its base become one number: zigzag of the difference, or exclusive or.
+// How an element and the element of its base become one number: zigzag of the difference, or exclusive or. The
+// transforms of blobs have the same numbers.
 enum { NONE, DIFFERENCE, XOR };
 #define MAX_PLANES 8
 
@@ -91,7 +92,7 @@ typedef struct {
     int size, layout, mode;
 } Elements;
 
-// Split n elements into planes[0] to planes[size - 1], n bytes each. Layouts apply only without a base.
+// Split n elements into planes[0] to planes[size - 1], n bytes each. A difference has layout LAYOUT_BYTES.
 void split_planes(const u8 *source, const u8 *base, Elements elements, size_t n, u8 *const *planes);
 // The inverse; `base` and `out` may be the same.
 void merge_planes(const u8 *const *planes, const u8 *base, Elements elements, size_t n, u8 *out);
@@ -197,7 +198,7 @@ enum { NOISE, SKEWED, RUNS, REPEATS };
 typedef struct {
     const u8 *source, *base;  // base: not NULL for a delta
     size_t bytes;
-    int element_size, layout;
+    int element_size, layout, mode;  // mode: NONE without a base
     const u8 *kinds;          // of each plane
     const u8 *digest, *base_digest;
 } EncodeRow;

@@ -1,5 +1,6 @@
-// Planes: plane k holds byte k of every element (docs/format.md, "Blob"). Elements are rotated left by one
-// bit (LAYOUT_ROTATED), or replaced by their difference from a base, before they are split.
+// Planes: plane k holds byte k of every element (docs/format.md, "Blob"). Before they are split, elements are
+// replaced by their difference from a base; or XORed with those of a base or not, and rotated left by one bit
+// (LAYOUT_ROTATED) or not.
 //
 // The plain code works in tiles that fit into the first-level cache, in loops that compilers vectorise.
 // Elements of 2 and 4 bytes, the most frequent ones, have code for AVX2.
@@ -22,13 +23,14 @@
                 const T d = (T)(x[i] - b[i]);                                                                \
                 tile[i] = (T)((T)(d << 1) ^ (T)((S)d >> (BITS - 1)));                                        \
             }                                                                                                \
-        } else if (e.mode == XOR) {                                                                          \
-            for (size_t i = 0; i < n; i++) tile[i] = (T)(x[i] ^ b[i]);                                       \
-        } else if (e.layout == LAYOUT_ROTATED && BITS > 8) {                                                 \
-            for (size_t i = 0; i < n; i++) tile[i] = (T)((T)(x[i] << 1) | (T)(x[i] >> (BITS - 1)));          \
-        } else {                                                                                             \
-            memcpy(tile, source, n * sizeof(T));                                                             \
+            return;                                                                                          \
         }                                                                                                    \
+        if (e.mode == XOR)                                                                                   \
+            for (size_t i = 0; i < n; i++) tile[i] = (T)(x[i] ^ b[i]);                                       \
+        else                                                                                                 \
+            memcpy(tile, source, n * sizeof(T));                                                             \
+        if (e.layout == LAYOUT_ROTATED && BITS > 8)                                                          \
+            for (size_t i = 0; i < n; i++) tile[i] = (T)((T)(tile[i] << 1) | (T)(tile[i] >> (BITS - 1)));    \
     }                                                                                                        \
     INLINE void split_##BITS(const u8 *source, const u8 *base, Elements e, size_t from, size_t n,            \
                              u8 *const *planes) {                                                            \
@@ -47,14 +49,14 @@
         const unaligned_##BITS *b = (const unaligned_##BITS *)base;                                          \
         if (e.mode == DIFFERENCE)                                                                            \
             for (size_t i = 0; i < n; i++) tile[i] = (T)((T)(tile[i] >> 1) ^ (T)(0 - (tile[i] & 1)));        \
+        else if (e.layout == LAYOUT_ROTATED && BITS > 8)                                                     \
+            for (size_t i = 0; i < n; i++) tile[i] = (T)((T)(tile[i] >> 1) | (T)(tile[i] << (BITS - 1)));    \
         if (e.mode == DIFFERENCE && base == out) {                                                           \
             for (size_t i = 0; i < n; i++) y[i] = (T)(y[i] + tile[i]);                                       \
         } else if (e.mode == DIFFERENCE) {                                                                   \
             for (size_t i = 0; i < n; i++) y[i] = (T)(b[i] + tile[i]);                                       \
         } else if (e.mode == XOR) {                                                                          \
             for (size_t i = 0; i < n; i++) y[i] = (T)(b[i] ^ tile[i]);                                       \
-        } else if (e.layout == LAYOUT_ROTATED && BITS > 8) {                                                 \
-            for (size_t i = 0; i < n; i++) y[i] = (T)((T)(tile[i] >> 1) | (T)(tile[i] << (BITS - 1)));       \
         } else {                                                                                             \
             memcpy(out, tile, n * sizeof(T));                                                                \
         }                                                                                                    \
@@ -104,12 +106,12 @@ AVX2 INLINE void store256(u8 *p, __m256i x) { _mm256_storeu_si256((__m256i *)p, 
 // Return eight elements of 4 bytes, rotated or as their relation to the base. `e` is a constant for the
 // compiler.
 AVX2 INLINE __m256i element_32(const u8 *source, const u8 *base, size_t at, Elements e) {
-    const __m256i x = load256(source + at);
+    __m256i x = load256(source + at);
     if (e.mode == DIFFERENCE) {
         const __m256i d = _mm256_sub_epi32(x, load256(base + at));
         return _mm256_xor_si256(_mm256_add_epi32(d, d), _mm256_srai_epi32(d, 31));
     }
-    if (e.mode == XOR) return _mm256_xor_si256(x, load256(base + at));
+    if (e.mode == XOR) x = _mm256_xor_si256(x, load256(base + at));
     if (e.layout == LAYOUT_ROTATED) return _mm256_or_si256(_mm256_add_epi32(x, x), _mm256_srli_epi32(x, 31));
     return x;
 }
@@ -136,12 +138,12 @@ AVX2 INLINE size_t split_32_avx2(const u8 *source, const u8 *base, Elements e, s
 }
 
 AVX2 INLINE __m256i element_16(const u8 *source, const u8 *base, size_t at, Elements e) {
-    const __m256i x = load256(source + at);
+    __m256i x = load256(source + at);
     if (e.mode == DIFFERENCE) {
         const __m256i d = _mm256_sub_epi16(x, load256(base + at));
         return _mm256_xor_si256(_mm256_add_epi16(d, d), _mm256_srai_epi16(d, 15));
     }
-    if (e.mode == XOR) return _mm256_xor_si256(x, load256(base + at));
+    if (e.mode == XOR) x = _mm256_xor_si256(x, load256(base + at));
     if (e.layout == LAYOUT_ROTATED) return _mm256_or_si256(_mm256_add_epi16(x, x), _mm256_srli_epi16(x, 15));
     return x;
 }
@@ -165,9 +167,8 @@ AVX2 INLINE __m256i restored_32(__m256i x, const u8 *base, size_t at, Elements e
         const __m256i sign = _mm256_sub_epi32(zero, _mm256_and_si256(x, _mm256_set1_epi32(1)));
         return _mm256_add_epi32(load256(base + at), _mm256_xor_si256(_mm256_srli_epi32(x, 1), sign));
     }
-    if (e.mode == XOR) return _mm256_xor_si256(x, load256(base + at));
-    if (e.layout == LAYOUT_ROTATED) return _mm256_or_si256(_mm256_srli_epi32(x, 1), _mm256_slli_epi32(x, 31));
-    return x;
+    if (e.layout == LAYOUT_ROTATED) x = _mm256_or_si256(_mm256_srli_epi32(x, 1), _mm256_slli_epi32(x, 31));
+    return e.mode == XOR ? _mm256_xor_si256(x, load256(base + at)) : x;
 }
 
 AVX2 INLINE size_t merge_32_avx2(const u8 *const *planes, const u8 *base, Elements e, size_t n, u8 *out) {
@@ -193,9 +194,8 @@ AVX2 INLINE __m256i restored_16(__m256i x, const u8 *base, size_t at, Elements e
         const __m256i sign = _mm256_sub_epi16(zero, _mm256_and_si256(x, _mm256_set1_epi16(1)));
         return _mm256_add_epi16(load256(base + at), _mm256_xor_si256(_mm256_srli_epi16(x, 1), sign));
     }
-    if (e.mode == XOR) return _mm256_xor_si256(x, load256(base + at));
-    if (e.layout == LAYOUT_ROTATED) return _mm256_or_si256(_mm256_srli_epi16(x, 1), _mm256_slli_epi16(x, 15));
-    return x;
+    if (e.layout == LAYOUT_ROTATED) x = _mm256_or_si256(_mm256_srli_epi16(x, 1), _mm256_slli_epi16(x, 15));
+    return e.mode == XOR ? _mm256_xor_si256(x, load256(base + at)) : x;
 }
 
 AVX2 INLINE size_t merge_16_avx2(const u8 *const *planes, const u8 *base, Elements e, size_t n, u8 *out) {
@@ -211,10 +211,11 @@ AVX2 INLINE size_t merge_16_avx2(const u8 *const *planes, const u8 *base, Elemen
 
 // Make `layout` and `mode` constants in each call of a function, so that its loop has no branches.
 #define BY_MODE(CALL, SIZE)                                                                                  \
-    (e.mode == DIFFERENCE ? CALL(((Elements){SIZE, LAYOUT_BYTES, DIFFERENCE}))                               \
-     : e.mode == XOR      ? CALL(((Elements){SIZE, LAYOUT_BYTES, XOR}))                                      \
-     : e.layout           ? CALL(((Elements){SIZE, LAYOUT_ROTATED, NONE}))                                   \
-                          : CALL(((Elements){SIZE, LAYOUT_BYTES, NONE})))
+    (e.mode == DIFFERENCE        ? CALL(((Elements){SIZE, LAYOUT_BYTES, DIFFERENCE}))                        \
+     : e.mode == XOR && e.layout ? CALL(((Elements){SIZE, LAYOUT_ROTATED, XOR}))                             \
+     : e.mode == XOR             ? CALL(((Elements){SIZE, LAYOUT_BYTES, XOR}))                               \
+     : e.layout                  ? CALL(((Elements){SIZE, LAYOUT_ROTATED, NONE}))                            \
+                                 : CALL(((Elements){SIZE, LAYOUT_BYTES, NONE})))
 
 AVX2 static void split_avx2(const u8 *source, const u8 *base, Elements e, size_t n, u8 *const *planes) {
     size_t done = 0;

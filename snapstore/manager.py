@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, SupportsFloat, get_args
@@ -28,6 +28,7 @@ from .distributed.base import Ranks
 from .distributed.choose import check as check_ranks
 from .distributed.choose import choose
 from .distributed.preemption import Preemption, SignalHandler
+from .engine.spans import engine_in_use
 from .errors import CapabilityError, IntegrityError, InvalidInputError, SnapstoreError
 from .options import SaveOptions
 from .protocol.gc import collect
@@ -47,6 +48,12 @@ from .threads import LockSlot
 #: After `close(timeout=)` has given a save up, it ends within the first time, unless its store does not answer. A save
 #: that waits for the one before looks in the second time whether the process is to end [s].
 GIVE_UP_S, LOOK_S = 2.0, 0.2
+
+
+@cache
+def _log_engine() -> None:
+    """Log which code the CPU engine runs, once in each process."""
+    log.info("CPU engine: %s", engine_in_use())
 
 
 class SnapshotManager(Steps):
@@ -134,6 +141,7 @@ class SnapshotManager(Steps):
         self._staging = Staging(self.repository.context.engines, keep_base=keep_base, mode=staging, shares=shares)
         self.repository.context.engines.required |= staging != "auto"
         if not read_only:
+            _log_engine()
             self.repository.context.engines.start_loading()
         self._background = Background(self.run, self.repository.context.engines)
         self._pid, self._closed, self._first_state = os.getpid(), False, FirstState(of_rank=self._job is not None)

@@ -203,9 +203,10 @@ def per_rank_of(text: str | None) -> Literal["same", "drop"] | int:
 
 def _version(wanted: bool) -> None:
     if wanted:
+        from ..engine.spans import engine_in_use
         from ..format.records import VERSION
 
-        typer.echo(f"snapstore {VERSION}")
+        typer.echo(f"snapstore {VERSION} (CPU engine: {engine_in_use()})")
         raise typer.Exit
 
 

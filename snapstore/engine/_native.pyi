@@ -95,3 +95,6 @@ def decode_runs(stream: Bytes, out: Bytes) -> bool:
 
 def use_avx2(wanted: bool) -> bool:
     """Use AVX2 or not, in this process; return whether it is used."""
+
+def uses_avx2() -> bool:
+    """Return whether AVX2 is used."""

@@ -9,6 +9,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 
@@ -31,6 +32,8 @@ COPIED_ALIGNMENT = 64
 FEW_CHANGED_SHARE, FEW_CHANGED_EXCESS = 0.2, 1.25
 #: At most this many buffers of blobs are kept for reuse.
 MAX_FREE_BUFFERS = 64
+#: More cores than any machine has.
+NO_QUOTA = 1 << 20
 
 
 class HostEncoded:
@@ -224,17 +227,52 @@ class ProvingEngine(CpuEngine):
 
 
 def default_threads() -> int:
-    """Return SNAPSTORE_THREADS, else the number of cores that this process may use.
+    """Return SNAPSTORE_THREADS, else the number of cores that this process may use: by affinity and by quota.
 
     Raises:
         InvalidInputError: the variable is not a number from 1 to 1024.
     """
     value = os.environ.get("SNAPSTORE_THREADS")
     if value is None:
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return min(cores, cores_of_quota())
     if not value.isdecimal() or not 1 <= int(value) <= 1024:
         raise InvalidInputError(f"SNAPSTORE_THREADS={value!r}: expected a number of threads from 1 to 1024")
     return int(value)
+
+
+def cores_of_quota(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")) -> int:
+    """Return how many cores the quotas of this process's cgroup and of those around it allow, rounded up.
+
+    A pod with a limit of 300m on 64 cores has a quota of 0.3 cores: more threads would only wait for each other.
+    Without a quota, or if it cannot be read, the result is larger than any number of cores.
+
+    Source: cgroup-v2 `cpu.max` and cgroup-v1 `cpu.cfs_quota_us`, `cpu.cfs_period_us`, of the Linux kernel's manual.
+    """
+    least = NO_QUOTA
+    with suppress(OSError, ValueError):
+        for line in groups.read_text().splitlines():
+            _, controllers, name = line.split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            top = root / controllers if controllers else root
+            folder = top / name.lstrip("/")
+            for place in [folder, *folder.parents]:
+                if place == top or top in place.parents:
+                    least = min(least, _quota(place, is_v2=not controllers))
+    return least
+
+
+def _quota(folder: Path, *, is_v2: bool) -> int:
+    """Return the cores that the quota of one cgroup allows, rounded up."""
+    try:
+        if is_v2:
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return NO_QUOTA if quota == "max" or int(quota) <= 0 else max(1, -(-int(quota) // int(period)))
+    except (OSError, ValueError, ZeroDivisionError):
+        return NO_QUOTA
 
 
 def _encode_jobs(batch: EncodeBatch) -> list[EncodeJob]:

@@ -57,6 +57,19 @@ def extension() -> Any:
     return None if wanted == "numpy" else _native
 
 
+def engine_in_use() -> str:
+    """Return which code the CPU engine runs, and why, for people.
+
+    Raises:
+        CapabilityError, InvalidInputError: see `extension`.
+    """
+    if extension() is not None:
+        return "C with AVX2" if _native.uses_avx2() else "C"
+    if _native is not None:
+        return "NumPy, since SNAPSTORE_ENGINE=numpy"
+    return "NumPy: the extension in C is missing; install a C compiler, then snapstore again"
+
+
 def cut(lengths: Column, threads: int) -> list[slice]:
     """Cut rows of chunks of these lengths [bytes] into spans."""
     ends = sums_before(lengths)

@@ -34,6 +34,7 @@ from snapstore.cli import app, inspect, maintenance, output
 from snapstore.cli.app import VERBS
 from snapstore.cli.doctor import doctor
 from snapstore.convert import files, safetensors_file
+from snapstore.engine.spans import engine_in_use
 from snapstore.errors import ConflictError, StorageError
 from snapstore.format import records
 from snapstore.format.hashing import checksum
@@ -141,7 +142,7 @@ def test_usage_errors_are_2(sh):
 
 
 def test_the_version(sh):
-    assert sh("--version").stdout == f"snapstore {records.VERSION}\n"
+    assert sh("--version").stdout == f"snapstore {records.VERSION} (CPU engine: {engine_in_use()})\n"
 
 
 def test_common_options_before_and_after_the_verb(series):

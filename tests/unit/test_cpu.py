@@ -13,7 +13,16 @@ import xxhash
 
 from kit.waits import until
 from snapstore.engine.batches import Chunks, DecodeBatch, EncodeBatch, EncodeJob
-from snapstore.engine.cpu import CpuEngine, EncodedChunk, HostEncoded, Threads, default_threads, encode_chunk
+from snapstore.engine.cpu import (
+    NO_QUOTA,
+    CpuEngine,
+    EncodedChunk,
+    HostEncoded,
+    Threads,
+    cores_of_quota,
+    default_threads,
+    encode_chunk,
+)
 from snapstore.errors import IntegrityError, InvalidInputError
 from snapstore.format import hashing
 from snapstore.format.blobs import blob, chain_decode, planes
@@ -274,3 +283,34 @@ def test_bad_environment_values_are_named(monkeypatch, value):
     monkeypatch.setenv("SNAPSTORE_THREADS", value)
     with pytest.raises(InvalidInputError, match=r"SNAPSTORE_THREADS=.*expected a number of threads from 1 to 1024"):
         default_threads()
+
+
+QUOTA_V1 = {"cpu,cpuacct/p/cpu.cfs_quota_us": "30000", "cpu,cpuacct/p/cpu.cfs_period_us": "100000"}
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("0::/", {"cpu.max": "30000 100000"}, 1),
+        ("0::/", {"cpu.max": "250000 100000"}, 3),
+        ("0::/", {"cpu.max": "max 100000"}, NO_QUOTA),
+        ("0::/a/b", {"a/cpu.max": "400000 100000", "a/b/cpu.max": "max 100000"}, 4),
+        ("0::/a/b", {"a/cpu.max": "800000 100000", "a/b/cpu.max": "150000 100000"}, 2),
+        ("0::/gone/b", {"cpu.max": "200000 100000"}, 2),
+        ("3:cpu,cpuacct:/p", QUOTA_V1, 1),
+        ("3:cpu:/docker/x", {"cpu/cpu.cfs_quota_us": "700000", "cpu/cpu.cfs_period_us": "100000"}, 7),
+        ("3:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, NO_QUOTA),
+        ("3:memory:/\n1:name=systemd:/", {"memory/cpu.max": "1 1"}, NO_QUOTA),
+        ("0::/", {"cpu.max": "nonsense"}, NO_QUOTA),
+        ("0::/", {"cpu.max": "5 0"}, NO_QUOTA),
+        ("", {}, NO_QUOTA),
+        ("no colon", {}, NO_QUOTA),
+    ],
+)
+def test_threads_are_bounded_by_the_quota_of_the_cgroup(tmp_path, groups, files, expected):
+    for name, text in files.items():
+        (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "root" / name).write_text(text + "\n")
+    (tmp_path / "groups").write_text(groups + "\n")
+    assert cores_of_quota(tmp_path / "root", tmp_path / "groups") == expected
+    assert cores_of_quota(tmp_path / "root", tmp_path / "none") == NO_QUOTA

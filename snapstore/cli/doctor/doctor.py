@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from ...engine.cpu import default_threads
+from ...engine.spans import engine_in_use
 from ...errors import NotFoundError, SnapstoreError
 from ...format import records
 from ...repository import Repository
@@ -49,6 +50,7 @@ def machine() -> list[Finding]:
         Finding("python", None, f"{platform.python_version()} on {platform.platform()}"),
         Finding("libraries", None, versions),
         _tested("cores", _threads),
+        _tested("cpu engine", lambda: Finding("cpu engine", True, engine_in_use())),
         _torch(),
         Finding("nvcomp", None, "installed" if _present("nvidia.nvcomp") else "not installed"),
         Finding("cupy", None, "installed" if _present("cupy") else "not installed; the CPU encodes CUDA tensors"),

@@ -430,6 +430,11 @@ static PyObject *py_use_avx2(PyObject *self, PyObject *wanted) {
     return PyBool_FromLong(use_avx2);
 }
 
+static PyObject *py_uses_avx2(PyObject *self, PyObject *nothing) {
+    (void)self, (void)nothing;
+    return PyBool_FromLong(use_avx2);
+}
+
 static PyMethodDef FUNCTIONS[] = {
     {"digests", py_digests, METH_VARARGS, NULL},
     {"copy", py_copy, METH_VARARGS, NULL},
@@ -444,6 +449,7 @@ static PyMethodDef FUNCTIONS[] = {
     {"encode_runs", py_encode_runs, METH_VARARGS, NULL},
     {"decode_runs", py_decode_runs, METH_VARARGS, NULL},
     {"use_avx2", py_use_avx2, METH_O, NULL},
+    {"uses_avx2", py_uses_avx2, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -314,7 +314,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure snapstore beside its peers.")
     parser.add_argument("--quick", action="store_true", help="fewer snapshots; nothing is written to docs/")
     parser.add_argument("--only", default="", help=f"comma-separated: {', '.join(SECTIONS)}")
+    parser.add_argument("--cores", default="", help="whole saves by these numbers of threads: 1,2,4; see cpu_cores.py")
     args = parser.parse_args()
+    if args.cores:
+        from benchmarks import cpu_cores
+
+        cpu_cores.write(cpu_cores.report([int(count) for count in args.cores.split(",")]))
+        return
     chosen = set(filter(None, args.only.split(","))) or set(SECTIONS)
     if unknown := chosen - set(SECTIONS):
         parser.error(f"--only: no section {', '.join(sorted(unknown))}; sections: {', '.join(SECTIONS)}")

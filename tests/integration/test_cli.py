@@ -1413,7 +1413,7 @@ def test_main(monkeypatch, capsys):
     finally:
         signal.signal(signal.SIGTERM, before)
     assert (end.value.code, killed.value.code) == (0, 143)
-    assert capsys.readouterr().out == f"snapstore {records.VERSION}\n"
+    assert capsys.readouterr().out == f"snapstore {records.VERSION} (CPU engine: {engine_in_use()})\n"
 
 
 def test_module_and_exit_code(tmp_path):

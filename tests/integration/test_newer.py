@@ -66,11 +66,11 @@ SHARDS = TensorEntry(
 )
 NEWER: dict[str, Callable[[], World]] = {
     "a blob's version": lambda: of_blob(version=2),
-    "a blob's transform": lambda: of_blob(transform=2),
+    "a blob's transform": lambda: of_blob(transform=3),
     "a blob's layout": lambda: of_blob(layout=2),
     "a codec": lambda: of_blob(codecs=b"\4" + bytes(7), count=1),
     "a manifest's version": lambda: of_manifest(version=2),
-    "a kind of reference": lambda: of_manifest(kind=2),
+    "a kind of reference": lambda: of_manifest(kind=3),
     "shards": lambda: of_manifest(chunks=2, tensors=[SHARDS]),
     "a node of the tree": lambda: of_manifest(tree=["dict", ["w"], [["novel", 0, False]]]),
     "a record's version": of_record,

@@ -14,6 +14,7 @@ import pytest
 
 from kit.actors import Actor
 from kit.objects import clone, flip, keys_of
+from kit.reference import replace_encode
 from kit.repositories import OPTIONS, check_clean, check_restores, created, opened, same, save, values
 from kit.schedules import (
     PER_TEST,
@@ -256,7 +257,7 @@ def test_a_repair_finds_what_a_compact_has_copied(stand, actors, monkeypatch):
     x, y = rng.standard_normal(1024, np.float32), rng.standard_normal(30 * 1024, np.float32)
     with Repository.open(store, options=replace(OPTIONS, pack_bytes=2**20, verify_writes="off")) as repository:
         with monkeypatch.context() as patch:
-            patch.setattr(blob, "encode", lambda source, *rest: encode(source ^ np.uint8(1), *rest))
+            replace_encode(patch, lambda source, *rest, **options: encode(source ^ np.uint8(1), *rest, **options))
             repository.save({"x": x, "y": y}, run="a", step=0)
         repository.save({"x": x}, run="a", step=1)
         repository.forget_snapshots(["a@0"])

@@ -787,11 +787,11 @@ def test_a_blob_is_not_taken_for_its_duplicate_by_its_name(verb, monkeypatch):
     rng, real = np.random.default_rng(0), blob.encode
     x, many = rng.standard_normal(1024, np.float32), rng.standard_normal((2, 30 * 1024), np.float32)
 
-    def lying(source, *rest):
+    def lying(source, *rest, **options):
         if source.tobytes() == x.tobytes():
             source = source.copy()
             source[7] ^= 4
-        return real(source, *rest)
+        return real(source, *rest, **options)
 
     store, options = MemoryStore(), dataclasses.replace(OPTIONS, pack_bytes=2**20, verify_writes="off")
     Repository.create(store, chunk_bytes=4096).close()
@@ -830,10 +830,10 @@ def test_nothing_moves_out_of_quarantine(verb, stand, monkeypatch):
     rng, real = np.random.default_rng(0), blob.encode
     x, y = rng.standard_normal(1024, np.float32), rng.standard_normal(30 * 1024, np.float32)
 
-    def lying(source, *rest):
+    def lying(source, *rest, **options):
         source = source.copy()
         source[7] ^= 4
-        return real(source, *rest)
+        return real(source, *rest, **options)
 
     store, options = MemoryStore(), dataclasses.replace(OPTIONS, pack_bytes=2**20, verify_writes="off")
     Repository.create(store, chunk_bytes=4096).close()

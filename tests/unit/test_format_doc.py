@@ -131,8 +131,8 @@ def test_blob():
     text = section("Blob")
     assert f"magic `{blob.MAGIC.decode()}`" in text
     assert f"| 2 | format version, {blob.VERSION} |" in text
-    assert "transform: 0 full, 1 difference" in text
-    assert blob.TRANSFORMS == {0: "full", 1: "difference"} == {blob.FULL: "full", blob.DIFFERENCE: "difference"}
+    assert "transform: 0 full, 1 difference, 2 XOR" in text
+    assert blob.TRANSFORMS == {0: "full", 1: "difference", 2: "XOR"}
     assert "plane layout: 0 bytes, 1 rotated" in text
     assert (planes.BYTES, planes.ROTATED) == (0, 1)
     assert "64 Ki for codecs 1 and 2" in text
@@ -219,8 +219,8 @@ def test_sections():
         assert kind.kind == "u"
     assert "under 4 KiB" in found["inline"]
     assert chunking.INLINE_BYTES == 4096
-    assert (blob.FULL, blob.DIFFERENCE) == (0, 1)
-    assert found["ref_kinds"].endswith("0 full, 1 difference")
+    assert (blob.FULL, blob.DIFFERENCE, blob.XOR) == (0, 1, 2)
+    assert found["ref_kinds"].endswith("0 full, 1 difference, 2 XOR")
 
 
 def test_tensor_entries_and_boxes():

@@ -258,7 +258,7 @@ def test_a_header_is_proven_before_it_is_believed():
 
 BAD = {
     "expected 1 to 255": lambda t: setattr(t, "ref_counts", np.array([0, 6], np.uint16)),
-    "not difference": lambda t: t.ref_kinds.fill(1),
+    "not delta": lambda t: t.ref_kinds.fill(1),
     "a pack that the header does not name": lambda t: t.ref_packs.fill(5),
     "to 1025 bytes, expected 1 to 1024": lambda t: t.lengths.fill(1025),
     "bytes, expected 1 to": lambda t: t.lengths.__setitem__(0, 0),
@@ -277,10 +277,10 @@ def test_inconsistent_tables_are_refused(message):
 
 
 def test_chains_with_blobs_of_wrong_kinds_are_refused():
-    for kinds in ([0, 1, 0], [1, 0, 0], [1, 1, 2]):
+    for kinds in ([0, 1, 0], [1, 0, 0], [1, 1, 2], [1, 2, 3], [2, 2, 1]):
         table = a_table([3])
         table.ref_kinds = np.array(kinds, np.uint8)
-        with pytest.raises(FormatError, match="of kind 2" if 2 in kinds else "not difference"):
+        with pytest.raises(FormatError, match="of kind 3" if 3 in kinds else "not delta"):
             manifest.decode(encode(table), "here")
 
 

@@ -325,10 +325,10 @@ def test_an_encoder_that_lies_is_found_out(repo, monkeypatch):
     """If an encoder encodes wrong bytes, the recode fails and changes no record. A later recode succeeds."""
     real = blob.encode
 
-    def encode(source, *rest):
+    def encode(source, *rest, **options):
         wrong = source.copy()
         wrong[7] ^= 4
-        return real(wrong, *rest)
+        return real(wrong, *rest, **options)
 
     keys = keys_of(repo.store, "snapshots/")
     replace_encode(monkeypatch, encode)

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
@@ -35,8 +34,6 @@ FEW_CHANGED_SHARE, FEW_CHANGED_EXCESS = 0.2, 1.25
 MAX_FREE_BUFFERS = 64
 #: More cores than any machine has.
 NO_QUOTA = 1 << 20
-
-R = TypeVar("R")
 
 
 class HostEncoded:
@@ -91,29 +88,21 @@ class CpuEngine:
         starts = ends - chunks.lengths - -chunks.lengths % COPIED_ALIGNMENT
         copies = Chunks([np.empty(int(ends[-1]), np.uint8)], np.zeros(len(ends), np.int64), starts, chunks.lengths)
         if self._native is not None:
-            self._in_spans(chunks, lambda rows: spans.copy(self._native, chunks.take(rows), copies.take(rows)))()
+            self._native.copy(spans.place(chunks), spans.place(copies))
             return copies
         for own, given in zip(copies.views(), chunks.views(), strict=True):
             own[:] = given
         return copies
 
     def start_digests(self, chunks: Chunks) -> Callable[[], Bytes]:
-        """Begin to hash every chunk: (n, 16) XXH3-128.
+        """Return a call that hashes every chunk, (n, 16) XXH3-128.
 
-        Without the extension, the thread that waits hashes, at tens of GB/s, while the pool encodes a batch.
+        The thread that calls it hashes, at tens of GB/s, while the pool encodes a batch.
         """
-        seed = self.digest_seed
-        if self._native is not None:
-            begun = self._in_spans(chunks, lambda rows: spans.digests(self._native, chunks.take(rows), seed))
-            return lambda: np.concatenate([np.empty((0, 16), np.uint8), *begun()])
+        seed, native = self.digest_seed, self._native
+        if native is not None:
+            return lambda: spans.digests(native, chunks, seed)
         return lambda: np.frombuffer(b"".join(digest(c, seed) for c in chunks.views()), np.uint8).reshape(-1, 16)
-
-    def _in_spans(self, chunks: Chunks, call: Callable[[slice], R]) -> Callable[[], list[R]]:
-        """Begin to call a function for spans of chunks: on the threads, or later by the caller if it is one span."""
-        rows = spans.cut(chunks.lengths, self._threads.count)
-        if len(rows) > 1:
-            return self._threads.start(call, rows)
-        return lambda: list(map(call, rows))
 
     def start_encode(self, batch: EncodeBatch) -> Callable[[], Sequence[Encoded]]:
         """Begin to encode a batch on the threads."""

@@ -85,11 +85,6 @@ def place(chunks: Chunks) -> Place:
     return chunks.memories, which, starts, lengths
 
 
-def copy(native: Any, chunks: Chunks, outs: Chunks) -> None:
-    """Copy chunks to other memory."""
-    native.copy(place(chunks), place(outs))
-
-
 def digests(native: Any, chunks: Chunks, seed: int) -> Bytes:
     """Return the digest of every chunk, (n, 16)."""
     out = np.empty((len(chunks), 16), np.uint8)

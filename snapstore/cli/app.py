@@ -206,7 +206,11 @@ def _version(wanted: bool) -> None:
         from ..engine.spans import engine_in_use
         from ..format.records import VERSION
 
-        typer.echo(f"snapstore {VERSION} (CPU engine: {engine_in_use()})")
+        try:
+            engine = engine_in_use()
+        except SnapstoreError as error:
+            engine = f"none: {error}"
+        typer.echo(f"snapstore {VERSION} (CPU engine: {engine})")
         raise typer.Exit
 
 

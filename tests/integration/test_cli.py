@@ -145,6 +145,12 @@ def test_the_version(sh):
     assert sh("--version").stdout == f"snapstore {records.VERSION} (CPU engine: {engine_in_use()})\n"
 
 
+def test_the_version_is_printed_beside_a_wrong_engine(sh, monkeypatch):
+    monkeypatch.setenv("SNAPSTORE_ENGINE", "fast")
+    said = f"snapstore {records.VERSION} (CPU engine: none: SNAPSTORE_ENGINE='fast': expected 'native' or 'numpy')\n"
+    assert sh("--version").stdout == said
+
+
 def test_common_options_before_and_after_the_verb(series):
     other = str(series.folder / "other")
     series("init", other)

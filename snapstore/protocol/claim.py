@@ -330,8 +330,8 @@ class Claim(Putter):
             ruling = self._create(substitute)
         except StorageError:
             raise StorageError(
-                f"{self.verb} {snapshot.ref}: the commit failed and could not be rolled back ({failure}); its outcome "
-                "is unknown: run 'snapstore log' once the store answers again"
+                f"{self.verb} {snapshot.ref}: the commit failed and could not be rolled back ({failure}); "
+                "whether it was committed is unknown: run 'snapstore log' once the store answers again"
             ) from failure
         if ruling.write_id != snapshot.write_id:
             raise failure

@@ -23,15 +23,18 @@ def sample(
     sizes: Bytes,
     layouts: Bytes,
     mode: int,
-    counts: npt.NDArray[np.uint32],
+    terms: Column,
+    sums: Column,
     changed: Column,
 ) -> None:
-    """Count sampled bytes of planes, and the elements that differ from a base.
+    """Sum up over sampled planes, and count the elements that differ from a base.
 
     Args:
         sizes, layouts: (n,) of elements.
         mode: of deltas, 1: differences, 2: XORs.
-        counts: (m, 256), filled: the histograms of all planes of a chunk, then of its delta if it has a base.
+        terms: planes.ENTROPY_TERMS.
+        sums: (m, 4) int64, filled: the arguments of `planes.statistics_of`, for all planes of a chunk, then of its
+            delta if it has a base.
         changed: (n,) int64, filled; any number above half of the elements if more differ.
     """
 

@@ -3,7 +3,7 @@
 In: batches of chunks as columns, with their bytes in host memory. Out: digests, blobs, rebuilt chunks; and which rows
 the extension leaves to the reference in NumPy: sparse deltas, planes with repeats, other codecs, and all
 damage. So every error is the reference's. The choices are equal too, bit for bit: NumPy makes them, from the
-extension's histograms.
+extension's sums.
 """
 
 from __future__ import annotations
@@ -164,12 +164,13 @@ def _statistics(
     Planes that do not exist have 0 bits. If more than half of the elements changed, any number above that is returned.
     """
     both = np.stack([is_plane, is_plane & (batch.bases.which >= 0)[:, None]], axis=1)  # (n, 2, 8)
-    counts = np.empty((int(np.count_nonzero(both)), 256), np.uint32)
+    sums = np.empty((int(np.count_nonzero(both)), 4), np.int64)
     changed = np.empty(len(sizes), np.int64)
     layouts = np.ascontiguousarray(batch.layouts, np.uint8)
     mode = blob.XOR if batch.xor else blob.DIFFERENCE
-    native.sample(place(batch.chunks), place(batch.bases), sizes, layouts, mode, counts, changed)
-    statistics = planes.statistics(counts)
+    terms = planes.ENTROPY_TERMS
+    native.sample(place(batch.chunks), place(batch.bases), sizes, layouts, mode, terms, sums, changed)
+    statistics = planes.statistics_of(*sums.T)
     found = np.zeros((2, *both.shape))
     found[0][both], found[1][both] = statistics.bits, statistics.top_share
     return [found[:, :, 0], found[:, :, 1]], changed

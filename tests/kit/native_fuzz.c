@@ -102,13 +102,14 @@ static void fuzz_blob(void) {
     u8 *chunk = content(bytes), *base = content(bytes), *out = room(needed), *back = room(bytes);
     u8 digest[16], base_digest[16], entry[ENTRY_BYTES], kinds[MAX_PLANES];
     Scratch *scratch = room(sizeof(Scratch) + bytes);
-    u32 *counts = room(4 * 256 * (size_t)size);
+    PlaneSums *sums = room(sizeof(PlaneSums) * (size_t)size);
+    static i64 terms[MOST_SAMPLED];
     xxh3_digest(chunk, bytes, 0, digest);
     xxh3_digest(base, bytes, 0, base_digest);
     for (int k = 0; k < MAX_PLANES; k++) kinds[k] = (u8)draw(3);
     const int mode = is_delta ? (draw(2) ? DIFFERENCE : XOR) : NONE, layout = (int)draw(2);
     const EncodeRow row = {chunk, is_delta ? base : NULL, bytes, size, layout, mode, kinds, digest, base_digest};
-    sample_histograms(chunk, row.base, (Elements){size, mode == DIFFERENCE ? 0 : layout, mode}, elements, counts);
+    sample_planes(chunk, row.base, (Elements){size, mode == DIFFERENCE ? 0 : layout, mode}, elements, terms, sums);
     if (is_delta && count_changed(chunk, base, size, elements, elements) > elements) fail("too many changes");
     const size_t length = encode_blob(&row, out, needed, entry, scratch);
     if (length > needed) fail("a blob is too long");
@@ -121,7 +122,7 @@ static void fuzz_blob(void) {
         fail("a chunk differs");
     for (int i = 0; i < 30 && length; i++)
         decode_damaged(stored, length, row.base, digest, back, bytes, scratch);
-    free(chunk), free(base), free(out), free(back), free(scratch), free(counts), free(stored);
+    free(chunk), free(base), free(out), free(back), free(scratch), free(sums), free(stored);
 }
 
 int main(int count, char **arguments) {

@@ -159,13 +159,13 @@ def test_choices_are_equal_bit_for_bit(engine, reference, xor):
             sampled = planes.sample(chunk ^ base, size, planes.ROTATED) if xor else planes.sample(out, size)
             delta = planes.statistics(planes.histograms(sampled))
             assert ours.shape == (8,)
-            counts = np.empty((2 * size, 256), np.uint32)
+            sums = np.empty((2 * size, 4), np.int64)
             alone = batch_of([(chunk, size, base)])
             native.sample(
                 spans.place(alone.chunks), spans.place(alone.bases), alone.element_sizes, alone.layouts,
-                blob.XOR if xor else blob.DIFFERENCE, counts, np.empty(1, np.int64),
+                blob.XOR if xor else blob.DIFFERENCE, planes.ENTROPY_TERMS, sums, np.empty(1, np.int64),
             )  # fmt: skip
-            found = planes.statistics(counts)
+            found = planes.statistics_of(*sums.T)
             assert found.bits.tolist() == [*full.bits.tolist(), *delta.bits.tolist()]
             assert found.top_share.tolist() == [*full.top_share.tolist(), *delta.top_share.tolist()]
 
@@ -296,8 +296,12 @@ def test_wrong_columns_are_refused():
     for sizes, layouts, base in ((3, 0, none), (64, 0, none), (1, 2, none), (1, 0, one(data, 0, 5))):
         with pytest.raises(ValueError, match="wrong element sizes"):
             native.sample(
-                one(data), base, byte * sizes, byte * layouts, 1, np.empty(256 * 64, np.uint32), np.empty(1, np.int64)
-            )
+                one(data), base, byte * sizes, byte * layouts, 1, planes.ENTROPY_TERMS, np.empty(256, np.int64),
+                np.empty(1, np.int64),
+            )  # fmt: skip
+    for terms, sums in ((planes.ENTROPY_TERMS[1:], 32), (planes.ENTROPY_TERMS, 31)):
+        with pytest.raises(ValueError, match="a column of"):
+            native.sample(one(data), none, byte, byte, 1, terms, np.empty(sums, np.uint8), np.empty(1, np.int64))
     for how, room in ((2, scratch), (3, scratch), (1, scratch[:-1]), (1, scratch[1:])):
         with pytest.raises(ValueError, match=r"delta without a base|scratch"):
             native.encode(

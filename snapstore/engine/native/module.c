@@ -97,20 +97,22 @@ static bool take_batch(Call *call, PyObject *chunks, PyObject *bases, PyObject *
 
 static PyObject *py_sample(PyObject *self, PyObject *args) {
     (void)self;
-    PyObject *chunks, *bases, *given[2], *counts_out, *changed_out;
+    PyObject *chunks, *bases, *given[2], *terms_in, *sums_out, *changed_out;
     const u8 *taken[2];
     int mode;
     Call call = {0};
-    if (!PyArg_ParseTuple(args, "OOOOiOO", &chunks, &bases, &given[0], &given[1], &mode, &counts_out,
+    if (!PyArg_ParseTuple(args, "OOOOiOOO", &chunks, &bases, &given[0], &given[1], &mode, &terms_in, &sums_out,
                           &changed_out))
         return NULL;
     if (mode != DIFFERENCE && mode != XOR) return refuse(&call, "wrong mode");
     if (!take_batch(&call, chunks, bases, given, taken)) return end_call(&call, NULL);
     const Py_ssize_t n = call.chunks.count;
-    size_t tables = 0;
-    for (Py_ssize_t i = 0; i < n; i++) tables += (size_t)taken[0][i] * (call.bases.spans[i].data ? 2 : 1);
-    u32 *counts = take_column(&call.columns, counts_out, (Py_ssize_t)(1024 * tables), true);
-    i64 *changed = counts ? take_column(&call.columns, changed_out, 8 * n, true) : NULL;
+    size_t planes = 0;
+    for (Py_ssize_t i = 0; i < n; i++) planes += (size_t)taken[0][i] * (call.bases.spans[i].data ? 2 : 1);
+    const i64 *terms = take_column(&call.columns, terms_in, 8 * MOST_SAMPLED, false);
+    if (!terms) return end_call(&call, NULL);
+    PlaneSums *sums = take_column(&call.columns, sums_out, (Py_ssize_t)(sizeof *sums * planes), true);
+    i64 *changed = sums ? take_column(&call.columns, changed_out, 8 * n, true) : NULL;
     if (!changed) return end_call(&call, NULL);
     Py_BEGIN_ALLOW_THREADS
     for (Py_ssize_t i = 0; i < n; i++) {
@@ -118,13 +120,13 @@ static PyObject *py_sample(PyObject *self, PyObject *args) {
         const u8 *base = call.bases.spans[i].data;
         const int size = taken[0][i];
         const size_t elements = chunk.bytes / (size_t)size;
-        sample_histograms(chunk.data, NULL, (Elements){size, taken[1][i], NONE}, elements, counts);
-        counts += 256 * size;
+        sample_planes(chunk.data, NULL, (Elements){size, taken[1][i], NONE}, elements, terms, sums);
+        sums += size;
         changed[i] = (i64)elements;
         if (!base) continue;
         const int layout = mode == XOR ? taken[1][i] : LAYOUT_BYTES;
-        sample_histograms(chunk.data, base, (Elements){size, layout, mode}, elements, counts);
-        counts += 256 * size;
+        sample_planes(chunk.data, base, (Elements){size, layout, mode}, elements, terms, sums);
+        sums += size;
         changed[i] = (i64)count_changed(chunk.data, base, size, elements, elements / 2);
     }
     Py_END_ALLOW_THREADS

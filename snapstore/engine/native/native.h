@@ -2,7 +2,7 @@
 //
 //   xxh3.c             XXH3-128 and XXH3-64: digests of chunks, checksums of blobs
 //   planes.c           chunks to byte planes and back, and differences from a base
-//   sample.c           histograms of sampled elements; the number of elements that differ from a base
+//   sample.c           statistics of sampled elements; the number of elements that differ from a base
 //   code_lengths.c     lengths of Huffman codes for counts
 //   huffman_tree.c     the tree of a zstd frame, and its description in the frame
 //   huffman_encode.c   a block to one zstd frame of Huffman-coded literals
@@ -99,8 +99,18 @@ void merge_planes(const u8 *const *planes, const u8 *base, Elements elements, si
 
 // -- sample.c
 
-// Count the bytes of sampled elements in each plane, as `planes.sample` and `planes.histograms`: (size, 256).
-void sample_histograms(const u8 *source, const u8 *base, Elements elements, size_t n, u32 *counts);
+// The elements of a sample are fewer than this.
+#define MOST_SAMPLED 8192
+
+// Sums over the histogram of a sampled plane; see `planes.statistics_of`.
+typedef struct {
+    i64 total, terms, distinct, top;
+} PlaneSums;
+
+// Sum up over the planes of the elements that `planes.sample` takes, (size,). `terms`: MOST_SAMPLED terms of an
+// entropy, by counts.
+void sample_planes(const u8 *source, const u8 *base, Elements elements, size_t n, const i64 *terms,
+                   PlaneSums *sums);
 // Return how many of n elements differ; if they are more than `most`, return any number above `most`.
 u64 count_changed(const u8 *source, const u8 *base, int size, size_t n, u64 most);
 

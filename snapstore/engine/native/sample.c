@@ -1,4 +1,4 @@
-// Histograms of sampled elements: the same elements as `planes.sample` takes, so that every engine chooses
+// Statistics of sampled elements: of the same elements as `planes.sample` takes, so that every engine chooses
 // alike.
 #include "native.h"
 
@@ -24,19 +24,36 @@ static void count_planes(const u8 *source, const u8 *base, Elements e, size_t n,
         for (size_t i = 0; i < n; i++) counts[256 * k + room[k][i]]++;
 }
 
-void sample_histograms(const u8 *source, const u8 *base, Elements elements, size_t n, u32 *counts) {
-    memset(counts, 0, sizeof(u32) * 256 * (size_t)elements.size);
+// Count the bytes of sampled elements in each plane, (size, 256); return how many elements were counted.
+static size_t sample_histograms(const u8 *source, const u8 *base, Elements elements, size_t n, u32 *counts) {
     const size_t runs = n / SAMPLE_RUN, size = (size_t)elements.size;
     if (runs < 2 * SAMPLE_RUNS) {
         for (size_t at = 0; at < n; at += SAMPLE_RUN) {
             const size_t count = n - at < SAMPLE_RUN ? n - at : SAMPLE_RUN;
             count_planes(source + at * size, base ? base + at * size : NULL, elements, count, counts);
         }
-        return;
+        return n;
     }
     for (u32 part = 0; part < SAMPLE_RUNS; part++) {
         const size_t at = sampled_run(part, runs) * SAMPLE_RUN * size;
         count_planes(source + at, base ? base + at : NULL, elements, SAMPLE_RUN, counts);
+    }
+    return (size_t)SAMPLE_RUNS * SAMPLE_RUN;
+}
+
+void sample_planes(const u8 *source, const u8 *base, Elements elements, size_t n, const i64 *terms,
+                   PlaneSums *sums) {
+    u32 counts[MAX_PLANES * 256] = {0};
+    const size_t total = sample_histograms(source, base, elements, n, counts);
+    for (int k = 0; k < elements.size; k++) {
+        const u32 *of_plane = counts + 256 * k;
+        sums[k] = (PlaneSums){.total = (i64)total};
+        for (int value = 0; value < 256; value++) {
+            const i64 count = of_plane[value];
+            sums[k].terms += terms[count];
+            sums[k].distinct += count > 0;
+            if (count > sums[k].top) sums[k].top = count;
+        }
     }
 }
 

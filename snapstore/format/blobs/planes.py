@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from ...arrays import Bytes
+from ...arrays import Bytes, Column
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 #: Layouts: plane k holds byte k of each element, or of each element rotated left by one bit.
@@ -212,13 +212,40 @@ def histograms(planes: Bytes) -> npt.NDArray[np.int64]:
 
 
 def statistics(counts: npt.NDArray[Any]) -> Statistics:
-    """Return entropy and skew of planes from their histograms (e, 256), integers.
+    """Return entropy and skew of planes from their histograms (e, 256), integers."""
+    is_sampled = counts.size == 0 or int(counts.max()) < ENTROPY_TERMS.size
+    terms = ENTROPY_TERMS[counts] if is_sampled else _terms(counts)
+    total, distinct = counts.sum(axis=1), (counts > 0).sum(axis=1)
+    return statistics_of(total, terms.sum(axis=1), distinct, counts.max(axis=1))
+
+
+def statistics_of(total: Column, terms: npt.NDArray[Any], distinct: Column, top: Column) -> Statistics:
+    """Return entropy and skew of planes from sums over their histograms; all of them are (e,).
 
     A sampled histogram looks less random than its plane; the Miller-Madow term (K-1)/2N corrects this
     (Miller 1955, "Note on the bias of information estimates").
+
+    Args:
+        total: the number of bytes counted.
+        terms: the sum of ENTROPY_TERMS, by the counts.
+        distinct, top: how many byte values there are, and the count of the most frequent one.
     """
-    total = np.maximum(counts.sum(axis=1), 1)
-    share = counts / total[:, None]
-    bits = -(share * np.log2(share, where=share > 0, out=np.zeros_like(share))).sum(axis=1)
-    bias = ((counts > 0).sum(axis=1) - 1) / (2 * np.log(2) * total)
-    return Statistics(np.clip(bits + bias, 0.0, 8.0), share.max(axis=1))
+    total = np.maximum(total, 1)
+    bits = (_terms(total) - terms) / (total * ENTROPY_UNIT)
+    bias = (distinct - 1) / (2 * np.log(2) * total)
+    return Statistics(np.clip(bits + bias, 0.0, 8.0), top / total)
+
+
+#: The entropy of a plane of N bytes is log2(N) minus the sum of c * log2(c) / N over its counts c. The terms are taken
+#: as integers in this unit: sums of integers do not depend on their order, so engines agree to the last bit.
+ENTROPY_UNIT = 2.0**32
+
+
+def _terms(counts: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """Return c * log2(c) of counts."""
+    terms: npt.NDArray[np.float64] = np.rint(counts * np.log2(np.maximum(counts, 1)) * ENTROPY_UNIT)
+    return terms
+
+
+#: The terms by counts, for all counts of a sample.
+ENTROPY_TERMS = _terms(np.arange(2 * SAMPLE_RUNS * SAMPLE_RUN)).astype(np.int64)

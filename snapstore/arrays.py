@@ -12,6 +12,8 @@ import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
 Column = npt.NDArray[Any]
+#: Memory that is written with O_DIRECT begins at a multiple of this [bytes].
+PAGE_BYTES = 4096
 
 
 def sums_before(column: Column) -> Column:
@@ -31,3 +33,10 @@ def items_at(data: Bytes, at: Column, dtype: npt.DTypeLike) -> Column:
     starts = max(0, data.size - dtype.itemsize + 1)
     found: Column = np.ndarray((starts,), f"V{dtype.itemsize}", data, strides=(1,))[at].view(dtype)
     return found
+
+
+def empty_pages(nbytes: int) -> Bytes:
+    """Return new memory, (nbytes,) uint8, that begins at a page: a file can be written from it with O_DIRECT."""
+    memory = np.empty(nbytes + PAGE_BYTES, np.uint8)
+    start = -memory.ctypes.data % PAGE_BYTES
+    return memory[start : start + nbytes]

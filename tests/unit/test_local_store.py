@@ -8,18 +8,21 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kit.objects import keys_of
 from kit.ranks import together
 from kit.waits import until
 from snapstore import Repository
+from snapstore.arrays import empty_pages
 from snapstore.errors import (
     AlreadyExistsError,
     CapabilityError,
@@ -243,6 +246,108 @@ def test_no_inodes_left(mount):
     assert abs(store.now_s() - time.time()) < 300
     store.delete(keys_of(store))
     store.put("a/again", b"x")
+
+
+class Flags:
+    """Counts the writes of files by whether they are direct, and may refuse the flag, or the writes."""
+
+    def __init__(self, monkeypatch, *, refuse=None, most=1 << 40):
+        self.bytes = {True: 0, False: 0}
+        real = {"fcntl": fcntl.fcntl, "write": os.write}
+
+        def set_flags(fd, command, *flags):
+            if refuse == "flag" and command == fcntl.F_SETFL and flags[0] & os.O_DIRECT:
+                raise OSError(errno.EINVAL, "no direct I/O")
+            return real["fcntl"](fd, command, *flags)
+
+        def write(fd, data):
+            is_direct = bool(real["fcntl"](fd, fcntl.F_GETFL) & os.O_DIRECT)
+            if is_direct and refuse is not None:
+                raise OSError(*refuse)
+            written = real["write"](fd, data[:most])
+            self.bytes[is_direct] += written
+            return written
+
+        monkeypatch.setattr(fcntl, "fcntl", set_flags)
+        monkeypatch.setattr(os, "write", write)
+
+
+@pytest.fixture
+def disk():
+    """A folder on the disk of this repository, whose file system takes O_DIRECT; /tmp may be a tmpfs."""
+    with tempfile.TemporaryDirectory(prefix=".direct-", dir=Path(__file__).parents[2]) as folder:
+        yield Path(folder)
+
+
+def takes_direct(folder):
+    with tempfile.TemporaryFile(dir=folder) as file:
+        try:
+            fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
+            return os.write(file.fileno(), empty_pages(4096)) == 4096
+        except OSError:
+            return False
+
+
+@pytest.mark.parametrize("extra", [0, 1, 4095, 4096])
+def test_large_objects_in_pages_are_written_directly(monkeypatch, disk, extra):
+    if not takes_direct(disk):
+        pytest.skip("this file system takes no direct I/O")
+    flags = Flags(monkeypatch)
+    data = empty_pages((3 << 20) + extra)
+    data[:] = np.random.default_rng(0).integers(0, 256, data.size, np.uint8)
+    store = LocalStore(disk / "r", create=True)
+    store.put("packs/a", data.data)
+    assert flags.bytes == {True: data.size // 4096 * 4096, False: data.size % 4096}
+    assert store.get("packs/a") == data.tobytes()
+    flags.bytes = {True: 0, False: 0}
+    store.put("packs/b", data[1:].data)  # not aligned
+    store.put("packs/c", data[: 1 << 19].data)  # small
+    assert flags.bytes == {True: 0, False: data.size - 1 + (1 << 19)}
+
+
+@pytest.mark.parametrize("refuse", ["flag", (errno.EINVAL, "no direct I/O")])
+def test_a_file_system_that_takes_no_direct_writes(monkeypatch, disk, refuse):
+    """tmpfs refuses the flag; some FUSE file systems take it, and refuse the writes."""
+    flags = Flags(monkeypatch, refuse=refuse)
+    data = empty_pages(2 << 20)
+    data[:] = 7
+    store = LocalStore(disk / "r", create=True)
+    store.put("packs/a", data.data)
+    assert flags.bytes == {True: 0, False: data.size}
+    assert store.get("packs/a") == data.tobytes()
+
+
+@pytest.mark.parametrize("most", [1 << 20, 1000, (1 << 20) + 512])
+def test_direct_writes_may_be_short(monkeypatch, disk, most):
+    if not takes_direct(disk):
+        pytest.skip("this file system takes no direct I/O")
+    real = os.write
+
+    def write(fd, data):
+        is_direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+        if is_direct and most % 4096:  # as if the kernel had written a part of a block
+            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+            written = real(fd, data[:most])
+            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+            return written
+        return real(fd, data[:most])
+
+    monkeypatch.setattr(os, "write", write)
+    data = empty_pages((3 << 20) + 77)
+    data[:] = np.random.default_rng(0).integers(0, 256, data.size, np.uint8)
+    store = LocalStore(disk / "r", create=True)
+    store.put("packs/a", data.data)
+    assert store.get("packs/a") == data.tobytes()
+
+
+def test_an_error_of_a_direct_write_is_not_tried_again(monkeypatch, disk):
+    if not takes_direct(disk):
+        pytest.skip("this file system takes no direct I/O")
+    Flags(monkeypatch, refuse=(errno.EIO, "a bad sector"))
+    store = LocalStore(disk / "r", create=True)
+    with pytest.raises(StorageError, match="a bad sector"):
+        store.put("packs/a", empty_pages(2 << 20).data)
+    assert keys_of(store, "packs/") == []
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])

@@ -104,7 +104,8 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    print(f"rank {dist.get_rank()} of {dist.get_world_size()} is process {os.getpid()} on {device}", flush=True)
+    line = f"rank {dist.get_rank()} of {dist.get_world_size()} is process {os.getpid()} on {device}\n"
+    os.write(1, line.encode())  # at once, or the lines of ranks mix
     train(args, device)
     dist.destroy_process_group()
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -132,6 +133,9 @@ def run_jobs(
         finally:
             process.kill()
             process.wait()
+            for pid in job.pids():  # after a failure they would train on, and slow all other tests
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         saved, restored = notes(folder, "saved"), notes(folder, "restored")
         assert {note[:2] for note in restored} <= {note[:2] for note in saved}
         with Repository.open(url) as repository:

@@ -66,7 +66,7 @@ class PackUploader:
         self._rank, self._part = rank, part
 
     def hasten(self, puts: int) -> None:
-        """Allow this many puts at once, if their bytes allow it: a device's engine fills packs that fast."""
+        """Allow this many puts at once, if their bytes allow it: an engine may fill packs that fast."""
         more = puts_in_flight(self._pack_bytes, puts)
         if self._putters.count < more:
             self.finish()

@@ -11,31 +11,41 @@ SCRATCH_BYTES: int
 #: A frame may take this many bytes more than its block.
 FRAME_SLACK: int
 
-def digests(chunks: Place, seed: int, out: Bytes) -> None:
-    """Fill `out`, (n, 16), with the digests of chunks."""
-
-def copy(chunks: Place, outs: Place) -> None:
-    """Copy chunks to memories that do not overlap with others of them."""
+def digests(chunks: Place, copies: Place | None, seed: int, out: Bytes) -> None:
+    """Fill `out`, (n, 16), with the digests of chunks; copy the chunks to memories that do not overlap with them."""
 
 def sample(
-    chunks: Place,
-    bases: Place,
-    sizes: Bytes,
-    layouts: Bytes,
-    mode: int,
-    terms: Column,
-    sums: Column,
-    changed: Column,
+    chunks: Place, bases: Place, sizes: Bytes, layouts: Bytes, mode: int, terms: Column, sampled: npt.NDArray[np.void]
 ) -> None:
-    """Sum up over sampled planes, and count the elements that differ from a base.
+    """Fill the rows of `sampled`, (n,) spans.SAMPLED, that are not valid.
 
     Args:
         sizes, layouts: (n,) of elements.
         mode: of deltas, 1: differences, 2: XORs.
         terms: planes.ENTROPY_TERMS.
-        sums: (m, 4) int64, filled: the arguments of `planes.statistics_of`, for all planes of a chunk, then of its
-            delta if it has a base.
-        changed: (n,) int64, filled; any number above half of the elements if more differ.
+    """
+
+def examine(
+    chunks: Place,
+    bases: Place,
+    copies: Place | None,
+    sizes: Bytes,
+    layouts: Bytes,
+    mode: int,
+    terms: Column | None,
+    sampled: npt.NDArray[np.void],
+    seed: int,
+    digests: Bytes,
+    base_digests: Bytes,
+    copied: Bytes,
+) -> None:
+    """Hash chunks and their bases; copy and sample the chunks that differ from theirs.
+
+    Args:
+        sizes, layouts, mode, sampled: see `sample`; the rows of other chunks are left as they are.
+        terms: None: nothing is sampled.
+        digests, base_digests: (n, 16), filled; no digest is written for a missing base.
+        copied: (n,), filled: NOT_COPIED, COPIED, or CHANGED: the copy has another digest.
     """
 
 def encode(

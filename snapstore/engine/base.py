@@ -12,7 +12,7 @@ from typing import Protocol
 from ..arrays import Bytes
 from ..format.blobs.pack import Encoded
 from ..state.values.arrays import Memory
-from .batches import Chunks, DecodeBatch, EncodeBatch
+from .batches import Chunks, DecodeBatch, EncodeBatch, Examination, Examined
 
 
 class Engine(Protocol):
@@ -20,18 +20,26 @@ class Engine(Protocol):
 
     Attributes:
         digest_seed: the seed of its repository; it takes every digest with this seed.
-        batch_bytes: the most plain bytes that one batch to encode should have.
         decode_bytes: the most stored plus plain bytes that one batch to decode should have.
         depth, decode_depth: how many batches to encode, and to decode, may be in progress while the next is prepared.
         readers: how many threads should read packs for it.
     """
 
     digest_seed: int
-    batch_bytes: int
     decode_bytes: int
     depth: int
     decode_depth: int
     readers: int
+
+    @property
+    def batch_bytes(self) -> int:
+        """Return the most plain bytes that one batch to encode should have."""
+        ...
+
+    @property
+    def puts(self) -> int:
+        """Return how many packs should be hashed and put at once, so that the engine need not wait for them."""
+        ...
 
     @property
     def batch_chunks(self) -> int:
@@ -44,6 +52,10 @@ class Engine(Protocol):
 
     def start_digests(self, chunks: Chunks) -> Callable[[], Bytes]:
         """Begin to hash every chunk: XXH3-128 under the seed, (n, 16)."""
+        ...
+
+    def start_examine(self, given: Examination) -> Callable[[], Examined]:
+        """Begin to hash chunks and their bases, and to copy the chunks that differ, if copies are wanted."""
         ...
 
     def start_encode(self, batch: EncodeBatch) -> Callable[[], Sequence[Encoded]]:

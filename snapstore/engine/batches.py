@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from ..arrays import Bytes, Column
 from ..format.blobs import planes
@@ -26,13 +27,14 @@ class Chunks:
     which: Column  # (n,) index of the memory; -1: no chunk
     starts: Column  # (n,) the first byte in that memory
     lengths: Column  # (n,) [bytes]
+    gate: Gate | None = None  # closed: the memories may not be used any more
 
     def __len__(self) -> int:
         return len(self.which)
 
     def take(self, rows: Column | slice) -> Chunks:
         """Return the chunks of these rows."""
-        return Chunks(self.memories, self.which[rows], self.starts[rows], self.lengths[rows])
+        return Chunks(self.memories, self.which[rows], self.starts[rows], self.lengths[rows], self.gate)
 
     def views(self) -> list[Memory]:
         """Return a view of each chunk, (r,) uint8; an empty one for index -1."""
@@ -50,6 +52,7 @@ class Chunks:
             np.concatenate([self.which, which]),
             np.concatenate([self.starts, others.starts]),
             np.concatenate([self.lengths, others.lengths]),
+            self.gate or others.gate,
         )
 
     @staticmethod
@@ -57,6 +60,37 @@ class Chunks:
         """Return each memory as one chunk."""
         lengths = np.array([len(memory) for memory in memories], np.int64)
         return Chunks(memories, np.arange(len(memories)), np.zeros(len(memories), np.int64), lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """Chunks of a state to hash, and to compare with the chunks at the same places in a base, as columns."""
+
+    chunks: Chunks
+    element_sizes: Column  # (n,) 1, 2, 4 or 8
+    layouts: Column  # (n,) planes.ROTATED for floats, else planes.BYTES
+    bases: Chunks  # (n,) index -1: no base in memory
+    copies: Chunks | None = None  # (n,) where to copy chunks that differ from their bases; None: they are not copied
+    xor: bool = False  # as in EncodeBatch
+    sample: bool = True  # False: they will be stored raw
+
+    def take(self, rows: Column | slice) -> Examination:
+        """Return these rows."""
+        return Examination(*_taken(self, rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """The result of an Examination."""
+
+    digests: Bytes  # (n, 16) of the chunks
+    base_digests: Bytes  # (n, 16); without a meaning if there is no base
+    copied: Column  # (n,) NOT_COPIED, COPIED, or CHANGED
+    sampled: npt.NDArray[np.void] | None = None  # (n,) for the engine that encodes the chunks
+
+
+#: No copy was made; a copy was made that has the digest; another thread changed the chunk meanwhile.
+NOT_COPIED, COPIED, CHANGED = range(3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +106,19 @@ class EncodeBatch:
     delta_limits: Column  # (n,) the most stored bytes that a delta may take
     raw: bool = False  # True: the CPU engine stores chunks uncompressed, or as sparse deltas
     xor: bool = False  # True: deltas are XORs; False: differences
+    sampled: npt.NDArray[np.void] | None = None  # (n,) see Examined; rows that are not valid are sampled again
 
     def take(self, rows: Column | slice) -> EncodeBatch:
         """Return these rows."""
-        columns: list[Any] = [getattr(self, field.name) for field in fields(self)]
-        taken: list[Any] = [
-            c if isinstance(c, bool) else c.take(rows) if isinstance(c, Chunks) else c[rows] for c in columns
-        ]
-        return EncodeBatch(*taken)
+        return EncodeBatch(*_taken(self, rows))
+
+
+def _taken(batch: Any, rows: Column | slice) -> list[Any]:
+    """Return the fields of a batch for some rows."""
+    columns = [getattr(batch, field.name) for field in fields(batch)]
+    return [
+        c if c is None or isinstance(c, bool) else c.take(rows) if isinstance(c, Chunks) else c[rows] for c in columns
+    ]
 
 
 @dataclass(frozen=True, slots=True)

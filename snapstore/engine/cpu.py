@@ -10,10 +10,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
-from ..arrays import Bytes, Column, sums_before
+from ..arrays import Bytes, Column, empty_pages, sums_before
 from ..errors import IntegrityError, InvalidInputError
 from ..format.blobs import blob, chain_decode, planes
 from ..format.blobs.codecs import sparse
@@ -24,10 +25,23 @@ from ..format.manifests import delta_choice
 from ..state.values.arrays import Memory
 from ..threads import Threads
 from . import spans
-from .batches import Chunks, DecodeBatch, DecodeJob, EncodeBatch, EncodedChunk, EncodeJob
+from .batches import (
+    CHANGED,
+    COPIED,
+    Chunks,
+    DecodeBatch,
+    DecodeJob,
+    EncodeBatch,
+    EncodedChunk,
+    EncodeJob,
+    Examination,
+    Examined,
+)
 
 #: Copies of chunks begin at multiples of this [bytes].
 COPIED_ALIGNMENT = 64
+#: Plain bytes of a batch to encode: so many for each thread, within these limits.
+BATCH_BYTES_PER_THREAD, MIN_BATCH_BYTES, MAX_BATCH_BYTES = 4 * 1024 * 1024, 8 * 1024 * 1024, 64 * 1024 * 1024
 #: If at most this share of the elements changed, planes take more bytes than estimated from entropies, by this factor.
 FEW_CHANGED_SHARE, FEW_CHANGED_EXCESS = 0.2, 1.25
 #: At most this many buffers of blobs are kept for reuse.
@@ -35,12 +49,14 @@ MAX_FREE_BUFFERS = 64
 #: More cores than any machine has.
 NO_QUOTA = 1 << 20
 
+R = TypeVar("R")
+
 
 class HostEncoded:
     """The blobs of a batch in host memory; see `pack.Encoded`."""
 
-    def __init__(self, blobs: Sequence[EncodedChunk]) -> None:
-        self.blobs = blobs
+    def __init__(self, blobs: Sequence[EncodedChunk], copies: spans.Copies | None = None) -> None:
+        self.blobs, self.copies = blobs, copies or spans.Copies()
         self.buffers = list({id(b.buffer): b.buffer for b in blobs}.values())
         offsets = np.zeros(len(blobs) + 1, np.int64)
         np.cumsum([len(b.data) + -len(b.data) % blob.ALIGNMENT for b in blobs], out=offsets[1:])
@@ -50,14 +66,17 @@ class HostEncoded:
         )
 
     def copy(self, first: int, last: int, out: Bytes) -> Callable[[], object]:
-        """Copy blobs into `out`, at once."""
-        at = 0
-        for b in self.blobs[first:last]:
-            end = at + len(b.data)
-            out[at:end] = np.frombuffer(b.data, np.uint8)
-            at = end + -end % blob.ALIGNMENT
-            out[end:at] = 0
-        return spans.nothing_to_wait_for
+        """Begin to copy blobs into `out`."""
+
+        def copy() -> None:
+            at = 0
+            for b in self.blobs[first:last]:
+                end = at + len(b.data)
+                out[at:end] = np.frombuffer(b.data, np.uint8)
+                at = end + -end % blob.ALIGNMENT
+                out[end:at] = 0
+
+        return self.copies.start(copy, out.size)
 
 
 class CpuEngine:
@@ -67,7 +86,6 @@ class CpuEngine:
     handles all rows if there is no extension. SNAPSTORE_ENGINE, "native" or "numpy", forces one of the two.
     """
 
-    batch_bytes = 16 * 1024 * 1024
     batch_chunks = 1024
     decode_bytes = 24 * 1024 * 1024
     depth = 1
@@ -79,36 +97,80 @@ class CpuEngine:
         self._native = spans.extension()
         self._threads = Threads(threads or default_threads())
         self._free: deque[Bytes] = deque(maxlen=MAX_FREE_BUFFERS)
+        self._read: deque[HostEncoded | spans.SpanEncoded] = deque()  # recycled; copies may still read the buffers
+
+    @property
+    def batch_bytes(self) -> int:
+        """Return the most plain bytes that one batch to encode should have."""
+        return min(max(MIN_BATCH_BYTES, self._threads.count * BATCH_BYTES_PER_THREAD), MAX_BATCH_BYTES)
+
+    @property
+    def puts(self) -> int:
+        """Return how many packs should be hashed and put at once."""
+        return self._threads.count // 2
 
     def load(self, chunks: Chunks, *, copy: bool = False) -> Chunks:
         """Return the chunks as they are, since they lie in host memory; with `copy`, return copies."""
         if not copy:
             return chunks
-        ends = np.cumsum(chunks.lengths + -chunks.lengths % COPIED_ALIGNMENT)
-        starts = ends - chunks.lengths - -chunks.lengths % COPIED_ALIGNMENT
-        copies = Chunks([np.empty(int(ends[-1]), np.uint8)], np.zeros(len(ends), np.int64), starts, chunks.lengths)
-        if self._native is not None:
-            self._native.copy(spans.place(chunks), spans.place(copies))
-            return copies
+        copies = self.room_for(chunks.lengths, None)
         for own, given in zip(copies.views(), chunks.views(), strict=True):
             own[:] = given
         return copies
 
-    def start_digests(self, chunks: Chunks) -> Callable[[], Bytes]:
-        """Return a call that hashes every chunk, (n, 16) XXH3-128.
+    def room_for(self, lengths: Column, memory: Bytes | None) -> Chunks:
+        """Return memory for copies of chunks: the given one if it is large enough, else new memory."""
+        ends = np.cumsum(lengths + -lengths % COPIED_ALIGNMENT)
+        nbytes = int(ends[-1]) if len(ends) else 0
+        if memory is None or memory.size < nbytes:
+            memory = np.empty(nbytes, np.uint8)
+        return Chunks([memory], np.zeros(len(ends), np.int64), ends - lengths - -lengths % COPIED_ALIGNMENT, lengths)
 
-        The thread that calls it hashes, at tens of GB/s, while the pool encodes a batch.
-        """
-        seed, native = self.digest_seed, self._native
-        if native is not None:
-            return lambda: spans.digests(native, chunks, seed)
-        return lambda: np.frombuffer(b"".join(digest(c, seed) for c in chunks.views()), np.uint8).reshape(-1, 16)
+    def start_digests(self, chunks: Chunks, copies: Chunks | None = None) -> Callable[[], Bytes]:
+        """Begin to hash every chunk, (n, 16) XXH3-128; `copies`: where to copy it, index -1: nowhere."""
+        out, seed = np.empty((len(chunks), 16), np.uint8), self.digest_seed
+
+        def hash_span(rows: slice) -> None:
+            own, others = chunks.take(rows), copies and copies.take(rows)
+            if self._native is not None:
+                spans.digests(self._native, own, others, seed, out[rows])
+                return
+            out[rows] = np.frombuffer(b"".join(digest(c, seed) for c in own.views()), np.uint8).reshape(-1, 16)
+            for chunk, copy in zip(own.views(), others.views() if others else (), strict=False):
+                copy[:] = chunk[: copy.size]  # none, if it has no place
+
+        return self._start_spans(chunks, hash_span, out)
+
+    def start_examine(self, given: Examination) -> Callable[[], Examined]:
+        """Begin to hash chunks, and to copy and sample them."""
+        found, chunks, seed = spans.nothing_found(len(given.chunks)), given.chunks, self.digest_seed
+
+        def examine_span(rows: slice) -> None:
+            if self._native is not None:
+                spans.examine(self._native, given, seed, found, rows)
+            else:
+                _examine(given.take(rows), seed, *(c[rows] for c in (found.digests, found.base_digests, found.copied)))
+
+        return self._start_spans(chunks, examine_span, found)
+
+    def _start_spans(self, chunks: Chunks, act: Callable[[slice], None], filled: R) -> Callable[[], R]:
+        """Begin to handle spans of chunks on the threads, while their memory may be used, and fill a result."""
+        if chunks.gate is not None:
+            act = chunks.gate.guarded(act)
+        wait = self._threads.start(act, spans.cut(chunks.lengths, self._threads.count))
+
+        def finish() -> R:
+            wait()
+            return filled
+
+        return finish
 
     def start_encode(self, batch: EncodeBatch) -> Callable[[], Sequence[Encoded]]:
         """Begin to encode a batch on the threads."""
         if self._native is not None and not batch.raw:
+            choice = None if batch.sampled is None else spans.choose(self._native, batch)
             rows = spans.cut(batch.chunks.lengths, self._threads.count)
-            return self._threads.start(lambda span: self._encode_span(batch.take(span)), rows)
+            return self._threads.start(lambda span: self._encode_span(batch, span, choice), rows)
         jobs = _encode_jobs(batch)
         encode = store_chunk if batch.raw else encode_chunk
 
@@ -117,18 +179,20 @@ class CpuEngine:
                 return encode(job, self._buffer_for(job))
 
         encoded = self._threads.start(encode_job, jobs)
-        return lambda: [HostEncoded(encoded())]
+        return lambda: [HostEncoded(encoded(), spans.Copies(self._threads))]
 
-    def _encode_span(self, batch: EncodeBatch) -> Encoded:
-        """Encode a batch in this thread: by the extension, then the other rows by the reference."""
+    def _encode_span(self, whole: EncodeBatch, rows: slice, choice: tuple[Bytes, Bytes] | None) -> Encoded:
+        """Encode rows of a batch in this thread: by the extension, then the others by the reference."""
+        batch, copies = whole.take(rows), spans.Copies(self._threads)
+        chosen = choice and (choice[0][rows], choice[1][rows])
         with planes.scratch.borrowed():
-            made = spans.encode(self._native, batch, self._buffer)
+            made = spans.encode(self._native, batch, chosen, self._buffer, copies)
             others = np.flatnonzero(made.entries["length"] == 0)
             if not len(others):
                 return made
             others_made = [encode_chunk(job, self._buffer_for(job)) for job in _encode_jobs(batch.take(others))]
         found = dict(zip(others.tolist(), others_made, strict=True))
-        return HostEncoded([found.get(row) or made.chunk(row) for row in range(len(made.entries))])
+        return HostEncoded([found.get(row) or made.chunk(row) for row in range(len(made.entries))], copies)
 
     def _buffer_for(self, job: EncodeJob) -> Bytes:
         return self._buffer(blob.bound(job.chunk.size, job.element_size))
@@ -139,16 +203,21 @@ class CpuEngine:
         If the oldest buffer is too small, or more than twice as large as needed, it is dropped.
         """
         with suppress(IndexError):
+            for _ in range(len(self._read)):
+                read = self._read.popleft()
+                if read.copies.are_done():
+                    self._free.extend(read.buffers)
+                else:
+                    self._read.append(read)
+        with suppress(IndexError):
             buffer = self._free.popleft()
             if needed <= buffer.size <= 2 * needed:
                 return buffer
         return np.empty(needed, np.uint8)
 
     def recycle(self, encoded: Sequence[Encoded]) -> None:
-        """Take back the memory of blobs that have been copied."""
-        for e in encoded:
-            if isinstance(e, HostEncoded | spans.SpanEncoded):
-                self._free.extend(e.buffers)
+        """Take back the memory of blobs once their copies are complete."""
+        self._read.extend(e for e in encoded if isinstance(e, HostEncoded | spans.SpanEncoded))
 
     def start_decode(self, batch: DecodeBatch) -> Callable[[], object]:
         """Begin to rebuild a batch on the threads."""
@@ -181,7 +250,7 @@ class CpuEngine:
 
     def buffer(self, nbytes: int) -> Bytes:
         """Return new memory, (nbytes,) uint8."""
-        return np.empty(nbytes, np.uint8)
+        return empty_pages(nbytes)
 
     def give_back(self, buffer: Bytes) -> None:
         """Do nothing: it is ordinary memory."""
@@ -190,6 +259,7 @@ class CpuEngine:
         """End the threads and drop the buffers."""
         self._threads.close()
         self._free.clear()
+        self._read.clear()
         planes.scratch.clear()
 
 
@@ -206,7 +276,7 @@ class ProvingEngine(CpuEngine):
 
     def __init__(self, engine: CpuEngine, digests: Bytes, checksums: Column) -> None:
         self._threads, self._free, self.digest_seed = engine._threads, engine._free, engine.digest_seed
-        self._native = engine._native
+        self._native, self._read = engine._native, engine._read
         self._blobs = zip(digests, checksums.tolist(), strict=True)
         self.proven: list[int] = []
 
@@ -273,6 +343,19 @@ def _quota(folder: Path, *, is_v2: bool) -> int:
         return NO_QUOTA if quota == "max" or int(quota) <= 0 else max(1, -(-int(quota) // int(period)))
     except (OSError, ValueError, ZeroDivisionError):
         return NO_QUOTA
+
+
+def _examine(given: Examination, seed: int, digests: Bytes, base_digests: Bytes, copied: Column) -> None:
+    """Hash chunks and their bases, and copy the chunks that differ from theirs."""
+    copies = given.copies.views() if given.copies is not None else None
+    for i, (chunk, base) in enumerate(zip(given.chunks.views(), given.bases.views(), strict=True)):
+        found = digest(chunk, seed)
+        digests[i] = np.frombuffer(found, np.uint8)
+        if given.bases.which[i] >= 0:
+            base_digests[i] = np.frombuffer(digest(base, seed), np.uint8)
+        if copies is not None and not (given.bases.which[i] >= 0 and (digests[i] == base_digests[i]).all()):
+            copies[i][:] = chunk
+            copied[i] = COPIED if digest(copies[i], seed) == found else CHANGED
 
 
 def _encode_jobs(batch: EncodeBatch) -> list[EncodeJob]:

@@ -22,7 +22,8 @@ from ..format.blobs import blob, codecs, planes
 from ..format.blobs.codecs import sparse
 from ..format.blobs.plane_kinds import NOISE, REPEATS, estimates, plane_kinds
 from ..format.manifests import delta_choice
-from .batches import Chunks, DecodeBatch, EncodeBatch, EncodedChunk
+from ..threads import Pending, Threads
+from .batches import Chunks, DecodeBatch, EncodeBatch, EncodedChunk, Examination, Examined
 
 _native: Any
 try:
@@ -32,12 +33,17 @@ except ImportError:  # installed without a compiler
 
 #: Chunks as the extension takes them: memories, which, starts, lengths; see Chunks.
 Place = tuple[Sequence[Any], Column, Column, Column]
+#: What a sample says of a chunk: total, terms, distinct and top of its planes and of those of its delta, see
+#: `planes.statistics_of`; how many elements changed, or any number above half of them; and 1 if it was sampled.
+SAMPLED = np.dtype([("sums", "<i8", (2, 8, 4)), ("changed", "<i8"), ("is_valid", "<i8")])
+#: Shorter copies into packs take less time than a thread to begin them [bytes].
+COPIED_AT_ONCE_BYTES = 64 * 1024
 #: How the extension stores a chunk.
 BY_REFERENCE, STORE_FULL, STORE_DELTA = range(3)
 #: A span has at least this many bytes, if there are as many: the choices in NumPy take time for each call.
 SPAN_BYTES = 1024 * 1024
 #: At most about this many spans for each thread, so that threads end at about the same time.
-SPANS_PER_THREAD = 4
+SPANS_PER_THREAD = 2
 
 
 def extension() -> Any:
@@ -85,25 +91,56 @@ def place(chunks: Chunks) -> Place:
     return chunks.memories, which, starts, lengths
 
 
-def digests(native: Any, chunks: Chunks, seed: int) -> Bytes:
-    """Return the digest of every chunk, (n, 16)."""
-    out = np.empty((len(chunks), 16), np.uint8)
-    native.digests(place(chunks), seed, out)
-    return out
+def digests(native: Any, chunks: Chunks, copies: Chunks | None, seed: int, out: Bytes) -> None:
+    """Fill `out`, (n, 16), with the digests of chunks; copy the chunks, where `copies` has a place."""
+    native.digests(place(chunks), copies and place(copies), seed, out)
 
 
-def encode(native: Any, batch: EncodeBatch, buffer: Callable[[int], Bytes]) -> SpanEncoded:
+def examine(native: Any, given: Examination, seed: int, found: Examined, rows: slice) -> None:
+    """Examine a span's chunks, the rows of `given`; fill these rows of `found`."""
+    sizes, layouts = (np.ascontiguousarray(column[rows], np.uint8) for column in (given.element_sizes, given.layouts))
+    native.examine(
+        place(given.chunks.take(rows)),
+        place(given.bases.take(rows)),
+        given.copies and place(given.copies.take(rows)),
+        sizes,
+        layouts,
+        blob.XOR if given.xor else blob.DIFFERENCE,
+        planes.ENTROPY_TERMS if given.sample else None,
+        found.sampled[rows] if found.sampled is not None else None,
+        seed,
+        found.digests[rows],
+        found.base_digests[rows],
+        found.copied[rows],
+    )
+
+
+def nothing_found(count: int) -> Examined:
+    """Return memory for the result of an Examination of `count` chunks."""
+    columns = np.zeros((count, 16), np.uint8), np.zeros((count, 16), np.uint8), np.zeros(count, np.uint8)
+    return Examined(*columns, np.zeros(count, SAMPLED))
+
+
+def encode(
+    native: Any,
+    batch: EncodeBatch,
+    choice: tuple[Bytes, Bytes] | None,
+    buffer: Callable[[int], Bytes],
+    copies: Copies,
+) -> SpanEncoded:
     """Encode a span's chunks, except the ones that the reference encodes: their entries have length 0.
 
     Args:
         batch: of one span.
+        choice: the result of `choose`; None: chunks are sampled now.
         buffer: returns memory for the blobs, at least as many bytes as it is asked for.
+        copies: makes the copies out of this memory.
     """
-    how, kinds = choose(native, batch)
+    how, kinds = choice or choose(native, batch)
     rows = np.flatnonzero(how != BY_REFERENCE)
     entries = np.zeros(len(how), blob.ENTRY)
     if not len(rows):
-        return SpanEncoded(entries, [])
+        return SpanEncoded(entries, [], copies)
     given = batch if len(rows) == len(how) else batch.take(rows)
     sizes, layouts = (np.ascontiguousarray(column, np.uint8) for column in (given.element_sizes, given.layouts))
     columns = (given.digests, given.base_digests, kinds[rows], how[rows])
@@ -122,7 +159,7 @@ def encode(native: Any, batch: EncodeBatch, buffer: Callable[[int], Bytes]) -> S
     )
     written["length"][(how[rows] == STORE_DELTA) & (written["length"] > given.delta_limits)] = 0  # underestimated
     entries[rows] = written
-    return SpanEncoded(entries, [out])
+    return SpanEncoded(entries, [out], copies)
 
 
 def _room_bytes(batch: EncodeBatch) -> int:
@@ -143,8 +180,7 @@ def choose(native: Any, batch: EncodeBatch) -> tuple[Bytes, Bytes]:
     elements = batch.chunks.lengths // sizes
     has_base = batch.bases.which >= 0
     is_plane = np.arange(8) < sizes[:, None]
-    found, changed = _statistics(native, batch, sizes, is_plane)
-    (full_bits, full_share), (delta_bits, delta_share) = found
+    ((full_bits, full_share), (delta_bits, delta_share)), changed = _statistics(native, batch, sizes, is_plane)
     full, delta = (estimates(bits, sizes, elements) for bits in (full_bits, delta_bits))
     is_sparse = has_base & sparse.worth_trying(changed, elements) & (not batch.xor)
     is_delta = has_base & ~is_sparse & delta_choice.pays(delta, full, batch.delta_limits)
@@ -158,47 +194,72 @@ def choose(native: Any, batch: EncodeBatch) -> tuple[Bytes, Bytes]:
 
 def _statistics(
     native: Any, batch: EncodeBatch, sizes: Bytes, is_plane: npt.NDArray[np.bool_]
-) -> tuple[list[npt.NDArray[np.float64]], Column]:
-    """Return bits and top share of every plane, full and as a delta, [2] (2, n, 8); and how many elements changed.
+) -> tuple[list[tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]], Column]:
+    """Return bits and top share of every plane, (n, 8), full and as a delta; and how many elements changed, (n,).
 
     Planes that do not exist have 0 bits. If more than half of the elements changed, any number above that is returned.
     """
-    both = np.stack([is_plane, is_plane & (batch.bases.which >= 0)[:, None]], axis=1)  # (n, 2, 8)
-    sums = np.empty((int(np.count_nonzero(both)), 4), np.int64)
-    changed = np.empty(len(sizes), np.int64)
-    layouts = np.ascontiguousarray(batch.layouts, np.uint8)
-    mode = blob.XOR if batch.xor else blob.DIFFERENCE
-    terms = planes.ENTROPY_TERMS
-    native.sample(place(batch.chunks), place(batch.bases), sizes, layouts, mode, terms, sums, changed)
-    statistics = planes.statistics_of(*sums.T)
-    found = np.zeros((2, *both.shape))
-    found[0][both], found[1][both] = statistics.bits, statistics.top_share
-    return [found[:, :, 0], found[:, :, 1]], changed
+    sampled = np.zeros(len(sizes), SAMPLED) if batch.sampled is None else batch.sampled
+    if not sampled["is_valid"].all():
+        layouts, mode = np.ascontiguousarray(batch.layouts, np.uint8), blob.XOR if batch.xor else blob.DIFFERENCE
+        sampled = sampled.copy()
+        native.sample(place(batch.chunks), place(batch.bases), sizes, layouts, mode, planes.ENTROPY_TERMS, sampled)
+    statistics = planes.statistics_of(*np.moveaxis(sampled["sums"], -1, 0))
+    bits, share = np.where(is_plane[:, None], statistics.bits, 0), statistics.top_share
+    return [(bits[:, i], share[:, i]) for i in (0, 1)], sampled["changed"]
+
+
+def nothing_to_wait_for() -> None:
+    """Return at once: the work is done."""
+
+
+class Copies:
+    """Copies of blobs from one engine's buffers into packs, on its threads: the thread of the save has other work.
+
+    Args:
+        threads: None: the thread that calls makes the copies.
+    """
+
+    def __init__(self, threads: Threads | None = None) -> None:
+        self._threads = threads
+        self._begun: list[Pending[None]] = []
+
+    def start(self, copy: Callable[[], None], nbytes: int) -> Callable[[], object]:
+        """Begin a copy; return a call that waits for it. A short copy is made at once."""
+        if self._threads is None or nbytes < COPIED_AT_ONCE_BYTES:
+            copy()
+            return nothing_to_wait_for
+        pending = self._threads.start(lambda act: act(), [copy])
+        self._begun.append(pending)
+        return pending
+
+    def are_done(self) -> bool:
+        """Return whether no copy reads the buffers any more."""
+        return all(copy.ready(0) for copy in self._begun)
 
 
 class SpanEncoded:
     """The blobs of a span, one after the other in one buffer; `pack.Encoded` if all of them are there."""
 
-    def __init__(self, entries: npt.NDArray[np.void], buffers: list[Bytes]) -> None:
-        self.entries, self.buffers = entries, buffers
+    def __init__(self, entries: npt.NDArray[np.void], buffers: list[Bytes], copies: Copies) -> None:
+        self.entries, self.buffers, self.copies = entries, buffers, copies
 
     def copy(self, first: int, last: int, out: Bytes) -> Callable[[], object]:
-        """Copy blobs into `out`, at once."""
+        """Begin to copy blobs into `out`."""
         begin = int(self.entries["offset"][first])
         nbytes = int(self.entries["offset"][last - 1]) + int(self.entries["length"][last - 1]) - begin
-        out[:nbytes] = self.buffers[0][begin : begin + nbytes]
-        out[nbytes:] = 0
-        return nothing_to_wait_for
+
+        def copy() -> None:
+            out[:nbytes] = self.buffers[0][begin : begin + nbytes]
+            out[nbytes:] = 0
+
+        return self.copies.start(copy, nbytes)
 
     def chunk(self, row: int) -> EncodedChunk:
         """Return one blob."""
         entry, buffer = self.entries[row], self.buffers[0]
         begin, end = int(entry["offset"]), int(entry["offset"]) + int(entry["length"])
         return EncodedChunk(buffer[begin:end].data, int(entry["transform"]) != blob.FULL, buffer)
-
-
-def nothing_to_wait_for() -> None:
-    """Return at once: the work is done."""
 
 
 def decode(native: Any, batch: DecodeBatch, rows: slice, seed: int) -> Column:

@@ -23,7 +23,7 @@ from ..chunks.uploader import PackUploader
 from ..chunks.verify import Verifier
 from ..context import Context
 from ..engine.base import Engine
-from ..engine.batches import Chunks, EncodeBatch
+from ..engine.batches import COPIED, NOT_COPIED, Chunks, EncodeBatch, Examination, Examined
 from ..errors import DAMAGE, CapabilityError, InvalidInputError, StorageError
 from ..format.blobs import blob, planes
 from ..format.blobs.pack import Encoded
@@ -32,11 +32,10 @@ from ..state.values.arrays import Memory
 from ..state.values.held_array import changed
 from ..state.values.tensors import TensorSpec
 from ..text import log
+from ..threads import Gate
 from .inputs import TensorInput
 from .known_chunks import AnySession, Bases, BoxPlace, place_of
 
-#: Packs put at once when an engine fills them faster than one core hashes them.
-PUTS_IN_FLIGHT_OF_DEVICES = 10
 #: `verify_writes="sample"` decodes one new blob in VERIFY_ONE_IN; each generation chooses other blobs. After the first
 #: VERIFY_ONE_IN * k blobs of a save it takes k neighbours together, for each k of VERIFIED_TOGETHER: for a device, to
 #: decode several blobs costs the host as much time as to decode one. They have at most VERIFIED_BYTES.
@@ -85,17 +84,14 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class _Hashing:
-    """A batch whose chunks, and the cached chunks of their bases, are being hashed."""
+    """A batch that is being examined."""
 
     engine: Engine
     runs: Sequence[_ChunkRange]
     which: Column  # (n,) the run of each chunk
-    starts: Column  # (n,) where each begins in its tensor [bytes]
-    chunks: Chunks
     candidates: Column  # (n,) the row of each chunk's candidate base, or -1
-    cached: Column  # (m,) the chunks whose base is cached in memory
-    cached_bases: Chunks  # (m,)
-    wait: Callable[[], Bytes]
+    given: Examination
+    wait: Callable[[], Examined]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +104,9 @@ class _PendingBatch:
     new: Column  # (k,) the rows of the new chunks
     run_of: Column  # (k,) the run of each
     candidates: Column  # (k,)
-    given: Chunks  # (k,) in the memory of the input; if that is the caller's, `batch` has copies
+    chunks: Chunks  # (n,) all chunks, in the memory of the input; if that is the caller's, `batch` has copies
+    same: Column  # (n,) whether the base in memory has the bytes of the chunk already
+    copies: Bytes | None  # the memory of copies
     batch: EncodeBatch
     wait: Callable[[], Sequence[Encoded]]
 
@@ -171,14 +169,19 @@ class ChunkWriter:
         self.bases, self._session, self._full = bases, session, full
         self._context, self._engines, self._chunk_bytes = context, context.engines, context.config.chunk_bytes
         self.packs = PackUploader(session, context.options.pack_bytes_of(state_bytes), self._chunk_bytes)
+        self.packs.hasten(context.engines.cpu.puts)
         self.rows = self.new_chunks = 0
         self.done: list[Rows] = []
         self._rows_begun = 0  # rows that have been hashed
         self._runs: list[_ChunkRange] = []  # the batch that is being filled
         self._size_bytes = self._count = 0
+        self._stores_raw = context.engines.stores_raw(context.store)
         self._engine: Engine = context.engines.cpu
         self._hashing: deque[_Hashing] = deque()
         self._encoding: deque[_PendingBatch] = deque()
+        self._keeping: deque[tuple[_PendingBatch, Column, Callable[[], Bytes]]] = deque()
+        self._gate = Gate()  # of the memory of the inputs
+        self._copies: list[Bytes] = []  # memory for copies of the caller's chunks, of batches that are done
         self._verifier = Verifier("what was saved", "nothing was committed; save again")
         self._own: dict[bytes, int] = {}  # digest -> row of this save
 
@@ -187,6 +190,7 @@ class ChunkWriter:
 
     def __exit__(self, *exc: object) -> None:
         """End the threads; then nothing reads the caller's memory any more."""
+        self._gate.close()
         begun: list[Callable[[], object]] = [*(h.wait for h in self._hashing), *(e.wait for e in self._encoding)]
         for wait in begun:
             with suppress(Exception):
@@ -272,8 +276,7 @@ class ChunkWriter:
         self._flush()
         self._advance()
         self._engine = engine
-        if engine is not self._engines.cpu:
-            self.packs.hasten(PUTS_IN_FLIGHT_OF_DEVICES)
+        self.packs.hasten(engine.puts)
 
     def _flush(self) -> None:
         """Begin to hash the batch."""
@@ -286,14 +289,27 @@ class ChunkWriter:
         lengths = np.concatenate([run.lengths for run in runs])
         for run in runs:
             run.tensor.confirm()  # before it is read: memory that was moved elsewhere is gone
-        chunks = engine.load(Chunks([run.data for run in runs], which, starts, lengths))
+        chunks = engine.load(Chunks([run.data for run in runs], which, starts, lengths, self._gate))
         candidates = self._candidates(runs)
         has_base = np.array([run.base is not None for run in runs])[which]
-        cached = np.flatnonzero((candidates >= 0) & has_base)
         memories = [run.base if run.base is not None else run.data for run in runs]
-        bases = engine.load(Chunks(memories, which[cached], starts[cached], lengths[cached]))
-        wait = engine.start_digests(chunks.joined(bases))
-        self._hashing.append(_Hashing(engine, runs, which, starts, chunks, candidates, cached, bases, wait))
+        bases = engine.load(Chunks(memories, np.where((candidates >= 0) & has_base, which, -1), starts, lengths))
+        given = Examination(
+            chunks,
+            np.array([run.tensor.spec.element_size for run in runs], np.uint8)[which],
+            np.array([planes.ROTATED if run.tensor.spec.is_float else planes.BYTES for run in runs], np.uint8)[which],
+            bases,
+            self._room_for_copies(runs, lengths),
+            xor=self._context.options.delta == "xor",
+            sample=not self._stores_raw,
+        )
+        self._hashing.append(_Hashing(engine, runs, which, candidates, given, engine.start_examine(given)))
+
+    def _room_for_copies(self, runs: Sequence[_ChunkRange], lengths: Column) -> Chunks | None:
+        """Return memory for copies of chunks in the caller's memory; None if no copies are needed."""
+        if runs[0].tensor.copy is not None or self._engine is not self._engines.cpu:
+            return None
+        return self._engines.cpu.room_for(lengths, self._copies.pop() if self._copies else None)
 
     def _advance(self, hashing: int = 1) -> None:
         """Begin to encode the oldest batches, until `hashing` are left; pack batches that were encoded meanwhile."""
@@ -309,14 +325,16 @@ class ChunkWriter:
         self._advance(hashing=0)
         while self._encoding:
             self._drain()
+        while self._keeping:
+            self._finish_keeping()
 
     def _encode(self) -> None:
         """Look up the chunks of the oldest hashed batch, and begin to encode the new ones."""
         batch = self._hashing[0]
-        found = _waited(batch)
+        found: Examined = _waited(batch)
         self._hashing.popleft()
-        count, lengths = len(batch.chunks), batch.chunks.lengths
-        digests, base_digests = found[:count], found[count:]
+        digests, given = found.digests, batch.given
+        count, lengths = len(given.chunks), given.chunks.lengths
         known = self.bases.find(digests)
         if self._full and len(self.bases.table):  # no chains: this snapshot outlives its bases
             known = np.where((known >= 0) & (self.bases.depths[known] == 0), known, -1)
@@ -327,17 +345,44 @@ class ChunkWriter:
         rows = Rows(digests, lengths, sources, known, np.full((count, 4), -1, np.int64))
         self._rows_begun += count
         self.done.append(rows)
-        given = chunks = batch.chunks.take(new)
-        if batch.runs[0].tensor.copy is None and len(new):
-            chunks = batch.engine.load(given, copy=True)
-            self._check_unchanged(batch, batch.which[new], chunks, digests[new])
-        encode = self._batch(batch, rows, new, chunks, self._base_bytes(batch, new, base_digests))
+        chunks = self._copies_of(batch, found, new)
+        same = (given.bases.which >= 0) & (found.base_digests == digests).all(axis=1)
+        encode = self._batch(batch, found, new, chunks)
         encoding = batch.engine.start_encode(encode)
         self._encoding.append(
             _PendingBatch(
-                batch.engine, batch.runs, rows, new, batch.which[new], batch.candidates[new], given, encode, encoding
+                batch.engine,
+                batch.runs,
+                rows,
+                new,
+                batch.which[new],
+                batch.candidates[new],
+                given.chunks,
+                same,
+                None if given.copies is None else given.copies.memories[0],
+                encode,
+                encoding,
             )
         )
+
+    def _copies_of(self, batch: _Hashing, found: Examined, new: Column) -> Chunks:
+        """Return the new chunks in memory that nobody changes: only these are encoded.
+
+        So no chunk is stored under a digest that it does not have.
+
+        Raises:
+            InvalidInputError: a chunk was changed while it was copied.
+        """
+        given = batch.given.chunks.take(new)
+        if batch.runs[0].tensor.copy is not None or not len(new):
+            return given
+        if batch.given.copies is not None and (found.copied[new] != NOT_COPIED).all():
+            self._require(batch, batch.which[new], found.copied[new] == COPIED)
+            return batch.given.copies.take(new)
+        copies = batch.engine.load(given, copy=True)
+        same = (batch.engine.start_digests(copies)() == found.digests[new]).all(axis=1)
+        self._require(batch, batch.which[new], same)
+        return copies
 
     def _candidates(self, runs: Sequence[_ChunkRange]) -> Column:
         """Return for each chunk the row of the chunk at its place in a base if a delta to it is allowed, else -1."""
@@ -351,33 +396,40 @@ class ChunkWriter:
         allowed &= bases.costs.may_grow(rows, self._context.options.restore_cost, bases.generation, numbers)
         return np.where((skips >= 0) & bases.usable[skips], skips, np.where(allowed, rows, -1))
 
-    def _batch(self, batch: _Hashing, rows: Rows, new: Column, chunks: Chunks, bases: Chunks) -> EncodeBatch:
+    def _batch(self, batch: _Hashing, found: Examined, new: Column, chunks: Chunks) -> EncodeBatch:
         """Return the new chunks as a batch to encode, each with the bytes of its candidate base if it has one."""
-        runs, which = batch.runs, batch.which[new]
+        bases, is_cached = self._base_bytes(batch, found, new)
         taken = np.maximum(batch.candidates[new], 0)
         has, costs, restore_cost = len(self.bases.table) > 0, self.bases.costs, self._context.options.restore_cost
+        sampled = None if found.sampled is None else found.sampled[new]
+        if sampled is not None:
+            sampled["is_valid"] &= is_cached | (bases.which < 0)  # the others were not compared with this base
         return EncodeBatch(
             chunks,
-            rows.digests[new],
-            np.array([run.tensor.spec.element_size for run in runs], np.uint8)[which],
-            np.array([planes.ROTATED if run.tensor.spec.is_float else planes.BYTES for run in runs], np.uint8)[which],
+            found.digests[new],
+            batch.given.element_sizes[new],
+            batch.given.layouts[new],
             bases,
             self.bases.table.digests[taken] if has else np.zeros((len(new), 16), np.uint8),
             costs.delta_limits(taken, restore_cost) if has else np.zeros(len(new), np.int64),
-            raw=self._engines.stores_raw(self._context.store),
-            xor=self._context.options.delta == "xor",
+            raw=self._stores_raw,
+            xor=batch.given.xor,
+            sampled=sampled,
         )
 
-    def _base_bytes(self, batch: _Hashing, new: Column, base_digests: Bytes) -> Chunks:
-        """Return the bytes of the new chunks' candidate bases, verified: from memory, else from the store."""
-        memories = list(batch.cached_bases.memories)
-        which, starts = np.full(len(batch.chunks), -1, np.int64), np.zeros(len(batch.chunks), np.int64)
-        expected = batch.candidates[batch.cached]
-        same = (base_digests == self.bases.table.digests[expected]).all(axis=1) if len(expected) else expected > 0
-        which[batch.cached[same]] = batch.cached_bases.which[same]
-        starts[batch.cached[same]] = batch.cached_bases.starts[same]
-        which, starts, lengths, candidates = which[new], starts[new], batch.chunks.lengths[new], batch.candidates[new]
-        missing = (candidates >= 0) & (which < 0)
+    def _base_bytes(self, batch: _Hashing, found: Examined, new: Column) -> tuple[Chunks, Column]:
+        """Return the bytes of the new chunks' candidate bases, verified: from memory, else from the store.
+
+        Returns:
+            Also which of them were in memory, (k,) bool.
+        """
+        cached, candidates = batch.given.bases.take(new), batch.candidates[new]
+        is_cached = cached.which >= 0
+        if is_cached.any():
+            is_cached &= (found.base_digests[new] == self.bases.table.digests[np.maximum(candidates, 0)]).all(axis=1)
+        memories = list(cached.memories)
+        which, starts, lengths = np.where(is_cached, cached.which, -1), cached.starts.copy(), cached.lengths
+        missing = (candidates >= 0) & ~is_cached
         for rows in (missing & (candidates < self.bases.count), missing & (candidates >= self.bases.count)):
             if not rows.any():
                 continue
@@ -396,15 +448,13 @@ class ChunkWriter:
                 continue
             memories.append(memory)
             which[rows], starts[rows] = len(memories) - 1, places
-        return Chunks(memories, which, starts, lengths)
+        return Chunks(memories, which, starts, lengths), is_cached
 
     def _drain(self) -> None:
         """Put the blobs of the oldest batch into the part's packs."""
         encoding = self._encoding[0]
         made = _waited(encoding)
         self._encoding.popleft()
-        if encoding.runs[0].tensor.copy is None:
-            self._check_unchanged(encoding, encoding.run_of, encoding.given, encoding.batch.digests)
         at = 0
         for encoded in made:
             places = self.packs.add(encoded, encoding.engine)
@@ -412,26 +462,50 @@ class ChunkWriter:
             self._verify(encoding, at, encoded)
             at += len(encoded.entries)
         encoding.engine.recycle(made)
-        if any(run.tensor.keep_in is not None for run in encoding.runs):
-            self._verifier.finish()  # until then it reads the bases, which may lie in the memory to be overwritten
-        for run in encoding.runs:
-            if run.tensor.keep_in is not None:
-                start, stop = int(run.starts[0]), int(run.starts[-1] + run.lengths[-1])
-                run.tensor.keep_in[start:stop] = run.data[start:stop]
+        if encoding.copies is not None:
+            self._copies.append(encoding.copies)
+        if encoding.runs[0].tensor.copy is None:
+            self._keep(encoding)
 
-    def _check_unchanged(self, batch: _Hashing | _PendingBatch, run_of: Column, chunks: Chunks, digests: Bytes) -> None:
-        """Check that memory still holds the bytes that were hashed, and is still the tensors'.
+    def _keep(self, encoding: _PendingBatch) -> None:
+        """Begin to check that the caller's memory was not changed meanwhile, and to copy it over the bases."""
+        runs, chunks = encoding.runs, encoding.chunks
+        which, kept = chunks.which, np.array([run.tensor.keep_in is not None for run in runs])
+        is_base = np.array([run.base is not None and run.base is run.tensor.keep_in for run in runs])
+        has_place = kept[which] & ~(encoding.same & is_base[which])
+        is_new = np.zeros(len(chunks), bool)
+        is_new[encoding.new] = True
+        rows = np.flatnonzero(is_new | has_place)
+        places = [run.data if run.tensor.keep_in is None else run.tensor.keep_in for run in runs]
+        outs = Chunks(places, np.where(has_place, which, -1), chunks.starts, chunks.lengths).take(rows)
+        if has_place.any():
+            self._verifier.finish()  # until then it reads the bases
+        for run in runs:
+            run.tensor.confirm()
+        while len(self._keeping) > 1:
+            self._finish_keeping()
+        if has_place.any():  # in host memory
+            wait = self._engines.cpu.start_digests(chunks.take(rows), outs)
+        else:
+            wait = encoding.engine.start_digests(chunks.take(rows))
+        self._keeping.append((encoding, rows, wait))
 
-        Only a copy of the caller's memory is encoded, so no chunk is stored under a digest that it does not have.
+    def _finish_keeping(self) -> None:
+        """Finish what `_keep` has begun for the oldest batch.
 
         Raises:
-            InvalidInputError: it was changed meanwhile.
+            InvalidInputError: the memory was changed meanwhile.
         """
-        for run in batch.runs:
-            run.tensor.confirm()
-        others = np.flatnonzero((batch.engine.start_digests(chunks)() != digests).any(axis=1))
-        if len(others):
-            raise changed(batch.runs[run_of[others[0]]].tensor.spec, "other values")
+        encoding, rows, wait = self._keeping.popleft()
+        unchanged = (wait() == encoding.rows.digests[rows]).all(axis=1)
+        self._require(encoding, encoding.chunks.which[rows], unchanged)
+
+    def _require(self, batch: _Hashing | _PendingBatch, which: Column, unchanged: Column) -> None:
+        """Raise InvalidInputError if memory is not the tensors' any more, or a chunk of a run was changed."""
+        if not unchanged.all():
+            for run in batch.runs:
+                run.tensor.confirm()
+            raise changed(batch.runs[which[np.argmin(unchanged)]].tensor.spec, "other values")
 
     def _note_places(self, encoding: _PendingBatch, at: int, encoded: Encoded, packs: Column, offsets: Column) -> None:
         """Put the places of blobs into the columns; `at` is the number of the first one among the new chunks."""

@@ -40,7 +40,8 @@ def _small_batches(monkeypatch):
 def watched():
     found = [(staging, name) for name in ("copy_async", "as_memory", "copy_into", "_host_rooms")]
     found += [(staging.DeviceStaging, name) for name in ("_begin", "_address", "_copy_small", "_rooms", "_gather")]
-    return found + [(engine.CudaEngine, name) for name in ("load", "start_digests", "start_encode", "sync")]
+    names = ("load", "start_examine", "start_digests", "start_encode", "sync")
+    return found + [(engine.CudaEngine, name) for name in names]
 
 
 @pytest.mark.parametrize("by", ["kernels", "torch"])

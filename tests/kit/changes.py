@@ -333,7 +333,7 @@ def watched(*more: tuple[Any, str]) -> list[tuple[Any, str]]:
         (known_state.Group, "views"),
         (known_state, "copy_addresses"),
     ]
-    found += [(CpuEngine, name) for name in ("load", "start_digests", "start_encode")]
+    found += [(CpuEngine, name) for name in ("load", "start_examine", "start_digests", "start_encode")]
     return [*found, (Engines, "memory_of"), (PackUploader, "add"), (MemoryStore, "put"), *more]
 
 

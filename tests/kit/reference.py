@@ -11,13 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+from snapstore.arrays import Bytes
 from snapstore.engine import cpu, spans
+from snapstore.engine.batches import Chunks, EncodeBatch, Examination, Examined
 from snapstore.format.blobs import blob
 
 
 def encode_by_reference(patch: pytest.MonkeyPatch) -> None:
     """Let `cpu.encode_chunk` encode every chunk."""
-    patch.setattr(spans, "choose", lambda _, batch: (np.zeros(len(batch.chunks), np.uint8), None))
+
+    def choose(_: object, batch: EncodeBatch) -> tuple[Bytes, Bytes]:
+        n = len(batch.chunks)
+        return np.full(n, spans.BY_REFERENCE, np.uint8), np.zeros((n, 8), np.uint8)
+
+    patch.setattr(spans, "choose", choose)
 
 
 def decode_by_reference(patch: pytest.MonkeyPatch) -> None:
@@ -34,8 +41,15 @@ def replace_encode(patch: pytest.MonkeyPatch, encode: Callable[..., Any]) -> Non
 def replace_digest(patch: pytest.MonkeyPatch, digest: Callable[[Any, int], bytes]) -> None:
     """Let the CPU engine hash by a function in place of `hashing.digest`."""
     patch.setattr(cpu, "digest", digest)
-    patch.setattr(
-        spans,
-        "digests",
-        lambda _, chunks, seed: np.array([list(digest(c, seed)) for c in chunks.views()], np.uint8).reshape(-1, 16),
-    )
+
+    def fill(_: object, chunks: Chunks, copies: Chunks | None, seed: int, out: Bytes) -> None:
+        for row, chunk in zip(out, chunks.views(), strict=True):
+            row[:] = np.frombuffer(digest(chunk, seed), np.uint8)
+        for copy, chunk in zip(copies.views() if copies else (), chunks.views(), strict=False):
+            copy[:] = chunk[: copy.size]
+
+    def examine(_: object, given: Examination, seed: int, found: Examined, rows: slice) -> None:
+        cpu._examine(given.take(rows), seed, found.digests[rows], found.base_digests[rows], found.copied[rows])
+
+    patch.setattr(spans, "digests", fill)
+    patch.setattr(spans, "examine", examine)

@@ -18,7 +18,8 @@ from kit.reference import decode_by_reference
 from kit.repositories import OPTIONS, check_clean, created, opened, save
 from kit.s3_stores import moto_bucket
 from kit.samples import sampled
-from snapstore import Repository
+from snapstore import Repository, SnapshotManager
+from snapstore.engine import spans
 from snapstore.engine.cpu import CpuEngine
 from snapstore.format.blobs import chain_decode
 from snapstore.protocol.liveness import orphaned_sessions
@@ -106,4 +107,51 @@ def test_a_restore_writes_nothing_after_ctrl_c(monkeypatch):
     assert late == 0
     for at in sampled(len(passed), 25):
         passed, late = interrupted_restore(store, at)
+        assert late == 0, passed[-1]
+
+
+def interrupted_reads(store, at):
+    """Interrupt a save of the caller's own memory; return the places that it has passed, and how often threads of the
+    pool began or ended to read that memory, or to write the bases, after it had ended."""
+    begun, ended = [], []
+
+    def slowly(name):
+        real = getattr(spans, name)
+
+        def act(*args):
+            begun.append(name)
+            time.sleep(0.002)
+            real(*args)
+            ended.append(name)
+
+        return act
+
+    interrupter = Interrupter("save/chunk_writer.py", "engine/cpu.py", "threads.py", at=at)
+    state = {"w": torch.arange(8192.0)}
+    with SnapshotManager(store, run="a", async_save=False, options=OPTIONS) as manager:
+        manager.save(0, state).result()
+        state["w"] += 1
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("examine", "digests"):
+                patch.setattr(spans, name, slowly(name))
+            with suppress(KeyboardInterrupt):
+                interrupter.call(lambda: manager.save(1, state).result())
+            done = len(begun) + len(ended)
+            time.sleep(0.01)
+            late = len(begun) + len(ended) - done
+        manager.save(2, state).result()  # with whatever the base is now
+        assert torch.equal(manager.restore(2)["w"], state["w"])
+    return interrupter.passed, late
+
+
+@pytest.mark.skipif(spans.extension() is None, reason="the reference has other functions")
+def test_a_save_reads_nothing_after_ctrl_c(monkeypatch):
+    """The program may free the state, or load another step into it."""
+    monkeypatch.setattr(CpuEngine, "batch_bytes", 8192)
+    monkeypatch.setattr(spans, "SPAN_BYTES", 2048)
+    passed, late = interrupted_reads(created(1024), None)
+    assert late == 0
+    assert len(passed) > 300
+    for at in sampled(len(passed), 25):
+        passed, late = interrupted_reads(created(1024), at)
         assert late == 0, passed[-1]

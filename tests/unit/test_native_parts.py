@@ -47,7 +47,7 @@ def symbols(count, values, skew, seed):
 
 def digest_of(data, seed):
     out = np.empty((1, 16), np.uint8)
-    native.digests(([data], np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([data.size])), seed, out)
+    native.digests(([data], np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([data.size])), None, seed, out)
     return out.tobytes()
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kit.samples import examples
 from snapstore.engine import spans
-from snapstore.engine.batches import Chunks, DecodeBatch, EncodeBatch
+from snapstore.engine.batches import COPIED, NOT_COPIED, Chunks, DecodeBatch, EncodeBatch, Examination
 from snapstore.engine.cpu import CpuEngine
 from snapstore.errors import CapabilityError, FormatError, IntegrityError, InvalidInputError
 from snapstore.format.blobs import blob, chain_decode, codecs, planes
@@ -132,6 +132,33 @@ def test_a_batch_is_encoded_as_by_the_reference(engine, reference, drawn, limit,
         assert out.tobytes() == chunk.tobytes()
 
 
+@given(st.lists(rows, min_size=1, max_size=12), st.lists(st.booleans(), min_size=12, max_size=12), st.booleans())
+def test_a_batch_is_examined_as_by_the_reference(engine, reference, drawn, unchanged, copied):
+    """What was sampled meanwhile leads to the blobs that samples of the batch itself lead to."""
+    drawn = [
+        (chunk, size, base if base is None or not same else chunk.copy())
+        for (chunk, size, base), same in zip(drawn, unchanged, strict=False)
+    ]
+    batch = batch_of(drawn)
+    found = []
+    for own in (engine, reference):
+        copies = own.room_for(batch.chunks.lengths, None) if copied else None
+        given = Examination(batch.chunks, batch.element_sizes, batch.layouts, batch.bases, copies)
+        found.append(got := own.start_examine(given)())
+        assert (got.digests == batch.digests).all()
+        has_base = batch.bases.which >= 0
+        assert (got.base_digests == batch.base_digests)[has_base].all()
+        is_same = has_base & (batch.digests == batch.base_digests).all(axis=1)
+        assert got.copied.tolist() == np.where(is_same | (not copied), NOT_COPIED, COPIED).tolist()
+        for i, chunk in enumerate(batch.chunks.views()):
+            if got.copied[i] == COPIED:
+                assert copies.views()[i].tobytes() == chunk.tobytes()
+    sampled = found[0].sampled
+    assert sampled["is_valid"].tolist() == (~is_same).tolist()
+    again = replace(batch, sampled=sampled)
+    assert blobs_of(engine, again) == blobs_of(engine, batch)
+
+
 @pytest.mark.no_cover
 @pytest.mark.parametrize("xor", [False, True])
 def test_choices_are_equal_bit_for_bit(engine, reference, xor):
@@ -159,13 +186,13 @@ def test_choices_are_equal_bit_for_bit(engine, reference, xor):
             sampled = planes.sample(chunk ^ base, size, planes.ROTATED) if xor else planes.sample(out, size)
             delta = planes.statistics(planes.histograms(sampled))
             assert ours.shape == (8,)
-            sums = np.empty((2 * size, 4), np.int64)
+            sampled = np.zeros(1, spans.SAMPLED)
             alone = batch_of([(chunk, size, base)])
             native.sample(
                 spans.place(alone.chunks), spans.place(alone.bases), alone.element_sizes, alone.layouts,
-                blob.XOR if xor else blob.DIFFERENCE, planes.ENTROPY_TERMS, sums, np.empty(1, np.int64),
+                blob.XOR if xor else blob.DIFFERENCE, planes.ENTROPY_TERMS, sampled,
             )  # fmt: skip
-            found = planes.statistics_of(*sums.T)
+            found = planes.statistics_of(*sampled["sums"][0, :, :size].reshape(-1, 4).T)
             assert found.bits.tolist() == [*full.bits.tolist(), *delta.bits.tolist()]
             assert found.top_share.tolist() == [*full.top_share.tolist(), *delta.top_share.tolist()]
 
@@ -270,7 +297,7 @@ def test_rows_are_cut_into_spans():
         assert [row for span in cut for row in range(len(lengths))[span]] == list(range(len(lengths)))
     assert spans.cut(lengths[:0], 2) == []
     assert spans.cut(np.zeros(3, np.int64), 2) == [slice(0, 3)]
-    assert len(spans.cut(np.full(1024, 1 << 14), 2)) == 8
+    assert len(spans.cut(np.full(1024, 1 << 14), 2)) == 4
 
 
 def one(array, start=0, length=None):
@@ -280,28 +307,31 @@ def one(array, start=0, length=None):
 @pytest.mark.parametrize(("start", "length"), [(-1, 4), (0, 101), (100, 1), (50, -1), (2**62, 2**62)])
 def test_positions_outside_of_a_memory_are_refused(start, length):
     with pytest.raises(ValueError, match=r"chunk 0: bytes .* of a memory of 100 bytes"):
-        native.digests(one(np.zeros(100, np.uint8), start, length), 0, np.empty(16, np.uint8))
+        native.digests(one(np.zeros(100, np.uint8), start, length), None, 0, np.empty(16, np.uint8))
 
 
 def test_wrong_columns_are_refused():
     data, scratch = np.zeros(96, np.uint8), np.empty(native.SCRATCH_BYTES + 96, np.uint8)
     none = ([], np.array([-1]), np.array([0]), np.array([0]))
-    byte, sixteen = np.ones(1, np.uint8), np.zeros(16, np.uint8)
+    byte, sixteen, sampled = np.ones(1, np.uint8), np.zeros(16, np.uint8), np.zeros(1, spans.SAMPLED)
     with pytest.raises(ValueError, match="expected 16"):
-        native.digests(one(data), 0, np.empty(15, np.uint8))
+        native.digests(one(data), None, 0, np.empty(15, np.uint8))
     with pytest.raises(BufferError):
-        native.digests(one(data), 0, bytes(16))
+        native.digests(one(data), None, 0, bytes(16))
     with pytest.raises(IndexError):
-        native.digests(([], np.array([0]), np.array([0]), np.array([0])), 0, sixteen)
+        native.digests(([], np.array([0]), np.array([0]), np.array([0])), None, 0, sixteen)
     for sizes, layouts, base in ((3, 0, none), (64, 0, none), (1, 2, none), (1, 0, one(data, 0, 5))):
         with pytest.raises(ValueError, match="wrong element sizes"):
-            native.sample(
-                one(data), base, byte * sizes, byte * layouts, 1, planes.ENTROPY_TERMS, np.empty(256, np.int64),
-                np.empty(1, np.int64),
-            )  # fmt: skip
-    for terms, sums in ((planes.ENTROPY_TERMS[1:], 32), (planes.ENTROPY_TERMS, 31)):
+            native.sample(one(data), base, byte * sizes, byte * layouts, 1, planes.ENTROPY_TERMS, sampled)
+    for terms, out in ((planes.ENTROPY_TERMS[1:], sampled), (planes.ENTROPY_TERMS, sampled[:0])):
         with pytest.raises(ValueError, match="a column of"):
-            native.sample(one(data), none, byte, byte, 1, terms, np.empty(sums, np.uint8), np.empty(1, np.int64))
+            native.sample(one(data), none, byte, byte, 1, terms, out)
+    with pytest.raises(ValueError, match="lengths differ"):
+        native.digests(one(data), one(data.copy(), 0, 95), 0, sixteen)
+    with pytest.raises(ValueError, match="lengths differ"):
+        native.examine(
+            one(data), none, one(data.copy(), 0, 95), byte, byte, 1, None, sampled, 0, sixteen, sixteen.copy(), byte
+        )
     for how, room in ((2, scratch), (3, scratch), (1, scratch[:-1]), (1, scratch[1:])):
         with pytest.raises(ValueError, match=r"delta without a base|scratch"):
             native.encode(

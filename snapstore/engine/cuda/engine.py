@@ -23,7 +23,7 @@ from ...format.blobs.plane_kinds import REPEATS, RUNS, SKEWED
 from ...state.values.arrays import Memory
 from ...text import log
 from ...threads import Gate
-from ..batches import Chunks, DecodeBatch, EncodeBatch
+from ..batches import NOT_COPIED, Chunks, DecodeBatch, EncodeBatch, Examination, Examined
 from ..cpu import CpuEngine
 from .decoding import Decoding
 from .encoding import Encoding
@@ -43,6 +43,8 @@ MIN_BYTES_PER_CHUNK = 256 * 1024
 WORK_PER_BATCH_BYTE = 7
 #: Stored plus plain bytes of a batch to decode: each batch costs the host milliseconds, even if it is small.
 DECODE_BYTES = 512 * 1024 * 1024
+#: Packs hashed and put at once: batches fill them faster than one core hashes them.
+PUTS = 10
 #: The sizes of read buffers are multiples of these, so that a buffer also fits the next batch [bytes].
 BUFFER_BYTES, SMALL_BUFFER_BYTES = 32 * 1024 * 1024, 4 * 1024 * 1024
 #: Threads that read packs. More threads would read faster, but would take cores from the thread that polls the device.
@@ -66,6 +68,7 @@ class CudaEngine:
     decode_bytes = DECODE_BYTES
     decode_depth = BATCHES_AT_ONCE - 1
     readers = READERS
+    puts = PUTS
 
     def __init__(self, device: int, codec: str, cpu: CpuEngine) -> None:
         self.device = torch.device("cuda", device)
@@ -256,6 +259,18 @@ class CudaEngine:
         return finish
 
     # -- encode
+
+    def start_examine(self, given: Examination) -> Callable[[], Examined]:
+        """Begin to hash chunks and their bases. Nothing is copied: the inputs of devices are copies."""
+        count, has_base = len(given.chunks), np.flatnonzero(given.bases.which >= 0)
+        wait = self.start_digests(given.chunks.joined(given.bases.take(has_base)))
+
+        def finish() -> Examined:
+            found, base_digests = wait(), np.zeros((count, 16), np.uint8)
+            base_digests[has_base] = found[count:]
+            return Examined(found[:count], base_digests, np.full(count, NOT_COPIED))
+
+        return finish
 
     def start_encode(self, batch: EncodeBatch) -> Callable[[], Sequence[Encoded]]:
         """Begin to encode a batch on a stream of the pool."""

@@ -30,14 +30,20 @@ static PyObject *refuse(Call *call, const char *what) {
 
 static bool is_size(int size) { return size == 1 || size == 2 || size == 4 || size == 8; }
 
+// Return whether each chunk of `others`, which may be missing, has the length of the one of `chunks`.
+static bool are_as_long(const Spans *chunks, const Spans *others) {
+    for (Py_ssize_t i = 0; i < others->count; i++)
+        if (others->spans[i].data && others->spans[i].bytes != chunks->spans[i].bytes) return false;
+    return true;
+}
+
 // Return whether chunks have whole elements and known layouts, and each base has the length of its chunk.
 static bool are_elements(const Spans *chunks, const Spans *bases, const u8 *sizes, const u8 *layouts) {
     for (Py_ssize_t i = 0; i < chunks->count; i++) {
         if (!is_size(sizes[i]) || layouts[i] > LAYOUT_ROTATED || chunks->spans[i].bytes % sizes[i])
             return false;
-        if (bases->spans[i].data && bases->spans[i].bytes != chunks->spans[i].bytes) return false;
     }
-    return true;
+    return are_as_long(chunks, bases);
 }
 
 // Return the most bytes of a chunk.
@@ -50,35 +56,29 @@ static size_t largest(const Spans *chunks) {
 
 // -- spans
 
+static void digest_span(const Call *call, u64 seed, u8 *digests) {
+    for (Py_ssize_t i = 0; i < call->chunks.count; i++) {
+        const Span chunk = call->chunks.spans[i];
+        xxh3_digest(chunk.data, chunk.bytes, seed, digests + 16 * i);
+        if (call->bases.count && call->bases.spans[i].data && chunk.bytes)
+            memmove(call->bases.spans[i].data, chunk.data, chunk.bytes);
+    }
+}
+
 static PyObject *py_digests(PyObject *self, PyObject *args) {
     (void)self;
-    PyObject *chunks, *out;
+    PyObject *chunks, *copies, *out;
     unsigned long long seed;
     Call call = {0};
-    if (!PyArg_ParseTuple(args, "OKO", &chunks, &seed, &out)) return NULL;
+    if (!PyArg_ParseTuple(args, "OOKO", &chunks, &copies, &seed, &out)) return NULL;
     if (!take_spans(&call.chunks, chunks, -1, false)) return end_call(&call, NULL);
+    if (copies != Py_None && !take_spans(&call.bases, copies, call.chunks.count, true))
+        return end_call(&call, NULL);
+    if (!are_as_long(&call.chunks, &call.bases)) return refuse(&call, "lengths differ");
     u8 *digests = take_column(&call.columns, out, 16 * call.chunks.count, true);
     if (!digests) return end_call(&call, NULL);
     Py_BEGIN_ALLOW_THREADS
-    for (Py_ssize_t i = 0; i < call.chunks.count; i++)
-        xxh3_digest(call.chunks.spans[i].data, call.chunks.spans[i].bytes, seed, digests + 16 * i);
-    Py_END_ALLOW_THREADS
-    return succeed(&call);
-}
-
-static PyObject *py_copy(PyObject *self, PyObject *args) {
-    (void)self;
-    PyObject *from, *to;
-    Call call = {0};
-    if (!PyArg_ParseTuple(args, "OO", &from, &to)) return NULL;
-    if (!take_spans(&call.chunks, from, -1, false) || !take_spans(&call.bases, to, call.chunks.count, true))
-        return end_call(&call, NULL);
-    for (Py_ssize_t i = 0; i < call.chunks.count; i++)
-        if (call.chunks.spans[i].bytes != call.bases.spans[i].bytes) return refuse(&call, "lengths differ");
-    Py_BEGIN_ALLOW_THREADS
-    for (Py_ssize_t i = 0; i < call.chunks.count; i++)
-        if (call.chunks.spans[i].bytes)
-            memmove(call.bases.spans[i].data, call.chunks.spans[i].data, call.chunks.spans[i].bytes);
+    digest_span(&call, seed, digests);
     Py_END_ALLOW_THREADS
     return succeed(&call);
 }
@@ -95,41 +95,116 @@ static bool take_batch(Call *call, PyObject *chunks, PyObject *bases, PyObject *
     return false;
 }
 
+// What a call that samples takes beside chunks and bases.
+typedef struct {
+    const u8 *sizes, *layouts;
+    int mode;          // of deltas
+    const i64 *terms;  // NULL: nothing is sampled
+    Sampled *sampled;
+} SampleColumns;
+
+static bool take_sample_columns(Call *call, PyObject *const spans[2], PyObject *const given[4], int mode,
+                                SampleColumns *columns) {
+    const u8 *taken[2];
+    if (mode != DIFFERENCE && mode != XOR) {
+        PyErr_SetString(PyExc_ValueError, "wrong mode");
+        return false;
+    }
+    if (!take_batch(call, spans[0], spans[1], given, taken)) return false;
+    *columns = (SampleColumns){.sizes = taken[0], .layouts = taken[1], .mode = mode};
+    if (given[2] != Py_None && !(columns->terms = take_column(&call->columns, given[2], 8 * MOST_SAMPLED, false)))
+        return false;
+    columns->sampled =
+        take_column(&call->columns, given[3], (Py_ssize_t)sizeof(Sampled) * call->chunks.count, true);
+    return columns->sampled != NULL;
+}
+
+// Sample a chunk and its delta.
+static void sample_row(const SampleColumns *columns, Py_ssize_t i, const u8 *chunk, const u8 *base, size_t bytes) {
+    const int size = columns->sizes[i], layout = columns->layouts[i], mode = columns->mode;
+    const size_t elements = bytes / (size_t)size;
+    Sampled *sampled = &columns->sampled[i];
+    memset(sampled, 0, sizeof *sampled);
+    sampled->is_valid = 1;
+    sampled->changed = (i64)elements;
+    if (base) {  // first the one that reads whole chunks, so that the others find them in the cache
+        sampled->changed = (i64)count_changed(chunk, base, size, elements, elements / 2);
+        const Elements delta = {size, mode == XOR ? layout : LAYOUT_BYTES, mode};
+        sample_planes(chunk, base, delta, elements, columns->terms, sampled->planes[1]);
+    }
+    sample_planes(chunk, NULL, (Elements){size, layout, NONE}, elements, columns->terms, sampled->planes[0]);
+}
+
 static PyObject *py_sample(PyObject *self, PyObject *args) {
     (void)self;
-    PyObject *chunks, *bases, *given[2], *terms_in, *sums_out, *changed_out;
-    const u8 *taken[2];
+    PyObject *spans[2], *given[4];
     int mode;
     Call call = {0};
-    if (!PyArg_ParseTuple(args, "OOOOiOOO", &chunks, &bases, &given[0], &given[1], &mode, &terms_in, &sums_out,
-                          &changed_out))
+    SampleColumns columns;
+    if (!PyArg_ParseTuple(args, "OOOOiOO", &spans[0], &spans[1], &given[0], &given[1], &mode, &given[2],
+                          &given[3]))
         return NULL;
-    if (mode != DIFFERENCE && mode != XOR) return refuse(&call, "wrong mode");
-    if (!take_batch(&call, chunks, bases, given, taken)) return end_call(&call, NULL);
-    const Py_ssize_t n = call.chunks.count;
-    size_t planes = 0;
-    for (Py_ssize_t i = 0; i < n; i++) planes += (size_t)taken[0][i] * (call.bases.spans[i].data ? 2 : 1);
-    const i64 *terms = take_column(&call.columns, terms_in, 8 * MOST_SAMPLED, false);
-    if (!terms) return end_call(&call, NULL);
-    PlaneSums *sums = take_column(&call.columns, sums_out, (Py_ssize_t)(sizeof *sums * planes), true);
-    i64 *changed = sums ? take_column(&call.columns, changed_out, 8 * n, true) : NULL;
-    if (!changed) return end_call(&call, NULL);
+    if (!take_sample_columns(&call, spans, given, mode, &columns)) return end_call(&call, NULL);
+    if (!columns.terms) return refuse(&call, "no terms");
     Py_BEGIN_ALLOW_THREADS
-    for (Py_ssize_t i = 0; i < n; i++) {
-        const Span chunk = call.chunks.spans[i];
-        const u8 *base = call.bases.spans[i].data;
-        const int size = taken[0][i];
-        const size_t elements = chunk.bytes / (size_t)size;
-        sample_planes(chunk.data, NULL, (Elements){size, taken[1][i], NONE}, elements, terms, sums);
-        sums += size;
-        changed[i] = (i64)elements;
-        if (!base) continue;
-        const int layout = mode == XOR ? taken[1][i] : LAYOUT_BYTES;
-        sample_planes(chunk.data, base, (Elements){size, layout, mode}, elements, terms, sums);
-        sums += size;
-        changed[i] = (i64)count_changed(chunk.data, base, size, elements, elements / 2);
-    }
+    for (Py_ssize_t i = 0; i < call.chunks.count; i++)
+        if (!columns.sampled[i].is_valid)
+            sample_row(&columns, i, call.chunks.spans[i].data, call.bases.spans[i].data,
+                       call.chunks.spans[i].bytes);
     Py_END_ALLOW_THREADS
+    return succeed(&call);
+}
+
+// What became of the copy of a chunk: none was made; made, and equal; the chunk was changed meanwhile.
+enum { NOT_COPIED, COPIED, CHANGED };
+
+// Hash a chunk and its base; if they differ, copy the chunk, hash the copy, and sample it. All of this reads the
+// chunk from memory once, and from the cache after that. Return what became of the copy.
+static int examine_row(const SampleColumns *columns, Py_ssize_t i, Span chunk, const u8 *base, u8 *copy, u64 seed,
+                       u8 *digest, u8 *base_digest) {
+    u8 again[16];
+    if (base) xxh3_digest(base, chunk.bytes, seed, base_digest);
+    xxh3_digest(chunk.data, chunk.bytes, seed, digest);
+    if (base && !memcmp(digest, base_digest, 16)) return NOT_COPIED;
+    const u8 *source = chunk.data;
+    if (copy) {
+        memcpy(copy, chunk.data, chunk.bytes);
+        xxh3_digest(source = copy, chunk.bytes, seed, again);
+        if (memcmp(again, digest, 16)) return CHANGED;
+    }
+    if (columns->terms) sample_row(columns, i, source, base, chunk.bytes);
+    return copy ? COPIED : NOT_COPIED;
+}
+
+static PyObject *py_examine(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *spans[3], *given[4], *out[3];
+    unsigned long long seed;
+    int mode;
+    Call call = {0};
+    SampleColumns columns;
+    Spans copies = {0};
+    u8 *found[3];
+    if (!PyArg_ParseTuple(args, "OOOOOiOOKOOO", &spans[0], &spans[1], &spans[2], &given[0], &given[1], &mode,
+                          &given[2], &given[3], &seed, &out[0], &out[1], &out[2]))
+        return NULL;
+    if (!take_sample_columns(&call, spans, given, mode, &columns)) return end_call(&call, NULL);
+    const Py_ssize_t n = call.chunks.count;
+    for (int k = 0; k < 3; k++)
+        if (!(found[k] = take_column(&call.columns, out[k], k < 2 ? 16 * n : n, true)))
+            return end_call(&call, NULL);
+    if (spans[2] != Py_None && !take_spans(&copies, spans[2], n, true)) return end_call(&call, NULL);
+    if (!are_as_long(&call.chunks, &copies)) {
+        release_spans(&copies);
+        return refuse(&call, "lengths differ");
+    }
+    Py_BEGIN_ALLOW_THREADS
+    for (Py_ssize_t i = 0; i < n; i++)
+        found[2][i] = (u8)examine_row(&columns, i, call.chunks.spans[i], call.bases.spans[i].data,
+                                      copies.count ? copies.spans[i].data : NULL, seed, found[0] + 16 * i,
+                                      found[1] + 16 * i);
+    Py_END_ALLOW_THREADS
+    release_spans(&copies);
     return succeed(&call);
 }
 
@@ -439,7 +514,7 @@ static PyObject *py_uses_avx2(PyObject *self, PyObject *nothing) {
 
 static PyMethodDef FUNCTIONS[] = {
     {"digests", py_digests, METH_VARARGS, NULL},
-    {"copy", py_copy, METH_VARARGS, NULL},
+    {"examine", py_examine, METH_VARARGS, NULL},
     {"sample", py_sample, METH_VARARGS, NULL},
     {"encode", py_encode, METH_VARARGS, NULL},
     {"decode", py_decode, METH_VARARGS, NULL},

@@ -107,6 +107,13 @@ typedef struct {
     i64 total, terms, distinct, top;
 } PlaneSums;
 
+// What a sample says of a chunk, as `spans.SAMPLED`.
+typedef struct {
+    PlaneSums planes[2][MAX_PLANES];  // of the chunk, and of its delta
+    i64 changed;                      // elements that differ from the base
+    i64 is_valid;                     // 0: nothing was sampled
+} Sampled;
+
 // Sum up over the planes of the elements that `planes.sample` takes, (size,). `terms`: MOST_SAMPLED terms of an
 // entropy, by counts.
 void sample_planes(const u8 *source, const u8 *base, Elements elements, size_t n, const i64 *terms,

@@ -8,6 +8,8 @@ from .spans import Place
 
 #: Bytes of scratch memory that a call needs beside those of its longest chunk.
 SCRATCH_BYTES: int
+#: And for each of these.
+SCRATCH_PER_BYTE: int
 #: A frame may take this many bytes more than its block.
 FRAME_SLACK: int
 
@@ -58,6 +60,7 @@ def encode(
     base_digests: Bytes,
     kinds: Bytes,
     how: Bytes,
+    most: Column,
     entries: npt.NDArray[np.void],
     out: Bytes,
     scratch: Bytes,
@@ -67,7 +70,8 @@ def encode(
     Args:
         mode: of deltas, 1: differences, 2: XORs.
         kinds: (n, 8) of planes; see plane_kinds.py.
-        how: (n,) BY_REFERENCE, STORE_FULL or STORE_DELTA.
+        how: (n,) BY_REFERENCE, STORE_FULL, STORE_DELTA, SPARSE_OR_FULL or SPARSE_OR_DELTA.
+        most: (n,) int64, the most bytes of a sparse delta; a larger one is stored full, or in planes.
         entries: (n,) blob.ENTRY, filled; length 0: the blob is not written.
     """
 

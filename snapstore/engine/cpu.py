@@ -42,8 +42,6 @@ from .batches import (
 COPIED_ALIGNMENT = 64
 #: Plain bytes of a batch to encode: so many for each thread, within these limits.
 BATCH_BYTES_PER_THREAD, MIN_BATCH_BYTES, MAX_BATCH_BYTES = 4 * 1024 * 1024, 8 * 1024 * 1024, 64 * 1024 * 1024
-#: If at most this share of the elements changed, planes take more bytes than estimated from entropies, by this factor.
-FEW_CHANGED_SHARE, FEW_CHANGED_EXCESS = 0.2, 1.25
 #: At most this many buffers of blobs are kept for reuse.
 MAX_FREE_BUFFERS = 64
 #: More cores than any machine has.
@@ -181,10 +179,10 @@ class CpuEngine:
         encoded = self._threads.start(encode_job, jobs)
         return lambda: [HostEncoded(encoded(), spans.Copies(self._threads))]
 
-    def _encode_span(self, whole: EncodeBatch, rows: slice, choice: tuple[Bytes, Bytes] | None) -> Encoded:
+    def _encode_span(self, whole: EncodeBatch, rows: slice, choice: spans.Choice | None) -> Encoded:
         """Encode rows of a batch in this thread: by the extension, then the others by the reference."""
         batch, copies = whole.take(rows), spans.Copies(self._threads)
-        chosen = choice and (choice[0][rows], choice[1][rows])
+        chosen = choice and choice.take(rows)
         with planes.scratch.borrowed():
             made = spans.encode(self._native, batch, chosen, self._buffer, copies)
             others = np.flatnonzero(made.entries["length"] == 0)
@@ -411,8 +409,8 @@ def encode_chunk(job: EncodeJob, out: Bytes) -> EncodedChunk:
         changed = int(np.count_nonzero(difference.view(f"u{job.element_size}")))
         if not job.xor and sparse.worth_trying(changed, plane_bytes):
             digests = (job.digest, job.base_digest)
-            few = changed <= FEW_CHANGED_SHARE * plane_bytes
-            most = min(full_bytes, delta_bytes * (FEW_CHANGED_EXCESS if few else 1)) + blob.HEADER.size
+            few = changed <= delta_choice.FEW_CHANGED_SHARE * plane_bytes
+            most = min(full_bytes, delta_bytes * (delta_choice.FEW_CHANGED_EXCESS if few else 1)) + blob.HEADER.size
             data = blob.encode_sparse(difference, job.base, job.element_size, job.layout, digests, most, out)
             if data is not None and delta_choice.pays(len(data), full_bytes, job.delta_limit):
                 return EncodedChunk(data, True, out)

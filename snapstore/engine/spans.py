@@ -1,15 +1,15 @@
 """Spans: many chunks in one call of the extension `_native`, which releases the GIL once.
 
 In: batches of chunks as columns, with their bytes in host memory. Out: digests, blobs, rebuilt chunks; and which rows
-the extension leaves to the reference in NumPy: sparse deltas, planes with repeats, other codecs, and all
-damage. So every error is the reference's. The choices are equal too, bit for bit: NumPy makes them, from the
-extension's sums.
+the extension leaves to the reference in NumPy: planes with repeats, other codecs, some sparse deltas, and all damage.
+So every error is the reference's. The choices are equal too, bit for bit: NumPy makes them, from the extension's sums.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -38,8 +38,11 @@ Place = tuple[Sequence[Any], Column, Column, Column]
 SAMPLED = np.dtype([("sums", "<i8", (2, 8, 4)), ("changed", "<i8"), ("is_valid", "<i8")])
 #: Shorter copies into packs take less time than a thread to begin them [bytes].
 COPIED_AT_ONCE_BYTES = 64 * 1024
-#: How the extension stores a chunk.
-BY_REFERENCE, STORE_FULL, STORE_DELTA = range(3)
+#: How the extension stores a chunk: left to the reference, full, as a delta in planes; or as a sparse delta, but as one
+#: of the former two if that would be too large.
+BY_REFERENCE, STORE_FULL, STORE_DELTA, SPARSE_OR_FULL, SPARSE_OR_DELTA = range(5)
+#: The bytes that a call needs behind its blobs.
+ROOM_BYTES = 4096
 #: A span has at least this many bytes, if there are as many: the choices in NumPy take time for each call.
 SPAN_BYTES = 1024 * 1024
 #: At most about this many spans for each thread, so that threads end at about the same time.
@@ -124,7 +127,7 @@ def nothing_found(count: int) -> Examined:
 def encode(
     native: Any,
     batch: EncodeBatch,
-    choice: tuple[Bytes, Bytes] | None,
+    choice: Choice | None,
     buffer: Callable[[int], Bytes],
     copies: Copies,
 ) -> SpanEncoded:
@@ -136,14 +139,14 @@ def encode(
         buffer: returns memory for the blobs, at least as many bytes as it is asked for.
         copies: makes the copies out of this memory.
     """
-    how, kinds = choice or choose(native, batch)
-    rows = np.flatnonzero(how != BY_REFERENCE)
-    entries = np.zeros(len(how), blob.ENTRY)
+    choice = choice or choose(native, batch)
+    rows = np.flatnonzero(choice.how != BY_REFERENCE)
+    entries = np.zeros(len(choice.how), blob.ENTRY)
     if not len(rows):
         return SpanEncoded(entries, [], copies)
-    given = batch if len(rows) == len(how) else batch.take(rows)
+    given, chosen = (batch, choice) if len(rows) == len(entries) else (batch.take(rows), choice.take(rows))
     sizes, layouts = (np.ascontiguousarray(column, np.uint8) for column in (given.element_sizes, given.layouts))
-    columns = (given.digests, given.base_digests, kinds[rows], how[rows])
+    columns = (given.digests, given.base_digests, chosen.kinds, chosen.how)
     out = buffer(_room_bytes(given))
     written = np.empty(len(rows), blob.ENTRY)
     native.encode(
@@ -153,11 +156,13 @@ def encode(
         layouts,
         blob.XOR if batch.xor else blob.DIFFERENCE,
         *(np.ascontiguousarray(column, np.uint8) for column in columns),
+        np.ascontiguousarray(chosen.most, np.int64),
         written.view(np.uint8),
         out,
         _scratch(native, given.chunks.lengths),
     )
-    written["length"][(how[rows] == STORE_DELTA) & (written["length"] > given.delta_limits)] = 0  # underestimated
+    is_large = written["length"] > given.delta_limits
+    written["length"][is_large & (written["transform"] != blob.FULL)] = 0  # it was underestimated
     entries[rows] = written
     return SpanEncoded(entries, [out], copies)
 
@@ -167,15 +172,24 @@ def _room_bytes(batch: EncodeBatch) -> int:
     lengths, sizes = batch.chunks.lengths, batch.element_sizes.astype(np.int64)
     blocks = 1 + sizes * (1 + lengths // sizes // codecs.BLOCK_BYTES)
     frames = (_native.FRAME_SLACK + 4) * blocks  # a frame may be larger than its block until it is replaced
-    return int((blob.HEADER.size + lengths + frames + blob.ALIGNMENT).sum())
+    return int((blob.HEADER.size + lengths + frames + blob.ALIGNMENT).sum()) + ROOM_BYTES
 
 
-def choose(native: Any, batch: EncodeBatch) -> tuple[Bytes, Bytes]:
-    """Choose as `cpu.encode_chunk` does.
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How to store each chunk of a batch, as columns."""
 
-    Returns:
-        How to store each chunk, (n,): STORE_FULL, STORE_DELTA, or BY_REFERENCE; and the kinds of planes, (n, 8).
-    """
+    how: Bytes  # (n,) BY_REFERENCE to SPARSE_OR_DELTA
+    kinds: Bytes  # (n, 8) of planes
+    most: Column  # (n,) the most bytes of a sparse delta
+
+    def take(self, rows: Column | slice) -> Choice:
+        """Return these rows."""
+        return Choice(self.how[rows], self.kinds[rows], self.most[rows])
+
+
+def choose(native: Any, batch: EncodeBatch) -> Choice:
+    """Choose as `cpu.encode_chunk` does."""
     sizes = np.ascontiguousarray(batch.element_sizes, np.uint8)
     elements = batch.chunks.lengths // sizes
     has_base = batch.bases.which >= 0
@@ -183,13 +197,17 @@ def choose(native: Any, batch: EncodeBatch) -> tuple[Bytes, Bytes]:
     ((full_bits, full_share), (delta_bits, delta_share)), changed = _statistics(native, batch, sizes, is_plane)
     full, delta = (estimates(bits, sizes, elements) for bits in (full_bits, delta_bits))
     is_sparse = has_base & sparse.worth_trying(changed, elements) & (not batch.xor)
-    is_delta = has_base & ~is_sparse & delta_choice.pays(delta, full, batch.delta_limits)
+    is_delta = has_base & delta_choice.pays(delta, full, batch.delta_limits)
+    few = changed <= delta_choice.FEW_CHANGED_SHARE * elements
+    below = np.minimum(full, delta * np.where(few, delta_choice.FEW_CHANGED_EXCESS, 1)) + blob.HEADER.size
+    most = np.minimum(np.ceil(below) - 1, delta_choice.most_bytes(full, batch.delta_limits))
     bits = np.where(is_delta[:, None], delta_bits, full_bits)
     share = np.where(is_delta[:, None], delta_share, full_share)
     kinds = np.where(is_plane, plane_kinds(bits, share, batch.layouts[:, None]), NOISE)
-    declined = is_sparse | ((kinds == REPEATS) & (share < 1)).any(axis=1)
-    how = np.where(declined, BY_REFERENCE, np.where(is_delta, STORE_DELTA, STORE_FULL)).astype(np.uint8)
-    return how, kinds.astype(np.uint8)
+    declined = ((kinds == REPEATS) & (share < 1)).any(axis=1) & ~is_sparse | is_sparse & ~np.isin(sizes, (2, 4))
+    how = np.where(is_delta, STORE_DELTA, STORE_FULL) + np.where(is_sparse, SPARSE_OR_FULL - STORE_FULL, 0)
+    how[declined] = BY_REFERENCE
+    return Choice(how.astype(np.uint8), kinds.astype(np.uint8), np.maximum(most, 0).astype(np.int64))
 
 
 def _statistics(
@@ -279,4 +297,4 @@ def decode(native: Any, batch: DecodeBatch, rows: slice, seed: int) -> Column:
 
 
 def _scratch(native: Any, lengths: Column) -> Bytes:
-    return planes.scratch.room("native", native.SCRATCH_BYTES + int(lengths.max(initial=0)))
+    return planes.scratch.room("native", native.SCRATCH_BYTES + native.SCRATCH_PER_BYTE * int(lengths.max(initial=0)))

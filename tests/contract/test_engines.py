@@ -12,6 +12,7 @@ import pytest
 import torch
 import xxhash
 
+from kit.reference import decode_by_reference
 from kit.sparse_deltas import GOOD, HOSTILE, forged, pair
 from snapstore.engine import spans
 from snapstore.engine.batches import Chunks, DecodeBatch, EncodeBatch
@@ -679,8 +680,17 @@ def test_sparse_deltas_of_too_many_elements(engine, monkeypatch):
     links = [[sparse_blob(*forged(*GOOD), meant, base, 1, 0)]]
     np.testing.assert_array_equal(decode(engine, links, [meant], [base])[0], meant)
     monkeypatch.setattr(sparse, "MAX_ELEMENTS", 99)
+    decode_by_reference(monkeypatch)  # the extension has the real limit
     with pytest.raises(IntegrityError, match="a chunk of 100 elements, expected at most 99"):
         decode(engine, links, [meant], [base])
+
+
+def test_sparse_deltas_of_more_elements_than_any_chunk_may_have(engine):
+    base = np.zeros(sparse.MAX_ELEMENTS + 1, np.uint8)
+    meant = base.copy()
+    meant[[10, 16]] = 255, 252
+    with pytest.raises(IntegrityError, match="a chunk of 16777217 elements, expected at most 16777216"):
+        decode(engine, [[sparse_blob(*forged(*GOOD), meant, base, 1, 0)]], [meant], [base])
 
 
 def test_a_chain_that_crosses_element_sizes_and_layouts(engine, cpu):

@@ -49,7 +49,8 @@ static u8 *content(size_t bytes) {
 static u8 *damage(const u8 *data, size_t *bytes) {
     if (!draw(8)) *bytes = draw((u32)*bytes + 1);
     u8 *bad = copy_of(data, *bytes);
-    const size_t head = *bytes < 100 ? *bytes : 100;  // where headers and trees lie
+    const size_t most = draw(2) ? 100 : 400;  // where headers, trees and groups lie
+    const size_t head = *bytes < most ? *bytes : most;
     for (u32 i = draw(4); i > 0 && *bytes; i--)
         bad[draw(3) ? draw((u32)head) : draw((u32)*bytes)] ^= (u8)(1 << draw(8));
     return bad;
@@ -101,7 +102,7 @@ static void fuzz_blob(void) {
     const bool is_delta = draw(2);
     u8 *chunk = content(bytes), *base = content(bytes), *out = room(needed), *back = room(bytes);
     u8 digest[16], base_digest[16], entry[ENTRY_BYTES], kinds[MAX_PLANES];
-    Scratch *scratch = room(sizeof(Scratch) + bytes);
+    Scratch *scratch = room(sizeof(Scratch) + SCRATCH_PER_BYTE * bytes);
     PlaneSums *sums = room(sizeof(PlaneSums) * (size_t)size);
     static i64 terms[MOST_SAMPLED];
     xxh3_digest(chunk, bytes, 0, digest);
@@ -125,6 +126,39 @@ static void fuzz_blob(void) {
     free(chunk), free(base), free(out), free(back), free(scratch), free(sums), free(stored);
 }
 
+static long sparse_deltas;  // read back whole
+
+// Change some elements of a base; write them as a sparse delta, and read it whole and damaged.
+static void fuzz_sparse(void) {
+    const int size = 1 << draw(4);
+    const size_t elements = some_length(draw(20) ? 3000 : 140000), bytes = elements * (size_t)size;
+    const size_t needed = 80 + bytes + 16 * 1024;
+    u8 *base = content(bytes), *chunk = copy_of(base, bytes), *out = room(needed), *back = room(bytes);
+    u8 digest[16], base_digest[16], entry[ENTRY_BYTES], kinds[MAX_PLANES] = {0};
+    Scratch *scratch = room(sizeof(Scratch) + SCRATCH_PER_BYTE * bytes);
+    const u32 one_in = 1 + draw(draw(2) ? 4 : 300), far = draw(3);
+    for (size_t i = 0; i < elements; i++)
+        if (!draw(one_in)) chunk[i * (size_t)size] ^= (u8)(far ? 1 + draw(255) : 1);
+    for (size_t i = 0; far == 2 && i < bytes; i++)
+        if (!draw(one_in)) chunk[i] ^= (u8)draw(256);
+    xxh3_digest(chunk, bytes, 0, digest);
+    xxh3_digest(base, bytes, 0, base_digest);
+    const EncodeRow row = {chunk, base, bytes, size, (int)draw(2), DIFFERENCE, kinds, digest, base_digest};
+    encode_sparse_blob(&row, needed, out, draw((u32)needed), entry, scratch);  // mostly too little room
+    encode_sparse_blob(&row, draw((u32)needed), out, needed, entry, scratch);
+    const size_t length = encode_sparse_blob(&row, needed, out, needed, entry, scratch);
+    if (length && length != SIZE_MAX) {
+        u8 *stored = copy_of(out, length);
+        const Stored blob = {stored, length};
+        if (!decode_chain(&blob, 1, base, digest, 0, back, bytes, scratch) || memcmp(chunk, back, bytes))
+            fail("a chunk differs from its sparse delta");
+        sparse_deltas++;
+        for (int i = 0; i < 60; i++) decode_damaged(stored, length, base, digest, back, bytes, scratch);
+        free(stored);
+    }
+    free(chunk), free(base), free(out), free(back), free(scratch);
+}
+
 int main(int count, char **arguments) {
     if (count != 3) fail("expected SEED ROUNDS");
     state = strtoull(arguments[1], NULL, 10) * 2654435769u + 1;
@@ -135,7 +169,9 @@ int main(int count, char **arguments) {
 #endif
         fuzz_block(scratch);
         if (rounds % 3 == 0) fuzz_blob();
+        if (rounds % 3 == 1) fuzz_sparse();
     }
+    if (strtol(arguments[2], NULL, 10) >= 300 && sparse_deltas < 20) fail("too few sparse deltas");
     free(scratch);
     return 0;
 }

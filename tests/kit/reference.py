@@ -20,9 +20,9 @@ from snapstore.format.blobs import blob
 def encode_by_reference(patch: pytest.MonkeyPatch) -> None:
     """Let `cpu.encode_chunk` encode every chunk."""
 
-    def choose(_: object, batch: EncodeBatch) -> tuple[Bytes, Bytes]:
+    def choose(_: object, batch: EncodeBatch) -> spans.Choice:
         n = len(batch.chunks)
-        return np.full(n, spans.BY_REFERENCE, np.uint8), np.zeros((n, 8), np.uint8)
+        return spans.Choice(np.full(n, spans.BY_REFERENCE, np.uint8), np.zeros((n, 8), np.uint8), np.zeros(n, np.int64))
 
     patch.setattr(spans, "choose", choose)
 

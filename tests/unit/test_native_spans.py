@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kit.samples import examples
-from snapstore.engine import spans
+from snapstore.engine import cpu, spans
 from snapstore.engine.batches import COPIED, NOT_COPIED, Chunks, DecodeBatch, EncodeBatch, Examination
 from snapstore.engine.cpu import CpuEngine
 from snapstore.errors import CapabilityError, FormatError, IntegrityError, InvalidInputError
@@ -159,6 +159,58 @@ def test_a_batch_is_examined_as_by_the_reference(engine, reference, drawn, uncha
     assert blobs_of(engine, again) == blobs_of(engine, batch)
 
 
+def sparsely_changed(size, count, seed, share, ones):
+    """Return a chunk of floats, whose elements changed by a share that falls with their size; and its base."""
+    rng = np.random.default_rng(seed)
+    base = content("floats", size, count, seed)
+    elements = base.view(f"u{size}").copy()
+    by_size = np.abs(base.view({2: np.float16, 4: np.float32}[size]).astype(np.float64))
+    changes = rng.random(count) < share / (1 + by_size / (by_size.mean() + 1e-9)) ** rng.integers(0, 4)
+    step = rng.choice([-1, 1], count) if ones else rng.integers(-(4 ** rng.integers(1, 3 * size)), 1000, count)
+    elements[changes] += step[changes].astype(elements.dtype)
+    return elements.view(np.uint8), size, base
+
+
+sparse_rows = st.builds(
+    sparsely_changed,
+    st.sampled_from([2, 4]),
+    st.integers(300, 3000) | st.sampled_from([8192, 70_000, 200_000]),
+    st.integers(0, 2**31),
+    st.sampled_from([0.001, 0.01, 0.1, 0.3, 0.6, 0.9]),
+    st.booleans(),
+)
+
+
+@given(st.lists(sparse_rows, min_size=1, max_size=4), st.sampled_from([UNLIMITED, 2000]))
+def test_sparse_deltas_equal_the_reference(engine, reference, drawn, limit):
+    """Each reads what the other one writes; both take sparse deltas for the same chunks, unless sizes decide."""
+    batch = batch_of(drawn, limit)
+    ours, theirs = blobs_of(engine, batch), blobs_of(reference, batch)
+    for own, other, (chunk, _, base) in zip(ours, theirs, drawn, strict=True):
+        assert len(own) <= 1.003 * len(other) + 24
+        for one_ in (own, other):
+            header = blob.parse(one_, "here")
+            if header.transform == blob.FULL:
+                continue
+            for reader in (engine, reference):
+                decode, outs = decode_batch([[one_]], [chunk], Chunks.of([base]))
+                reader.start_decode(decode)()
+                assert outs[0].tobytes() == chunk.tobytes()
+
+
+def test_sparse_deltas_are_written_and_read_by_the_extension(engine, monkeypatch):
+    monkeypatch.setattr(cpu, "encode_chunk", None)
+    monkeypatch.setattr(chain_decode, "decode_chain", None)
+    drawn = [sparsely_changed(size, 100_000, seed, 0.05, True) for seed, size in enumerate([2, 4, 2, 4])]
+    batch = batch_of(drawn)
+    made = blobs_of(engine, batch)
+    assert [blob.parse(b, "here").codecs[0] for b in made] == [codecs.SPARSE] * 4
+    decode, outs = decode_batch([[b] for b in made], [chunk for chunk, _, _ in drawn], batch.bases)
+    engine.start_decode(decode)()
+    for found, (chunk, _, _) in zip(outs, drawn, strict=True):
+        assert found.tobytes() == chunk.tobytes()
+
+
 @pytest.mark.no_cover
 @pytest.mark.parametrize("xor", [False, True])
 def test_choices_are_equal_bit_for_bit(engine, reference, xor):
@@ -174,7 +226,8 @@ def test_choices_are_equal_bit_for_bit(engine, reference, xor):
             base = (chunk.view(f"u{size}") + change).view(np.uint8)
             drawn.append((chunk, size, base))
         batch = batch_of(drawn, xor=xor)
-        how, kinds = spans.choose(native, batch)
+        choice = spans.choose(native, batch)
+        how, kinds = choice.how, choice.kinds
         for i, theirs in enumerate(blobs_of(reference, batch)):
             header = blob.parse(theirs, f"{round_}")
             if how[i] != spans.BY_REFERENCE:
@@ -311,7 +364,7 @@ def test_positions_outside_of_a_memory_are_refused(start, length):
 
 
 def test_wrong_columns_are_refused():
-    data, scratch = np.zeros(96, np.uint8), np.empty(native.SCRATCH_BYTES + 96, np.uint8)
+    data, scratch = np.zeros(96, np.uint8), np.empty(native.SCRATCH_BYTES + 96 * native.SCRATCH_PER_BYTE, np.uint8)
     none = ([], np.array([-1]), np.array([0]), np.array([0]))
     byte, sixteen, sampled = np.ones(1, np.uint8), np.zeros(16, np.uint8), np.zeros(1, spans.SAMPLED)
     with pytest.raises(ValueError, match="expected 16"):
@@ -332,11 +385,17 @@ def test_wrong_columns_are_refused():
         native.examine(
             one(data), none, one(data.copy(), 0, 95), byte, byte, 1, None, sampled, 0, sixteen, sixteen.copy(), byte
         )
-    for how, room in ((2, scratch), (3, scratch), (1, scratch[:-1]), (1, scratch[1:])):
+    for how, room in ((2, scratch), (3, scratch), (4, scratch), (5, scratch), (1, scratch[:-1]), (1, scratch[1:])):
         with pytest.raises(ValueError, match=r"delta without a base|scratch"):
             native.encode(
-                one(data), none, byte, byte, 1, sixteen, sixteen, sixteen[:8], byte * how, np.empty(96, np.uint8), data,
-                room,
+                one(data), none, byte, byte, 1, sixteen, sixteen, sixteen[:8], byte * how, np.zeros(1, np.int64),
+                np.empty(96, np.uint8), data, room,
+            )  # fmt: skip
+    for mode, most in ((2, 96), (1, -1)):
+        with pytest.raises(ValueError, match="a sparse delta of"):
+            native.encode(
+                one(data), one(data.copy()), byte, byte, mode, sixteen, sixteen, sixteen[:8], byte * 3,
+                np.array([most]), np.empty(96, np.uint8), data, scratch,
             )  # fmt: skip
     for offset, length, count in ((-1, 5, 1), (0, 97, 1), (97, 0, 1), (0, 5, 2), (0, 5, 0), (0, 5, -1)):
         with pytest.raises(ValueError, match="outside of the stored bytes"):
@@ -347,14 +406,15 @@ def test_wrong_columns_are_refused():
 
 
 def test_little_room_declines_a_blob():
-    data, scratch = np.zeros(4096, np.uint8), np.empty(native.SCRATCH_BYTES + 4096, np.uint8)
+    data, scratch = np.zeros(4096, np.uint8), np.empty(native.SCRATCH_BYTES + 4096 * native.SCRATCH_PER_BYTE, np.uint8)
     none = ([], np.array([-1]), np.array([0]), np.array([0]))
     byte, sixteen, entries = np.ones(1, np.uint8), np.zeros(16, np.uint8), np.empty(1, blob.ENTRY)
     for room in (0, 80, 4096, 4176):
         out = np.empty(room, np.uint8)
         native.encode(
-            one(data), none, byte, byte, 1, sixteen, sixteen, sixteen[:8], byte, entries.view(np.uint8), out, scratch
-        )
+            one(data), none, byte, byte, 1, sixteen, sixteen, sixteen[:8], byte, np.zeros(1, np.int64),
+            entries.view(np.uint8), out, scratch,
+        )  # fmt: skip
         assert entries["length"].tolist() == [0]
 
 

@@ -19,8 +19,8 @@ import torch
 from ...arrays import Bytes, Column, items_at
 from ...format.blobs import blob, codecs
 from ...format.blobs.codecs.sparse import COUNT, ENDS_FRAMES, GROUP, worth_trying
+from ...format.manifests.delta_choice import FEW_CHANGED_EXCESS, FEW_CHANGED_SHARE
 from ..batches import DecodeBatch
-from ..cpu import FEW_CHANGED_EXCESS, FEW_CHANGED_SHARE
 from . import huffman, kernels, nvcomp
 from .streams import WorkStream, ragged
 

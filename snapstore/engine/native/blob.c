@@ -3,7 +3,7 @@
 
 #define HEADER_BYTES 80
 #define VERSION 1
-enum { RAW, ZSTD, DEFLATE };  // codecs
+enum { RAW, ZSTD, DEFLATE, SPARSE };  // codecs
 static const u8 MAGIC[4] = "SNBL", NO_BASE[16];
 
 INLINE size_t blocks_of(size_t bytes, size_t block_bytes) {
@@ -56,7 +56,7 @@ static void put_header(const EncodeRow *row, const Writer *w) {
     put_le(out + 4, VERSION, 2);
     out[16] = (u8)row->mode;
     out[17] = (u8)row->element_size;
-    out[18] = (u8)(row->mode == DIFFERENCE ? LAYOUT_BYTES : row->layout);
+    out[18] = (u8)(row->mode == DIFFERENCE && w->codecs[0] != SPARSE ? LAYOUT_BYTES : row->layout);
     put_le(out + 20, row->bytes, 4);
     put_le(out + 24, w->at - HEADER_BYTES - 4 * (size_t)w->lengths, 4);
     put_le(out + 28, BLOCK_BYTES, 4);
@@ -123,6 +123,26 @@ size_t encode_blob(const EncodeRow *row, u8 *out, size_t room, u8 *entry, Scratc
     return w.at;
 }
 
+size_t encode_sparse_blob(const EncodeRow *row, size_t most, u8 *out, size_t room, u8 *entry, Scratch *scratch) {
+    const size_t size = (size_t)row->element_size, n = row->bytes / size;
+    const size_t frames = 2 * 256 + 2 * blocks_of(n, BLOCK_BYTES), start = HEADER_BYTES + 4 * frames;
+    SparseWriter *s = &scratch->sparse_writer;
+    s->bytes = s->frames = 0, s->repeating = 0;
+    if (!n || row->bytes > UINT32_MAX / 2 || room < start) return 0;
+    if (!encode_sparse(row->source, row->base, (int)size, row->layout, n, out + start, room - start, scratch->planes,
+                       SCRATCH_PER_BYTE * row->bytes, s, &scratch->sparse, &scratch->encode))
+        return 0;
+    if ((double)s->repeating > MATCHES_SAVE * (double)s->bytes) return 0;
+    Writer w = {.out = out, .lengths = s->frames, .codecs = {SPARSE}, .plane_bytes = {(u32)s->bytes}};
+    w.at = HEADER_BYTES + 4 * (size_t)s->frames + s->bytes;
+    if (w.at > most) return SIZE_MAX;
+    memcpy(out + HEADER_BYTES, s->lengths, 4 * (size_t)s->frames);
+    memmove(out + HEADER_BYTES + 4 * (size_t)s->frames, out + start, s->bytes);
+    put_header(row, &w);
+    put_entry(row, &w, entry);
+    return w.at;
+}
+
 // -- decoding
 
 typedef struct {
@@ -146,6 +166,11 @@ static bool read_header(Stored blob, Header *h) {
     if (size == 0 || size > MAX_PLANES || size & (size - 1) || h->raw_bytes % size || !h->block_bytes)
         return false;
     if (h->transform > XOR || h->layout > LAYOUT_ROTATED) return false;
+    if (h->codecs[0] == SPARSE) {
+        for (u32 k = 1; k < MAX_PLANES; k++)
+            if (h->codecs[k]) return false;
+        return h->transform == DIFFERENCE && memcmp(h->base, NO_BASE, 16);
+    }
     if (h->transform == DIFFERENCE && h->layout != LAYOUT_BYTES) return false;
     if ((h->transform == NONE) != !memcmp(h->base, NO_BASE, 16)) return false;
     for (u32 k = 0; k < size; k++)
@@ -182,6 +207,17 @@ static bool apply_blob(Stored blob, const Header *h, const u8 *base, u8 *out, Sc
     const size_t n = h->raw_bytes / h->element_size;
     Place place = {HEADER_BYTES + 4 * (size_t)h->lengths, 0};
     const u8 *planes[MAX_PLANES];
+    if (h->codecs[0] == SPARSE) {
+        const SparseDelta delta = {.payload = blob.data + place.at,
+                                   .bytes = blob.bytes - place.at,
+                                   .lengths = blob.data + HEADER_BYTES,
+                                   .frames = h->lengths,
+                                   .block_bytes = h->block_bytes,
+                                   .size = h->element_size,
+                                   .layout = h->layout};
+        return apply_sparse(&delta, base, out, n, scratch->planes, SCRATCH_PER_BYTE * (size_t)h->raw_bytes,
+                            &scratch->decode);
+    }
     for (u32 k = 0; k < h->element_size; k++) {
         if (h->codecs[k] == RAW) {
             if (n > blob.bytes - place.at) return false;

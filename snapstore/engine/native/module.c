@@ -208,36 +208,51 @@ static PyObject *py_examine(PyObject *self, PyObject *args) {
     return succeed(&call);
 }
 
-// How to store a chunk: by the reference, full, or as a delta.
-enum { BY_REFERENCE, STORE_FULL, STORE_DELTA };
+// How to store a chunk: by the reference, full, as a delta in planes, or as a sparse delta; if that would be too
+// large, full or in planes.
+enum { BY_REFERENCE, STORE_FULL, STORE_DELTA, SPARSE_OR_FULL, SPARSE_OR_DELTA };
 
 typedef struct {
     const u8 *sizes, *layouts, *digests, *base_digests, *kinds, *how;
+    const i64 *most;  // bytes of sparse deltas
     u8 *out, *entries;
     size_t room;
     int mode;  // of deltas
     Scratch *scratch;
 } EncodeColumns;
 
+// Encode one chunk; return the length of its blob, or 0 if it is declined.
+static size_t encode_row(const EncodeColumns *columns, Py_ssize_t i, Span chunk, const u8 *base, u8 *out, size_t room,
+                         u8 *entry) {
+    const int how = columns->how[i];
+    const bool may_be_sparse = how >= SPARSE_OR_FULL, is_delta = how == STORE_DELTA || how == SPARSE_OR_DELTA;
+    EncodeRow row = {
+        .source = chunk.data,
+        .base = is_delta || may_be_sparse ? base : NULL,
+        .bytes = chunk.bytes,
+        .element_size = columns->sizes[i],
+        .layout = columns->layouts[i],
+        .mode = is_delta || may_be_sparse ? columns->mode : NONE,
+        .kinds = columns->kinds + MAX_PLANES * i,
+        .digest = columns->digests + 16 * i,
+        .base_digest = columns->base_digests + 16 * i,
+    };
+    if (how == BY_REFERENCE) return 0;
+    if (may_be_sparse) {
+        const size_t length = encode_sparse_blob(&row, (size_t)columns->most[i], out, room, entry, columns->scratch);
+        if (length != SIZE_MAX) return length;
+        if (!is_delta) row.base = NULL, row.mode = NONE;
+    }
+    return encode_blob(&row, out, room, entry, columns->scratch);
+}
+
 static void encode_span(const Call *call, const EncodeColumns *columns) {
     size_t at = 0;
     for (Py_ssize_t i = 0; i < call->chunks.count; i++) {
         u8 *entry = columns->entries + ENTRY_BYTES * i;
         memset(entry, 0, ENTRY_BYTES);
-        if (columns->how[i] == BY_REFERENCE) continue;
-        const EncodeRow row = {
-            .source = call->chunks.spans[i].data,
-            .base = columns->how[i] == STORE_DELTA ? call->bases.spans[i].data : NULL,
-            .bytes = call->chunks.spans[i].bytes,
-            .element_size = columns->sizes[i],
-            .layout = columns->layouts[i],
-            .mode = columns->how[i] == STORE_DELTA ? columns->mode : NONE,
-            .kinds = columns->kinds + MAX_PLANES * i,
-            .digest = columns->digests + 16 * i,
-            .base_digest = columns->base_digests + 16 * i,
-        };
-        const size_t length = encode_blob(&row, columns->out + at, columns->room - at, entry,
-                                          columns->scratch);
+        const size_t length = encode_row(columns, i, call->chunks.spans[i], call->bases.spans[i].data,
+                                         columns->out + at, columns->room - at, entry);
         if (!length) continue;
         put_le(entry, at, 8);
         at += length;
@@ -247,7 +262,7 @@ static void encode_span(const Call *call, const EncodeColumns *columns) {
 
 // Check scratch memory, which was taken last.
 static bool is_scratch(const Call *call, const void *scratch) {
-    if (last_bytes(&call->columns) >= sizeof(Scratch) + largest(&call->chunks) &&
+    if (last_bytes(&call->columns) >= sizeof(Scratch) + SCRATCH_PER_BYTE * largest(&call->chunks) &&
         (uintptr_t)scratch % _Alignof(Scratch) == 0)
         return true;
     PyErr_SetString(PyExc_ValueError, "too little scratch memory, or not aligned");
@@ -260,14 +275,18 @@ static bool take_encode_columns(Call *call, PyObject *const given[8], EncodeColu
     if (!(columns->base_digests = take_column(&call->columns, given[1], 16 * n, false))) return false;
     if (!(columns->kinds = take_column(&call->columns, given[2], MAX_PLANES * n, false))) return false;
     if (!(columns->how = take_column(&call->columns, given[3], n, false))) return false;
-    if (!(columns->entries = take_column(&call->columns, given[4], ENTRY_BYTES * n, true))) return false;
-    if (!(columns->out = take_column(&call->columns, given[5], -1, true))) return false;
+    if (!(columns->most = take_column(&call->columns, given[4], 8 * n, false))) return false;
+    if (!(columns->entries = take_column(&call->columns, given[5], ENTRY_BYTES * n, true))) return false;
+    if (!(columns->out = take_column(&call->columns, given[6], -1, true))) return false;
     columns->room = last_bytes(&call->columns);
-    if (!(columns->scratch = take_column(&call->columns, given[6], -1, true))) return false;
+    if (!(columns->scratch = take_column(&call->columns, given[7], -1, true))) return false;
     if (!is_scratch(call, columns->scratch)) return false;
     for (Py_ssize_t i = 0; i < n; i++)
-        if (columns->how[i] > STORE_DELTA || (columns->how[i] == STORE_DELTA && !call->bases.spans[i].data)) {
+        if (columns->how[i] > SPARSE_OR_DELTA || (columns->how[i] >= STORE_DELTA && !call->bases.spans[i].data)) {
             PyErr_SetString(PyExc_ValueError, "a delta without a base");
+            return false;
+        } else if (columns->how[i] >= SPARSE_OR_FULL && (columns->mode != DIFFERENCE || columns->most[i] < 0)) {
+            PyErr_SetString(PyExc_ValueError, "a sparse delta of an XOR, or of less than no bytes");
             return false;
         }
     return true;
@@ -279,8 +298,8 @@ static PyObject *py_encode(PyObject *self, PyObject *args) {
     const u8 *taken[2];
     Call call = {0};
     EncodeColumns columns = {0};
-    if (!PyArg_ParseTuple(args, "OOOOiOOOOOOO", &chunks, &bases, &batch[0], &batch[1], &columns.mode, &given[0],
-                          &given[1], &given[2], &given[3], &given[4], &given[5], &given[6]))
+    if (!PyArg_ParseTuple(args, "OOOOiOOOOOOOO", &chunks, &bases, &batch[0], &batch[1], &columns.mode, &given[0],
+                          &given[1], &given[2], &given[3], &given[4], &given[5], &given[6], &given[7]))
         return NULL;
     if (columns.mode != DIFFERENCE && columns.mode != XOR) return refuse(&call, "wrong mode");
     if (!take_batch(&call, chunks, bases, batch, taken)) return end_call(&call, NULL);
@@ -543,6 +562,7 @@ PyMODINIT_FUNC PyInit__native(void) {
     if (!module) return NULL;
     use_avx2 = has_avx2();
     if (PyModule_AddIntConstant(module, "SCRATCH_BYTES", (long)sizeof(Scratch)) < 0 ||
+        PyModule_AddIntConstant(module, "SCRATCH_PER_BYTE", SCRATCH_PER_BYTE) < 0 ||
         PyModule_AddIntConstant(module, "FRAME_SLACK", FRAME_SLACK) < 0) {
         Py_DecRef(module);
         return NULL;

@@ -9,6 +9,8 @@
 //   huffman_decode.c   such a frame back to its block
 //   deflate_encode.c   a block of mostly one value to a deflate stream of literals and runs
 //   deflate_decode.c   such a stream back to its block
+//   sparse_encode.c    the elements that changed to the payload of a sparse delta
+//   sparse_decode.c    such a payload and its base back to the chunk
 //   blob.c             a chunk to a blob; a chain of blobs to a chunk
 //   arguments.c        what Python passes: columns of positions in memories
 //   module.c           the functions that Python calls
@@ -194,6 +196,69 @@ typedef struct {
 // Decode a stream to exactly `bytes` bytes. Return whether it is one that this decoder reads, and valid.
 bool decode_runs(const u8 *stream, size_t stream_bytes, u8 *out, size_t bytes, RunDecodeTables *tables);
 
+// -- sparse_encode.c, sparse_decode.c; the numbers are those of sparse.py
+
+#define SPARSE_MOST_ELEMENTS (1u << 24)
+#define SPARSE_GROUP_BYTES 12
+#define SPARSE_GAP_ESCAPE 84
+#define SPARSE_VALUE_ESCAPE 255
+#define SPARSE_DENSE 255
+enum { SPARSE_OTHER = 2 };
+
+// The key of an element of `bits` bits in layout LAYOUT_ROTATED: the byte that holds its exponent.
+INLINE u32 sparse_key(u64 element, int bits) {
+    if (bits == 8) return (u32)((element << 1 | element >> 7) & 255);
+    return (u32)(element >> (bits - 9) & 255);
+}
+
+typedef struct {
+    const u8 *payload;
+    size_t bytes;
+    const u8 *lengths;  // of the frames, u32 each
+    u32 frames, block_bytes;
+    int size, layout;
+} SparseDelta;
+
+typedef struct {
+    u32 gap, zigzag;
+} SparseChange;
+
+// A group that is being written.
+typedef struct {
+    u32 last_key, changed, members, begin;  // begin: of its changes
+    u32 gap_shift, low_bytes;
+    u32 gaps, values;        // numbers of symbols
+    u32 gaps_at, values_at;  // where its symbols begin
+    u32 counts[2][256];      // of the symbols of gaps, and of values
+} SparseGroup;
+
+typedef struct {
+    SparseGroup groups[256];
+    u8 of_key[256];  // the group of each key
+    u32 count;
+    SparseChange *changes;
+    size_t most_changes;
+} SparseGroups;
+
+// A chunk has at most this many frames: two of each group, and one for each BLOCK_BYTES more of both streams.
+#define SPARSE_MOST_FRAMES (2 * 256 + 2 * (SPARSE_MOST_ELEMENTS / BLOCK_BYTES))
+typedef struct {
+    size_t bytes;  // of the payload so far
+    u32 frames;
+    u8 lengths[4 * SPARSE_MOST_FRAMES];
+    u64 repeating;  // see encode_frame
+} SparseWriter;
+
+// Write the payload of a sparse delta to `out`. Return false if there is not enough memory, or the reference must
+// write it: elements of 1 or 8 bytes.
+bool encode_sparse(const u8 *source, const u8 *base, int size, int layout, size_t n, u8 *out, size_t room,
+                   u8 *scratch, size_t scratch_bytes, SparseWriter *w, SparseGroups *all, EncodeTables *tables);
+
+// Fill `out` with the chunk of a sparse delta to `base`, which may be the same memory. Return whether the payload
+// is one that this decoder reads, and valid. `room`: for two symbols of each element that changed.
+bool apply_sparse(const SparseDelta *delta, const u8 *base, u8 *out, size_t n, u8 *room, size_t room_bytes,
+                  DecodeTables *tables);
+
 // -- blob.c
 
 typedef struct {
@@ -203,8 +268,12 @@ typedef struct {
         RunTables runs;
         RunDecodeTables decode_runs;
     };
-    u8 planes[];  // of one chunk, and FRAME_SLACK
+    SparseGroups sparse;
+    SparseWriter sparse_writer;
+    u8 planes[];  // of one chunk, and FRAME_SLACK; or what sparse deltas need
 } Scratch;
+// Scratch memory that a call needs for each byte of its longest chunk.
+#define SCRATCH_PER_BYTE 6
 
 // The kinds of planes, as in plane_kinds.py. Planes with repeats are coded only if all of their bytes are
 // equal.
@@ -224,6 +293,9 @@ typedef struct {
 // Write a blob to `out` and its entry, without its offset. Return its length; 0: it is declined, or `room`
 // might not suffice.
 size_t encode_blob(const EncodeRow *row, u8 *out, size_t room, u8 *entry, Scratch *scratch);
+
+// Write a sparse delta of at most `most` bytes, in the same way; SIZE_MAX: it would be larger.
+size_t encode_sparse_blob(const EncodeRow *row, size_t most, u8 *out, size_t room, u8 *entry, Scratch *scratch);
 
 typedef struct {
     const u8 *data;

@@ -17,6 +17,8 @@ from .chunk_table import ChunkTable
 DEFAULT_RESTORE_COST = 3.0
 #: A delta must be smaller than the full chunk by this share, because every restore pays for one more read.
 MIN_SAVING = 1 / 32
+#: If at most this share of the elements changed, planes take more bytes than estimated from entropies, by this factor.
+FEW_CHANGED_SHARE, FEW_CHANGED_EXCESS = 0.2, 1.25
 #: The cost of a blob in a restore: its stored bytes, this share of the chunk's plain bytes, and LINK_BYTES.
 PLAIN_SHARE = 1 / 128
 LINK_BYTES = 128
@@ -68,6 +70,11 @@ def pays(delta_bytes: Any, full_bytes: Any, limit_bytes: Any) -> Any:
         limit_bytes: the chunk's `delta_limit`. All arguments are numbers or arrays.
     """
     return (delta_bytes <= full_bytes * (1 - MIN_SAVING)) & (delta_bytes <= limit_bytes)
+
+
+def most_bytes(full_bytes: Any, limit_bytes: Any) -> Any:
+    """Return the most bytes of a delta that pays."""
+    return np.minimum(full_bytes * (1 - MIN_SAVING), limit_bytes)
 
 
 class ChainCosts:

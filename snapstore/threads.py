@@ -11,12 +11,14 @@ container, nor `concurrent.futures`, which refuses work from the moment when the
 from __future__ import annotations
 
 import _thread
+import gc
 import os
 import sys
 import threading
 import weakref
 from _thread import LockType
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -52,6 +54,34 @@ def lock_in_forks(lock: Any) -> None:
     """
     os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
     after_fork_in_child(lambda: lock._is_owned() or lock._at_fork_reinit())
+
+
+_preventing: set[int] = set()  # the threads that prevent garbage collection, which the program allows
+
+
+@contextmanager
+def without_gc() -> Iterator[None]:
+    """Prevent Python's garbage collection while the caller waits: it takes as long as the copies of many tensors."""
+    was_enabled, thread = gc.isenabled(), threading.get_ident()
+    try:
+        if was_enabled:
+            _preventing.add(thread)
+        gc.disable()
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+        _preventing.discard(thread)
+
+
+def _allow_gc() -> None:
+    """Allow it again in a forked child, such as a worker that the `state_dict` of a loader has started."""
+    if _preventing:
+        gc.enable()
+        _preventing.clear()
+
+
+after_fork_in_child(_allow_gc)
 
 
 class LockSlot:

@@ -30,6 +30,7 @@ from ..state.fill.plan import PARTLY_FILLED, RestorePlan
 from ..state.values.arrays import require_memory_of_tensors
 from ..state.values.classes import Types, known_classes
 from ..text import counted, log
+from ..threads import without_gc
 from .manifests import decoding_of, spend_decoding
 from .overlaps import Overlap, Reads, dim_orders_of
 from .sources import ALONE, AsRank, PartSources
@@ -186,30 +187,33 @@ def restore(
         IntegrityError, FormatError: the snapshot is damaged; `into` may be half written.
     """
     require_memory_of_tensors(f"restore {snapshot.ref}")
-    fit = Fit.of(keys)
-    sources = PartSources(context, snapshot, fit.parts_keys, as_rank)
-    plan = RestorePlan(
-        sources.parts,
-        into=target.into,
-        keys=fit,
-        device=device,
-        on_device=context.engines.on_device,
-        decoded=decoding_of(snapshot.ref, Types(types, target.into, known_classes())),
-        elsewhere=sources.elsewhere,
-    )
-    specs = (sources.parts[want.part].specs[want.entry] for want in plan.wants)
-    if device is not None and any(spec.kind in ("tensor", "parameter") for spec in specs):
-        require_device(device)
-    overlaps = sources.overlaps(plan.wants)
-    plan.buffers.lay_out(dim_orders_of(overlaps))
-    limits.require_memory(plan.buffers.fresh_bytes(), f"{snapshot.ref}: restoring {counted(len(plan.wants), 'tensor')}")
-    require_decoding_of(context, overlaps, f"{snapshot.ref}: restoring")
-    if plan.buffers.fills_at_once():
-        target.begin()
-    try:
-        load(context, plan.wants, overlaps, plan.buffers)
-    finally:
-        context.engines.release_memory()
+    with without_gc():
+        fit = Fit.of(keys)
+        sources = PartSources(context, snapshot, fit.parts_keys, as_rank)
+        plan = RestorePlan(
+            sources.parts,
+            into=target.into,
+            keys=fit,
+            device=device,
+            on_device=context.engines.on_device,
+            decoded=decoding_of(snapshot.ref, Types(types, target.into, known_classes())),
+            elsewhere=sources.elsewhere,
+        )
+        specs = (sources.parts[want.part].specs[want.entry] for want in plan.wants)
+        if device is not None and any(spec.kind in ("tensor", "parameter") for spec in specs):
+            require_device(device)
+        overlaps = sources.overlaps(plan.wants)
+        plan.buffers.lay_out(dim_orders_of(overlaps))
+        limits.require_memory(
+            plan.buffers.fresh_bytes(), f"{snapshot.ref}: restoring {counted(len(plan.wants), 'tensor')}"
+        )
+        require_decoding_of(context, overlaps, f"{snapshot.ref}: restoring")
+        if plan.buffers.fills_at_once():
+            target.begin()
+        try:
+            load(context, plan.wants, overlaps, plan.buffers)
+        finally:
+            context.engines.release_memory()
     if plan.left_out:
         log.warning("%s: restored with strict=False: %s", snapshot.ref, plan.left_out)
     target.begin()

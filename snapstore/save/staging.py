@@ -11,8 +11,6 @@ Without an engine for the device they are copied through host memory.
 
 from __future__ import annotations
 
-import gc
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -32,7 +30,7 @@ from ..state.values.held_array import Held
 from ..state.walk.flatten import Part, flatten_and_learn
 from ..state.walk.learner import DifferentStructureError
 from ..state.walk.structure import Match
-from ..threads import after_fork_in_child
+from ..threads import without_gc
 from .inputs import InputKey, PartInput, TensorInput, cut_plain, inputs_of, plain_names, turns_of
 from .known_state import KnownState
 from .replicas import Replica, digests_of, spans
@@ -158,9 +156,9 @@ class Staging:
         """
         known, self._known = self._known, None  # None stays if an interrupt ends this
         if known is not None:
-            with suppress(DifferentStructureError), _without_gc():
+            with suppress(DifferentStructureError), without_gc():
                 return self._copy_known(known, known.structure.match(state))
-        with _without_gc():
+        with without_gc():
             return self._copy_and_learn(state, learn)
 
     def _copy_and_learn(self, state: Any, learn: Learn | None) -> Callable[[], list[PartInput]]:
@@ -447,34 +445,6 @@ class Staging:
     def clear(self) -> None:
         """Release all memory."""
         self._base, self._spare, self._base_id, self._known = Buffers(), Buffers(), None, None
-
-
-_preventing: set[int] = set()  # the threads that prevent garbage collection, which the program allows
-
-
-@contextmanager
-def _without_gc() -> Iterator[None]:
-    """Prevent Python's garbage collection: it takes as long as the copies, and the caller waits."""
-    was_enabled, thread = gc.isenabled(), threading.get_ident()
-    try:
-        if was_enabled:
-            _preventing.add(thread)
-        gc.disable()
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-        _preventing.discard(thread)
-
-
-def _allow_gc() -> None:
-    """Allow it again in a forked child, such as a worker that the `state_dict` of a loader has started."""
-    if _preventing:
-        gc.enable()
-        _preventing.clear()
-
-
-after_fork_in_child(_allow_gc)
 
 
 @contextmanager

@@ -8,8 +8,9 @@ from .spans import Place
 
 #: Bytes of scratch memory that a call needs beside those of its longest chunk.
 SCRATCH_BYTES: int
-#: And for each of these.
+#: And for each of these; if it may write sparse deltas.
 SCRATCH_PER_BYTE: int
+SPARSE_SCRATCH_PER_BYTE: int
 #: A frame may take this many bytes more than its block.
 FRAME_SLACK: int
 
@@ -81,13 +82,19 @@ def decode(
     lengths: Column,
     counts: Column,
     digests: Bytes,
+    each: Bytes | None,
     outs: Place,
     bases: Place,
     seed: int,
     done: Bytes,
     scratch: Bytes,
 ) -> None:
-    """Rebuild chunks from their chains; see DecodeBatch. `done`, (n,), is filled: 1 if a chunk is rebuilt, verified."""
+    """Rebuild chunks from their chains; see DecodeBatch.
+
+    Args:
+        each: (m, 16) digests of the chunks of all blobs, which are verified too; None: only those of `digests` are.
+        done: (n,), filled: 1 if a chunk is rebuilt and verified.
+    """
 
 def checksum(data: Bytes) -> int:
     """Return the XXH3-64."""

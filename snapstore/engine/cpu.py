@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from ..arrays import Bytes, Column, empty_pages, sums_before
-from ..errors import IntegrityError, InvalidInputError
+from ..errors import IntegrityError, InvalidInputError, SnapstoreError
 from ..format.blobs import blob, chain_decode, planes
 from ..format.blobs.codecs import sparse
 from ..format.blobs.pack import Encoded
@@ -275,23 +275,59 @@ class ProvingEngine(CpuEngine):
     def __init__(self, engine: CpuEngine, digests: Bytes, checksums: Column) -> None:
         self._threads, self._free, self.digest_seed = engine._threads, engine._free, engine.digest_seed
         self._native, self._read = engine._native, engine._read
-        self._blobs = zip(digests, checksums.tolist(), strict=True)
+        self._digests, self._checksums, self._at = digests, checksums, 0
         self.proven: list[int] = []
 
     def start_decode(self, batch: DecodeBatch) -> Callable[[], object]:
         """Begin to rebuild a batch whose last blobs are all full."""
-        jobs = [(job, [next(self._blobs) for _ in job.blobs]) for job in _decode_jobs(batch)]
-        wait = self._threads.start(self._prove_chunk, jobs)
-        return lambda: self.proven.extend(wait())
+        firsts, rows = sums_before(batch.counts), spans.cut(batch.outs.lengths, self._threads.count)
+        own = slice(self._at, self._at + int(firsts[-1]))
+        self._at = own.stop
+        digests, checksums, proven = self._digests[own], self._checksums[own], batch.counts.copy()
 
-    def _prove_chunk(self, job_and_blobs: tuple[DecodeJob, list[tuple[Bytes, int]]]) -> int:
-        job, blobs = job_and_blobs
-        digests = [digest.tobytes() for digest, _ in blobs]
-        for data, where, (_, checksum) in zip(job.blobs, job.wheres, blobs, strict=True):
-            if checksum and keyed_checksum(data) != checksum:
-                raise IntegrityError(f"{where}: two reads return different bytes")
-        with planes.scratch.borrowed():
-            return chain_decode.prove_chain(job.blobs, job.wheres, digests, job.out, seed=self.digest_seed)
+        errors: dict[int, SnapstoreError] = {}  # by row
+
+        def prove_span(span: slice) -> None:
+            others = np.arange(span.start, span.stop)
+            if self._native is not None:
+                with planes.scratch.borrowed():
+                    others = spans.decode(self._native, batch, span, self.digest_seed, digests)
+            unequal = _unequal(batch, firsts, span, checksums)
+            rest = sorted({*others.tolist(), *unequal})
+            for row, job in zip(rest, _decode_jobs(batch, rest) if rest else (), strict=True):
+                each = [d.tobytes() for d in digests[firsts[row] : firsts[row + 1]]]
+                try:
+                    if row in unequal:
+                        raise IntegrityError(f"{unequal[row]}: two reads return different bytes")
+                    with planes.scratch.borrowed():
+                        proven[row] = chain_decode.prove_chain(
+                            job.blobs, job.wheres, each, job.out, seed=self.digest_seed
+                        )
+                except SnapstoreError as error:  # its traceback would keep the memory of the batch alive
+                    error.__cause__ = error.__context__ = error.__traceback__ = None
+                    errors[row] = error
+                    return
+
+        wait = self._threads.start(batch.gate.guarded(prove_span), rows)
+
+        def finish() -> None:
+            wait()
+            if errors:
+                raise errors[min(errors)]
+            self.proven.extend(proven.tolist())
+
+        return finish
+
+
+def _unequal(batch: DecodeBatch, firsts: Column, rows: slice, checksums: Column) -> dict[int, str]:
+    """Return the rows with a blob of another checksum than is known, and the blob's name."""
+    found: dict[int, str] = {}
+    stored, offsets, lengths = batch.stored.data, batch.offsets.tolist(), batch.lengths.tolist()
+    for row in range(rows.start, rows.stop):
+        for i in range(int(firsts[row]), int(firsts[row + 1])):
+            if checksums[i] and keyed_checksum(stored[offsets[i] : offsets[i] + lengths[i]]) != checksums[i]:
+                found.setdefault(row, batch.where(i))
+    return found
 
 
 def default_threads() -> int:

@@ -159,7 +159,7 @@ def encode(
         np.ascontiguousarray(chosen.most, np.int64),
         written.view(np.uint8),
         out,
-        _scratch(native, given.chunks.lengths),
+        _scratch(native, given.chunks.lengths, is_sparse=bool((chosen.how >= SPARSE_OR_FULL).any())),
     )
     is_large = written["length"] > given.delta_limits
     written["length"][is_large & (written["transform"] != blob.FULL)] = 0  # it was underestimated
@@ -280,8 +280,12 @@ class SpanEncoded:
         return EncodedChunk(buffer[begin:end].data, int(entry["transform"]) != blob.FULL, buffer)
 
 
-def decode(native: Any, batch: DecodeBatch, rows: slice, seed: int) -> Column:
-    """Rebuild and verify the chunks of a span; return the rows that the reference decodes."""
+def decode(native: Any, batch: DecodeBatch, rows: slice, seed: int, each: Bytes | None = None) -> Column:
+    """Rebuild and verify the chunks of a span; return the rows that the reference decodes.
+
+    Args:
+        each: (m, 16) digests of the chunks of all blobs of the batch, to verify them too.
+    """
     blobs = slice(*sums_before(batch.counts)[[rows.start, rows.stop]].tolist())
     counts, offsets, lengths = (
         np.ascontiguousarray(c, np.int64) for c in (batch.counts[rows], batch.offsets[blobs], batch.lengths[blobs])
@@ -291,10 +295,12 @@ def decode(native: Any, batch: DecodeBatch, rows: slice, seed: int) -> Column:
     bases = ([], none, none, none) if batch.bases is None else place(batch.bases.take(rows))
     done = np.empty(len(counts), np.uint8)
     chunk_digests, scratch = np.ascontiguousarray(batch.digests[rows]), _scratch(native, outs[3])
-    native.decode(batch.stored, offsets, lengths, counts, chunk_digests, outs, bases, seed, done, scratch)
+    own = None if each is None else np.ascontiguousarray(each[blobs])
+    native.decode(batch.stored, offsets, lengths, counts, chunk_digests, own, outs, bases, seed, done, scratch)
     others: Column = rows.start + np.flatnonzero(done == 0)
     return others
 
 
-def _scratch(native: Any, lengths: Column) -> Bytes:
-    return planes.scratch.room("native", native.SCRATCH_BYTES + native.SCRATCH_PER_BYTE * int(lengths.max(initial=0)))
+def _scratch(native: Any, lengths: Column, *, is_sparse: bool = False) -> Bytes:
+    per_byte = native.SPARSE_SCRATCH_PER_BYTE if is_sparse else native.SCRATCH_PER_BYTE
+    return planes.scratch.room("native", native.SCRATCH_BYTES + per_byte * int(lengths.max(initial=0)))

@@ -90,7 +90,7 @@ static void decode_damaged(const u8 *stored, size_t length, const u8 *base, cons
     u8 *bad = damage(stored, &size);
     if (size >= 16) store64(bad + 8, xxh3_64(bad + 16, size - 16));
     const Stored blob = {bad, size};
-    decode_chain(&blob, 1, base, digest, 0, out, bytes, scratch);
+    decode_chain(&blob, 1, base, digest, draw(2) ? digest : NULL, 0, out, bytes, scratch);
     free(bad);
 }
 
@@ -102,7 +102,7 @@ static void fuzz_blob(void) {
     const bool is_delta = draw(2);
     u8 *chunk = content(bytes), *base = content(bytes), *out = room(needed), *back = room(bytes);
     u8 digest[16], base_digest[16], entry[ENTRY_BYTES], kinds[MAX_PLANES];
-    Scratch *scratch = room(sizeof(Scratch) + SCRATCH_PER_BYTE * bytes);
+    Scratch *scratch = room(sizeof(Scratch) + SPARSE_SCRATCH_PER_BYTE * bytes);
     PlaneSums *sums = room(sizeof(PlaneSums) * (size_t)size);
     static i64 terms[MOST_SAMPLED];
     xxh3_digest(chunk, bytes, 0, digest);
@@ -118,7 +118,7 @@ static void fuzz_blob(void) {
     encode_blob(&row, out, needed, entry, scratch);
     u8 *stored = copy_of(out, length);
     const Stored blob = {stored, length};
-    const bool done = decode_chain(&blob, 1, row.base, digest, 0, back, bytes, scratch);
+    const bool done = decode_chain(&blob, 1, row.base, digest, NULL, 0, back, bytes, scratch);
     if (length && (!done || memcmp(chunk, back, bytes)))
         fail("a chunk differs");
     for (int i = 0; i < 30 && length; i++)
@@ -135,7 +135,7 @@ static void fuzz_sparse(void) {
     const size_t needed = 80 + bytes + 16 * 1024;
     u8 *base = content(bytes), *chunk = copy_of(base, bytes), *out = room(needed), *back = room(bytes);
     u8 digest[16], base_digest[16], entry[ENTRY_BYTES], kinds[MAX_PLANES] = {0};
-    Scratch *scratch = room(sizeof(Scratch) + SCRATCH_PER_BYTE * bytes);
+    Scratch *scratch = room(sizeof(Scratch) + SPARSE_SCRATCH_PER_BYTE * bytes);
     const u32 one_in = 1 + draw(draw(2) ? 4 : 300), far = draw(3);
     for (size_t i = 0; i < elements; i++)
         if (!draw(one_in)) chunk[i * (size_t)size] ^= (u8)(far ? 1 + draw(255) : 1);
@@ -150,7 +150,7 @@ static void fuzz_sparse(void) {
     if (length && length != SIZE_MAX) {
         u8 *stored = copy_of(out, length);
         const Stored blob = {stored, length};
-        if (!decode_chain(&blob, 1, base, digest, 0, back, bytes, scratch) || memcmp(chunk, back, bytes))
+        if (!decode_chain(&blob, 1, base, digest, digest, 0, back, bytes, scratch) || memcmp(chunk, back, bytes))
             fail("a chunk differs from its sparse delta");
         sparse_deltas++;
         for (int i = 0; i < 60; i++) decode_damaged(stored, length, base, digest, back, bytes, scratch);

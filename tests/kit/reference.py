@@ -29,7 +29,7 @@ def encode_by_reference(patch: pytest.MonkeyPatch) -> None:
 
 def decode_by_reference(patch: pytest.MonkeyPatch) -> None:
     """Let `chain_decode.decode_chain` rebuild every chunk."""
-    patch.setattr(spans, "decode", lambda _, batch, rows, seed: np.arange(rows.start, rows.stop))
+    patch.setattr(spans, "decode", lambda _, batch, rows, *rest: np.arange(rows.start, rows.stop))
 
 
 def replace_encode(patch: pytest.MonkeyPatch, encode: Callable[..., Any]) -> None:

@@ -364,7 +364,10 @@ def test_positions_outside_of_a_memory_are_refused(start, length):
 
 
 def test_wrong_columns_are_refused():
-    data, scratch = np.zeros(96, np.uint8), np.empty(native.SCRATCH_BYTES + 96 * native.SCRATCH_PER_BYTE, np.uint8)
+    data, scratch = (
+        np.zeros(96, np.uint8),
+        np.empty(native.SCRATCH_BYTES + 96 * native.SCRATCH_PER_BYTE, np.uint8),
+    )
     none = ([], np.array([-1]), np.array([0]), np.array([0]))
     byte, sixteen, sampled = np.ones(1, np.uint8), np.zeros(16, np.uint8), np.zeros(1, spans.SAMPLED)
     with pytest.raises(ValueError, match="expected 16"):
@@ -391,8 +394,8 @@ def test_wrong_columns_are_refused():
                 one(data), none, byte, byte, 1, sixteen, sixteen, sixteen[:8], byte * how, np.zeros(1, np.int64),
                 np.empty(96, np.uint8), data, room,
             )  # fmt: skip
-    for mode, most in ((2, 96), (1, -1)):
-        with pytest.raises(ValueError, match="a sparse delta of"):
+    for mode, most, match in ((2, 96, "a sparse delta of"), (1, -1, "a sparse delta of"), (1, 96, "scratch")):
+        with pytest.raises(ValueError, match=match):
             native.encode(
                 one(data), one(data.copy()), byte, byte, mode, sixteen, sixteen, sixteen[:8], byte * 3,
                 np.array([most]), np.empty(96, np.uint8), data, scratch,
@@ -400,13 +403,16 @@ def test_wrong_columns_are_refused():
     for offset, length, count in ((-1, 5, 1), (0, 97, 1), (97, 0, 1), (0, 5, 2), (0, 5, 0), (0, 5, -1)):
         with pytest.raises(ValueError, match="outside of the stored bytes"):
             native.decode(
-                data, np.array([offset]), np.array([length]), np.array([count]), sixteen, one(data.copy()), none, 0,
-                byte.copy(), scratch,
+                data, np.array([offset]), np.array([length]), np.array([count]), sixteen, None, one(data.copy()), none,
+                0, byte.copy(), scratch,
             )  # fmt: skip
 
 
 def test_little_room_declines_a_blob():
-    data, scratch = np.zeros(4096, np.uint8), np.empty(native.SCRATCH_BYTES + 4096 * native.SCRATCH_PER_BYTE, np.uint8)
+    data, scratch = (
+        np.zeros(4096, np.uint8),
+        np.empty(native.SCRATCH_BYTES + 4096 * native.SCRATCH_PER_BYTE, np.uint8),
+    )
     none = ([], np.array([-1]), np.array([0]), np.array([0]))
     byte, sixteen, entries = np.ones(1, np.uint8), np.zeros(16, np.uint8), np.empty(1, blob.ENTRY)
     for room in (0, 80, 4096, 4176):

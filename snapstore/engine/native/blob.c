@@ -130,7 +130,7 @@ size_t encode_sparse_blob(const EncodeRow *row, size_t most, u8 *out, size_t roo
     s->bytes = s->frames = 0, s->repeating = 0;
     if (!n || row->bytes > UINT32_MAX / 2 || room < start) return 0;
     if (!encode_sparse(row->source, row->base, (int)size, row->layout, n, out + start, room - start, scratch->planes,
-                       SCRATCH_PER_BYTE * row->bytes, s, &scratch->sparse, &scratch->encode))
+                       SPARSE_SCRATCH_PER_BYTE * row->bytes, s, &scratch->sparse, &scratch->encode))
         return 0;
     if ((double)s->repeating > MATCHES_SAVE * (double)s->bytes) return 0;
     Writer w = {.out = out, .lengths = s->frames, .codecs = {SPARSE}, .plane_bytes = {(u32)s->bytes}};
@@ -235,8 +235,8 @@ static bool apply_blob(Stored blob, const Header *h, const u8 *base, u8 *out, Sc
     return true;
 }
 
-bool decode_chain(const Stored *blobs, size_t count, const u8 *base, const u8 *digest, u64 seed, u8 *out,
-                  size_t bytes, Scratch *scratch) {
+bool decode_chain(const Stored *blobs, size_t count, const u8 *base, const u8 *digest, const u8 *each, u64 seed,
+                  u8 *out, size_t bytes, Scratch *scratch) {
     Header h;
     u8 expected[16], found[16];
     memcpy(expected, digest, 16);
@@ -244,14 +244,17 @@ bool decode_chain(const Stored *blobs, size_t count, const u8 *base, const u8 *d
         const bool is_full = i + 1 == count && !base;
         if (!read_header(blobs[i], &h) || h.raw_bytes != bytes || memcmp(h.digest, expected, 16))
             return false;
-        if ((h.transform == NONE) != is_full) return false;
+        if ((h.transform == NONE) != is_full || (each && memcmp(each + 16 * i, expected, 16))) return false;
         if (xxh3_64(blobs[i].data + 16, blobs[i].bytes - 16) != load64(blobs[i].data + 8)) return false;
         memcpy(expected, h.base, 16);
     }
-    for (size_t i = count; i-- > 0; base = out)
+    for (size_t i = count; i-- > 0; base = out) {
         if (!read_header(blobs[i], &h) || h.raw_bytes != bytes ||
             !apply_blob(blobs[i], &h, base, out, scratch))
             return false;
-    xxh3_digest(out, bytes, seed, found);
-    return count > 0 && !memcmp(found, digest, 16);
+        if (i && !each) continue;
+        xxh3_digest(out, bytes, seed, found);
+        if (memcmp(found, i ? each + 16 * i : digest, 16)) return false;
+    }
+    return count > 0;
 }

@@ -261,8 +261,8 @@ static void encode_span(const Call *call, const EncodeColumns *columns) {
 }
 
 // Check scratch memory, which was taken last.
-static bool is_scratch(const Call *call, const void *scratch) {
-    if (last_bytes(&call->columns) >= sizeof(Scratch) + SCRATCH_PER_BYTE * largest(&call->chunks) &&
+static bool is_scratch(const Call *call, const void *scratch, size_t per_byte) {
+    if (last_bytes(&call->columns) >= sizeof(Scratch) + per_byte * largest(&call->chunks) &&
         (uintptr_t)scratch % _Alignof(Scratch) == 0)
         return true;
     PyErr_SetString(PyExc_ValueError, "too little scratch memory, or not aligned");
@@ -280,16 +280,20 @@ static bool take_encode_columns(Call *call, PyObject *const given[8], EncodeColu
     if (!(columns->out = take_column(&call->columns, given[6], -1, true))) return false;
     columns->room = last_bytes(&call->columns);
     if (!(columns->scratch = take_column(&call->columns, given[7], -1, true))) return false;
-    if (!is_scratch(call, columns->scratch)) return false;
-    for (Py_ssize_t i = 0; i < n; i++)
-        if (columns->how[i] > SPARSE_OR_DELTA || (columns->how[i] >= STORE_DELTA && !call->bases.spans[i].data)) {
+    bool is_sparse = false;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        const int how = columns->how[i];
+        if (how > SPARSE_OR_DELTA || (how >= STORE_DELTA && !call->bases.spans[i].data)) {
             PyErr_SetString(PyExc_ValueError, "a delta without a base");
             return false;
-        } else if (columns->how[i] >= SPARSE_OR_FULL && (columns->mode != DIFFERENCE || columns->most[i] < 0)) {
+        }
+        if (how >= SPARSE_OR_FULL && (columns->mode != DIFFERENCE || columns->most[i] < 0)) {
             PyErr_SetString(PyExc_ValueError, "a sparse delta of an XOR, or of less than no bytes");
             return false;
         }
-    return true;
+        is_sparse = is_sparse || how >= SPARSE_OR_FULL;
+    }
+    return is_scratch(call, columns->scratch, is_sparse ? SPARSE_SCRATCH_PER_BYTE : SCRATCH_PER_BYTE);
 }
 
 static PyObject *py_encode(PyObject *self, PyObject *args) {
@@ -313,7 +317,7 @@ static PyObject *py_encode(PyObject *self, PyObject *args) {
 
 typedef struct {
     const i64 *counts;
-    const u8 *digests;
+    const u8 *digests, *each;  // each: of the chunk of each blob; or NULL
     u8 *done;
     Scratch *scratch;
     Stored *blobs;
@@ -322,6 +326,7 @@ typedef struct {
 
 static void decode_span(const Call *call, const DecodeColumns *columns) {
     const Stored *blobs = columns->blobs;
+    const u8 *each = columns->each;
     for (Py_ssize_t i = 0; i < call->chunks.count; i++) {
         const Span out = call->chunks.spans[i];
         const size_t count = (size_t)columns->counts[i];
@@ -329,9 +334,10 @@ static void decode_span(const Call *call, const DecodeColumns *columns) {
         // a chunk in the place of its base is left to the reference: it would find the base overwritten
         const bool apart = !base || base + out.bytes <= out.data || out.data + out.bytes <= base;
         columns->done[i] = out.data && apart &&
-                           decode_chain(blobs, count, base, digest, columns->seed, out.data, out.bytes,
+                           decode_chain(blobs, count, base, digest, each, columns->seed, out.data, out.bytes,
                                         columns->scratch);
         blobs += count;
+        if (each) each += 16 * count;
     }
 }
 
@@ -366,7 +372,7 @@ static bool take_decode_columns(Call *call, PyObject *const given[7], DecodeColu
     if (!(columns->digests = take_column(&call->columns, given[4], 16 * n, false))) return false;
     if (!(columns->done = take_column(&call->columns, given[5], n, true))) return false;
     if (!(columns->scratch = take_column(&call->columns, given[6], -1, true))) return false;
-    if (!is_scratch(call, columns->scratch)) return false;
+    if (!is_scratch(call, columns->scratch, SCRATCH_PER_BYTE)) return false;
     for (Py_ssize_t i = 0; i < n; i++)
         if (call->bases.spans[i].data && call->bases.spans[i].bytes != call->chunks.spans[i].bytes) {
             PyErr_SetString(PyExc_ValueError, "a base of another length than its chunk");
@@ -377,17 +383,19 @@ static bool take_decode_columns(Call *call, PyObject *const given[7], DecodeColu
 
 static PyObject *py_decode(PyObject *self, PyObject *args) {
     (void)self;
-    PyObject *given[7], *outs, *bases;
+    PyObject *given[7], *outs, *bases, *each;
     unsigned long long seed;
     Call call = {0};
     DecodeColumns columns = {0};
-    if (!PyArg_ParseTuple(args, "OOOOOOOKOO", &given[0], &given[1], &given[2], &given[3], &given[4], &outs,
-                          &bases, &seed, &given[5], &given[6]))
+    if (!PyArg_ParseTuple(args, "OOOOOOOOKOO", &given[0], &given[1], &given[2], &given[3], &given[4], &each,
+                          &outs, &bases, &seed, &given[5], &given[6]))
         return NULL;
     const Py_ssize_t m = PyObject_Size(given[1]);
     if (m < 0 || !take_spans(&call.chunks, outs, -1, true)) return end_call(&call, NULL);
     if (!take_spans(&call.bases, bases, call.chunks.count, false)) return end_call(&call, NULL);
     if (!take_decode_columns(&call, given, &columns)) return end_call(&call, NULL);
+    if (each != Py_None && !(columns.each = take_column(&call.columns, each, 16 * m, false)))
+        return end_call(&call, NULL);
     columns.seed = seed;
     columns.blobs = PyMem_Calloc((size_t)m + 1, sizeof(Stored));
     if (!columns.blobs) return end_call(&call, PyErr_NoMemory());
@@ -563,6 +571,7 @@ PyMODINIT_FUNC PyInit__native(void) {
     use_avx2 = has_avx2();
     if (PyModule_AddIntConstant(module, "SCRATCH_BYTES", (long)sizeof(Scratch)) < 0 ||
         PyModule_AddIntConstant(module, "SCRATCH_PER_BYTE", SCRATCH_PER_BYTE) < 0 ||
+        PyModule_AddIntConstant(module, "SPARSE_SCRATCH_PER_BYTE", SPARSE_SCRATCH_PER_BYTE) < 0 ||
         PyModule_AddIntConstant(module, "FRAME_SLACK", FRAME_SLACK) < 0) {
         Py_DecRef(module);
         return NULL;

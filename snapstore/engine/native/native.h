@@ -272,8 +272,9 @@ typedef struct {
     SparseWriter sparse_writer;
     u8 planes[];  // of one chunk, and FRAME_SLACK; or what sparse deltas need
 } Scratch;
-// Scratch memory that a call needs for each byte of its longest chunk.
-#define SCRATCH_PER_BYTE 6
+// Scratch memory that a call needs for each byte of its longest chunk; if it may write sparse deltas.
+#define SCRATCH_PER_BYTE 2
+#define SPARSE_SCRATCH_PER_BYTE 6
 
 // The kinds of planes, as in plane_kinds.py. Planes with repeats are coded only if all of their bytes are
 // equal.
@@ -303,6 +304,7 @@ typedef struct {
 } Stored;
 
 // Rebuild a chunk from `count` blobs, newest first. Return whether all are blobs that this decoder reads,
-// valid, and the chunk has the digest.
-bool decode_chain(const Stored *blobs, size_t count, const u8 *base, const u8 *digest, u64 seed, u8 *out,
-                  size_t bytes, Scratch *scratch);
+// valid, and the chunk has the digest. `each`: the digests of the chunks of all blobs, 16 bytes each, which are
+// verified too; NULL: only the newest is.
+bool decode_chain(const Stored *blobs, size_t count, const u8 *base, const u8 *digest, const u8 *each, u64 seed,
+                  u8 *out, size_t bytes, Scratch *scratch);

@@ -2,7 +2,8 @@
 
 The state is p, m and v in fp32 of a GPT and of a Llama in training, 10 steps apart, in host memory; on a GPU each has
 about 2 GB, on a CPU some MB. Repositories and the peers' files lie in memory (/dev/shm), so that no disk limits them.
-Every restore is compared with the state. A time is the least of ROUNDS, each in a new repository.
+Every restore is compared with the state. A time is the least of ROUNDS, each in a new repository. Then a GPT trains on
+all cores of the CPU beside saves with 1, half and all threads.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ SIZES = {
     "gpt": gpu_train.Size(width=1024, layers=12, heads=16, vocabulary=16384, context=256, batch=8),
     "llama": gpu_train.Size(width=1024, layers=12, heads=16, vocabulary=16384, context=256, batch=8),
 }
+#: The GPT that trains on a CPU beside saves: 353 MB of parameters and optimizer state.
+TRAINED = gpu_train.Size(width=512, layers=8, heads=8, vocabulary=8192, context=128, batch=4)
 #: Figures by name: (row, the column, its goal).
 GOALS = {
     "save_full_GBps": ("full", "save", 5.0),
@@ -110,6 +113,47 @@ def by_peers(threads: int, state: gpu_train.State) -> dict[str, Times]:
     return {"torch.save": torch_save, "zstd -1, of its bytes": zstd}
 
 
+def beside_training(counts: Sequence[int], steps: int = 12) -> list[dict[str, Any]]:
+    """Train on all cores beside saves one after the other, by threads of the saves; print and return the rows.
+
+    A row has the time of a step beside saves, and the time until a save is durable beside training, both as multiples
+    of what they take alone.
+    """
+    torch.set_num_threads(os.cpu_count() or 1)
+    trainer = bench.trainer_of("gpt", TRAINED, torch.device("cpu"), 1000)
+    trainer.train(3)
+    rows = []
+    for threads in sorted(set(counts)):
+        with _memory() as folder:
+            options = SaveOptions(threads=threads)
+            with SnapshotManager(folder / "r", run="r", on_busy="skip", options=options) as manager:
+                alone_s: list[float] = []
+                for i in range(3):
+                    began = time.perf_counter()
+                    manager.save(i, trainer.state()).result()
+                    alone_s.append(time.perf_counter() - began)
+                step_alone_s = _seconds(partial(trainer.train, steps)) / steps
+                futures, began = [], time.perf_counter()
+                for i in range(steps):
+                    trainer.train(1)
+                    futures.append(manager.save(10 + i, trainer.state()))
+                step_s = (time.perf_counter() - began) / steps
+                saved = [found for future in futures if (found := future.result()) is not None]
+        durable_s = sum(snapshot.total_s for snapshot in saved) / len(saved)
+        rows.append({
+            "threads": threads, "steps": steps, "saves": len(saved), "step": round(step_s / step_alone_s, 3),
+            "durable": round(durable_s / min(alone_s), 3),
+        })  # fmt: skip
+        print(f"training beside saves: {rows[-1]}", flush=True)
+    return rows
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
 def report(counts: Sequence[int]) -> dict[str, Any]:
     """Measure, print the table, and return the record."""
     rows: list[dict[str, Any]] = []
@@ -132,7 +176,9 @@ def report(counts: Sequence[int]) -> dict[str, Any]:
     for name, (kind, verb, goal) in GOALS.items() if best else ():
         value = best[f"{verb} {kind}"]["GBps"] if best else 0.0
         figures[name] = {"value": value, "goal": goal, "met": value >= goal}
-    return {"machine": page.machine(), "cores": os.cpu_count(), "figures": figures, "rows": rows}
+    cores = os.cpu_count() or 1
+    training = beside_training([1, max(1, cores // 2), cores])
+    return {"machine": page.machine(), "cores": cores, "figures": figures, "rows": rows, "training": training}
 
 
 def _line(row: dict[str, Any]) -> str:

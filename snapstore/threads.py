@@ -62,15 +62,16 @@ _preventing: set[int] = set()  # the threads that prevent garbage collection, wh
 @contextmanager
 def without_gc() -> Iterator[None]:
     """Prevent Python's garbage collection while the caller waits: it takes as long as the copies of many tensors."""
-    was_enabled, thread = gc.isenabled(), threading.get_ident()
+    if not gc.isenabled():  # the program, or another thread, has disabled it, and will enable it
+        yield
+        return
+    thread = threading.get_ident()
     try:
-        if was_enabled:
-            _preventing.add(thread)
+        _preventing.add(thread)
         gc.disable()
         yield
     finally:
-        if was_enabled:
-            gc.enable()
+        gc.enable()
         _preventing.discard(thread)
 
 
@@ -198,6 +199,10 @@ class Pending(Generic[R]):
             raise self._error
         return self._results
 
+    def is_done(self) -> bool:
+        """Return whether all results are there; this takes no lock, which a fork may have left locked."""
+        return self._done.is_set()
+
     def ready(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` and return whether all results are there."""
         return self._done.wait(timeout_s)
@@ -223,6 +228,8 @@ class Gate:
         """Return a job that does nothing once the gate is closed."""
 
         def act(item: T) -> None:
+            if self.is_closed:
+                return
             with self._changed:
                 if self.is_closed:
                     return

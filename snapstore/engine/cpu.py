@@ -95,7 +95,8 @@ class CpuEngine:
         self._native = spans.extension()
         self._threads = Threads(threads or default_threads())
         self._free: deque[Bytes] = deque(maxlen=MAX_FREE_BUFFERS)
-        self._read: deque[HostEncoded | spans.SpanEncoded] = deque()  # recycled; copies may still read the buffers
+        self._read: deque[HostEncoded | spans.SpanEncoded]  # recycled; copies may still read the buffers
+        self._read = deque(maxlen=MAX_FREE_BUFFERS)
 
     @property
     def batch_bytes(self) -> int:

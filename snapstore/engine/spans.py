@@ -3,6 +3,7 @@
 In: batches of chunks as columns, with their bytes in host memory. Out: digests, blobs, rebuilt chunks; and which rows
 the extension leaves to the reference in NumPy: planes with repeats, other codecs, some sparse deltas, and all damage.
 So every error is the reference's. The choices are equal too, bit for bit: NumPy makes them, from the extension's sums.
+Only between a sparse delta and planes of nearly the same size, which are compared as stored, may they differ.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ except ImportError:  # installed without a compiler
 
 #: Chunks as the extension takes them: memories, which, starts, lengths; see Chunks.
 Place = tuple[Sequence[Any], Column, Column, Column]
-#: What a sample says of a chunk: total, terms, distinct and top of its planes and of those of its delta, see
+#: A sampled chunk: total, terms, distinct and top of its planes and of those of its delta, see
 #: `planes.statistics_of`; how many elements changed, or any number above half of them; and 1 if it was sampled.
 SAMPLED = np.dtype([("sums", "<i8", (2, 8, 4)), ("changed", "<i8"), ("is_valid", "<i8")])
 #: Shorter copies into packs take less time than a thread to begin them [bytes].
@@ -253,7 +254,7 @@ class Copies:
 
     def are_done(self) -> bool:
         """Return whether no copy reads the buffers any more."""
-        return all(copy.ready(0) for copy in self._begun)
+        return all(copy.is_done() for copy in self._begun)
 
 
 class SpanEncoded:

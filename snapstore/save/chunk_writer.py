@@ -1,8 +1,10 @@
-"""Chunk writer: the batched middle of a save. split -> digest -> known? -> delta -> planes -> encode -> pack.
+"""Chunk writer: the batched middle of a save. cut -> examine -> known? -> encode -> pack -> keep as base.
 
 In: the inputs of a save, part by part. Out: blobs in packs, and columns that say where each chunk lies. While one batch
-is encoded, the one before is packed, and earlier packs are hashed and put; all of it is bounded in bytes. Runs in the
-thread that calls it.
+is encoded, the next is examined (hashed, copied, sampled), the one before is packed, and earlier packs are hashed and
+put; all of it is bounded in bytes. It runs in the thread that calls it; engines work on the bytes in theirs.
+
+Invariant: no engine uses the caller's memory after `__exit__`, however the save ends.
 """
 
 from __future__ import annotations
@@ -191,7 +193,8 @@ class ChunkWriter:
     def __exit__(self, *exc: object) -> None:
         """End the threads; then nothing reads the caller's memory any more."""
         self._gate.close()
-        begun: list[Callable[[], object]] = [*(h.wait for h in self._hashing), *(e.wait for e in self._encoding)]
+        begun: list[Callable[[], object]] = [h.wait for h in self._hashing]
+        begun += [*(e.wait for e in self._encoding), *(wait for _, _, wait in self._keeping)]
         for wait in begun:
             with suppress(Exception):
                 wait()

@@ -55,6 +55,7 @@ _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, er
 #: Objects of at least this size that begin at a page of memory are written with O_DIRECT [bytes]. That takes a fifth of
 #: the CPU time, and leaves the page cache to the program's data (docs/design/cpu-engine.md).
 DIRECT_MIN_BYTES = 1024 * 1024
+_NO_DIRECT = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EFAULT}
 _NO_DIRECTORY_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
@@ -261,8 +262,8 @@ def _is_direct(view: memoryview) -> bool:
 def _write_direct(fd: int, view: memoryview) -> int:
     """Write from the start of a new file with O_DIRECT; return how many bytes were written.
 
-    They are fewer, or none, if the file system does not take it: tmpfs and some FUSE file systems refuse the flag,
-    others the first write.
+    They are fewer, or none, if the file system does not take it: some refuse the flag (an older tmpfs), others the
+    first write.
     """
     flags, done = fcntl.fcntl(fd, fcntl.F_GETFL), 0
     try:
@@ -276,7 +277,7 @@ def _write_direct(fd: int, view: memoryview) -> int:
                 break
             done += written
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno not in _NO_DIRECT:
             raise
     finally:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags)

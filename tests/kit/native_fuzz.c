@@ -114,7 +114,10 @@ static void fuzz_blob(void) {
     if (is_delta && count_changed(chunk, base, size, elements, elements) > elements) fail("too many changes");
     const size_t length = encode_blob(&row, out, needed, entry, scratch);
     if (length > needed) fail("a blob is too long");
-    encode_blob(&row, out, draw((u32)needed), entry, scratch);  // mostly too little room
+    const size_t little = draw((u32)needed);  // mostly too little room
+    u8 *little_out = room(little);
+    encode_blob(&row, little_out, little, entry, scratch);
+    free(little_out);
     encode_blob(&row, out, needed, entry, scratch);
     u8 *stored = copy_of(out, length);
     const Stored blob = {stored, length};
@@ -144,7 +147,10 @@ static void fuzz_sparse(void) {
     xxh3_digest(chunk, bytes, 0, digest);
     xxh3_digest(base, bytes, 0, base_digest);
     const EncodeRow row = {chunk, base, bytes, size, (int)draw(2), DIFFERENCE, kinds, digest, base_digest};
-    encode_sparse_blob(&row, needed, out, draw((u32)needed), entry, scratch);  // mostly too little room
+    const size_t little = draw((u32)needed);  // mostly too little room
+    u8 *little_out = room(little);
+    encode_sparse_blob(&row, needed, little_out, little, entry, scratch);
+    free(little_out);
     encode_sparse_blob(&row, draw((u32)needed), out, needed, entry, scratch);
     const size_t length = encode_sparse_blob(&row, needed, out, needed, entry, scratch);
     if (length && length != SIZE_MAX) {

@@ -305,9 +305,9 @@ def test_large_objects_in_pages_are_written_directly(monkeypatch, disk, extra):
     assert flags.bytes == {True: 0, False: data.size - 1 + (1 << 19)}
 
 
-@pytest.mark.parametrize("refuse", ["flag", (errno.EINVAL, "no direct I/O")])
+@pytest.mark.parametrize("refuse", ["flag", (errno.EINVAL, "no direct I/O"), (errno.EOPNOTSUPP, "no direct I/O")])
 def test_a_file_system_that_takes_no_direct_writes(monkeypatch, disk, refuse):
-    """tmpfs refuses the flag; some FUSE file systems take it, and refuse the writes."""
+    """An older tmpfs refuses the flag; some FUSE file systems take it, and refuse the writes."""
     flags = Flags(monkeypatch, refuse=refuse)
     data = empty_pages(2 << 20)
     data[:] = 7

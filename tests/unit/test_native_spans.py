@@ -134,7 +134,7 @@ def test_a_batch_is_encoded_as_by_the_reference(engine, reference, drawn, limit,
 
 @given(st.lists(rows, min_size=1, max_size=12), st.lists(st.booleans(), min_size=12, max_size=12), st.booleans())
 def test_a_batch_is_examined_as_by_the_reference(engine, reference, drawn, unchanged, copied):
-    """What was sampled meanwhile leads to the blobs that samples of the batch itself lead to."""
+    """An engine encodes the same blobs from these samples as from samples of its own."""
     drawn = [
         (chunk, size, base if base is None or not same else chunk.copy())
         for (chunk, size, base), same in zip(drawn, unchanged, strict=False)

@@ -256,7 +256,7 @@ static void encode_span(const Call *call, const EncodeColumns *columns) {
         if (!length) continue;
         put_le(entry, at, 8);
         at += length;
-        for (; at % 8; at++) columns->out[at] = 0;  // as in a pack; FRAME_SLACK has room for it
+        for (; at % 8; at++) columns->out[at] = 0;  // as in a pack; every blob leaves room for it
     }
 }
 

@@ -255,9 +255,9 @@ static bool put_frames(const u8 *symbols, size_t count, u8 *out, size_t room, Sp
 // Write the table of groups and the frames. Return false if there is no room.
 static bool put_payload(SparseGroups *all, const Streams *streams, u8 *out, size_t room, SparseWriter *w,
                         EncodeTables *tables) {
-    put_le(out, all->count, 4);
     w->bytes = 4 + (size_t)all->count * SPARSE_GROUP_BYTES;
     if (w->bytes > room) return false;
+    put_le(out, all->count, 4);
     u32 begin = 0;
     Joined joined;
     memcpy(joined.counts, all->groups[0].counts, sizeof joined.counts);
@@ -313,7 +313,7 @@ bool encode_sparse(const u8 *source, const u8 *base, int size, int layout, size_
     }
     if (!put_payload(all, &streams, out, room, w, tables)) return false;
     const size_t low_bytes = (size_t)(streams.low - low);
-    if (low_bytes > room - w->bytes) return false;
+    if (low_bytes + 8 > room - w->bytes) return false;  // a blob is padded to 8 bytes
     memcpy(out + w->bytes, low, low_bytes);
     w->bytes += low_bytes;
     return true;

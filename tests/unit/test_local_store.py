@@ -274,8 +274,8 @@ class Flags:
 
 @pytest.fixture
 def disk():
-    """A folder on the disk of this repository, whose file system takes O_DIRECT; /tmp may be a tmpfs."""
-    with tempfile.TemporaryDirectory(prefix=".direct-", dir=Path(__file__).parents[2]) as folder:
+    """A folder on a disk, if /var/tmp is on one: the other tests use memory."""
+    with tempfile.TemporaryDirectory(prefix="snapstore-direct-", dir="/var/tmp") as folder:
         yield Path(folder)
 
 

@@ -18,13 +18,15 @@ from kit.reference import decode_by_reference
 from kit.repositories import OPTIONS, check_clean, created, opened, save
 from kit.s3_stores import moto_bucket
 from kit.samples import sampled
-from snapstore import Repository, SnapshotManager
+from snapstore import Repository, SnapshotManager, StorageError
 from snapstore.engine import spans
 from snapstore.engine.cpu import CpuEngine
 from snapstore.format.blobs import chain_decode
 from snapstore.protocol.liveness import orphaned_sessions
+from snapstore.save.chunk_writer import ChunkWriter
 from snapstore.storage.local import LocalStore
 from snapstore.storage.s3.store import S3Store
+from snapstore.threads import Gate
 
 FILES = ("protocol/claim.py", "storage/locks.py", "storage/local.py", "storage/s3/lock_files.py")
 #: A save that commits, and saves that fail before the first pack or after the last.
@@ -155,3 +157,27 @@ def test_a_save_reads_nothing_after_ctrl_c(monkeypatch):
     for at in sampled(len(passed), 25):
         passed, late = interrupted_reads(created(1024), at)
         assert late == 0, passed[-1]
+
+
+@pytest.mark.skipif(spans.extension() is None, reason="the reference has other functions")
+def test_a_save_that_fails_waits_for_its_last_reads(monkeypatch):
+    """Engines of devices know no gate."""
+    monkeypatch.setattr(CpuEngine, "batch_bytes", 8192)
+    monkeypatch.setattr(Gate, "guarded", lambda self, job: job)
+    real, begun, ended = spans.digests, [], []
+
+    def slowly(*args):
+        begun.append(0)
+        time.sleep(0.05)
+        real(*args)
+        ended.append(0)
+
+    def fail(*args):
+        raise StorageError("no such disk")
+
+    with opened(created(1024)) as repository:
+        monkeypatch.setattr(spans, "digests", slowly)
+        monkeypatch.setattr(ChunkWriter, "end_part", fail)
+        with pytest.raises(StorageError, match="no such disk"):
+            repository.save({"w": torch.arange(16384.0)}, run="a", step=0)
+        assert len(begun) == len(ended) > 0

@@ -16,8 +16,9 @@ import pytest
 import snapstore
 from kit.processes import run_python
 from snapstore import CapabilityError, InvalidInputError, Repository, SaveOptions
+from snapstore import threads as threads_module
 from snapstore.storage.memory import MemoryStore
-from snapstore.threads import MAX_RUNS, Pending, Threads, imported, msgpack_decoder
+from snapstore.threads import MAX_RUNS, Pending, Threads, imported, msgpack_decoder, without_gc
 
 
 @pytest.fixture
@@ -388,3 +389,34 @@ def test_a_signal_handler_that_decodes_while_its_thread_makes_a_decoder(monkeypa
     monkeypatch.setattr(msgspec.msgpack, "Decoder", lambda kind: msgpack_decoder(kind))
     with pytest.raises(InvalidInputError, match="signal handler"):
         msgpack_decoder(Kind)
+
+
+def test_garbage_collection_is_allowed_again_whatever_the_order(monkeypatch):
+    """A second thread finds it disabled; before that one goes on, the first has ended."""
+    first = without_gc()
+    first.__enter__()
+    real = gc.isenabled
+
+    def isenabled():
+        found = real()
+        if not found and threads_module._preventing:
+            first.__exit__(None, None, None)
+        return found
+
+    monkeypatch.setattr(gc, "isenabled", isenabled)
+    with without_gc():
+        pass
+    assert real()
+
+
+def test_whether_work_is_done_is_known_without_a_lock():
+    """A fork may leave the lock of an event locked in the child."""
+    with Threads(1) as pool:
+        pending = pool.start(str, [1])
+        pending()
+        with pending._done._cond:
+            found = []
+            asking = threading.Thread(target=lambda: found.append(pending.is_done()), daemon=True)
+            asking.start()
+            asking.join(10)
+            assert found == [True]

@@ -225,6 +225,9 @@ class _Done:
     def ready(self, timeout_s: float) -> bool:
         return True
 
+    def is_done(self) -> bool:
+        return True
+
 
 def _start_now(self: Any, function: Callable[[Any], Any], items: Sequence[Any]) -> _Done:
     """`Threads.start` in the caller's thread: operations keep their order from run to run, and a Crash gets out."""
